@@ -16,9 +16,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from fl_engine.algorithms import ALGORITHMS, CONTRACT
+from fl_engine.core.adapters import adapter
 from fl_engine.core.errors import ConfigError, nearest
 from fl_engine.core.samples import Data
 from fl_engine.datasets import kept
@@ -204,7 +203,7 @@ def _section(algorithm: Any) -> dict[str, Any]:
     registered = next((name for name, each in ALGORITHMS.items() if each is kind), None)
     name = registered or name_of(kind, "algorithm")
     CONTRACT.kind(name)  # raises where it is no algorithm
-    written = TypeAdapter(kind).dump_python(algorithm, mode="json")
+    written = adapter(kind).dump_python(algorithm, mode="json")
     default = {field.name: field.default for field in fields(kind)}
     if "training" in written and algorithm.training != default["training"]:
         raise ConfigError(
@@ -255,7 +254,7 @@ def cells(config: Config) -> list[str]:
 def check_reach(config: Config, jobs: int = 1) -> None:
     """Raises ConfigError where other processes have to import what only this one has, or to read data that they cannot
     reach."""
-    where = {"processes": "worker processes", "kubernetes": "pods"}.get(config.run.backend)
+    where = {"processes": "worker processes", "kubernetes": "pods", "agents": "other devices"}.get(config.run.backend)
     if where is None and jobs > 1:
         where = f"{jobs} processes side by side"
     if where and (own := cells(config)):
@@ -264,8 +263,8 @@ def check_reach(config: Config, jobs: int = 1) -> None:
             f"{own[0].removeprefix(f'{MAIN}:')} is defined in this notebook or script, which {where} cannot import: "
             f"write it to a file, {file} (%%writefile {file} in a cell), import it from there, and give that"
         )
-    if config.run.backend == "kubernetes" and kept.is_kept(config.dataset.name):
+    if config.run.apart and kept.is_kept(config.dataset.name):
         raise ConfigError(
-            f"the data lie in {config.dataset.root} on this machine, which pods cannot reach: put that folder on a "
-            "volume that they mount, and run there with dataset.root"
+            f"the data lie in {config.dataset.root} on this machine, which {where} cannot reach: put that folder "
+            "where they find it (a volume, a copy), and run with dataset.root"
         )

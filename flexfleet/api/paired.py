@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, count
-from statistics import fmean, stdev
+from statistics import fmean
 
 from fl_engine.core.errors import ConfigError, nearest
-
-LEVEL = 0.05
-"""Intervals leave out this much; a p below it counts as a difference."""
-ROUNDING = 1e-12
-"""Differences that lie closer together than this share of the figures are equal, but for rounding."""
+from flexfleet.comparisons.paired import LEVEL, holm, tested
 
 EXACT = 1e-12
 """A smaller p is said as being below."""
@@ -96,13 +91,13 @@ def paired(
     if a == b:
         raise ConfigError(f"{a!r} is to be compared with itself: give two labels")
     known = {label: [v for v in found if v is not None] for label, found in values.items() if None not in found}
-    tests = {pair: _tested(known[pair[0]], known[pair[1]]) for pair in combinations(known, 2)}
+    tests = {pair: tested(known[pair[0]], known[pair[1]]) for pair in combinations(known, 2)}
     # A pair without a test counts as one that shows nothing.
-    adjusted = dict(zip(tests, holm([1.0 if found is None else found[2] for found in tests.values()]), strict=True))
+    adjusted = dict(zip(tests, holm([1.0 if found is None else found.p for found in tests.values()]), strict=True))
     differences = tuple(x - y for x, y in zip(known[a], known[b], strict=True))
     mean, pair = fmean(differences), (a, b) if (a, b) in tests else (b, a)
     found = tests[pair]
-    half, p = (None, None) if found is None else (found[1], found[2])
+    half, p = (None, None) if found is None else (found.half, found.p)
     return Paired(
         a=a,
         b=b,
@@ -117,28 +112,6 @@ def paired(
     )
 
 
-def _tested(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float] | None:
-    """Mean, half of the interval's width, and p; None where nothing can be tested: one seed, or differences that are
-    all the same and not 0."""
-    differences = [x - y for x, y in zip(a, b, strict=True)]
-    mean, n = fmean(differences), len(differences)
-    if n < 2:
-        return None
-    if max(differences) - min(differences) <= ROUNDING * max(map(abs, (*a, *b))):
-        return (mean, 0.0, 1.0) if not any(differences) else None
-    error = stdev(differences) / math.sqrt(n)
-    return mean, t_quantile(1 - LEVEL / 2, n - 1) * error, two_sided(mean / error, n - 1)
-
-
-def holm(p: Sequence[float]) -> list[float]:
-    """Adjusts the p values of several tests (Holm, 1979): the smallest of m times m, the next times m - 1, and so on,
-    each at least as large as the one before and at most 1."""
-    out, before = [0.0] * len(p), 0.0
-    for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
-        before = out[i] = max(before, min(1.0, (len(p) - rank) * p[i]))
-    return out
-
-
 def smallest_p(n: int) -> float:
     """The smallest two-sided p of a sign or permutation test of n pairs: of the 2^n ways to set the signs, all alike
     are two."""
@@ -148,29 +121,3 @@ def smallest_p(n: int) -> float:
 def seeds_for(pairs: int) -> int:
     """The fewest seeds with which such a test can reach LEVEL, after Holm over so many pairs."""
     return next(n for n in count(1) if pairs * smallest_p(n) <= LEVEL)
-
-
-# ------------------------------------------------------------------------------------------- Student's t
-def two_sided(t: float, freedom: int) -> float:
-    """The probability that Student's t with so many degrees of freedom, at least 1, is further from 0 than `t`
-    (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    angle = math.atan(abs(t) / math.sqrt(freedom))
-    cosine, sine = math.cos(angle), math.sin(angle)
-    odd = freedom % 2
-    term = cosine if odd else 1.0
-    total = term if freedom > 1 else 0.0
-    for k in range(2 + odd, freedom - 1, 2):
-        term *= cosine * cosine * (k - 1) / k
-        total += term
-    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
-    return max(0.0, 1.0 - inside)
-
-
-def t_quantile(share: float, freedom: int) -> float:
-    """The value that Student's t stays below with this probability, 0.5 to 1, found by halving."""
-    low, high = 0.0, 1.0
-    while two_sided(high, freedom) / 2 > 1 - share:
-        low, high = high, 2 * high
-    while (middle := (low + high) / 2) not in (low, high):
-        low, high = (middle, high) if two_sided(middle, freedom) / 2 > 1 - share else (low, middle)
-    return middle

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fl_engine.backends.in_process import InProcess
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, nearest
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, nearest
 from fl_engine.core.slicing import runnable
 from fl_engine.core.types import Params
 from fl_engine.data import partitioning
@@ -27,7 +27,7 @@ from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import decode
 from fl_engine.training.evaluation import weights_of
 from fl_engine.training.guest import guest
-from fl_engine.training.numerics import deciding, describe
+from fl_engine.training.numerics import describe, differing
 from flexfleet.api.tables import table, to_html
 from flexfleet.config import Config, codecs, parse_schema, parse_with_algorithm
 from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile
@@ -35,6 +35,7 @@ from flexfleet.files.artifacts import Result as ResultFile
 from flexfleet.files.measure import measure_in
 from flexfleet.steps import own_code
 from flexfleet.steps.federate import given_weights, initial_state, site_of, store_of, trace_of
+from flexfleet.steps.partition import folders_sum, simulated
 from flexfleet.steps.prepare import Resolved
 
 if TYPE_CHECKING:
@@ -253,12 +254,17 @@ class Result:
                 raise ConfigError(f"{name} is a whole number, got {value!r}")
         with self._resolved() as resolved:
             config = resolved.config
-            site = site_of(resolved, self.folder / "partition", self.folder / "pool")
-            here = deciding(describe(site.numerics, config.run.devices))
-            if here != deciding(self._run.numerics):
+            before = self._run.numerics
+            site = site_of(resolved, self.folder / "partition", self.folder / "pool", before)
+            if site.most is not None:
+                if config.run.apart:
+                    raise ConfigError("what clients have trained on lies on their devices (partition.rule=local)")
+                site = simulated(resolved, site)
+                if self._run.folders_sha256 not in (None, folders_sum(site)):
+                    raise IntegrityError("the run had other data in partition.folders than there are now")
+            if others := differing(before, describe(site.numerics, config.run.devices)):
                 raise EnvironmentFailure(
-                    f"this machine would not compute the same bits: the run was made with {self._run.numerics}, here "
-                    f"is {here}"
+                    f"this machine would not compute the same bits as the one where the run was made: {others}"
                 )
             initial = initial_state(resolved, site, given_weights(self.folder / "pool", site.family))
             trace, wait = trace_of(config, site)[0], config.fleet.wait_s

@@ -8,6 +8,7 @@ varies; other runs are refused.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from fl_engine.algorithms import CONTRACT
 from fl_engine.core.errors import ConfigError
@@ -23,10 +24,11 @@ from fl_engine.core.fields import Moves
 from fl_engine.fleet.uniformity import NAMES, of_a_run
 from fl_engine.rounds import phases
 from fl_engine.storage.checkpoints import Row
-from fl_engine.training.numerics import deciding
+from fl_engine.training.numerics import differing
+from flexfleet.comparisons.first import TITLES, First, firsts
 from flexfleet.config import moves
 from flexfleet.config.entries import run_name
-from flexfleet.files.artifacts import Artifact
+from flexfleet.files.artifacts import Artifact, LocalScore
 from flexfleet.files.measure import SHARES, highest
 from flexfleet.reports.report import Run, load, plain
 from flexfleet.steps import share
@@ -38,6 +40,8 @@ MOST_TARGETS = 4
 """and at most this many."""
 BY_OWNER = ("avg_device_classes", "full_device_classes", "avg_server_classes", "full_server_classes")
 """Figures of a run and of a label, where the server owns classes (`partition.server_classes`)."""
+LOCAL = ("local_avg", "local_full")
+"""Figures of a run and of a label, where the task has classes."""
 Runs = Mapping[str, Sequence[Run]]
 """The runs of each label, in the order of the seeds."""
 
@@ -91,7 +95,12 @@ class OneRun(_Part):
     seed: int
     run_id: str
     avg: float | None
+    """This and the next: after the last round."""
     full: float
+    rounds: int | None = None
+    """The number of the last round, from 1; null in comparisons of older versions."""
+    levels: dict[str, dict[str, float]] = {}
+    """Each level's metrics after the last round, by their names; empty in comparisons of older versions."""
     avg_device_classes: float | None = None
     """This and the next three: the accuracy after the last round on the classes of the devices, and on those that the
     server alone owns; null where it owns none."""
@@ -100,8 +109,16 @@ class OneRun(_Part):
     full_server_classes: float | None = None
     devices: float | None = None
     """After the last round, the mean over the devices of what their own sub-model scores; null with one level."""
+    local: dict[str, LocalScore] = {}
+    """Each level's local accuracy after the last round: the mean and the standard deviation over the clients; empty
+    where the task has no classes, and in older runs."""
+    local_avg: float | None = None
+    """The mean of the levels' local accuracies; null with one level."""
+    local_full: float | None = None
+    """The largest model's."""
     best: dict[str, float | None]
-    """The round with the best avg: `round`, `avg` and `full`."""
+    """The round with the best avg, of those that were evaluated: its number from 1 as `round`, and `avg` and `full`,
+    both of this round."""
     mb_down: float
     mb_up: float
     waste: float
@@ -120,6 +137,15 @@ class OneRun(_Part):
     mlflow_run_id: str | None
 
 
+class LocalSpread(_Part):
+    """A level's local accuracy: over the seeds, the `mean` over the clients, the standard deviation `sd` over the
+    clients, and how many `clients` these are."""
+
+    mean: Spread
+    sd: Spread
+    clients: Spread
+
+
 class Summary(_Part):
     """All runs of one label. 1 MB is 1e6 bytes; waste is the share of the bytes sent to clients that did not come
     back."""
@@ -134,6 +160,7 @@ class Summary(_Part):
     levels: tuple[float, ...]
     """Sizes of the reported models in % of the full model, mean over the seeds."""
     last: Score
+    """The scores after the last round."""
     avg_device_classes: Spread | None = None
     """This and the next three: as `last`, on the classes of the devices, and on those that the server alone owns; null
     where it owns none."""
@@ -142,8 +169,14 @@ class Summary(_Part):
     full_server_classes: Spread | None = None
     devices: Spread | None = None
     """As `last`, the mean over the devices of what their own sub-model scores; null with one level."""
+    local: dict[str, LocalSpread] = {}
+    """As `last`, each level's local accuracy (FedRolex, Tables 3.3 and 3.4); empty if a run has none."""
+    local_avg: Spread | None = None
+    """This and the next: as `avg` and `full` of `last`, of the local accuracies."""
+    local_full: Spread | None = None
     best: Score
-    """The scores of the round with the best avg, which is chosen on test data, as in the papers."""
+    """The scores of the round with the best avg: avg and full both of this round, as FlexFL prints them. The round is
+    chosen on test data, by each run for itself."""
     mb_down: Spread
     mb_up: Spread
     waste: Spread
@@ -200,8 +233,14 @@ class Comparison(Artifact):
     """What all runs have in common, by dotted names."""
     varied: tuple[str, ...] = ()
     """Parameters in which labels differ, without the algorithm's own, by dotted names."""
+    differences: dict[str, dict[str, Any]] = Field(default={})
+    """Where the rows differ, beside the algorithm (`comparisons.differences`): by an option's dotted name, its value in
+    each label that has it."""
     results: dict[str, Summary]
     """The summary of each label."""
+    first: dict[str, First] | None = None
+    """Who is first, by the figures `avg`, `full`, `best_avg`, `best_full`, `local_avg` and `local_full`, as far as two
+    labels have them; null with fewer than three seeds (no label is called first), and in older comparisons."""
     central: Central | None = None
     notes: tuple[str, ...] = ()
     mlflow_run_id: str | None = None
@@ -274,11 +313,15 @@ def summarise(
     are to differ; `at`: the labels' values of the factors."""
     any_run = next(iter(runs.values()))[0]
     targets = tuple(to) or default_targets(runs)
-    numerics = [deciding(run.file.numerics) for of_label in runs.values() for run in of_label]
+    numerics = [run.file.numerics for of_label in runs.values() for run in of_label]
     notes = []
-    if any(each != numerics[0] for each in numerics):
+    if any(differing(numerics[0], each) and differing(each, numerics[0]) for each in numerics):
         notes.append("the runs were computed with different numerics (machine, device or torch): see their run.json")
     notes += [f"{label}: {work}, others as the section training says" for label, work in local_work(runs).items()]
+    results = {
+        label: _summary(seeds, of_label, targets, own(varied), (at or {}).get(label, {}))
+        for label, of_label in runs.items()
+    }
     return Comparison(
         id=id,
         labels=tuple(runs),
@@ -289,12 +332,22 @@ def summarise(
             k: v for k, v in any_run.config.items() if _shared(k) and k not in varied and not k.startswith("algorithm")
         },
         varied=tuple(own(varied)),
-        results={
-            label: _summary(seeds, of_label, targets, own(varied), (at or {}).get(label, {}))
-            for label, of_label in runs.items()
-        },
+        results=results,
+        first=firsts(by_seed(results)),
         notes=tuple(notes),
     )
+
+
+def by_seed(results: Mapping[str, Summary]) -> dict[str, dict[str, list[float | None]]]:
+    """What `first.firsts` takes: of each figure and label, a value for each seed."""
+
+    def value(run: OneRun, figure: str) -> float | None:
+        found = run.best[figure.removeprefix("best_")] if figure.startswith("best_") else getattr(run, figure)
+        return None if found is None or not math.isfinite(found) else float(found)
+
+    return {
+        figure: {label: [value(run, figure) for run in r.runs] for label, r in results.items()} for figure in TITLES
+    }
 
 
 def local_work(runs: Runs) -> dict[str, str]:
@@ -336,7 +389,8 @@ def _summary(
             avg=spread([b["avg"] for b in best]),
             full=_sure([run.best.metrics["full"] for run in runs]),
         ),
-        **{name: spread([getattr(one, name) for one in each]) for name in (*BY_OWNER, "devices")},
+        **{name: spread([getattr(one, name) for one in each]) for name in (*BY_OWNER, "devices", *LOCAL)},
+        local=_local(each),
         mb_down=_sure([one.mb_down for one in each]),
         mb_up=_sure([one.mb_up for one in each]),
         waste=_sure([one.waste for one in each]),
@@ -354,13 +408,19 @@ def _summary(
 
 
 def _one(seed: int, run: Run) -> OneRun:
+    local = run.evaluation.local
     return OneRun(
         seed=seed,
         run_id=run.file.run_id,
         avg=None if run.single else run.evaluation.avg,
         full=run.evaluation.full,
+        rounds=len(run.rows),
+        levels={name: dict(score.metrics) for name, score in run.evaluation.levels.items()},
         **_by_owner(run),
         devices=run.rows[-1].metrics.get(f"{run.evaluation.metric}_devices"),
+        local=local,
+        local_avg=None if run.single or not local else statistics.fmean(each.mean for each in local.values()),
+        local_full=local[run.pool.levels[-1].name].mean if local else None,
         best={
             "round": run.best.round + 1,
             "avg": None if run.single else run.best.metrics["avg"],
@@ -385,6 +445,18 @@ def _by_owner(run: Run) -> dict[str, float | None]:
         found[f"avg_{owner}"] = None if run.single else statistics.fmean(levels.values())
         found[f"full_{owner}"] = levels[run.pool.levels[-1].name]
     return found
+
+
+def _local(runs: Sequence[OneRun]) -> dict[str, LocalSpread]:
+    levels = [name for name in runs[0].local if all(name in one.local for one in runs)]
+    return {
+        name: LocalSpread(
+            mean=_sure([one.local[name].mean for one in runs]),
+            sd=_sure([one.local[name].sd for one in runs]),
+            clients=_sure([one.local[name].clients for one in runs]),
+        )
+        for name in levels
+    }
 
 
 def _phases(runs: Sequence[OneRun]) -> dict[str, Spread]:
@@ -464,7 +536,7 @@ def _sizes(run: Run) -> list[float]:
 
 def spread(values: Sequence[float | None]) -> Spread | None:
     """The mean and deviation of the values; None if a run has no value."""
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and math.isfinite(value)]
     if not known or len(known) < len(values):
         return None
     return Spread(mean=statistics.fmean(known), std=statistics.stdev(known) if len(known) > 1 else None)

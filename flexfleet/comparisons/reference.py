@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.data.local import LOCAL
 from flexfleet.comparisons.comparison import Central, Highest, Spread, spread
 from flexfleet.comparisons.side_by_side import Command
 from flexfleet.config import Config
@@ -27,6 +28,11 @@ def read(folders: Sequence[Path], settings: Mapping[str, Any], varied: Sequence[
     the others in more than the seed; IntegrityError if one is not finished."""
     if apart := [key for key in varied if key.startswith(COMMON)]:
         raise ConfigError(f"--central is one reference for all runs, but the labels differ in {', '.join(apart)}")
+    if settings.get("partition.rule") == LOCAL:
+        raise ConfigError(
+            "--central is trained on all training samples, and with partition.rule=local they are the clients' own: "
+            "leave out --central"
+        )
     files, results = [], []
     for folder in folders:
         if not (folder / "central.json").is_file():

@@ -14,8 +14,10 @@ from typing import Any
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.rounds.phases import BITS
 from fl_engine.storage.store import FolderStore
+from flexfleet.comparisons import first
 from flexfleet.comparisons.comparison import (
     BY_OWNER,
+    LOCAL,
     Central,
     Comparison,
     Reached,
@@ -26,6 +28,7 @@ from flexfleet.comparisons.comparison import (
     read,
     summarise,
 )
+from flexfleet.comparisons.differences import TITLE, as_rows, differences
 from flexfleet.config.entries import Entry, varied
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
@@ -59,7 +62,11 @@ def tabulate(
     differ = varied(entries)
     runs = read(labels, seeds, folders, differ)
     comparison = summarise(id, seeds, runs, to, differ, {e.label: e.at for e in entries})
-    comparison = comparison.model_copy(update={"central": central})
+    configs = {entry.label: entry.config for entry in reversed(entries)}
+    apart = differences(
+        {label: configs[label] for label in labels}, {n: each[0].pool.pool() for n, each in runs.items()}
+    )
+    comparison = comparison.model_copy(update={"central": central, "differences": apart})
     store, drawing = FolderStore(out), draw(runs, central)
     store.put("comparison.md", markdown(comparison).encode())
     store.put("comparison.svg", (drawing + "\n").encode())
@@ -73,9 +80,11 @@ def tables(c: Comparison) -> list[Table]:
     """Tables of the deciding metric, of its highest values during the rounds, of the cost, of a round's phases,
     of how evenly clients finish, and of the rounds, the time and the MB to reach given values."""
     results, measure = c.results.items(), Measure(c.metric)
+    judged = any(r.local for _, r in results)
     metric = Table(
         f"Test {measure.name}, {measure.unit}".removesuffix(", "),
-        ("algorithm", "levels %", "avg last", "full last", "avg at best", "full at best", "best round"),
+        ("algorithm", "levels %", "avg last", "full last", "avg at best", "full at best", "best round", "last round")
+        + (("local avg", "local full") if judged else ()),
         tuple(
             (
                 label,
@@ -85,10 +94,12 @@ def tables(c: Comparison) -> list[Table]:
                     for score in (r.last.avg, r.last.full, r.best.avg, r.best.full)
                 ),
                 cell(r.best.round, digits=1),
+                cell(r.last.round, digits=1),
+                *(cell(getattr(r, name), 100) for name in LOCAL if judged),
             )
             for label, r in results
         )
-        + _reference(c, measure),
+        + _reference(c, measure, judged),
     )
     digits, shares = 2 if measure.unit else 4, [one.share for one in next(iter(c.results.values())).highest]
     best = Table(
@@ -104,13 +115,14 @@ def tables(c: Comparison) -> list[Table]:
         )
         + _reference_highest(c, measure),
     )
-    metrics = [metric, best] if shares else [metric]
+    metrics = [metric, *_behind(c, measure), *((best,) if shares else ())]
     of_owners = Table(
         "Test accuracy by whose the class is, %",
         ("algorithm", "avg devices'", "full devices'", "avg server's", "full server's", "own, all classes"),
         tuple((label, *(cell(getattr(r, name), 100) for name in (*BY_OWNER, "devices"))) for label, r in results),
     )
     metrics += [of_owners] if any(r.full_server_classes is not None for _, r in results) else []
+    metrics += [_local(c)] if judged else []
     cost = Table(
         "Cost of all rounds",
         ("algorithm", "MB down", "MB up", "waste %", "simulated s", "real s"),
@@ -126,6 +138,11 @@ def tables(c: Comparison) -> list[Table]:
     )
     evenness = [even] if any(getattr(r, name) is not None for _, r in results for name in NAMES) else []
     return [_with_factors(c, table) for table in (*metrics, cost, *_phases(c), *evenness, *_to_reach(c, measure))]
+
+
+def differing(c: Comparison) -> list[Table]:
+    """Where the rows differ; empty if they do not."""
+    return [Table(TITLE, *as_rows(c.differences, c.labels))] if c.differences else []
 
 
 def factors(c: Comparison) -> dict[str, list[Any]]:
@@ -147,6 +164,27 @@ def _with_factors(c: Comparison, table: Table) -> Table:
 
     rows = tuple((row[0], *at(row[0]), *row[1:]) for row in table.rows)
     return Table(table.title, (table.head[0], *names, *table.head[1:]), rows)
+
+
+def _behind(c: Comparison, measure: Measure) -> list[Table]:
+    if not c.first:
+        return []
+    unit = "% points" if measure.unit else measure.name
+    title = f"Behind the highest, {unit}: paired over the seeds {', '.join(map(str, c.seeds))}"
+    head = ("algorithm", *(first.TITLES[figure] for figure in c.first))
+    return [Table(title, head, first.rows(c.first, c.labels, measure))]
+
+
+def _local(c: Comparison) -> Table:
+    """As FedRolex prints it: beside each mean the standard deviation over the clients. Both are means over the
+    seeds."""
+    rows = (
+        (label, name, f"{100 * of.mean.mean:.2f} ± {100 * of.sd.mean:.2f}", cell(of.clients, digits=0))
+        for label, r in c.results.items()
+        for name, of in r.local.items()
+    )
+    title = "Local accuracy of each level, %: mean ± standard deviation over the clients"
+    return Table(title, ("algorithm", "level", "local", "clients"), tuple(rows))
 
 
 PHASES = {
@@ -213,12 +251,15 @@ def _to_reach(c: Comparison, measure: Measure) -> list[Table]:
 REFERENCE = "central training"
 
 
-def _reference(c: Comparison, measure: Measure) -> tuple[tuple[str, ...], ...]:
-    """The row of central training for the table of the runs' figures; empty without central training."""
+def _reference(c: Comparison, measure: Measure, judged: bool) -> tuple[tuple[str, ...], ...]:
+    """The row of central training for the table of the runs' figures; empty without central training. `judged`: the
+    table has local accuracies, which belong to clients."""
     if c.central is None:
         return ()
     full, best = (cell(score, measure.scale, 2 if measure.unit else 4) for score in (c.central.full, c.central.best))
-    return ((REFERENCE, "100", NONE, full, NONE, best, cell(c.central.best_epoch, digits=1)),)
+    last = f"{c.central.settings['central.epochs']:.1f}"
+    none = (NONE, NONE) if judged else ()
+    return ((REFERENCE, "100", NONE, full, NONE, best, cell(c.central.best_epoch, digits=1), last, *none),)
 
 
 def _reference_highest(c: Comparison, measure: Measure) -> tuple[tuple[str, ...], ...]:
@@ -280,9 +321,15 @@ def notes(c: Comparison) -> list[str]:
     seeds = ", ".join(map(str, c.seeds))
     many = len(c.seeds) > 1
     lines = [f"Mean ± sample standard deviation over the seeds {seeds}." if many else f"One seed, {seeds}: no spread."]
-    lines.append("levels: sizes of the models that avg is the mean of; full: the largest of them. best: the round with "
-                 "the highest avg, a choice made on test data. So is the highest value until 50, 80 and 100 % of the "
-                 "rounds, which FedAIoT reports.")  # fmt: skip
+    lines.append("levels: sizes of the models that avg is the mean of; full: the largest of them. last: after the last "
+                 "round. best: avg and full both of the round with the highest avg, as FlexFL prints them, a choice of "
+                 "each run made on test data. So is the highest value until 50, 80 and 100 % of the rounds, which "
+                 "FedAIoT reports.")  # fmt: skip
+    if any(r.local for r in c.results.values()):
+        lines.append("local: after the last round, the mean over the clients of the accuracy on each client's share of "
+                     "the test samples, among the classes that it holds (FedRolex); of all levels, and of the "
+                     "largest.")  # fmt: skip
+    lines += first.notes(c.first, len(c.seeds)) if len(c.labels) > 1 else []
     if over := factors(c):
         said = "; ".join(f"{path}: {', '.join(map(plain, values))}" for path, values in over.items())
         lines.append(f"Each algorithm was run with every combination of {said}.")
@@ -332,7 +379,7 @@ def variants(c: Comparison) -> list[str]:
 def text(c: Comparison) -> str:
     """The tables as text for the terminal."""
     lines = [title(c)]
-    for table in tables(c):
+    for table in (*tables(c), *differing(c)):
         widths = [max(map(len, column)) for column in zip(table.head, *table.rows, strict=True)]
         lines += ["", table.title]
         for row in (table.head, *table.rows):
@@ -343,7 +390,7 @@ def text(c: Comparison) -> str:
 
 def markdown(c: Comparison) -> str:
     lines = [f"## {escaped(title(c))}"]
-    for table in tables(c):
+    for table in (*tables(c), *differing(c)):
         rule = ("---", *("--:" for _ in table.head[1:]))
         lines += ["", f"**{table.title}**", ""]
         lines += [f"| {' | '.join(map(escaped, row))} |" for row in (table.head, rule, *table.rows)]
@@ -373,8 +420,10 @@ def page(c: Comparison, drawing: str) -> str:
         "comparison.html",
         {"plain": plain},
         c=c,
+        measure=Measure(c.metric),
         title=title(c),
         tables=tables(c),
+        differing=differing(c),
         notes=notes(c),
         variants=variants(c),
         common=common(c),
@@ -406,7 +455,9 @@ def metrics(c: Comparison) -> dict[str, float]:
         spreads = {
             "avg": r.last.avg,
             "full": r.last.full,
-            **{name: getattr(r, name) for name in (*BY_OWNER, "devices")},
+            **{name: getattr(r, name) for name in (*BY_OWNER, "devices", *LOCAL)},
+            **{f"local/{name}": of.mean for name, of in r.local.items()},
+            **{f"local_sd/{name}": of.sd for name, of in r.local.items()},
             "best_avg": r.best.avg,
             "best_full": r.best.full,
             "mb_down": r.mb_down,

@@ -26,10 +26,11 @@ from flexfleet.comparisons.tabulate import tabulate
 from flexfleet.config import Config, algorithm, flatten, parse
 from flexfleet.config.entries import Entry, folder_of, varied
 from flexfleet.config.overrides import hand_over
+from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import History, Result, RunFile, row_of
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages, run
-from flexfleet.steps.federate import alone, known_run, store_of
+from flexfleet.steps.federate import known_run, store_of
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.share import fits, settings, share
 from flexfleet.tracking import record as track

@@ -463,23 +463,41 @@ print(sources(parse({{"model": {{"name": "__main__:Net"}}}}))["__main__:Net"])
 """
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["of a file", "without source"])
-def test_code_of_a_script_counts_with_all_that_it_uses(tmp_path: Path, told: bool) -> None:
-    def digest(**values: Any) -> str:
-        text = SCRIPT.format(**({"shift": 1.0, "scale": 2.0, "unused": "a = 1"} | values))
-        if not told:
-            done = script(text, tmp_path)
-        else:
-            (tmp_path / "own.py").write_text(text)
-            command = [sys.executable, "own.py"]
-            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+EACH = """\
+import os, sys, types
+import flexfleet.config.sources, torch
+for path in sys.argv[2:]:
+    sys.stdout.flush()
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    name = path if sys.argv[1] == "of a file" else "<string>"
+    main.__file__ = name
+    exec(compile(open(path).read(), name, "exec"), vars(main))
+    break
+"""
+"""Runs each script that it is given, in a process of its own that need not import torch again."""
 
-    first = digest()
-    assert digest() == first, "in another process too"
-    assert digest(unused="a = 2") == first
-    assert len({first, digest(shift=1.5), digest(scale=3.0)}) == 3
+
+@pytest.mark.parametrize("kind", ["of a file", "without source"])
+def test_code_of_a_script_counts_with_all_that_it_uses(tmp_path: Path, kind: str) -> None:
+    changes: list[dict[str, Any]] = [{}, {"unused": "a = 2"}, {"shift": 1.5}, {"scale": 3.0}]
+    texts = [SCRIPT.format(**({"shift": 1.0, "scale": 2.0, "unused": "a = 1"} | change)) for change in changes]
+    paths = [tmp_path / f"own{i}.py" for i in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+
+    def digests(*argv: str) -> list[str]:
+        command = [sys.executable, *argv]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    first, unused, shift, scale = digests("-c", EACH, kind, *(path.name for path in paths))
+    assert digests(*(["own0.py"] if kind == "of a file" else ["-c", texts[0]])) == [first], "in another process too"
+    assert unused == first
+    assert len({first, shift, scale}) == 3
 
 
 def test_a_guest_does_not_set_up_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,6 +317,27 @@ def test_the_tables_say_the_same_everywhere(ran: Ran) -> None:
     assert "seeds 0, 1" in text
 
 
+def test_local_accuracies_and_both_rounds_are_those_of_the_runs(ran: Ran) -> None:
+    found = Comparison.read(ran.folder / "comparison.json")
+    for label, summary in found.results.items():
+        told = [json.loads((ran.folder / f"{label}-s{one.seed}" / "result.json").read_text()) for one in summary.runs]
+        for one, metrics in zip(summary.runs, (each["metrics"] for each in told), strict=True):
+            levels, several = metrics["local"], len(metrics["local"]) > 1
+            assert {name: each.model_dump() for name, each in one.local.items()} == levels
+            assert {name: each["accuracy"] for name, each in one.levels.items()} == metrics["levels"]
+            assert one.local_full == [each["mean"] for each in levels.values()][-1]
+            assert one.local_avg == (statistics.fmean(each["mean"] for each in levels.values()) if several else None)
+            best = metrics["best"] | ({} if several else {"avg": None})
+            assert (one.rounds, one.best) == (found.rounds, best)
+        for name, level in summary.local.items():
+            assert level.sd.mean == pytest.approx(statistics.fmean(one.local[name].sd for one in summary.runs))
+            assert level.mean.mean == pytest.approx(statistics.fmean(one.local[name].mean for one in summary.runs))
+    page = (ran.folder / "comparison.html").read_text()
+    for one in (one for summary in found.results.values() for one in summary.runs):
+        row = f"<td>{one.rounds}</td>", f"<td>{100 * one.full:.2f} %</td><td>{one.best['round']:.0f}</td>"
+        assert all(cells in page for cells in row)
+
+
 def test_the_page_needs_nothing_from_outside(ran: Ran) -> None:
     page, drawing = (ran.folder / "comparison.html").read_text(), (ran.folder / "comparison.svg").read_text()
     assert "<script" not in page and "@import" not in page

@@ -209,6 +209,39 @@ def test_phases_have_a_table_where_a_run_says_them() -> None:
     assert "Phases: means over the rounds" in tabulate.text(both) and "Phases" not in tabulate.text(old)
 
 
+def test_local_accuracies_have_columns_and_a_table_where_a_run_has_them() -> None:
+    """Two seeds: a level's mean is that of the seeds' means, and so is its deviation over the clients."""
+    old = compared(a=summary((SLOW,), ()))
+    assert not any("ocal" in table.title or "local" in table.head for table in tabulate.tables(old))
+    assert not any("local" in name for name in tabulate.metrics(old)) and "local:" not in tabulate.text(old)
+    mean, sd, clients = (comparison.spread(each) for each in ([0.8, 0.9], [0.05, 0.15], [10, 12]))
+    assert mean is not None and sd is not None and clients is not None
+    told = {"local": {"M1": comparison.LocalSpread(mean=mean, sd=sd, clients=clients)}, "local_full": mean}
+    both = compared(a=summary((SLOW,), ()), b=summary((SLOW,), ()).model_copy(update=told))
+    (table,) = [table for table in tabulate.tables(both) if "Local" in table.title]
+    assert table.rows == (("b", "M1", "85.00 ± 10.00", "11 ± 1"),)
+    first = tabulate.tables(both)[0]
+    cells = {row[0]: dict(zip(first.head, row, strict=True)) for row in first.rows}
+    assert (cells["b"]["local avg"], cells["b"]["local full"]) == (report.NONE, "85.00 ± 7.07")
+    assert cells["a"]["local full"] == report.NONE
+    found = tabulate.metrics(both)
+    assert found["local_full/b"] == found["local/M1/b"] == pytest.approx(0.85)
+    assert found["local_sd/M1/b"] == pytest.approx(0.1) and "local_avg/b" not in found
+    kept = both.model_dump(mode="json", exclude={"results": {"a": {"local", "local_avg", "local_full"}}})
+    assert Comparison.model_validate(kept) == both, "an older version's file"
+
+
+def test_the_best_and_the_last_round_are_named() -> None:
+    score = comparison.Score(round=Spread(mean=3, std=None), avg=None, full=Spread(mean=0.5, std=None))
+    last = score.model_copy(update={"round": Spread(mean=5, std=None), "full": Spread(mean=0.3, std=None)})
+    c = compared(a=summary((SLOW,), ()).model_copy(update={"best": score, "last": last}))
+    table = tabulate.tables(c)[0]
+    row = dict(zip(table.head, table.rows[0], strict=True))
+    assert (row["full last"], row["last round"]) == ("30.00", "5.0")
+    assert (row["full at best"], row["best round"]) == ("50.00", "3.0")
+    assert "avg and full both of the round with the highest avg" in tabulate.text(c)
+
+
 def test_the_drawing_has_the_simulated_time_where_there_is_one() -> None:
     points = [(1, 1.0, [0.2, 0.3]), (2, 2.0, [0.4, 0.5])]
     timed = plots.comparison([("a", [], points), ("b", [], points)], clocks={"a": [10.0, 20.0], "b": []})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from flexfleet.reports.report import NONE
 
 Write = Callable[[str, str], str]
 
+FEDAIOT = [name for name in suites.names() if name.startswith("fedaiot/")]
 BASE = """
 seeds: [0, 1]
 settings: {rounds.stop: 3, training.lr: 0.1}
@@ -46,6 +47,12 @@ def runs(name: str, only: str | None = None, seeds: str | None = None, *sets: st
     return {entry.name: entry for entry in found}
 
 
+@cache
+def all_runs(name: str) -> dict[str, Entry]:
+    """Those of a suite that comes with the package, with another seed than its own: rows do not depend on it."""
+    return runs(name, None, "7")
+
+
 def setting(entry: Entry, path: str) -> Any:
     return flatten(entry.config)[path]
 
@@ -53,11 +60,25 @@ def setting(entry: Entry, path: str) -> Any:
 # ---------------------------------------------------------------------------------------------- those that come
 @pytest.mark.parametrize("name", suites.names())
 def test_every_row_is_a_configuration(name: str) -> None:
-    found = runs(name)
-    assert {entry.seed for entry in found.values()} == {0, 1, 2}
-    assert {"fedavg-low", "fedopt-low", "fedavg-high", "fedopt-high", "fedavg-30", "fp16"} <= {
-        entry.label for entry in found.values()
-    }
+    suite, found = suites.load(name), all_runs(name)
+    assert {entry.label for entry in found.values()} == set(suite.made()) and len(found) > 1
+    assert {entry.seed for entry in found.values()} == {7} and suite.seeds
+    suites.central_of(suite, None, None, (), partial(load_config, None), "id")
+
+
+@pytest.mark.parametrize("name", suites.names())
+def test_every_head_says_what_the_suite_is(name: str) -> None:
+    suite = suites.load(name)
+    assert suite.paper and suite.shows and suite.cost
+    if name.endswith(suites.SMALL):
+        assert suite.lacks and name.removesuffix(suites.SMALL) in suites.names()
+
+
+@pytest.mark.parametrize("name", FEDAIOT)
+def test_rows_of_fedaiot(name: str) -> None:
+    suite = suites.load(name)
+    assert suite.seeds == (0, 1, 2) and suite.central
+    assert {"fedavg-low", "fedopt-low", "fedavg-high", "fedopt-high", "fedavg-30", "fp16"} <= set(suite.made())
 
 
 def test_what_the_text_says_of_aep() -> None:
@@ -95,7 +116,7 @@ def test_what_the_text_says_of_visdrone() -> None:
 
 
 def test_sources_that_disagree_are_suites_of_their_own() -> None:
-    stops = {name: setting(runs(name, "fedavg-high", "0")["fedavg-high-s0"], "rounds.stop") for name in suites.names()}
+    stops = {name: setting(runs(name, "fedavg-high", "0")["fedavg-high-s0"], "rounds.stop") for name in FEDAIOT}
     assert stops["fedaiot/uthar"] == 1200 and stops["fedaiot/uthar-table2.4"] == 2000
     assert stops["fedaiot/widar"] == 900 and stops["fedaiot/widar-table2.4"] == 1500
     assert stops["fedaiot/epic_sounds"] == 400 and stops["fedaiot/epic_sounds-table2.4"] == 300
@@ -124,6 +145,69 @@ def test_the_command_line_picks_rows_and_changes_them(write: Write) -> None:
     assert (setting(found["flex-s7"], "rounds.stop"), setting(found["flex-s7"], "training.lr")) == (4, 0.3)
 
 
+def test_like_several_of_which_later_ones_win(write: Write) -> None:
+    base = write("base", f"paper: One\nshows: it\ncost: an hour\nto: [0.5]\n{BASE}")
+    small = write("small", "seeds: [0]\nsettings: {rounds.stop: 2}\nrows: {large: {training.epochs: 1}}\n")
+    name = write("own", f"like: [{base}, {small}]\nlacks: the rest\n")
+    found, suite = runs(name), suites.load(name)
+    assert list(found) == ["large-s0", "flex-s0"]
+    assert [setting(found[run], "rounds.stop") for run in ("large-s0", "flex-s0")] == [2, 2]
+    assert [setting(found[run], "training.epochs") for run in ("large-s0", "flex-s0")] == [1, 5]
+    assert (suite.paper, suite.shows, suite.cost, suite.lacks, suite.to) == ("One", "", "", "the rest", (0.5,))
+
+
+CASES = """
+cases:
+  iid: {partition.rule: iid, training.lr: 0.3}
+  a0.3: {partition.alpha: 0.3, flex:training.lr: 0.4}
+"""
+
+
+def test_every_row_is_made_in_every_case(write: Write) -> None:
+    found = runs(write("cases", BASE + CASES), None, "0")
+    assert list(found) == ["large-iid-s0", "large-a0.3-s0", "flex-iid-s0", "flex-a0.3-s0"]
+    assert [setting(found[run], "training.lr") for run in found] == [0.3, 0.1, 0.2, 0.4], "suite, case, row, case's row"
+    assert [setting(found[run], "partition.rule") for run in found] == ["iid", "dirichlet"] * 2
+    base = write("base", BASE + CASES)
+    less = write(
+        "less", f"like: {base}\ncases: {{iid: null, few: {{partition.clients: 5}}, a0.3: {{training.lr: 0.5}}}}"
+    )
+    found = runs(less, "large", "0")
+    assert {run: setting(found[run], "training.lr") for run in found} == {"large-few-s0": 0.1, "large-a0.3-s0": 0.5}
+
+
+def test_what_is_set_for_all_replaces_what_rows_and_cases_say(write: Write) -> None:
+    name = write("cases", BASE + CASES)
+    found = runs(name, None, "0", "training.lr=0.9", "partition={rule: natural}")
+    assert {setting(entry, "training.lr") for entry in found.values()} == {0.9}
+    assert {setting(entry, "partition.rule") for entry in found.values()} == {"natural"}
+
+
+@pytest.mark.parametrize("name", suites.names())
+def test_devices_are_those_of_this_machine(name: str) -> None:
+    assert all("auto" not in entry.config.run.devices for entry in all_runs(name).values())
+
+
+def test_rows_and_cases_are_picked_and_changed_by_name(write: Write) -> None:
+    name = write("cases", BASE + CASES)
+    assert list(runs(name, "flex", "0")) == ["flex-iid-s0", "flex-a0.3-s0"]
+    assert list(runs(name, "a0.3", "0")) == ["large-a0.3-s0", "flex-a0.3-s0"]
+    found = runs(name, "flex,large-iid", "0", "iid:training.lr=0.7", "flex-a0.3:training.lr=0.8", "training.lr=0.9")
+    assert {run: setting(found[run], "training.lr") for run in found} == {
+        "flex-iid-s0": 0.7,
+        "flex-a0.3-s0": 0.8,
+        "large-iid-s0": 0.7,
+    }
+    with pytest.raises(ConfigError, match=r"the suite has no row 'aid'.*did you mean 'iid'"):
+        runs(name, "aid")
+    with pytest.raises(ConfigError, match="no row of this comparison is of 'large'"):
+        runs(name, "flex", "0", "large:training.lr=1.0")
+    with pytest.raises(ConfigError, match=r"case iid has flax:training.lr, but no row 'flax'.*flex"):
+        runs(write("odd", BASE + "cases: {iid: {flax:training.lr: 0.1}}"))
+    with pytest.raises(ConfigError, match="more than one row or case of the name flex"):
+        runs(write("odd", BASE + "cases: {flex: {partition.rule: iid}}"))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -133,6 +217,7 @@ def test_the_command_line_picks_rows_and_changes_them(write: Write) -> None:
         ("seeds: [0]\nrows: {a: {algorithm: flexfi}}", "a: .*flexfi"),
         ("seeds: [0]\nrow: {}", "is no suite: .*row"),
         ("seeds: [0]\nrows: {a: [", "is no suite"),
+        ("seeds: [0]\nrows: {a: {algorithm: flexfl}}\nto: [40.0]", "is no suite: .*shares above 0 and at most 1"),
         ("like: nothing\nseeds: [0]", "cannot read the suite .*nothing.yaml"),
         ("like: SELF\nseeds: [0]", "is like itself"),
     ],
@@ -190,3 +275,29 @@ def test_what_does_not_exist_is_said(flexfleet: Any, write: Write) -> None:
     assert done.code == 2 and "--algorithms flexfl,all_large, or --suite" in done.err
     with pytest.raises(ConfigError, match="the suite has no row 'flax'"):
         runs(write("base", BASE), "flax")
+
+
+def test_the_list_of_suites(flexfleet: Any) -> None:
+    done = flexfleet("compare", "--suites", "--json")
+    assert done.code == 0, done.err
+    found = {one["name"]: one for one in done.json["suites"]}
+    assert list(found) == suites.names() and all(
+        one["paper"] and one["shows"] and one["cost"] for one in found.values()
+    )
+    assert {name for name in found if name.endswith("-small")} == {one["small"] for one in found.values()} - {None}
+    text = flexfleet("compare", "--suites").out
+    assert "fedaiot/aep\n  paper  Alam, Federated Learning Benchmarks" in text
+    assert all(one["cost"] in text and (one["shows"] in text or name.endswith("-small")) for name, one in found.items())
+
+
+def test_the_accuracies_of_a_suite(
+    flexfleet: Any, write: Write, tmp_path: Path, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = write("mine", f"{BASE}\nto: [0.05, 0.99]")
+    sets = [*(each for each in quick if "algorithm" not in each), "rounds.stop=1"]
+    argv = ("compare", "--suite", name, "--algorithms", "large", "--seeds", "0", "--json")
+    done = flexfleet(*argv, "--id", "a", sets=sets)
+    assert done.code == 0, done.err
+    found = Comparison.model_validate(done.json)
+    assert [one.accuracy for one in found.results["large"].reached] == [0.05, 0.99]

@@ -1,0 +1,148 @@
+"""Where the rows of a comparison differ, beside the algorithm: found in configurations, told in every form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flexfleet as ff
+from fl_engine.algorithms import AllLarge
+from fl_engine.data import partitioning
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.testing.tiny import tiny_pool
+from flexfleet.comparisons import tabulate
+from flexfleet.comparisons.comparison import Comparison
+from flexfleet.comparisons.differences import TITLE, as_rows, differences, options_of
+from flexfleet.config import Config, algorithm, load_config
+from flexfleet.reports.report import NONE
+from flexfleet.runs import whole as run_module
+
+FAMILY = SmallCNN((1, 8, 8), 10)
+TERMS = {"algorithm.weighting", "algorithm.static_bn", "algorithm.scaler", "algorithm.mask_labels"}
+
+
+def found(**rows: list[str]) -> dict[str, dict[str, Any]]:
+    """Of rows by label, each with its settings, the first of which is the algorithm."""
+    configs = {label: load_config(None, [f"algorithm.name={name}", *sets]) for label, (name, *sets) in rows.items()}
+    return differences(configs, {label: _pool(config) for label, config in configs.items()})
+
+
+def _pool(config: Config) -> Any:
+    method: Any = algorithm(config)
+    return tiny_pool(method, method.network(FAMILY) if hasattr(method, "network") else FAMILY)
+
+
+# ------------------------------------------------------------------------------------------------- what is found
+def test_defaults_that_differ_are_found_and_equal_ones_are_not() -> None:
+    apart = found(heterofl=["heterofl"], fedrolex=["fedrolex"], flexfl=["flexfl"])
+    assert apart == {
+        "algorithm.weighting": {"heterofl": "examples", "fedrolex": "uniform", "flexfl": "examples"},
+        "algorithm.static_bn": {"heterofl": True, "fedrolex": True, "flexfl": False},
+        "algorithm.scaler": {"heterofl": True, "fedrolex": True, "flexfl": False},
+        "algorithm.mask_labels": {"heterofl": True, "fedrolex": False, "flexfl": False},
+        "algorithm.selection": {"heterofl": "uniform", "fedrolex": "uniform", "flexfl": "resource_table"},
+    }, "widths are equal, and overlap, rounding, rule, kd_weight are options of one row"
+
+
+def test_equal_terms_are_not_told() -> None:
+    """What the reference of algorithms names leaves nothing of the four."""
+    sets = ["algorithm.static_bn=true", "algorithm.scaler=true", "algorithm.mask_labels=true"]
+    sets += ["algorithm.weighting=uniform"]
+    assert not TERMS & found(**{name: [name, *sets] for name in ("heterofl", "fedrolex", "flexfl")}).keys()
+    assert found(a=["heterofl"], b=["heterofl"]) == {}
+    assert found(a=["heterofl"]) == {}
+
+
+def test_training_precision_and_data_of_a_row_are_found() -> None:
+    sets = ["training.epochs=2", "run.precision=bf16", "partition.alpha=0.7", "algorithm.server={name: yogi, lr: 0.02}"]
+    apart = found(plain=["fedavg"], other=["fedavg", *sets, "run.store=elsewhere", "seed=0"])
+    assert apart == {
+        "training.epochs": {"plain": 5, "other": 2},
+        "run.precision": {"plain": "fp32", "other": "bf16"},
+        "partition.alpha": {"plain": load_config(None, []).partition.alpha, "other": 0.7},
+        "algorithm.server": {"plain": "average", "other": {"name": "yogi", "lr": 0.02}},
+    }, "where runs are kept is no difference"
+
+
+def test_what_an_algorithm_makes_of_a_setting_counts() -> None:
+    """FedSGD trains one step on all samples, whatever the section says; all_large selects by `eligible`."""
+    apart = found(fedsgd=["fedsgd"], all_large=["all_large"], adaptivefl=["adaptivefl"])
+    assert apart["training.epochs"] == {"fedsgd": 1, "all_large": 5, "adaptivefl": 5}
+    assert apart["algorithm.selection"]["fedsgd"] == {"name": "uniform", "model": "largest"}
+    assert apart["algorithm.selection"]["all_large"] == "uniform"
+    assert apart["algorithm.selection"]["adaptivefl"]["name"] == "curiosity"
+    assert apart["algorithm.eligible"] == {"fedsgd": "all", "all_large": "capable"}, "AdaptiveFL has no such option"
+
+
+def test_every_option_of_a_row_is_looked_at() -> None:
+    """No list of names: what the algorithm and the configuration have is there, but places and the row's identity."""
+    config = load_config(None, ["algorithm.name=fedx"])
+    options = options_of(config, algorithm(config), _pool(config))
+    for key in ("algorithm.fine_tuning", "algorithm.bits", "training.lr", "partition.rule", "run.precision"):
+        assert key in options
+    assert not {"algorithm.name", "seed", "run.store", "run.backend", "tracking.mlflow"} & options.keys()
+    json.dumps(options)
+
+
+@dataclass(frozen=True)
+class Tabled(AllLarge):
+    """An algorithm of one's own, with an option that JSON does not have."""
+
+    table: Path = Path("x.csv")
+
+
+def test_options_are_told_as_json_can_hold_them() -> None:
+    config = load_config(None, ["algorithm.name=all_large", "training.sampler={name: balanced}"])
+    options = options_of(config, Tabled(), _pool(config))
+    assert options["algorithm.table"] == "x.csv"
+    assert "training.sampler.name" not in options, "the sampler is one value, as the algorithm has it"
+    json.dumps(options)
+
+
+def test_a_table_has_an_option_in_each_row() -> None:
+    apart = {"algorithm.server": {"a": "average", "b": {"name": "yogi", "lr": 0.02}}, "algorithm.x": {"b": [1], "c": 2}}
+    head, rows = as_rows(apart, ("a", "b", "c"))
+    assert head == ("option", "a", "b", "c")
+    assert rows == (("algorithm.server", "average", "yogi, lr 0.02", NONE), ("algorithm.x", NONE, "[1]", "2"))
+
+
+# ---------------------------------------------------------------------------------------------- where it is told
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    here = tmp_path_factory.mktemp("differences")
+    options = {"tracking.mlflow": None, "dataset.train_samples": 200, "dataset.test_samples": 50}
+    labels = {"heterofl": "heterofl", "masked": {"algorithm": "all_large", "algorithm.mask_labels": True}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        patch.setattr(run_module, "report", lambda runs, out: out.write_text("") or out)
+        patch.setattr(partitioning, "draw", lambda *_: None)
+        ff.compare(labels, seeds=(0,), id="a", clients=4, rounds=1, local_epochs=1, options=options, progress=False)
+        yield here / "runs" / "a"
+
+
+def test_json_tables_and_page_tell_it(made: Path) -> None:
+    comparison = Comparison.read(made / "comparison.json")
+    assert json.loads((made / "comparison.json").read_text())["differences"] == comparison.differences
+    assert comparison.differences["algorithm.static_bn"] == {"heterofl": True, "masked": False}
+    assert "algorithm.mask_labels" not in comparison.differences, "both rows have masks"
+    (table,) = tabulate.differing(comparison)
+    markdown = (made / "comparison.md").read_text().replace("\\", "")
+    page = (made / "comparison.html").read_text()
+    for told in (tabulate.text(comparison), markdown, page):
+        assert TITLE in told
+        assert all(cell in told for row in table.rows for cell in row)
+    assert "| algorithm.static_bn | true | false |" in markdown
+    assert '<th scope="row">algorithm.static_bn</th><td>true</td><td>false</td>' in page
+
+
+def test_a_comparison_of_an_older_version_has_none(made: Path) -> None:
+    told = json.loads((made / "comparison.json").read_text())
+    del told["differences"]
+    older = Comparison.of(json.dumps(told).encode(), "comparison.json")
+    assert tabulate.differing(older) == []
+    assert TITLE not in tabulate.text(older)

@@ -1,0 +1,183 @@
+"""Who is first: Student's paired t test of the highest against each other label, adjusted by Holm's method."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexfleet.comparisons import comparison, tabulate
+from flexfleet.comparisons.comparison import Comparison, OneRun, Score, Spread, Summary
+from flexfleet.comparisons.first import FEWEST, TITLES, First, firsts, notes, rows
+from flexfleet.files.measure import Measure
+from flexfleet.reports.report import NONE
+
+A = [10.0, 20.0, 30.0]
+NEAR = [a - d for a, d in zip(A, (1, 2, 3), strict=True)]
+FAR = [a - d for a, d in zip(A, (9.9, 10, 10.1), strict=True)]
+
+
+def of(**values: list[Any]) -> First:
+    found = firsts({"full": values})
+    assert found is not None
+    return found["full"]
+
+
+def p_of(t: float) -> float:
+    """With two degrees of freedom P(|t| > t) is 1 - t / sqrt(2 + t^2)."""
+    return 1 - t / math.sqrt(2 + t * t)
+
+
+def test_by_hand() -> None:
+    """A is (1, 2, 3) above `near`: mean 2, std 1, t = 2 sqrt 3, p .074. It is (9.9, 10, 10.1) above `far`: mean 10, std
+    .1, t = 100 sqrt 3, p 3.3e-5, by Holm twice that. So A is not first beside both, and first beside `far` alone."""
+    found = of(near=NEAR, a=A, far=FAR)
+    near, far = found.behind["near"], found.behind["far"]
+    assert (found.highest, found.first, found.not_told_apart) == ("a", False, ("near",))
+    assert (near.mean, near.std) == (2, 1) and near.p == near.p_holm == pytest.approx(p_of(2 * math.sqrt(3)))
+    assert near.p == pytest.approx(0.0741799, abs=1e-7)
+    assert far.mean == pytest.approx(10) and far.std == pytest.approx(0.1)
+    assert far.p == pytest.approx(p_of(100 * math.sqrt(3)), rel=1e-6)
+    assert far.p_holm == pytest.approx(2 * p_of(100 * math.sqrt(3)), rel=1e-6)
+    alone = of(a=A, far=FAR)
+    assert (alone.highest, alone.first, alone.not_told_apart) == ("a", True, ())
+    assert alone.behind["far"].p_holm == alone.behind["far"].p
+
+
+def test_holm_counts_only_the_labels_that_the_highest_is_compared_with() -> None:
+    """Differences of mean d and std 1 over three seeds have t = d sqrt 3. At d = 5 p is .013; of four such labels the
+    smallest p times four is above 5 %, of three it is below."""
+    others = {f"x{i}": [a - 5 - e for a, e in zip(A, (-1, 0, 1), strict=True)] for i in range(4)}
+    p = p_of(5 * math.sqrt(3))
+    assert 3 * p < 0.05 < 4 * p
+    three = of(a=A, **{name: others[name] for name in ("x0", "x1", "x2")})
+    assert three.first and three.behind["x0"].p_holm == pytest.approx(3 * p)
+    four = of(a=A, **others)
+    assert not four.first and four.not_told_apart == tuple(others)
+
+
+def test_it_is_scipys_test() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    values = {"a": [0.81, 0.79, 0.85, 0.83], "b": [0.80, 0.80, 0.82, 0.79], "c": [0.5, 0.61, 0.55, 0.52]}
+    found = of(**values)
+    p = {label: float(stats.ttest_rel(values["a"], values[label]).pvalue) for label in ("b", "c")}
+    assert found.highest == "a" and {label: each.p for label, each in found.behind.items()} == pytest.approx(p)
+    smaller, larger = sorted(p.values())
+    adjusted = sorted(each.p_holm for each in found.behind.values() if each.p_holm is not None)
+    assert adjusted == pytest.approx([2 * smaller, max(larger, 2 * smaller)])
+
+
+def test_too_few_seeds_and_missing_figures_make_no_claim() -> None:
+    assert FEWEST == 3 and firsts({"full": {"a": A[:2], "b": NEAR[:2]}}) is None
+    found = firsts({"avg": {"a": A, "large": [None] * 3}, "full": {"a": A, "large": FAR}})
+    assert found is not None and list(found) == ["full"], "one label alone has avg"
+    for seeds in (1, 2):
+        assert notes(None, seeds) == ["Fewer than 3 seeds: there is no paired test, so no row is called first."]
+    assert notes(None, 3) == [], "an older comparison"
+
+
+def test_equal_differences_have_no_test_and_show_nothing() -> None:
+    found = of(a=[0.3, 0.4, 0.5], b=[0.2, 0.3, 0.4], same=[0.3, 0.4, 0.5])
+    assert (found.behind["b"].p, found.behind["b"].p_holm) == (None, None)
+    assert found.behind["same"].p == 1.0 and (found.highest, found.first) == ("a", False)
+    assert found.not_told_apart == ("b", "same")
+    assert rows({"full": found}, ["b"], Measure()) == (("b", "10.00 ± 0.00, no spread"),)
+
+
+@given(
+    values=st.integers(3, 6).flatmap(
+        lambda seeds: st.lists(
+            st.lists(st.floats(0, 1, width=32), min_size=seeds, max_size=seeds), min_size=2, max_size=5
+        )
+    ),
+    data=st.data(),
+)
+def test_the_order_of_rows_and_seeds_does_not_matter(values: list[list[float]], data: st.DataObject) -> None:
+    labels = {f"x{i}": each for i, each in enumerate(values)}
+    names = data.draw(st.permutations(list(labels)))
+    order = data.draw(st.permutations(range(len(values[0]))))
+    found, other = of(**labels), of(**{name: [labels[name][i] for i in order] for name in names})
+    assert (found.highest, found.first, set(found.not_told_apart)) == (
+        other.highest,
+        other.first,
+        set(other.not_told_apart),
+    )
+    assert found.behind == other.behind
+    assert fmean(labels[found.highest]) == max(map(fmean, values))
+    assert all(each.mean >= -1e-12 for each in found.behind.values())
+    assert found.first == all(each.p_holm is not None and each.p_holm < 0.05 for each in found.behind.values())
+
+
+# ------------------------------------------------------------------------------------------- in a comparison
+def compared(**full: list[float]) -> Comparison:
+    """Labels of one level: each has full, and no avg. The best round's is .1 above the last one's."""
+    nothing = Spread(mean=0.0, std=None)
+
+    def run(seed: int, value: float) -> OneRun:
+        zero = dict.fromkeys(("mb_down", "mb_up", "waste", "seconds"), 0.0)
+        best = {"round": 2.0, "avg": None, "full": value + 0.1}
+        about = {"run_id": f"r{seed}", "model_sha256": "0" * 64, "mlflow_run_id": None, "seconds_simulated": None}
+        return OneRun(seed=seed, avg=None, full=value, best=best, **zero, **about)
+
+    score = Score(round=nothing, avg=None, full=nothing)
+    costs = dict.fromkeys(("mb_down", "mb_up", "waste", "seconds"), nothing)
+    results = {
+        label: Summary(
+            algorithm=label, settings={}, levels=(100.0,), last=score, best=score, **costs, seconds_simulated=None,
+            reached=(), runs=tuple(run(seed, value) for seed, value in enumerate(values)),
+        )
+        for label, values in full.items()
+    }  # fmt: skip
+    seeds = tuple(range(len(next(iter(full.values())))))
+    first = firsts(comparison.by_seed(results))
+    return Comparison(id="x", labels=tuple(results), seeds=seeds, rounds=5, settings={}, results=results, first=first)
+
+
+SCALED = {name: [value / 100 for value in each] for name, each in {"a": A, "near": NEAR, "far": FAR}.items()}
+
+
+def test_the_table_names_the_first_and_who_is_not_told_apart() -> None:
+    c = compared(**SCALED)
+    (table,) = [table for table in tabulate.tables(c) if table.title.startswith("Behind the highest")]
+    assert table.title == "Behind the highest, % points: paired over the seeds 0, 1, 2"
+    assert table.head == ("algorithm", "full last", "full at best"), "no label has avg or local accuracies"
+    assert table.rows[0] == ("a", "highest", "highest")
+    assert table.rows[1][1] == "2.00 ± 1.00, p 0.074" and table.rows[2][1] == "10.00 ± 0.10, p < 0.001"
+    for said in (tabulate.text(c), tabulate.markdown(c), tabulate.page(c, "<svg/>")):
+        assert "full last: a is highest, but not told apart from near." in said
+    clear = compared(a=SCALED["a"], far=SCALED["far"])
+    (table,) = [table for table in tabulate.tables(clear) if table.title.startswith("Behind the highest")]
+    assert table.rows[0] == ("a", "first", "first") and "full last: a is first." in tabulate.text(clear)
+
+
+def test_two_seeds_and_one_label_make_no_claim() -> None:
+    few = compared(**{name: each[:2] for name, each in SCALED.items()})
+    assert few.first is None and not any("Behind" in table.title for table in tabulate.tables(few))
+    assert "no row is called first" in tabulate.text(few)
+    alone = compared(a=SCALED["a"])
+    assert alone.first == {} and "first" not in " ".join(tabulate.notes(alone)).replace("first evaluated", "")
+
+
+def test_the_json_says_the_same(tmp_path: Path) -> None:
+    c = compared(**SCALED)
+    c.write(tmp_path / "comparison.json")
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert set(found["first"]) == {"full", "best_full"} <= set(TITLES)
+    full = found["first"]["full"]
+    assert (full["highest"], full["first"], full["not_told_apart"]) == ("a", False, ["near"])
+    assert set(full["behind"]["near"]) == {"mean", "std", "p", "p_holm"}
+    del found["first"]
+    assert Comparison.model_validate(found).first is None, "an older version's file"
+
+
+def test_a_figure_of_a_task_without_a_unit_and_labels_without_it() -> None:
+    found = firsts({"full": {"a": SCALED["a"], "near": SCALED["near"], "none": [None] * 3}})
+    assert found is not None
+    shown = rows(found, ["a", "near", "none"], Measure("r2"))
+    assert shown == (("a", "highest"), ("near", "0.0200 ± 0.0100, p 0.074"), ("none", NONE))

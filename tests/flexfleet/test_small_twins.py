@@ -1,0 +1,126 @@
+"""Every small twin of a published table runs: two rounds of all its rows, on files of the official formats with
+contents that are made up. The rows are the twin's own; what is set here makes them smaller only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fl_engine.datasets import DATASETS, cifar10, cifar100, femnist, tiny_imagenet, widar
+from flexfleet.comparisons import suites
+from flexfleet.comparisons.side_by_side import one_by_one
+from flexfleet.comparisons.tabulate import escaped
+from flexfleet.comparisons.whole import compare
+from flexfleet.config import Config, flatten, load_config
+from flexfleet.reports import report
+from tests.data import made, sensors
+
+SMALL = [name for name in suites.names() if name.endswith(suites.SMALL)]
+AT_MOST = {
+    "dataset.train_samples": 200,
+    "dataset.test_samples": 40,
+    "partition.clients": 8,
+    "partition.minimum": 10,
+    "pretrain.epochs": 1,
+    "training.epochs": 1,
+    "training.batch_size": 10,
+    "model.width": 0.1,
+    "rounds.evaluate_every": 1,
+}
+AT_LEAST = {"partition.proxy": 0.05}
+"""Where there is one: a percent of so few samples is none."""
+RECORDS = 100
+"""Of each file of CIFAR-10, and in all of CIFAR-100's two."""
+
+
+def cifar10_files(root: Path) -> Callable[[Path], Any]:
+    rng = np.random.default_rng(0)
+    for name in (*cifar10.TRAIN, *cifar10.TEST):
+        records = rng.integers(0, 256, (RECORDS, 3073), dtype=np.uint8)
+        records[:, 0] = np.arange(RECORDS) % 10
+        made.write(root / cifar10.FOLDER / cifar10.BATCHES / name, records.tobytes())
+    return partial(cifar10.load, checksums={}, records=RECORDS)
+
+
+def cifar100_files(root: Path) -> Callable[[Path], Any]:
+    made.cifar100_files(root, (4 * RECORDS, RECORDS))
+    return partial(cifar100.load, records=(4 * RECORDS, RECORDS))
+
+
+def tiny_imagenet_files(root: Path) -> Callable[[Path], Any]:
+    made.tiny_imagenet_files(root, train=100, val=4)
+    return tiny_imagenet.load
+
+
+def femnist_files(root: Path) -> Callable[[Path], Any]:
+    writers = {f"f{number:04}": 40 for number in range(10)}
+    return partial(femnist.load, files=made.femnist_files(root, made.femnist_file(writers)))
+
+
+def widar_files(root: Path) -> Callable[[Path], Any]:
+    sensors.write_widar(root, users=8, gestures=widar.GESTURES)
+    return widar.load
+
+
+FILES: dict[str, Callable[[Path], Callable[[Path], Any]]] = {
+    "cifar10": cifar10_files,
+    "cifar100": cifar100_files,
+    "tiny_imagenet": tiny_imagenet_files,
+    "femnist": femnist_files,
+    "widar": widar_files,
+}
+"""By data set: writes its files, and gives what reads them without the official checksums."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@cache
+def reader(name: str, root: Path) -> Callable[[Path], Any]:
+    return cache(FILES[name](root))
+
+
+def smaller(config: Config) -> dict[str, Any]:
+    """Of the settings that make a run long, or need more samples than there are, those that are too large here."""
+    has = flatten(config)
+    out: dict[str, Any] = {
+        path: most for path, most in AT_MOST.items() if path in has and (has[path] is None or has[path] > most)
+    }
+    if config.partition.rule == "natural":
+        out["dataset.train_samples"] = None  # whole writers
+    return out | {path: least for path, least in AT_LEAST.items() if 0 < has[path] < least}
+
+
+def test_every_large_suite_of_flexfl_has_a_small_twin() -> None:
+    flexfl = {name for name in suites.names() if name.startswith("flexfl/")}
+    assert {name for name in flexfl if f"{name}{suites.SMALL}" not in flexfl} == {n for n in flexfl if n in SMALL}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_twin_runs(name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLEXFLEET_DATA", str(root))
+    monkeypatch.setattr(report, "_page", lambda runs: "")  # of each run; what takes longest here, and has its own tests
+    monkeypatch.setattr(sensors, "widar_lines", cache(sensors.widar_lines))
+    suite, read = suites.load(name), partial(load_config, None)
+    given = suites.entries_of(suite, None, "0", (), read, "twin")
+    for data in {entry.config.dataset.name for entry in given} & set(FILES):
+        load, files = reader(data, root), ()
+        monkeypatch.setitem(DATASETS, data, replace(DATASETS[data], load=load, files=files))
+    sets = [f"{e.label}:{path}={'null' if v is None else v}" for e in given for path, v in smaller(e.config).items()]
+    sets += ["rounds.stop=2", "tracking.mlflow=null"]
+    runs = suites.entries_of(suite, None, "0", sets, read, "twin")
+    found = compare(runs, "twin", to=suite.to, carry_out=one_by_one)
+    assert set(found.results) == set(suite.made()) and found.rounds == 2
+    table = Path("runs/twin/comparison.md").read_text()
+    assert all(f"| {escaped(label)} |" in table for label in suite.made())
+    if suite.to:
+        assert [one.accuracy for one in next(iter(found.results.values())).reached] == sorted(suite.to)

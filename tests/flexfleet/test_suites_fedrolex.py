@@ -1,0 +1,206 @@
+"""The suites of FedRolex (Alam 2023, chapter 3) say what its tables and figures say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+
+from fl_engine.algorithms import FedRolex
+from fl_engine.core.augmentation import Crop, Flip
+from fl_engine.core.slicing import count_params
+from fl_engine.core.widths import prefix
+from fl_engine.fleet.devices import fleet
+from fl_engine.models.layers import Norm
+from fl_engine.models.preresnet import PreResNet18
+from fl_engine.selection.capacity import level_of, round_size
+from flexfleet.comparisons import suites
+from flexfleet.config.entries import Entry
+from tests.flexfleet.test_suites import runs
+
+LARGE = [name for name in suites.names() if name.startswith("fedrolex/") and not name.endswith(suites.SMALL)]
+SMALL = [name for name in suites.names() if name.startswith("fedrolex/") and name.endswith(suites.SMALL)]
+FIVE = (0.0625, 0.125, 0.25, 0.5, 1.0)
+WINDOWS = ("fedrolex", "heterofl", "federated_dropout")
+BOUNDS = ("smallest", "largest")
+
+
+@cache
+def rows(name: str) -> dict[str, Entry]:
+    return {entry.label: entry for entry in runs(f"fedrolex/{name}", None, "0").values()}
+
+
+def widths(entry: Entry) -> tuple[float, ...]:
+    return tuple(entry.config.algorithm["widths"])
+
+
+def network(entry: Entry, norm: Norm = "static") -> PreResNet18:
+    return PreResNet18((3, 32, 32), 10, width=entry.config.model.get("width", 1.0), norm=norm)
+
+
+def tiers_of(entry: Entry) -> tuple[Any, ...]:
+    return tuple(entry.config.fleet.tiers)
+
+
+@pytest.mark.parametrize("name", [*LARGE, *SMALL])
+def test_all_rows_train_on_equal_terms(name: str) -> None:
+    """Static batch norm, the scaler, masked labels, one rate; weights alike, but for the rows that vary them."""
+    found = rows(name.removeprefix("fedrolex/"))
+    rates: dict[str, set[float]] = {}
+    for entry in found.values():
+        own, training = entry.config.algorithm, entry.config.training
+        assert own["scaler"] and own["mask_labels"] and own["static_bn"]
+        assert "table3.4" in name or own["weighting"] == "uniform"
+        assert entry.config.model["name"] == "preresnet18" and entry.config.partition.rule == "disjoint_labels"
+        assert (training.momentum, training.weight_decay, training.epochs, training.lr_decay) == (0.9, 5e-4, 1, 1.0)
+        assert training.clip_norm == 1.0 and training.augment == (Crop(padding=4), Flip())
+        rates.setdefault(entry.config.dataset.name, set()).add(training.lr)
+    assert all(len(each) == 1 for each in rates.values())
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_tables_3_7_and_3_8_say_of_each_data_set(name: str) -> None:
+    assert suites.load(name).seeds == (0, 1, 2, 3, 4), "five seeds (section 3.3)"
+    for entry in rows(name.removeprefix("fedrolex/")).values():
+        config = entry.config
+        t, partition = config.training, config.partition
+        ten = config.dataset.name == "cifar10"
+        assert (t.batch_size, t.lr) == ((10, 2e-4) if ten else (24, 1e-4))
+        assert partition.labels_per_client in ((2, 5) if ten else (20, 50)) and partition.clients == 100
+        assert name == "fedrolex/table3.5" or round_size(t.fraction, 100) == 10
+
+
+PRINTED = {
+    ("table3.2", "high"): (2500, [800, 1500]),
+    ("table3.2", "low"): (2000, [800, 1250]),
+    ("table3.2-cifar100", "high"): (3500, [1000, 1500]),
+    ("table3.2-cifar100", "low"): (3500, [1000, 1500]),
+}
+"""Tables 3.7 and 3.13: communication rounds and the rounds at which the rate falls."""
+
+
+@pytest.mark.parametrize("table", ["table3.2", "table3.3"])
+@pytest.mark.parametrize("of", ["", "-cifar100"])
+def test_rounds_and_steps_of_tables_3_7_3_8_and_3_13(table: str, of: str) -> None:
+    found = rows(f"{table}{of}")
+    assert set(found) == {f"{row}-{case}" for row in (*WINDOWS, *BOUNDS) for case in ("high", "low")}
+    for label, entry in found.items():
+        row, case = label.rsplit("-", 1)
+        printed, steps = PRINTED[f"table3.2{of}", case]
+        if row in BOUNDS and not of:
+            printed, steps = (1250 if case == "high" else 1500), [500, 1000]
+        stop, every = entry.config.rounds.stop, entry.config.rounds.evaluate_every
+        assert stop == (3500 if of else 2500) and printed <= stop and printed % every == 0
+        assert list(entry.config.training.lr_steps) == steps
+
+
+@pytest.mark.parametrize(("table", "shares"), [("table3.2", (20,) * 5), ("table3.3", (6, 10, 11, 18, 55))])
+def test_every_capacity_is_asked_for_its_own_width(table: str, shares: tuple[int, ...]) -> None:
+    """Fig. 3.7: 6, 10, 11, 18 and 55 of 100 clients hold 1, 1/2, 1/4, 1/8 and 1/16. The small twins' networks too."""
+    for small in ("", "-small"):
+        entry = rows(f"{table}{small}")["fedrolex-high"]
+        assert widths(entry) == FIVE and widths(rows(f"{table}{small}")["heterofl-low"]) == FIVE
+        family = network(entry)
+        pool = FedRolex(widths=FIVE).pool(family, None, None)  # type: ignore[arg-type]
+        held = Counter(level_of(device, pool) for device in fleet(tiers_of(entry), 100, 0, family))
+        assert held == dict(zip((4, 3, 2, 1, 0), shares, strict=True))
+
+
+def test_smallest_and_largest_are_the_ends_of_table_3_6() -> None:
+    for small in ("", "-small"):
+        found = rows(f"table3.2{small}")
+        ends = [count_params(network(found[f"{row}-high"], "batch")) for row in BOUNDS]
+        whole = network(found["fedrolex-high"], "batch")
+        assert ends == [count_params(whole, prefix(whole.layout(), FIVE[0])), count_params(whole)]
+        assert small or ends == [44_510, 11_172_170]
+        for row in BOUNDS:
+            assert widths(found[f"{row}-low"]) == (1.0,) and [t.share for t in tiers_of(found[f"{row}-low"])] == [1.0]
+
+
+def test_table_3_4_has_its_weightings() -> None:
+    for name in ("table3.4", "table3.4-cifar100", "table3.4-small"):
+        found = rows(name)
+        assert {label: entry.config.algorithm["weighting"] for label, entry in found.items()} == {
+            "none-high": "uniform",
+            "model_size-high": "model_size",
+            "updates-high": "updates",
+            "hybrid-high": "hybrid",
+        }
+        assert {entry.config.partition.labels_per_client for entry in found.values()} == {20 if "100" in name else 2}
+
+
+def test_table_3_5_has_5_10_and_20_percent() -> None:
+    for name, asked in (("table3.5", (5, 10, 20)), ("table3.5-small", (2, 5, 10))):
+        found = rows(name)
+        cases = dict(zip(("part5", "part10", "part20"), asked, strict=True))
+        assert {
+            label: round_size(e.config.training.fraction, e.config.partition.clients) for label, e in found.items()
+        } == {f"{row}-{case}": k for row in WINDOWS for case, k in cases.items()}
+        assert {entry.config.partition.labels_per_client for entry in found.values()} == {2}
+    assert {tuple(entry.config.training.lr_steps) for entry in rows("table3.5").values()} == {(800, 1500)}
+
+
+@pytest.mark.parametrize("of", ["", "-cifar100"])
+def test_figure_3_3_has_rho_from_0_to_1(of: str) -> None:
+    """Tables 3.9 and 3.10: rates fall at 500 and 1,000 (1,250 rounds), for rho from .3 to .7 at 700 and 1,200 (1,500
+    rounds); on CIFAR-100 always at 1,000 and 1,500 (2,000 rounds)."""
+    found = rows(f"figure3.3{of}")
+    assert len(found) == 22
+    for label, entry in found.items():
+        case, rho = label.split("-rho")
+        share = float(rho)
+        family = network(entry)
+        pool = FedRolex(widths=widths(entry)).pool(family, None, None)  # type: ignore[arg-type]
+        trained = Counter(
+            count_params(network(entry, "batch"), pool[level].spec)
+            for device in fleet(tiers_of(entry), 100, 0, family)
+            if (level := level_of(device, pool)) is not None
+        )
+        large, small = round(100 * share), round(100 * (1 - share))
+        assert trained == Counter({11_172_170: large, 44_510: small}) - Counter()
+        middle = 0.3 <= share <= 0.7
+        steps = (1000, 1500) if of else (700, 1200) if middle else (500, 1000)
+        assert tuple(entry.config.training.lr_steps) == steps
+        assert entry.config.rounds.stop == (2000 if of else 1500) and 1250 % entry.config.rounds.evaluate_every == 0
+        labels = {"high": 20, "low": 50} if of else {"high": 2, "low": 5}
+        assert entry.config.partition.labels_per_client == labels[case]
+
+
+def test_figure_3_4_has_servers_2_to_16_times_as_wide() -> None:
+    """Table 3.11: 1,500 rounds, rates fall at 800 and 1,200."""
+    found = rows("figure3.4")
+    assert len(found) == 32 and {label.split("-")[0] for label in found} == {"fedrolex", "federated_dropout"}
+    for label, entry in found.items():
+        _, data, heterogeneity, times = label.split("-")
+        assert widths(entry) == (1 / int(times),) and entry.config.dataset.name == data
+        family = network(entry)
+        pool = FedRolex(widths=widths(entry)).pool(family, None, None)  # type: ignore[arg-type]
+        assert [model.dispatched for model in pool] == [True, False]
+        assert {level_of(device, pool) for device in fleet(tiers_of(entry), 100, 0, family)} == {0}
+        assert (entry.config.rounds.stop, tuple(entry.config.training.lr_steps)) == (1500, (800, 1200))
+        of_data = {"high": 2, "low": 5} if data == "cifar10" else {"high": 20, "low": 50}
+        assert entry.config.partition.labels_per_client == of_data[heterogeneity]
+
+
+def test_figure_3_6_has_overlaps_from_none_to_all_but_one_channel() -> None:
+    for name in ("figure3.6", "figure3.6-cifar100"):
+        found = {label: entry.config.algorithm["overlap"] for label, entry in rows(name).items()}
+        assert found == {f"r{r:.1f}-{case}": r for r in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0) for case in ("high", "low")}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_twins_are_what_two_cores_finish(name: str) -> None:
+    large, small = suites.load(name.removesuffix(suites.SMALL)), suites.load(name)
+    assert set(small.made()) <= set(large.made()) and small.seeds == (0,)
+    for label, entry in rows(name.removeprefix("fedrolex/")).items():
+        config = entry.config
+        assert (config.dataset.name, config.dataset.train_samples) == ("cifar10", 10_000)
+        assert config.partition.clients == 50 and config.run.precision == "bf16"
+        smallest = label.startswith("smallest") or label.endswith("rho0.0")
+        assert config.model["width"] == (0.25 / 16 if smallest else 0.25)
+        widest = int(512 * 0.25)
+        assert config.rounds.stop >= 2 * widest, "the window goes twice around the widest layer"
+        assert all(step < config.rounds.stop for step in config.training.lr_steps)
+        assert {config.training.lr} == {0.05}
