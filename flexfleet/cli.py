@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import platform
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import fl_engine
+from fl_engine.core.errors import EnvironmentFailure
 from flexfleet import commands, finding
 from flexfleet.config.short import SHORT, STUDY
+from flexfleet.files import agent_options
 from flexfleet.files import terminal as common
 
 DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
@@ -28,6 +32,7 @@ COMPARE = """Several algorithms on the same task, with several seeds, side by si
   flexfleet compare --algorithms flexfl,no_kd=flexfl --set no_kd:algorithm.kd_weight=0
   flexfleet compare --algorithms even=flexfl,skewed=flexfl --set skewed:partition.alpha=0.1
   flexfleet compare --algorithms flexfl,all_large --over training.lr=0.01,0.1
+  flexfleet compare --suites
   flexfleet compare --suite fedaiot/aep --id aep --jobs 2
 
 --set a.b=value is for all runs, --set LABEL:a.b=value for one label (LABEL:algorithm.x=value for its algorithm). All
@@ -73,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     c.description, c.formatter_class = COMPARE, argparse.RawDescriptionHelpFormatter
     c.add_argument("--algorithms", metavar="LIST", help="names, or label=name: flexfl,no_kd=flexfl")
     c.add_argument("--suite", metavar="NAME", help="the rows of published tables, or a file; --algorithms picks rows")
+    c.add_argument("--suites", action="store_true", help="list the suites: paper, table or figure, cost, small twin")
     c.add_argument("--seeds", metavar="LIST", help="0,1,2 (default: the configuration's seed alone, or the suite's)")
     c.add_argument(
         "--over", action="append", default=[], metavar="a.b=v,v",
@@ -162,9 +168,33 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--out", type=Path, metavar="DIR", help="where a run's files go (default: runs/<the id>)")
     c.set_defaults(call=commands.fetch)
 
-    c = add("status", "show how far runs are")
+    c = add("status", "show how far runs are, and which invited devices are there")
     c.add_argument("run", type=Path, nargs="?", metavar="RUN", help="folder of a run (default: all in run.store)")
     c.set_defaults(call=commands.status)
+
+    c = add("invite", "invite devices that carry out orders where they are (run.backend=agents); or revoke one")
+    c.add_argument("--tier", metavar="NAME", help="of the fleet: whose clients' orders they take (default: any)")
+    c.add_argument("--count", type=int, default=1, metavar="N", help="how many devices (default: 1)")
+    c.add_argument(
+        "--out", type=Path, default=Path("invitations"), metavar="DIR",
+        help="folder for the invitations, a file for each device (default: %(default)s)",
+    )  # fmt: skip
+    c.add_argument("--revoke", metavar="NAME", help="instead give no orders to this device any more")
+    c.set_defaults(call=commands.invite)
+
+    c = add("agent", "carry out orders on this device, which was invited, until the server is silent", config=False)
+    agent_options.add(c)
+    c.set_defaults(call=commands.agent)
+
+    c = add("profile", "measure how this device trains: an entry of fleet.tiers, for the simulated clock")
+    c.add_argument("--invite", metavar="FILE", help="its invitation, for the way to the object store: a file, or https")
+    c.add_argument("--tier", metavar="NAME", help="name of the tier (default: the invitation's, else the machine's)")
+    c.add_argument("--share", type=float, default=1.0, metavar="P", help="the tier's part of the fleet (default: 1)")
+    c.add_argument("--memory", type=float, metavar="MB", help="what training may take (default: what is free)")
+    c.add_argument("--seconds", type=float, default=5.0, metavar="S", help="how long to train each level (default: 5)")
+    c.add_argument("--out", type=Path, metavar="FILE", help="write the entry there too, as YAML")
+    common.add_short(c, ("dataset", "model", "algorithm"))
+    c.set_defaults(call=commands.profile)
 
     c = add("check", "check parameters, data, partition, fleet and pool without training")
     common.add_short(c, SHORT)
@@ -192,12 +222,22 @@ def parser() -> argparse.ArgumentParser:
     c.set_defaults(call=finding.completion, parser=parser)
 
     c = add("doctor", "show what is installed, and what each missing extra would enable", config=False)
+    c.add_argument("--measure", action="store_true", help="also how much quicker bf16 trains here: some seconds")
     c.set_defaults(call=commands.doctor)
     return p
 
 
+ON_DEVICES = ("agent", "check", "completion", "doctor", "fetch", "init", "list", "params", "profile")
+"""Commands for Python 3.10 too, which is on devices (JetPack 6): what a coordinator needs is tested from 3.11 on."""
+
+
 def dispatch(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if sys.version_info < (3, 11) and args.command not in ON_DEVICES:
+        raise EnvironmentFailure(
+            f"`flexfleet {args.command}` needs Python 3.11 or newer, and this is {platform.python_version()}: 3.10 is "
+            f"for devices ({', '.join(ON_DEVICES)})"
+        )
     common.settle(args)
     code: int = args.call(args)
     return code

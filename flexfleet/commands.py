@@ -15,7 +15,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fl_engine.core.errors import ConfigError, masked
+from fl_engine.core.errors import ConfigError, FlexfleetError, masked
+from fl_engine.core.system import seldom_collected
+from flexfleet.files.terminal import show
 
 log = logging.getLogger("flexfleet")
 
@@ -110,6 +112,8 @@ def compare(args: argparse.Namespace) -> int:
     from flexfleet.config.entries import Entry
     from flexfleet.steps.prepare import config_of
 
+    if args.suites:
+        return list_suites(args)
     if args.resume and args.id is None:
         raise ConfigError("--resume needs --id: the name of the comparison to go on with, a folder of the run store")
 
@@ -121,6 +125,7 @@ def compare(args: argparse.Namespace) -> int:
     references: list[Entry] = []
     if args.suite is not None:
         suite, read = suites.load(args.suite), partial(load_config, args.config)
+        to = to or suite.to
         runs = suites.entries_of(suite, args.algorithms, args.seeds, args.set, read, name, args.over)
         references = [] if args.central else suites.central_of(suite, args.algorithms, args.seeds, args.set, read, name)
     elif args.algorithms is not None:
@@ -149,6 +154,26 @@ def compare(args: argparse.Namespace) -> int:
         print(f"page: {entries.folder_of(runs) / 'comparison.html'}")
         if runs[0].config.tracking.mlflow:
             print(where_tracked(runs[0].config.tracking.mlflow, runs[0].config.tracking.ui))
+    return 0
+
+
+def list_suites(args: argparse.Namespace) -> int:
+    """Prints the suites that come with flexfleet: a small one below the one that it stands for."""
+    from dataclasses import asdict
+
+    from flexfleet.comparisons import suites
+
+    found = {one.name: one for one in suites.listed()}
+    if args.json:
+        print(json.dumps({"suites": [asdict(one) for one in found.values()]}))
+        return 0
+    small, lines = {one.small for one in found.values()}, []
+    for one in found.values():
+        if one.name not in small:
+            lines += [one.name, f"  paper  {one.paper}", f"  shows  {one.shows}", f"  cost   {one.cost}"]
+            lines += [f"  lacks  {one.lacks}"] if one.lacks else []
+            lines += [f"  small  {one.small}: {found[one.small].cost}"] if one.small else []
+    show("\n".join(lines))
     return 0
 
 
@@ -384,14 +409,15 @@ def _stand_in(args: argparse.Namespace, config: Config, needs_data: bool) -> tup
 
 
 def report(args: argparse.Namespace) -> int:
-    from flexfleet.reports.report import report as write
-    from flexfleet.reports.report import table
+    with seldom_collected():
+        from flexfleet.reports.report import load_all, report_of, table_of
 
-    page = write(args.runs, args.out)
+        loaded = load_all(args.runs)
+        page = report_of(loaded, args.out)
     if args.json:
         print(json.dumps({"report": str(page), "runs": [str(r) for r in args.runs]}))
     else:
-        print(table(args.runs))
+        print(table_of(loaded))
         print(f"report: {page}")
     return 0
 
@@ -441,21 +467,84 @@ def status(args: argparse.Namespace) -> int:
     from flexfleet.runs.status import describe, list_runs
     from flexfleet.steps.prepare import config_of
 
-    if args.run is None:
+    if args.run is not None:
+        rows, config = [describe(args.run)], None
+    else:
         config = config_of(args)
         rows = list_runs(Path(config.run.store))
         if not rows and not args.json:
             print(f"{config.run.store} holds no run yet")
-    else:
-        rows = [describe(args.run)]
+    if not args.json:
+        for row in rows:
+            measure, last = Measure(row["metric"] or ""), ""
+            if row["avg"] is not None:
+                last = f"  avg {measure.with_unit(row['avg'])}  full {measure.with_unit(row['full'])}"
+            print(f"{row['run_id']:40} {row['status']:10} round {row['round']}/{row['stop']}{last}", flush=True)
+    devices = [] if config is None else _invited(config)
     if args.json:
-        print(json.dumps(rows[0] if args.run is not None else {"runs": rows}))
+        about = {"runs": rows, "agents": devices} if devices else {"runs": rows}
+        print(json.dumps(rows[0] if args.run is not None else about))
         return 0
-    for row in rows:
-        measure, last = Measure(row["metric"] or ""), ""
-        if row["avg"] is not None:
-            last = f"  avg {measure.with_unit(row['avg'])}  full {measure.with_unit(row['full'])}"
-        print(f"{row['run_id']:40} {row['status']:10} round {row['round']}/{row['stop']}{last}")
+    for each in devices:
+        did = f"{each['answers']} answered, {each['lost']} lost{', last ' + each['last'] if each['last'] else ''}"
+        print(f"{each['name']:20} {each['state']:10} seen {each['seen'] or 'never'}  {did}")
+    return 0
+
+
+def _invited(config: Config) -> list[dict[str, Any]]:
+    """The invited devices; none where it cannot be said, which is no failure of a list of runs."""
+    from flexfleet.steps import invitations
+
+    try:
+        return invitations.told(config)
+    except FlexfleetError as error:
+        log.warning("which devices are invited cannot be said: %s", error)
+        return []
+
+
+def invite(args: argparse.Namespace) -> int:
+    from flexfleet.steps import invitations
+    from flexfleet.steps.prepare import config_of
+
+    config = config_of(args)
+    if args.revoke is not None:
+        invitations.revoke(config, args.revoke)
+        print(json.dumps({"revoked": args.revoke}) if args.json else f"{args.revoke} gets no orders any more")
+        return 0
+    written = [str(path) for path in invitations.invite(config, args.tier, args.count, args.out)]
+    if args.json:
+        print(json.dumps({"invitations": written}))
+        return 0
+    print("\n".join(written))
+    print("each is one device: whoever has the file is the device. On it: flexfleet agent --invite FILE")
+    return 0
+
+
+def agent(args: argparse.Namespace) -> int:
+    from flexfleet.steps.agent import run as serve
+
+    return serve(args)
+
+
+def profile(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from flexfleet.runs import profile as device
+    from flexfleet.steps.agent_line import invitation_of
+    from flexfleet.steps.prepare import resolved_of
+
+    found = device.profile(
+        resolved_of(args),
+        None if args.invite is None else invitation_of(args.invite),
+        name=args.tier,
+        share=args.share,
+        room=None if args.memory is None else args.memory * 1e6,
+        seconds=args.seconds,
+    )
+    text = device.text(found)
+    if args.out is not None:
+        args.out.write_text(text)
+    print(json.dumps(asdict(found)) if args.json else text.rstrip())
     return 0
 
 
@@ -471,7 +560,7 @@ def check(args: argparse.Namespace) -> int:
 def doctor(args: argparse.Namespace) -> int:
     from flexfleet.files.doctor import examine
 
-    report = examine()
+    report = examine(args.measure)
     if args.json:
         print(json.dumps(report))
         return 0
@@ -483,6 +572,13 @@ def doctor(args: argparse.Namespace) -> int:
         missing = ", ".join(about["missing"])
         state = f"missing {missing}: pip install 'flexfleet[{extra}]'" if missing else "installed"
         print(f"  {extra:10} {state}\n             {about['enables']}")
+    if args.measure:
+        from flexfleet.files.half_speed import said
+
+        print(f"  the processor multiplies bfloat16 with: {', '.join(report['cpu_bf16']) or 'nothing of its own'}")
+        for device, seconds in report["seconds_a_step"].items():
+            for line in said(seconds):
+                print(f"  {line} ({device}: a step of McMahan's CNN, {1e3 * seconds['fp32']:.1f} ms in fp32)")
     for name, there in report["data"].items():
         print(f"  data {name:14} {'there' if there else 'not there'}")
     return 0

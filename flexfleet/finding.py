@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_engine.core.errors import ConfigError
+from flexfleet.files.terminal import show
 
 if TYPE_CHECKING:
     from flexfleet.config.parameters import Parameter
@@ -69,14 +70,6 @@ def params(args: argparse.Namespace) -> int:
     else:
         show("\n".join(_told(chosen)))
     return 0
-
-
-def show(text: str) -> None:
-    """Prints a long text, of which `head` or a pager may read a part only."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
 
 
 def _told(rows: list[Parameter]) -> Iterator[str]:
@@ -142,15 +135,13 @@ def fleets() -> dict[str, str]:
 
 
 def suites() -> dict[str, str]:
-    """Which command runs it, and the first comment of its file."""
-    from flexfleet.comparisons.suites import FOLDER
-    from flexfleet.comparisons.suites import names as of_comparisons
+    """Which command runs it, and what it shows: the first comment of a night's file."""
+    from flexfleet.comparisons.suites import listed
     from flexfleet.nightly.suite import names as of_nights
     from flexfleet.nightly.suite import path_of
 
-    found = {name: ("compare", FOLDER / f"{name}.yaml") for name in of_comparisons()}
-    found |= {name: ("regress", path_of(name)) for name in of_nights()}
-    return {name: f"{command} --suite: {_comment(path.read_text())}" for name, (command, path) in found.items()}
+    found = {one.name: f"compare --suite: {one.shows}" for one in listed()}
+    return found | {name: f"regress --suite: {_comment(path_of(name).read_text())}" for name in of_nights()}
 
 
 LISTS: Mapping[str, Callable[[], dict[str, str]]] = {

@@ -84,7 +84,8 @@ def _section(value: Any, prefix: str, indent: str) -> Iterator[str]:
                 told = {f.name: each for f in fields(tier) if (each := getattr(tier, f.name)) is not None}
                 yield f"{indent}  - {_value(told)}"
         else:
-            yield from _line(f"{name}: {_value(default)}", _about(kind, name, path), indent)
+            # The key `on` in quotes: without them it is true for readers of YAML 1.1.
+            yield from _line(f"{_value(name)}: {_value(default)}", _about(kind, name, path), indent)
 
 
 def _named(section: str, name: str) -> Iterator[str]:
@@ -125,7 +126,7 @@ def _about(kind: type, name: str, path: str) -> str:
     """The text below a field, after what its type says of its values."""
     if path in NAMES:
         return about(path)
-    hint, text = _hints(kind)[name], _texts(kind).get(name, "")
+    hint, text = _hints(kind)[name], _text(kind, name)
     if path == "fleet.tiers":
         return f"{text} The names: {', '.join(FLEETS)}."
     listed = _choices(hint)
@@ -180,6 +181,12 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 def _class_text(kind: type) -> str:
     return " ".join((ast.get_docstring(_tree(kind)) or "").split())
+
+
+def _text(kind: type, name: str) -> str:
+    """The text below a field; where the class says none, that of the class that it has the field from."""
+    told = (_texts(each).get(name) for each in kind.__mro__ if each is kind or is_dataclass(each))
+    return next((text for text in told if text), "")
 
 
 @cache

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from fl_engine.algorithms import ALGORITHMS
 from fl_engine.algorithms.pooled import Training
+from fl_engine.core.adapters import adapter
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.plain import check_plain, read_yaml
@@ -213,7 +214,7 @@ def _with_named_fleet(values: Mapping[str, Any]) -> Mapping[str, Any]:
     section = values.get("fleet")
     if not isinstance(section, Mapping) or not isinstance(section.get("tiers"), str):
         return values
-    tiers = TypeAdapter(tuple[Tier, ...]).dump_python(named(section["tiers"]), mode="json")
+    tiers = adapter(tuple[Tier, ...]).dump_python(named(section["tiers"]), mode="json")
     return {**values, "fleet": {**section, "tiers": tiers}}
 
 
@@ -221,7 +222,7 @@ def _as_here(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Writes out what depends on this machine, so that a run's record says what was used: `run.devices: auto`, and the
     default of tracking.mlflow where MLflow is not installed, which is then off."""
     run, tracking = values.get("run"), values.get("tracking")
-    if isinstance(run, Mapping) and run.get("devices") == "auto":
+    if isinstance(run, Mapping) and run.get("devices") in ("auto", ["auto"]):
         values = {**values, "run": {**run, "devices": ["cuda" if torch.cuda.is_available() else "cpu"]}}
     by_default = isinstance(tracking, Mapping) and tracking.get("mlflow") == TrackingConfig().mlflow
     if by_default and find_spec("mlflow") is None:

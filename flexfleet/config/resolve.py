@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from fl_engine.aggregation import privacy
 from fl_engine.algorithms import ALGORITHMS, CONTRACT
 from fl_engine.algorithms.pooled import Training
 from fl_engine.codecs import codec_of
+from fl_engine.core.adapters import adapter
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.measures import client_metrics
@@ -32,7 +33,7 @@ def algorithm(config: Config) -> Algorithm:
     options = {k: v for k, v in config.algorithm.items() if k != "name"}
     known = [f.name for f in fields(kind) if f.name != "training"]  # type: ignore[arg-type]
     check_names("algorithm", options, known)
-    training = TypeAdapter(Training).dump_python(config.training, mode="json")
+    training = adapter(Training).dump_python(config.training, mode="json")
     if training["fraction"] * config.rounds.over_provision > 1:
         raise ConfigError(
             f"training.fraction = {config.training.fraction} of the clients, times rounds.over_provision = "
@@ -40,13 +41,14 @@ def algorithm(config: Config) -> Algorithm:
         )
     _check_own(config)
     try:
-        built: Algorithm = TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
+        built: Algorithm = adapter(kind).validate_json(json.dumps({**options, "training": training}))
     except ValidationError as error:
         raise ConfigError(explain(error, kind, "algorithm.")) from error
     client_metrics(built)  # raises if a declaration is wrong
     privacy.check_terms(built, config.rounds)
     buffer.check(built, config.rounds)
     privacy.check_trace(built, config.fleet.trace is not None)
+    privacy.check_evaluation(built, config.evaluate.on == "clients")
     ambient = config.run.backend == "kubernetes" and config.kubernetes.access == "ambient"
     ours = kind in ALGORITHMS.values()
     stranded = config.run.remote is not None and config.run.backend != "kubernetes" and config.run.secrets is None

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from fl_engine.algorithms.pooled import Training
+from fl_engine.backends.agents.settings import AgentsConfig
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.augmentation import Augmenting
 from fl_engine.core.errors import masked
@@ -22,7 +23,7 @@ from fl_engine.data.partitioning import Rule
 from fl_engine.fleet.devices import FLEETS, Tier
 from fl_engine.fleet.traces import Tracing
 from fl_engine.models.quantised import OnnxPrecision
-from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.rounds.terms import EvaluateConfig, RoundsConfig
 from fl_engine.training.numerics import Precision, Strategy
 
 
@@ -54,6 +55,11 @@ class PartitionConfig(Section):
     """Each client gets at least this many samples (dirichlet, dirichlet_per_client, quantity)."""
     map: str | None = None
     """File with each client's training samples (manual): {"clients": [[0, 3, ...], ...]}, positions from 0."""
+    folders: Annotated[str | None, Moves.PLACE] = None
+    """With `local`, the folder that holds one folder of data for each client, whom this machine simulates
+    (docs/guides/partitions.md); read in the order of their names. null: none; invited devices have their own."""
+    most: Count = 100_000
+    """With `local`, the most training samples that a client may say it holds: its update counts for as many at most."""
     features: str | None = None
     """Deal by clusters of the samples' features instead of by labels (dirichlet, dirichlet_per_client,
     disjoint_labels): an .npy file with a row for each training sample, or the name of a network, whose input to its
@@ -183,10 +189,10 @@ class RunConfig(Section):
     """Where the run's key is kept, from which noise and signatures follow: a folder, or s3://bucket/prefix in another
     bucket than `remote`, with credentials of its own (FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID and so on); null: a Secret of
     the cluster where clients are pods, else a file in the run's folder (not for private runs with `remote`: that
-    outlives the folder)."""
-    backend: Literal["in_process", "processes", "kubernetes"] = "in_process"
-    """Where clients live: in threads of this process, in worker processes that get orders through the store, or in
-    pods (see `kubernetes`)."""
+    outlives the folder). The keys of invited devices are there too; null: in `store`."""
+    backend: Literal["in_process", "processes", "kubernetes", "agents"] = "in_process"
+    """Where clients live: in threads of this process, in worker processes that get orders through the store, in pods
+    (see `kubernetes`), or on devices that were invited (see `agents`)."""
     code: Annotated[str | None, Moves.PLACE] = None
     """One's own package: its folder, with an __init__.py, or one .py file; null: none. Worker processes, pods and
     devices get it as a wheel that its sha256 names, check that, and import it from there; the run goes on with the same
@@ -197,11 +203,18 @@ class RunConfig(Section):
     strategy: Annotated[Literal["auto"] | Strategy, Moves.NUMERICS] = "auto"
     """single: a device trains one client at a time; batched: several side by side, for small networks; auto: what
     suits the size of the network."""
-    precision: Annotated[Precision, Moves.NUMERICS] = "fp32"
-    """bf16: forward and backward pass in bfloat16, which CPUs with AMX and recent GPUs do several times faster. amp:
-    mixed precision as it is usual for the device: on CUDA forward and backward pass in float16, with a scaled loss; on
-    a CPU bf16. fp16: weights, samples and gradients in float16, nothing scaled, and no training.weight_decay (FedAIoT's
-    half precision); one client at a time, and slow on most CPUs."""
+    precision: Annotated[Literal["auto"] | Precision, Moves.NUMERICS] = "fp32"
+    """bf16: forward and backward pass in bfloat16, which is quicker on CPUs with amx_bf16 or avx512_bf16 (`flexfleet
+    doctor --measure` says how much) and on recent GPUs. amp: mixed precision as it is usual for the device: on CUDA
+    forward and backward pass in float16, with a scaled loss; on a CPU bf16. fp16: weights, samples and gradients in
+    float16, nothing scaled, and no training.weight_decay (FedAIoT's half precision); one client at a time, and slow on
+    most CPUs. auto: bf16 where the processor or the GPU multiplies it, amp on GPUs of compute capability 7.x, else
+    fp32, as it is on the machine that coordinates; run.json says which, and a resumed run keeps it."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether clients are on other machines: they sign what they send."""
+        return self.backend in ("kubernetes", "agents")
 
     @model_validator(mode="after")
     def _one_at_a_time(self) -> RunConfig:
@@ -311,11 +324,70 @@ class Config(Section):
     central: Annotated[CentralConfig, Moves.PLACE] = CentralConfig()
     codec: CodecConfig = CodecConfig()
     rounds: RoundsConfig = RoundsConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
     run: Annotated[RunConfig, Moves.EXECUTION] = RunConfig()
     kubernetes: Annotated[KubernetesConfig, Moves.EXECUTION] = KubernetesConfig()
+    agents: Annotated[AgentsConfig, Moves.EXECUTION] = AgentsConfig()
     tracking: Annotated[TrackingConfig, Moves.PLACE, Unseen] = TrackingConfig()
     publish: Annotated[PublishConfig, Moves.PLACE, Unseen] = PublishConfig()
     tune: Annotated[TuneConfig, Moves.PLACE, Unseen] = TuneConfig()
+
+    @model_validator(mode="after")
+    def _data_of_devices(self) -> Config:
+        p = self.partition
+        if p.rule != "local":
+            if p.folders is not None:
+                raise ValueError("partition.folders is for partition.rule=local: leave it out, or set the rule")
+            return self
+        if self.run.backend == "kubernetes":
+            raise ValueError(
+                "partition.rule=local is for devices that hold their own data, and pods do not: set "
+                "run.backend=agents, or in_process with partition.folders"
+            )
+        if self.run.backend != "agents" and p.folders is None:
+            raise ValueError(
+                f"partition.rule=local with run.backend={self.run.backend}: partition.folders says where the clients' "
+                "data are that this machine simulates; or set run.backend=agents"
+            )
+        knows = {
+            "noise.labels=0": self.noise.labels == 0,
+            "partition.server_classes=[]": not p.server_classes,
+            "partition.proxy_shared=false": not p.proxy_shared,
+            "partition.features=null": p.features is None,
+            "pretrain.reference=false": not self.pretrain.reference,
+            "dataset.train_samples=null": self.dataset.train_samples is None,
+        }
+        if wrong := [setting for setting, kept_to in knows.items() if not kept_to]:
+            raise ValueError(
+                "partition.rule=local: the server knows neither samples nor labels of its clients, so set "
+                + ", ".join(wrong)
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _held_out_from_the_server_too(self) -> Config:
+        if self.evaluate.on == "clients" and self.partition.proxy_shared:
+            raise ValueError(
+                "evaluate.on=clients is to show how the model does on samples that nobody trained on, and with "
+                "partition.proxy_shared=true the server has them: set partition.proxy_shared=false, or "
+                "evaluate.on=server"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sealed_in_pods_alone(self) -> Config:
+        if self.run.backend == "agents" and self.kubernetes.state_key is not None:
+            raise ValueError("kubernetes.state_key is for pods: leave it out with run.backend=agents")
+        return self
+
+    @model_validator(mode="after")
+    def _agents_on_their_processors(self) -> Config:
+        if self.run.backend == "agents" and set(self.run.devices) != {"cpu"}:
+            raise ValueError(
+                f"run.devices = {list(self.run.devices)} cannot be with run.backend=agents: invited devices train on "
+                "their processor; leave it at [cpu]"
+            )
+        return self
 
 
 PRIVATE = tuple(name for name, field in Config.model_fields.items() if Unseen in field.metadata)

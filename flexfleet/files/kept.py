@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
+from fl_engine.core.adapters import adapter
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError, brief
 from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.files.artifacts import Artifact
@@ -39,7 +40,7 @@ def find(store: Path, name: str, inputs: Mapping[str, Any], kind: type[T] | Any)
     try:
         if found.inputs != digest or sha256(found.value.encode()) != found.sha256:
             raise ValueError("not what was written")
-        value: T = TypeAdapter(kind).validate_json(found.value)
+        value: T = adapter(kind).validate_json(found.value)
     except ValueError as error:  # includes pydantic's errors
         said = brief(error) if isinstance(error, ValidationError) else error
         raise IntegrityError(f"{path} is damaged ({said}): delete it, then it is computed again") from error
@@ -50,7 +51,7 @@ def find(store: Path, name: str, inputs: Mapping[str, Any], kind: type[T] | Any)
 def keep(store: Path, name: str, inputs: Mapping[str, Any], kind: type[T] | Any, value: T) -> None:
     """Keeps a result. If the store cannot be written, nothing is kept, and the log says so."""
     path, digest = _place(store, name, inputs)
-    text = TypeAdapter(kind).dump_json(value).decode()
+    text = adapter(kind).dump_json(value).decode()
     entry = Kept(inputs=digest, sha256=sha256(text.encode()), value=text)
     try:
         FolderStore(path.parent).put(path.name, (entry.model_dump_json() + "\n").encode())

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from pydantic_core import PydanticSerializationError, to_json
 
+from fl_engine.core.adapters import adapter
 from fl_engine.core.contracts import Preparation
 from fl_engine.core.errors import ConfigError, IntegrityError, brief
 from fl_engine.core.types import Prepared
@@ -122,9 +123,9 @@ def _made(folder: Path, name: str, entry: Entry | None) -> Any:
 def encoded(kind: Preparation, name: str, made: Any) -> bytes:
     """Its file, without the weights. Raises ConfigError for what is not the preparation's `artifact`, or what JSON has
     no word for."""
-    adapter, beside = TypeAdapter(kind.artifact), {FIELD} if gives_weights(kind) else None
+    written, beside = adapter(kind.artifact), {FIELD} if gives_weights(kind) else None
     try:
-        fields = adapter.dump_python(made, mode="json", warnings="error", exclude=beside)
+        fields = written.dump_python(made, mode="json", warnings="error", exclude=beside)
         value = to_json({**SCHEMA, **fields}, indent=1) + b"\n"
         decoded(kind, value, file_of(name))
     except (PydanticSerializationError, TypeError, IntegrityError) as error:
@@ -139,7 +140,7 @@ def decoded(kind: Preparation, value: bytes, where: str) -> Any:
         fields = json.loads(value)
         if not isinstance(fields, dict) or fields.pop("schema_version", None) != 1:
             raise IntegrityError(f"{where} is not a valid {wanted} file: an object with schema_version 1 is expected")
-        return TypeAdapter(kind.artifact).validate_json(json.dumps(fields))
+        return adapter(kind.artifact).validate_json(json.dumps(fields))
     except ValidationError as error:
         raise IntegrityError(f"{where} is not a valid {wanted} file: {brief(error)}") from error
     except (ValueError, RecursionError) as error:

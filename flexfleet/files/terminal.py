@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,14 @@ from flexfleet.config.short import place
 from flexfleet.files.doctor import EXTRAS
 
 log = logging.getLogger("flexfleet")
+
+
+def show(text: str) -> None:
+    """Prints a long text, of which `head` or a pager may read a part only."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
 
 
 def parser(description: str) -> argparse.ArgumentParser:

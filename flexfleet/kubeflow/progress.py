@@ -94,7 +94,7 @@ def _ledgers(store_uri: str, key: str, name: str) -> Look | None:
                 continue
             ledger = ledgers.setdefault(folder, Checkpoints(open_store(f"{store_uri.rstrip('/')}/{folder}")))
             try:
-                rows = ledger.rows()
+                rows = ledger.rows(lines=False)
             except IntegrityError:  # its coordinator has removed a listed file: the next time there is more
                 continue
             marks[folder] = commits

@@ -44,7 +44,7 @@ def names() -> list[str]:
 
 def shipped(name: str) -> str:
     """The compiled pipeline `name`, with the defaults."""
-    return resources.files("flexfleet.kubeflow").joinpath("compiled", f"{name}.yaml").read_text("utf-8")
+    return resources.files("flexfleet.kubeflow").joinpath("compiled").joinpath(f"{name}.yaml").read_text("utf-8")
 
 
 def retarget(text: str, environment: Mapping[str, str]) -> str:

@@ -247,7 +247,7 @@ def measure(night: Night, folders: Folders, turns: int, runs_in: str = PROCESSES
     return Figures(
         suite=night.name,
         id=night.id,
-        when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        when=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         commit=track.commit(),
         machine={**machine(), "runs in": runs_in},
         seeds=night.seeds,

@@ -24,10 +24,13 @@ from typing import Any, Literal
 import numpy as np
 
 from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.data import figures
 from fl_engine.data import partitioning as partition
+from fl_engine.rounds.at_clients import PREFIX
 from fl_engine.storage.checkpoints import Row
 from flexfleet.files.artifacts import Apoz, LocalScore, PoolFile
 from flexfleet.files.measure import ACCURACY, Measure
+from flexfleet.reports.curves import MOST_POINTS, band, thinned
 
 Series = tuple[str, Sequence[Row]]
 """A run's label and its rounds."""
@@ -43,7 +46,6 @@ LABEL_CHARS = 48
 
 PLAIN = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "flexfleet",
     "text.parse_math": False,  # a name may hold dollars
     "savefig.facecolor": "none",
     "font.size": 10,
@@ -77,13 +79,14 @@ def learning_curves(runs: Sequence[Series], name: str = "learning-curves", measu
         for i, (_, rows) in enumerate(runs):
             scored = _scored(rows)
             x, look = [r.round + 1 for r in scored], _look(i, len(scored))
-            axes.plot(x, _values(scored, "full", measure), linestyle="--", **look | {"linewidth": _thin(len(x)) - 0.5})
+            full = thinned(x, _values(scored, "full", measure))
+            axes.plot(*full, linestyle="--", **look | {"linewidth": _thin(len(x)) - 0.5})
             if not single(scored, measure):
-                axes.plot(x, _values(scored, "avg", measure), **look)
+                axes.plot(*thinned(x, _values(scored, "avg", measure)), **look)
                 if len(runs) <= MOST_BANDS:
                     levels = [_levels(r, measure).values() for r in scored]
                     low, high = ([measure.scale * f(v) for v in levels] for f in (min, max))
-                    axes.fill_between(x, low, high, color=look["color"], alpha=0.14, linewidth=0)
+                    axes.fill_between(*band(x, low, high), color=look["color"], alpha=0.14, linewidth=0)
         _axes(axes, "round", measure.title, whole_x=True)
         _legend(figure, runs, band=len(runs) <= MOST_BANDS)
 
@@ -100,9 +103,8 @@ def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-accuracy", m
             points = [(total / 1e6, r) for total, r in zip(sent, rows, strict=True) if "avg" in r.metrics]
             scored = [r for _, r in points]
             dash = "--" if single(scored, measure) else "-"
-            axes.plot(
-                [mb for mb, _ in points], _values(scored, "avg", measure), linestyle=dash, **_look(i, len(points))
-            )
+            curve = thinned([mb for mb, _ in points], _values(scored, "avg", measure))
+            axes.plot(*curve, linestyle=dash, **_look(i, len(points)))
         _axes(axes, "MB sent, down + up", measure.title)
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(_mb)
@@ -142,10 +144,10 @@ def comparison(
                 seeds = measure.scale * np.array([point[2] for point in points])
                 look = _look(i, len(x))
                 thin = {"linewidth": look["linewidth"] - (0.5 if dash == "--" else 0)}
-                axes.plot(x, seeds.mean(axis=1), linestyle=dash, **look | thin)
+                axes.plot(*thinned(x, seeds.mean(axis=1)), linestyle=dash, **look | thin)
                 if seeds.shape[1] > 1:
                     low, high = seeds.min(axis=1), seeds.max(axis=1)
-                    axes.fill_between(x, low, high, color=look["color"], alpha=0.13, linewidth=0)
+                    axes.fill_between(*band(x, low, high), color=look["color"], alpha=0.13, linewidth=0)
         _axes(left, "round", measure.title, whole_x=True)
         _axes(right, "MB sent, down + up", "")
         right.set_xlim(left=0)
@@ -282,13 +284,14 @@ def of_levels(
 
     def paint(figure: Any) -> None:
         axes, scored = figure.add_subplot(), _scored(rows)
-        shown = [level for level in reversed(levels) if any(level in _levels(r, measure) for r in scored)]
+        shown = [level for level in reversed(levels) if any(f"{measure.name}/{level}" in r.metrics for r in scored)]
         handles = []
         for level in shown:
-            having = [r for r in scored if level in _levels(r, measure)]
+            key = f"{measure.name}/{level}"
+            having = [r for r in scored if key in r.metrics]
             few = "o" if len(having) < 8 else ""
             look = {"color": colours[level], "marker": few, "linewidth": _thin(len(having))}
-            axes.plot([r.round + 1 for r in having], _values(having, f"{measure.name}/{level}", measure), **look)
+            axes.plot(*thinned([r.round + 1 for r in having], _values(having, key, measure)), **look)
             handles.append(_line(**look))
         _axes(axes, along, measure.title, whole_x=True)
         _put_legend(figure, handles, shown)
@@ -311,6 +314,29 @@ def local_accuracy(local: Mapping[str, LocalScore], levels: Sequence[str], name:
         _axes(axes, "level", "local accuracy (%)")
 
     return _drawing(name, "Local accuracy of each level: mean and standard deviation over the clients", 2.4, paint)
+
+
+ON_CLIENTS = {"mean": "-", "p10": "--", "worst": ":"}
+"""Figures of the evaluation at the clients that are drawn, with their kinds of line."""
+
+
+def on_clients(rows: Sequence[Row], name: str = "on-clients", measure: Measure = ACCURACY) -> str:
+    """Mean, 10th percentile and worst of all clients over the rounds in which they evaluated."""
+
+    def paint(figure: Any) -> None:
+        axes, handles = figure.add_subplot(), []
+        having = [r for r in rows if f"{PREFIX}mean" in r.metrics]
+        few = "o" if len(having) < 8 else ""
+        for figure_of, dash in ON_CLIENTS.items():
+            look = {"color": PALETTE[0], "marker": few, "linestyle": dash, "linewidth": _thin(len(having))}
+            values = _values(having, f"{PREFIX}{figure_of}", measure)
+            axes.plot(*thinned([r.round + 1 for r in having], values), **look)
+            handles.append(_line(**look))
+        title = f"{measure.name} ({measure.unit})" if measure.unit else measure.name
+        _axes(axes, "round", f"clients' {title}", whole_x=True)
+        _put_legend(figure, handles, ["mean", "10th percentile", "worst"])
+
+    return _drawing(name, f"The clients' {measure.name} on samples of their own over the rounds", 2.8, paint)
 
 
 def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
@@ -363,7 +389,7 @@ def evenness(rows: Sequence[Row], name: str = "uniformity") -> str:
             having = [r for r in rows if key in r.metrics]
             few = "o" if len(having) < 8 else ""
             look = {"color": EVENNESS[key][1], "marker": few, "linewidth": _thin(len(having))}
-            axes.plot([r.round + 1 for r in having], [r.metrics[key] for r in having], **look)
+            axes.plot(*thinned([r.round + 1 for r in having], [r.metrics[key] for r in having]), **look)
             handles.append(_line(**look))
         _axes(axes, "round", "uniformity (s)", whole_x=True)
         axes.set_ylim(bottom=0)
@@ -411,7 +437,7 @@ def _values(rows: Sequence[Row], key: str, measure: Measure) -> list[float]:
 def _look(i: int, points: int) -> dict[str, Any]:
     mark = MARKS[i // len(PALETTE) % len(MARKS)] or ("o" if points < 8 else "")
     look = {"color": PALETTE[i % len(PALETTE)], "linewidth": _thin(points)}
-    return look | {"marker": mark, "markevery": max(1, points // 10)}
+    return look | {"marker": mark, "markevery": max(1, min(points, MOST_POINTS) // 10)}
 
 
 def _thin(points: int) -> float:
@@ -483,7 +509,7 @@ def _drawing(name: str, alt: str, height: float, paint: Callable[[Any], None], w
         figure = Figure(figsize=(width, height), layout="constrained")
         paint(figure)
         out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
+        figures.save(figure, out, "svg")
     return _inline(out.getvalue(), name, alt)
 
 

@@ -20,11 +20,12 @@ from fl_engine.core.fields import Moves
 from fl_engine.data.partitioning import Manifest, read_manifest
 from fl_engine.fleet.uniformity import of_a_run
 from fl_engine.models.precision import Precisions
+from fl_engine.rounds.at_clients import PREFIX
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.config import moves
 from flexfleet.files import terminal as common
-from flexfleet.files.artifacts import Apoz, ConfusionFile, EvaluationFile, History, PoolFile, RunFile, row_of
+from flexfleet.files.artifacts import Apoz, ConfusionFile, EvaluationFile, History, PoolFile, RunFile, rows_of
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots, precisions
 from flexfleet.reports.page import Drawing, render
@@ -134,8 +135,7 @@ def load(folder: Path) -> Run:
 
 def _rows(path: Path, history: History) -> tuple[Row, ...]:
     rows = []
-    for i, value in enumerate(history.rounds):
-        row = row_of(value)
+    for i, row in enumerate(rows_of(history)):
         absent = [name for name in (*COUNTED, *(("full",) if "avg" in row.metrics else ())) if name not in row.metrics]
         if row.round != i or absent:
             what = f"lacks {', '.join(absent)}" if absent else f"is round {row.round}, expected {i}"
@@ -146,7 +146,9 @@ def _rows(path: Path, history: History) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _load_all(folders: Sequence[Path]) -> list[Run]:
+def load_all(folders: Sequence[Path]) -> list[Run]:
+    """Finished runs to be shown together. Raises as `load` does; ConfigError for no run, for one that is given more
+    than once, and for runs with different metrics."""
     if not folders:
         raise ConfigError("no run given: name at least one run folder")
     twice = [str(f) for f, n in Counter(f.resolve() for f in folders).items() if n > 1]
@@ -206,8 +208,12 @@ def differences(runs: Sequence[Run]) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------- the table
 def table(runs: Sequence[Path]) -> str:
-    """The runs in aligned columns. Raises as `load` does."""
-    loaded = _load_all(runs)
+    """The runs in aligned columns. Raises as `load_all` does."""
+    return table_of(load_all(runs))
+
+
+def table_of(loaded: Sequence[Run]) -> str:
+    """`table` of runs that have been read."""
     unit = f" {loaded[0].measure.unit}".rstrip()
     scored = (f"avg{unit}", f"full{unit}", f"best avg/full{unit} (round)")
     timed = any(r.uniformity is not None for r in loaded)
@@ -259,12 +265,22 @@ def _best(run: Run) -> str:
 def report(runs: Sequence[Path], out: Path) -> Path:
     """Writes the page to `out` (.html), whole or not at all; the same runs give the same bytes.
 
-    Raises as `load` does, ConfigError for another file ending, EnvironmentFailure without jinja2 or matplotlib.
+    Raises as `load_all` does, ConfigError for another file ending, EnvironmentFailure without jinja2 or matplotlib.
     """
+    _check_ending(out)
+    return report_of(load_all(runs), out)
+
+
+def report_of(loaded: Sequence[Run], out: Path) -> Path:
+    """`report` of runs that have been read."""
+    _check_ending(out)
+    FolderStore(out.parent).put(out.name, _page(loaded).encode())
+    return out
+
+
+def _check_ending(out: Path) -> None:
     if out.suffix not in (".html", ".htm") or out.is_dir():
         raise ConfigError(f"the report is an .html file, got {str(out)!r}")
-    FolderStore(out.parent).put(out.name, _page(_load_all(runs)).encode())
-    return out
 
 
 def _page(runs: Sequence[Run]) -> str:
@@ -277,13 +293,16 @@ def _page(runs: Sequence[Run]) -> str:
         owner = first_with.setdefault(run.file.partition_sha256, name)
         alone = len(levels) == 1 and all(m.widths == run.pool.groups for m in run.pool.levels)
         counts, label = run.partition.class_counts, run.partition.label
+        known = any(run.partition.client_samples)  # clients may have data of their own
+        told = any(f"{PREFIX}mean" in row.metrics for row in run.rows)  # perhaps not in the last round
         drawings = {
             "pool": None if alone else plots.pool_widths(run.pool, run.apoz, f"pool-{i}"),
             "levels": plots.of_levels(run.rows, levels, f"levels-{i}", run.measure),
             "local": plots.local_accuracy(local, levels, f"local-{i}") if (local := run.evaluation.local) else None,
+            "on_clients": plots.on_clients(run.rows, f"on-clients-{i}", run.measure) if told else None,
             "clients": plots.clients_per_round(run.rows, f"clients-{i}"),
             "uniformity": None if run.uniformity is None else plots.evenness(run.rows, f"uniformity-{i}"),
-            "partition": plots.partition_map(counts, f"partition-{i}", label) if owner == name else None,
+            "partition": plots.partition_map(counts, f"partition-{i}", label) if owner == name and known else None,
         }
         parts.append(
             {

@@ -25,24 +25,26 @@ from fl_engine.core.fields import Moves
 from fl_engine.core.slicing import count_params, initial_params
 from fl_engine.core.types import FULL, SGD, Adam, LocalTask, Params
 from fl_engine.data.files import fingerprint
+from fl_engine.data.local import LOCAL
 from fl_engine.models.build import build_model
 from fl_engine.rounds.loop import AUTO_COMMIT_S
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.store import FolderStore, encode, sha256
 from fl_engine.training.central import Epoch, train_centrally, weights_in
 from fl_engine.training.evaluation import evaluate
-from fl_engine.training.numerics import Numerics, deciding, describe
+from fl_engine.training.numerics import Numerics, describe, differing, settled
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.config.names import plain
 from flexfleet.config.sources import sources
+from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import Artifact, ConfusionFile, EvaluationFile, History, Result
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
 from flexfleet.runs.whole import highest_of, need_packages
 from flexfleet.steps import own_code, warm_start
 from flexfleet.steps.evaluate import told
-from flexfleet.steps.federate import alone, stop_on_signals
+from flexfleet.steps.federate import stop_on_signals
 from flexfleet.steps.prepare import Resolved, check_fits
 from flexfleet.tracking import record as track
 from flexfleet.tracking.trackers import TOKEN, MLflow, ending, log_outcome
@@ -68,7 +70,7 @@ class CentralFile(Artifact):
     weights_sha256: str | None = None
     """Of the weights that `model.init` names, or that the network comes with; null: the training starts from fresh
     ones."""
-    sources: dict[str, str] = {}
+    sources: Mapping[str, str] = {}
     """Of one's own code that the parameters name (`config.sources`)."""
     code_sha256: str | None = None
     """Of the wheel of `run.code`; null: there is none."""
@@ -93,6 +95,10 @@ def central(
     this machine would compute other bits; ModelError if training diverges; Stopped on SIGTERM, after the epoch.
     """
     config = resolved.config
+    if config.partition.rule == LOCAL:
+        raise ConfigError(
+            "nobody has all training samples with partition.rule=local: train centrally with another rule"
+        )
     need_packages(resolved)
     out = Path(config.run.store) / plain(run_id, "run_id")
     if out.exists() and not resume:
@@ -103,8 +109,9 @@ def central(
     device = config.run.devices[0]
     check_device(device)
     prepare_process((device,))
-    numerics = Numerics(precision=config.run.precision)
     with alone(out):
+        before = CentralFile.read(out / "central.json").numerics if (out / "central.json").exists() else None
+        numerics = Numerics(precision=settled(config.run.precision, (device,), before))
         start, weights_sha256 = warm_start.start(config, family), None
         if start is None:
             start = initial_params(family, seeds.derive(config.seed, "init"))
@@ -187,12 +194,13 @@ def _file(
     warm_start.check_same(known.weights_sha256, weights_sha256, config, out)
     own_code.check_same(known.code_sha256, config, out)
     own_code.check_sources(known.sources, named, out)
-    if deciding(known.numerics) == deciding(numerics):
+    others = differing(known.numerics, numerics)
+    if not others:
         return known
     if not accept_numerics:
         raise EnvironmentFailure(
-            f"this machine would not compute the same bits: the training was started with {deciding(known.numerics)}, "
-            f"this machine has {deciding(numerics)}. Resume where it started, or give --accept-numerics"
+            f"this machine would not compute the same bits as the one where the training was started ({others}). "
+            "Resume there, or give --accept-numerics"
         )
     earlier = (*known.earlier_numerics, known.numerics)
     return known.model_copy(update={"numerics": numerics, "earlier_numerics": earlier})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import initial_params, made_up, take
-from fl_engine.core.types import OwnOptimizer, RoundPlan, TaskContext
+from fl_engine.core.types import Device, OwnOptimizer, RoundPlan, TaskContext
+from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
@@ -21,12 +23,14 @@ from fl_engine.models import export as exports
 from fl_engine.preparation import assumed, preparation
 from fl_engine.preparation.confusion import check_classes
 from fl_engine.preparation.weights import giver
+from fl_engine.rounds import at_clients
 from fl_engine.rounds.run import Run
 from fl_engine.training import own
 from fl_engine.training.local import Job, train
+from fl_engine.training.numerics import settled
 from flexfleet.config import Config
 from flexfleet.steps.federate import trace_of
-from flexfleet.steps.partition import cut, site_of
+from flexfleet.steps.partition import cut, held_out, most_of, simulated, site_of
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import need_proxy, settings_of
 
@@ -36,6 +40,7 @@ def check(resolved: Resolved) -> dict[str, Any]:
     config, algorithm, data, family = resolved.config, resolved.algorithm, resolved.data, resolved.family
     for device in config.run.devices:
         check_device(device)
+    settled(config.run.precision, config.run.devices, None)
     parts = cut(resolved)
     if config.noise.labels:
         check_classes(data.task, data.name)
@@ -55,16 +60,11 @@ def check(resolved: Resolved) -> dict[str, Any]:
         kind = preparation(name)
         settings_of(resolved, name, kind)
         need_proxy(name, kind, parts)
-    # Nothing is prepared: without measured scores every layer has the same score. FlexFL's targets, Gamma and nesting
-    # can still be checked.
-    server = ServerSite(site_of(resolved, parts), config.run.devices[0])
-    pool = algorithm.pool(family, assumed(algorithm, family), server)
-    initial = resolved.start or initial_params(family, seeds.derive(config.seed, "init"))
-    site = Site(family, pool, fleet, data, parts, config.seed)
-    run = Run(algorithm, site, config.rounds, trace=trace_of(config, site)[0], wait_s=config.fleet.wait_s)
-    start = algorithm.init(initial, site.layout, fleet, pool, run.server)
-    plan = algorithm.plan(start, run.context(0, run.begins(0, 0.0)))
-    _try_own(config, algorithm, site, plan)
+    run, _, plan = first_round(resolved, parts, fleet)
+    if config.evaluate.on == "clients":
+        at_clients.check(algorithm, family, run.site.pool)
+    simulated(resolved, run.site)  # reads the clients' folders, where there are any
+    _try_own(config, algorithm, run.site, plan)
     return {
         "ok": True,
         "dataset": data.name,
@@ -75,18 +75,37 @@ def check(resolved: Resolved) -> dict[str, Any]:
     }
 
 
+def first_round(resolved: Resolved, parts: Partition, fleet: Sequence[Device]) -> tuple[Run, Any, RoundPlan]:
+    """The run, the algorithm's state and the plan with which the first round would begin. Raises BadInput."""
+    config, algorithm, family = resolved.config, resolved.algorithm, resolved.family
+    # Nothing is prepared: without measured scores every layer has the same score. FlexFL's targets, Gamma and nesting
+    # can still be checked.
+    server = ServerSite(site_of(resolved, parts), config.run.devices[0])
+    pool = algorithm.pool(family, assumed(algorithm, family), server)
+    initial = resolved.start or initial_params(family, seeds.derive(config.seed, "init"))
+    trained, held = held_out(config, parts)
+    most = most_of(config)
+    site = Site(family, pool, tuple(fleet), resolved.data, trained, config.seed, held=held, most=most)
+    run = Run(algorithm, site, config.rounds, trace=trace_of(config, site)[0], wait_s=config.fleet.wait_s)
+    start = algorithm.init(initial, site.layout, site.fleet, pool, run.server)
+    return run, start, algorithm.plan(start, run.context(0, run.begins(0, 0.0)))
+
+
 def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) -> None:
     """Where an objective or an optimiser is one's own: a step on made-up samples. Raises ConfigError where the
     algorithm does without it, ModelError for what goes wrong in it."""
     wanted = config.training
     if not wanted.is_own:
         return
-    tasks = [algorithm.task(order, TaskContext(site.layout, site.pool, site.fleet[order.client], math.inf))
-             for order in plan.orders]
+    tasks = [
+        algorithm.task(order, TaskContext(site.layout, site.pool, site.fleet[order.client], math.inf))
+        for order in plan.orders
+    ]
     for task in tasks:
         made_by = task.optimizer.name if isinstance(task.optimizer, OwnOptimizer) else None
         for what, asked, found in (
-            (own.OBJECTIVE, wanted.objective, task.objective), (own.OPTIMISER, wanted.optimiser, made_by),
+            (own.OBJECTIVE, wanted.objective, task.objective),
+            (own.OPTIMISER, wanted.optimiser, made_by),
         ):
             if asked != found:
                 raise ConfigError(

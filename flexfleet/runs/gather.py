@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexfleet.config import PRIVATE, Config, parse_with_algorithm, public
-from flexfleet.steps import own_code
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Result, RunFile
 from flexfleet.reports.report import table
 from flexfleet.runs.whole import conclude
+from flexfleet.steps import own_code
 from flexfleet.steps.federate import store_of
 from flexfleet.steps.prepare import Resolved, config_of
 

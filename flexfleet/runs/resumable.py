@@ -18,11 +18,11 @@ from typing import Any
 import fl_engine
 from fl_engine.core.fields import Moves
 from fl_engine.storage.store import sha256
-from fl_engine.training.numerics import Numerics, describe
+from fl_engine.training.numerics import Numerics, describe, settled
 from flexfleet.config import Config, flatten, moves
 from flexfleet.files import terminal as common
-from flexfleet.steps.own_code import wheel_of
 from flexfleet.steps.federate import federate
+from flexfleet.steps.own_code import wheel_of
 from flexfleet.steps.prepare import Resolved, resolved_of
 
 OUTCOME = ("run.json", "history.json", "model.safetensors")
@@ -61,12 +61,13 @@ def identity(config: Config, partition: Path, pool: Path) -> str:
     """Algorithm, seed, and a digest of everything that the model depends on."""
     # The end of the rounds may change in a resumed run, but a run with more rounds has no outcome for fewer rounds.
     parameters = {k: v for k, v in flatten(config).items() if moves(k) in (Moves.RESULT, Moves.LENGTH)}
+    precision = settled(config.run.precision, config.run.devices, None)
     package = Path(fl_engine.__file__).parent
     parts: dict[str, Any] = {
         "parameters": parameters,
         "partition": sha256((partition / "partition.json").read_bytes()),
         "pool": sha256((pool / "pool.json").read_bytes()),
-        "numerics": describe(Numerics(precision=config.run.precision), config.run.devices),
+        "numerics": describe(Numerics(precision=precision), config.run.devices),
         "strategy": config.run.strategy,
         "code": {str(p.relative_to(package)): sha256(p.read_bytes()) for p in sorted(package.rglob("*.py"))},
     }

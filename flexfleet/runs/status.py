@@ -21,7 +21,7 @@ def describe(run: Path) -> dict[str, Any]:
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")
     config = configs.parse_schema(file.config)
-    rows = Checkpoints(store_of(config, file.run_id, run)).rows()
+    rows = Checkpoints(store_of(config, file.run_id, run)).rows(lines=False)
     scored = [row for row in rows if "avg" in row.metrics]
     done = rows[-1].round + 1 if rows else 0
     end = config.rounds.end(row.metrics for row in rows)

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from fl_engine.aggregation import privacy
 from fl_engine.core.contracts import Tracker, Watcher
@@ -123,6 +124,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
             means = (*uniformity.NAMES, *phases.REPEATED)
             metrics |= {f"final/{name}": outcome.metrics[name] for name in means if name in outcome.metrics}
             metrics |= {f"final/local/{name}": of["mean"] for name, of in outcome.metrics.get("local", {}).items()}
+            metrics |= of_clients(outcome.metrics)
             files = [str(page), str(out / "pool" / "pool.json"), str(written)]
             pointers = out / versioned.POINTERS if config.publish.dvc else None
             log_outcome(config.tracking.mlflow, outcome.mlflow_run_id, metrics, tags, files, pointers)
@@ -150,6 +152,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
             "full": evaluation.full,
             "levels": {name: score.value for name, score in evaluation.levels.items()},
             **({"local": local} if (local := {k: v.model_dump() for k, v in evaluation.local.items()}) else {}),
+            **({} if (told := evaluation.on_clients) is None else {"on_clients": told.model_dump()}),
             **({} if not (owned := evaluation.by_owner) else {"by_owner": owned}),
             "best": {k: best[k] for k in ("round", "avg", "full")},
             "highest": highest_of(measured),
@@ -166,6 +169,12 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
         mlflow_run_id=run.mlflow_run_id,
         report=str(page),
     )
+
+
+def of_clients(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What MLflow is told last of the evaluation at the clients; empty without one."""
+    found = metrics.get("on_clients", {}).get("all", {})
+    return {f"final/on_clients/{name}": float(value) for name, value in found.items()}
 
 
 def highest_of(measured: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float | None]]:

@@ -30,10 +30,11 @@ from flexfleet.config import Config, Range, flatten, load_config, moves, public,
 from flexfleet.config.names import plain
 from flexfleet.config.overrides import hand_over, write_config
 from flexfleet.files import terminal as common
+from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import History, PoolFile
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages
-from flexfleet.steps.federate import alone, federate
+from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.share import adopt, fits, share

@@ -16,6 +16,7 @@ import platform
 import subprocess
 import uuid
 from collections.abc import Iterable, Mapping
+from email.parser import HeaderParser
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def inputs(
 
 def environment() -> dict[str, Any]:
     """The environment of the code: with constraints.txt this is enough to make it again."""
-    packages = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
+    packages = dict(filter(None, map(_package, metadata.distributions())))
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -154,6 +155,15 @@ def environment() -> dict[str, Any]:
         "image": os.environ.get("FLEXFLEET_IMAGE"),
         "packages": dict(sorted(packages.items(), key=lambda pair: pair[0].lower())),
     }
+
+
+def _package(distribution: metadata.Distribution) -> tuple[str, str] | None:
+    """Name and version, of the head of its metadata: to parse the descriptions of hundreds takes a second. None if it
+    names none."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    head = HeaderParser().parsestr(text.partition("\n\n")[0])
+    name, version = head["Name"], head["Version"]
+    return (name, version) if name and version else None
 
 
 # ------------------------------------------------------------------------------------ the first task of a graph

@@ -57,7 +57,7 @@ def test_the_file_in_the_repository_says_the_defaults() -> None:
 def test_the_file_in_the_repository_names_every_parameter() -> None:
     """Also the options of the default network and algorithm, as comments: a file to be read, not only parsed."""
     lines = (ROOT / "params.yaml").read_text().splitlines()
-    named = {line.strip().removeprefix("# ").split(":")[0] for line in lines}
+    named = {line.strip().removeprefix("# ").split(":")[0].strip("'") for line in lines}
     parameters = {key.split(".")[-1] for key in flatten(Config())}
     options = {f.name for kind in (FlexFL, SmallCNN) for f in fields(kind)} - {"training", "input_shape", "outputs"}
     assert parameters | options <= named

@@ -21,12 +21,13 @@ def test_every_parameter_has_a_meaning(path: str) -> None:
 
 
 def test_values_are_listed_where_they_are_few() -> None:
-    rules = ("iid", "dirichlet", "dirichlet_per_client", "quantity", "disjoint_labels", "natural", "manual")
+    rules = ("iid", "dirichlet", "dirichlet_per_client", "quantity", "disjoint_labels", "natural", "manual", "local")
     assert choices("partition.rule") == rules
     assert choices("run.strategy") == ("auto", "single", "batched"), "of a union too"
     assert choices("rounds.commit_every") == choices("seed") == choices("model.name") == ()
     assert about("partition.rule") == f"{', '.join(rules[:-1])} or {rules[-1]}."
-    assert about("run.precision").startswith("fp32, bf16, amp or fp16. bf16: "), "before the field's own text"
+    backends = "in_process, processes, kubernetes or agents. Where clients live: "
+    assert about("run.backend").startswith(backends), "before the field's own text"
     assert about("run.strategy").startswith("single: "), "not where the text has them all"
     assert about("fleet.tiers").endswith(f"The names: {', '.join(FLEETS)}.")
     assert about("tune.space").endswith("Each: {low, high, log, whole, choices}.")

@@ -1,5 +1,5 @@
-"""Two rounds of methods with sub-models of the Transformer on a play whose roles are the clients, and of the same
-network where only the last character is asked for."""
+"""Two rounds of methods with sub-models of the Transformer and of the LSTM on a play whose roles are the clients, and
+of the same networks where only the last character is asked for."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def _last(root: Path) -> Data:
 
 
 NEXT, LAST = Source("the next character everywhere", _next), Source("the next character after 80", _last)
-SMALL = (
+TRANSFORMER = (
     "model.name=text_transformer", "model.layers=2", "model.heads=4", "model.head_size=4", "model.embedding=16",
-    "model.hidden=64",
+    "model.hidden=64", "training.lr=0.2",
 )  # fmt: skip
+LSTM = ("model.name=text_lstm", "model.hidden=24", "training.lr=2.0")
 
 
 @pytest.fixture(autouse=True)
@@ -52,19 +53,22 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
-def sets(quick: Sequence[str], tmp_path: Path, data: str, algorithm: str) -> list[str]:
+def sets(
+    quick: Sequence[str], tmp_path: Path, data: str, algorithm: str, network: Sequence[str] = TRANSFORMER
+) -> list[str]:
     dropped = ("dataset.", "model.", "algorithm.", "rounds.", "tracking.", "partition.")
     kept = [each for each in quick if not each.startswith(dropped)]
-    kept += ["rounds.stop=2", "tracking.mlflow=null", f"algorithm.name={algorithm}", "training.lr=0.2"]
-    kept += [f"dataset.name={__name__}:{data}", f"dataset.root={tmp_path / 'data'}", *SMALL]
+    kept += ["rounds.stop=2", "tracking.mlflow=null", f"algorithm.name={algorithm}"]
+    kept += [f"dataset.name={__name__}:{data}", f"dataset.root={tmp_path / 'data'}", *network]
     return [*kept, "partition.rule=natural", f"partition.clients={ROLES}", "partition.proxy=0.2", "partition.minimum=1"]
 
 
-@pytest.mark.parametrize("algorithm", ["fedrolex", "flexfl", "heterofl"])
+@pytest.mark.parametrize("network", [TRANSFORMER, LSTM], ids=["transformer", "lstm"])
+@pytest.mark.parametrize("algorithm", ["adaptivefl", "fedrolex", "flexfl", "heterofl"])
 def test_two_rounds_of_text(
-    flexfleet: Any, quick: Sequence[str], algorithm: str, tmp_path: Path, no_drawings: None
+    flexfleet: Any, quick: Sequence[str], algorithm: str, network: Sequence[str], tmp_path: Path, no_drawings: None
 ) -> None:
-    done = flexfleet("run", "--json", "--run-id", "a", sets=sets(quick, tmp_path, "NEXT", algorithm))
+    done = flexfleet("run", "--json", "--run-id", "a", sets=sets(quick, tmp_path, "NEXT", algorithm, network))
     assert done.code == 0, done.err
     run = tmp_path / "runs" / "a"
     levels = EvaluationFile.read(run / "evaluation.json").levels
@@ -78,14 +82,21 @@ def test_two_rounds_of_text(
     if algorithm == "flexfl":
         scores = json.loads((run / "pretrain" / "apoz.json").read_text())["layers"]
         of = {layer["group"]: layer["apoz"] for layer in scores}
-        assert [of[group] for group in of if not group.endswith("hidden")] == [0.5] * 4
-        assert all(0 < of[f"layer{n}.hidden"] < 1 and of[f"layer{n}.hidden"] != 0.5 for n in (1, 2))
+        relus = {f"layer{n}.hidden" for n in (1, 2)} & of.keys()
+        assert {of[group] for group in of.keys() - relus} == {0.5}
+        assert len(relus) == (0 if network == LSTM else 2)
+        assert all(0 < of[group] < 1 and of[group] != 0.5 for group in relus)
 
 
+@pytest.mark.parametrize("network", [TRANSFORMER, LSTM], ids=["transformer", "lstm"])
 def test_a_task_with_one_answer_takes_the_last(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path, no_drawings: None
+    flexfleet: Any, quick: Sequence[str], network: Sequence[str], tmp_path: Path, no_drawings: None
 ) -> None:
-    given = [*sets(quick, tmp_path, "LAST", "fedrolex"), "dataset.train_samples=100", "dataset.test_samples=40"]
+    given = [
+        *sets(quick, tmp_path, "LAST", "fedrolex", network),
+        "dataset.train_samples=100",
+        "dataset.test_samples=40",
+    ]
     done = flexfleet("run", "--json", "--run-id", "a", sets=given)
     assert done.code == 2
     assert "classification takes networks that give" in done.err and "one that answers once for a sample" in done.err
