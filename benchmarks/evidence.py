@@ -4,11 +4,14 @@
     python -m benchmarks.evidence wisdm_watch-natural aep-dirichlet      (only these comparisons; the others stay)
 
 Makes comparisons (`flexfleet compare`): CIFAR-10 and Fashion-MNIST, each with Dirichlet 0.3 and IID; WISDM, by subject
-and with Dirichlet 0.5; AEP, with Dirichlet 0.5; wrong labels on Fashion-MNIST and WISDM; branches with Oort on
-Fashion-MNIST; FedX and its rivals on CIFAR-10, its share of medium devices, and its seconds on Tiny-ImageNet; FlexFL in
-few bits; and AEP at the scale of FedAIoT's authors, a comparison for each seed.
-On two cores that takes five hours, and AEP at full scale three more for each of three seeds. Writes docs/evidence/:
-tables.md, results.json (each comparison's command and numbers) and a drawing of each comparison.
+and with Dirichlet 0.5; AEP, with Dirichlet 0.5; wrong labels on Fashion-MNIST and WISDM; branches with Oort on Fashion-
+MNIST; what HeteroFL and ScaleFL add, and what FlexFL loses without a part, each in a comparison of equal selection;
+FlexFL and HeteroFL with VGG16, and FlexFL with other APoZ there; FedX and its rivals on CIFAR-10, its share of medium
+devices, and its seconds on Tiny-ImageNet; FlexFL in few bits; the next characters of Shakespeare's roles, with a
+Transformer and with an LSTM; FedRolex and HeteroFL at high heterogeneity; and AEP at the scale of FedAIoT's authors;
+the last two with a comparison for each seed. On two cores that takes twelve hours, and AEP at full scale three more for
+each of three seeds.
+Writes docs/evidence/: tables.md, results.json (each comparison's command and numbers) and a drawing of each comparison.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.pools import APOZ
 
 STORE = Path("runs/evidence")
 OUT = Path("docs/evidence")
@@ -55,11 +60,15 @@ MAIN: dict[str, tuple[str, ...]] = {
     "capable=all_large": ("algorithm.eligible=capable",),
 }
 """Algorithms (label, or label=algorithm) and their settings."""
-AS_PUBLISHED: dict[str, tuple[str, ...]] = {
-    "heterofl_published=heterofl": (),
-    "scalefl_kd=scalefl": (WIDTHS, "algorithm.kd_weight=0.05"),
+ADDITIONS: dict[str, tuple[str, ...]] = {
+    "heterofl": MAIN["heterofl"],
+    "heterofl_published=heterofl": (TABLE,),
+    "scalefl": MAIN["scalefl"],
+    "scalefl_kd=scalefl": (TABLE, WIDTHS, "algorithm.kd_weight=0.05"),
 }
+"""HeteroFL's additions and ScaleFL's distillation, with the same selection with and without them."""
 ABLATIONS: dict[str, tuple[str, ...]] = {
+    "flexfl": MAIN["flexfl"],
     "no_kd=flexfl": ("algorithm.epsilon=3.0", "algorithm.kd_weight=0.0"),
     "no_adaptive=flexfl": ("algorithm.epsilon=3.0", "algorithm.adaptive_size=null"),
     "no_apoz=flexfl": ("algorithm.epsilon=3.0", "algorithm.use_apoz=false"),
@@ -133,6 +142,35 @@ WITH_OTHERS: dict[str, tuple[str, ...]] = {
     "mb_oort_yogi=multibranch": (OORT, YOGI),
     "full_buffered=all_large": (ALL, "rounds.mode=buffered", "rounds.buffer=5"),
 }
+
+TEXT = (
+    "dataset.test_samples=500",
+    "partition.rule=natural",
+    "partition.clients=290",
+    "partition.minimum=1",
+    "partition.proxy=0.02",
+    "pretrain.epochs=20",
+    "training.fraction=0.05",
+    "training.epochs=1",
+    "training.batch_size=10",
+    "training.drop_last=false",
+    "training.lr_decay=1.0",
+    "training.clip_norm=1.0",
+    "rounds.norm_bound=null",
+    "rounds.evaluate_every=20",
+    "tracking.mlflow=null",
+)
+"""299 roles: the proxy may take all that one says, so that few clients play two. Half of them say less than 800
+characters and Gloucester 30,000, so the lengths of their updates differ by more than the bound on norms allows."""
+TRANSFORMER = ("model.name=text_transformer", "model.hidden=512", "training.lr=0.1")
+LSTM = ("model.name=text_lstm", "training.lr=1.5")
+ON_TEXT: dict[str, tuple[str, ...]] = {
+    "flexfl": (),
+    "heterofl": MAIN["heterofl"],
+    "fedrolex": MAIN["fedrolex"],
+}
+WITH_LSTM: dict[str, tuple[str, ...]] = {**ON_TEXT, "flexfl": ("algorithm.use_apoz=false",), "adaptivefl": ()}
+"""An LSTM has no ReLU whose zeros could be counted, so that pre-training it would tell FlexFL nothing."""
 
 OWNED = (
     "dataset.train_samples=10000",
@@ -218,6 +256,35 @@ CODED: dict[str, tuple[str, ...]] = {"fp32=flexfl": MAIN["flexfl"]} | {
 }
 """FlexFL, with what travels in QSGD's bits both ways."""
 
+VGG = (
+    "dataset.train_samples=10000",
+    "partition.clients=20",
+    "partition.proxy=0.02",
+    "model.name=vgg16",
+    "model.width=0.25",
+    "model.pool_after=[3, 5, 8, 11, 13]",
+    "training.fraction=0.2",
+    "training.epochs=5",
+    "training.batch_size=50",
+    "training.lr=0.01",
+    "training.lr_decay=0.998",
+    "run.precision=bf16",
+    "rounds.evaluate_every=5",
+    "tracking.mlflow=null",
+)
+"""FlexFL's network, as its authors' code pools, with a quarter of the channels, and their training."""
+WITH_VGG: dict[str, tuple[str, ...]] = {
+    "flexfl": (),
+    "heterofl": MAIN["heterofl"],
+    "no_kd=flexfl": ("algorithm.kd_weight=0.0",),
+    "no_apoz=flexfl": ("algorithm.use_apoz=false",),
+}
+WITH_APOZ: dict[str, tuple[str, ...]] = {
+    "printed=flexfl": (f"algorithm.apoz={list(APOZ['vgg16'])}",),
+    "proxy_10=flexfl": ("partition.proxy=0.1", "partition.proxy_shared=true"),
+}
+"""FlexFL with the APoZ that its authors' code holds, and with what five times as many images give."""
+
 
 @dataclass(frozen=True)
 class Campaign:
@@ -273,20 +340,28 @@ TEN = ("partition.clients=10", "training.fraction=0.4")
 HALF = ("partition.rule=dirichlet", "partition.alpha=0.5")
 CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("cifar10", DIRICHLET, "0,1,2", 60, MAIN),
-    Campaign("fashion_mnist", DIRICHLET, "0", 40, {**MAIN, **ABLATIONS}),
-    Campaign("cifar10", IID, "0", 40, {**MAIN, **AS_PUBLISHED}),
+    Campaign("fashion_mnist", DIRICHLET, "0", 40, MAIN),
+    Campaign("fashion_mnist", DIRICHLET, "0", 40, ABLATIONS, about="ablations"),
+    Campaign("cifar10", IID, "0", 40, MAIN),
+    Campaign("cifar10", IID, "0", 40, ADDITIONS, about="additions"),
     Campaign("fashion_mnist", IID, "0", 40, MAIN),
     Campaign("wisdm_watch", SUBJECTS, "0,1,2", 200, ON_SENSORS, WISDM),
     Campaign("wisdm_watch", (*HALF, *TEN), "0,1,2", 200, ON_SENSORS, WISDM),
     Campaign("aep", HALF, "0", 150, ON_SENSORS, AEP),
+    Campaign("cifar10", IID, "0,1,2", 60, WITH_VGG, VGG, "vgg16_iid"),
+    Campaign("cifar10", IID, "0,1", 60, WITH_APOZ, VGG, "vgg16_apoz"),
+    Campaign("cifar10", DIRICHLET, "0,1,2", 60, WITH_VGG, VGG, "vgg16_dirichlet"),
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 40, NOISY, about="label_noise"),
     Campaign("wisdm_watch", (*HALF, *TEN), "0,1,2", 200, NOISY, WISDM, "label_noise"),
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 100, FULL_AND_BRANCHES, BRANCHED, "branches", "0.5,0.6,0.7"),
-    Campaign("fashion_mnist", DIRICHLET, "0", 100, WITH_OTHERS, BRANCHED, "branches_and_others", "0.5,0.6,0.7"),
+    Campaign("fashion_mnist", DIRICHLET, "0", 100, WITH_OTHERS, BRANCHED, "branches_and_others", "0.5,0.6,0.7,0.8"),
     Campaign("cifar10", IID, "0,1,2", 40, QUANTISED, OWNED, "server_classes"),
     Campaign("cifar10", IID, "0", 40, SHARES, OWNED, "share_of_medium"),
     Campaign("cifar10", IID, "0", 40, CODED, about="flexfl_bits"),
     Campaign("tiny_imagenet", IID, "0", 12, TIMES, TIMED, "times"),
+    Campaign("shakespeare_text", TRANSFORMER, "0", 300, ON_TEXT, TEXT, "transformer"),
+    Campaign("shakespeare_text", LSTM, "0", 300, WITH_LSTM, TEXT, "lstm"),
+    *(Suite("fedrolex/table3.2-small", "fedrolex-high,heterofl-high", seed) for seed in (0, 1, 2)),
     *(Suite("fedaiot/aep", "fedavg-low,fedavg-high,fedavg-30,fp16,central", seed) for seed in (0, 1, 2)),
     *(Suite("fedaiot/aep-code", "fedavg-low,fedavg-high", seed) for seed in (0, 1, 2)),
 )

@@ -1,0 +1,235 @@
+"""Each number in the tables of docs/evidence.md is in the results of the comparison that its table names.
+
+Before each table stands a comment that says where its cells come from:
+
+    <!-- results: cifar10-dirichlet
+    rows: flexfl heterofl
+    columns: levels | last.avg | mb | paper
+    -->
+
+`rows`: the comparison's label of each row. `columns`: the figures of each cell but the first, which names the row; a
+cell of several figures has them parted by commas. `FIGURE in ID` is of another comparison, `FIGURE of NAME` of another
+label, in which * stands for the row's own. `behind.FIGURE` is how far the row is behind the highest. `paper` is a
+column that quotes a paper, and says so in its head. An empty cell says nothing, a dash that there is no such figure. A
+table that quotes papers alone has `<!-- paper -->`, one of docs/evidence/uniformity.json `<!-- uniformity -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.uniformity import told
+from flexfleet.comparisons.comparison import Comparison, by_seed
+from flexfleet.comparisons.first import firsts, rows
+from flexfleet.files.measure import Measure
+from flexfleet.reports.report import NONE
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "evidence.md").read_text()
+RESULTS: dict[str, Any] = json.loads((DOCS / "evidence" / "results.json").read_text())
+NUMBER = re.compile(r"-?[\d,]*\.?\d+")
+Value = tuple[float, float | None]
+"""A mean, and its deviation if there is one."""
+
+
+def tables(page: str) -> Iterator[tuple[str, list[list[str]]]]:
+    """Each table's comment, empty without one, and the cells of its head and rows."""
+    for found in re.finditer(r"(?:<!-- ((?:(?!-->)[\s\S])*?)\s*-->\n)?((?:^\|.*\|\n)+)", page, re.MULTILINE):
+        lines = [
+            [cell.strip(" *") for cell in line.strip("|").split("|")] for line in found[2].strip().split("\n")
+        ]  # no cell has a bar of its own
+        yield found[1] or "", [line for line in lines if not all(set(cell) <= set("-: ") for cell in line)]
+
+
+def values(comparison: dict[str, Any], label: str, figure: str) -> list[Value] | None:
+    """What a cell has to print; None if the results have no such figure."""
+    of, scale = comparison["results"][label], Measure(comparison.get("metric", "accuracy")).scale
+
+    def spread(found: dict[str, float | None] | None, scale: float = 1) -> list[Value] | None:
+        if found is None or found["mean"] is None:
+            return None
+        return [(scale * found["mean"], None if found["std"] is None else scale * found["std"])]
+
+    match figure.split("."):
+        case ["levels"]:
+            return [(size, None) for size in of["levels"]]
+        case ["mb"]:
+            return [(of["mb_down"]["mean"] + of["mb_up"]["mean"], None)]
+        case ["fewer"]:  # than the first label
+            of_first = comparison["results"][comparison["labels"][0]]
+            mb, own = (sum(each[way]["mean"] for way in ("mb_down", "mb_up")) for each in (of_first, of))
+            return [(mb / own, None)]
+        case ["own"]:  # where all devices hold one sub-network, its value
+            return spread(of["devices"] or of["last"]["full"], 100)
+        case ["highest", which]:
+            return spread(of["highest"][-1][which], scale)
+        case [("last" | "best") as when, ("avg" | "full") as which]:
+            return spread(of[when][which], scale)
+        case ["to", percent, spent]:
+            (one,) = [one for one in of["reached"] if math.isclose(one["accuracy"], float(percent) / 100)]
+            return spread(one[spent])
+        case ["phases", name]:
+            return spread(of["phases"][name], 1e-6 if name.startswith("bits") else 1) if of["phases"][name] else None
+        case ["level", level, metric]:
+            return [(100 * of["runs"][0]["levels"][level][metric], None)]
+        case ["run", seed, *path]:
+            (found,) = [run for run in of["runs"] if run["seed"] == int(seed)]
+            for name in path:
+                found = found[name]
+            return [(scale * found if path[-1] in ("avg", "full") else found, None)]
+        case [name]:
+            return spread(of[name], 100 if name == "waste" else 1)
+    raise AssertionError(f"no figure is called {figure}")
+
+
+def printed(text: str, value: float) -> bool:
+    """Whether this is the value, to the digits that are shown."""
+    digits = len(text.partition(".")[2])
+    return abs(float(text.replace(",", "")) - value) <= 0.5 * 10**-digits + 1e-9
+
+
+def cell_of(cell: str, expected: list[list[Value] | None]) -> bool:
+    """Whether the cell prints these figures, in this order, and nothing else."""
+    known = [value for each in expected if each is not None for value in each]
+    if cell in ("", NONE):
+        return not cell or not known
+    left = NUMBER.findall(cell)
+    for mean, deviation in known:
+        if not left or not printed(left.pop(0), mean):
+            return False
+        if "±" in cell and (deviation is None or not left or not printed(left.pop(0), deviation)):
+            return False
+    return not left
+
+
+def behind(id: str, label: str, figure: str) -> str:
+    """What the comparison's table "Behind the highest" prints of a label, computed from its runs."""
+    comparison = Comparison.model_validate(RESULTS[id]["comparison"])
+    found = firsts(by_seed(comparison.results))
+    assert found is not None, f"{id} has too few seeds"
+    return rows({figure: found[figure]}, [label], Measure(comparison.metric))[0][1]
+
+
+def looked_up(written: str, id: str, row: str) -> list[list[Value] | None]:
+    """The figures of a cell."""
+    found = []
+    for each in written.split(","):
+        figure, _, where = each.strip().partition(" in ")
+        figure, _, name = figure.partition(" of ")
+        comparison = RESULTS[where or id]["comparison"]
+        label = name.replace("*", row) if name.replace("*", row) in comparison["results"] else row
+        found.append(values(comparison, label, figure))
+    return found
+
+
+def wrong(page: str) -> list[str]:
+    """A line for each cell that is not in its results, and for each table that does not say where it comes from."""
+    lines = []
+    for about, cells in tables(page):
+        head, *body = cells
+        title = " | ".join(head)
+        if about == "paper":
+            continue
+        if about == "uniformity":
+            found = json.loads((DOCS / "evidence" / "uniformity.json").read_text())["found"]
+            known = [row for _, each in tables(told(found) + "\n") for row in each]
+            lines += [f"{title}: {row} is not in uniformity.json" for row in cells if row not in known]
+            continue
+        given = dict(re.findall(r"^(results|rows|columns): (.*)$", about, re.MULTILINE))
+        if given.keys() != {"results", "rows", "columns"} or given["results"] not in RESULTS:
+            lines.append(f"{title}: no comment says which comparison the table is from")
+            continue
+        labels, columns = given["rows"].split(), [each.strip() for each in given["columns"].split("|")]
+        if len(labels) != len(body) or any(len(row) != len(columns) + 1 for row in cells):
+            lines.append(f"{title}: {len(labels)} rows and {len(columns)} columns are named, the table has others")
+            continue
+        for name, (said, *row) in zip(labels, body, strict=True):
+            for column, cell, over in zip(columns, row, head[1:], strict=True):
+                if column == "paper":
+                    lines += [] if "paper" in over else [f"{title}: {over} does not say that it quotes a paper"]
+                elif column.startswith("behind."):
+                    expected = behind(given["results"], name, column.removeprefix("behind."))
+                    lines += [] if cell == expected else [f"{title}: {said}, {over}: {cell} is not {expected}"]
+                elif not cell_of(cell, looked_up(column, given["results"], name)):
+                    lines.append(f"{title}: {said}, {over}: {cell} is not {column} of {name}")
+    return lines
+
+
+def test_each_number_in_a_table_is_in_the_results_that_it_names() -> None:
+    assert len(list(tables(PAGE))) > 10
+    assert wrong(PAGE) == []
+
+
+def test_each_comparison_has_the_command_that_makes_it() -> None:
+    for id, found in RESULTS.items():
+        words = shlex.split(found["command"])
+        assert words[:2] == ["flexfleet", "compare"] and words[words.index("--id") + 1] == id, id
+        assert found["comparison"]["id"] == id
+
+
+ONE = f"""
+<!-- results: cifar10-dirichlet
+rows: flexfl fedrolex
+columns: levels | last.avg | mb_down, mb_up | paper
+-->
+| | levels | avg | MB | paper's |
+|---|---|---|---|---|
+| FlexFL | 25 / 50 / 100 | **49.43 ± 0.45** | 155 / 151 | 80.60 |
+| FedRolex | 100 | {NONE} | 154 / 143 | |
+"""
+
+
+def test_a_right_table_passes() -> None:
+    assert wrong(ONE) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("49.43", "49.44", "49.44 ± 0.45 is not last.avg of flexfl"),
+        ("0.45", "0.46", "49.43 ± 0.46 is not"),
+        (" ± 0.45", "", ""),
+        ("49.43 ± 0.45", "49.43 ± 0.45 12", "12 is not"),
+        ("49.43 ± 0.45", NONE, f"{NONE} is not last.avg"),
+        ("/ 50 /", "/ 51 /", "25 / 51 / 100 is not levels"),
+        ("25 / 50 / 100", "25 / 50", "25 / 50 is not levels"),
+        (f"| {NONE} |", "| 40.00 |", "40.00 is not last.avg of fedrolex"),
+        ("155 / 151", "151 / 155", "151 / 155 is not mb_down, mb_up"),
+        ("rows: flexfl fedrolex", "rows: fedrolex flexfl", "is not levels of fedrolex"),
+        ("rows: flexfl fedrolex", "rows: flexfl", "1 rows and 4 columns are named"),
+        ("cifar10-dirichlet", "cifar10-dirichlett", "no comment says which comparison"),
+        ("paper's", "theirs", "does not say that it quotes a paper"),
+    ],
+)
+def test_a_number_that_is_not_there_is_found(before: str, after: str, said: str) -> None:
+    page = ONE.replace(before, after)
+    found = wrong(page)
+    assert page != ONE and (any(said in line for line in found) if said else found == [])
+
+
+def test_a_table_without_its_source_is_refused_and_a_papers_table_is_none_of_ours() -> None:
+    bare = re.sub(r"<!--.*?-->\n", "", ONE, flags=re.DOTALL)
+    assert wrong(bare) == [" | levels | avg | MB | paper's: no comment says which comparison the table is from"]
+    assert wrong("<!-- paper -->\n" + bare.strip() + "\n") == []
+
+
+def test_uniformity_has_the_command_that_makes_it() -> None:
+    found = json.loads((DOCS / "evidence" / "uniformity.json").read_text())
+    assert found["command"] == "python -m benchmarks.uniformity --json"
+    page = re.sub("^(?=.*correlation|[|] mu)", "<!-- uniformity -->\n", told(found["found"]), flags=re.MULTILINE)
+    assert wrong(page) == [] and len(wrong(re.sub("1([0-9])", r"2\1", page))) > 10
+
+
+def test_the_detector_has_its_command_and_its_figures() -> None:
+    found = json.loads((DOCS / "evidence" / "detection.json").read_text())
+    text = PAGE.partition("## Objects in images")[2].partition("\n\n")[2].partition("\n\n")[0]
+    told = {float(number.replace(",", "")) for number in NUMBER.findall(text)}
+    assert f"`{found['command']}`" in text and {float(value) for value in found["found"].values()} <= told
