@@ -1,5 +1,5 @@
 # make run     set up, then run FlexFL and its control on the bundled digits through every step
-# make test    set up, then run the tests
+# make test    set up, then run the tests that need no minutes; `make test-all` runs the long ones
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export DVC_NO_ANALYTICS ?= 1
 
-.PHONY: setup run test soak lint generated docs evidence bench bench-peers image e2e-containers lock sbom pin-digests \
+.PHONY: setup run test test-all soak lint generated docs evidence bench bench-peers image e2e-containers lock sbom pin-digests \
         test-kubernetes-clients
 
 setup: $(VENV)/.ready
@@ -25,8 +25,14 @@ run: setup
 	$(BIN)/flexfleet report runs/digits-flexfl runs/digits-all-large --out runs/report.html
 	@echo "open MLflow: $(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db"
 
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
+
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not long"
+
+# The long tests: commands of the documentation, nights, pipelines of real processes, kills, S3 servers.
+test-all: setup
+	$(PYTEST) -m long
 
 SOAK_KILLS ?= 300
 SOAK_MUTANTS ?= 50
@@ -85,8 +91,8 @@ e2e-containers: setup
 	docker image inspect --format 'in {{.Id}}' $(IMAGE)
 	FLEXFLEET_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/k8s/test_image.py
 
-# Compares the algorithms on real data, in two hours on two cores. An interrupted campaign goes on when it is started
-# again. See docs/evidence.md.
+# Compares the algorithms on real data, in twelve hours on two cores, and AEP at full scale in nine more. An interrupted
+# campaign goes on when it is started again. See docs/evidence.md.
 evidence: setup
 	$(BIN)/python -m benchmarks.evidence
 

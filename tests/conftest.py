@@ -25,7 +25,6 @@ from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm, Tracker
-from fl_engine.core.errors import IntegrityError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Outcome, RoundPlan
@@ -41,13 +40,15 @@ from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.store import Store, check_size, encode, sha256
+from fl_engine.storage.store import MemoryStore as MemoryStore
+from fl_engine.storage.store import Store, encode, sha256
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import measured_alike, tiny_pool
 from fl_engine.testing.tracker import Memory
 from flexfleet import cli
 from flexfleet.files import terminal as common
 from flexfleet.runs import whole as run_module
+from tests.harness.pictures import not_drawn
 from tests.harness.processes import QUICK, Done, Nursery, with_sets
 from tests.harness.wheel import installed as installed  # a fixture
 from tests.harness.wheel import wheel as wheel  # a fixture
@@ -64,13 +65,51 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 PRINT = builtins.print
-LONG = ("docs", "pipelines", "flexfleet", "harness", "k8s", "s3")
+FIRST = ("docs", "pipelines", "flexfleet", "harness", "k8s", "s3")
+"""Folders whose files take longest: they begin, so that at the end both processes have work."""
+LONG = {
+    "benchmarks": ("contestants", "growth"),
+    "docs": ("docs", "examples", "python"),
+    "e2e": ("agents", "kill", "python310", "recipe", "wheel"),
+    "flexfleet": ("dvc", "fedx", "init", "kinds", "regress", "small_twins", "stop_simulated", "tracking", "tune"),
+    "harness": ("attacks", "kills", "mutants"),
+    "k8s": (
+        "backend",
+        "codecs",
+        "faults",
+        "kinds",
+        "lasting",
+        "lost_nodes",
+        "own_code",
+        "own_methods",
+        "queues",
+        "secrets",
+        "stopping",
+    ),
+    "pipelines": ("compare_local", "nightly_local", "platform_local", "train_local", "tune_local"),
+    "s3": ("answers", "dvc", "faulty", "probe", "s3"),
+}
+"""By folder, the files of which `make test-all` holds the tests: commands of the documentation, nights, pipelines of
+real processes, kills, faults of a cluster, S3 servers."""
+
+_files = [Path(__file__).parent / folder / f"test_{name}.py" for folder, names in LONG.items() for name in names]
+assert all(file.exists() for file in _files), f"LONG names {[file.name for file in _files if not file.exists()]}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: at the end both processes have work."""
+    """Marks the long tests, and lets long files begin."""
     folder = {item: item.path.parent.name for item in items}
-    items.sort(key=lambda item: LONG.index(folder[item]) if folder[item] in LONG else len(LONG))
+    for item in items:
+        if item.path.stem.removeprefix("test_") in LONG.get(folder[item], ()):
+            item.add_marker("long")
+    items.sort(key=lambda item: FIRST.index(folder[item]) if folder[item] in FIRST else len(FIRST))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _draw_what_is_looked_at(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Figures are drawn in modules that are marked so: elsewhere they keep their titles alone."""
+    with contextlib.nullcontext() if request.node.get_closest_marker("pictures") else not_drawn():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -92,38 +131,6 @@ def _leave_the_process_as_it_was() -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------- in memory
-class MemoryStore:
-    """A store in a dict. Puts and deletions are whole or not at all, as FolderStore's are."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-
-    def put(self, key: str, value: bytes) -> None:
-        self.files[key] = bytes(value)
-
-    def create(self, key: str, value: bytes) -> bool:
-        return self.files.setdefault(key, value) is value
-
-    def get(self, key: str, limit: int | None = None) -> bytes:
-        if key not in self.files:
-            raise IntegrityError(f"{self.uri(key)} is missing from the run store")
-        check_size(self.uri(key), len(self.files[key]), limit)
-        return self.files[key]
-
-    def list(self, prefix: str) -> list[str]:
-        return sorted(key for key in self.files if key.startswith(prefix))
-
-    def delete(self, *keys: str) -> None:
-        for key in keys:
-            self.files.pop(key, None)
-
-    def sweep(self, prefix: str) -> None:
-        """Nothing to do: a put is never cut off."""
-
-    def uri(self, key: str = "") -> str:
-        return f"memory/{key}"
-
-
 class Killed(BaseException):
     """Stands for SIGKILL: nothing in the engine may catch it and tidy up."""
 

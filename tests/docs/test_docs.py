@@ -17,8 +17,9 @@ import pytest
 import yaml
 from moto.server import ThreadedMotoServer
 
+from tests.docs.warm import ASK, warm
+
 ROOT = Path(__file__).parents[2]
-STAND_IN = Path(__file__).with_name("stand_in.py")
 COMMANDS = ("flexfleet", "python", "kubectl", "docker", "kind", "kustomize", "dvc", "make", "mlflow", "pytest")
 PAGES = sorted(path for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")] if "```sh" in path.read_text())
 
@@ -43,8 +44,16 @@ def s3() -> Iterator[str]:
     moto.stop()
 
 
+@pytest.fixture(scope="module")
+def commands() -> Iterator[str]:
+    with warm() as path:
+        yield path
+
+
 @pytest.fixture
-def place(tmp_path: Path, kubeflow: tuple[Any, str], s3: str, tiny_suite: dict[str, Any]) -> dict[str, str]:
+def place(
+    tmp_path: Path, kubeflow: tuple[Any, str], s3: str, commands: str, tiny_suite: dict[str, Any]
+) -> dict[str, str]:
     """An environment whose PATH finds the stand-ins first; the folder looks like a checkout."""
     for name in ("benchmarks", "components", "tests", "pipelines", "fl_engine", "flexfleet", "params.yaml"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -52,9 +61,10 @@ def place(tmp_path: Path, kubeflow: tuple[Any, str], s3: str, tiny_suite: dict[s
     path = tmp_path / ".venv" / "bin"
     path.mkdir(parents=True)
     (path / "activate").write_text("")
+    (tmp_path / "ask.py").write_text(ASK)
     for name in (*COMMANDS, "label-nodes"):
         file = path / name if name != "label-nodes" else tmp_path / "k8s/overlays/edge/label-nodes"
-        file.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} {name} "$@"\n')
+        file.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {tmp_path / "ask.py"} {name} "$@"\n')
         file.chmod(0o755)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tiny_suite))
     return {
@@ -65,6 +75,7 @@ def place(tmp_path: Path, kubeflow: tuple[Any, str], s3: str, tiny_suite: dict[s
         "DOCS_LOG": str(tmp_path / "log"),
         "DOCS_KUBEFLOW": kubeflow[1],
         "DOCS_S3": s3,
+        "DOCS_WARM": commands,
         "OMP_NUM_THREADS": "1",
     }
 

@@ -21,10 +21,9 @@ LINE = '    "fednova": FedNova,\n'
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources with the recipe's file and its line added."""
     root = tmp_path_factory.mktemp("recipe")
-    for folder in ("fl_engine", "flexfleet", "tests/conformance", "tests/harness"):
+    for folder in ("fl_engine", "flexfleet", "tests"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "tests/conftest.py"):
-        shutil.copyfile(ROOT / file, root / file)
+    shutil.copyfile(ROOT / "pyproject.toml", root / "pyproject.toml")
     readme = (ROOT / "docs/guides/extending.md").read_text()
     (file,) = re.findall(r"```python\n# fl_engine/algorithms/fednova\.py\n(.*?)```", readme, re.DOTALL)
     (root / "fl_engine/algorithms/fednova.py").write_text(file)

@@ -1,16 +1,14 @@
-"""Imports point one way, and what has to be light stays light. What stands under `if TYPE_CHECKING` does not count."""
+"""Imports point one way, and what has to be light stays light. (tests/harness/imports.py says what counts.)"""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.harness.imports import ROOT, dotted, imports, modules
 
 # The rooms, floor by floor: one imports those of lower floors only, also inside its functions.
 FLOORS: tuple[frozenset[str], ...] = (
@@ -39,40 +37,6 @@ FLOORS: tuple[frozenset[str], ...] = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 HEAVY = ("mlflow", "kfp", "kubernetes", "boto3", "dvc", "optuna", "sklearn", "matplotlib", "pandas")
-
-
-def modules(*packages: str) -> list[Path]:
-    found = [p for package in packages for p in sorted((ROOT / package).rglob("*.py"))]
-    return [p for p in found if "__pycache__" not in p.parts]
-
-
-def dotted(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports(path: Path, functions: bool = False) -> Iterator[str]:
-    """Dotted names that a module imports when it is imported (with `functions`: also later)."""
-
-    def walk(node: ast.AST) -> Iterator[ast.AST]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not functions:
-                continue
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                continue
-            yield child
-            yield from walk(child)
-
-    for node in walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
-            module = str(node.module)
-            for alias in node.names:
-                inner = ROOT.joinpath(*module.split("."), alias.name)
-                is_module = inner.with_suffix(".py").exists() or (inner / "__init__.py").exists()
-                yield f"{module}.{alias.name}" if is_module else module
 
 
 def room(name: str) -> str | None:
