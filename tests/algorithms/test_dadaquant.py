@@ -164,8 +164,9 @@ def federated(algorithm: DAdaQuant, site: Site, folder: Path, stop: int) -> tupl
 
 
 def test_a_run_that_stands_still_doubles_its_levels_and_goes_on_after_a_kill(tmp_path: Path) -> None:
-    """A learning rate of almost nothing: the loss is the same in every round, so q is 1 twice, then 2, 4 and 8."""
-    algorithm = DAdaQuant(training=replace(ALL, lr=1e-30, weight_decay=0.0), phi=1, q_max=8)
+    """A learning rate of almost nothing: the loss is the same in every round, so q is 1 twice, then 2, 4 and 8. One
+    sample a batch: a mean over several depends on their order in its last bits."""
+    algorithm = DAdaQuant(training=replace(ALL, lr=1e-30, weight_decay=0.0, batch_size=1), phi=1, q_max=8)
     site = tiny_site(algorithm, fleet=STRONG)
     whole, rows = federated(algorithm, site, tmp_path / "whole", 5)
     assert whole.level == 8
