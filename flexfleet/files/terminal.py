@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import TracebackType
 from typing import Any
 
@@ -145,7 +148,8 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
     start_logging()
     sys.excepthook = _tell
     try:
-        sys.exit(main(None))
+        with _told_again():
+            sys.exit(main(None))
     except Exception as error:
         known = told_of(error)
         if known is None:
@@ -156,6 +160,32 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+@contextmanager
+def _told_again() -> Iterator[None]:
+    """A Ctrl-C that lands in a destructor or in a weak reference's callback, where Python drops it, comes once more."""
+    if current_thread() is not main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def dropped(about: sys.UnraisableHookArgs) -> None:
+        if about.exc_type is KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+        else:
+            told(about)
+
+    told, sys.unraisablehook = sys.unraisablehook, dropped
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        sys.unraisablehook = told
 
 
 def told_of(error: Exception) -> tuple[str, int] | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from flexfleet.files import terminal
 from flexfleet.files.artifacts import History
 from flexfleet.steps import federate
 
@@ -302,6 +303,31 @@ def test_a_second_ctrl_c_that_lands_where_python_drops_it_ends_all_the_same(caps
         assert dropped() is None
         time.sleep(30)
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_ctrl_c_that_python_drops_ends_any_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the rounds, and in commands that have none."""
+
+    class Thing:
+        pass
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    def command(_: object) -> int:
+        thing = Thing()
+        dropped = weakref.ref(thing, interrupt)
+        del thing
+        assert dropped() is None
+        time.sleep(30)
+        return 0
+
+    before = signal.getsignal(signal.SIGALRM), sys.unraisablehook
+    with pytest.raises(SystemExit) as ended:
+        terminal.run_main(command)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert (signal.getsignal(signal.SIGALRM), sys.unraisablehook) == before
 
 
 def test_signals_are_the_callers_again_when_the_rounds_are_over(
