@@ -6,6 +6,7 @@ No scheduler, no network, no image: a real cluster takes longer. Linux alone (/p
 
     python -m benchmarks.lifetimes --clients 3 --rounds 12
     python -m benchmarks.lifetimes --clients 50 --pods 2 --rounds 6 --only in_process,run --set training.epochs=20
+    python -m benchmarks.lifetimes --clients 50 --pods 2 --rounds 6 --only processes,run --delay 0.02
     python -m benchmarks.lifetimes --clients 3 --pods 1 --rounds 1000 --only run --set kubernetes.recycle=1000000
 """
 
@@ -39,6 +40,20 @@ from tests.harness.processes import QUICK
 from tests.k8s import fake
 
 ON_CLUSTER = ("run.backend=kubernetes", "kubernetes.poll_s=0.2", "kubernetes.image=flexfleet:latest")
+SERVER = """
+import sys, time
+from moto import server
+
+answer = server.DomainDispatcherApplication.__call__
+
+def later(self, *about):
+    time.sleep(float(sys.argv[2]))
+    return answer(self, *about)
+
+server.DomainDispatcherApplication.__call__ = later
+server.main(["-p", sys.argv[1]])
+"""
+"""An S3 server on the first argument's port that answers so many seconds later as the second says."""
 EARLY = 0.1
 """Of the rounds: when the clients' memory is looked at first."""
 
@@ -66,8 +81,9 @@ class Surroundings:
 
 
 @contextmanager
-def surroundings(folder: Path) -> Iterator[Surroundings]:
-    """A cluster and a bucket `runs`, named by the environment."""
+def surroundings(folder: Path, delay_s: float) -> Iterator[Surroundings]:
+    """A cluster and a bucket `runs`, named by the environment. `delay_s`: how much later each request to it is
+    answered."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -75,7 +91,7 @@ def surroundings(folder: Path) -> Iterator[Surroundings]:
     os.environ |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "FLEXFLEET_S3_UNCHECKED": "1", **keys}
     log = folder / "store.log"
     with log.open("wb") as out:
-        command = [sys.executable, "-m", "moto.server", "-p", str(port)]
+        command = [sys.executable, "-c", SERVER, str(port), str(delay_s)]
         server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
         boto3.session.Session().client("s3").create_bucket(Bucket="runs")  # tries again until the server is there
@@ -189,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--clients", type=int, default=3, metavar="N", help="clients of the fleet, all asked in each round")
     p.add_argument("--pods", type=int, metavar="N", help="pods, or worker processes, at a time (default: one a client)")
     p.add_argument("--rounds", type=int, default=12, metavar="N")
+    p.add_argument("--delay", type=float, default=0.0, metavar="S", help="how much later the S3 server answers")
     p.add_argument("--only", default="in_process,processes,run,round", metavar="NAME,...")
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets", help="for all of them")
     args = p.parse_args(argv)
@@ -201,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     samples = f"dataset.train_samples={max(240, 24 * args.clients)}"
     asked = (f"partition.clients={args.clients}", "training.fraction=1.0", f"rounds.stop={args.rounds}")
     common = (*QUICK, "rounds.commit_every=1", samples, tiers, *asked, *args.sets)
-    with tempfile.TemporaryDirectory() as name, surroundings(Path(name)) as around:
+    with tempfile.TemporaryDirectory() as name, surroundings(Path(name), args.delay) as around:
         folder = Path(name)
         resolved = Resolved.load(None, common)
         partition(resolved, folder / "partition")

@@ -31,6 +31,8 @@ from fl_engine.exchange.client import Site, Work, accept_all, train
 from fl_engine.exchange.code import Handed
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.fleet import faults
+from fl_engine.storage.overlapping import overlapped
+from fl_engine.storage.store import tensor_bytes
 
 log = logging.getLogger("flexfleet")
 
@@ -84,8 +86,7 @@ class Processes:
                 if isinstance(answer, FlexfleetError):
                     raise answer  # the store failed, no client
                 if answer is not None:
-                    for work in group:
-                        yield self._mailbox.receive(plan, work.order.client)
+                    yield from self._mailbox.received(plan, [work.order.client for work in group])
                     continue
                 worker.process.join()
                 reason = f"its worker process ended with {told_exit(worker.process.exitcode)}"
@@ -175,10 +176,20 @@ def carry_out(
     round's evaluation."""
     orders = mailbox.orders(round, clients, evaluates)
     groups, failures = accept_all(algorithm, orders.values(), site)
-    trained = (outcome for group in groups for outcome in train(group, site, device))
-    for outcome in chain(failures, trained):
-        fault = site.befalls(orders[outcome.client])
-        if really_slow and fault is not None and isinstance(outcome, ClientUpdate):
-            time.sleep((faults.slowness(fault) - 1) * outcome.metrics["seconds"])
+    faulty = {client: site.befalls(order) for client, order in orders.items()}
+
+    def outcomes() -> Iterator[Outcome]:
+        for outcome in chain(failures, (one for group in groups for one in train(group, site, device))):
+            fault = faulty[outcome.client]
+            if really_slow and fault is not None and isinstance(outcome, ClientUpdate):
+                time.sleep((faults.slowness(fault) - 1) * outcome.metrics["seconds"])
+            yield outcome
+
+    def put(outcome: Outcome) -> None:
+        fault = faulty[outcome.client]
         spoil = faults.damaged if fault is not None and fault.kind == "corrupt" else None
         mailbox.put_outcome(RoundPlan(round, (orders[outcome.client],), evaluates=evaluates), outcome, spoil)
+
+    size = max((tensor_bytes(order.payload) for order in orders.values()), default=0)
+    for _ in overlapped(mailbox.store, size, put, outcomes()):
+        pass

@@ -259,6 +259,10 @@ class Leased:
     store: Store
     loan: str
 
+    @property
+    def at_once(self) -> int:
+        return getattr(self.store, "at_once", 1)
+
     def key(self, key: str) -> str:
         """Where a key's value really lies."""
         return key.replace(ANSWERS, f"{LEASES}{self.loan}/", 1)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import Field
@@ -31,11 +31,14 @@ from fl_engine.exchange import coding
 from fl_engine.exchange.acceptance import Moved
 from fl_engine.exchange.updates import KeyOf, Manifest, Rejected, Rules, manifest_of, packed, said_of, signed, update_of
 from fl_engine.fleet.uniformity import Times
+from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.records import WAY_OUT, Record, parsed, round_folder
-from fl_engine.storage.store import Store, canonical, decode, sha256
+from fl_engine.storage.store import Store, canonical, decode, sha256, tensor_bytes
 
 log = logging.getLogger("flexfleet")
+
+T = TypeVar("T")
 
 
 class Refusal(Record):
@@ -124,19 +127,18 @@ class Mailbox:
         """Writes the orders for clients in other processes; gives the keys of each client's order. Tensors that several
         clients are sent are written once."""
         keys: dict[int, list[str]] = {}
-        written: dict[tuple[int, ...], str] = {}
+        files: dict[tuple[int, ...], str] = {}
+        folder = f"{_folder(plan)}orders/"
 
-        def put(tensors: Params) -> str | None:
-            if not tensors:
-                return None
-            same = tuple(id(tensor) for tensor in tensors.values())
-            if same not in written:
-                value = laid_out(tensors)
-                written[same] = f"{sha256(value)}.safetensors"
-                self.store.put(f"{_folder(plan)}orders/{written[same]}", value)
-            return written[same]
+        def same(tensors: Params) -> tuple[int, ...]:
+            return tuple(id(tensor) for tensor in tensors.values())
 
-        for o in plan.orders:
+        def put_tensors(tensors: Params) -> None:
+            value = laid_out(tensors)
+            files[same(tensors)] = f"{sha256(value)}.safetensors"
+            self.store.put(folder + files[same(tensors)], value)
+
+        def put_order(o: WorkOrder) -> None:
             order = Order(
                 round=o.round,
                 client=o.client,
@@ -144,64 +146,74 @@ class Mailbox:
                 seed=o.seed,
                 level=o.level,
                 hints=dict(o.hints),
-                payload=put(o.travels),
-                memory=put(o.memory),
+                payload=files[same(o.travels)] if o.travels else None,
+                memory=files[same(o.memory)] if o.memory else None,
                 codecs=None if o.codecs is None else sections_of(o.codecs),
                 header=None if o.encoded is None else _told(coding.header_of(o.payload)),
                 evaluates=o.evaluates,
             )
-            folder = f"{_folder(plan)}orders/"
             unsaid = {"codecs", "header"} if o.codecs is None else set()
             unsaid |= set() if o.evaluates else {"evaluates"}
             self.store.put(f"{folder}{o.client}.json", order.model_dump_json(exclude=unsaid).encode())
-            files = (f"{o.client}.json", order.payload, order.memory)
-            keys[o.client] = [folder + file for file in files if file is not None]
-        return keys
+            names = (f"{o.client}.json", order.payload, order.memory)
+            keys[o.client] = [folder + name for name in names if name is not None]
+
+        distinct = {same(t): t for o in plan.orders for t in (o.travels, o.memory) if t}.values()
+        self._all(put_tensors, distinct, max(map(tensor_bytes, distinct), default=0))
+        self._all(put_order, plan.orders)
+        return {order.client: keys[order.client] for order in plan.orders}
+
+    def _all(self, work: Callable[[T], object], items: Iterable[T], size: int = 0) -> None:
+        for _ in overlapped(self.store, size, work, items):
+            pass
 
     def ordered(self, round: int, evaluates: bool = False) -> int:
         """How many orders were written."""
         return sum(key.endswith(".json") for key in self.store.list(f"{round_folder(round, evaluates)}orders/"))
 
     def orders(self, round: int, clients: Iterable[int], evaluates: bool = False) -> dict[int, WorkOrder]:
-        """As `order`, by client; what several of them are sent is read once, and they share its tensors."""
-        known: dict[str, Params] = {}
-        return {client: self.order(round, client, evaluates, known) for client in clients}
-
-    def order(
-        self, round: int, client: int, evaluates: bool = False, known: dict[str, Params] | None = None
-    ) -> WorkOrder:
-        """`known`: files of tensors that were read already, and those that are read. Raises IntegrityError where the
-        order, or what it sends, is missing or damaged."""
-        known = {} if known is None else known
+        """By client. What several of them are sent is read once, and they share its tensors. Raises IntegrityError
+        where an order, or what it sends, is missing or damaged."""
         folder = f"{round_folder(round, evaluates)}orders/"
-        name = f"{folder}{client}.json"
-        order = parsed(Order, self.store.get(name), self.store.uri(name))
-        if (order.round, order.client, order.evaluates) != (round, client, evaluates):
-            raise IntegrityError(f"{self.store.uri(name)} is of round {order.round}, client {order.client}")
+
+        def read(client: int) -> Order:
+            name = f"{folder}{client}.json"
+            order = parsed(Order, self.store.get(name), self.store.uri(name))
+            if (order.round, order.client, order.evaluates) != (round, client, evaluates):
+                raise IntegrityError(f"{self.store.uri(name)} is of round {order.round}, client {order.client}")
+            return order
+
+        def tensors(file: str) -> Params:
+            value = self.store.get(folder + file)
+            if file != f"{sha256(value)}.safetensors":
+                raise IntegrityError(f"{self.store.uri(folder + file)} is damaged: its name is not its sha256")
+            return decode(value, self.store.uri(folder + file))
+
+        found = list(overlapped(self.store, 0, read, clients))
+        files = dict.fromkeys(file for o in found for file in (o.payload, o.memory) if file is not None)
+        known = {file: tensors(file) for file in files}
+        return {o.client: self._work(o, known, self.store.uri(f"{folder}{o.client}.json")) for o in found}
+
+    def order(self, round: int, client: int, evaluates: bool = False) -> WorkOrder:
+        """As `orders`."""
+        return self.orders(round, [client], evaluates)[client]
+
+    @staticmethod
+    def _work(order: Order, known: Mapping[str, Params], name: str) -> WorkOrder:
+        """`known`: by file, the tensors."""
         try:
             spec = SubmodelSpec.from_json(order.spec)
         except ModelError as error:
-            raise IntegrityError(f"{self.store.uri(name)} is no order: {error}") from error
-
-        def get(file: str | None) -> Params:
-            if file is None:
-                return {}
-            if file not in known:
-                value = self.store.get(folder + file)
-                if file != f"{sha256(value)}.safetensors":
-                    raise IntegrityError(f"{self.store.uri(folder + file)} is damaged: its name is not its sha256")
-                known[file] = decode(value, self.store.uri(folder + file))
-            return known[file]
-
+            raise IntegrityError(f"{name} is no order: {error}") from error
         found = WorkOrder(
             round=order.round,
             client=order.client,
             spec=spec,
-            payload=get(order.payload),
+            payload={} if order.payload is None else known[order.payload],
             seed=order.seed,
             level=order.level,
             hints=order.hints,
-            memory=get(order.memory),
+            memory={} if order.memory is None else known[order.memory],
             evaluates=order.evaluates,
         )
         if order.codecs is None:
@@ -213,7 +225,7 @@ class Mailbox:
             payload = coding.decoded(codecs.down, found.payload, _header(order.header or {}))
             return replace(found, payload=payload, codecs=codecs)
         except (ConfigError, IntegrityError) as error:
-            raise IntegrityError(f"{self.store.uri(name)} is no order: {error}") from error
+            raise IntegrityError(f"{name} is no order: {error}") from error
 
     def outcome_keys(self, round: int, client: int, evaluates: bool = False) -> list[str]:
         """The keys that a client writes."""
@@ -255,6 +267,10 @@ class Mailbox:
             return self._read(plan, client)
         except Rejected as error:
             return ClientFailure(plan.round, client, "validate", str(error), error.code)
+
+    def received(self, plan: RoundPlan, clients: Sequence[int]) -> Iterator[Outcome]:
+        """As `receive`, in the clients' order, with requests that overlap."""
+        return overlapped(self.store, bytes_of_one(plan, clients), lambda client: self.receive(plan, client), clients)
 
     def outcome(self, plan: RoundPlan, client: int, closed: Closed | None = None) -> Outcome:
         """The stored outcome; with `closed`, the one that the round was closed with. Raises IntegrityError where it is
@@ -372,3 +388,8 @@ def _header(told: Mapping[str, tuple[str, tuple[int, ...]]]) -> Header:
 
 def _metrics(manifest: Manifest) -> dict[str, float] | None:
     return None if manifest.spec is None else dict(manifest.metrics)
+
+
+def bytes_of_one(plan: RoundPlan, clients: Iterable[int]) -> int:
+    """What the largest answer of these clients takes in memory while it is read: its file, and its tensors."""
+    return 2 * max((tensor_bytes(plan.order_of[client].payload) for client in clients), default=0)

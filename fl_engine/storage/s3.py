@@ -56,6 +56,8 @@ PIECE = 2**20
 """Bytes that are read of a body at a time."""
 PAGE = 1000
 """The most keys of one listing or deletion."""
+AT_ONCE = 8
+"""Requests that overlap (`overlapping`); boto3 and urllib3 keep a connection for each."""
 OWN = "FLEXFLEET_"
 """Prefix of a variable that boto3 reads: the value for the run store alone, where another part of the process needs
 another value."""
@@ -98,6 +100,8 @@ class S3Store:
     `get`, `put`, `list` and `delete` raise EnvironmentFailure where the server refuses or cannot be reached, after
     retries; `ca_bundle` and region come from the environment too.
     """
+
+    at_once = AT_ONCE
 
     def __init__(self, uri: str, endpoint: str | None = None, settings: str = OWN, hasty: bool = False) -> None:
         """`settings` is what stands in front of the environment's variables with this store's address and credentials;
@@ -264,6 +268,8 @@ class UrlStore:
     `within_s`: for what is soon out of date and holds secrets: two tries of so many seconds, and no redirect; None:
     patient."""
 
+    at_once = AT_ONCE
+
     def __init__(self, reads: Mapping[str, str], writes: Mapping[str, Upload], within_s: float | None = None) -> None:
         self._reads, self._writes = reads, writes
         self._pool = patient_pool() if within_s is None else hasty_pool(within_s)
@@ -350,7 +356,7 @@ def patient_pool() -> urllib3.PoolManager:
         6, backoff_factor=0.5, backoff_jitter=0.5, status_forcelist=(429, 500, 502, 503, 504),
         allowed_methods=None, raise_on_status=False,
     )  # fmt: skip
-    return urllib3.PoolManager(retries=retry, timeout=urllib3.Timeout(connect=10, read=120))
+    return urllib3.PoolManager(maxsize=AT_ONCE, retries=retry, timeout=urllib3.Timeout(connect=10, read=120))
 
 
 def hasty_pool(seconds: float) -> urllib3.PoolManager:

@@ -23,7 +23,9 @@ from fl_engine.storage.pieces import Value, digest, laid_out, pieces_of
 
 
 class Store(Protocol):
-    """Every method raises EnvironmentFailure where the store fails: no space, no access, no answer."""
+    """Every method raises EnvironmentFailure where the store fails: no space, no access, no answer.
+
+    A store whose requests wait for a server has `at_once`, how many of them overlap (`overlapping`)."""
 
     def put(self, key: str, value: Value) -> None: ...
 

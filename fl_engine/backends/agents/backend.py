@@ -34,9 +34,10 @@ from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
 from fl_engine.exchange.letters import LEASES, Leased, Loan, pause
-from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.mailbox import Mailbox, bytes_of_one
 from fl_engine.exchange.updates import KeyOf
 from fl_engine.storage.lease import BEAT_S
+from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.records import round_folder
 from fl_engine.storage.store import sha256
 
@@ -266,14 +267,20 @@ class Agents:
             if (held := agent.held) is None:
                 continue
             box = Mailbox(Leased(self._mailbox.store, held.loan), self._mailbox.rules, self._key(held.loan))
-            for client in [c for c in held.clients if f"{folder}{held.loan}/{c}.json" in there]:
+            clients = [c for c in held.clients if f"{folder}{held.loan}/{c}.json" in there]
+
+            def taken(client: int, box: Mailbox = box) -> Outcome:
                 outcome = box.receive(r.plan, client)
+                if isinstance(outcome, ClientUpdate):
+                    self._mailbox.put_outcome(r.plan, outcome)
+                return outcome
+
+            size = bytes_of_one(r.plan, clients)
+            for client, outcome in zip(clients, overlapped(box.store, size, taken, clients), strict=True):
                 if isinstance(outcome, ClientFailure) and outcome.stage in NOT_GOOD:
                     self._rest(agent)
                     yield from self._lost(r, agent, [outcome], counts=True)
                     continue
-                if isinstance(outcome, ClientUpdate):
-                    self._mailbox.put_outcome(r.plan, outcome)
                 held.clients.remove(client)
                 if not held.clients:
                     agent.held = None

@@ -350,11 +350,13 @@ class Kubernetes:
             found = {job["metadata"]["name"]: job for job in self._cluster.select("jobs", self._labels(r.plan))}
             pods = self._cluster.select("pods", self._labels(r.plan))
             # Read after the Jobs' status: a pod writes its answer before its Job counts it.
-            for client in sorted(self._mailbox.answered(r.plan.round, r.plan.evaluates) & r.awaited):
+            heard = sorted(self._mailbox.answered(r.plan.round, r.plan.evaluates) & r.awaited)
+            if heard:
                 answered = True
                 self._enter("others")
-                r.heard_from(client)
-                yield self._mailbox.receive(r.plan, client)
+            for outcome in self._mailbox.received(r.plan, heard):
+                r.heard_from(outcome.client)
+                yield outcome
             now = time.monotonic()
             for job in r.live:
                 if waiting.hear(job, pods, now):
