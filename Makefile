@@ -25,14 +25,15 @@ run: setup
 	$(BIN)/flexfleet report runs/digits-flexfl runs/digits-all-large --out runs/report.html
 	@echo "open MLflow: $(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db"
 
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 10
 
 test: setup
-	$(PYTEST) -m "not long"
+	$(PYTEST) --numprocesses 2 -m "not long"
 
-# The long tests: commands of the documentation, nights, pipelines of real processes, kills, S3 servers.
+# The long tests: commands of the documentation, nights, pipelines of real processes, kills, S3 servers. They wait for
+# other processes, so three of them fill two cores.
 test-all: setup
-	$(PYTEST) -m long
+	$(PYTEST) --numprocesses 3 -m long
 
 SOAK_KILLS ?= 300
 SOAK_MUTANTS ?= 50

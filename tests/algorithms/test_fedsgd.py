@@ -117,6 +117,7 @@ def test_from_a_configuration() -> None:
     assert built.eligible == "all"
 
 
+@pytest.mark.long
 def test_a_comparison_notes_the_different_local_work(flexfleet: Any, tmp_path: Path, quick: list[str]) -> None:
     sets = [text for text in quick if not text.startswith(("algorithm.", "run.store", "rounds.stop"))]
     sets += [f"run.store={tmp_path}", "rounds.stop=1"]

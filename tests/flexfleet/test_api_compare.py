@@ -78,6 +78,7 @@ def asked(algorithms: Any, over: Any = None, **common: Any) -> dict[str, dict[st
 
 
 # ---------------------------------------------------------------------------------------------- a comparison
+@pytest.mark.long
 def test_processes_of_the_command_line_give_the_same_bits_and_files(both: ff.Comparison) -> None:
     two = ff.compare(["heterofl"], seeds=[0], id="processes", jobs=2, **SMALL)
     assert two.runs["heterofl", 0].model_sha256 == both.runs["heterofl", 0].model_sha256

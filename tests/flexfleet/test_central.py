@@ -85,6 +85,7 @@ sys.exit(main())
 """A process whose epochs take long enough for a signal to come in time on any machine."""
 
 
+@pytest.mark.long
 def test_a_killed_one_goes_on_with_the_same_bits(flexfleet: Any) -> None:
     """Asked to stop, which ends it after an epoch; then killed without warning, wherever it is."""
     slow = [*SETS, "central.epochs=20"]

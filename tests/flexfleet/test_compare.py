@@ -731,6 +731,7 @@ def test_other_numerics_are_noted(ran: Ran) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- real processes
+@pytest.mark.long
 def test_a_stopped_comparison_goes_on(sets: list[str], flexfleet: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The command as people type it, ended by SIGTERM in the middle of its runs."""
     given = [*sets, "rounds.stop=400", "rounds.commit_every=1", "rounds.evaluate_every=200"]

@@ -136,6 +136,7 @@ def test_the_reference_is_of_this_suite_and_of_20_seeds(reference: Figures) -> N
         assert all(len(values) >= 20 for values in of.values.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["skewed", "uneven"])
 def test_the_reference_is_of_this_code(
     flexfleet: Any, no_drawings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Figures, case: str

@@ -251,6 +251,7 @@ class Twice(Searched):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["preparation", "round"])
 def test_a_killed_run_goes_on_with_what_was_prepared(nursery: Any, tmp_path: Path, sets: list[str], where: str) -> None:
     """Killed in the second preparation the first is there; killed in a round both are."""

@@ -179,6 +179,7 @@ def test_each_level_is_registered_and_loads_from_there(ran: Ran, monkeypatch: py
         assert torch.equal(export.load(folder)(images), export.load(ran.out / "export" / "M2")(images))
 
 
+@pytest.mark.long
 def test_one_model_answers_for_any_level_in_a_process_without_this_package(ran: Ran, tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", ran.data.test_x[:5].numpy())
     code = (

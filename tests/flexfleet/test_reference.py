@@ -30,6 +30,7 @@ def trained(flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
+@pytest.mark.long
 def test_it_is_a_row_of_the_tables(flexfleet: Any, trained: list[dict[str, Any]]) -> None:
     words = ("compare", "--algorithms", "all_large", "--id", "both", "--central", "runs/c0", "runs/c1")
     done = flexfleet(*words, sets=[*SETS, *ROUNDS])
