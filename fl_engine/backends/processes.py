@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -27,6 +27,7 @@ from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import FlexfleetError
 from fl_engine.core.system import told_exit, without_main
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
+from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, Work, accept_all, train
 from fl_engine.exchange.code import Handed
 from fl_engine.exchange.mailbox import Mailbox
@@ -190,6 +191,8 @@ def carry_out(
         spoil = faults.damaged if fault is not None and fault.kind == "corrupt" else None
         mailbox.put_outcome(RoundPlan(round, (orders[outcome.client],), evaluates=evaluates), outcome, spoil)
 
-    size = max((tensor_bytes(order.payload) for order in orders.values()), default=0)
-    for _ in overlapped(mailbox.store, size, put, outcomes()):
+    state = coding.bytes_of(replace(site.rules, algorithm=algorithm).client_state)
+    largest = max((tensor_bytes(order.payload) for order in orders.values()), default=0)
+    # An outcome, and a copy of what is sent.
+    for _ in overlapped(mailbox.store, 2 * (largest + state), put, outcomes()):
         pass

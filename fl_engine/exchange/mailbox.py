@@ -29,7 +29,18 @@ from fl_engine.core.fields import Index
 from fl_engine.core.types import ClientFailure, Code, Header, Outcome, Params, RoundPlan, Stage, SubmodelSpec, WorkOrder
 from fl_engine.exchange import coding
 from fl_engine.exchange.acceptance import Moved
-from fl_engine.exchange.updates import KeyOf, Manifest, Rejected, Rules, manifest_of, packed, said_of, signed, update_of
+from fl_engine.exchange.updates import (
+    KeyOf,
+    Manifest,
+    Rejected,
+    Rules,
+    manifest_of,
+    packed,
+    payload_bytes,
+    said_of,
+    signed,
+    update_of,
+)
 from fl_engine.fleet.uniformity import Times
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.pieces import laid_out
@@ -270,7 +281,14 @@ class Mailbox:
 
     def received(self, plan: RoundPlan, clients: Sequence[int]) -> Iterator[Outcome]:
         """As `receive`, in the clients' order, with requests that overlap."""
-        return overlapped(self.store, bytes_of_one(plan, clients), lambda client: self.receive(plan, client), clients)
+        return overlapped(self.store, self.held_by(plan, clients), lambda client: self.receive(plan, client), clients)
+
+    def held_by(self, plan: RoundPlan, clients: Iterable[int]) -> int:
+        """The bytes that reading the largest answer of these clients takes: its file, and what becomes of that."""
+        state = {} if self.rules is None else self.rules.client_state
+        orders = {id(order.payload): order for order in (plan.order_of[client] for client in clients)}.values()
+        sizes = (max(payload_bytes(o, state), 0 if o.evaluates else tensor_bytes(o.payload)) for o in orders)
+        return 2 * max(sizes, default=0)
 
     def outcome(self, plan: RoundPlan, client: int, closed: Closed | None = None) -> Outcome:
         """The stored outcome; with `closed`, the one that the round was closed with. Raises IntegrityError where it is
@@ -388,8 +406,3 @@ def _header(told: Mapping[str, tuple[str, tuple[int, ...]]]) -> Header:
 
 def _metrics(manifest: Manifest) -> dict[str, float] | None:
     return None if manifest.spec is None else dict(manifest.metrics)
-
-
-def bytes_of_one(plan: RoundPlan, clients: Iterable[int]) -> int:
-    """What the largest answer of these clients takes in memory while it is read: its file, and its tensors."""
-    return 2 * max((tensor_bytes(plan.order_of[client].payload) for client in clients), default=0)

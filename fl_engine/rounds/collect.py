@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 
 from fl_engine.core.contracts import Backend, Watcher
@@ -105,18 +105,22 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
 
     rest = plan if clients.mailbox is None else adopted(plan, clients.mailbox, receive)
     outcomes = clients.backend.run(run.algorithm, rest)
-    while True:
-        since = time.monotonic()
-        outcome = next(outcomes, None)
-        waited += time.monotonic() - since
-        if outcome is None:
-            break
-        receive(outcome)
-        if clients.mailbox is not None and (isinstance(outcome, ClientFailure) or not clients.backend.durable):
-            clients.mailbox.put_outcome(plan, outcome)
-        del outcome  # the next one is read beside what is still held
-        if clients.should_stop():
-            raise Stopped("stopped on request: what was committed stays, resume with --resume")
+    try:
+        while True:
+            since = time.monotonic()
+            outcome = next(outcomes, None)
+            waited += time.monotonic() - since
+            if outcome is None:
+                break
+            receive(outcome)
+            if clients.mailbox is not None and (isinstance(outcome, ClientFailure) or not clients.backend.durable):
+                clients.mailbox.put_outcome(plan, outcome)
+            del outcome  # the next one is read beside what is still held
+            if clients.should_stop():
+                raise Stopped("stopped on request: what was committed stays, resume with --resume")
+    finally:
+        if isinstance(outcomes, Generator):  # a traceback would keep it, and its requests to the store, alive
+            outcomes.close()
     moved = movements.all()
     arrivals = {client: Arrival(far, answers.times[client].total) for client, far in moved.items()}
     usual = acceptance.middle(history, moved.values(), size) if moved else None

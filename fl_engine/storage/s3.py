@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,6 +59,8 @@ PAGE = 1000
 """The most keys of one listing or deletion."""
 AT_ONCE = 8
 """Requests that overlap (`overlapping`); boto3 and urllib3 keep a connection for each."""
+CONNECTING = threading.Lock()
+"""A client takes 20 MB and credentials: threads that need the same one wait for it."""
 OWN = "FLEXFLEET_"
 """Prefix of a variable that boto3 reads: the value for the run store alone, where another part of the process needs
 another value."""
@@ -126,7 +129,9 @@ class S3Store:
     def _client_of(self, endpoint: str | None, settings: str = "") -> Any:
         made = endpoint, settings or self._settings
         if made not in self._made:
-            self._made[made] = _connect(*made, self._hasty)
+            with CONNECTING:
+                if made not in self._made:
+                    self._made[made] = _connect(*made, self._hasty)
         return self._made[made]
 
     def put(self, key: str, value: Value) -> None:

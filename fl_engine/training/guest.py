@@ -13,7 +13,7 @@ from threading import current_thread, main_thread
 import numpy as np
 import torch
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
 
 _guest: ContextVar[bool] = ContextVar("guest", default=False)
 

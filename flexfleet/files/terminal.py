@@ -165,7 +165,7 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
 @contextmanager
 def _told_again() -> Iterator[None]:
     """A Ctrl-C that lands in a destructor or in a weak reference's callback, where Python drops it, comes once more."""
-    if current_thread() is not main_thread():
+    if current_thread() is not main_thread() or not hasattr(signal, "setitimer"):  # Windows has no such timer
         yield
         return
 
@@ -184,7 +184,8 @@ def _told_again() -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        if before is not None:  # None: it was not set by Python, and cannot be set again
+            signal.signal(signal.SIGALRM, before)
         sys.unraisablehook = told
 
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -21,9 +22,10 @@ from benchmarks.workloads import WORKLOADS
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.system import of_posix
 from fl_engine.training import numerics
+from flexfleet import cli
 from flexfleet.config import Config, load_config, parse
 from flexfleet.config.read import _tell_untracked
-from flexfleet.files import half_speed
+from flexfleet.files import half_speed, terminal
 from flexfleet.files.artifacts import RunFile
 from flexfleet.files.doctor import EXTRAS
 from flexfleet.steps.federate import tell_unused
@@ -171,9 +173,22 @@ def test_what_windows_lacks_is_said(monkeypatch: pytest.MonkeyPatch, flexfleet: 
     assert not Path("runs/a/partition").exists(), "before anything is computed"
 
 
+def test_commands_begin_and_end_without_what_windows_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(signal, "SIGALRM")
+    monkeypatch.delattr(signal, "setitimer")
+    with pytest.raises(SystemExit) as ended:
+        terminal.run_main(lambda _: cli.dispatch(["list", "algorithms"]))
+    assert ended.value.code == 0 and "flexfl" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("module", ["flexfleet.steps.federate", "fl_engine.training.memory", "flexfleet.cli"])
 def test_modules_are_imported_without_what_windows_lacks(module: str) -> None:
-    script = f"import sys\nsys.modules |= dict.fromkeys(['fcntl', 'resource'])\nimport {module}"
+    script = (
+        "import signal, sys\nsys.modules |= dict.fromkeys(['fcntl', 'resource'])\n"
+        f"del signal.SIGALRM, signal.setitimer\nimport {module}"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]
     assert importlib.import_module(module)

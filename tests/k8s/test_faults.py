@@ -66,11 +66,14 @@ def test_a_trace_decides_on_the_coordinator_and_pods_give_the_same_bits(
 def test_a_client_that_makes_its_update_unreadable_stops_nobody(
     cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, refused = S3Store.get, set[str]()
+    read, refused, lock = S3Store.get, set[str](), threading.Lock()
 
     def get(self: S3Store, key: str, limit: int | None = None) -> bytes:
-        if key.endswith(".safetensors") and "/updates/" in key and refused <= {key}:
-            refused.add(key)
+        with lock:
+            refuses = key.endswith(".safetensors") and "/updates/" in key and refused <= {key}
+            if refuses:
+                refused.add(key)
+        if refuses:
             raise Refused(f"{key}: the server refuses GetObject with InvalidObjectState")
         return read(self, key, limit)
 
@@ -207,11 +210,10 @@ def test_updates_that_were_tampered_with_are_rejected_counted_and_shown(
     """A thief of one client's URLs and keys is one client; without the key, nothing is."""
     prefix = remote[1].partition("=")[2].removeprefix("s3://runs/")
     receive = Mailbox.receive
-    done: list[int] = []
+    tampers = threading.Lock()
 
     def tampered(self: Mailbox, plan: Any, client: int) -> Any:
-        if not done:
-            done.append(client)
+        if tampers.acquire(blocking=False):  # once
             key = f"{prefix}/forged/rounds/00000/updates/{client}.json"
             client_of = boto3.session.Session().client("s3")
             manifest = json.loads(client_of.get_object(Bucket="runs", Key=key)["Body"].read())

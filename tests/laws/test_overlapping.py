@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.algorithms import AllLarge
+from fl_engine.backends.in_process import InProcess
+from fl_engine.core.contracts import Algorithm
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError, Stopped
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import Outcome, RoundPlan
+from fl_engine.exchange.acceptance import History
+from fl_engine.exchange.server import ServerSite
+from fl_engine.rounds.collect import Clients, collect
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.overlapping import HELD_BYTES, overlapped
 from fl_engine.storage.s3 import AT_ONCE, S3Store, UrlStore
 from fl_engine.storage.store import FolderStore, MemoryStore
+from fl_engine.testing.tiny import TRAINING, tiny_site
 
 
 class Waiting(MemoryStore):
@@ -62,13 +75,15 @@ def test_a_folder_is_asked_in_the_callers_own_thread(tmp_path: Path) -> None:
     assert S3Store("s3://bucket").at_once == UrlStore({}, {}).at_once == AT_ONCE
 
 
-@given(st.lists(st.integers(0, 9), max_size=30), st.integers(0, 40))
-def test_results_come_in_order_until_the_first_error(items: list[int], broken: int) -> None:
-    """As from a plain loop, whatever fails behind it; and nothing is taken that is not begun."""
+@given(st.lists(st.integers(0, 9), max_size=30), st.integers(0, 40), st.integers(0, 40))
+def test_results_come_in_order_until_the_first_error(items: list[int], broken: int, ends: int) -> None:
+    """As from a plain loop, whether `work` or the items fail first; and few are taken behind the error."""
     taken: list[int] = []
 
-    def given_out() -> object:
+    def given_out() -> Iterator[tuple[int, int]]:
         for place, item in enumerate(items):
+            if place == ends:
+                raise IntegrityError(f"items end at {place}")
             taken.append(place)
             yield place, item
 
@@ -78,16 +93,19 @@ def test_results_come_in_order_until_the_first_error(items: list[int], broken: i
             raise EnvironmentFailure(f"item {place}")
         return item * item
 
-    results: list[int] = []
+    def outcome(found: Iterator[int]) -> tuple[list[int], str]:
+        results: list[int] = []
+        try:
+            results.extend(found)
+        except (EnvironmentFailure, IntegrityError) as error:
+            return results, str(error)
+        return results, ""
+
+    alone = outcome(map(work, given_out()))
+    taken.clear()
     store = Waiting()
-    if broken < len(items):
-        with pytest.raises(EnvironmentFailure, match=f"^item {broken}$"):
-            results.extend(overlapped(store, 1, work, given_out()))  # type: ignore[arg-type]
-        assert taken[-1] < broken + store.at_once
-    else:
-        results.extend(overlapped(store, 1, work, given_out()))  # type: ignore[arg-type]
-    assert results == [item * item for item in items[:broken]][: len(results)]
-    assert len(results) == min(broken, len(items))
+    assert outcome(overlapped(store, 1, work, given_out())) == alone
+    assert len(taken) <= broken + store.at_once
 
 
 def test_who_stops_asking_waits_for_what_has_begun_and_begins_nothing_more() -> None:
@@ -96,3 +114,52 @@ def test_who_stops_asking_waits_for_what_has_begun_and_begins_nothing_more() -> 
     next(results)
     results.close()  # type: ignore[attr-defined]
     assert sorted(done) == list(range(len(done))) and len(done) <= 5
+    assert not [thread for thread in threading.enumerate() if thread.name == "requests"]
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit])
+def test_ctrl_c_and_a_signal_wait_for_no_request(how: type[BaseException]) -> None:
+    """Of a server that does not answer they would wait for minutes."""
+    answers = threading.Event()
+
+    def given_out() -> Iterator[int]:
+        yield from range(3)
+        raise how
+
+    with pytest.raises(how):
+        list(overlapped(Waiting(), 1, lambda _: answers.wait(60), given_out()))
+    answers.set()
+
+
+def test_products_have_the_callers_bits() -> None:
+    """A new thread knows how many of torch's threads one product may take once it has asked for that."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        pairs = [(torch.rand(16, size), torch.rand(size, 16)) for size in (1024, 4096, 50_000, 100_000)]
+        ours = [a @ b for a, b in pairs]
+        found = overlapped(Waiting(), 1, lambda pair: pair[0] @ pair[1], pairs)
+        assert all(map(torch.equal, found, ours))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_round_that_is_stopped_leaves_no_request_behind(tmp_path: Path) -> None:
+    """A traceback keeps what it has passed through alive, so `collect` closes what it has asked for."""
+    closed: list[bool] = []
+
+    class Asking(InProcess):
+        def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+            try:
+                yield from super().run(algorithm, plan)
+            finally:
+                closed.append(True)
+
+    algorithm = AllLarge(training=TRAINING, eligible="all")
+    site = tiny_site(algorithm)
+    state = algorithm.init(initial_params(site.family, 0), site.layout, site.fleet, site.pool, ServerSite(site))
+    run = Run(algorithm, site, RoundsConfig(stop=1))
+    plan = algorithm.plan(state, run.context(0, 0.0))
+    with pytest.raises(Stopped) as stopped:
+        collect(run, plan, History(), Clients(Asking(site), None, should_stop=lambda: True))
+    assert closed and stopped.value is not None

@@ -34,7 +34,7 @@ from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
 from fl_engine.exchange.letters import LEASES, Leased, Loan, pause
-from fl_engine.exchange.mailbox import Mailbox, bytes_of_one
+from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import KeyOf
 from fl_engine.storage.lease import BEAT_S
 from fl_engine.storage.overlapping import overlapped
@@ -275,8 +275,8 @@ class Agents:
                     self._mailbox.put_outcome(r.plan, outcome)
                 return outcome
 
-            size = bytes_of_one(r.plan, clients)
-            for client, outcome in zip(clients, overlapped(box.store, size, taken, clients), strict=True):
+            answers = overlapped(box.store, box.held_by(r.plan, clients), taken, clients)
+            for client, outcome in zip(clients, answers, strict=True):
                 if isinstance(outcome, ClientFailure) and outcome.stage in NOT_GOOD:
                     self._rest(agent)
                     yield from self._lost(r, agent, [outcome], counts=True)
