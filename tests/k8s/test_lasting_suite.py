@@ -76,6 +76,6 @@ class TestPodsThatStay(BackendSuite):
 class TestInShort:
     """What `make test` has of it."""
 
-    make = TestPodsThatStay.make
+    chosen, make = TestPodsThatStay.chosen, TestPodsThatStay.make
     test_bits = BackendSuite.test_equal_bits_where_weights_are_encoded
     test_failures = BackendSuite.test_failures_are_outcomes_like_any_other
