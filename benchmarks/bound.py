@@ -24,7 +24,7 @@ from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import ClientUpdate, Outcome, ParamLayout, RoundPlan
 from fl_engine.exchange import acceptance
 from fl_engine.exchange.acceptance import History
-from fl_engine.exchange.updates import movement, size_sent
+from fl_engine.exchange.movement import movement, size_sent
 from fl_engine.fleet import faults
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
