@@ -30,9 +30,9 @@ import numpy as np
 from fl_engine.core import seeds
 from fl_engine.core.client_state import kept_by_clients
 from fl_engine.core.contracts import Algorithm, ModelFamily
-from fl_engine.core.errors import ConfigError, Stopped
+from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, Params, Pool, RoundPlan, WorkOrder
-from fl_engine.rounds.collect import Clients, adopted
+from fl_engine.rounds.collect import Clients, adopted, ask
 from fl_engine.rounds.run import Run
 from fl_engine.selection.capacity import level_of
 from fl_engine.storage.store import tensor_bytes
@@ -89,8 +89,7 @@ def planned(run: Run, state: Any, round: int, clock: float) -> RoundPlan:
 def _able(run: Run, clock: float) -> Iterator[tuple[Device, int]]:
     for device in run.available(clock):
         level = level_of(device, run.site.pool)
-        knows = run.site.most is None
-        if level is not None and not (knows and not len(run.site.held_by(device.client))):
+        if level is not None and (run.site.most is not None or len(run.site.held_by(device.client))):
             yield device, level
 
 
@@ -110,12 +109,7 @@ def evaluated(run: Run, state: Any, round: int, clock: float, clients: Clients) 
     if mailbox is not None:
         mailbox.open_round(plan)
     rest = plan if mailbox is None else adopted(plan, mailbox, receive)
-    for outcome in clients.backend.run(run.algorithm, rest):
-        receive(outcome)
-        if mailbox is not None and (isinstance(outcome, ClientFailure) or not clients.backend.durable):
-            mailbox.put_outcome(plan, outcome)
-        if clients.should_stop():
-            raise Stopped("stopped on request: what was committed stays, resume with --resume")
+    ask(run, plan, rest, clients, receive)
     name, said = run.site.data.task.metric.name, []
     for client in sorted(found):
         outcome, order = found[client], plan.order_of[client]

@@ -104,23 +104,7 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
         answers.add(outcome)
 
     rest = plan if clients.mailbox is None else adopted(plan, clients.mailbox, receive)
-    outcomes = clients.backend.run(run.algorithm, rest)
-    try:
-        while True:
-            since = time.monotonic()
-            outcome = next(outcomes, None)
-            waited += time.monotonic() - since
-            if outcome is None:
-                break
-            receive(outcome)
-            if clients.mailbox is not None and (isinstance(outcome, ClientFailure) or not clients.backend.durable):
-                clients.mailbox.put_outcome(plan, outcome)
-            del outcome  # the next one is read beside what is still held
-            if clients.should_stop():
-                raise Stopped("stopped on request: what was committed stays, resume with --resume")
-    finally:
-        if isinstance(outcomes, Generator):  # a traceback would keep it, and its requests to the store, alive
-            outcomes.close()
+    waited += ask(run, plan, rest, clients, receive)
     moved = movements.all()
     arrivals = {client: Arrival(far, answers.times[client].total) for client, far in moved.items()}
     usual = acceptance.middle(history, moved.values(), size) if moved else None
@@ -131,6 +115,28 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
     answers.refuse(refused)
     give_back(model)
     return Collected(answers, acceptance.remembered(history, moved, size, usual), waited, decoded)
+
+
+def ask(run: Run, plan: RoundPlan, rest: RoundPlan, clients: Clients, receive: Callable[[Outcome], None]) -> float:
+    """Sends the orders of `rest`, a part of the plan, and hands each answer on; gives the seconds until the backend had
+    answers. Raises Stopped after the answer at hand where `should_stop` says so."""
+    outcomes, waited = clients.backend.run(run.algorithm, rest), 0.0
+    try:
+        while True:
+            since = time.monotonic()
+            outcome = next(outcomes, None)
+            waited += time.monotonic() - since
+            if outcome is None:
+                return waited
+            receive(outcome)
+            if clients.mailbox is not None and (isinstance(outcome, ClientFailure) or not clients.backend.durable):
+                clients.mailbox.put_outcome(plan, outcome)
+            del outcome  # the next one is read beside what is still held
+            if clients.should_stop():
+                raise Stopped("stopped on request: what was committed stays, resume with --resume")
+    finally:
+        if isinstance(outcomes, Generator):  # a traceback would keep it, and its requests to the store, alive
+            outcomes.close()
 
 
 def adopted(plan: RoundPlan, mailbox: Mailbox, receive: Callable[[Outcome], None]) -> RoundPlan:
