@@ -23,7 +23,7 @@ from fl_engine.backends.kubernetes.jobs import Group
 from fl_engine.backends.kubernetes.settings import GRACE_S, KubernetesConfig, NodePool
 from fl_engine.backends.kubernetes.waiting import Live
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
+from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
 from fl_engine.exchange.assignment import SITE_FILES, URLS, Assignment
 from fl_engine.exchange.code import signature, store_key
@@ -216,14 +216,10 @@ class Kubernetes:
                 log.info("round %d: waiting for the Job %s that is there already", r.plan.round + 1, name)
                 r.watch(self._live(job))
         if r.live:
-            events = self._refusals()
+            events = self._ground.refusals()
             for adopted in r.live:
                 waiting.forget_refusals(adopted, events)
         self._withdraw(r, other)
-
-    def _refusals(self) -> list[Resource]:
-        """Events that say why pods were not made."""
-        return self._cluster.select("events", {}, {"involvedObject.kind": "Job", "reason": "FailedCreate"})
 
     def _live(self, job: Resource) -> Live:
         now = time.monotonic()
@@ -241,15 +237,7 @@ class Kubernetes:
             o, memory = self._options, self._memory_of(group, r.plan)
             body = jobs.job(self._template, o, self._run, r.plan.label, group, r.attempt, owner, DATA_FOLDER, memory)
             body["spec"]["parallelism"] = most
-            # A Secret may be left of a deleted Job of that name; the new pods must not read it.
-            self._cluster.delete("secrets", body["metadata"]["name"])
-            job = self._cluster.create("jobs", body)
-            if job is None:  # the answer to an earlier try was lost
-                name = body["metadata"]["name"]
-                there = self._cluster.select("jobs", self._labels(r.plan))
-                job = next((j for j in there if j["metadata"]["name"] == name), None)
-                if job is None:
-                    raise EnvironmentFailure(f"a Job {name} is there that is not this run's: delete it, then resume")
+            job = self._ground.create_job(body, self._labels(r.plan))
             self._cluster.create("secrets", jobs.secret(job, texts, common))
             r.watch(self._live(job))
         r.attempt += bool(made)
@@ -363,7 +351,7 @@ class Kubernetes:
                     r.moved = now
             if now - looked > EVENTS_EVERY_S and any(job.clients and job.lacks_pods() for job in r.live):
                 looked = now
-                events = self._refusals()
+                events = self._ground.refusals()
                 for job in r.live:
                     waiting.hear_refusals(job, events)
             # Before any client is given up, so that the log says what its pod waited for.

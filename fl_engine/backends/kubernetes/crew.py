@@ -32,7 +32,7 @@ from fl_engine.backends.kubernetes.ground import DATA_FOLDER, Ground
 from fl_engine.backends.kubernetes.jobs import Group
 from fl_engine.backends.kubernetes.settings import NodePool
 from fl_engine.backends.kubernetes.waiting import Live, Loss
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
+from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.types import Device, RoundPlan
 from fl_engine.exchange.letters import Invitation
 
@@ -95,7 +95,6 @@ class Crew:
         self._labels = {jobs.RUN: ground.run, jobs.LIFETIME: "run"}
         self._jobs: dict[str, Standing] | None = None
         """By place; None: nobody has looked yet."""
-        self._sizes: dict[str, int] = {}
         self._attempt = 0
         self._yielded: set[str] = set()
         """Places that have given way: their pods come when there are orders for them."""
@@ -145,7 +144,7 @@ class Crew:
             if now - one.told > RENEW_S:
                 self._cluster.delete("secrets", one.name)
                 self._tell(one, now)
-        self._say(asked, unheld, now)
+        self._say(unheld, now)
         return changed
 
     def lost(self, name: str, heard: float) -> Lost | None:
@@ -205,7 +204,7 @@ class Crew:
             self._fell |= {(place, index) for index in over}
         if now - self._heard > EVENTS_EVERY_S and any(one.live.lacks_pods() for one in self._standing.values()):
             self._heard = now
-            events = self._cluster.select("events", {}, {"involvedObject.kind": "Job", "reason": "FailedCreate"})
+            events = self._ground.refusals()
             for one in self._standing.values():
                 waiting.hear_refusals(one.live, events)
         changed = False
@@ -275,12 +274,7 @@ class Crew:
         body = jobs.job(self._ground.template, o, self._ground.run, None, group, self._attempt, owner, DATA_FOLDER)
         self._attempt += 1
         name = body["metadata"]["name"]
-        self._cluster.delete("secrets", name)  # one may be left of a deleted Job of that name
-        job = self._cluster.create("jobs", body)
-        if job is None:  # the answer to an earlier try was lost
-            job = next((j for j in self._cluster.select("jobs", self._labels) if j["metadata"]["name"] == name), None)
-        if job is None:
-            raise EnvironmentFailure(f"a Job {name} is there that is not this run's: delete it, then resume")
+        job = self._ground.create_job(body, self._labels)
         members = [Member.new(f"{name}-{index}", place) for index in range(len(group.pods))]
         self._tell(self._enter(place, job, members, 0.0), time.monotonic())
         self._yielded.discard(place)
@@ -319,7 +313,7 @@ class Crew:
         return True
 
     # ------------------------------------------------------------------------------------------- what is said
-    def _say(self, asked: Mapping[str, int], unheld: Mapping[str, int], now: float) -> None:
+    def _say(self, unheld: Mapping[str, int], now: float) -> None:
         """Logs what the pods that have orders wait for."""
         if now - self._said < SAY_EVERY_S or not any(unheld.values()):
             return

@@ -59,6 +59,23 @@ class Ground:
             self._owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": self.run, "uid": uid}
         return self._owner
 
+    def create_job(self, body: Resource, labels: dict[str, str]) -> Resource:
+        """Makes a Job; gives the one with these labels where the answer to an earlier try was lost. Raises
+        EnvironmentFailure where its name is taken by another one."""
+        name = body["metadata"]["name"]
+        # A Secret may be left of a deleted Job of that name; the new pods must not read it.
+        self.cluster.delete("secrets", name)
+        job = self.cluster.create("jobs", body)
+        if job is None:
+            job = next((j for j in self.cluster.select("jobs", labels) if j["metadata"]["name"] == name), None)
+        if job is None:
+            raise EnvironmentFailure(f"a Job {name} is there that is not this run's: delete it, then resume")
+        return job
+
+    def refusals(self) -> list[Resource]:
+        """Events that say why pods were not made."""
+        return self.cluster.select("events", {}, {"involvedObject.kind": "Job", "reason": "FailedCreate"})
+
     def forget_owner(self) -> None:
         """Somebody has deleted objects of the run, perhaps this one too: what a deleted one owns is deleted at once."""
         self._owner = None

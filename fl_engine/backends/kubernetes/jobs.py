@@ -316,8 +316,8 @@ class PodState:
     unreachable: bool = False
     """It runs on a node that does not answer: the node's controller calls the pod not ready, while the node itself last
     said that its containers are ready."""
-    ends: tuple[str, float] | None = None
-    """Of one that is being deleted: its uid, and the seconds that it was given for it."""
+    ends: float | None = None
+    """Of one that is being deleted: the seconds that it was given for it."""
     uid: str = ""
     disrupted: bool = False
     """It was taken away: its node was drained or lost, or a more important pod needed the room."""
@@ -372,8 +372,7 @@ def pod_state(pod: Resource) -> PodState:
         reason = f"{status['reason']}: {status.get('message', '')}"
     phase = status.get("phase", "Pending")
     unreachable = phase == "Running" and said.get("Ready") == "False" and said.get("ContainersReady") == "True"
-    grace_s = float(meta.get("deletionGracePeriodSeconds") or 0)
-    ends = (meta.get("uid", ""), grace_s) if meta.get("deletionTimestamp") else None
+    ends = float(meta.get("deletionGracePeriodSeconds") or 0) if meta.get("deletionTimestamp") else None
     return PodState(
         index,
         phase,

@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from fl_engine.backends.agents.backend import Agents
+from fl_engine.backends.agents.backend import LOST, Agents
 from fl_engine.backends.agents.post import Post
 from fl_engine.backends.agents.roster import Roster
 from fl_engine.backends.agents.settings import AgentsConfig
 from fl_engine.backends.kubernetes import jobs
-from fl_engine.backends.kubernetes.backend import LOST
 from fl_engine.backends.kubernetes.cluster import Cluster
 from fl_engine.backends.kubernetes.crew import Crew
 from fl_engine.backends.kubernetes.ground import Ground

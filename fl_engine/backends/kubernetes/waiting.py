@@ -108,7 +108,7 @@ def hear(job: Live, pods: Iterable[Resource], now: float) -> set[int]:
             moved.add(state.index)
         job.states[state.index] = state
         if state.ends is not None:
-            ending[state.ends[0]] = job.ending.get(state.ends[0], now)
+            ending[state.uid] = job.ending.get(state.uid, now)
         if state.started or state.phase != "Pending":
             job.since.pop(state.index, None)
         elif state.index not in job.since:
@@ -195,11 +195,9 @@ def _silent(job: Live, index: int, now: float) -> str:
         return ""
     if state.unreachable:
         return "its node does not answer any more"
-    if state.ends is not None and not state.over:
-        uid, grace_s = state.ends
-        if now - job.ending[uid] > grace_s + TERMINATING_S:
-            reason = job.reason(index)
-            return f"its node is lost: the pod does not end{f' ({reason})' if reason else ''}"
+    if state.ends is not None and not state.over and now - job.ending[state.uid] > state.ends + TERMINATING_S:
+        reason = job.reason(index)
+        return f"its node is lost: the pod does not end{f' ({reason})' if reason else ''}"
     return ""
 
 
