@@ -1,4 +1,5 @@
-"""What a client's pod is told, as one JSON file: which orders are its own, and how it gets at them.
+"""What a client's pod is told in a JSON file, and a device in a letter's loan: which orders are its own, and how it
+gets at them.
 
 The file is a secret: it holds the keys that sign the answers, and URLs. Until a URL expires, whoever has it can read an
 order or write an update. A second file beside it holds what all pods of a Job may read.

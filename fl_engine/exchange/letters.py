@@ -58,7 +58,7 @@ Claim = Annotated[int, Field(ge=0, le=MOST)]
 
 
 class Note(BaseModel):
-    """JSON that two sides exchange, signed."""
+    """JSON that two sides exchange, or that one of them keeps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: Literal[1] = 1

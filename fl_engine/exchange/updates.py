@@ -16,7 +16,7 @@ the client at the stage `validate`, and never stops the coordinator.
     encoding    not an encoding that the codec can make
     finite      not a number, infinite, or so large that sums overflow
     statistics  a variance below zero; or running statistics that moved much further than others
-    examples    another number of samples than the client holds
+    examples    another number of samples than the client holds, or more than it may hold (partition.most)
     metrics     other figures than the engine's and the declared ones, one beyond its bounds, or other steps,
                 multiply-adds or memory than the order makes
     norm        weights that moved much further than others

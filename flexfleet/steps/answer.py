@@ -1,4 +1,5 @@
-"""The work of a client's pod: it reads its orders and the site, trains, and uploads signed updates."""
+"""The work of a client's pod, or of a device that stays: it reads its orders and the site, trains, and uploads signed
+updates."""
 
 from __future__ import annotations
 

@@ -29,10 +29,7 @@ MOST = 1000
 
 def post_of(config: Config) -> Post:
     """Raises EnvironmentFailure where the S3 server does not hold devices to what is signed for them."""
-    home = _home(config)
-    if isinstance(home, FolderStore):
-        home.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        home.root.chmod(0o700)
+    home = _private(_home(config))
     verb = probe.upload_verb(home) if isinstance(home, S3Store) else None
     return Post(home, roster_of(config), verb, config.agents.endpoint)
 
@@ -45,11 +42,15 @@ def _home(config: Config, hasty: bool = False) -> Store:
 
 
 def roster_of(config: Config) -> Roster:
-    store = keys.shared_place(config, ROSTER)
+    return Roster(_private(keys.shared_place(config, ROSTER)))
+
+
+def _private(store: Store) -> Store:
+    """A folder is for this user alone."""
     if isinstance(store, FolderStore):
         store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         store.root.chmod(0o700)
-    return Roster(store)
+    return store
 
 
 def invite(config: Config, tier: str | None, count: int, out: Path) -> list[Path]:

@@ -126,16 +126,11 @@ def place(config: Config, run_id: str, store: Store, out: Path) -> Place:
         return InSecret(Cluster(config.kubernetes.namespace), jobs.run_label(run_id, store.uri()))
     if where is None:
         return InStore(FolderStore(out.resolve()), BEFORE)
-    if "://" not in where:
-        _check_folder(Path(where), config.run.remote)
-        return InStore(FolderStore(Path(where).resolve()), f"{run_id}/key")
-    bucket = S3Store(f"{where.rstrip('/')}/{run_id}", settings=SETTINGS)
-    _check_bucket(where, config.run.remote)
-    return InStore(bucket, "key")
+    return InStore(shared_place(config, run_id), "key")
 
 
 def shared_place(config: Config, name: str, hasty: bool = False) -> Store:
-    """Where keys that are no single run's are kept, under this name. `hasty`: does not wait long for a server that does
+    """Where keys are kept under this name. `hasty`: does not wait long for a server that does
     not answer. Raises ConfigError if clients could have URLs of it."""
     where = config.run.secrets
     if where is None:

@@ -302,7 +302,8 @@ class Agents:
         orders were taken back too often."""
         for agent in list(self._agents.values()):
             held = agent.held
-            if held is not None and (ended := self._why_ended(agent, held, r)) is not None:
+            ended = None if held is None else why_ended(agent, held, r, self._options, self._post, self._keeper)
+            if held is not None and ended is not None:
                 why, failed = ended
                 if failed:
                     self._rest(agent)
@@ -333,9 +334,6 @@ class Agents:
             r.open_.discard(client)
             why = f"the device that holds its data has not taken the order for {self._options.wait_s:g} s"
             yield ClientFailure(r.plan.round, client, LOST, f"{why} (agents.wait_s)")
-
-    def _why_ended(self, agent: Agent, held: Held, r: OpenRound) -> tuple[str, bool] | None:
-        return why_ended(agent, held, r, self._options, self._post, self._keeper)
 
     @staticmethod
     def _rest(agent: Agent) -> None:

@@ -59,8 +59,9 @@ class Roster:
 
     def names(self) -> list[str]:
         """Of the devices that are invited."""
-        files = [key for key in self.store.list("") if "/" not in key and key.endswith(".json")]
-        return sorted({key.removesuffix(".json") for key in files} - self.revoked())
+        keys = self.store.list("")
+        files = {key.removesuffix(".json") for key in keys if "/" not in key and key.endswith(".json")}
+        return sorted(files - {key.removeprefix(REVOKED) for key in keys if key.startswith(REVOKED)})
 
     def member(self, name: str) -> Member:
         """Raises IntegrityError where there is none."""
@@ -93,8 +94,8 @@ class Roster:
 
     def revoke(self, name: str) -> Member:
         """Forgets the device's key; gives it for one last letter. Raises ConfigError where it is not invited."""
-        if name not in self.names():
-            known = ", ".join(self.names()) or "none"
+        if name not in (names := self.names()):
+            known = ", ".join(names) or "none"
             raise ConfigError(f"no device {name!r} is invited; invited are: {known}")
         member = self.member(name)
         self.store.put(f"{REVOKED}{name}", b"")
