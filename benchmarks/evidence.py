@@ -323,15 +323,21 @@ class Suite:
     name: str
     rows: str
     seed: int
+    about: str = "suite"
+    over: str = ""
+    """A factor, `a.b=value,value`: a row for each of its values."""
+    settings: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
-        return f"{self.name.rpartition('/')[2]}-suite-s{self.seed}"
+        return f"{self.name.rpartition('/')[2]}-{self.about}-s{self.seed}"
 
     @property
     def command(self) -> list[str]:
         chosen = ["--suite", self.name, "--algorithms", self.rows, "--seeds", str(self.seed), "--id", self.id]
-        return ["flexfleet", "compare", *chosen, "--set", "tracking.mlflow=null"]
+        over = ["--over", self.over] if self.over else []
+        options = [word for setting in ("tracking.mlflow=null", *self.settings) for word in ("--set", setting)]
+        return ["flexfleet", "compare", *chosen, *over, *options]
 
 
 DIRICHLET = ("partition.rule=dirichlet", "partition.alpha=0.3")
@@ -362,7 +368,10 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("shakespeare_text", TRANSFORMER, "0", 300, ON_TEXT, TEXT, "transformer"),
     Campaign("shakespeare_text", LSTM, "0", 300, WITH_LSTM, TEXT, "lstm"),
     *(Suite("fedrolex/table3.2-small", "fedrolex-high,heterofl-high", seed) for seed in (0, 1, 2)),
-    *(Suite("fedaiot/aep", "fedavg-low,fedavg-high,fedavg-30,fp16,central", seed) for seed in (0, 1, 2)),
+    Suite("fedaiot/aep", "fedavg-low,fedavg-high,fedavg-30,fp16,central", 0),
+    *(Suite("fedaiot/aep", "fedavg-low,fedavg-high", seed) for seed in (1, 2)),
+    Suite("fedaiot/aep", "fedopt-low,fedopt-high", 0, "fedopt_printed", settings=("rounds.stop=20",)),
+    Suite("fedaiot/aep", "fedopt-low", 0, "fedopt", "algorithm.server.lr=0.01,0.001"),
     *(Suite("fedaiot/aep-code", "fedavg-low,fedavg-high", seed) for seed in (0, 1, 2)),
 )
 

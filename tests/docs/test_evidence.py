@@ -7,11 +7,12 @@ Before each table stands a comment that says where its cells come from:
     columns: levels | last.avg | mb | paper
     -->
 
-`rows`: the comparison's label of each row. `columns`: the figures of each cell but the first, which names the row; a
-cell of several figures has them parted by commas. `FIGURE in ID` is of another comparison, `FIGURE of NAME` of another
-label, in which * stands for the row's own. `behind.FIGURE` is how far the row is behind the highest. `paper` is a
-column that quotes a paper, and says so in its head. An empty cell says nothing, a dash that there is no such figure. A
-table that quotes papers alone has `<!-- paper -->`, one of docs/evidence/uniformity.json `<!-- uniformity -->`.
+`rows`: the comparison's label of each row; `central` is its central training. `columns`: the figures of each cell but
+the first, which names the row; a cell of several figures has them parted by commas. `FIGURE in ID` is of another
+comparison, `FIGURE of NAME` of another label, in which * stands for the row's own. `behind.FIGURE` is how far the row
+is behind the highest. `paper` is a column that quotes a paper, and says so in its head. An empty cell says nothing, a
+dash that there is no such figure. A table that quotes papers alone has `<!-- paper -->`, one of
+docs/evidence/uniformity.json `<!-- uniformity -->`.
 """
 
 from __future__ import annotations
@@ -49,9 +50,15 @@ def tables(page: str) -> Iterator[tuple[str, list[list[str]]]]:
         yield found[1] or "", [line for line in lines if not all(set(cell) <= set("-: ") for cell in line)]
 
 
+def of_central(found: dict[str, Any]) -> dict[str, Any]:
+    """The central training's figures, where a label has them."""
+    return {"last": {"full": found["full"]}, "best": {"full": found["best"]}, "highest": found["highest"]}
+
+
 def values(comparison: dict[str, Any], label: str, figure: str) -> list[Value] | None:
     """What a cell has to print; None if the results have no such figure."""
-    of, scale = comparison["results"][label], Measure(comparison.get("metric", "accuracy")).scale
+    of = of_central(comparison["central"]) if label == "central" else comparison["results"][label]
+    scale = Measure(comparison.get("metric", "accuracy")).scale
 
     def spread(found: dict[str, float | None] | None, scale: float = 1) -> list[Value] | None:
         if found is None or found["mean"] is None:
@@ -71,6 +78,9 @@ def values(comparison: dict[str, Any], label: str, figure: str) -> list[Value] |
             return spread(of["devices"] or of["last"]["full"], 100)
         case ["highest", which]:
             return spread(of["highest"][-1][which], scale)
+        case ["highest", which, percent]:
+            (one,) = [one for one in of["highest"] if one["share"] == int(percent)]
+            return spread(one[which], scale)
         case [("last" | "best") as when, ("avg" | "full") as which]:
             return spread(of[when][which], scale)
         case ["to", percent, spent]:
