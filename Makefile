@@ -38,7 +38,7 @@ test-all: setup
 SOAK_KILLS ?= 300
 SOAK_MUTANTS ?= 50
 
-# Does for hours what `make test` does for a minute: kills runs, feeds malformed bytes, attacks the engine (needs
+# Does for hours what `make test` and `make test-all` do for minutes: kills runs, feeds malformed bytes, attacks the engine (needs
 # radosgw), and looks for changes of the engine that no test notices. Then makes the largest runs that fit one machine.
 soak: setup
 	$(BIN)/python -m tests.harness.kills --kills $(SOAK_KILLS)

@@ -93,7 +93,8 @@ class KubernetesConfig(Section):
     """Share of the wanted clients whose answers are there when a round can end though nothing more is to be had; with
     fewer, those that are missing are asked again, and then the run stops, to be resumed."""
     attempts: Count = 2
-    """How often a client is asked in a round that misses the quorum. Lost nodes do not count."""
+    """How often a client is asked in a round that misses the quorum; with lifetime=run, how many pods may fail an order
+    before its client counts as failed. Lost nodes do not count."""
     parallelism: Count | None = None
     """Pods of a round at a time, divided over its Jobs, at least one for each; null: all at once."""
     deadline_s: Count = 3600
