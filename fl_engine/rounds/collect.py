@@ -118,8 +118,8 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
 
 
 def ask(run: Run, plan: RoundPlan, rest: RoundPlan, clients: Clients, receive: Callable[[Outcome], None]) -> float:
-    """Sends the orders of `rest`, a part of the plan, and hands each answer on; gives the seconds until the backend had
-    answers. Raises Stopped after the answer at hand where `should_stop` says so."""
+    """Sends the orders of `rest`, a part of the plan, and hands each answer on; gives the seconds that it waited for
+    them. Raises Stopped after the answer at hand where `should_stop` says so."""
     outcomes, waited = clients.backend.run(run.algorithm, rest), 0.0
     try:
         while True:

@@ -130,8 +130,8 @@ def place(config: Config, run_id: str, store: Store, out: Path) -> Place:
 
 
 def shared_place(config: Config, name: str, hasty: bool = False) -> Store:
-    """Where keys are kept under this name. `hasty`: does not wait long for a server that does
-    not answer. Raises ConfigError if clients could have URLs of it."""
+    """Where keys are kept under this name. `hasty`: does not wait long for a server that does not answer. Raises
+    ConfigError if clients could have URLs of it."""
     where = config.run.secrets
     if where is None:
         return FolderStore(Path(config.run.store).resolve() / name)

@@ -82,9 +82,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, flexfleet: Any, tiny_suite: 
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", str(folder))  # for the runs, which are processes
-        # Beside other tests a night's pace is off by half now and then; what is planted below is many times slower.
-        thresholds = {**tiny_suite["thresholds"], "pace": 1.0}
-        yield Place(folder, f"sqlite:///{folder}/mlflow.db", flexfleet, {**tiny_suite, "thresholds": thresholds})
+        yield Place(folder, f"sqlite:///{folder}/mlflow.db", flexfleet, tiny_suite)
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +98,9 @@ def first(place: Place) -> Verdict:
         done = place.night(path, "reference", "--update")
     assert done.code == 0, done.err
     done = place.night(path, "first", "--json")
-    assert done.code == 0, done.err
-    return Verdict.model_validate_json(done.out)
+    verdict = Verdict.model_validate_json(done.out)
+    assert done.code == 0, verdict.failed
+    return verdict
 
 
 def test_a_night_like_the_reference_passes_and_becomes_champion(place: Place, first: Verdict) -> None:
