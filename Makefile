@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # One thread per process, because tests and campaigns run several processes in parallel.
 export OMP_NUM_THREADS ?= 1
+# Bytecode is kept, whatever the environment says: tests start hundreds of processes, which would each compile it all.
+export PYTHONDONTWRITEBYTECODE :=
 export DVC_NO_ANALYTICS ?= 1
 
 .PHONY: setup run test test-all soak lint generated docs evidence bench bench-peers image e2e-containers lock sbom pin-digests \
