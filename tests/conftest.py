@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +49,7 @@ from flexfleet.files import terminal as common
 from flexfleet.runs import whole as run_module
 from tests.harness.pictures import not_drawn
 from tests.harness.processes import QUICK, Done, Nursery, with_sets
+from tests.harness.warm import warm
 from tests.harness.wheel import installed as installed  # a fixture
 from tests.harness.wheel import wheel as wheel  # a fixture
 
@@ -336,7 +336,7 @@ def tiny_suite() -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------------------------------- dvc.yaml
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path) -> Iterator[Any]:
     """A copy of the checkout's steps without git, with a short job, as an open DVC repository."""
     import yaml
     from dvc.repo import Repo
@@ -360,7 +360,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("DVC_NO_ANALYTICS", "1")
     monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
     # The `python` of dvc.yaml, as in an activated environment.
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PATH", str(python.parent), prepend=os.pathsep)
     monkeypatch.chdir(root)
     with Repo.init(".", no_scm=True) as found:
         yield found
@@ -407,6 +407,13 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     found = Nursery(tmp_path_factory.mktemp("nursery"))
     yield found
     found.close()
+
+
+@pytest.fixture(scope="session")
+def python() -> Iterator[Path]:
+    """A script that stands in for `python`, without the seconds that it takes to import torch."""
+    with warm() as script:
+        yield script
 
 
 # ----------------------------------------------------------------------------------------------------- MLflow

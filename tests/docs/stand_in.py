@@ -2,7 +2,7 @@
 
 What is here runs, only on less: a flexfleet command really runs on a few samples. What is not here (docker, kind, a
 cluster) is checked as far as it can be: its verbs are known, its files exist, what it names is in the manifests. A
-command that this does not know is an error. warm.py says in which process.
+command that this does not know is an error. `python -m tests.docs.stand_in NAME WORDS...` is such a command.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 
 from flexfleet.config.short import SHORT
+from tests.harness.warm import interpret
 
 QUICK = (
     "dataset.name=digits",
@@ -180,3 +181,17 @@ def command_of(name: str, *words: str) -> list[str]:
     with open(os.environ["DOCS_LOG"], "a") as log:
         log.write(json.dumps([name, *words]) + "\n")
     return COMMANDS[name](list(words))
+
+
+def main(name: str, *words: str) -> None:
+    match command_of(name, *words):
+        case []:
+            return
+        case [sys.executable, *rest]:
+            interpret(rest)
+        case command:
+            os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -17,8 +17,6 @@ import pytest
 import yaml
 from moto.server import ThreadedMotoServer
 
-from tests.docs.warm import ASK, warm
-
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("flexfleet", "python", "kubectl", "docker", "kind", "kustomize", "dvc", "make", "mlflow", "pytest")
 PAGES = sorted(path for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")] if "```sh" in path.read_text())
@@ -44,15 +42,9 @@ def s3() -> Iterator[str]:
     moto.stop()
 
 
-@pytest.fixture(scope="module")
-def commands() -> Iterator[str]:
-    with warm() as path:
-        yield path
-
-
 @pytest.fixture
 def place(
-    tmp_path: Path, kubeflow: tuple[Any, str], s3: str, commands: str, tiny_suite: dict[str, Any]
+    tmp_path: Path, kubeflow: tuple[Any, str], s3: str, python: Path, tiny_suite: dict[str, Any]
 ) -> dict[str, str]:
     """An environment whose PATH finds the stand-ins first; the folder looks like a checkout."""
     for name in ("benchmarks", "components", "tests", "pipelines", "fl_engine", "flexfleet", "params.yaml"):
@@ -61,10 +53,9 @@ def place(
     path = tmp_path / ".venv" / "bin"
     path.mkdir(parents=True)
     (path / "activate").write_text("")
-    (tmp_path / "ask.py").write_text(ASK)
     for name in (*COMMANDS, "label-nodes"):
         file = path / name if name != "label-nodes" else tmp_path / "k8s/overlays/edge/label-nodes"
-        file.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {tmp_path / "ask.py"} {name} "$@"\n')
+        file.write_text(f'#!/bin/sh\nexec {python} -m tests.docs.stand_in {name} "$@"\n')
         file.chmod(0o755)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tiny_suite))
     return {
@@ -75,7 +66,6 @@ def place(
         "DOCS_LOG": str(tmp_path / "log"),
         "DOCS_KUBEFLOW": kubeflow[1],
         "DOCS_S3": s3,
-        "DOCS_WARM": commands,
         "OMP_NUM_THREADS": "1",
     }
 

@@ -178,10 +178,11 @@ def mains() -> dict[str, Callable[[list[str]], int]]:
     return {"flexfleet": cli.dispatch, "mlflow": create_tables} | {name: getattr(steps, name).main for name in names}
 
 
-def _serve(scratch: Path) -> None:
+def prepared(scratch: Path) -> dict[str, Callable[[list[str]], int]]:
+    """Makes this process ready to be forked: imports what commands need, does once what is the same in each, and draws
+    no figures. Returns `mains`."""
     import numpy
 
-    import tests.harness.faults  # noqa: F401
     from fl_engine.data import figures, partitioning
     from flexfleet.tracking import record
     from tests.harness.pictures import titles_alone
@@ -193,6 +194,13 @@ def _serve(scratch: Path) -> None:
     figures.save = titles_alone  # type: ignore[assignment]
     partitioning.draw(numpy.ones((2, 2), dtype=int), scratch / "nothing.svg")  # imports matplotlib
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with SIGINT ignored
+    return known
+
+
+def _serve(scratch: Path) -> None:
+    import tests.harness.faults  # noqa: F401
+
+    known = prepared(scratch)
     for line in sys.stdin:
         order = json.loads(line)
         if "poll" in order:

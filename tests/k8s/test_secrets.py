@@ -26,7 +26,6 @@ from flexfleet.comparisons import side_by_side
 from flexfleet.config import load_config, public
 from flexfleet.files import terminal as common
 from flexfleet.tracking import record as track
-from pipelines import compile as compiler
 from tests.harness.mlflow_server import serving
 from tests.k8s import fake
 
@@ -239,6 +238,8 @@ def test_a_process_is_told_on_its_stdin_alone(scratch: Path) -> None:
 
 
 def test_a_compiled_pipeline_holds_nothing_of_the_environment() -> None:
+    from pipelines import compile as compiler  # takes seconds
+
     assert not found_in({name: compiler.compiled(name).encode() for name in compiler.PIPELINES})
 
 

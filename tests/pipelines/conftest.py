@@ -6,17 +6,23 @@ from pathlib import Path
 
 import pytest
 from kfp import local
+from kfp.local import subprocess_task_handler as tasks
 
+from tests.harness import graphs
 from tests.harness.mlflow_server import serving
+
+graphs.quick()
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def scratch(tmp_path_factory: pytest.TempPathFactory, python: Path) -> Iterator[Path]:
     """The current folder: each task of a graph runs in a process of its own, and leaves a folder in tasks/."""
     folder = tmp_path_factory.mktemp("graph")
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    replaced = tasks.replace_python_executable
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(tasks, "replace_python_executable", lambda command, _: replaced(command, str(python)))
         local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root="tasks")
         yield folder
     for number, handler in handlers.items():  # runs in this process take them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,12 +35,13 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(scratch: Path, tiny_suite: dict[str, Any]) -> Ran:
+def ran(scratch: Path, tiny_suite: dict[str, Any], python: Path) -> Ran:
     path = scratch / "tiny.yaml"
     path.write_text(yaml.safe_dump(tiny_suite))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(regress, "REFERENCE_SEEDS", (0, 1, 2))
         patch.setattr(regress, "REFERENCE_TURNS", 3)
+        patch.setattr(sys, "executable", str(python))
         regress.update(regress.prepare(str(path), "reference", ["tracking.mlflow=null"], update=True), jobs=2)
     mlflow = f"sqlite:///{scratch}/mlflow.db"
     given = {"suite": str(path), "mlflow_uri": mlflow, "store_uri": "store", "night_id": "one"}

@@ -1,0 +1,137 @@
+"""`python` as a process that is forked from one that has imported everything: the imports of a `flexfleet` take five
+seconds, and the tests of the documentation and of the pipelines start some three hundred of them.
+
+`python -m tests.harness.warm SOCKET PYTHON` is that process. PYTHON is a script that stands in for `python`: it sends
+its arguments, folder, environment, stdin, stdout and stderr through the socket, a process is forked that does with them
+what `python` does, and its exit code comes back. `warm` starts the process and writes the script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing.spawn  # noqa: F401 - it takes sys.executable now
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).parents[2]
+PYTHON = sys.executable
+PACKAGES = ("flexfleet", "kfp", "mlflow", "tests")
+"""What is imported: a program of another package is run by a new interpreter."""
+ASK = """\
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as ends:
+    ends.connect({socket!r})
+    order = json.dumps({{"argv": sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ)}}).encode()
+    socket.send_fds(ends, [len(order).to_bytes(8, "big")], [0, 1, 2])
+    ends.sendall(order)
+    code = ends.recv(4)
+sys.exit(int.from_bytes(code, "big", signed=True) if code else "the process of tests/harness/warm.py has ended")
+"""
+
+
+@contextmanager
+def warm() -> Iterator[Path]:
+    """Such a process: the path of the script that stands in for `python`."""
+    with tempfile.TemporaryDirectory(prefix="warm") as folder:
+        path, ask, python = (Path(folder) / name for name in ("socket", "ask.py", "python"))
+        ask.write_text(ASK.format(socket=str(path)))
+        python.write_text(f"#!/bin/sh\nexec '{PYTHON}' -I -S '{ask}' \"$@\"\n")
+        python.chmod(0o755)
+        command = [PYTHON, "-m", __name__, str(path), str(python)]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        with subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            yield python
+
+
+# ------------------------------------------------------------------------------------------ inside the process
+def interpret(words: Sequence[str]) -> None:
+    """Does in this process what `python *words` does."""
+    safe_path = words[:1] == ["-P"]
+    sys.path[:1] = [
+        *([] if safe_path else [os.getcwd()]),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
+    match list(words[safe_path:]):
+        case ["-m", module, *rest] if module.partition(".")[0] in PACKAGES:
+            sys.argv = [module, *rest]
+            runpy.run_module(module, run_name="__main__")
+        case ["-c", text, *rest]:
+            sys.argv = ["-c", *rest]
+            exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
+        case _:
+            os.execv(PYTHON, [PYTHON, *words])
+
+
+def _serve(path: str, python: str) -> None:
+    from tests.harness.processes import prepared
+
+    prepared(Path(path).parent)
+    import kfp.dsl.executor_main  # noqa: F401
+
+    sys.executable = python  # for what is started from here; multiprocessing has taken the real one
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
+    with socket.socket(socket.AF_UNIX) as here:
+        here.bind(path)
+        here.listen(16)
+        print("ready", flush=True)
+        while sys.stdin not in select.select([here, sys.stdin], [], [])[0]:  # which closes when the tests end
+            connection, _ = here.accept()
+            with connection:
+                if not os.fork():
+                    _answer(connection)
+
+
+def _answer(connection: socket.socket) -> NoReturn:
+    """Forks the command, waits for its end and tells its exit code."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    length, streams, _, _ = socket.recv_fds(connection, 8, 3)
+    left, parts = int.from_bytes(length, "big"), []
+    while left and (part := connection.recv(left)):
+        parts.append(part)
+        left -= len(part)
+    child = os.fork()
+    if not child:
+        _live(json.loads(b"".join(parts)), streams)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(OSError):  # whoever asked may be gone
+        connection.sendall(code.to_bytes(4, "big", signed=True))
+    os._exit(0)
+
+
+def _live(order: dict[str, Any], streams: list[int]) -> NoReturn:
+    code: Any = 0
+    try:
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        os.environ.clear()
+        os.environ.update(order["env"])
+        os.chdir(order["cwd"])
+        interpret(order["argv"])
+    except SystemExit as end:
+        code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])
