@@ -96,6 +96,16 @@ _files = [Path(__file__).parent / folder / f"test_{name}.py" for folder, names i
 assert all(file.exists() for file in _files), f"LONG names {[file.name for file in _files if not file.exists()]}"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spares the seconds of importing files without a test that `-m` asks for."""
+    asked, whole = config.option.markexpr, collection_path in _files
+    if asked not in ("long", "not long") or collection_path.suffix != ".py":
+        return None
+    if asked == "long":
+        return True if not whole and "mark.long" not in collection_path.read_text() else None
+    return True if whole else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the long tests, and lets long files begin."""
     folder = {item: item.path.parent.name for item in items}
