@@ -124,8 +124,8 @@ def _draw_what_is_looked_at(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _leave_the_process_as_it_was() -> Iterator[None]:
-    """A run sets torch's thread count and signal handlers; pytest's own Ctrl-C should stay what it is. Tasks of one
-    pipeline that run beside each other leave a `print` behind that indents."""
+    """A run sets torch's thread count, what torch does with denormal numbers, and signal handlers; pytest's own Ctrl-C
+    should stay what it is. Tasks of one pipeline that run beside each other leave a `print` behind that indents."""
     threads = torch.get_num_threads()
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     loud = {name: logging.getLogger(name).level for name in ("flexfleet", "fl_engine")}
@@ -136,6 +136,7 @@ def _leave_the_process_as_it_was() -> Iterator[None]:
         logging.getLogger(name).setLevel(level)
     builtins.print = PRINT
     torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

@@ -31,7 +31,7 @@ class InProcess:
         self._devices = tuple(devices)
         for name in devices:
             check_device(name)
-        prepare_process(devices)
+        prepare_process(devices, site.numerics.flush_denormal)
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         groups, failures = accept_all(algorithm, plan.orders, self._site)
@@ -81,10 +81,12 @@ def by_cost(groups: list[list[Work]], site: Site) -> list[list[Work]]:
     return sorted(groups, key=cost)
 
 
-def prepare_process(devices: Sequence[str]) -> None:
-    """Sets torch to one thread, so that bits do not depend on the number of cores."""
+def prepare_process(devices: Sequence[str], flush_denormal: bool = True) -> None:
+    """Sets torch to one thread, so that bits do not depend on the number of cores, and what `Numerics.flush_denormal`
+    says, for this thread and those that it will start."""
     settle()
     torch.set_num_threads(1)
+    torch.set_flush_denormal(flush_denormal)
     if any(name.startswith("cuda") for name in devices):
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True

@@ -23,6 +23,11 @@ def is_guest() -> bool:
     return _guest.get()
 
 
+def flushes_now() -> bool:
+    """Whether this thread counts denormal numbers as zero. torch tells no more than how to set it."""
+    return not (torch.full((1,), 2.0**-140, dtype=torch.float32, device="cpu") * 1.0).any()
+
+
 @contextmanager
 def _as_in_a_new_process() -> Iterator[None]:
     """What decides how torch computes has its defaults."""
@@ -54,21 +59,23 @@ def _as_in_a_new_process() -> Iterator[None]:
 @contextmanager
 def guest() -> Iterator[None]:
     """Inside, torch computes as in a new process, whatever the host has set of precision, default type and device,
-    gradients and cuDNN. Afterwards its settings, the random states of torch, numpy and Python, signal handlers and
-    `sys.path` are as before; malloc's settings are not touched."""
-    threads, cudnn = torch.get_num_threads(), torch.backends.cudnn
+    gradients, denormal numbers and cuDNN. Afterwards its settings, the random states of torch, numpy and Python, signal
+    handlers and `sys.path` are as before; malloc's settings are not touched."""
+    threads, cudnn, flushed = torch.get_num_threads(), torch.backends.cudnn, flushes_now()
     flags = cudnn.benchmark, cudnn.deterministic
     drawn = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     path, in_main = list(sys.path), current_thread() is main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if in_main else {}
     token = _guest.set(True)
+    torch.set_flush_denormal(False)
     try:
         with _as_in_a_new_process():
             yield
     finally:
         _guest.reset(token)
         torch.set_num_threads(threads)
+        torch.set_flush_denormal(flushed)
         cudnn.benchmark, cudnn.deterministic = flags
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])

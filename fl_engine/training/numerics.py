@@ -47,6 +47,10 @@ class Numerics:
     `bf16`. `fp16`: weights, samples, gradients and the optimiser in float16, without loss scaling or weight decay, and
     with SGD alone: `model.half()`, as in FedAIoT's code. `fp16` needs `single`, since torch's float16 convolutions
     round a lane differently when others run beside it."""
+    flush_denormal: bool = True
+    """Whether numbers below the smallest normal one (1.2e-38 in float32) count as zero, in all that a CPU computes for
+    the run (`torch.set_flush_denormal`). Weights that decay end among them, and some processors take many times longer
+    for them (docs/performance.md)."""
 
     def __post_init__(self) -> None:
         if self.precision == "fp16" and self.strategy == "batched":
@@ -188,7 +192,13 @@ def deciding(described: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in described.items() if name not in without}
 
 
-LATER = frozenset({"cpu_bf16"})
+def flushes(before: Mapping[str, Any] | None) -> bool:
+    """`flush_denormal` of a run; `before` are the numerics of the run that is resumed, which goes on as it began: one
+    of an earlier version without."""
+    return before is None or bool(before.get("flush_denormal", False))
+
+
+LATER = frozenset({"cpu_bf16", "flush_denormal"})
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.store import FolderStore, encode, sha256
 from fl_engine.training.central import Epoch, train_centrally, weights_in
 from fl_engine.training.evaluation import evaluate
-from fl_engine.training.numerics import Numerics, describe, differing, settled
+from fl_engine.training.numerics import Numerics, describe, differing, flushes, settled
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.config.names import plain
@@ -108,10 +108,11 @@ def central(
     data, family = resolved.data, _network(resolved)
     device = config.run.devices[0]
     check_device(device)
-    prepare_process((device,))
     with alone(out):
         before = CentralFile.read(out / "central.json").numerics if (out / "central.json").exists() else None
-        numerics = Numerics(precision=settled(config.run.precision, (device,), before))
+        precision = settled(config.run.precision, (device,), before)
+        numerics = Numerics(precision=precision, flush_denormal=flushes(before))
+        prepare_process((device,), numerics.flush_denormal)
         start, weights_sha256 = warm_start.start(config, family), None
         if start is None:
             start = initial_params(family, seeds.derive(config.seed, "init"))

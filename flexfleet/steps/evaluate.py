@@ -8,6 +8,7 @@ from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 
+from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.samples import class_count
 from fl_engine.data import partitioning
@@ -15,6 +16,7 @@ from fl_engine.rounds.at_clients import gathered
 from fl_engine.storage.store import FolderStore, decode, sha256
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool
 from fl_engine.training.local_accuracy import LocalAccuracy
+from fl_engine.training.numerics import flushes
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import (
     ConfusionFile,
@@ -24,6 +26,7 @@ from flexfleet.files.artifacts import (
     LocalScore,
     OnClients,
     PoolFile,
+    RunFile,
     rows_of,
 )
 from flexfleet.steps.partition import most_of
@@ -33,16 +36,17 @@ from flexfleet.steps.prepare import Resolved, resolved_of
 def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path, out: Path) -> Path:
     """Writes confusion.json and evaluation.json into `out`. Raises IntegrityError if the model is not the one
     that the history names; PartitionError if the partition is missing or of other data."""
-    data, family = resolved.data, resolved.family
+    data, family, devices = resolved.data, resolved.family, resolved.config.run.devices
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     history = History.read(run / "history.json")
     value = FolderStore(run).get("model.safetensors")
     if sha256(value) != history.model_sha256:
         raise IntegrityError(f"{run / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")
     params = decode(value, str(run / "model.safetensors"))
+    prepare_process(devices, flushes(RunFile.read(run / "run.json").numerics))
     local = _local(resolved, partition_dir)
     watch = None if local is None else local.watch
-    scores = evaluate_pool(family, params, pool, data, resolved.config.run.devices, watch=watch)
+    scores = evaluate_pool(family, params, pool, data, devices, watch=watch)
     of_clients = {} if local is None else {name: found for name in scores if (found := local.of(name))}
     scores = {name: by_owner(score, resolved.config.partition.server_classes) for name, score in scores.items()}
     sizes = {m.name: m.params for m in pool}

@@ -49,7 +49,7 @@ from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256
 from fl_engine.training import strategy
 from fl_engine.training.evaluation import published
-from fl_engine.training.numerics import Numerics, describe, describe_noise, differing, settled
+from fl_engine.training.numerics import Numerics, describe, describe_noise, differing, flushes, settled
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.config.names import plain
@@ -233,14 +233,14 @@ def _federate(
 
 def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path, before: Mapping[str, Any] | None = None) -> Site:
     """All that clients on this machine need to know. Prepares the process for training. `before`: the numerics of the
-    run that is resumed, whose precision a run with `run.precision=auto` keeps."""
+    run that is resumed, whose precision a run with `run.precision=auto` keeps (and see `flushes`)."""
     config, family = resolved.config, resolved.family
     parts = partition.load(partition_dir, resolved.data)
     data = partition.as_told(resolved.data, parts)
     parts, held = held_out(config, parts)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
-    prepare_process(config.run.devices)
+    prepare_process(config.run.devices, flushes(before))
     struck = faults.parse(config.rounds.faults)
     numerics = numerics_of(config, training_of(resolved.algorithm), family, data.task, before)
     sealed = config.run.backend == "kubernetes" and config.kubernetes.state_key is not None
@@ -293,16 +293,18 @@ def numerics_of(
     config: Config, training: Training, family: ModelFamily, goal: Task, before: Mapping[str, Any] | None
 ) -> Numerics:
     """The numerics that the configuration names, else those that suit the network. `training`: the algorithm's;
-    `before`: see `settled`."""
+    `before`: see `settled` and `flushes`."""
     run, per_round = config.run, round_size(training.fraction, config.partition.clients)
     precision = settled(run.precision, run.devices, before)
     if precision == "fp16" and training.weight_decay:
         log.warning("run.precision=fp16: training.weight_decay = %g is left out", training.weight_decay)
     if run.strategy == "single" or training.is_own:
-        return Numerics(precision=precision)
-    if run.strategy == "batched":
-        return strategy.batched(family, training.batch_size, per_round, precision, run.devices)
-    return strategy.choose(family, goal, training.batch_size, per_round, precision, run.devices)
+        found = Numerics(precision=precision)
+    elif run.strategy == "batched":
+        found = strategy.batched(family, training.batch_size, per_round, precision, run.devices)
+    else:
+        found = strategy.choose(family, goal, training.batch_size, per_round, precision, run.devices)
+    return replace(found, flush_denormal=flushes(before))
 
 
 def _surroundings(

@@ -22,6 +22,7 @@ import flexfleet as ff
 from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
+from fl_engine.training.guest import flushes_now
 from flexfleet.api.asked import Default, config_of, name_of
 from flexfleet.api.errors import in_python
 from flexfleet.api.errors import told as in_a_call
@@ -370,7 +371,7 @@ def test_the_process_is_as_before(store: Path) -> None:
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, list(sys.path),
             [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
             logging.getLogger().handlers[:], logging.getLogger().level, logging.getLogger("flexfleet").handlers[:],
-            logging.getLogger("flexfleet").level,
+            logging.getLogger("flexfleet").level, flushes_now(),
         ]  # fmt: skip
 
     threads = torch.get_num_threads()

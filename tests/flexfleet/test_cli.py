@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 import fl_engine
+from fl_engine.backends import InProcess
 from fl_engine.core.errors import Stopped
 from fl_engine.datasets import DATASETS, fashion_mnist
 from fl_engine.storage.store import sha256
+from fl_engine.training.guest import flushes_now
 from flexfleet import commands
 from flexfleet.files.artifacts import PoolFile, RunFile
 
@@ -509,6 +511,25 @@ def test_a_machine_that_computes_other_bits_is_refused_unless_accepted(
     argv = ("run", "--json", "--run-id", "a", "--resume", "--accept-numerics")
     assert flexfleet(*argv, sets=quick).json["model_sha256"] == done.json["model_sha256"]
     assert flexfleet(*argv, sets=[*quick, "rounds.stop=4"]).code == 0
+
+
+def test_only_a_run_that_began_without_it_keeps_denormal_numbers(
+    flexfleet: Any, finished: Any, quick: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = finished
+    numerics = RunFile.read(run / "run.json").numerics
+    edit(run / "run.json", numerics={n: v for n, v in numerics.items() if n != "flush_denormal"})
+    asked, seen = InProcess.run, []
+
+    def noted(self: InProcess, *given: Any) -> Any:
+        seen.append(flushes_now())
+        return asked(self, *given)
+
+    monkeypatch.setattr(InProcess, "run", noted)
+    assert flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*quick, "rounds.stop=4"]).code == 0
+    assert seen == [False] and RunFile.read(run / "run.json").numerics["flush_denormal"] is False
+    assert flexfleet("run", "--run-id", "b", sets=[*quick, "rounds.stop=1"]).code == 0
+    assert seen == [False, True]
 
 
 @pytest.mark.parametrize("command", ["run", "central"])

@@ -1,0 +1,85 @@
+"""Denormal numbers count as zero in all that a run computes, but for runs that an earlier version began. That all
+backends give the same bits of them is in `fl_engine.testing.backends`."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from fl_engine.backends.in_process import prepare_process
+from fl_engine.codecs.half import Half
+from fl_engine.storage.overlapping import overlapped
+from fl_engine.testing.tiny import assert_same_bits
+from fl_engine.training.guest import flushes_now, guest
+from fl_engine.training.numerics import flushes
+from flexfleet.files.artifacts import RunFile
+from flexfleet.steps.answer import _numerics
+
+
+@pytest.fixture(params=[True, False], ids=["zero", "kept"])
+def flush(request: pytest.FixtureRequest) -> bool:
+    prepare_process(("cpu",), request.param)
+    return bool(request.param)
+
+
+def test_all_threads_that_compute_have_the_setting_of_the_one_that_starts_them(flush: bool) -> None:
+    class Store:
+        at_once: ClassVar[int] = 4
+
+    assert flushes_now() is flush
+    with ThreadPoolExecutor(2) as threads:  # as of evaluation and training on several devices
+        assert list(threads.map(lambda _: flushes_now(), range(4))) == [flush] * 4
+    store: Any = Store()
+    assert list(overlapped(store, 0, lambda _: flushes_now(), range(4))) == [flush] * 4
+
+
+def test_forward_backward_and_optimiser_obey(flush: bool) -> None:
+    layer = nn.Linear(16, 16, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(2.0**-130)
+    outputs = layer(torch.ones(4, 16))
+    assert bool(outputs.any()) is not flush
+    torch.autograd.backward((outputs * 2.0**-130).sum())
+    assert layer.weight.grad is not None and bool(layer.weight.grad.any()) is not flush
+    torch.optim.Adam(layer.parameters(), lr=0.0).step()
+    torch.optim.SGD(layer.parameters(), lr=2.0**-10).step()
+    assert bool(layer.weight.any()) is not flush
+
+
+def test_half_precision_keeps_its_own_denormal_numbers(flush: bool) -> None:
+    """They are normal numbers in float32."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    halves = {"many": every[every.isfinite()], "few": torch.full((3,), 2.0**-24, dtype=torch.float16)}
+    floats = {name: half.float() for name, half in halves.items()}
+    coded = Half().encode(floats, seed=0)
+    assert_same_bits(coded, halves)
+    assert_same_bits(Half().decode(coded, {n: (t.dtype, tuple(t.shape)) for n, t in floats.items()}), floats)
+    assert float(floats["few"][0]) == 2.0**-24
+
+
+def test_a_host_gets_its_own_setting_back(flush: bool) -> None:
+    with guest():
+        assert not flushes_now(), "as a new process"
+        prepare_process(("cpu",), not flush)
+        assert flushes_now() is not flush
+    assert flushes_now() is flush
+
+
+def test_a_run_of_an_earlier_version_goes_on_as_it_began() -> None:
+    assert flushes(None) and flushes({"flush_denormal": True})
+    assert not flushes({"precision": "fp32"}) and not flushes({"flush_denormal": False})
+
+
+def test_clients_elsewhere_compute_as_the_run_s_record_says(tmp_path: Path) -> None:
+    known = {"strategy": "single", "lanes": 1, "precision": "fp32"}
+    run = RunFile(run_id="a", token="t", config={}, numerics=known, pool_sha256="", partition_sha256="")
+    assert not _numerics(run).flush_denormal, "an earlier version's"
+    for flush in (True, False):
+        told = run.model_copy(update={"numerics": {**known, "flush_denormal": flush}})
+        assert _numerics(told) == replace(_numerics(run), flush_denormal=flush)
