@@ -23,7 +23,8 @@ from fl_engine.tasks import Regression
 from fl_engine.training import local
 
 LAYERS = ("fc3.linear.weight", "fc4.linear.weight", "fc5.linear.weight")
-SHARE, DENORMAL = 0.45, 2.0**-135
+SHARE, DENORMAL = 0.45, 1 << 14
+"""The share of these weights, and the bits of each: 2^-135."""
 SAMPLES, TEST_SAMPLES, BATCH = 200, 3947, 32
 TURNS = 15
 
@@ -32,12 +33,12 @@ def weights(family: AepMLP, generator: torch.Generator) -> Params:
     start = initial_params(family, 0)
     for name in LAYERS:
         chosen = torch.rand(start[name].shape, generator=generator) < SHARE
-        start[name] = torch.where(chosen, start[name].sign() * DENORMAL, start[name])
+        start[name].view(torch.int32)[chosen] = DENORMAL  # as a number it would be zero where such count as zero
     return start
 
 
 def main() -> None:
-    prepare_process(("cpu",))
+    prepare_process(("cpu",), flush_denormal=True)
     family, generator = AepMLP((18,), 1), torch.Generator().manual_seed(0)
     start = weights(family, generator)
     x, y = torch.randn(TEST_SAMPLES, 18, generator=generator), torch.randn(TEST_SAMPLES, generator=generator)

@@ -73,7 +73,7 @@ def measured(family: ModelFamily, algorithm: FlexFL, batch: int, resident: bool)
     of_levels = trials(family, replace(algorithm, training=Training(fraction=1.0, batch_size=batch)), batch)
     found = {"tensors": [tensors(family, trial) / 1e6 for trial in of_levels]}
     if resident:
-        goal, prepare = Classification(pools.CLASSES), partial(prepare_process, ("cpu",))
+        goal, prepare = Classification(pools.CLASSES), partial(prepare_process, ("cpu",), flush_denormal=True)
         peaks = memory.level_peaks(family, goal, of_levels, memory.BATCHES * batch, SINGLE, prepare)
         found["resident"] = [need / 1e6 for need in peaks.needs]
         found["with idle"] = [peak / 1e6 for peak in peaks.levels]

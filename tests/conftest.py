@@ -92,13 +92,19 @@ LONG = {
 """By folder, the files of which `make test-all` holds the tests: commands of the documentation, nights, pipelines of
 real processes, kills, faults of a cluster, S3 servers."""
 
+
+def _is_long(file: Path) -> bool:
+    """Whether all its tests are."""
+    return file.stem.removeprefix("test_") in LONG.get(file.parent.name, ())
+
+
 _files = [Path(__file__).parent / folder / f"test_{name}.py" for folder, names in LONG.items() for name in names]
 assert all(file.exists() for file in _files), f"LONG names {[file.name for file in _files if not file.exists()]}"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Spares the seconds of importing files without a test that `-m` asks for."""
-    asked, whole = config.option.markexpr, collection_path in _files
+    asked, whole = config.option.markexpr, _is_long(collection_path)
     if asked not in ("long", "not long") or collection_path.suffix != ".py":
         return None
     if asked == "long":
@@ -110,7 +116,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the long tests, and lets long files begin."""
     folder = {item: item.path.parent.name for item in items}
     for item in items:
-        if item.path.stem.removeprefix("test_") in LONG.get(folder[item], ()):
+        if _is_long(item.path):
             item.add_marker("long")
     items.sort(key=lambda item: FIRST.index(folder[item]) if folder[item] in FIRST else len(FIRST))
 
@@ -131,6 +137,7 @@ def _leave_the_process_as_it_was() -> Iterator[None]:
     loud = {name: logging.getLogger(name).level for name in ("flexfleet", "fl_engine")}
     builtins.print = PRINT
     torch.set_num_threads(1)
+    torch.set_flush_denormal(False)
     yield
     for name, level in loud.items():  # -q and -v set them
         logging.getLogger(name).setLevel(level)
@@ -348,7 +355,8 @@ def tiny_suite() -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------- dvc.yaml
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path) -> Iterator[Any]:
-    """A copy of the checkout's steps without git, with a short job, as an open DVC repository."""
+    """A copy of the checkout's steps without git, with a short job, as an open DVC repository. What a stage runs is the
+    checkout's own code (tests/harness/warm.py): an edit of the copy is seen by DVC alone."""
     import yaml
     from dvc.repo import Repo
 

@@ -31,7 +31,7 @@ class InProcess:
         self._devices = tuple(devices)
         for name in devices:
             check_device(name)
-        prepare_process(devices, site.numerics.flush_denormal)
+        prepare_process(devices, flush_denormal=site.numerics.flush_denormal)
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         groups, failures = accept_all(algorithm, plan.orders, self._site)
@@ -81,12 +81,15 @@ def by_cost(groups: list[list[Work]], site: Site) -> list[list[Work]]:
     return sorted(groups, key=cost)
 
 
-def prepare_process(devices: Sequence[str], flush_denormal: bool = True) -> None:
+def prepare_process(devices: Sequence[str], *, flush_denormal: bool) -> None:
     """Sets torch to one thread, so that bits do not depend on the number of cores, and what `Numerics.flush_denormal`
-    says, for this thread and those that it will start."""
+    says, for this thread and those that it will start. Raises EnvironmentFailure where the processor cannot do it."""
     settle()
     torch.set_num_threads(1)
-    torch.set_flush_denormal(flush_denormal)
+    if not torch.set_flush_denormal(flush_denormal):
+        raise EnvironmentFailure(
+            "this processor, or this build of torch, cannot count denormal numbers as zero: train on x86 or AArch64"
+        )
     if any(name.startswith("cuda") for name in devices):
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True

@@ -148,7 +148,7 @@ def _serve(code: None, site: Site, mailbox: Mailbox, device: str, link: Connecti
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches all processes of a terminal: only the coordinator acts on it
-    prepare_process((device,), site.numerics.flush_denormal)
+    prepare_process((device,), flush_denormal=site.numerics.flush_denormal)
     while True:
         try:
             algorithm, round, evaluates, clients = link.recv()

@@ -184,21 +184,22 @@ def describe_noise() -> dict[str, Any]:
     return {"numpy": np.__version__, **{name: used[name]["dd"]["current"] for name in sorted(used)}}
 
 
-def deciding(described: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `describe` that the bits depend on. Whether the processor multiplies bfloat16 matters where one
-    trains in it."""
-    on_cpu = "cpu" in described.get("devices", ()) and described.get("precision") in ("bf16", "amp")
-    without = {"lanes"} if on_cpu else {"lanes", "cpu_bf16"}
-    return {name: value for name, value in described.items() if name not in without}
-
-
 def flushes(before: Mapping[str, Any] | None) -> bool:
     """`flush_denormal` of a run; `before` are the numerics of the run that is resumed, which goes on as it began: one
     of an earlier version without."""
     return before is None or bool(before.get("flush_denormal", False))
 
 
-LATER = frozenset({"cpu_bf16", "flush_denormal"})
+def deciding(described: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `describe` that the bits depend on. Whether the processor multiplies bfloat16 matters where one
+    trains in it. What an earlier version did not record of denormal numbers is that it kept them."""
+    on_cpu = "cpu" in described.get("devices", ()) and described.get("precision") in ("bf16", "amp")
+    without = {"lanes"} if on_cpu else {"lanes", "cpu_bf16"}
+    known = {**described, "flush_denormal": flushes(described)}
+    return {name: value for name, value in known.items() if name not in without}
+
+
+LATER = frozenset({"cpu_bf16"})
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

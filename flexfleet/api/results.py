@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fl_engine.backends.in_process import InProcess
+from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, nearest
 from fl_engine.core.slicing import runnable
 from fl_engine.core.types import Params
@@ -27,7 +27,7 @@ from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import decode
 from fl_engine.training.evaluation import weights_of
 from fl_engine.training.guest import guest
-from fl_engine.training.numerics import describe, differing
+from fl_engine.training.numerics import describe, differing, flushes
 from flexfleet.api.tables import table, to_html
 from flexfleet.config import Config, codecs, parse_schema, parse_with_algorithm
 from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile
@@ -204,6 +204,7 @@ class Result:
             if wanted not in names:
                 raise ConfigError(f"there is no level {wanted!r}{nearest(str(wanted), names)}")
             data, family, member = resolved.data, resolved.family, pool[names.index(wanted)]
+            prepare_process(("cpu",), flush_denormal=flushes(self._run.numerics))
             parts = partitioning.load(self.folder / "partition", data)
             proxy = torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
             weights = weights_of(self.params, family.layout(), member)

@@ -112,7 +112,7 @@ def central(
         before = CentralFile.read(out / "central.json").numerics if (out / "central.json").exists() else None
         precision = settled(config.run.precision, (device,), before)
         numerics = Numerics(precision=precision, flush_denormal=flushes(before))
-        prepare_process((device,), numerics.flush_denormal)
+        prepare_process((device,), flush_denormal=numerics.flush_denormal)
         start, weights_sha256 = warm_start.start(config, family), None
         if start is None:
             start = initial_params(family, seeds.derive(config.seed, "init"))

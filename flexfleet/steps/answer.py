@@ -27,7 +27,7 @@ from fl_engine.exchange.sealing import key_from
 from fl_engine.fleet import devices, faults
 from fl_engine.storage.store import Store
 from fl_engine.training import cgroup, memory
-from fl_engine.training.numerics import Numerics, describe, differing, flushes
+from fl_engine.training.numerics import Numerics, describe, differing
 from flexfleet import config as configs
 from flexfleet.files.artifacts import PoolFile, RunFile
 from flexfleet.steps import own_code
@@ -87,7 +87,7 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
         parts, held = held_out(config, parts)
         pool = PoolFile.read(folder / "pool.json").pool()
     numerics = _numerics(run)
-    prepare_process((told.device,), numerics.flush_denormal)
+    prepare_process((told.device,), flush_denormal=numerics.flush_denormal)
     here = describe(numerics, (told.device,))
     if others := differing(run.numerics, here):
         said = f"this node computes other last bits than the coordinator: {others}"
@@ -140,7 +140,7 @@ def _import_code(told: Assignment, run: RunFile, store: Store) -> None:
 
 def _numerics(run: RunFile) -> Numerics:
     told = {field.name: run.numerics.get(field.name) for field in fields(Numerics)}
-    told["flush_denormal"] = flushes(run.numerics)
+    told["flush_denormal"] = run.numerics.get("flush_denormal", False)
     try:
         return TypeAdapter(Numerics).validate_python(told)
     except ValidationError as error:

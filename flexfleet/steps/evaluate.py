@@ -43,7 +43,7 @@ def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path,
     if sha256(value) != history.model_sha256:
         raise IntegrityError(f"{run / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")
     params = decode(value, str(run / "model.safetensors"))
-    prepare_process(devices, flushes(RunFile.read(run / "run.json").numerics))
+    prepare_process(devices, flush_denormal=flushes(RunFile.read(run / "run.json").numerics))
     local = _local(resolved, partition_dir)
     watch = None if local is None else local.watch
     scores = evaluate_pool(family, params, pool, data, devices, watch=watch)

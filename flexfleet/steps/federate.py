@@ -240,7 +240,7 @@ def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path, before: Map
     parts, held = held_out(config, parts)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
-    prepare_process(config.run.devices, flushes(before))
+    prepare_process(config.run.devices, flush_denormal=flushes(before))
     struck = faults.parse(config.rounds.faults)
     numerics = numerics_of(config, training_of(resolved.algorithm), family, data.task, before)
     sealed = config.run.backend == "kubernetes" and config.kubernetes.state_key is not None

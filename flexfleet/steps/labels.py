@@ -66,6 +66,7 @@ def clusters_for(config: Config, data: Data) -> Ints | None:
 def _computed(config: Config, data: Data) -> Ints:
     p, samples = config.partition, len(data.train_y)
     assert p.features is not None
+    prepare_process(config.run.devices, flush_denormal=True)
     family = feature_network(config, data)
     if family is None:
         features = clusters.features_of(Path(p.features), samples)
@@ -115,7 +116,7 @@ def noisy(config: Config, data: Data, parts: Partition) -> Partition:
 
     def measured() -> Confusion:
         check_device(device)
-        prepare_process((device,))
+        prepare_process((device,), flush_denormal=True)
         return measure_confusion(family, data, seed, n.epochs, n.lr, n.batch_size, device)
 
     found = kept.kept(_store(config), "confusion", inputs, Confusion, measured)

@@ -29,7 +29,7 @@ def peaks_of(run: Run, initial: Any) -> Peaks:
     check_prunes(run, orders)
     trials = trials_of(run, orders)
     log.info("measuring how much memory training each of %d levels takes", len(trials))
-    prepare = partial(prepare_process, ("cpu",))
+    prepare = partial(prepare_process, ("cpu",), flush_denormal=site.numerics.flush_denormal)
     found = level_peaks(site.family, data.task, trials, samples, site.numerics, prepare)
     held = sum(part.nbytes for part in (data.train_x, data.train_y, data.test_x, data.test_y))
     for trial, need in zip(trials, found.needs, strict=True):

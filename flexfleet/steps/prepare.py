@@ -113,9 +113,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def _read(config: Config) -> Data:
-    # Before any step computes: the same bits on any number of cores, and of denormal numbers none.
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
+    torch.set_num_threads(1)  # before any step computes: the same bits on any number of cores
     data = _found(config)
     if config.dataset.train_samples is not None or config.dataset.test_samples is not None:
         data = subset(data, config.dataset.train_samples, config.dataset.test_samples, cut_seed(config))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from fl_engine.backends.in_process import check_device
+from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Preparation
 from fl_engine.core.errors import ConfigError, ModelError, PartitionError, nearest
@@ -108,6 +108,7 @@ def _made(resolved: Resolved, name: str, parts: Partition) -> dict[str, bytes]:
     need_proxy(name, kind, parts)
     device = config.run.devices[0]
     check_device(device)
+    prepare_process((device,), flush_denormal=True)
     settings = settings_of(resolved, name, kind)
     site, reference = site_of(resolved, parts), None
     if config.pretrain.reference:

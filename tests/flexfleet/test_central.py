@@ -24,8 +24,10 @@ from fl_engine.exchange import code
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.central import train_centrally
+from fl_engine.training.guest import flushes_now
 from flexfleet.config import load_config
 from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, Result
+from flexfleet.runs import central as runs_central
 from flexfleet.runs.central import CentralFile, task_of
 from flexfleet.steps.prepare import Resolved
 
@@ -142,6 +144,24 @@ def test_in_half_precision_it_is_another_training(flexfleet: Any) -> None:
         "central", "--json", "--run-id", "a", "--resume", "--accept-numerics", sets=[*SETS, "run.precision=bf16"]
     )
     assert accepted.json["model_sha256"] == plain.json["model_sha256"], "nothing was left to train"
+
+
+def test_only_one_that_began_without_it_keeps_denormal_numbers(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    evaluate = runs_central.evaluate
+
+    def noted(*given: Any) -> Any:
+        seen.append(flushes_now())
+        return evaluate(*given)
+
+    monkeypatch.setattr(runs_central, "evaluate", noted)
+    assert flexfleet("central", "--json", "--run-id", "a", sets=SETS).code == 0
+    file = Path("runs/a/central.json")
+    told = json.loads(file.read_text())
+    assert seen == [True] and told["numerics"].pop("flush_denormal") is True
+    file.write_text(json.dumps(told))
+    assert flexfleet("central", "--json", "--run-id", "a", "--resume", sets=SETS).code == 0
+    assert seen == [True, False]
 
 
 def test_regression_has_its_own_figures(flexfleet: Any) -> None:

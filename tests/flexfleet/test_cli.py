@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 
 import fl_engine
-from fl_engine.backends import InProcess
+from fl_engine.algorithms import FlexFL
 from fl_engine.core.errors import Stopped
 from fl_engine.datasets import DATASETS, fashion_mnist
+from fl_engine.models import export
+from fl_engine.rounds import round as rounds
 from fl_engine.storage.store import sha256
 from fl_engine.training.guest import flushes_now
 from flexfleet import commands
 from flexfleet.files.artifacts import PoolFile, RunFile
+from flexfleet.steps import evaluate
 
 COMMANDS = ("run", "central", "pool", "report", "fetch", "status", "check", "doctor")
 RESULT = {
@@ -513,23 +516,37 @@ def test_a_machine_that_computes_other_bits_is_refused_unless_accepted(
     assert flexfleet(*argv, sets=[*quick, "rounds.stop=4"]).code == 0
 
 
+@pytest.mark.parametrize("backend", ["in_process", "processes"])
 def test_only_a_run_that_began_without_it_keeps_denormal_numbers(
-    flexfleet: Any, finished: Any, quick: Sequence[str], monkeypatch: pytest.MonkeyPatch
+    flexfleet: Any, finished: Any, quick: Sequence[str], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
+    """Where the server plans, averages and evaluates, in the rounds and at the end; and where models are exported."""
     run, _ = finished
     numerics = RunFile.read(run / "run.json").numerics
     edit(run / "run.json", numerics={n: v for n, v in numerics.items() if n != "flush_denormal"})
-    asked, seen = InProcess.run, []
+    seen: dict[str, bool] = {}  # the last time: `check`, before a run, computes nothing that stays
 
-    def noted(self: InProcess, *given: Any) -> Any:
-        seen.append(flushes_now())
-        return asked(self, *given)
+    def noted(what: str, work: Any) -> Any:
+        def done(*given: Any, **named: Any) -> Any:
+            seen[what] = flushes_now()
+            return work(*given, **named)
 
-    monkeypatch.setattr(InProcess, "run", noted)
-    assert flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*quick, "rounds.stop=4"]).code == 0
-    assert seen == [False] and RunFile.read(run / "run.json").numerics["flush_denormal"] is False
-    assert flexfleet("run", "--run-id", "b", sets=[*quick, "rounds.stop=1"]).code == 0
-    assert seen == [False, True]
+        return done
+
+    for name in ("init", "plan", "merge"):
+        monkeypatch.setattr(FlexFL, name, noted(name, getattr(FlexFL, name)))
+    for module in (rounds, evaluate):
+        monkeypatch.setattr(module, "evaluate_pool", noted(module.__name__, module.evaluate_pool))
+    monkeypatch.setattr(export, "export", noted("export", export.export))
+    parts = {"init", "plan", "merge", rounds.__name__, evaluate.__name__, "export"}
+    sets = [*quick, f"run.backend={backend}", "publish.models=true", "publish.onnx=false"]
+    done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*sets, "rounds.stop=4"])
+    assert done.code == 0, done.err
+    assert seen == dict.fromkeys(parts, False)
+    assert RunFile.read(run / "run.json").numerics["flush_denormal"] is False
+    seen.clear()
+    assert flexfleet("run", "--run-id", "b", sets=[*sets, "rounds.stop=1"]).code == 0
+    assert seen == dict.fromkeys(parts, True)
 
 
 @pytest.mark.parametrize("command", ["run", "central"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -59,6 +61,16 @@ def test_options_in_comments_are_the_defaults_too(section: str, kind: Any) -> No
 
 
 # -------------------------------------------------------------------------------------------------- dvc repro
+def test_every_stage_starts_in_a_new_interpreter() -> None:
+    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+    assert list(stages) == STAGES
+    for stage in stages.values():
+        python, *module = stage["cmd"].split()[:3]
+        assert python == "python"
+        done = subprocess.run([sys.executable, *module, "--help"], capture_output=True, text=True)
+        assert done.returncode == 0 and "--out" in done.stdout, done.stderr
+
+
 def edit(path: Path, changes: dict[str, Any]) -> None:
     values = yaml.safe_load(path.read_text())
     for section, value in changes.items():

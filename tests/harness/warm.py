@@ -3,7 +3,9 @@ seconds, and the tests of the documentation and of the pipelines start some thre
 
 `python -m tests.harness.warm SOCKET PYTHON` is that process. PYTHON is a script that stands in for `python`: it sends
 its arguments, folder, environment, stdin, stdout and stderr through the socket, a process is forked that does with them
-what `python` does, and its exit code comes back. `warm` starts the process and writes the script.
+what `python` does, and its exit code comes back. Unlike `python` that process hears no signals: it is killed where the
+script is ended. And its packages are this checkout's, whatever the current folder holds. `warm` starts the process and
+writes the script.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
+
+from tests.harness.wheel import kept
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
@@ -50,7 +54,7 @@ def warm() -> Iterator[Path]:
         python.write_text(f"#!/bin/sh\nexec '{PYTHON}' -I -S '{ask}' \"$@\"\n")
         python.chmod(0o755)
         command = [PYTHON, "-m", __name__, str(path), str(python)]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        env = kept() | {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
         with subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
@@ -106,8 +110,11 @@ def _answer(connection: socket.socket) -> NoReturn:
     child = os.fork()
     if not child:
         _live(json.loads(b"".join(parts)), streams)
+    ended = os.pidfd_open(child)
+    if ended not in select.select([connection, ended], [], [])[0]:  # whoever asked is gone
+        os.kill(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    with contextlib.suppress(OSError):  # whoever asked may be gone
+    with contextlib.suppress(OSError):
         connection.sendall(code.to_bytes(4, "big", signed=True))
     os._exit(0)
 

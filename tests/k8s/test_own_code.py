@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from fl_engine.exchange.assignment import Assignment
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import Store
 from fl_engine.testing.own_package import SETS, write
+from fl_engine.training.guest import flushes_now
 from flexfleet.files.artifacts import RunFile
-from flexfleet.steps.answer import answer
+from flexfleet.steps.answer import answer, prepared
 from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.prepare import Resolved
@@ -123,6 +125,21 @@ def test_a_wheel_that_the_coordinator_did_not_sign_is_refused(told: Assignment) 
     with pytest.raises(ClientError, match=f"told of the code {other}, and the run's record names {told.code}"):
         answer(told.model_copy(update={"code": other}))
     assert not code.enabled(str(told.code))
+
+
+def test_a_pod_takes_denormal_numbers_as_the_run_s_record_says(told: Assignment) -> None:
+    for recorded in ({}, {"flush_denormal": True}, {"flush_denormal": False}):
+
+        def changed(key: str, value: bytes, recorded: dict[str, bool] = recorded) -> bytes:
+            if key != "site/run.json":
+                return value
+            run = json.loads(value)
+            del run["numerics"]["flush_denormal"]
+            return json.dumps({**run, "numerics": {**run["numerics"], **recorded}}).encode()
+
+        _, site = prepared(told, Tampered(told.open(), changed))  # type: ignore[arg-type]
+        assert site.numerics.flush_denormal is flushes_now() is recorded.get("flush_denormal", False)
+    code.disable()
 
 
 def test_an_owner_who_allows_nothing_is_obeyed(told: Assignment, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from fl_engine.aggregation.averaging import Mean
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.codecs.half import Half
+from fl_engine.core.types import FULL, Axis, ParamLayout, Slot
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.guest import flushes_now, guest
@@ -24,7 +26,7 @@ from flexfleet.steps.answer import _numerics
 
 @pytest.fixture(params=[True, False], ids=["zero", "kept"])
 def flush(request: pytest.FixtureRequest) -> bool:
-    prepare_process(("cpu",), request.param)
+    prepare_process(("cpu",), flush_denormal=request.param)
     return bool(request.param)
 
 
@@ -39,17 +41,30 @@ def test_all_threads_that_compute_have_the_setting_of_the_one_that_starts_them(f
     assert list(overlapped(store, 0, lambda _: flushes_now(), range(4))) == [flush] * 4
 
 
+def denormal(*shape: int) -> torch.Tensor:
+    """2^-130 everywhere, made of its bits: to fill a tensor with it would give zeros where it counts as zero."""
+    return torch.full(shape, 1 << 19, dtype=torch.int32).view(torch.float32)
+
+
 def test_forward_backward_and_optimiser_obey(flush: bool) -> None:
     layer = nn.Linear(16, 16, bias=False)
-    with torch.no_grad():
-        layer.weight.fill_(2.0**-130)
+    layer.weight = nn.Parameter(denormal(16, 16))
+    assert layer.weight.view(torch.int32).all(), "it begins with denormal numbers in either case"
     outputs = layer(torch.ones(4, 16))
-    assert bool(outputs.any()) is not flush
-    torch.autograd.backward((outputs * 2.0**-130).sum())
-    assert layer.weight.grad is not None and bool(layer.weight.grad.any()) is not flush
-    torch.optim.Adam(layer.parameters(), lr=0.0).step()
-    torch.optim.SGD(layer.parameters(), lr=2.0**-10).step()
-    assert bool(layer.weight.any()) is not flush
+    assert bool(outputs.view(torch.int32).any()) is not flush
+    torch.autograd.backward([outputs], [denormal(4, 16)])
+    gradient = layer.weight.grad
+    assert gradient is not None and bool(gradient.view(torch.int32).any()) is not flush
+    torch.optim.SGD([layer.weight], lr=1.0).step()
+    assert bool(layer.weight.view(torch.int32).any()) is not flush
+
+
+def test_server_averages_obey(flush: bool) -> None:
+    """In double precision these are normal numbers, so they become zero where they go back to float32."""
+    average = Mean({"w": torch.ones(3)}, ParamLayout({"g": 3}, {"w": Slot("b", (Axis("g"),))}))
+    for weight in (1.0, 3.0):
+        average.add({"w": denormal(3)}, FULL, weight)
+    assert bool(average.result()["w"].view(torch.int32).any()) is not flush
 
 
 def test_half_precision_keeps_its_own_denormal_numbers(flush: bool) -> None:
@@ -66,7 +81,7 @@ def test_half_precision_keeps_its_own_denormal_numbers(flush: bool) -> None:
 def test_a_host_gets_its_own_setting_back(flush: bool) -> None:
     with guest():
         assert not flushes_now(), "as a new process"
-        prepare_process(("cpu",), not flush)
+        prepare_process(("cpu",), flush_denormal=not flush)
         assert flushes_now() is not flush
     assert flushes_now() is flush
 
