@@ -72,7 +72,7 @@ LONG = {
     "docs": ("docs", "examples", "python"),
     "e2e": ("agents", "kill", "python310", "recipe", "wheel"),
     "flexfleet": ("dvc", "fedx", "init", "kinds", "regress", "small_twins", "stop_simulated", "tracking", "tune"),
-    "harness": ("attacks", "kills", "mutants"),
+    "harness": ("attacks", "kills", "mutants", "warm"),
     "k8s": (
         "backend",
         "codecs",

@@ -218,16 +218,27 @@ def _live(order: Mapping[str, Any], mains: Mapping[str, Callable[[list[str]], in
     from flexfleet.files import terminal as common
     from tests.harness import faults
 
-    code: Any = 0
-    try:
+    def work() -> None:
         for number, path in ((1, order["out"]), (2, order["err"])):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         os.environ.update(order["env"])
         os.chdir(order["cwd"])
         with faults.install(**order["faults"] or {}):
             common.run_main(lambda _: mains[order["main"]](order["argv"]))
+
+    lived(work)
+
+
+def lived(work: Callable[[], object]) -> NoReturn:
+    """What a forked process does, and its end as Python's own would be, but for what the parent has left to do at its
+    end."""
+    code: Any = 0
+    try:
+        work()
     except SystemExit as end:
         code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1

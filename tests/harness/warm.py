@@ -21,12 +21,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.harness.processes import lived, prepared
 from tests.harness.wheel import kept
 
 ROOT = Path(__file__).parents[2]
@@ -64,25 +65,22 @@ def warm() -> Iterator[Path]:
 # ------------------------------------------------------------------------------------------ inside the process
 def interpret(words: Sequence[str]) -> None:
     """Does in this process what `python *words` does."""
-    safe_path = words[:1] == ["-P"]
-    sys.path[:1] = [
-        *([] if safe_path else [os.getcwd()]),
-        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
-    ]
-    match list(words[safe_path:]):
-        case ["-m", module, *rest] if module.partition(".")[0] in PACKAGES:
-            sys.argv = [module, *rest]
+    here, rest = [os.getcwd()], list(words)
+    if rest[:1] == ["-P"]:
+        here, rest = [], rest[1:]
+    sys.path[:1] = [*here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    match rest:
+        case ["-m", module, *given] if module.partition(".")[0] in PACKAGES:
+            sys.argv = [module, *given]
             runpy.run_module(module, run_name="__main__")
-        case ["-c", text, *rest]:
-            sys.argv = ["-c", *rest]
+        case ["-c", text, *given]:
+            sys.argv = ["-c", *given]
             exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
         case _:
             os.execv(PYTHON, [PYTHON, *words])
 
 
 def _serve(path: str, python: str) -> None:
-    from tests.harness.processes import prepared
-
     prepared(Path(path).parent)
     import kfp.dsl.executor_main  # noqa: F401
 
@@ -109,7 +107,7 @@ def _answer(connection: socket.socket) -> NoReturn:
         left -= len(part)
     child = os.fork()
     if not child:
-        _live(json.loads(b"".join(parts)), streams)
+        lived(partial(_live, json.loads(b"".join(parts)), streams))
     ended = os.pidfd_open(child)
     if ended not in select.select([connection, ended], [], [])[0]:  # whoever asked is gone
         os.kill(child, signal.SIGKILL)
@@ -119,25 +117,13 @@ def _answer(connection: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def _live(order: dict[str, Any], streams: list[int]) -> NoReturn:
-    code: Any = 0
-    try:
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-        os.environ.clear()
-        os.environ.update(order["env"])
-        os.chdir(order["cwd"])
-        interpret(order["argv"])
-    except SystemExit as end:
-        code = end.code or 0
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)
+def _live(order: dict[str, Any], streams: list[int]) -> None:
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    os.environ.clear()
+    os.environ.update(order["env"])
+    os.chdir(order["cwd"])
+    interpret(order["argv"])
 
 
 if __name__ == "__main__":
