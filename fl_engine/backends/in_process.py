@@ -86,7 +86,7 @@ def prepare_process(devices: Sequence[str], *, flush_denormal: bool) -> None:
     says, for this thread and those that it will start. Raises EnvironmentFailure where the processor cannot do it."""
     settle()
     torch.set_num_threads(1)
-    if not torch.set_flush_denormal(flush_denormal):
+    if not torch.set_flush_denormal(flush_denormal) and flush_denormal:
         raise EnvironmentFailure(
             "this processor, or this build of torch, cannot count denormal numbers as zero: train on x86 or AArch64"
         )

@@ -45,9 +45,8 @@ from fl_engine.testing.tiny import (
     tiny_fleet,
     tiny_site,
 )
-from fl_engine.training.guest import flushes_now
 from fl_engine.training.lanes import can_run
-from fl_engine.training.numerics import SINGLE, Numerics
+from fl_engine.training.numerics import SINGLE, Numerics, flushes_now
 
 Make = Callable[[Site, Sequence[str]], Backend]
 
@@ -134,7 +133,7 @@ class BackendSuite:
     def test_denormal_weights_are_zero_or_stay_as_the_numerics_say(
         self, make: Make, numerics: Numerics, flush: bool
     ) -> None:
-        """In each thread and process that trains."""
+        """A backend calls `prepare_process` with what the site's numerics say, in each process that trains."""
         algorithm = AllLarge(training=replace(TRAINING, epochs=1, batch_size=100, fraction=1.0), eligible="all")
         site = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 110.0, 0.0) for c in range(4)))
         site = replace(site, numerics=replace(numerics, flush_denormal=flush))

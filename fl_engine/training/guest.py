@@ -13,6 +13,8 @@ from threading import current_thread, main_thread
 import numpy as np
 import torch
 
+from fl_engine.training.numerics import flushes_now
+
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
 
 _guest: ContextVar[bool] = ContextVar("guest", default=False)
@@ -21,11 +23,6 @@ _guest: ContextVar[bool] = ContextVar("guest", default=False)
 def is_guest() -> bool:
     """Whether settings that cannot be taken back are to be left alone, as those of the C library's heap."""
     return _guest.get()
-
-
-def flushes_now() -> bool:
-    """Whether this thread counts denormal numbers as zero. torch tells no more than how to set it."""
-    return not (torch.full((1,), 2.0**-140, dtype=torch.float32, device="cpu") * 1.0).any()
 
 
 @contextmanager

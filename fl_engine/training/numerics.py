@@ -185,14 +185,19 @@ def describe_noise() -> dict[str, Any]:
 
 
 def flushes(before: Mapping[str, Any] | None) -> bool:
-    """`flush_denormal` of a run; `before` are the numerics of the run that is resumed, which goes on as it began: one
-    of an earlier version without."""
+    """Whether a run counts denormal numbers as zero. `before`: the numerics that it has recorded; None: it is new. A
+    run of an earlier version, whose record says nothing of them, keeps them."""
     return before is None or bool(before.get("flush_denormal", False))
+
+
+def flushes_now() -> bool:
+    """Whether this thread counts denormal numbers as zero. torch can set that, but does not tell it."""
+    return not (torch.full((1,), 2.0**-140, dtype=torch.float32, device="cpu") * 1.0).any()
 
 
 def deciding(described: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of `describe` that the bits depend on. Whether the processor multiplies bfloat16 matters where one
-    trains in it. What an earlier version did not record of denormal numbers is that it kept them."""
+    trains in it. An earlier version recorded nothing of denormal numbers, and kept them."""
     on_cpu = "cpu" in described.get("devices", ()) and described.get("precision") in ("bf16", "amp")
     without = {"lanes"} if on_cpu else {"lanes", "cpu_bf16"}
     known = {**described, "flush_denormal": flushes(described)}

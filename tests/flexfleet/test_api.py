@@ -22,7 +22,7 @@ import flexfleet as ff
 from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
-from fl_engine.training.guest import flushes_now
+from fl_engine.training.numerics import flushes_now
 from flexfleet.api.asked import Default, config_of, name_of
 from flexfleet.api.errors import in_python
 from flexfleet.api.errors import told as in_a_call

@@ -24,7 +24,7 @@ from fl_engine.exchange import code
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.central import train_centrally
-from fl_engine.training.guest import flushes_now
+from fl_engine.training.numerics import flushes_now
 from flexfleet.config import load_config
 from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, Result
 from flexfleet.runs import central as runs_central

@@ -21,7 +21,7 @@ from fl_engine.datasets import DATASETS, fashion_mnist
 from fl_engine.models import export
 from fl_engine.rounds import round as rounds
 from fl_engine.storage.store import sha256
-from fl_engine.training.guest import flushes_now
+from fl_engine.training.numerics import flushes_now
 from flexfleet import commands
 from flexfleet.files.artifacts import PoolFile, RunFile
 from flexfleet.steps import evaluate

@@ -1,6 +1,6 @@
-"""Importing the pipelines' graphs in a second where kfp alone takes half a minute.
+"""Imports the pipelines' graphs without the twenty seconds that kfp takes for it in a process of the tests.
 
-Of every setting of a task kfp asks `inspect.stack` for the name of its caller. `inspect` looks for the source of each
+At every setting of a task kfp asks `inspect.stack` for the name of the caller. `inspect` looks for the source of each
 frame of the stack in all modules that are imported, and tests import thousands, with deep stacks.
 """
 
@@ -31,5 +31,5 @@ class Shallow(ModuleType):
 
 
 def quick() -> None:
-    """From now on, in this process."""
-    setattr(pipeline_task, "inspect", Shallow("inspect"))  # noqa: B010 - the module has no type hints
+    """From now on, graphs are imported quickly in this process."""
+    pipeline_task.inspect = Shallow("inspect")

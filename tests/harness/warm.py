@@ -1,5 +1,5 @@
 """`python` as a process that is forked from one that has imported everything: the imports of a `flexfleet` take five
-seconds, and the tests of the documentation and of the pipelines start some three hundred of them.
+seconds, and the pages of the documentation alone have more than a hundred of them.
 
 `python -m tests.harness.warm SOCKET PYTHON` is that process. PYTHON is a script that stands in for `python`: it sends
 its arguments, folder, environment, stdin, stdout and stderr through the socket, a process is forked that does with them

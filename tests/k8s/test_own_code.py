@@ -15,7 +15,7 @@ from fl_engine.exchange.assignment import Assignment
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import Store
 from fl_engine.testing.own_package import SETS, write
-from fl_engine.training.guest import flushes_now
+from fl_engine.training.numerics import flushes_now
 from flexfleet.files.artifacts import RunFile
 from flexfleet.steps.answer import answer, prepared
 from flexfleet.steps.federate import federate

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -15,11 +14,12 @@ from torch import nn
 from fl_engine.aggregation.averaging import Mean
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.codecs.half import Half
+from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import FULL, Axis, ParamLayout, Slot
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.testing.tiny import assert_same_bits
-from fl_engine.training.guest import flushes_now, guest
-from fl_engine.training.numerics import flushes
+from fl_engine.training.guest import guest
+from fl_engine.training.numerics import flushes, flushes_now
 from flexfleet.files.artifacts import RunFile
 from flexfleet.steps.answer import _numerics
 
@@ -86,12 +86,19 @@ def test_a_host_gets_its_own_setting_back(flush: bool) -> None:
     assert flushes_now() is flush
 
 
+def test_a_processor_that_cannot_is_refused_only_where_it_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda _: False)
+    with pytest.raises(EnvironmentFailure, match="cannot count denormal numbers as zero: train on x86 or AArch64"):
+        prepare_process(("cpu",), flush_denormal=True)
+    prepare_process(("cpu",), flush_denormal=False)
+
+
 def test_a_run_of_an_earlier_version_goes_on_as_it_began() -> None:
     assert flushes(None) and flushes({"flush_denormal": True})
     assert not flushes({"precision": "fp32"}) and not flushes({"flush_denormal": False})
 
 
-def test_clients_elsewhere_compute_as_the_run_s_record_says(tmp_path: Path) -> None:
+def test_clients_elsewhere_compute_as_the_run_s_record_says() -> None:
     known = {"strategy": "single", "lanes": 1, "precision": "fp32"}
     run = RunFile(run_id="a", token="t", config={}, numerics=known, pool_sha256="", partition_sha256="")
     assert not _numerics(run).flush_denormal, "an earlier version's"
