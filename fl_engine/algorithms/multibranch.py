@@ -65,7 +65,7 @@ from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, Index, NotNegative
 from fl_engine.core.search import Interval
-from fl_engine.core.slicing import count_macs, count_params
+from fl_engine.core.slicing import count_params
 from fl_engine.core.types import (
     LocalTask,
     Pick,
@@ -77,6 +77,7 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.core.widths import branch, exit_points, with_exits
+from fl_engine.core.workload import macs_of
 from fl_engine.selection import Selection, Uniform
 from fl_engine.selection.capacity import dispatched, holds
 from fl_engine.selection.tiers import tiers
@@ -187,7 +188,7 @@ def branching(family: ModelFamily, ends: tuple[str, ...], head_convs: tuple[int,
 def _cost(family: ModelFamily, end: str | None) -> tuple[int, int]:
     """Parameters and multiply-adds of a branch."""
     spec = branch(family, end)
-    return count_params(family, spec), count_macs(family, spec)
+    return count_params(family, spec), macs_of(family, spec)
 
 
 # ----------------------------------------------------------------------------------------------------- the tiers

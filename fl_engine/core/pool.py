@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import PoolError
-from fl_engine.core.slicing import contains, count_macs, count_params, full_shapes, runnable, shapes
+from fl_engine.core.slicing import contains, count_params, full_shapes, runnable, shapes
 from fl_engine.core.types import FULL, Params, Pool, PoolModel, SubmodelSpec
 from fl_engine.core.widths import check_cuttable
+from fl_engine.core.workload import macs_of
 
 Rule = Literal["closest", "authors"]
 
@@ -152,9 +153,10 @@ def solve_as_authors(
 ) -> tuple[float, SubmodelSpec]:
     """The published code's rule: first hit from above within 5 points, by the size of the prunable layers."""
     prefixes = tuple(prefix for layer in family.prunable() for prefix in layer.params)
+    layout, full = family.layout(), full_shapes(family)
 
     def prunable_size(spec: SubmodelSpec) -> int:
-        sizes = shapes(family.layout(), spec, full_shapes(family)).items()
+        sizes = shapes(layout, spec, full).items()
         return sum(math.prod(shape) for name, shape in sizes if name.startswith(prefixes))
 
     whole = prunable_size(FULL)
@@ -188,7 +190,7 @@ def member(
     """A pool model with its costs counted; `more` are further fields of `PoolModel`."""
     params = count_params(family, spec)
     share = params / count_params(family)
-    return PoolModel(name, spec, params, share, count_macs(family, spec), dispatched, reported, **more)
+    return PoolModel(name, spec, params, share, macs_of(family, spec), dispatched, reported, **more)
 
 
 def ascending(pool: Pool) -> Pool:

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.slicing import count_macs
-from fl_engine.core.types import LocalTask, SubmodelSpec
+from fl_engine.core.types import FULL, LocalTask, SubmodelSpec
 
 FORWARDS_PER_STEP = 3
 """A training step costs so many times the forward pass: a backward pass costs about two."""
@@ -60,7 +60,7 @@ def macs_per_sample(family: ModelFamily, task: LocalTask) -> float:
 
 
 @lru_cache(maxsize=1024)
-def macs_of(family: ModelFamily, spec: SubmodelSpec) -> int:
+def macs_of(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
     """`count_macs`, remembered by widths: which channels are kept does not matter."""
     layout = family.layout()
     return _macs(family, tuple((g, layout.width(spec, g)) for g in layout.groups), spec.blocks)

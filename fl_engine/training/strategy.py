@@ -16,8 +16,9 @@ from fl_engine.core import seeds
 from fl_engine.core.blank import blank
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.samples import Task
-from fl_engine.core.slicing import count_macs, count_params, initial_params, made_up
+from fl_engine.core.slicing import count_params, initial_params, made_up
 from fl_engine.core.types import FULL, SGD, LocalTask
+from fl_engine.core.workload import macs_of
 from fl_engine.training import local
 from fl_engine.training.lanes import can_run
 from fl_engine.training.numerics import Numerics, Precision
@@ -52,7 +53,7 @@ def choose(
     if precision == "fp16":
         return single
     capable = can_run(blank(family))
-    if not capable or 3 * count_macs(family) * batch_size > SMALL_STEP:
+    if not capable or 3 * macs_of(family) * batch_size > SMALL_STEP:
         return single
     if not _agrees(family, goal, batch_size, precision, devices[0]):
         log.warning("%s mixes channels in a layer without weights: clients train one at a time", type(family).__name__)
@@ -65,7 +66,7 @@ def batched(
 ) -> Numerics:
     """Numerics for training side by side, with the number of lanes that is quickest. That number does not change the
     bits."""
-    step = 3 * count_macs(family) * batch_size
+    step = 3 * macs_of(family) * batch_size
     lanes = min(clients, int(AT_ONCE // step), MOST_LANES, WEIGHTS_AT_ONCE // (4 * count_params(family)))
     if clients * step > WORTH_A_THREAD:
         lanes = min(lanes, -(-clients // len(devices)))
