@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from kfp import compiler
 
-from flexfleet.kubeflow.retarget import retarget
+from flexfleet.kubeflow.retarget import documents, retarget
 from pipelines.compare import comparison
 from pipelines.form import FIELDS
 from pipelines.nightly import nightly
@@ -35,7 +35,7 @@ def compiled(name: str) -> str:
         path = Path(scratch) / f"{name}.yaml"
         compiler.Compiler().compile(PIPELINES[name], str(path))
         text = path.read_text()
-    spec, *platform = yaml.safe_load_all(text)
+    spec, *platform = documents(text)
     form = spec["root"]["inputDefinitions"]["parameters"]
     for name, about in form.items():
         if (

@@ -47,10 +47,16 @@ def shipped(name: str) -> str:
     return resources.files("flexfleet.kubeflow").joinpath("compiled").joinpath(f"{name}.yaml").read_text("utf-8")
 
 
+def documents(text: str) -> list[Any]:
+    """What a compiled pipeline holds: its specification, and what of it only Kubernetes knows. Read with libyaml where
+    PyYAML has it, which takes a tenth of the time."""
+    return list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+
+
 def retarget(text: str, environment: Mapping[str, str]) -> str:
     """The same pipeline for the cluster that `environment` (FLEXFLEET_IMAGE, ...) describes; the same text if
     `environment` sets nothing, or if everything is set already. Raises ConfigError for a malformed value."""
-    spec, platform = yaml.safe_load_all(text)
+    spec, platform = documents(text)
     named = {default: environment.get(variable) or default for variable, default in SECRETS.items()}
     nodes = _pairs(environment.get("FLEXFLEET_TASK_NODES", ""))
     claim, ui = environment.get("FLEXFLEET_DATA_CLAIM"), environment.get("FLEXFLEET_KUBEFLOW_UI")

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fl_engine import __version__
 from fl_engine.core.errors import ConfigError, nearest
 from flexfleet.config.passwords import no_passwords
-from flexfleet.kubeflow.retarget import names, retarget, shipped
+from flexfleet.kubeflow.retarget import documents, names, retarget, shipped
 from flexfleet.kubeflow.server import connected, link, pages
 
 
@@ -39,7 +37,7 @@ def form(name: str) -> dict[str, Any]:
     """The parameters of a pipeline, with their defaults. Raises ConfigError for one that is not shipped."""
     if name not in names():
         raise ConfigError(f"no pipeline is named {name!r}{nearest(name, names())}: {', '.join(names())}")
-    spec = next(yaml.safe_load_all(shipped(name)))
+    spec, *_ = documents(shipped(name))
     given: dict[str, Any] = spec["root"]["inputDefinitions"]["parameters"]
     return {name: about.get("defaultValue") for name, about in given.items()}
 

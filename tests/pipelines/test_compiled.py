@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import yaml
 from google.protobuf import json_format
 from kfp import dsl
 from kfp.components import load_component_from_text
@@ -28,7 +27,7 @@ from fl_engine.models import MODELS
 from flexfleet.config import Config, PartitionConfig, flatten
 from flexfleet.config.document import about
 from flexfleet.config.overrides import PARAMETERS, STUDY, comparison_from, config_from
-from flexfleet.kubeflow.retarget import retarget, shipped
+from flexfleet.kubeflow.retarget import documents, retarget, shipped
 from pipelines.compile import COMPILED, PIPELINES
 from pipelines.shared import COORDINATOR_KEYS, S3_KEYS
 
@@ -52,13 +51,13 @@ def test_checked_in_files_are_current_and_compiling_imports_nothing_heavy(hash_s
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_image_is_chosen_in_one_place(name: str) -> None:
-    spec, _ = yaml.safe_load_all(retarget(shipped(name), {"FLEXFLEET_IMAGE": "here/python:1"}))
+    spec, _ = documents(retarget(shipped(name), {"FLEXFLEET_IMAGE": "here/python:1"}))
     executors = spec["deploymentSpec"]["executors"]
     assert {e["container"]["image"] for e in executors.values()} == {"here/python:1"}
 
 
 def root_of(name: str) -> dict[str, Any]:
-    spec: dict[str, Any] = next(yaml.safe_load_all((COMPILED / f"{name}.yaml").read_text()))
+    spec: dict[str, Any] = documents((COMPILED / f"{name}.yaml").read_text())[0]
     return spec["root"]  # type: ignore[no-any-return]
 
 
@@ -84,7 +83,7 @@ def form_of(root: dict[str, Any]) -> dict[str, Any]:
 def test_choices_are_offered_as_such_and_parse(name: str) -> None:
     known = get_args(PartitionConfig.model_fields["rule"].annotation)
     text = (COMPILED / f"{name}.yaml").read_text()
-    spec = json_format.ParseDict(next(yaml.safe_load_all(text)), PipelineSpec())
+    spec = json_format.ParseDict(documents(text)[0], PipelineSpec())
     if name != "nightly":  # its suite says how the data are cut
         literals = spec.root.input_definitions.parameters["partition_rule"].literals
         assert tuple(each.string_value for each in literals) == known
@@ -149,7 +148,7 @@ def test_nothing_is_cached_and_all_but_the_quick_first_task_is_retried(root: dic
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_tasks_get_the_credentials_of_the_secret_and_know_their_image(name: str) -> None:
-    spec, platform = yaml.safe_load_all((COMPILED / f"{name}.yaml").read_text())
+    spec, platform = documents((COMPILED / f"{name}.yaml").read_text())
     executors = spec["deploymentSpec"]["executors"]
     settings = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     assert settings.keys() == executors.keys()
@@ -176,7 +175,7 @@ def test_tasks_get_the_credentials_of_the_secret_and_know_their_image(name: str)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_tasks_run_as_nobody_and_say_what_they_take_of_a_node(name: str) -> None:
     """Namespaces that enforce `restricted` want the one said, quotas the other."""
-    spec, platform = yaml.safe_load_all((COMPILED / f"{name}.yaml").read_text())
+    spec, platform = documents((COMPILED / f"{name}.yaml").read_text())
     for key, executor in spec["deploymentSpec"]["executors"].items():
         settings = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"][key]
         assert settings["securityContext"] == {"runAsNonRoot": True}
@@ -186,7 +185,7 @@ def test_tasks_run_as_nobody_and_say_what_they_take_of_a_node(name: str) -> None
 
 def test_what_tasks_take_of_a_node_is_chosen_for_a_cluster() -> None:
     given = {"FLEXFLEET_TASK_CPU": "100m:1", "FLEXFLEET_TASK_MEMORY": "2Gi", "FLEXFLEET_TRAIN_GPU": "nvidia.com/gpu=2"}
-    spec = next(yaml.safe_load_all(retarget(shipped("train"), given)))
+    spec = documents(retarget(shipped("train"), given))[0]
     found = {key: each["container"]["resources"] for key, each in spec["deploymentSpec"]["executors"].items()}
     small = {"resourceCpuRequest": "100m", "resourceCpuLimit": "1", "resourceMemoryRequest": "2Gi"}
     assert found["exec-report"].items() >= (small | {"resourceMemoryLimit": "2Gi"}).items()
@@ -196,7 +195,7 @@ def test_what_tasks_take_of_a_node_is_chosen_for_a_cluster() -> None:
 
 def test_a_description_names_what_there_is() -> None:
     for name in PIPELINES:
-        text = next(yaml.safe_load_all((COMPILED / f"{name}.yaml").read_text()))["pipelineInfo"]["description"]
+        text = documents((COMPILED / f"{name}.yaml").read_text())[0]["pipelineInfo"]["description"]
         assert all(", ".join(sorted(each)) in text for each in (ALGORITHMS, DATASETS, MODELS))
         assert "Change first: " in text
         example = json.loads(re.search(r"dotted names: (\{.*\})\. All", text)[1])  # type: ignore[index]
@@ -210,7 +209,7 @@ def test_nodes_data_and_the_secret_are_chosen_for_a_cluster() -> None:
     given = {"FLEXFLEET_TASK_NODES": "kubernetes.io/arch=amd64,disk=fast", "FLEXFLEET_DATA_CLAIM": "sets"}
     given |= {"FLEXFLEET_KUBEFLOW_UI": "https://kubeflow"}
     given |= {f"FLEXFLEET_{what}_SECRET": f"my-{what}" for what in ("S3", "MLFLOW", "TUNE")}
-    spec, platform = yaml.safe_load_all(retarget(shipped("tune"), given))
+    spec, platform = documents(retarget(shipped("tune"), given))
     executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     for key, settings in executors.items():
         assert settings["nodeSelector"]["labels"] == {"kubernetes.io/arch": "amd64", "disk": "fast"}
@@ -234,7 +233,7 @@ def test_nothing_said_changes_nothing(name: str) -> None:
 def test_a_task_that_trains_is_told_by_what_it_was_compiled_with() -> None:
     """The SDK's own numbers for the same amounts."""
     given = {"FLEXFLEET_TRAIN_CPU": "1500m:8", "FLEXFLEET_TRAIN_MEMORY": "500Mi:3G"}
-    spec = next(yaml.safe_load_all(retarget(shipped("train"), given)))
+    spec = documents(retarget(shipped("train"), given))[0]
     found = spec["deploymentSpec"]["executors"]["exec-federate"]["container"]["resources"]
 
     one = load_component_from_text("{name: one, implementation: {container: {image: python, command: [python]}}}")
@@ -273,7 +272,7 @@ def test_the_form_of_a_comparison_is_the_embedded_job_too(comparison: dict[str, 
 
 
 def test_a_comparison_is_one_flat_loop(comparison: dict[str, Any]) -> None:
-    spec = next(yaml.safe_load_all((COMPILED / "compare.yaml").read_text()))
+    spec = documents((COMPILED / "compare.yaml").read_text())[0]
     tasks = comparison["dag"]["tasks"]
     assert tasks.keys() == {"prepare", "for-loop-1", "compare"}
     assert "prepare" in tasks["for-loop-1"]["dependentTasks"]
@@ -296,7 +295,7 @@ def test_the_form_of_a_study_is_the_embedded_job_too() -> None:
 
 
 def test_a_study_is_a_loop_over_its_workers() -> None:
-    spec = next(yaml.safe_load_all((COMPILED / "tune.yaml").read_text()))
+    spec = documents((COMPILED / "tune.yaml").read_text())[0]
     tasks = spec["root"]["dag"]["tasks"]
     (loop,) = [name for name in tasks if name.startswith("for-loop")]
     assert tasks.keys() == {"prepare", loop, "report"}

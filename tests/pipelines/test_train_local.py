@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from flexfleet.config import load_config
 from flexfleet.config.overrides import config_from
 from flexfleet.files.artifacts import EvaluationFile, History, Result
+from flexfleet.kubeflow.retarget import documents
 from flexfleet.runs.whole import run
 from flexfleet.steps.federate import federate
 from flexfleet.steps.prepare import Resolved
@@ -109,7 +109,7 @@ def test_the_full_models_confusion_matrix_is_the_evaluations(ran: Ran) -> None:
 def test_artifacts_tell_what_they_are(ran: Ran) -> None:
     """On the UI's pages of artifacts and of runs beside each other."""
 
-    spec = next(yaml.safe_load_all((COMPILED / "train.yaml").read_text()))
+    spec = documents((COMPILED / "train.yaml").read_text())[0]
 
     def metadata(task: str, name: str) -> tuple[str, dict[str, Any]]:
         told = json.loads((ran.tasks / task / "executor_output.json").read_text())
@@ -199,7 +199,7 @@ def test_a_bad_parameter_fails_in_the_first_task_with_the_clear_error(
 
 def executed(name: str, parameters: dict[str, Any], folder: Path) -> subprocess.CompletedProcess[str]:
     """A task of the compiled pipeline as Kubeflow's launcher starts it."""
-    spec = next(yaml.safe_load_all((COMPILED / "train.yaml").read_text()))
+    spec = documents((COMPILED / "train.yaml").read_text())[0]
     component, container = spec["components"][f"comp-{name}"], spec["deploymentSpec"]["executors"][f"exec-{name}"]
     artifacts = {
         each: {"artifacts": [{"name": each, "type": about["artifactType"], "uri": str(folder / each), "metadata": {}}]}
@@ -215,7 +215,7 @@ def executed(name: str, parameters: dict[str, Any], folder: Path) -> subprocess.
 
 
 def test_every_mistake_of_a_form_is_in_one_last_line(tmp_path: Path) -> None:
-    form = next(yaml.safe_load_all((COMPILED / "train.yaml").read_text()))["root"]["inputDefinitions"]["parameters"]
+    form = documents((COMPILED / "train.yaml").read_text())[0]["root"]["inputDefinitions"]["parameters"]
     wrong = {"clients": 0, "algorithm": "flexflx", "dataset": "digit", "advanced": {"seed": 3}, "job_id": "j"}
     done = executed("partition", {name: each["defaultValue"] for name, each in form.items()} | wrong, tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
