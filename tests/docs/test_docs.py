@@ -15,7 +15,8 @@ from typing import Any
 import boto3.session
 import pytest
 import yaml
-from moto.server import ThreadedMotoServer
+
+from tests.harness.moto_server import moto
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("flexfleet", "python", "kubectl", "docker", "kind", "kustomize", "dvc", "make", "mlflow", "pytest")
@@ -30,16 +31,12 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """A server with the files that the cluster's first run leaves."""
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
-    host, port = moto.get_host_and_port()
-    session = boto3.session.Session("k", "s", region_name="us-east-1")
-    client = session.client("s3", endpoint_url=f"http://{host}:{port}")
-    client.create_bucket(Bucket="flexfleet")
-    for name in ("model.safetensors", "report.html", "result.json"):
-        client.put_object(Bucket="flexfleet", Key=f"runs/first-run/{name}", Body=b"{}")
-    yield f"http://{host}:{port}"
-    moto.stop()
+    with moto() as endpoint:
+        client = boto3.session.Session("k", "s", region_name="us-east-1").client("s3", endpoint_url=endpoint)
+        client.create_bucket(Bucket="flexfleet")
+        for name in ("model.safetensors", "report.html", "result.json"):
+            client.put_object(Bucket="flexfleet", Key=f"runs/first-run/{name}", Body=b"{}")
+        yield endpoint
 
 
 @pytest.fixture

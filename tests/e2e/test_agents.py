@@ -13,13 +13,14 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import boto3.session
 import pytest
-from moto.server import ThreadedMotoServer
 
 from fl_engine.exchange.letters import Beat, Invitation, Letter
 from fl_engine.storage.store import FolderStore, Store
+from tests.harness.moto_server import moto
 
 SLOW = ("--faults", "slow=1x30")
 """Each client really sleeps for a while after it has trained, so that an order can be met half-way."""
@@ -231,17 +232,13 @@ class Way:
 
 @pytest.fixture
 def bucket() -> Iterator[tuple[Any, tuple[str, int], dict[str, str]]]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
     keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
-    env = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "FLEXFLEET_S3_UNCHECKED": "1", **keys}
-    s3 = boto3.session.Session("k", "s", region_name="us-east-1").client("s3", endpoint_url=env["AWS_ENDPOINT_URL"])
-    s3.create_bucket(Bucket="runs")
-    try:
-        yield s3, (host, port), env
-    finally:
-        server.stop()
+    with moto() as endpoint:
+        s3 = boto3.session.Session("k", "s", region_name="us-east-1").client("s3", endpoint_url=endpoint)
+        s3.create_bucket(Bucket="runs")
+        env = {"AWS_ENDPOINT_URL": endpoint, "FLEXFLEET_S3_UNCHECKED": "1", **keys}
+        url = urlsplit(endpoint)
+        yield s3, (url.hostname, url.port), env
 
 
 def test_a_device_that_is_cut_off_half_way_through_an_order(

@@ -199,7 +199,7 @@ def elsewhere() -> Iterator[tuple[str, list[str]]]:
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}", asked
     server.shutdown()
     server.server_close()

@@ -13,7 +13,6 @@ from typing import Any
 import boto3.session
 import numpy as np
 import pytest
-from moto.server import ThreadedMotoServer
 
 from fl_engine.aggregation import privacy
 from fl_engine.backends.kubernetes.cluster import Cluster
@@ -29,6 +28,7 @@ from flexfleet.steps import partition as partition_module
 from flexfleet.steps import pretrain as pretrain_module
 from flexfleet.steps.keys import BEFORE, SIZE, InSecret, InStore
 from flexfleet.steps.prepare import Resolved
+from tests.harness.moto_server import moto
 from tests.k8s import fake
 
 OLD = bytes(range(SIZE))
@@ -264,19 +264,16 @@ def model(out: Path) -> bytes:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Buckets `runs` and `safe`, and credentials for each. (All of moto's servers share what they hold.)"""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    """Buckets `runs` and `safe`, and credentials for each."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "runs")
         monkeypatch.setenv(f"FLEXFLEET_SECRETS_{name}", "safe")
-    client = boto3.session.Session(region_name="us-east-1").client("s3")
-    for name in ("runs", "safe"):
-        client.create_bucket(Bucket=name)
-    yield client
-    server.stop()
+    with moto() as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        client = boto3.session.Session(region_name="us-east-1").client("s3")
+        for name in ("runs", "safe"):
+            client.create_bucket(Bucket=name)
+        yield client
 
 
 def objects_of(client: Any, bucket: str) -> dict[str, bytes]:

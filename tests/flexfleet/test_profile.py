@@ -9,7 +9,6 @@ from typing import Any
 import boto3.session
 import pytest
 import yaml
-from moto.server import ThreadedMotoServer
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.core.slicing import count_params
@@ -25,6 +24,7 @@ from flexfleet.config import load_config
 from flexfleet.runs import profile as device
 from flexfleet.steps.prepare import Resolved
 from tests.conftest import MemoryStore
+from tests.harness.moto_server import moto
 from tests.laws.test_power import board, ina
 
 WATTS = 6.0
@@ -35,13 +35,10 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("FLEXFLEET_S3_UNCHECKED", "1")  # moto holds nobody to what is signed
-    server = ThreadedMotoServer("127.0.0.1", 0)
-    server.start()
-    endpoint = f"http://127.0.0.1:{server._server.port}"  # type: ignore[union-attr]
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    boto3.session.Session().client("s3", region_name="us-east-1").create_bucket(Bucket="runs")
-    yield "run.remote=s3://runs/x"
-    server.stop()
+    with moto() as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        boto3.session.Session().client("s3", region_name="us-east-1").create_bucket(Bucket="runs")
+        yield "run.remote=s3://runs/x"
 
 
 def test_the_entry_says_what_the_device_does_and_a_run_takes_it(

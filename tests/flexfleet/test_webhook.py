@@ -30,7 +30,7 @@ def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
             """Quiet."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setenv(webhook.VARIABLE, f"http://127.0.0.1:{server.server_port}/hooks/pl4nted")
     yield found
     server.shutdown()

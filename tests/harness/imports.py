@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +20,13 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path, functions: bool = False) -> Iterator[str]:
+@cache
+def imports(path: Path, functions: bool = False) -> tuple[str, ...]:
     """Dotted names that a module imports when it is imported (with `functions`: also later)."""
+    return tuple(_imports(path, functions))
+
+
+def _imports(path: Path, functions: bool) -> Iterator[str]:
 
     def walk(node: ast.AST) -> Iterator[ast.AST]:
         for child in ast.iter_child_nodes(node):

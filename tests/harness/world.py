@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import subprocess
@@ -224,20 +223,17 @@ def missing(store: str) -> str | None:
 @contextmanager
 def _moto(_: Path) -> Iterator[dict[str, str]]:
     import moto.s3.models
-    from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
+    from tests.harness import moto_server
+
     smallest, moto.s3.models.S3_UPLOAD_PART_MIN_SIZE = moto.s3.models.S3_UPLOAD_PART_MIN_SIZE, 1
     try:
         keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
-        # moto does not check signatures.
-        yield {"AWS_ENDPOINT_URL": f"http://{host}:{port}", **keys, "FLEXFLEET_S3_UNCHECKED": "1"}
+        with moto_server.moto() as endpoint:
+            # moto does not check signatures.
+            yield {"AWS_ENDPOINT_URL": endpoint, **keys, "FLEXFLEET_S3_UNCHECKED": "1"}
     finally:
         moto.s3.models.S3_UPLOAD_PART_MIN_SIZE = smallest
-        server.stop()
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from typing import Any
 
 import boto3.session
 import pytest
-from moto.server import ThreadedMotoServer
 
 from fl_engine.exchange.assignment import Assignment
 from fl_engine.storage.checkpoints import Checkpoints, Row
@@ -26,6 +25,7 @@ from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
+from tests.harness.moto_server import moto
 
 
 def _load(name: str) -> ModuleType:
@@ -49,22 +49,17 @@ def tiny(quick: tuple[str, ...]) -> tuple[str, ...]:
 def s3() -> Iterator[str]:
     """An S3 server with the bucket `runs`; gives its address. Credentials come from the environment, which is as it was
     for the tests of the next file."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
     given = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
         "AWS_ACCESS_KEY_ID": "somebody",
         "AWS_SECRET_ACCESS_KEY": "something",
         "AWS_DEFAULT_REGION": "us-east-1",
         "FLEXFLEET_S3_UNCHECKED": "1",  # moto holds nobody to what is signed
     }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in given.items():
+    with moto() as endpoint, pytest.MonkeyPatch.context() as patch:
+        for name, value in {"AWS_ENDPOINT_URL": endpoint, **given}.items():
             patch.setenv(name, value)
         boto3.session.Session().client("s3").create_bucket(Bucket="runs")
-        yield given["AWS_ENDPOINT_URL"]
-    server.stop()
+        yield endpoint
 
 
 @pytest.fixture

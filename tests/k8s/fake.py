@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
-import kubernetes_validate
 import yaml
+
+from tests.k8s import valid
 
 Resource = dict[str, Any]
 VERSION = "1.33"
@@ -464,7 +465,7 @@ def telling(resources: Iterable[Resource]) -> list[Resource]:
 
 def validate(kind: str, body: Resource) -> None:
     assert body["kind"] == KINDS[kind]
-    kubernetes_validate.validate(body, VERSION, strict=True)
+    valid.validate(body, VERSION)
 
 
 def quantity(text: str) -> int:
@@ -530,7 +531,7 @@ def serving(cluster: Cluster) -> Iterator[Path]:
             """Quiet."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     config = {
         "apiVersion": "v1",
         "kind": "Config",

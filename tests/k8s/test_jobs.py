@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -21,6 +20,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import SubmodelSpec, WorkOrder
 from fl_engine.exchange.letters import Name
 from fl_engine.fleet import devices
+from tests.k8s import valid
 
 BASE = Path(__file__).parents[2] / "k8s" / "base"
 VERSIONS = ("1.33", "1.37")
@@ -32,17 +32,20 @@ def orders(clients: list[int]) -> list[WorkOrder]:
     return [WorkOrder(3, client, SubmodelSpec(), {}, 0, 0) for client in clients]
 
 
+TEMPLATE = jobs.template(None)
+
+
 def made(options: KubernetesConfig, clients: list[int], run_id: str = "My Run_1") -> list[dict[str, Any]]:
     run = jobs.run_label(run_id, "s3://runs/x")
     found = jobs.groups(orders(clients), FLEET, options)
-    return [jobs.job(jobs.template(None), options, run, 3, group, 0, OWNER, "/data") for group in found]
+    return [jobs.job(TEMPLATE, options, run, 3, group, 0, OWNER, "/data") for group in found]
 
 
 @pytest.mark.parametrize("path", sorted(set(BASE.glob("*.yaml")) - {BASE / "kustomization.yaml"}), ids=lambda p: p.name)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_manifest_is_valid(path: Path, version: str) -> None:
     for document in yaml.safe_load_all(path.read_text()):
-        kubernetes_validate.validate(document, version, strict=True)
+        valid.validate(document, version)
 
 
 POOLS = st.builds(
@@ -82,10 +85,10 @@ def test_every_job_is_valid_and_names_each_client_once(
         tiers = {FLEET[client].tier for pod in jobs.pods_of(job) for client in pod}
         assert tiers == {job["metadata"]["labels"]["flexfleet.io/tier"]}
         assert job["spec"]["completions"] == len(jobs.pods_of(job)) and jobs.attempt_of(job) == 0
-        kubernetes_validate.validate(job, "1.33", strict=True)
+        valid.validate(job, "1.33")
         job["metadata"]["uid"] = "3e2b"
         secret = jobs.secret(job, ["{}"] * job["spec"]["completions"], "{}")
-        kubernetes_validate.validate(secret, "1.33", strict=True)
+        valid.validate(secret, "1.33")
         _restricted(
             job["spec"]["template"]["spec"], any((each or "").startswith("host:") for each in (data, state_key))
         )
@@ -219,9 +222,9 @@ def test_every_job_of_pods_that_stay_is_valid_and_its_pods_names_are_those_of_de
     group = jobs.Group(tier, ((),) * pods, 0 if host is None else 12_345, host)
     options = KubernetesConfig(lifetime="run", silence_s=600, recycle=50)
     run = jobs.run_label(run_id, "s3://runs/x")
-    job = jobs.job(jobs.template(None), options, run, None, group, attempt, OWNER, "/data")
+    job = jobs.job(TEMPLATE, options, run, None, group, attempt, OWNER, "/data")
     for version in VERSIONS:
-        kubernetes_validate.validate(job, version, strict=True)
+        valid.validate(job, version)
     name = job["metadata"]["name"]
     assert len(name) <= 57 and TypeAdapter(Name).validate_python(f"{name}-{pods - 1}")
     spec = job["spec"]

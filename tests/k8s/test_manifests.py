@@ -12,12 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
 from fl_engine.backends.kubernetes import jobs
 from flexfleet.config import load_config
+from tests.k8s import valid
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = ("kind", "cluster", "edge")
@@ -51,13 +51,13 @@ def pods(resources: list[Resource]) -> Iterator[tuple[str, Resource]]:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_overlays_are_valid(overlay: str, version: str) -> None:
     for resource in rendered(overlay):
-        kubernetes_validate.validate(resource, version, strict=True)
+        valid.validate(resource, version)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_first_run_is_valid_and_its_settings_are(version: str) -> None:
     job = first_run()
-    kubernetes_validate.validate(job, version, strict=True)
+    valid.validate(job, version)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     config = load_config(None, [word.removeprefix("--set=") for word in container["args"]])
     assert (config.run.backend, config.run.remote) == ("kubernetes", "s3://flexfleet/runs")

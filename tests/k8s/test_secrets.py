@@ -18,7 +18,6 @@ from typing import Any
 
 import boto3.session
 import pytest
-from moto.server import ThreadedMotoServer
 
 from fl_engine.aggregation import privacy
 from fl_engine.core.errors import masked
@@ -27,6 +26,7 @@ from flexfleet.config import load_config, public
 from flexfleet.files import terminal as common
 from flexfleet.tracking import record as track
 from tests.harness.mlflow_server import serving
+from tests.harness.moto_server import moto
 from tests.k8s import fake
 
 PASSWORD = "pl4nted/pa@ss"
@@ -251,15 +251,12 @@ BUCKET = "looked-through"
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A bucket of a server that takes the planted credentials."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
     monkeypatch.setenv("FLEXFLEET_S3_UNCHECKED", "1")  # moto holds nobody to what is signed
-    client = boto3.session.Session().client("s3")
-    client.create_bucket(Bucket=BUCKET)
-    yield client
-    server.stop()
+    with moto() as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        client = boto3.session.Session().client("s3")
+        client.create_bucket(Bucket=BUCKET)
+        yield client
 
 
 def objects_of(client: Any) -> dict[str, bytes]:

@@ -15,7 +15,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import kfp_server_api
-import yaml
+
+from flexfleet.kubeflow.retarget import documents
 
 API = "/apis/v2beta1"
 
@@ -171,7 +172,7 @@ class Kubeflow:
 
     def _uploaded(self, body: bytes) -> dict[str, Any]:
         text = body.split(b"\r\n\r\n", 1)[1].rsplit(b"\r\n--", 1)[0]
-        spec, platform = yaml.safe_load_all(text)
+        spec, platform = documents(text)
         assert spec["schemaVersion"] and platform["platforms"]
         return {"pipeline_spec": spec, "platform_spec": platform}
 
@@ -205,6 +206,6 @@ def serving() -> Iterator[tuple[Kubeflow, str]]:
             """Quiet."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield found, f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

@@ -13,7 +13,6 @@ from typing import Any
 import boto3.session
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.rounds.ledger import ledger_in
@@ -22,6 +21,7 @@ from fl_engine.storage.places import open_store
 from flexfleet.kubeflow import follow as following
 from flexfleet.kubeflow.submit import submit
 from flexfleet.tracking.trackers import MLflow
+from tests.harness.moto_server import moto
 from tests.pipelines.kubeflow import task
 
 METRICS = {"avg": 0.5, "full": 0.6, "train_loss": 1.5, "clients_trained": 3.0, "clients_pruned": 0.0,
@@ -220,16 +220,12 @@ def test_a_run_that_the_server_does_not_know(kubeflow: tuple[Any, str]) -> None:
 # --------------------------------------------------------------------------------------------------------- the rounds
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Any:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    given = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s",
-             "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    boto3.session.Session().client("s3").create_bucket(Bucket="runs")
-    yield "s3://runs/all"
-    server.stop()
+    given = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1"}
+    with moto() as endpoint:
+        for name, value in {"AWS_ENDPOINT_URL": endpoint, **given}.items():
+            monkeypatch.setenv(name, value)
+        boto3.session.Session().client("s3").create_bucket(Bucket="runs")
+        yield "s3://runs/all"
 
 
 class Growing(list[dict[str, Any]]):

@@ -88,7 +88,7 @@ def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
             """Quiet."""
 
     listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True).start()
     found.address = f"http://127.0.0.1:{listener.server_port}"
     yield found
     listener.shutdown()

@@ -80,7 +80,7 @@ def gate(server: str) -> Iterator[Gate]:
             """Quiet."""
 
     listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True).start()
     found.address = f"http://127.0.0.1:{listener.server_port}"
     yield found
     listener.shutdown()
@@ -255,7 +255,7 @@ KMS = {"x-amz-server-side-encryption": "aws:kms"}
 def test_an_upload_that_was_damaged_on_the_way_is_sent_again(plan: list[dict[str, str]], sends: int | None) -> None:
     _Stored.plan = list(plan)
     listener = ThreadingHTTPServer(("127.0.0.1", 0), _Stored)
-    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True).start()
     url = f"http://127.0.0.1:{listener.server_port}/"
     urls = UrlStore({}, {"update": Upload(verb="POST", url=url, fields={"key": "update"}, size=5)})
     try:

@@ -137,7 +137,7 @@ def test_an_upload_that_is_sent_again_begins_anew(verb: s3.Verb) -> None:
         def log_message(self, *_: object) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/"
         UrlStore({}, {"update": s3.Upload(verb=verb, url=url, fields={"key": "update"}, size=10**6)}).put(
             "update", whole
@@ -208,7 +208,7 @@ class _Broken(BaseHTTPRequestHandler):
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(s3.time, "sleep", lambda _: None)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Broken)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     for name, value in {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}.items():
         monkeypatch.setenv(name, value)
     yield f"http://127.0.0.1:{server.server_port}"
