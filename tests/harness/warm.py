@@ -122,6 +122,7 @@ def _live(order: dict[str, Any], streams: list[int]) -> None:
         os.dup2(stream, number)
     os.environ.clear()
     os.environ.update(order["env"])
+    os.environ.setdefault("MKL_CBWR", "AUTO")  # as importing fl_engine does
     os.chdir(order["cwd"])
     interpret(order["argv"])
 

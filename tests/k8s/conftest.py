@@ -63,9 +63,9 @@ def s3() -> Iterator[str]:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A fake cluster that KUBECONFIG points to."""
-    found = fake.Cluster(tmp_path / "cluster")
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path) -> Iterator[Any]:
+    """A fake cluster that KUBECONFIG points to. Its pods are processes, forked from one that has imported all."""
+    found = fake.Cluster(tmp_path / "cluster", python=str(python))
     with fake.serving(found) as kubeconfig:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
         monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)

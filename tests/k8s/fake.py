@@ -67,7 +67,9 @@ def start(command: list[str], env: dict[str, str], log: Path) -> Process:
 class Cluster:
     folder: Path
     image: str | None = None
-    """The kubelet runs pods in containers of this image; None: as processes, with this interpreter."""
+    """The kubelet runs pods in containers of this image; None: as processes."""
+    python: str = sys.executable
+    """What runs a process where the pod's command says `python`."""
     cgroup: dict[str, str] = field(default_factory=dict)
     """Files of each pod's cgroup beside its limit."""
     script: Script = runs
@@ -381,7 +383,7 @@ class Cluster:
             )
         told_at = "/etc/flexfleet/assignment.json"
         if self.image is None:
-            here = {"python": sys.executable, told_at: str(place / "assignment.json")}
+            here = {"python": self.python, told_at: str(place / "assignment.json")}
             command = [here.get(word, word) for word in (*container["command"], *container.get("args", ()))]
         else:
             del env["PATH"], env["FLEXFLEET_CGROUP"], env["FLEXFLEET_PROC"]

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ def test_a_run_goes_on_elsewhere_after_its_end_with_the_store_and_the_cluster_al
 def test_a_run_has_the_bits_of_one_without_a_cluster_and_leaves_nothing(
     cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, expected: Expected, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also: every call is one that the Role allows, and every phase's seconds are told."""
+    """Also: every call is one that the Role allows, and every phase's seconds are told. Here pods start new
+    interpreters, as they do in a cluster."""
+    cluster.python = sys.executable
     caplog.set_level("INFO")
     out = rounds("plain", *remote, "rounds.stop=2")
     assert model(out) == expected(2), "\n".join(cluster.logs)
