@@ -8,9 +8,10 @@ and with Dirichlet 0.5; AEP, with Dirichlet 0.5; wrong labels on Fashion-MNIST a
 MNIST; what HeteroFL and ScaleFL add, and what FlexFL loses without a part, each in a comparison of equal selection;
 FlexFL and HeteroFL with VGG16, and FlexFL with other APoZ there; FedX and its rivals on CIFAR-10, its share of medium
 devices, and its seconds on Tiny-ImageNet; FlexFL in few bits; the next characters of Shakespeare's roles, with a
-Transformer and with an LSTM; FedRolex and HeteroFL at high heterogeneity; and AEP at the scale of FedAIoT's authors;
-the last two with a comparison for each seed, and FedOPT on AEP for fewer rounds. On two cores that takes twelve hours,
-and AEP at full scale three more for each of three seeds.
+Transformer and with an LSTM; FedRolex and HeteroFL at high heterogeneity, with three rates on a seed of their own and
+with one rate on others; and AEP at the scale of FedAIoT's authors; the last two with a comparison for each seed, and
+FedOPT on AEP for fewer rounds. On two cores that takes twelve hours, and AEP at full scale three more for each of three
+seeds.
 Writes docs/evidence/: tables.md, results.json (each comparison's command and numbers) and a drawing of each comparison.
 """
 
@@ -345,6 +346,7 @@ DIRICHLET = ("partition.rule=dirichlet", "partition.alpha=0.3")
 IID = ("partition.rule=iid",)
 TEN = ("partition.clients=10", "training.fraction=0.4")
 HALF = ("partition.rule=dirichlet", "partition.alpha=0.5")
+ROLLING = "fedrolex-high,heterofl-high"
 CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("cifar10", DIRICHLET, "0,1,2", 60, MAIN),
     Campaign("fashion_mnist", DIRICHLET, "0", 40, MAIN),
@@ -368,7 +370,8 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("tiny_imagenet", IID, "0", 12, TIMES, TIMED, "times"),
     Campaign("shakespeare_text", TRANSFORMER, "0", 300, ON_TEXT, TEXT, "transformer"),
     Campaign("shakespeare_text", LSTM, "0", 300, WITH_LSTM, TEXT, "lstm"),
-    *(Suite("fedrolex/table3.2-small", "fedrolex-high,heterofl-high", seed) for seed in (0, 1, 2)),
+    Suite("fedrolex/table3.2-small", ROLLING, 100, "rates", "training.lr=0.02,0.05,0.1"),
+    *(Suite("fedrolex/table3.2-small", ROLLING, seed) for seed in (0, 1, 2)),
     *(Suite("fedaiot/aep", "fedavg-low,fedavg-high,fedavg-30,fp16,central", seed) for seed in (0, 1, 2)),
     Suite("fedaiot/aep", "fedopt-low,fedopt-high", 0, "fedopt_printed", settings=("rounds.stop=20",)),
     Suite("fedaiot/aep", "fedopt-low,fedopt-high", 0, "fedopt", "algorithm.server.lr=0.001", ("rounds.stop=1200",)),
