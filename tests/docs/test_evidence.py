@@ -96,7 +96,7 @@ def values(comparison: dict[str, Any], label: str, figure: str) -> list[Value] |
                 found = found[name]
             return [(scale * found if path[-1] in ("avg", "full") else found, None)]
         case [name]:
-            return spread(of[name], 100 if name == "waste" else 1)
+            return spread(of[name], 100 if name in ("waste", "local_avg", "local_full") else 1)
     raise AssertionError(f"no figure is called {figure}")
 
 
