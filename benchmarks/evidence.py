@@ -10,8 +10,8 @@ FlexFL and HeteroFL with VGG16, and FlexFL with other APoZ there; FedX and its r
 devices, and its seconds on Tiny-ImageNet; FlexFL in few bits; the next characters of Shakespeare's roles, with a
 Transformer and with an LSTM; FedRolex and HeteroFL at high heterogeneity, with three rates on a seed of their own and
 with one rate on others; and AEP at the scale of FedAIoT's authors; the last two with a comparison for each seed, and
-FedOPT on AEP for fewer rounds. On two cores that takes twelve hours, and AEP at full scale three more for each of three
-seeds.
+FedOPT on AEP for fewer rounds. On two cores that takes fourteen hours, and AEP at full scale three more for each of
+three seeds.
 Writes docs/evidence/: tables.md, results.json (each comparison's command and numbers) and a drawing of each comparison.
 """
 

@@ -61,8 +61,10 @@ def macs_per_sample(family: ModelFamily, task: LocalTask) -> float:
 
 @lru_cache(maxsize=1024)
 def macs_of(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
-    """`count_macs`, remembered by widths: which channels are kept does not matter."""
+    """`count_macs`, remembered by widths: which channels are kept does not matter. Raises ModelError for what the
+    network does not have."""
     layout = family.layout()
+    layout.check(spec)
     return _macs(family, tuple((g, layout.width(spec, g)) for g in layout.groups), spec.blocks)
 
 

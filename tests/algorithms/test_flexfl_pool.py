@@ -18,7 +18,7 @@ from torch import nn
 from fl_engine.algorithms import FlexFL
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import PoolError
+from fl_engine.core.errors import ModelError, PoolError
 from fl_engine.core.slicing import contains, count_params, initial_params
 from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.mobilenetv2 import MobileNetV2
@@ -427,3 +427,11 @@ def test_similarity_by_hand() -> None:
     """1 - mean(|.45 - .5| / .5, |.8 - 1| / 1, 0) = 1 - (.1 + .2 + 0) / 3."""
     assert pools.similarity((0.45, 0.8, 0.3), (0.5, 1.0, 0.3)) == pytest.approx(0.9)
     assert pools.similarity((0.2, 0.4), (0.2, 0.4)) == 1
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"), [({"typo": 3}, "no channel group 'typo'"), ({"stage1.0.inner": 3}, "give it as many")]
+)
+def test_a_pool_model_that_the_network_does_not_have_is_refused(keep: dict[str, int], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        pools.member(ResNet34((3, 32, 32), 10), "S1", SubmodelSpec.of(keep), dispatched=True, reported=True)

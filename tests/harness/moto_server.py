@@ -1,4 +1,4 @@
-"""moto's S3 server, in threads of this process. All of them share what they hold."""
+"""moto's S3 server, in threads of this process. All that are started here share what they hold."""
 
 from __future__ import annotations
 

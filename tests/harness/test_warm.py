@@ -33,15 +33,15 @@ def test_arguments_folder_environment_paths_and_exit_code(
     assert one.stdout.startswith("there" if options else "here")
 
 
-def test_matrix_products_have_the_same_bits(python: Path) -> None:
-    """What decides them is read from the environment, at the first one."""
+def test_mkl_is_told_the_same(python: Path) -> None:
+    """What decides the bits of matrix products is read from the environment, at the first one."""
     text = "import torch; from fl_engine.training import numerics; numerics.settle(); torch.eye(8) @ torch.eye(8)"
     env = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
     one, other = (
         subprocess.run([each, "-c", f"{text}; print(numerics.mkl_cbwr())"], env=env, capture_output=True, text=True)
         for each in (sys.executable, python)
     )
-    assert one.returncode == 0 and one.stdout == other.stdout, other.stderr
+    assert one.returncode == other.returncode == 0 and one.stdout == other.stdout, other.stderr
 
 
 def test_other_packages_get_a_new_interpreter(python: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -60,8 +61,9 @@ def jobs_of(cluster: Any) -> list[dict[str, Any]]:
 def test_a_run_of_several_rounds_has_the_bits_of_one_without_a_cluster_and_makes_its_pods_once(
     cluster: Any, rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
-    """Real processes of the pods' own command. Also: every call is one that the Role allows, pods hold no credentials,
-    and nothing is left."""
+    """New interpreters of the pods' own command. Also: every call is one that the Role allows, pods hold no
+    credentials, and nothing is left."""
+    cluster.python = sys.executable
     cluster.slots = threading.Semaphore(100)
     started: list[tuple[str, int, int]] = []
 

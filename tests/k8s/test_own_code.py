@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def store_of(remote: Remote, name: str) -> Store:
 def test_pods_import_the_wheel_of_the_run(
     cluster: Any, run: Callable[..., Path], remote: Remote, tmp_path: Path
 ) -> None:
-    """Real processes, in another folder, where no such package is."""
+    """New interpreters, in another folder, where no such package is."""
+    cluster.python = sys.executable
     alone = run("alone")
     digest = RunFile.read(alone / "run.json").code_sha256
     assert digest is not None
