@@ -171,7 +171,7 @@ class Kubeflow:
         return 200, {}
 
     def _uploaded(self, body: bytes) -> dict[str, Any]:
-        text = body.split(b"\r\n\r\n", 1)[1].rsplit(b"\r\n--", 1)[0]
+        text = body.split(b"\r\n\r\n", 1)[1].rsplit(b"\r\n--", 1)[0].decode()
         spec, platform = documents(text)
         assert spec["schemaVersion"] and platform["platforms"]
         return {"pipeline_spec": spec, "platform_spec": platform}
