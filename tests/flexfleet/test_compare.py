@@ -3,7 +3,6 @@ or is stopped costs nothing but itself."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
@@ -24,12 +23,10 @@ from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.data import partitioning as partitions
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
-from flexfleet import cli
 from flexfleet.comparisons import comparison, side_by_side, tabulate
 from flexfleet.comparisons import whole as compare_module
 from flexfleet.comparisons.comparison import Comparison
 from flexfleet.config import Config, entries, load_config
-from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz, Result, RunFile
 from flexfleet.reports import report
 from flexfleet.runs import whole as run_module
@@ -37,22 +34,10 @@ from flexfleet.steps import share
 from flexfleet.tracking.record import experiment, token_of
 from flexfleet.tracking.trackers import PARENT, TOKEN
 from tests.harness import platform
+from tests.harness.comparisons import in_this_process
 
 LABELS, SEEDS = ("flexfl", "all_large"), (0, 1)
 TWO = ("--algorithms", ",".join(LABELS), "--seeds", "0,1")
-MAINS = {"flexfleet.cli": cli.dispatch, "flexfleet.steps.share": share.main}
-
-
-def in_this_process(jobs: Sequence[side_by_side.Command], at_once: int) -> dict[str, int]:
-    """What `side_by_side` does, without the seconds that a process takes to import torch."""
-    codes: dict[str, int] = {}
-    for job in jobs:
-        with open(job.log, "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            print(f"{side_by_side.BEGINS}{job.module} {' '.join(job.argv)}")
-            with pytest.raises(SystemExit) as end:
-                common.run_main(lambda _, job=job: MAINS[job.module](list(job.argv)))
-        codes[job.name] = int(end.value.code or 0)
-    return codes
 
 
 def page_stub(runs: Sequence[Path], out: Path) -> Path:

@@ -14,11 +14,13 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.pictures import Compress, Hsv, MixUp, Scale, Shear
 from fl_engine.core.schedules import Cosine
 from flexfleet.comparisons import suites
+from flexfleet.comparisons import whole as compare_module
 from flexfleet.comparisons.comparison import Comparison
 from flexfleet.config import flatten, load_config
 from flexfleet.config.entries import Entry
 from flexfleet.files.artifacts import Result
 from flexfleet.reports.report import NONE
+from tests.harness.comparisons import in_this_process
 
 Write = Callable[[str, str], str]
 
@@ -295,6 +297,7 @@ def test_the_accuracies_of_a_suite(
     flexfleet: Any, write: Write, tmp_path: Path, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare_module, "side_by_side", in_this_process)
     name = write("mine", f"{BASE}\nto: [0.05, 0.99]")
     sets = [*(each for each in quick if "algorithm" not in each), "rounds.stop=1"]
     argv = ("compare", "--suite", name, "--algorithms", "large", "--seeds", "0", "--json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
@@ -163,17 +164,30 @@ def test_nobody_raises_the_bound_by_staying_just_below_it() -> None:
     bound, taken = 8.0, list[float]()
 
     def as_far_as_is_taken(history: History) -> float:
-        steps = (0.01 * n for n in range(4000, -1, -1))
-        terms = RoundsConfig(norm_bound=bound)
-        others = (0.5, 1.0, 2.0)
-        taken.append(
-            next(far for far in steps if 3 not in refused(asking(0, 4), moving(*others, far), terms, history, SIZE))
-        )
+        terms, others = RoundsConfig(norm_bound=bound), (0.5, 1.0, 2.0)
+
+        def too_far(hundredths: int) -> bool:
+            return 3 in refused(asking(0, 4), moving(*others, 0.01 * hundredths), terms, history, SIZE)
+
+        taken.append(0.01 * (bisect_left(range(4001), True, key=too_far) - 1))
         return taken[-1]
 
     _, honest_refused = rounds_of(History(), as_far_as_is_taken, 40, bound)
     assert honest_refused == 0
     assert max(taken[1:]) <= bound * 1.0 and fmean(taken[4:]) == pytest.approx(bound / 2 * 1.0, rel=0.01)
+
+
+@given(
+    before=st.lists(st.floats(0, 10), max_size=4),
+    far=st.lists(st.floats(0, 40), min_size=2, max_size=2),
+)
+def test_who_moves_less_than_is_taken_is_taken(before: list[float], far: list[float]) -> None:
+    terms, history = RoundsConfig(norm_bound=8.0), History()
+    for moved in before:
+        usual = {client: arrival.moved for client, arrival in moving(0.5, 1.0, 2.0, moved).items()}
+        history = remembered(history, usual, SIZE)
+    less, more = (3 in refused(asking(0, 4), moving(0.5, 1.0, 2.0, f), terms, history, SIZE) for f in sorted(far))
+    assert more or not less
 
 
 def test_who_is_just_below_the_bound_again_and_again_is_refused_from_the_second_time_on() -> None:

@@ -4,10 +4,8 @@ that `flexfleet compare` gives, and one table."""
 from __future__ import annotations
 
 import builtins
-import contextlib
-import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,9 @@ import pytest
 from flexfleet import cli
 from flexfleet.comparisons import whole as compare_module
 from flexfleet.comparisons.comparison import Comparison
-from flexfleet.comparisons.side_by_side import Command
 from flexfleet.files.artifacts import RunFile
-from flexfleet.steps import share
 from pipelines.compare import comparison
+from tests.harness.comparisons import in_this_process
 
 PARAMETERS: dict[str, Any] = {"rounds": 2, "clients": 6, "client_fraction": 0.5, "local_epochs": 1}
 ADVANCED = {"pretrain.epochs": 3, "training.batch_size": 20, "partition.minimum": 10, "flexfl:algorithm.kd_weight": 5}
@@ -40,12 +37,6 @@ class Ran:
     store: Path
     tasks: Path
     """A folder for each task."""
-
-
-def in_this_process(jobs: Sequence[Command], at_once: int) -> dict[str, int]:
-    mains = {"flexfleet.cli": cli.dispatch, "flexfleet.steps.share": share.main}
-    with contextlib.redirect_stdout(io.StringIO()):
-        return {job.name: mains[job.module](list(job.argv)) for job in jobs}
 
 
 @pytest.fixture(scope="module")
