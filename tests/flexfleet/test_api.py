@@ -467,22 +467,22 @@ print(sources(parse({{"model": {{"name": "__main__:Net"}}}}))["__main__:Net"])
 EACH = """\
 import os, sys, types
 import flexfleet.config.sources, torch
-for path in sys.argv[2:]:
-    sys.stdout.flush()
-    if child := os.fork():
-        os.waitpid(child, 0)
-        continue
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    name = path if sys.argv[1] == "of a file" else "<string>"
-    main.__file__ = name
-    exec(compile(open(path).read(), name, "exec"), vars(main))
-    break
+for path in sys.argv[1:]:
+    for name in path, "<string>":
+        sys.stdout.flush()
+        if child := os.fork():
+            os.waitpid(child, 0)
+            continue
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        main.__file__ = name
+        exec(compile(open(path).read(), name, "exec"), vars(main))
+        sys.exit()
 """
-"""Runs each script that it is given, in a process of its own that need not import torch again."""
+"""Runs each script that it is given, from its file and as one without source, in processes of their own that need not
+import torch again."""
 
 
-@pytest.mark.parametrize("kind", ["of a file", "without source"])
-def test_code_of_a_script_counts_with_all_that_it_uses(tmp_path: Path, kind: str) -> None:
+def test_code_of_a_script_counts_with_all_that_it_uses(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [{}, {"unused": "a = 2"}, {"shift": 1.5}, {"scale": 3.0}]
     texts = [SCRIPT.format(**({"shift": 1.0, "scale": 2.0, "unused": "a = 1"} | change)) for change in changes]
     paths = [tmp_path / f"own{i}.py" for i in range(len(texts))]
@@ -495,10 +495,11 @@ def test_code_of_a_script_counts_with_all_that_it_uses(tmp_path: Path, kind: str
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
-    first, unused, shift, scale = digests("-c", EACH, kind, *(path.name for path in paths))
-    assert digests(*(["own0.py"] if kind == "of a file" else ["-c", texts[0]])) == [first], "in another process too"
-    assert unused == first
-    assert len({first, shift, scale}) == 3
+    found = digests("-c", EACH, *(path.name for path in paths))
+    for command, (first, unused, shift, scale) in ((["own0.py"], found[::2]), (["-c", texts[0]], found[1::2])):
+        assert digests(*command) == [first], "in another process too"
+        assert unused == first
+        assert len({first, shift, scale}) == 3
 
 
 def test_a_guest_does_not_set_up_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
