@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -195,6 +196,19 @@ class Data:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
+    def part(self, train: Tensor, test: Tensor) -> Data:
+        """The training samples at these positions, and those at `test` as test samples. They are not checked again:
+        what has to hold of the whole (an image with a box, targets that differ) need not hold of a part."""
+        found = copy.copy(self)
+        of = {"train_x": self.train_x[train], "train_y": self.train_y[train]}
+        if test is train:
+            of |= {"test_x": of["train_x"], "test_y": of["train_y"]}
+        else:
+            of |= {"test_x": self.train_x[test], "test_y": self.train_y[test]}
+        for name, value in {**of, "natural_client": None}.items():
+            object.__setattr__(found, name, value)
+        return found
+
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Of one sample."""
@@ -243,6 +257,7 @@ def _tensor(value: object, what: str) -> Tensor:
         return value.detach()
     if not isinstance(value, np.ndarray):
         raise DataError(f"{what} is a tensor or a NumPy array, got {type(value).__name__}")
+    need_no_mask(value, what)
     if value.dtype.kind not in "iuf":
         raise DataError(f"{what}: numbers are expected, got a NumPy array of {value.dtype}")
     if value.dtype != np.uint8:
@@ -250,6 +265,12 @@ def _tensor(value: object, what: str) -> Tensor:
             value = value.astype(np.float32 if value.dtype.kind == "f" else np.int64, copy=False)
     # torch has neither negative strides nor tensors that must not be written.
     return torch.from_numpy(np.require(value, requirements=("C", "W")))
+
+
+def need_no_mask(value: object, what: str) -> None:
+    """Raises DataError for a masked array that masks something: what lies below the mask is no datum."""
+    if isinstance(value, np.ma.MaskedArray) and (masked := int(np.sum(value.mask))):
+        raise DataError(f"{what}: {masked} values are masked; fill them in (x.filled(...)), or leave out their samples")
 
 
 def _samples(x: Tensor, what: str) -> Tensor:

@@ -20,7 +20,7 @@ import tarfile
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,9 +30,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_engine.core import seeds
+from fl_engine.core import boxes, seeds
 from fl_engine.core.errors import DataError
-from fl_engine.core.samples import Data
+from fl_engine.core.samples import Data, has_boxes
 from fl_engine.core.system import hashed
 
 DEFAULT_ROOT = "~/.cache/flexfleet/data"
@@ -315,9 +315,16 @@ def moments(x: NDArray[np.float32], axis: int = -1) -> tuple[tuple[float, ...], 
     return tuple((mean.round(6) + 0.0).tolist()), tuple(std.round(6).tolist())  # + 0.0: no negative zero
 
 
+def need_plain(numbers: Iterable[str]) -> None:
+    """Raises ValueError for a number with an underscore: Python reads 0_5 as 5."""
+    if odd := next((number for number in numbers if "_" in number), None):
+        raise ValueError(f"{odd[:100]!r}, which is no number")
+
+
 # ------------------------------------------------------------------------------ padding, subsets, fingerprint
 def pad(data: Data, side: int) -> Data:
     """Centres all images on black squares of side x side; if a margin is odd, the larger half is right or below.
+    Targets that are boxes stay around what they are about.
 
     For networks that need larger images (`TakesImages.min_hw`). Raises DataError for images larger than `side`, for a
     side above LARGEST_SIDE, and for samples that are not images.
@@ -332,11 +339,12 @@ def pad(data: Data, side: int) -> Data:
             f"(at most {LARGEST_SIDE} x {LARGEST_SIDE})"
         )
     margins = (right // 2, right - right // 2, down // 2, down - down // 2)
-    return replace(
-        data,
-        train_x=torch.nn.functional.pad(data.train_x, margins),
-        test_x=torch.nn.functional.pad(data.test_x, margins),
-    )
+    train_x, test_x = (torch.nn.functional.pad(x, margins) for x in (data.train_x, data.test_x))
+    train_y, test_y = data.train_y, data.test_y
+    if has_boxes(data.task):
+        size, corner = (width, height), (right // 2, down // 2)
+        train_y, test_y = (boxes.enlarged(y, size, side, corner) for y in (train_y, test_y))
+    return replace(data, train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
 
 
 def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator) -> NDArray[np.int64]:

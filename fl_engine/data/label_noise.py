@@ -59,7 +59,7 @@ class LabelNoise:
         held = np.concatenate(self.labels)
         wrong = None
         classes = data.train_y.dim() == 1 and not data.train_y.is_floating_point()
-        if classes and held.min() >= 0 and held.max() < data.task.outputs:
+        if classes and ((held >= 0) & (held < data.task.outputs)).all():
             wrong = differing(data.train_y.numpy(), clients, self.labels)
         if wrong != self.figures.wrong:
             raise IntegrityError(f"{path}: the noise is not that of the labels stored; partition again")

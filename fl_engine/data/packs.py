@@ -82,7 +82,10 @@ def packed(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
     except OSError as error:
         log.warning("%s: cannot be written (%s), so the next run reads all %d files again", folder, error, len(inputs))
         with tempfile.TemporaryDirectory() as room:
-            return _mapped(Path(room), _written(Path(room), write))
+            try:
+                return _mapped(Path(room), _written(Path(room), write))
+            except OSError as full:
+                raise DataError(f"{room}: cannot be written ({full}); make room, or let {folder} be written") from full
     try:
         arrays = _written(part, write)
         (part / INDEX).write_text(Index(version=version, inputs=made_of, arrays=arrays).model_dump_json(indent=1))

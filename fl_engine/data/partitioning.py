@@ -379,7 +379,8 @@ def _check_positions(tensors: dict[str, Ints], shared: bool, path: Path, data: D
     proxy, clients = np.concatenate([tensors["proxy_train"], tensors["proxy_test"]]), tensors["clients"]
     last = None if data is None else len(data.train_y) - 1
     for every in (proxy, clients) if shared else (np.concatenate([proxy, clients]),):
-        if len(np.unique(every)) < len(every) or every.min() < 0 or (last is not None and every.max() > last):
+        outside = (every < 0) if last is None else (every < 0) | (every > last)
+        if len(np.unique(every)) < len(every) or outside.any():
             raise IntegrityError(f"{path}: positions occur twice or are outside 0 to {last}; partition again")
     if shared and not np.isin(proxy, clients).all():
         raise IntegrityError(f"{path}: no client has some samples of the proxy, which is shared; partition again")
@@ -391,7 +392,8 @@ def _check_counts(
     """Raises IntegrityError unless `class_counts` match the samples stored."""
     rows = len(manifest.class_counts)
     if clusters is not None:
-        if clusters.min() < 0 or clusters.max() >= rows or (data is not None and len(clusters) != len(data.train_y)):
+        outside = (clusters < 0) | (clusters >= rows)
+        if outside.any() or (data is not None and len(clusters) != len(data.train_y)):
             raise IntegrityError(f"{path}: clusters 0 to {rows - 1} of all training samples expected; partition again")
         labels = clusters
     elif data is not None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import moments, random_split, read, require_by_hand
+from fl_engine.data.files import moments, need_plain, random_split, read, require_by_hand
 from fl_engine.tasks import Regression
 
 ABOUT = "Appliances energy prediction, 18 features, the target a number (R2), 15,788 + 3,947; CC BY 4.0; 12 MB, by hand"
@@ -157,6 +157,7 @@ def _read(path: Path, rows: int) -> Table:
             raise ValueError(f"{len(lines[wrong[0]])} values in row {wrong[0] + 2}")
         if odd := [line[0] for line in lines if not DATE.fullmatch(line[0])]:
             raise ValueError(f"the date {odd[0]}")
+        need_plain(number for line in lines for number in line)
         dates, *numbers = (np.array(column) for column in zip(*lines, strict=True))
         date = dates.astype("datetime64[s]")
         table = dict(zip(COLUMNS[1:], (column.astype(np.float64) for column in numbers), strict=True))

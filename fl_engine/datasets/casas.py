@@ -29,7 +29,7 @@ import torch
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import random_split, read, require_by_hand
+from fl_engine.data.files import need_plain, random_split, read, require_by_hand
 from fl_engine.tasks import Classification
 
 ABOUT = "CASAS, 2,000 tokens, 12 activities, 5 homes; no licence stated; about 230 MB, by hand"
@@ -189,6 +189,7 @@ def word_of(sensor: bytes, value: bytes) -> str | None:
     said: str | None
     if sensor[:1] == b"T":
         try:
+            need_plain([value.decode("ascii")])
             degrees = float(value)
         except ValueError:
             return None

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -102,7 +103,7 @@ def _test(samples: int, writer: str) -> NDArray[np.bool_]:
 def _writers(path: Path) -> list[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
     """Name, images (n, 1, 28, 28) and labels (n,) of each writer of a file, in its order."""
     try:
-        found = json.loads(read(path, most=MOST_BYTES))
+        found = json.loads(read(path, most=MOST_BYTES), object_pairs_hook=_each_once)
     except (ValueError, RecursionError, MemoryError) as error:
         raise DataError(f"{path}: expected JSON ({error}); it is damaged: make it again") from error
     names, numbers, data = (found.get(key) if isinstance(found, dict) else None for key in KEYS)
@@ -110,10 +111,24 @@ def _writers(path: Path) -> list[tuple[str, NDArray[np.uint8], NDArray[np.int64]
         raise DataError(f"{path}: expected an object with {', '.join(KEYS)}, as LEAF writes it; is it another file?")
     if len(names) != len(numbers) or not all(isinstance(name, str) for name in names):
         raise DataError(f"{path}: users are names, num_samples a number for each; it is damaged: make it again")
+    if unlisted := sorted(data.keys() - set(names)):
+        raise DataError(
+            f"{path}: {len(unlisted)} writers of user_data are not among the users, {unlisted[0][:80]!r} first; it is "
+            "damaged: make it again"
+        )
     return [(name, *_samples(path, name, data.get(name), number)) for name, number in zip(names, numbers, strict=True)]
 
 
 KEYS = ("users", "num_samples", "user_data")
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError where it has a name twice, of which `json` would drop the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        raise ValueError(f"{names.most_common(1)[0][0][:80]!r} is there twice")
+    return found
 
 
 def _samples(path: Path, writer: str, found: Any, number: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

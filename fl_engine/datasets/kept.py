@@ -70,7 +70,7 @@ def read(root: Path, name: str, tasks: dict[str, type]) -> Data:
             std=tuple(about["std"]),
             natural_client=tensors.get("natural_client"),
         )
-    except (KeyError, TypeError, ValueError, DataError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, DataError) as error:
         raise IntegrityError(f"{path} holds no data: {error}. Remove it and give the data again") from error
     if (found := fingerprint(data)) != wanted:
         raise IntegrityError(f"{path} is damaged: it holds the data {found[:12]}. Remove it and give the data again")

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import read, require_by_hand
+from fl_engine.data.files import need_plain, read, require_by_hand
 from fl_engine.tasks import Classification
 
 ABOUT = "Widar3.0, 22x20x20 velocity profiles, 9 gestures, 11,372 + 5,222; CC BY-NC 4.0; 3.3 GB, by hand"
@@ -110,6 +110,7 @@ def profile(path: Path) -> NDArray[np.float32]:
         lines = [line.split(",") for line in read(path).decode("ascii").splitlines()]
         if [len(line) for line in lines] != [SHAPE[1] * SHAPE[2]] * SHAPE[0]:
             raise ValueError(f"{len(lines)} lines of {sum(map(len, lines))} numbers")
+        need_plain(number for line in lines for number in line)
         with np.errstate(over="ignore"):  # infinite values are refused below
             values = np.array([float(number) for line in lines for number in line]).astype(np.float32)
         if not np.isfinite(values).all():

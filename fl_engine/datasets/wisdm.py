@@ -172,15 +172,20 @@ def _path(folder: Path, device: str, sensor: str, subject: int) -> Path:
 def _read(path: Path, subject: int) -> NDArray[np.void]:
     """The lines of one file, each `1600,A,90426708196641,7.091625,-0.5916671,8.195502;`."""
     try:
-        text = read(path).decode("ascii").replace(";", "")
-        if not text.strip():
+        text = read(path).decode("ascii").splitlines()
+        lines = {number: line for number, line in enumerate(map(str.strip, text), 1) if line}
+        if not lines:
             raise ValueError("an empty file")
-        table = np.loadtxt(io.StringIO(text), LINE, delimiter=",", comments=None, ndmin=1)
+        # A line without its end may be one whose last number was cut.
+        if odd := [number for number, line in lines.items() if line.find(";") != len(line) - 1]:
+            raise ValueError(f"{lines[odd[0]][:100]!r} in line {odd[0]}")
+        whole = io.StringIO("\n".join(line[:-1] for line in lines.values()))
+        table = np.loadtxt(whole, LINE, delimiter=",", comments=None, ndmin=1)
         wrong = (table["subject"] != subject) | ~np.isin(table["activity"], [bytes([letter]) for letter in LETTERS])
         for axis in "xyz":
             wrong |= ~np.isfinite(table[axis])
         if wrong.any():
-            raise ValueError(f"{table[wrong][0].item()} in line {int(wrong.argmax()) + 1}")
+            raise ValueError(f"{table[wrong][0].item()} in line {list(lines)[int(wrong.argmax())]}")
     except (ValueError, OverflowError) as error:
         raise DataError(
             f"{path}: expected lines of person, activity, time and three numbers, `{subject},A,90426708196641,7.1,-0.6,"

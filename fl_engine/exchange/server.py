@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -36,15 +35,14 @@ class ServerSite:
 
     @cached_property
     def data(self) -> Data:
-        parts, data = self.site.partition, self.site.data
+        parts = self.site.partition
         own = torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
         if not len(own):
             raise ConfigError(
                 "the algorithm asks for data on the server, and partition.proxy leaves it none: raise partition.proxy, "
                 "or set partition.server_classes"
             )
-        x, y = data.train_x[own], data.train_y[own]
-        return replace(data, train_x=x, train_y=y, test_x=x, test_y=y, natural_client=None)
+        return self.site.data.part(own, own)
 
     def train(self, task: LocalTask, params: Params, anchor: Params | None = None) -> Params:
         """Raises ModelError where training diverges."""
@@ -60,6 +58,7 @@ class ServerSite:
         return {name: params[name] for name in self.site.layout.slots if name in params}
 
     def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
+        """NaN where the metric is undefined on the server's samples (equal targets, images without a box)."""
         data = self.data
         return evaluate(self.site.family, params, spec, data, data.test_x, data.test_y, self.device).value
 
@@ -77,20 +76,14 @@ class PreparingServer(ServerSite):
 
     @cached_property
     def data(self) -> Data:
-        parts, data = self.site.partition, self.site.data
+        parts = self.site.partition
         train, test = (torch.from_numpy(np.sort(part)) for part in (parts.proxy_train, parts.proxy_test))
         if not len(train) or not len(test):
             raise ConfigError(
                 "a preparation asks for data on the server, and partition.proxy leaves it none: raise partition.proxy, "
                 "or set partition.server_classes"
             )
-        # Not by `replace`, which checks again: a part of checked data may be a single sample, and is good.
-        found = copy.copy(data)
-        of = {"train_x": data.train_x[train], "train_y": data.train_y[train]}
-        of |= {"test_x": data.train_x[test], "test_y": data.train_y[test]}
-        for name, value in {**of, "natural_client": None}.items():
-            object.__setattr__(found, name, value)
-        return found
+        return self.site.data.part(train, test)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ a network makes hardly any mistakes on samples that it was trained on, and test 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -67,8 +66,7 @@ def measure_confusion(
     if cut < 1:
         raise ConfigError(f"noise.labels holds out a fifth of the training samples, which of {len(order)} is none")
     test, train = (torch.from_numpy(np.sort(part)) for part in (order[:cut], order[cut:]))
-    x, y = data.train_x, data.train_y
-    own = replace(data, train_x=x[train], train_y=y[train], test_x=x[test], test_y=y[test], natural_client=None)
+    own = data.part(train, test)
     task = LocalTask(FULL, Adam(lr), epochs, batch_size, drop_last=False, seed=seeds.derive(seed, "confusion"))
     start = initial_params(family, seeds.derive(seed, "confusion/init"))
     log.info("label noise: central training on %d samples, %d epochs, to count its mistakes", len(train), epochs)

@@ -94,16 +94,22 @@ class Regression:
         return (softened_bo - teacher_bo / temperature).square()
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """float64 (5, outputs): the number of samples, and the sums of y, y^2, squared errors and absolute errors."""
+        """float64 (6, outputs): the first target, the number of samples, and the sums of d, d^2, squared errors and
+        absolute errors, d being the target less the first: sums of y^2 lose digits where targets are far from 0."""
         found, wanted = outputs_bo.double(), y.double()
-        errors = found - wanted
-        parts = (torch.ones_like(wanted), wanted, wanted.square(), errors.square(), errors.abs())
-        return torch.stack([part.sum(0) for part in parts])
+        errors, d = found - wanted, wanted - wanted[:1]
+        parts = (torch.ones_like(wanted), d, d.square(), errors.square(), errors.abs())
+        return torch.stack([wanted[0], *(part.sum(0) for part in parts)])
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:
         """R2 = 1 - sum (y - f)^2 / sum (y - mean y)^2 and the mean absolute error, each the mean over the outputs. R2
         is NaN if all targets are equal."""
-        count, total, squares, errors, absolute = torch.stack(list(observed)).sum(0).cpu()
+        first_po, *sums_po = torch.stack(list(observed)).cpu().unbind(1)
+        shift_po, (count_po, total_po, squares_po, _, _) = first_po - first_po[0], sums_po
+        count, _, _, errors, absolute = (each.sum(0) for each in sums_po)
+        # As if all parts had counted from the first target of the first.
+        total = (total_po + count_po * shift_po).sum(0)
+        squares = (squares_po + 2 * shift_po * total_po + count_po * shift_po.square()).sum(0)
         spread = squares - total.square() / count
         r2 = torch.where(spread > 0, 1 - errors / spread, torch.nan)
         return Measured({self.metric.name: float(r2.mean()), self.error.name: float((absolute / count).mean())})

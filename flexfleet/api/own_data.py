@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import DataError, EnvironmentFailure
-from fl_engine.core.samples import Data, Task
+from fl_engine.core.samples import Data, Task, need_no_mask
 from fl_engine.data.files import byte_statistics, moments, stratified
 from fl_engine.tasks import Classification, Regression
 from fl_engine.training.guest import guest
@@ -203,6 +203,7 @@ def _array(value: Any, what: str) -> Array:
         except (TypeError, RuntimeError) as error:
             kind = f"{value.layout}, {value.dtype}".replace("torch.", "")
             raise DataError(f"{what}: a dense tensor of NumPy's types is expected, got one of {kind}") from error
+    need_no_mask(value, what)
     try:
         found = np.asarray(value)
     except ValueError as error:

@@ -21,6 +21,7 @@ from fl_engine.data import files
 from fl_engine.data.files import Remote
 from fl_engine.datasets import DATASETS, cifar10, data_root, digits, fashion_mnist, fingerprint, pad, subset
 from fl_engine.tasks import Classification
+from fl_engine.testing.kinds import tiny_boxes
 
 RECORDS = 20
 
@@ -340,6 +341,22 @@ def test_pad_centres_on_black() -> None:
     assert fingerprint(pad(data, 5)) == fingerprint(data)
     with pytest.raises(DataError, match="tiny: images of 5 x 5 cannot be padded to 4 x 4"):
         pad(data, 4)
+
+
+@pytest.mark.parametrize("side", [16, 17, 33])
+def test_boxes_stay_around_what_they_are_about(side: int) -> None:
+    """Rectangles of 0 or 255 in grey noise. Padding is 0 too, so white ones are looked at, where they are alone."""
+    data = tiny_boxes()
+    padded = pad(data, side)
+    for x, y, before in ((padded.train_x, padded.train_y, data.train_y), (padded.test_x, padded.test_y, data.test_y)):
+        assert torch.equal(y[..., 0], before[..., 0]) and not y[y[..., 0] < 0][:, 1:].any()
+        alone = ((y[..., 0] >= 0).sum(1) == 1) & (y[:, 0, 0] == 1)
+        assert alone.sum() > 2
+        for image, box in zip(x[alone, 0], y[alone, 0, 1:] * side, strict=True):
+            rows, columns = (image == 255).nonzero(as_tuple=True)
+            width, height = columns.max() - columns.min() + 1, rows.max() - rows.min() + 1
+            drawn = (columns.min() + width / 2, rows.min() + height / 2, width, height)
+            assert box.tolist() == pytest.approx([float(each) for each in drawn], abs=1e-4)
 
 
 def test_subset_is_stratified_and_keeps_the_writers() -> None:

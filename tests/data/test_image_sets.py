@@ -215,6 +215,10 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a writer too many": (lambda c: c["users"].append("v"), "num_samples a number for each"),
     "a writer twice": (lambda c: (c["users"].append("w"), c["num_samples"].append(20)), "'w' is there twice"),
     "no data of a writer": (lambda c: c["user_data"].clear(), "writer 'w' has no lists x and y"),
+    "a writer that nobody lists": (
+        lambda c: c["user_data"].update(v=c["user_data"]["w"]),
+        "1 writers of user_data are not among the users, 'v' first",
+    ),
     "another number": (lambda c: c.update(num_samples=[21]), "num_samples is 21, found 20 images and 20 labels"),
     "a label too few": (lambda c: c["user_data"]["w"]["y"].pop(), "found 20 images and 19 labels"),
     "a label too high": (lambda c: put(c, "y", 3, 62), "expected labels 0..61, found 62 at sample 3"),
@@ -235,6 +239,14 @@ def test_femnist_names_what_is_wrong(tmp_path: Path, how: Callable[[dict[str, An
         femnist.load(tmp_path, names)
     assert "all_data_0.json" in str(error.value)
     assert message in str(error.value)
+
+
+def test_femnist_refuses_a_writers_data_that_are_there_twice(tmp_path: Path) -> None:
+    names = made.femnist_files(tmp_path, made.femnist_file({"w": 20}))
+    (path,) = tmp_path.rglob("all_data_0.json")
+    path.write_text(path.read_text().replace('"user_data": {', '"user_data": {"w": {"x": [], "y": []}, '))
+    with pytest.raises(DataError, match=r"all_data_0\.json: expected JSON \('w' is there twice\)"):
+        femnist.load(tmp_path, names)
 
 
 # ------------------------------------------------------------------------------------------------ Tiny ImageNet

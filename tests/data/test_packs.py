@@ -150,6 +150,12 @@ def test_where_nothing_can_be_written_it_is_read_every_time(
     assert reader.times == 2 and "Read-only" in caplog.text and "reads all 2 files again" in caplog.text
     assert bytes(found[0]["x"].tolist()) == b"aaaaabbbbb"
 
+    def full(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(DataError, match=r"cannot be written .*No space left.*; make room, or let .*packed be written"):
+        packed(tmp_path / "packed", 1, reader.inputs, full)
+
 
 def test_an_input_that_is_gone_is_named(reader: Reader, tmp_path: Path) -> None:
     (tmp_path / "b.txt").unlink()

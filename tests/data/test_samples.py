@@ -27,6 +27,7 @@ TOKENS = {
 }  # fmt: skip
 HOLED = TABLE["train_x"].clone()  # type: ignore[attr-defined]
 HOLED[4, 1] = float("nan")
+MASKED = np.ma.masked_greater(TABLE["train_x"].numpy(), 9.0)  # type: ignore[attr-defined]
 
 
 class ByError(Regression):
@@ -56,6 +57,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "negative tokens": (TOKENS, {"train_x": torch.full((6, 2), -1)}, "integers are tokens from 0 on, found -1"),
     "normalised tokens": (TOKENS, {"mean": (0.5, 0.5)}, "tokens, which are not normalised: leave out mean and std"),
     "NaN": (TABLE, {"train_x": HOLED}, "train_x: sample 4 holds NaN, infinity or more than float32 can hold (1 such"),
+    "masked": (TABLE, {"train_x": MASKED}, "train_x: 2 values are masked; fill them in (x.filled(...)), or leave out"),
+    "masked targets": (TABLE, {"train_y": MASKED[:, 1]}, "train_y: 1 values are masked"),
     "infinity": (TABLE, {"test_x": torch.full((3, 2), float("inf"))}, "test_x: sample 0 holds NaN, infinity"),
     "beyond float32": (TABLE, {"train_x": np.full((6, 2), 1e300)}, "more than float32 can hold (6 such samples)"),
     "no training samples": (TABLE, {"train_x": torch.ones(0, 2), "train_y": torch.ones(0)}, "the train part has no"),
@@ -112,9 +115,20 @@ def test_numpy_arrays_become_tensors_of_the_same_values() -> None:
             for part in ("train_x", "train_y", "test_x", "test_y"):
                 assert torch.equal(getattr(found, part), getattr(plain, part).flip(0)), part
                 assert getattr(found, part).dtype == getattr(plain, part).dtype
+    whole = np.ma.masked_greater(np.arange(12.0).reshape(6, 2), 12.0)
+    assert torch.equal(Data(**{**TABLE, "train_x": whole}).train_x, TABLE["train_x"]), "nothing is masked"  # type: ignore[arg-type]
     frozen = np.arange(12.0).reshape(6, 2)
     frozen.setflags(write=False)
     assert Data(**{**TABLE, "train_x": frozen, "mean": np.zeros(2), "std": [1, 2]}).mean == (0.0, 0.0)  # type: ignore[arg-type]
+
+
+def test_a_part_of_good_data_is_good() -> None:
+    """Also where it would be refused as a whole: its targets are equal, or its maps lie in 0..1."""
+    data = Data(**{**TABLE, "train_y": torch.tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0]), "natural_client": torch.arange(6)})  # type: ignore[arg-type]
+    part = data.part(torch.tensor([0, 2]), torch.tensor([4]))
+    assert (part.train_x.tolist(), part.train_y.flatten().tolist()) == ([[0.0, 1.0], [4.0, 5.0]], [1.0, 1.0])
+    assert (part.test_x.tolist(), part.test_y.flatten().tolist()) == ([[8.0, 9.0]], [2.0])
+    assert part.natural_client is None and len(data.train_y) == 6 and (part.name, part.task) == (data.name, data.task)
 
 
 def test_each_kind_is_normalised_in_its_own_way() -> None:

@@ -139,6 +139,7 @@ def test_aep_reads_targets_as_logarithms(tmp_path: Path) -> None:
         (b'"2016-01-11 17:00:00"', b'"NaT"', "the date NaT"),
         (b'"2016-01-11 17:00:00",', b"", "28 values in row 2"),
         (b'00"\n', b'x"\n', "could not convert"),
+        (b'00"\n', b'_00"\n', "_00', which is no number"),
         (b'"2016-01-12 03:00:00","', b'"2016-01-12 03:00:00","-', "appliances is -"),
         (b'00"\n', b'00e999"\n', "numbers that are not finite"),
     ],
@@ -225,6 +226,7 @@ def test_wisdm_wants_both_sensors_of_a_person(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("old", "new"), [
     (b"1600,A", b"1600,N"), (b"1600,A", b"1600,AB"), (b"1600,A", b"A"), (b"0.250000;", b"nan;"), (b"0.250000;", b";"),
+    (b"0.250000;", b"0.25"), (b"0.250000;", b"0.25;0000;"), (b"0.250000;", b"0.250000;;"),
 ])  # fmt: skip
 def test_wisdm_refuses_other_lines(tmp_path: Path, old: bytes, new: bytes) -> None:
     sensors.write_wisdm(tmp_path, subjects=(1600,), readings=400)
@@ -233,6 +235,14 @@ def test_wisdm_refuses_other_lines(tmp_path: Path, old: bytes, new: bytes) -> No
     path.write_bytes(path.read_bytes().replace(old, new, 1))
     with pytest.raises(DataError, match=r"data_1600_accel_watch\.txt: expected lines of person, .* download"):
         DATASETS["wisdm_watch"].load(tmp_path)
+
+
+def test_wisdm_names_the_line_that_is_wrong(tmp_path: Path) -> None:
+    path, line = tmp_path / "data.txt", "1600,A,90426708196641,7.1,-0.6,8.2"
+    for wrong in (line, f"{line};".replace("A", "N")):
+        path.write_text(f"\n\n{line};\n{wrong}\n")
+        with pytest.raises(DataError, match="in line 4;"):
+            wisdm._read(path, 1600)
 
 
 # ------------------------------------------------------------------------------------------------------- CASAS
@@ -298,7 +308,8 @@ def test_casas_numbers_a_sensors_value_the_same_in_every_home(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("line", [b"2009-10-16 00:01:04 M017", b"hello 00:01:04 M017 ON", b"2009-10-16 1 T001 nan",
-                                  b"2009-10-16 1 M001 x", b"2009-10-16 1 T001 ON"])  # fmt: skip
+                                  b"2009-10-16 1 M001 x", b"2009-10-16 1 T001 ON",
+                                  b"2009-10-16 1 T001 2_1"])  # fmt: skip
 def test_casas_bears_a_few_garbled_lines_and_no_more(tmp_path: Path, line: bytes) -> None:
     sensors.write_casas(tmp_path, days=4)  # 220 lines
     path = tmp_path / casas.FILES[2]
@@ -405,7 +416,13 @@ def test_widar_classes_are_the_gestures_of_more_than_three_users(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"1,2\n3\n", b"\n".join([b",".join([b"0"] * 400)] * 21), b"\n".join([b",".join([b"nan"] * 400)] * 22)],
+    [
+        b"",
+        b"1,2\n3\n",
+        b"\n".join([b",".join([b"0"] * 400)] * 21),
+        b"\n".join([b",".join([b"nan"] * 400)] * 22),
+        b"\n".join([b",".join([b"0_5"] * 400)] * 22),
+    ],
 )
 def test_widar_refuses_other_profiles(tmp_path: Path, content: bytes) -> None:
     path = sensors.put(tmp_path / "user1-1.csv", content)

@@ -172,6 +172,8 @@ def test_a_table_of_huggingface() -> None:
         (NUMBERS, LABELS, {"mean": [0.0], "std": [1.0]}, "1 values for 5 features"),
         (NUMBERS, LABELS, {"clients": [0, 1]}, r"got the shape \(2,\)"),
         (np.full((60, 5), np.nan, np.float32), LABELS, {}, "NaN or infinity"),
+        (np.ma.masked_equal(np.eye(60), 1.0), LABELS, {}, "x: 60 values are masked; fill them in"),
+        (NUMBERS, np.ma.masked_equal(LABELS, 1), {}, "y: .* values are masked"),
         (BYTES.reshape(60, 64), LABELS, {}, "uint8 samples are images"),
         (NUMBERS, LABELS - 1, {}, "expected classes 0..1, found -1"),
         ([[1.0], [1.0, 2.0]], [0, 1], {}, "samples of different shapes"),
@@ -281,9 +283,10 @@ def test_data_are_kept_once_and_read_back_whole(tmp_path: Path) -> None:
     (folder / kept.ABOUT).write_text(json.dumps({**about, "mean": [0.9]}))
     with pytest.raises(IntegrityError, match="is damaged"):
         kept.read(tmp_path, name, TASKS)
-    (folder / kept.ABOUT).write_text("[]")
-    with pytest.raises(IntegrityError, match="holds no data"):
-        kept.read(tmp_path, name, TASKS)
+    for text in ("[]", "[" * 100_000, *(json.dumps({**about, "task": task}) for task in (None, [], {"name": None}))):
+        (folder / kept.ABOUT).write_text(text)
+        with pytest.raises(IntegrityError, match="holds no data"):
+            kept.read(tmp_path, name, TASKS)
 
 
 def test_processes_and_a_later_command_have_the_same_data(

@@ -461,6 +461,14 @@ def test_clusters_that_are_not_those_of_the_counts_are_named(wrong: rules.Ints, 
             p.load(tmp_path, data)
 
 
+def test_a_partition_of_no_samples_is_read_as_it_is(tmp_path: Path) -> None:
+    """Whoever asks for samples then says that there are none."""
+    found = p.partition(TEN, **CASES["iid"])
+    none = {"proxy_train": found.proxy_train[:0], "proxy_test": found.proxy_test[:0], "counts": 0 * found.counts}
+    p.save(replace(found, clients=tuple(each[:0] for each in found.clients), **none), tmp_path)
+    assert [len(each) for each in p.load(tmp_path, TEN).clients] == [0] * len(found.clients)
+
+
 def test_a_partition_of_other_data_is_refused(tmp_path: Path) -> None:
     p.save(p.partition(TEN, **CASES["iid"]), tmp_path)
     with pytest.raises(PartitionError, match="was cut from other data"):

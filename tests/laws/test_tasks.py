@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -31,6 +32,23 @@ def test_r2_and_the_mean_absolute_error_by_hand() -> None:
     assert found == {"r2": pytest.approx(1 - 6 / 14), "mae": 1.0}
     assert task.loss(f, y).tolist() == [1.0, 0.0, 1.0, 4.0] and float(task.loss(f, y, "sum")) == 6.0
     assert task.metric.higher_is_better and not task.error.higher_is_better
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e7])
+def test_r2_keeps_its_digits_where_targets_are_far_from_0(offset: float) -> None:
+    generator, task = torch.Generator().manual_seed(0), Regression()
+    y = (2 * torch.randn(1000, 1, generator=generator, dtype=torch.float64) + offset).float().double()
+    f = y + torch.randn(1000, 1, generator=generator, dtype=torch.float64)
+    found = task.measure([task.observe(*pair) for pair in zip(f.split(300), y.split(300), strict=True)]).values
+    assert found["r2"] == pytest.approx(float(1 - (f - y).square().sum() / (y - y.mean()).square().sum()), rel=1e-9)
+
+
+def test_equal_targets_have_no_r2() -> None:
+    """Which log(50) is no float, and the sum of its squares less the square of its sum not 0."""
+    task, y = Regression(), torch.full((7, 1), 50.0).log()
+    for parts in ((y,), (y[:3], y[3:])):
+        found = task.measure([task.observe(part + 0.1, part) for part in parts]).values
+        assert math.isnan(found["r2"]) and found["mae"] == pytest.approx(0.1, abs=1e-6)
 
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
