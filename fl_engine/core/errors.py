@@ -22,12 +22,29 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
 class FlexfleetError(Exception):
     exit_code = 1
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory was refused. On a CPU torch says so by a RuntimeError of no kind of its own."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raises MemoryError where memory is refused on a CPU, whoever says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise MemoryError(f"out of memory: {first_line(error)}") from error
 
 
 class BadInput(FlexfleetError):

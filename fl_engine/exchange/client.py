@@ -13,7 +13,7 @@ import torch
 
 from fl_engine.core.client_state import Shapes, apart, kept_by_clients
 from fl_engine.core.contracts import Algorithm, ClientMetric, ModelFamily, keeps_client_state
-from fl_engine.core.errors import ClientError, IntegrityError, ModelError
+from fl_engine.core.errors import ClientError, IntegrityError, ModelError, memory_errors
 from fl_engine.core.heap import at_work
 from fl_engine.core.measures import LARGEST_LOSS, client_metrics
 from fl_engine.core.samples import Data
@@ -223,7 +223,7 @@ def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcom
         return [_evaluated(work, site, device) for work in works]
     started = time.monotonic()
     try:
-        with at_work(len(works) * tensor_bytes(works[0].received)):
+        with at_work(len(works) * tensor_bytes(works[0].received)), memory_errors():
             jobs = list(_jobs(works, site, device))
             trained = list(local.train(site.family, site.data.task, jobs, site.numerics))
     except (ModelError, MemoryError, torch.OutOfMemoryError) as error:
@@ -279,12 +279,14 @@ def _outcome(
     if wanted or keeps_client_state(work.algorithm):
         client = TrainedClient.of(order, task, site.family, site.data.task, job, work.received, trained.params)
         try:
-            if keeps_client_state(work.algorithm):  # first, since a measurement may write into the copies
-                state = {n: t.detach().to("cpu", copy=True) for n, t in work.algorithm.keep(work.state, client).items()}
-                check_state(state, sealing.forms(kept, sealed=False))
-                if site.state_key is not None:
-                    state = sealing.seal(state, site.state_key, order.client)
-            metrics |= client.measured(wanted)
+            with memory_errors():
+                if keeps_client_state(work.algorithm):  # first, since a measurement may write into the copies
+                    new = work.algorithm.keep(work.state, client)
+                    state = {n: t.detach().to("cpu", copy=True) for n, t in new.items()}
+                    check_state(state, sealing.forms(kept, sealed=False))
+                    if site.state_key is not None:
+                        state = sealing.seal(state, site.state_key, order.client)
+                metrics |= client.measured(wanted)
         except Rejected as error:
             said = f"what {type(work.algorithm).__name__}.keep gives is not what it declares: {error}"
             return ClientFailure(order.round, order.client, "train", said)

@@ -149,6 +149,8 @@ def check_content(value: bytes, digest: str, where: str) -> None:
 # --------------------------------------------------------------------------------------------------- importing it
 _enabled: dict[str, tuple[str, str]] = {}
 """By the package's name: the sha256, and the file."""
+_folders: list[str] = []
+"""Of all files, also of packages that are disabled: they may be enabled again."""
 
 
 def enable(value: bytes, digest: str, where: str) -> None:
@@ -165,7 +167,7 @@ def enable(value: bytes, digest: str, where: str) -> None:
     check_dependencies(value, name)
     disable(name)
     folder = tempfile.mkdtemp(prefix="flexfleet-code-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _folders.append(folder)
     path = Path(folder) / f"{digest}.whl"
     path.write_bytes(value)
     path.chmod(0o444)
@@ -182,6 +184,15 @@ def disable(name: str | None = None) -> None:
             sys.path.remove(path)
         for module in [m for m in sys.modules if m == each or m.startswith(f"{each}.")]:
             del sys.modules[module]
+
+
+@atexit.register
+def clear() -> None:
+    """Disables all packages and removes their files. To be called where a process becomes another one: that ends it
+    without what is done at its exit."""
+    disable()
+    while _folders:
+        shutil.rmtree(_folders.pop(), ignore_errors=True)
 
 
 @contextmanager

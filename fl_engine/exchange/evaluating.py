@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import ModelError
+from fl_engine.core.errors import ModelError, memory_errors
 from fl_engine.core.measures import evaluation_bounds, out_of_bounds
 from fl_engine.core.samples import Data
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, PoolModel, WorkOrder
@@ -33,7 +33,8 @@ def evaluated(
     x, y = data.train_x[chosen], data.train_y[chosen]
     how = {"ensemble": model.ensemble, "static_bn": model.static_bn}
     try:
-        score = evaluate(family, order.payload, order.spec, data, x, y, device, statistics_x=own_x, **how)
+        with memory_errors():
+            score = evaluate(family, order.payload, order.spec, data, x, y, device, statistics_x=own_x, **how)
     except (ModelError, ValueError, MemoryError, torch.OutOfMemoryError) as error:
         return failed(str(error) or "out of memory")  # batch norm refuses a batch of one value per channel
     metrics = {data.task.metric.name: score.value, "loss": score.loss}

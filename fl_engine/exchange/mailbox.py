@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class Refusal(Record):
-    """Why an update is not merged: see `ClientFailure`."""
+    """Why there is no update, or why it is not merged: see `ClientFailure`."""
 
     stage: Stage
     reason: str
@@ -69,7 +69,7 @@ class Closed(Record):
     """By client, a checksum of its answer as it was read: an answer that is replaced later does not count. (A client
     whose pod was started again gives the same answer, with other seconds.)"""
     refused: dict[int, Refusal] = Field(default={})
-    """Clients whose updates are not merged, though nothing is wrong with the files."""
+    """Clients that failed, and those whose updates are not merged, though nothing is wrong with the files."""
     metrics: dict[int, dict[str, float]] = Field(default={})
     """The metrics of each update, as they were read: those of a later answer do not count."""
     moved: dict[int, Moved] = Field(default={})
@@ -126,6 +126,8 @@ class Mailbox:
         self.lengths = dict(lengths)
         self._seen: dict[tuple[int, int], tuple[str, dict[str, float] | None]] = {}
         """By round and client: what `Closed` keeps of an answer; the metrics are None for a failure."""
+        self._failed: dict[tuple[int, int], ClientFailure] = {}
+        """By round and client: the answer, where it is a failure."""
 
     def open_round(self, plan: RoundPlan) -> None:
         orders = [
@@ -253,6 +255,7 @@ class Mailbox:
         text = manifest.model_dump_json().encode()
         self.store.put(f"{base}.json", text.ljust(self.lengths.get(f"{base}.json", 0)))
         self._seen[plan.round, outcome.client] = said_of(manifest), _metrics(manifest)
+        self._remember(plan, outcome)
 
     def answered(self, round: int, evaluates: bool = False) -> set[int]:
         """Clients that have left a manifest, good or bad."""
@@ -327,7 +330,14 @@ class Mailbox:
         self._seen[plan.round, client] = said_of(manifest), _metrics(manifest)
         if closed is not None and client in closed.metrics:
             manifest = manifest.model_copy(update={"metrics": closed.metrics[client]})
-        return update_of(manifest, lambda limit: self.store.get(f"{base}.safetensors", limit), order, self.rules)
+        found = update_of(manifest, lambda limit: self.store.get(f"{base}.safetensors", limit), order, self.rules)
+        self._remember(plan, found)
+        return found
+
+    def _remember(self, plan: RoundPlan, outcome: Outcome) -> None:
+        self._failed.pop((plan.round, outcome.client), None)
+        if isinstance(outcome, ClientFailure):
+            self._failed[plan.round, outcome.client] = outcome
 
     def accepted(self, plan: RoundPlan, client: int, closed: Closed) -> Outcome:
         """The outcome that the round was closed with. If clients hold keys and one has replaced or damaged its own
@@ -350,13 +360,18 @@ class Mailbox:
         times: Mapping[int, Times] = MappingProxyType({}),
     ) -> Closed:
         """Stores the set that the merge uses, as it was read or written here: the outcomes of `clients`, some of them
-        refused. `times`: what the refused ones took."""
+        refused. `times`: what the refused ones took.
+
+        Failures are stored whole: a client that was called off may still write over its own, while it ends."""
+        known = {client: self._failed.get((plan.round, client)) for client in clients}
+        failed = {client: failure for client, failure in known.items() if failure is not None}
         why = {
             client: Refusal(stage=failure.stage, reason=failure.reason, code=failure.code)
-            for client, failure in sorted(refused.items())
+            for client, failure in sorted((failed | dict(refused)).items())
         }
         seen = {client: self._seen[plan.round, client] for client in sorted(clients)}
         self._seen.clear()
+        self._failed.clear()
         closed = Closed(
             round=plan.round,
             accepted={client: said for client, (said, _) in seen.items()},

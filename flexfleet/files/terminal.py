@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, masked
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, masked, out_of_memory
 from fl_engine.core.plain import read_yaml
 from flexfleet.config.short import place
 from flexfleet.files.doctor import EXTRAS
@@ -198,7 +198,7 @@ def told_of(error: Exception) -> tuple[str, int] | None:
         return missing(str(error.name)), ours
     if isinstance(error, OSError):
         return f"{error.filename or 'system'}: {error.strerror or error}", ours
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error)):
+    if out_of_memory(error):
         return f"not enough memory: {str(error).splitlines()[0] if str(error) else 'no more to be had'}", ours
     return None
 

@@ -30,6 +30,7 @@ from fl_engine.core.errors import (
     FlexfleetError,
     IntegrityError,
 )
+from fl_engine.exchange import code
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.letters import (
     MOST_S,
@@ -193,6 +194,7 @@ def run(args: argparse.Namespace) -> int:
 
     def restart(why: str) -> NoReturn:
         log.info("starting anew: %s", why)
+        code.clear()
         sys.stdout.flush()
         sys.stderr.flush()
         os.execv(sys.executable, [sys.executable, "-m", "flexfleet.steps.agent", *agent_options.again(args)])

@@ -46,6 +46,8 @@ def test_clients_urls_do_not_outlive_what_a_server_signs() -> None:
     said = refused("kubernetes.deadline_s=604171")
     assert "604801 seconds" in said and "604800 (seven days) at most" in said and "access=ambient" in said
     load_config(None, ["kubernetes.deadline_s=9999999", "kubernetes.access=ambient"])
+    said = refused("kubernetes.lifetime=run", "kubernetes.deadline_s=604000", "kubernetes.lease_s=300")
+    assert "deadline_s + pending_s + 30 + lease_s is 604930 seconds" in said
 
 
 # --------------------------------------------------------------------------------------------------- defaults

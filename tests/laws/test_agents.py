@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -42,18 +42,21 @@ def test_a_bad_device_fails_no_client(scene_of: Callable[..., Scene], fault: str
     assert scene.agents._agents[bad.name].failures == len(bad.taken), "a bad answer ends no row of failures"
 
 
-def test_an_answer_that_every_device_gives_is_the_client_s_failure(scene_of: Callable[..., Scene]) -> None:
+@pytest.mark.parametrize("stage", ["train", "evaluate"])
+def test_an_answer_that_every_device_gives_is_the_client_s_failure(
+    scene_of: Callable[..., Scene], stage: Literal["train", "evaluate"]
+) -> None:
     scene = scene_of(1, attempts=3)
 
     def cannot(device: Played, loan: Loan, worked: float) -> None:
         keys = loan.assignment.keys
         box = Mailbox(Leased(scene.store, loan.id), key=lambda order: bytes.fromhex(keys[order.client]))
-        box.put_outcome(scene.plan, ClientFailure(0, 0, "train", "the loss is not finite"))
+        box.put_outcome(scene.plan, ClientFailure(0, 0, stage, "the loss is not finite"))
         device.done = loan.id
 
     devices = [scene.device(cannot) for _ in range(4)]
     (failure,) = scene.outcomes().values()
-    assert failure == ClientFailure(0, 0, "train", "the loss is not finite")
+    assert failure == ClientFailure(0, 0, stage, "the loss is not finite")
     assert sorted(len(device.taken) for device in devices) == [0, 1, 1, 1], "three devices, each once"
 
 

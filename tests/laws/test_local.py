@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,11 +32,13 @@ from fl_engine.core.types import (
     Prunable,
     SubmodelSpec,
 )
+from fl_engine.exchange import client
 from fl_engine.exchange.client import execute
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import TinyLSTM
 from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, context_of, start_of, tiny_fleet, tiny_site
+from fl_engine.training import local
 from fl_engine.training.lanes import Dropout
 from fl_engine.training.local import Job, Trained, train
 
@@ -361,13 +365,23 @@ def test_weights_that_are_not_finite_are_a_failure() -> None:
         assert found.stage == "train"
 
 
-def test_a_client_that_runs_out_of_memory_is_a_failure() -> None:
+def of_a_gpu() -> None:
+    raise torch.OutOfMemoryError("out of memory: tried to allocate 9 GiB")
+
+
+def of_a_cpu() -> None:
+    torch.empty(10**15)  # more than there are addresses
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["trains", "evaluates"])
+@pytest.mark.parametrize("lack", [of_a_gpu, of_a_cpu])
+def test_a_client_that_runs_out_of_memory_is_a_failure(lack: Callable[[], None], evaluates: bool) -> None:
     """A client's failure is data, not an exception: the others go on."""
 
     class Greedy(Watched):
         def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
             def fail(*_: object) -> None:
-                raise torch.OutOfMemoryError("out of memory: tried to allocate 9 GiB")
+                lack()
 
             module = self.inner.module(spec)
             module.register_forward_pre_hook(fail)
@@ -375,10 +389,31 @@ def test_a_client_that_runs_out_of_memory_is_a_failure() -> None:
 
     place = tiny_site(PLAIN, fleet=tiny_fleet(4))
     order = PLAIN.plan(start_of(PLAIN, place), context_of(place, 0, SEED)).orders[0]
-    found = execute(PLAIN, order, replace(place, family=Greedy(FAMILY)))  # type: ignore[arg-type]
+    order = replace(order, evaluates=evaluates)
+    held = tuple(np.arange(4) for _ in place.partition.clients)
+    found = execute(PLAIN, order, replace(place, family=Greedy(FAMILY), held=held))  # type: ignore[arg-type]
     assert isinstance(found, ClientFailure)
-    assert found.stage == "train"
+    assert found.stage == ("evaluate" if evaluates else "train")
     assert "out of memory" in found.reason
+
+
+@pytest.mark.parametrize("lack", [of_a_gpu, of_a_cpu])
+def test_clients_that_do_not_fit_beside_each_other_train_one_by_one(
+    lack: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tiny_site(PLAIN, fleet=tiny_fleet(4))
+    orders = PLAIN.plan(start_of(PLAIN, site), context_of(site, 0, SEED)).orders[:2]
+    alone, together = local.train, []
+
+    def room_for_one(family: Any, task: Any, jobs: Any, *more: Any) -> Any:
+        if len(jobs) > 1:
+            together.append(len(jobs))
+            lack()
+        return alone(family, task, jobs, *more)
+
+    monkeypatch.setattr(local, "train", room_for_one)
+    found = client.train([client.accept(PLAIN, order, site) for order in orders], site)
+    assert together == [2] and [type(outcome) for outcome in found] == [ClientUpdate, ClientUpdate]
 
 
 def test_a_payload_that_is_not_what_the_order_says_is_a_failure() -> None:

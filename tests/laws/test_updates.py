@@ -416,11 +416,37 @@ def test_what_a_round_was_closed_with_counts_whoever_was_asked(before: bool, aft
     assert closed is not None
     assert_same_outcomes([ours[after].accepted(plan, ORDER.client, closed)], [answer])
     files |= {name: value[:-1] for name, value in files.items() if "updates/" in name}
-    if after:
+    if what == "a failure":
+        assert_same_outcomes([ours[after].accepted(plan, ORDER.client, closed)], [answer])
+    elif after:
         assert isinstance(ours[after].accepted(plan, ORDER.client, closed), ClientFailure)
     else:
         with pytest.raises(IntegrityError, match="--discard-damaged"):
             ours[after].accepted(plan, ORDER.client, closed)
+
+
+def test_a_client_that_was_called_off_stays_late_though_it_still_answers() -> None:
+    """Its pod is deleted while it writes: what the round was closed with says why it does not count."""
+    files: dict[str, bytes] = {}
+    plan, late = replace(PLAN, orders=(ORDER,)), ClientFailure(0, ORDER.client, "straggle", "enough came before it")
+    ledger = ledger_of(files)
+    ledger.put_outcome(plan, late)
+    ledger.close(plan, [ORDER.client])
+    files |= FILES
+    closed = ledger_of(files).closed(plan)
+    assert closed is not None
+    assert ledger_of(files).accepted(plan, ORDER.client, closed) == late
+
+
+def test_an_update_in_place_of_a_failure_is_what_a_round_is_closed_with() -> None:
+    files: dict[str, bytes] = {}
+    plan, ledger = replace(PLAN, orders=(ORDER,)), ledger_of(files)
+    ledger.put_outcome(plan, ClientFailure(0, ORDER.client, "pod", "nobody answered"))
+    files |= FILES
+    assert len(list(ledger.finished(plan))) == 1
+    closed = ledger.close(plan, [ORDER.client])
+    assert not closed.refused
+    assert_same_outcomes([ledger_of(files).accepted(plan, ORDER.client, closed)], [HONEST])
 
 
 def test_answers_that_nobody_signed_are_deleted_when_pods_are_asked_again() -> None:

@@ -45,7 +45,7 @@ log = logging.getLogger("flexfleet")
 
 LOST: Literal["pod"] = "pod"
 """The stage of the failure of a client whose order no device has answered."""
-NOT_GOOD = ("train", "validate")
+NOT_GOOD = ("train", "evaluate", "validate")
 """Stages of answers that may be the device's fault, so that another one is asked."""
 LOOK_S = 2.0
 """The most seconds between two looks for answers."""

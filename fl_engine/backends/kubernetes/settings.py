@@ -137,12 +137,12 @@ class KubernetesConfig(Section):
 
     @model_validator(mode="after")
     def _urls_live_as_long(self) -> KubernetesConfig:
-        asked = self.deadline_s + self.pending_s + GRACE_S
+        asked, terms = self.deadline_s + self.pending_s + GRACE_S, f"deadline_s + pending_s + {GRACE_S}"
         if self.lifetime == "run":
-            asked += math.ceil(self.lease_s)
+            asked, terms = asked + math.ceil(self.lease_s), f"{terms} + lease_s"
         if self.access == "presigned" and asked > URL_S:
             raise ValueError(
-                f"deadline_s + pending_s + {GRACE_S} is {asked} seconds, but the URLs that clients get live for "
-                f"{URL_S} (seven days) at most: lower them, or set access=ambient"
+                f"{terms} is {asked} seconds, but the URLs that clients get live for {URL_S} (seven days) at most: "
+                "lower them, or set access=ambient"
             )
         return self
