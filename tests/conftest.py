@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -450,6 +451,12 @@ def python() -> Iterator[Path]:
     """A script that stands in for `python`, without the seconds that it takes to import torch."""
     with warm() as script:
         yield script
+
+
+@pytest.fixture
+def warm_starts(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process starts is forked from one that has imported everything."""
+    monkeypatch.setattr(sys, "executable", str(python))
 
 
 # ----------------------------------------------------------------------------------------------------- MLflow

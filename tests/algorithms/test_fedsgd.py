@@ -118,6 +118,7 @@ def test_from_a_configuration() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("warm_starts")
 def test_a_comparison_notes_the_different_local_work(flexfleet: Any, tmp_path: Path, quick: list[str]) -> None:
     sets = [text for text in quick if not text.startswith(("algorithm.", "run.store", "rounds.stop"))]
     sets += [f"run.store={tmp_path}", "rounds.stop=1"]

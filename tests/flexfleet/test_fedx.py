@@ -104,6 +104,7 @@ def test_it_ends_in_the_same_model_after_a_kill_in_the_middle_of_a_round(
     assert (done.json["model_sha256"], done.json["bytes"]) == (whole.json["model_sha256"], whole.json["bytes"])
 
 
+@pytest.mark.usefixtures("warm_starts")
 def test_the_ablations_differ_and_share_what_was_prepared(flexfleet: Any, sets: list[str]) -> None:
     """Without fine-tuning, without its regulariser, both; the preparation depends on neither."""
     labels = "fedx,plain=fedx,free=fedx"

@@ -165,6 +165,7 @@ def test_an_lstm_is_exported_with_its_gates_and_window(tmp_path: Path) -> None:
         assert torch.equal(export.load(tmp_path)(data.test_x), made.network(data.test_x))
 
 
+@pytest.mark.usefixtures("warm_starts")
 @pytest.mark.parametrize("sets", ["regression"], indirect=True)
 def test_numbers_are_compared(flexfleet: Any, sets: list[str]) -> None:
     own = [each for each in sets if not each.startswith("algorithm.")]

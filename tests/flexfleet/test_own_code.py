@@ -199,6 +199,7 @@ def test_missing_packages_are_named_before_round_one(flexfleet: Any, quick: Sequ
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("warm_starts")
 def test_a_comparison_of_ones_own_and_a_known_one(flexfleet: Any, quick: Sequence[str], package: Path) -> None:
     sets = [s for s in quick if not s.startswith("algorithm.")] + [f"run.code={package}", "rounds.stop=1"]
     labels = f"mine={NAME}.mine:Mine,all_large"

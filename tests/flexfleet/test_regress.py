@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import yaml
 from flexfleet.nightly import suite
 from flexfleet.nightly.regress import Verdict
 from flexfleet.nightly.suite import Figures
+from tests.harness.warm import warm
 
 PLANTED = '''
 """FlexFL with what should not be."""
@@ -89,10 +91,12 @@ def place(tmp_path_factory: pytest.TempPathFactory, flexfleet: Any, tiny_suite: 
     folder = tmp_path_factory.mktemp("nights")
     (folder / "planted.py").write_text(PLANTED)
     (folder / "sitecustomize.py").write_text(HEAVY)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as opened:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", str(folder))  # for the runs, which are processes
+        python = opened.enter_context(warm(PYTHONPATH=str(folder)))  # so that it holds as much memory
+        patch.setattr(sys, "executable", str(python))
         yield Place(folder, f"sqlite:///{folder}/mlflow.db", flexfleet, tiny_suite)
 
 

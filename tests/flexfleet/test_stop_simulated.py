@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -61,11 +62,12 @@ def test_without_a_limit_the_console_says_nothing_of_it(caplog: pytest.LogCaptur
 
 # -------------------------------------------------------------------------------------------- runs, comparisons
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory, flexfleet: Any, quick: Sequence[str]) -> Any:
+def compared(tmp_path_factory: pytest.TempPathFactory, flexfleet: Any, quick: Sequence[str], python: Path) -> Any:
     """A comparison of at most 6 rounds, within the time of all_large's first 2; its folder, its settings."""
     folder = tmp_path_factory.mktemp("timed")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(sys, "executable", str(python))
         done = flexfleet("run", "--run-id", "probe", sets=[*quick, "algorithm.name=all_large", "rounds.stop=2"])
         assert done.code == 0, done.err
         limit = clocks(folder / "runs/probe")[1]

@@ -230,6 +230,7 @@ def test_what_is_wrong_in_a_file_is_said(write: Write, tmp_path: Path, text: str
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("warm_starts")
 def test_a_suite_with_its_reference_in_one_table(
     flexfleet: Any, write: Write, tmp_path: Path, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

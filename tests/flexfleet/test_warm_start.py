@@ -130,6 +130,7 @@ def test_a_registered_model_and_an_exported_level(flexfleet: Any, quick: Sequenc
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("warm_starts")
 def test_a_comparison_starts_from_it(flexfleet: Any, quick: Sequence[str], file: Path) -> None:
     sets = [s for s in quick if not s.startswith("algorithm.")] + [f"model.init={file}", "rounds.stop=1"]
     done = flexfleet("compare", "--algorithms", "all_large,heterofl", "--id", "both", "--json", sets=sets)

@@ -47,15 +47,15 @@ sys.exit(int.from_bytes(code, "big", signed=True) if code else "the process of t
 
 
 @contextmanager
-def warm() -> Iterator[Path]:
-    """Such a process: the path of the script that stands in for `python`."""
+def warm(**variables: str) -> Iterator[Path]:
+    """Such a process, with environment variables of its own: the path of the script that stands in for `python`."""
     with tempfile.TemporaryDirectory(prefix="warm") as folder:
         path, ask, python = (Path(folder) / name for name in ("socket", "ask.py", "python"))
         ask.write_text(ASK.format(socket=str(path)))
         python.write_text(f"#!/bin/sh\nexec '{PYTHON}' -I -S '{ask}' \"$@\"\n")
         python.chmod(0o755)
         command = [PYTHON, "-m", __name__, str(path), str(python)]
-        env = kept() | {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        env = kept() | {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", **variables}
         with subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
