@@ -201,7 +201,7 @@ def regress(args: argparse.Namespace) -> int:
     from flexfleet.nightly import webhook
 
     id = args.id or f"night-{time.strftime('%Y%m%d-%H%M%S')}"
-    night = step.prepare(args.suite, id, args.set, args.update)
+    night = step.prepare(args.suite, id, args.set, args.update, args.jobs)
     log.info("folder: %s", night.folder)
     if args.update:
         figures = step.update(night, jobs=args.jobs, resume=args.resume)
@@ -394,14 +394,14 @@ def _stand_in(args: argparse.Namespace, config: Config, needs_data: bool) -> tup
     from flexfleet.config.schema import DatasetConfig
     from flexfleet.steps.prepare import parse_input
 
-    if not (args.input or args.classes):
+    if args.input is None and args.classes is None:
         kind = model_kind(config.model)
         set_here = any(each.startswith("dataset.name=") for each in args.set)
         named = set_here or config.dataset.name != DatasetConfig().name
         if isinstance(kind, PublishedFor) and not named and not needs_data:
             return kind.published_input, kind.published_outputs
         return None
-    if not (args.input and args.classes):
+    if args.input is None or args.classes is None:
         raise ConfigError("--input and --classes go together: they stand in for a data set")
     if args.classes < 1:
         raise ConfigError(f"--classes says how many outputs the network has, at least 1; got {args.classes}")
@@ -487,7 +487,8 @@ def status(args: argparse.Namespace) -> int:
         return 0
     for each in devices:
         did = f"{each['answers']} answered, {each['lost']} lost{', last ' + each['last'] if each['last'] else ''}"
-        print(f"{each['name']:20} {each['state']:10} seen {each['seen'] or 'never'}  {did}")
+        seen = f" seen {each['seen']}" if each["seen"] else ""
+        print(f"{each['name']:20} {each['state']:10}{seen}  {did}")
     return 0
 
 

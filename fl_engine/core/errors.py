@@ -186,5 +186,10 @@ def device_hint(said: str) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: ` (did you mean 'alpha'?)`, or the known names when none is close."""
     names = list(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else f" (known: {', '.join(sorted(names)) or 'none'})"
+    return did_you_mean(word, names) or f" (known: {', '.join(sorted(names)) or 'none'})"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint where the known names are listed anyway: ` (did you mean 'alpha'?)`, or nothing when none is close."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {found[0]!r}?)" if found else ""

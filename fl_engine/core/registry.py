@@ -19,7 +19,7 @@ from pydantic import GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from fl_engine.core.adapters import adapter
-from fl_engine.core.errors import ConfigError, nearest
+from fl_engine.core.errors import ConfigError, did_you_mean, nearest
 
 T = TypeVar("T")
 
@@ -36,8 +36,8 @@ def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
     module, sign, attribute = name.partition(":")
     if not sign:
         raise ConfigError(
-            f"no {what} named {name!r}{nearest(name, registry)}; there are {', '.join(registry)}; your own is given as "
-            "package.module:NAME"
+            f"no {what} named {name!r}{did_you_mean(name, registry)}; there are {', '.join(registry)}; "
+            "your own is given as package.module:NAME"
         )
     if os.getcwd() not in sys.path:  # a module of one's own lies where the command is typed
         sys.path.append(os.getcwd())

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import ConfigError, nearest
+from fl_engine.core.errors import ConfigError, did_you_mean
 from fl_engine.core.slicing import count_params
 from fl_engine.core.types import Device
 from fl_engine.core.widths import hidden, prefix
@@ -131,7 +131,7 @@ FLEETS: dict[str, tuple[Tier, ...]] = {
 def named(name: str) -> tuple[Tier, ...]:
     if name not in FLEETS:
         raise ConfigError(
-            f"no fleet named {name!r}{nearest(name, FLEETS)}: fleet.tiers is a list of tiers, or one of "
+            f"no fleet named {name!r}{did_you_mean(name, FLEETS)}: fleet.tiers is a list of tiers, or one of "
             f"{', '.join(FLEETS)}"
         )
     return FLEETS[name]

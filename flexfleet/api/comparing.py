@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError, nearest
+from fl_engine.core.errors import ConfigError, did_you_mean
 from fl_engine.training.guest import guest
 from flexfleet.api.asked import check_reach, plain
 from flexfleet.api.errors import told
@@ -181,7 +181,7 @@ class Comparison:
         figures = {label: [run.model_dump() for run in found.runs] for label, found in self._file.results.items()}
         if metric not in FIGURES:
             raise ConfigError(
-                f"there is no metric {metric!r}{nearest(metric, FIGURES)}; there are {', '.join(FIGURES)}"
+                f"there is no metric {metric!r}{did_you_mean(metric, FIGURES)}; there are {', '.join(FIGURES)}"
             )
         values = {label: [run[metric] for run in found] for label, found in figures.items()}
         return paired(values, self.seeds, a, b, metric)

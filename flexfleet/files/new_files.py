@@ -44,7 +44,8 @@ def write_new(files: Mapping[str, str], folder: Path) -> list[Path]:
     """Writes the files; none of them if one is there already. Raises ConfigError then."""
     there = [str(folder / name) for name in files if (folder / name).exists()]
     if there:
-        raise ConfigError(f"{' and '.join(there)} is there already, and is not replaced: name another folder")
+        what = "is there already, and is" if len(there) == 1 else "are there already, and are"
+        raise ConfigError(f"{' and '.join(there)} {what} not replaced: take another name, or another folder")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, text in files.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine import __version__
-from fl_engine.core.errors import ConfigError, nearest
+from fl_engine.core.errors import ConfigError, did_you_mean, nearest
 from flexfleet.config.passwords import no_passwords
 from flexfleet.kubeflow.retarget import documents, names, retarget, shipped
 from flexfleet.kubeflow.server import connected, link, pages
@@ -36,7 +36,7 @@ class Submitted:
 def form(name: str) -> dict[str, Any]:
     """The parameters of a pipeline, with their defaults. Raises ConfigError for one that is not shipped."""
     if name not in names():
-        raise ConfigError(f"no pipeline is named {name!r}{nearest(name, names())}: {', '.join(names())}")
+        raise ConfigError(f"no pipeline is named {name!r}{did_you_mean(name, names())}: {', '.join(names())}")
     spec, *_ = documents(shipped(name))
     given: dict[str, Any] = spec["root"]["inputDefinitions"]["parameters"]
     return {name: about.get("defaultValue") for name, about in given.items()}

@@ -16,6 +16,7 @@ from fl_engine.data.partitioning import MANIFEST, read_manifest
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
 from fl_engine.storage.store import Store
+from flexfleet.config import Config
 from flexfleet.config.names import plain
 from flexfleet.files.artifacts import EvaluationFile, History, Result, RunFile
 from flexfleet.files.measure import SHARES, highest
@@ -32,6 +33,7 @@ from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
 from flexfleet.steps.share import adopt
+from flexfleet.tracking import record as track
 from flexfleet.tracking import versioned
 
 
@@ -63,6 +65,7 @@ def run(
         known_run(config, out, resume)
     else:  # the steps before the rounds are quick and pure, so they are done again after a kill
         check(resolved)
+        _reach(config, run_id, out)
         if shared is not None:
             adopt(resolved, shared, out)
         else:
@@ -84,6 +87,14 @@ def run(
     )
     evaluate(resolved, out, out / "partition", out / "pool", out)
     return conclude(resolved, out, store_of(config, run_id, out))
+
+
+def _reach(config: Config, run_id: str, out: Path) -> None:
+    """Before minutes of pre-training: raises ConfigError for an address of MLflow that cannot be used, what `Store`
+    raises for a store that does not answer."""
+    track.prepare(config)
+    if config.run.remote is not None:
+        store_of(config, run_id, out).list(track.RUN_KEY)
 
 
 def need_packages(resolved: Resolved) -> None:

@@ -70,7 +70,14 @@ def test_version(flexfleet: Any) -> None:
     assert (done.code, done.out.split()) == (0, ["flexfleet", fl_engine.__version__])
 
 
-@pytest.mark.parametrize("argv", [[], ["runn"], ["run", "--sett", "a=b"], ["pool", "--classes", "ten"], ["report"]])
+WRONG = [
+    [], ["runn"], ["run", "--sett", "a=b"], ["pool", "--classes", "ten"], ["report"],
+    *(["agent", "--invite", "x", f"--silence={text}"] for text in ("nan", "-1", "0", "x")),
+    *(["agent", "--invite", "x", f"--recycle={text}"] for text in ("-1", "0", "1.5")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("argv", WRONG)
 def test_a_wrong_command_line_is_bad_input(flexfleet: Any, argv: list[str]) -> None:
     done = flexfleet(*argv)
     assert done.code == 2
@@ -222,7 +229,8 @@ def test_pool_takes_measured_scores(flexfleet: Any, finished: Any, quick: Sequen
         (("--model", "vgg16", "--input", "3x8x8", "--classes", "10"), "8"),
         (("--model", "vgg16", "--input", "3x-32x-32", "--classes", "10"), "-32"),
         (("--model", "vgg16", "--input", "0x32x32", "--classes", "10"), "0"),
-        (("--model", "vgg16", "--input", "3x32x32", "--classes", "-1"), "classes"),
+        (("--model", "vgg16", "--input", "3x32x32", "--classes", "-1"), "at least 1; got -1"),
+        (("--model", "vgg16", "--input", "3x32x32", "--classes", "0"), "at least 1; got 0"),
         (("--model", "vgg61"), "vgg16"),
         (("--apoz", "nowhere.json"), "nowhere.json"),
     ],

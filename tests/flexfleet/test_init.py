@@ -35,7 +35,8 @@ def test_nothing_is_replaced(flexfleet: Any, tmp_path: Path, argv: tuple[str, ..
     last.write_text("mine")
     before = {path: path.read_text() for path in tmp_path.iterdir()}
     done = flexfleet(*argv)
-    assert done.code == 2 and "is there already, and is not replaced" in done.err
+    said = "are there already, and are not replaced" if argv[1:] else "is there already, and is not replaced"
+    assert done.code == 2 and said in done.err
     assert {path: path.read_text() for path in tmp_path.iterdir()} == before
 
 

@@ -41,6 +41,13 @@ def test_status_lists_runs_whatever_becomes_of_the_devices(
     assert json.loads(capsys.readouterr().out) == {"runs": []}
 
 
+def test_status_says_once_that_a_device_was_never_seen(tmp_path: Path, capsys: Any) -> None:
+    main(["invite", "--out", str(tmp_path / "out"), *sets(tmp_path)])
+    capsys.readouterr()
+    assert main(["status", *sets(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(" never seen  0 answered, 0 lost")
+
+
 def test_status_does_not_wait_for_a_server_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

@@ -213,6 +213,11 @@ def test_a_night_is_not_begun_twice_and_goes_on(place: Place, first: Verdict) ->
     assert len(again) == versions, "nothing is registered twice"
 
 
+def test_a_number_of_jobs_that_cannot_be_is_refused_at_once(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    done = place.flexfleet("regress", "--suite", "digits", "--id", "nobody", "--jobs", "0")
+    assert done.code == 2 and "at least 1, got 0" in done.err and "folder" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "setting",
     ["training.lr=0.01", "seed=4", "algorithm.kd_weight=0", "run.precision=bf16", "rounds.over_provision=1.5"],

@@ -218,6 +218,22 @@ def test_a_process_that_changes_its_folder_writes_where_it_is(
             assert len(data_base.execute("select * from runs").fetchall()) == 1, name
 
 
+def test_an_address_is_tried_before_anything_trains(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = flexfleet("run", "--run-id", "a", sets=[*quick, "tracking.mlflow=nonsense://x"])
+    assert done.code == 2 and "tracking.mlflow = 'nonsense://x' cannot be used" in done.err
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    done = flexfleet("run", "--run-id", "a", sets=[*quick, "run.remote=s3://runs/x"])
+    assert done.code == 6 and "s3://runs/x/a" in done.err and "credentials" in done.err
+    assert not Path("runs").exists()
+
+
 def test_a_server_that_does_not_answer_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(ConfigError, match=r"tracking\.mlflow"):
