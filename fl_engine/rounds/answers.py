@@ -18,7 +18,7 @@ class Answers:
         self._spool = Spool(held_bytes)
         self._heads: dict[int, Outcome] = {}
         self._places: dict[int, int] = {}
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[int, tuple[int, int]] = {}
         self._states: dict[int, int] = {}
         self.times: dict[int, Times] = {}
         """By client, what its order took: of every update that arrived, also of one that is not merged."""
@@ -28,7 +28,8 @@ class Answers:
         client = outcome.client
         if isinstance(outcome, ClientUpdate):
             self._places[client] = self._spool.put(outcome.payload)
-            self._sizes[client] = tensor_bytes(outcome.travels) if size is None else size
+            travelled = tensor_bytes(outcome.travels) if size is None else size
+            self._sizes[client] = travelled, tensor_bytes(outcome.payload)
             if outcome.state:
                 self._states[client] = self._spool.put(outcome.state)
             outcome = changed(outcome, payload={}, state={}, encoded=None)
@@ -54,7 +55,11 @@ class Answers:
 
     def size(self, client: int) -> int:
         """Bytes of the weights that the client brought, as they travelled."""
-        return self._sizes[client]
+        return self._sizes[client][0]
+
+    def model_size(self, client: int) -> int:
+        """Bytes of these weights as a model has them, whatever a codec made of them."""
+        return self._sizes[client][1]
 
     def __iter__(self) -> Iterator[Outcome]:
         for head in self.heads():

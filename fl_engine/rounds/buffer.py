@@ -50,8 +50,8 @@ class Due:
     clock: float
     stale: Mapping[int, int]
     """By client, how many merges ago the weights were those that it was sent."""
-    down: Mapping[int, int]
-    """By client, bytes of the weights that it was sent."""
+    down: Mapping[int, tuple[int, int]]
+    """By client, bytes of the weights that it was sent, as they travelled and as a model has them."""
 
 
 def check(algorithm: Algorithm, terms: RoundsConfig) -> None:
@@ -97,19 +97,19 @@ def due(
     finish = {flight.order.client: flight.finish for flight in flying}
     finish |= {head.client: clock + head.elapsed for head in new}
     first = sorted(finish, key=lambda client: (finish[client], client))[: run.terms.buffer or most]
-    found, waiting, down = Answers(), list[Flight](), dict[int, int]()
+    found, waiting, down = Answers(), list[Flight](), dict[int, tuple[int, int]]()
     for answer in answers:
         order = plan.order_of[answer.client]
         if not isinstance(answer, ClientUpdate) or answer.client in first:
             found.add(answer, answers.size(answer.client) if isinstance(answer, ClientUpdate) else None)
-            down[order.client] = tensor_bytes(order.travels)
+            down[order.client] = tensor_bytes(order.travels), tensor_bytes(order.payload)
             if order.client in answers.times:
                 found.times[order.client] = answers.times[order.client]
             continue
         file = files.put(changed(answer, order, run.site.layout))
         without = replace(answer, payload={}, encoded=None)
         bare = replace(order, payload={}, memory={}, encoded=None)
-        sizes = tensor_bytes(order.travels), answers.size(answer.client)
+        sizes = tensor_bytes(order.travels), answers.size(answer.client), tensor_bytes(order.payload)
         waiting.append(Flight(bare, without, answers.times[answer.client], finish[answer.client], *sizes, file))
     stale = dict.fromkeys((head.client for head in new if head.client in first), 0)
     orders = [order for order in plan.orders if order.client in down]
@@ -118,7 +118,7 @@ def due(
         if client not in first:
             waiting.append(flight)
             continue
-        stale[client], down[client] = plan.round - flight.order.round, flight.down
+        stale[client], down[client] = plan.round - flight.order.round, (flight.down, flight.size)
         found.times[client] = flight.times
         weight = (1 + stale[client]) ** -run.terms.staleness
         payload = moved(state, flight, files.get(flight.file), weight, run.site.layout)
@@ -139,7 +139,7 @@ def recorded(run: Run, plan: RoundPlan, due: Due, began: float) -> Record:
             line["staleness"] = due.stale[line["client"]]
     metrics = record.metrics
     metrics["bytes_down"] = float(sum(tensor_bytes(order.travels) for order in plan.orders))
-    metrics |= phases.bits(metrics)
+    metrics |= phases.bits(metrics) | phases.models(metrics, *record.models)
     for name in phases.SIMULATED:  # their rounds overlap
         metrics.pop(name, None)
     metrics["clients_flying"] = float(len(due.flying))

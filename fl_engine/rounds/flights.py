@@ -35,6 +35,8 @@ class Flight:
     down: int
     """Bytes of the weights that were sent, and of those that come back."""
     up: int
+    size: int
+    """Bytes of the weights that were sent, as a model has them."""
     file: str
     """The change of its weights."""
 
@@ -58,6 +60,8 @@ class Waiting(Record):
     finish: NotNegative
     down: Index
     up: Index
+    size: Index | None = None
+    """None in the files of earlier versions."""
     file: Annotated[str, Field(pattern=f"^{FILE.pattern}$")]
 
 
@@ -82,6 +86,7 @@ def said(flying: Sequence[Flight]) -> list[dict[str, Any]]:
             finish=flight.finish,
             down=flight.down,
             up=flight.up,
+            size=flight.size,
             file=flight.file,
         ).model_dump(mode="json")
         for flight in flying
@@ -101,7 +106,8 @@ def _flight(w: Waiting) -> Flight:
     order = WorkOrder(w.round, w.client, SubmodelSpec.from_json(w.sent), {}, w.seed, w.level, w.hints)
     spec = SubmodelSpec.from_json(w.spec)
     update = ClientUpdate(w.round, w.client, spec, {}, w.examples, w.metrics, w.trained, w.times.total)
-    return Flight(order, update, w.times, w.finish, w.down, w.up, w.file)
+    size = w.down if w.size is None else w.size
+    return Flight(order, update, w.times, w.finish, w.down, w.up, size, w.file)
 
 
 def files_in(checkpoints: Checkpoints) -> KeptFiles:

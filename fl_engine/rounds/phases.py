@@ -19,6 +19,9 @@ With `simulated_wait` (a trace's, until somebody is online) they add up to `seco
 the round, or nobody answers. Encoding and decoding take no time there. Asynchronous rounds overlap, and have neither.
 
 bits_down, bits_up  eight for each byte of `bytes_down` and `bytes_up`: what travels, as its codec makes it
+model_bytes_down, model_bytes_up
+                    of the weights that were sent to the clients whose updates are merged, or that failed, and of these
+                    updates, as models have them; left out where they are `bytes_down` and `bytes_up`
 """
 
 from __future__ import annotations
@@ -62,6 +65,20 @@ def of_the_last(merged: Iterable[Times]) -> dict[str, float]:
 def bits(metrics: Mapping[str, float]) -> dict[str, float]:
     """Of the bytes of a round."""
     return {"bits_down": 8 * metrics["bytes_down"], "bits_up": 8 * metrics["bytes_up"]}
+
+
+def models(metrics: Mapping[str, float], down: int, up: int) -> dict[str, float]:
+    """`model_bytes_down` and `model_bytes_up` of a round, where they are not its bytes."""
+    same = (down, up) == (metrics["bytes_down"], metrics["bytes_up"])
+    return {} if same else {"model_bytes_down": float(down), "model_bytes_up": float(up)}
+
+
+def waste(rounds: Sequence[Mapping[str, float]]) -> float:
+    """Of the metrics of all rounds: the share of the weights that was sent in vain (AdaptiveFL Sec. 4.1): 1 - sum
+    size(back) / sum size(sent), of the sizes that models have: that a codec of the way up makes fewer bytes of them is
+    no waste. Rounds of earlier versions have the bytes that travelled."""
+    down, up = (sum(m.get(f"model_bytes_{way}", m[f"bytes_{way}"]) for m in rounds) for way in ("down", "up"))
+    return 1 - up / down if down else 0.0
 
 
 def of_a_run(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:

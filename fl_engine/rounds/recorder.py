@@ -27,19 +27,24 @@ class Record:
     metrics: dict[str, float]
     clients: tuple[dict[str, Any], ...]
     """A line for each client that was asked, in client order."""
+    models: tuple[int, int]
+    """Bytes of the weights that were sent and that came back, as models have them."""
 
 
 def recorded(
-    run: Run, plan: RoundPlan, answers: Answers, begin: float = 0.0, sent_bytes: Mapping[int, int] | None = None
+    run: Run,
+    plan: RoundPlan,
+    answers: Answers,
+    begin: float = 0.0,
+    sent_bytes: Mapping[int, tuple[int, int]] | None = None,
 ) -> Record:
     """Bytes are those of the tensors that travel, there and back: 4 for each parameter, or what a codec makes of them,
-    and 4 for each number of what a client keeps. Waste is the share of the weights' bytes that was sent in vain
-    (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent); it is below 0 where the codec of the way up makes more
-    of them. A simulated round ends with the slowest client that it takes, or at its deadline where one has not come by
-    then; another that failed is not waited for. `uniformity.measured` says how evenly the clients finish.
+    and 4 for each number of what a client keeps. `phases.waste` is the share of the weights that was sent in vain. A
+    simulated round ends with the slowest client that it takes, or at its deadline where one has not come by then;
+    another that failed is not waited for. `uniformity.measured` says how evenly the clients finish.
 
-    `begin`: when the round began on that clock. `sent_bytes`: by client, of the weights that it was sent, where the
-    orders no longer hold them."""
+    `begin`: when the round began on that clock. `sent_bytes`: by client, of the weights that it was sent, as they
+    travelled and as a model has them, where the orders no longer hold them."""
     lines, updates, failures = [], list[ClientUpdate](), list[ClientFailure]()
     pruned = 0
     for head in answers.heads():
@@ -64,19 +69,22 @@ def recorded(
                 "seconds_communication": took.communication,
             }
         lines.append(line)
-    down = sum(tensor_bytes(o.travels) if sent_bytes is None else sent_bytes[o.client] for o in plan.orders)
+    if sent_bytes is None:
+        sent_bytes = {o.client: (tensor_bytes(o.travels), tensor_bytes(o.payload)) for o in plan.orders}
+    down, model_down = (sum(sent_bytes[o.client][i] for o in plan.orders) for i in (0, 1))
     up = sum(answers.size(update.client) for update in updates)
+    model_up = sum(answers.model_size(update.client) for update in updates)
     held = sum(tensor_bytes(apart(order.memory)[1]) for order in plan.orders if order.memory)
     kept = coding.bytes_of(run.client_state)
     metrics = {
         "bytes_down": float(down + held),
         "bytes_up": float(up + kept * len(updates)),
-        "waste": 1 - up / down if down else 0.0,
+        "waste": 1 - model_up / model_down if model_down else 0.0,
         "clients_trained": float(len(updates)),
         "clients_pruned": float(pruned),
         "clients_failed": float(len(failures)),
     }
-    metrics |= phases.bits(metrics) | _reasons(failures)
+    metrics |= phases.bits(metrics) | phases.models(metrics, model_down, model_up) | _reasons(failures)
     deadline_s = run.terms.deadline_s
     if deadline_s is not None and len(updates) < plan.enough:
         metrics["seconds_simulated"] = deadline_s
@@ -95,7 +103,7 @@ def recorded(
     answered = [times for client, times in in_order if client in merged]
     metrics |= phases.of_the_last(answered)
     metrics |= uniformity.measured([times for _, times in in_order], answered, run.alone)
-    return Record(metrics, tuple(lines))
+    return Record(metrics, tuple(lines), (model_down, model_up))
 
 
 def _reasons(failures: list[ClientFailure]) -> dict[str, float]:

@@ -147,8 +147,8 @@ class LocalSpread(_Part):
 
 
 class Summary(_Part):
-    """All runs of one label. 1 MB is 1e6 bytes; waste is the share of the bytes sent to clients that did not come
-    back."""
+    """All runs of one label. 1 MB is 1e6 bytes; waste is the share of the weights sent to clients that did not
+    come back."""
 
     algorithm: str
     settings: dict[str, Any]

@@ -21,6 +21,7 @@ from fl_engine.data.partitioning import Manifest, read_manifest
 from fl_engine.fleet.uniformity import of_a_run
 from fl_engine.models.precision import Precisions
 from fl_engine.rounds.at_clients import PREFIX
+from fl_engine.rounds.phases import waste
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.config import moves
@@ -88,7 +89,7 @@ class Run:
     @property
     def waste(self) -> float:
         """Share of what was sent down that did not come back."""
-        return 1 - self.bytes_up / self.bytes_down if self.bytes_down else 0.0
+        return waste([row.metrics for row in self.rows])
 
 
 # ----------------------------------------------------------------------------------------------- reading

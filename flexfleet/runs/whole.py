@@ -173,7 +173,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
             **({"precision": precisions.to_json(precise)} if precise else {}),
         },
         bytes={"down": int(down), "up": int(up)},
-        waste=1 - up / down if down else 0.0,
+        waste=phases.waste(measured),
         seconds=history.seconds,
         model_sha256=history.model_sha256,
         store_uri=store_uri,

@@ -267,7 +267,7 @@ def test_a_change_of_other_weights_is_refused() -> None:
     assert isinstance(update, ClientUpdate)
     times = run.times(update, order, 0.0)
     assert times is not None
-    flight = flights.Flight(order, update, times, 1.0, 1, 1, "x")
+    flight = flights.Flight(order, update, times, 1.0, 1, 1, 2, "x")
     for wrong in ({"a": torch.zeros(1)}, {next(iter(state.params)): torch.zeros(1)}):
         with pytest.raises(IntegrityError, match=r"flights/x is not the change of client"):
             buffer.moved(state, flight, wrong, 1.0, site.layout)
@@ -283,6 +283,8 @@ def test_what_is_said_is_read_again(memory_store: Any) -> None:
     federated(SOME["flexfl"], memory_store, 3)
     rest = Checkpoints(memory_store).rest(2)
     assert flights.said(flights.read(rest)) == rest[flights.KEY] and len(rest[flights.KEY]) == 2
+    older = {flights.KEY: [{k: v for k, v in waiting.items() if k != "size"} for waiting in rest[flights.KEY]]}
+    assert [each.size for each in flights.read(older)] == [each.down for each in flights.read(rest)]
     change = decode(memory_store.get(flights.FOLDER + flights.read(rest)[0].file), "here")
     assert change and all(tensor.abs().max() < 1 for tensor in change.values())
 

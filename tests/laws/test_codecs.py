@@ -40,6 +40,7 @@ from fl_engine.exchange.updates import Manifest, key_of, manifest_bytes, order_s
 from fl_engine.fleet import faults
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds import phases
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
@@ -425,6 +426,24 @@ def federate(
     return final.params, ledger.checkpoints.rows()
 
 
+@BOTH
+@pytest.mark.parametrize("more", [{}, {"mode": "buffered", "buffer": 2}], ids=["synchronous", "buffered"])
+def test_a_codec_wastes_nothing(codecs: Codecs, more: dict[str, Any], tmp_path: Path) -> None:
+    """Waste compares the sub-models that were sent with those that came back."""
+    _, rows = federate(tmp_path / "coded", codecs, **more)
+    _, plain = federate(tmp_path / "plain", Codecs(), **more)
+    coded, uncoded = ([(line["sent"], line["trained"]) for row in r for line in row.clients] for r in (rows, plain))
+    if coded == uncoded:  # else a faster way up has changed who came first
+        assert phases.waste([row.metrics for row in rows]) == phases.waste([row.metrics for row in plain])
+    sent, back = (sum(model_of(SITE.pool, names[i]).bytes for names in uncoded) for i in (0, 1))
+    assert phases.waste([row.metrics for row in plain]) == pytest.approx(1 - back / sent)
+    assert any(line["sent"] != line["trained"] for row in rows for line in row.clients), "something is wasted here"
+    for row in rows:
+        down, up = (sum(model_of(SITE.pool, line[way]).bytes for line in row.clients) for way in ("sent", "trained"))
+        assert row.metrics["waste"] == pytest.approx(1 - up / down)
+        assert phases.waste([row.metrics]) == pytest.approx(1 - up / down)
+
+
 def test_a_round_counts_what_travelled(tmp_path: Path) -> None:
     """Bytes down and up, waste and the simulated clock, for a pool whose sizes are known beforehand."""
     pool = coding.sized(SITE.pool, FAMILY, HALF)
@@ -434,7 +453,11 @@ def test_a_round_counts_what_travelled(tmp_path: Path) -> None:
         for row, before in zip(rows, plain, strict=True):
             down, up = (sum(model_of(pool, line[way]).bytes for line in row.clients) for way in ("sent", "trained"))
             assert (row.metrics["bytes_down"], row.metrics["bytes_up"]) == (down, up)
-            assert row.metrics["waste"] == pytest.approx(1 - up / down)
+            assert row.metrics["waste"] == before.metrics["waste"], "a codec wastes nothing"
+            assert (row.metrics["model_bytes_down"], row.metrics["model_bytes_up"]) == (
+                before.metrics["bytes_down"],
+                before.metrics["bytes_up"],
+            )
             assert 0.5 < down / before.metrics["bytes_down"] < 0.55, "statistics travel uncoded"
             for line, other in zip(row.clients, before.clients, strict=True):
                 device = SITE.fleet[line["client"]]
