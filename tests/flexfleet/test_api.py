@@ -482,6 +482,7 @@ for path in sys.argv[1:]:
 import torch again."""
 
 
+@pytest.mark.long
 def test_code_of_a_script_counts_with_all_that_it_uses(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [{}, {"unused": "a = 2"}, {"shift": 1.5}, {"scale": 3.0}]
     texts = [SCRIPT.format(**({"shift": 1.0, "scale": 2.0, "unused": "a = 1"} | change)) for change in changes]
@@ -525,6 +526,7 @@ print(r.model_sha256, __import__("json").load(open(r.folder / "run.json"))["nume
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.backends.mkl.is_available() is False, reason="this torch is built without MKL")
 def test_what_decides_mkls_bits_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MKL_CBWR", raising=False)
@@ -580,6 +582,7 @@ except ff.ConfigError as error:
 """
 
 
+@pytest.mark.long
 def test_a_scripts_class_trains_here_and_workers_do_not_run_the_script_again(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(CELL.format(options=OPTIONS))
     command = [sys.executable, "mine.py"]

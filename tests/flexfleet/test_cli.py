@@ -134,6 +134,7 @@ def test_a_bare_installation_is_told_what_to_install() -> None:
         assert "flexfleet[engine]" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("package", "said"),
     [("matplotlib", "flexfleet[tracking]"), ("mlflow", "flexfleet[tracking]"), ("sklearn", "scikit-learn")],
