@@ -197,11 +197,13 @@ def tune(args: argparse.Namespace) -> int:
 
 def regress(args: argparse.Namespace) -> int:
     from fl_engine.core.errors import GateFailed
+    from flexfleet.comparisons.whole import check_jobs
     from flexfleet.nightly import regress as step
     from flexfleet.nightly import webhook
 
     id = args.id or f"night-{time.strftime('%Y%m%d-%H%M%S')}"
-    night = step.prepare(args.suite, id, args.set, args.update, args.jobs)
+    check_jobs(args.jobs)
+    night = step.prepare(args.suite, id, args.set, args.update)
     log.info("folder: %s", night.folder)
     if args.update:
         figures = step.update(night, jobs=args.jobs, resume=args.resume)

@@ -68,16 +68,6 @@ def moved(y: Tensor, matrices: Tensor) -> Tensor:
     return without(found, ~(kept & present(y)))
 
 
-def enlarged(y: Tensor, size: tuple[int, int], side: int, corner: tuple[int, int]) -> Tensor:
-    """Targets (B, boxes, 5) of images of `size`, width and height in pixels, that now lie in squares of side x side,
-    with their left upper corner at `corner`."""
-    was, at = (torch.tensor(pair, dtype=torch.float64, device=y.device) for pair in (size, corner))
-    found = y.to(torch.float64, copy=True)
-    found[..., 1:3] = (found[..., 1:3] * was + at) / side
-    found[..., 3:] = found[..., 3:] * was / side
-    return without(found.to(y.dtype), ~present(y))
-
-
 def without(y: Tensor, gone: Tensor) -> Tensor:
     """Targets whose rows in `gone` (..., boxes) hold no box."""
     empty = torch.tensor([float(NONE), 0, 0, 0, 0], dtype=y.dtype, device=y.device)

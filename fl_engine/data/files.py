@@ -342,8 +342,8 @@ def pad(data: Data, side: int) -> Data:
     train_x, test_x = (torch.nn.functional.pad(x, margins) for x in (data.train_x, data.test_x))
     train_y, test_y = data.train_y, data.test_y
     if has_boxes(data.task):
-        size, corner = (width, height), (right // 2, down // 2)
-        train_y, test_y = (boxes.enlarged(y, size, side, corner) for y in (train_y, test_y))
+        shares = torch.tensor([[width, 0, right // 2], [0, height, down // 2]], dtype=torch.float64) / side
+        train_y, test_y = (boxes.moved(y.double(), shares.expand(len(y), 2, 3)).to(y) for y in (train_y, test_y))
     return replace(data, train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
 
 

@@ -188,9 +188,8 @@ def disable(name: str | None = None) -> None:
 
 @atexit.register
 def clear() -> None:
-    """Disables all packages and removes their files. To be called where a process becomes another one: that ends it
-    without what is done at its exit."""
-    disable()
+    """Removes the files of all packages. To be called last where a process becomes another one: that ends it without
+    what is done at its exit."""
     while _folders:
         shutil.rmtree(_folders.pop(), ignore_errors=True)
 

@@ -73,8 +73,7 @@ def compare(
     KeyboardInterrupt when all processes have stopped.
     """
     folder = folder_of(runs)
-    if at_once < 1:
-        raise ConfigError(f"--jobs is the number of runs side by side, at least 1, got {at_once}")
+    check_jobs(at_once)
     if (folder / "run.json").exists():
         raise ConfigError(f"{folder} is the folder of a run, not of a comparison: choose another --id")
     if folder.exists() and not resume:
@@ -98,6 +97,12 @@ def compare(
         central = [*central, *(folder / entry.name for entry in references)]
         trained = reference.read(central, flatten(runs[0].config), varied(runs)) if central else None
         return tabulate(id, runs, {entry.name: folder / entry.name for entry in runs}, folder, to, mlflow, trained)
+
+
+def check_jobs(at_once: int) -> None:
+    """Raises ConfigError."""
+    if at_once < 1:
+        raise ConfigError(f"--jobs is the number of runs side by side, at least 1, got {at_once}")
 
 
 def in_one_experiment(runs: Sequence[Entry]) -> list[Entry]:

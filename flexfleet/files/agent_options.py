@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import suppress
 from pathlib import Path
+
+from fl_engine.core.errors import ConfigError
 
 SILENCE_S = 604_800.0
 """Seven days: after that no URL is good any more."""
 RECYCLE = 200
-
-
-def _silence(text: str) -> float:
-    with suppress(ValueError):
-        if (seconds := float(text)) > 0:
-            return seconds
-    raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
-
-
-def _recycle(text: str) -> int:
-    with suppress(ValueError):
-        if (orders := int(text)) >= 1:
-            return orders
-    raise argparse.ArgumentTypeError(f"expected a number of orders, at least 1, got {text!r}")
 
 
 def add(p: argparse.ArgumentParser) -> None:
@@ -32,14 +19,22 @@ def add(p: argparse.ArgumentParser) -> None:
         help="where the device remembers its key (default: $STATE_DIRECTORY, else ~/.local/state/flexfleet/NAME)",
     )  # fmt: skip
     p.add_argument(
-        "--silence", type=_silence, default=SILENCE_S, metavar="S",
+        "--silence", type=float, default=SILENCE_S, metavar="S",
         help="end when the server has been silent for so many seconds (default: %(default).0f)",
     )  # fmt: skip
     p.add_argument(
-        "--recycle", type=_recycle, default=RECYCLE, metavar="N",
+        "--recycle", type=int, default=RECYCLE, metavar="N",
         help="start the process anew after so many orders (default: %(default)s)",
     )  # fmt: skip
     p.add_argument("--once", action="store_true", help="end after one order")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ConfigError."""
+    if not args.silence > 0:  # NaN is not
+        raise ConfigError(f"--silence says after how many seconds to end, above 0; got {args.silence:g}")
+    if args.recycle < 1:
+        raise ConfigError(f"--recycle says after how many orders to start anew, at least 1; got {args.recycle}")
 
 
 def again(args: argparse.Namespace) -> list[str]:

@@ -108,10 +108,8 @@ Folders = Mapping[tuple[str, str], Path]
 
 
 # ------------------------------------------------------------------------------------------------ the command
-def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False, jobs: int = 1) -> Night:
+def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) -> Night:
     """Reads the suite and its reference. Raises ConfigError if there is nothing to compare with."""
-    if jobs < 1:
-        raise ConfigError(f"--jobs is the number of runs side by side, at least 1, got {jobs}")
     path = suite.path_of(name)
     asked = suite.load(path)
     seeds = tuple(sorted({*asked.seeds, *REFERENCE_SEEDS})) if update else asked.seeds

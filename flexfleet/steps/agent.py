@@ -190,13 +190,14 @@ def _carry_out(
 
 def run(args: argparse.Namespace) -> int:
     """`flexfleet agent`."""
+    agent_options.check(args)
     known, folder = known_of(args.invite, args.folder)
 
     def restart(why: str) -> NoReturn:
         log.info("starting anew: %s", why)
-        code.clear()
         sys.stdout.flush()
         sys.stderr.flush()
+        code.clear()  # last: another thread may still be at work
         os.execv(sys.executable, [sys.executable, "-m", "flexfleet.steps.agent", *agent_options.again(args)])
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -14,6 +15,7 @@ import pytest
 from fl_engine.backends.agents.post import Post
 from fl_engine.backends.agents.roster import Roster
 from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.exchange import code
 from fl_engine.exchange.assignment import Assignment
 from fl_engine.exchange.letters import Beat, Letter, Loan
 from fl_engine.storage.s3 import UrlStore
@@ -316,3 +318,25 @@ def test_no_beat_covers_that_the_order_failed_before_the_coordinator_has_read_it
     with pytest.raises(KeyboardInterrupt):
         agent.serve(line, 7200.0, 200, False, never)
     assert seen[0] == "failed" and set(seen[1:]) == {"idle"}, "and is there for others, once that is read"
+
+
+def test_a_process_that_starts_anew_leaves_no_code_behind(
+    invited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "mine42.py").write_text("VALUE = 1\n")
+    wheel, started = code.pack(tmp_path / "mine42.py"), []
+    code.enable(wheel.value, wheel.sha256, "here")
+
+    def execv(path: str, argv: list[str]) -> None:
+        assert not list(tmp_path.glob("flexfleet-code-*"))
+        started.extend(argv)
+        raise SystemExit(0)
+
+    assert list(tmp_path.glob("flexfleet-code-*"))
+    monkeypatch.setattr(agent.os, "execv", execv)
+    monkeypatch.setattr(agent, "serve", lambda line, silence, recycle, once, restart: restart("enough"))
+    with pytest.raises(SystemExit):
+        agent.main([f"--invite={invited}", f"--folder={tmp_path / 'device'}", "--recycle=3"])
+    code.disable()
+    assert "--recycle=3" in started and "flexfleet.steps.agent" in started

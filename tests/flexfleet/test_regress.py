@@ -168,15 +168,13 @@ def test_what_costs_more_fails_the_night(
 DIGITS = suite.path_of("digits")
 
 
+@pytest.mark.usefixtures("warm_starts")
 @pytest.mark.parametrize(
     ("kind", "case", "reasons"),
     [("NoDistillation", "skewed", {"full"}), ("ByCount", "uneven", {"avg", "full"})],
 )
-def test_what_learns_worse_fails_the_night(
-    place: Place, kind: str, case: str, reasons: set[str], python: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_learns_worse_fails_the_night(place: Place, kind: str, case: str, reasons: set[str]) -> None:
     """On the suite that comes along, against its reference in git; other machines compute other last bits."""
-    monkeypatch.setattr(sys, "executable", str(python))
     asked = yaml.safe_load(DIGITS.read_text())
     about = asked["cases"][case]
     about["settings"] = {key: value for key, value in about["settings"].items() if ":" not in key}
