@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 from collections import Counter, defaultdict
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -54,6 +55,7 @@ from fl_engine.core.widths import exit_name
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.server import ServerSite
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.collect import Heard, nobody_listens
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
@@ -496,7 +498,7 @@ class AlgorithmSuite:
 
     @pytest.mark.parametrize("kind", sorted(KINDS))
     def test_other_samples_and_tasks_learn_and_go_on(self, algorithm: Algorithm, kind: str, tmp_path: Path) -> None:
-        """Side by side where the network can, after a stop with the same bits."""
+        """Side by side where the network can; after a kill in the third round with the same bits."""
         family, data = KINDS[kind]
         algorithm = _for_task(algorithm, data)
         try:
@@ -505,18 +507,27 @@ class AlgorithmSuite:
             pytest.skip(str(refused))
         numerics = strategy.choose(family, data.task, 4, 5, "fp32")
         site = replace(site, numerics=numerics)
-        whole = _federated(algorithm, site, tmp_path / "whole", 4, keep_updates=True)
-        assert _train_loss(site, whole) < _train_loss(site, published(start_of(algorithm, site)))
-        _federated(algorithm, site, tmp_path / "stopped", 2, keep_updates=True)
-        assert_same_bits(_federated(algorithm, site, tmp_path / "stopped", 4, keep_updates=True), whole)
+        whole, killed = tmp_path / "whole", tmp_path / "killed"
+
+        def heard(round: int, answered: int, asked: int) -> None:
+            if (round, answered) == (2, 2):  # an answer of the third round is stored
+                shutil.copytree(whole, killed)
+
+        final = _federated(algorithm, site, whole, 4, keep_updates=True, heard=heard)
+        assert _train_loss(site, final) < _train_loss(site, published(start_of(algorithm, site)))
+        assert killed.exists()
+        assert_same_bits(_federated(algorithm, site, killed, 4, keep_updates=True), final)
 
 
 # -------------------------------------------------------------------------------------------------- helpers
-def _federated(algorithm: Algorithm, site: Site, folder: Path, stop: int, keep_updates: bool) -> Params:
+def _federated(
+    algorithm: Algorithm, site: Site, folder: Path, stop: int, keep_updates: bool, heard: Heard = nobody_listens
+) -> Params:
     """What a run (or the rest of it) in this folder ends with."""
     config = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=keep_updates)
-    ledger, backend, start = ledger_in(FolderStore(folder)), InProcess(site), start_of(algorithm, site)
-    final = rounds.federate(Run(algorithm, site, config), start, backend, ledger, Memory())
+    ledger = ledger_in(FolderStore(folder), rules=replace(site.rules, algorithm=algorithm))
+    run, start = Run(algorithm, site, config), start_of(algorithm, site)
+    final = rounds.federate(run, start, InProcess(site), ledger, Memory(), heard=heard)
     return dict(published(final))
 
 
