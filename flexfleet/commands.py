@@ -225,16 +225,13 @@ def submit(args: argparse.Namespace) -> int:
         return follow(args, args.follow, {})
     from dataclasses import asdict
 
-    from flexfleet.config.overrides import parameters_of
-    from flexfleet.kubeflow.submit import form
+    from flexfleet.kubeflow.submit import given
     from flexfleet.kubeflow.submit import submit as start
 
-    parameters, advanced = parameters_of(config_of(args))
-    asked = form(args.pipeline)
-    parameters = {name: value for name, value in parameters.items() if name in asked}
+    own = fields_of(args.param)
     submitted = start(
         args.pipeline,
-        {**parameters, **tags_of(args.param, "--param"), "advanced": advanced},
+        given(args.pipeline, config_of(args)) | own,
         host=args.host,
         namespace=args.namespace,
         experiment=args.experiment,
@@ -282,7 +279,7 @@ def nightly(args: argparse.Namespace) -> int:
     from flexfleet.kubeflow.submit import schedule
     from flexfleet.nightly.regress import prepare
 
-    parameters = {"suite": args.suite, **form_of(args.set), **tags_of(args.param, "--param")}
+    parameters = {"suite": args.suite, **form_of(args.set), **fields_of(args.param)}
     prepare(args.suite, "nightly", [*args.set, "tracking.mlflow=null"])  # an error now, not at night
     scheduled = schedule(
         "nightly",
@@ -299,6 +296,14 @@ def nightly(args: argparse.Namespace) -> int:
         before = f", in place of {scheduled.replaced}" if scheduled.replaced else ""
         print(f"{scheduled.name} at {scheduled.cron!r} (UTC){before}: {scheduled.url or scheduled.recurring_run_id}")
     return 0
+
+
+def fields_of(texts: Sequence[str]) -> dict[str, str]:
+    """The values of --param."""
+    found = tags_of(texts, "--param")
+    if "advanced" in found:
+        raise ConfigError("--param advanced: give each of its values with --set a.b=value")
+    return found
 
 
 def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:

@@ -6,8 +6,8 @@ it compiles nothing and does not need the SDK's compiler.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from decimal import Decimal
 from importlib import resources
 from typing import Any
 
@@ -15,6 +15,7 @@ import yaml
 
 from fl_engine import __version__
 from fl_engine.core.errors import ConfigError
+from fl_engine.core.quantities import quantity
 
 DEFAULT_IMAGE = f"ghcr.io/flexfleet/flexfleet:{__version__}"
 SECRETS = {
@@ -32,8 +33,13 @@ SIZES = {
 DATA = "/data"
 """The folder of the data sets in tasks, if FLEXFLEET_DATA_CLAIM names a volume claim with them."""
 
-UNITS = {"m": Decimal("0.001"), **{unit: Decimal(1000**n) for n, unit in enumerate(("", "k", "M", "G", "T"))}}
-UNITS |= {unit: Decimal(1024**n) for n, unit in enumerate(("Ki", "Mi", "Gi", "Ti"), 1)}
+VARIABLES = (
+    *SECRETS,
+    *(f"FLEXFLEET_{name}" for name in ("IMAGE", "KUBEFLOW_UI", "DATA_CLAIM", "TASK_NODES", "TRAIN_GPU")),
+    *(f"FLEXFLEET_{kind}_{what}" for kind, sizes in SIZES.items() for what in sizes),
+)
+ADAPTED = "# Adapted to its cluster by "
+"""Begins the line in which an adapted text has the variables that it was adapted by."""
 
 
 def names() -> list[str]:
@@ -55,7 +61,18 @@ def documents(text: str) -> list[Any]:
 
 def retarget(text: str, environment: Mapping[str, str]) -> str:
     """The same pipeline for the cluster that `environment` (FLEXFLEET_IMAGE, ...) describes; the same text if
-    `environment` sets nothing, or if everything is set already. Raises ConfigError for a malformed value."""
+    `environment` sets nothing, or if everything is set already. Raises ConfigError for a malformed value, and where
+    `text` was adapted to another cluster: what it had before is not known any more."""
+    asked = {name: environment[name] for name in VARIABLES if environment.get(name)}
+    before = _adapted_by(text)
+    if before is not None:
+        odd = next((name for name, value in asked.items() if before.get(name) != value), None)
+        if odd is not None:
+            raise ConfigError(
+                f"the compiled pipelines have {odd}={before.get(odd, '')}, and the environment {odd}={asked[odd]}: "
+                "compile them anew with `python -m pipelines.compile`"
+            )
+        return text
     spec, platform = documents(text)
     named = {default: environment.get(variable) or default for variable, default in SECRETS.items()}
     nodes = _pairs(environment.get("FLEXFLEET_TASK_NODES", ""))
@@ -80,7 +97,20 @@ def retarget(text: str, environment: Mapping[str, str]) -> str:
         if nodes:
             settings["nodeSelector"] = {"labels": dict(nodes)}
     told = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    if asked:
+        told += f"{ADAPTED}{json.dumps(asked, sort_keys=True)}\n"
     return told + yaml.safe_dump_all([spec, platform], sort_keys=True, allow_unicode=True)
+
+
+def _adapted_by(text: str) -> dict[str, str] | None:
+    """The variables by which the text was adapted; None: it has the defaults."""
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            return None
+        if line.startswith(ADAPTED):
+            found: dict[str, str] = json.loads(line.removeprefix(ADAPTED))
+            return found
+    return None
 
 
 def _constant(value: str) -> dict[str, Any]:
@@ -123,11 +153,7 @@ def _resources(compiled: Mapping[str, Any], environment: Mapping[str, str]) -> d
 
 
 def _amount(text: str, variable: str) -> float:
-    """A quantity in Kubernetes' notation: 250m, 2, 1Gi."""
-    number = text.rstrip("mkMGTi")
-    unit = text[len(number) :]
     try:
-        return float(Decimal(number) * UNITS[unit])
-    except (ArithmeticError, KeyError):
-        said = f"{variable}: an amount as Kubernetes writes it is expected (250m, 2, 1Gi), got {text!r}"
-        raise ConfigError(said) from None
+        return float(quantity(text))
+    except ValueError as error:
+        raise ConfigError(f"{variable}: {error}") from None

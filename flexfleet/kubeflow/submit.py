@@ -17,6 +17,8 @@ from typing import Any
 
 from fl_engine import __version__
 from fl_engine.core.errors import ConfigError, did_you_mean, nearest
+from flexfleet.config import Config
+from flexfleet.config.overrides import PARAMETERS, parameters_of
 from flexfleet.config.passwords import no_passwords
 from flexfleet.kubeflow.retarget import documents, names, retarget, shipped
 from flexfleet.kubeflow.server import connected, link, pages
@@ -40,6 +42,19 @@ def form(name: str) -> dict[str, Any]:
     spec, *_ = documents(shipped(name))
     given: dict[str, Any] = spec["root"]["inputDefinitions"]["parameters"]
     return {name: about.get("defaultValue") for name, about in given.items()}
+
+
+def given(name: str, config: Config) -> dict[str, Any]:
+    """The values of the pipeline's form, `advanced` among them, that make this configuration there. Raises ConfigError
+    for a value of which the form has no field."""
+    asked, (parameters, advanced), plain = form(name), parameters_of(config), parameters_of(Config())[0]
+    for key, path in PARAMETERS.items():
+        if key not in asked and parameters[key] != plain[key]:
+            raise ConfigError(
+                f"the pipeline {name} has no field for {path} = {parameters[key]!r}: leave it out, or say it by one of "
+                f"its fields ({', '.join(sorted(asked))}) with --param"
+            )
+    return {key: value for key, value in parameters.items() if key in asked} | {"advanced": advanced}
 
 
 def submit(
@@ -74,6 +89,8 @@ def submit(
     return Submitted(run.run_id, url, name, version, uploaded)
 
 
+MOST = 2**53
+"""The largest number up to which a parameter of Kubeflow, a floating-point number, holds every whole one."""
 ONCE = {"night_id", "run_id", "comparison_id", "study_id"}
 """Parameters that name what a pipeline makes."""
 
@@ -138,10 +155,14 @@ def _checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
     """The pipeline for this environment's cluster, and its version. Refuses a password in a parameter: Kubeflow would
     store it."""
     asked = form(name)
-    no_passwords({**parameters, **dict(parameters.get("advanced") or {})})
+    advanced = dict(parameters.get("advanced") or {})
+    no_passwords({**parameters, **advanced})
     for key in parameters:
         if key not in asked:
             raise ConfigError(f"the pipeline {name} has no parameter {key!r}{nearest(key, asked)}")
+    for key, value in {**parameters, **advanced}.items():
+        if isinstance(value, int) and abs(value) > MOST:
+            raise ConfigError(f"{key} = {value}: Kubeflow rounds whole numbers above {MOST:,}; choose a smaller one")
     text = retarget(shipped(name), os.environ)
     return text, f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 

@@ -230,6 +230,19 @@ def test_nothing_said_changes_nothing(name: str) -> None:
     assert retarget(once, given) == retarget(once, {}) == once != shipped(name)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "before"),
+    [("S3_SECRET", "team-b", "team-a"), ("TRAIN_MEMORY", "4Gi:9Gi", "1Gi:4Gi"), ("DATA_CLAIM", "sets", "")],
+)
+def test_a_pipeline_is_not_adapted_to_a_second_cluster(variable: str, value: str, before: str) -> None:
+    """A task that trains is told by the memory that it was compiled with: that of other tasks would be taken for it."""
+    first = {"FLEXFLEET_S3_SECRET": "team-a", "FLEXFLEET_TRAIN_MEMORY": "1Gi:4Gi", "FLEXFLEET_TASK_NODES": "a=b"}
+    once = retarget(shipped("train"), first)
+    said = f"have FLEXFLEET_{variable}={before}, and the environment FLEXFLEET_{variable}={value}: compile them anew"
+    with pytest.raises(ConfigError, match=said):
+        retarget(once, first | {f"FLEXFLEET_{variable}": value})
+
+
 def test_a_task_that_trains_is_told_by_what_it_was_compiled_with() -> None:
     """The SDK's own numbers for the same amounts."""
     given = {"FLEXFLEET_TRAIN_CPU": "1500m:8", "FLEXFLEET_TRAIN_MEMORY": "500Mi:3G"}
@@ -248,8 +261,8 @@ def test_a_task_that_trains_is_told_by_what_it_was_compiled_with() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("TRAIN_CPU", "two"), ("TASK_MEMORY", "1Gib"), ("TRAIN_GPU", "=1"), ("TRAIN_GPU", "a=b"),
-     ("TASK_NODES", "fast")],
+    [("TRAIN_CPU", "two"), ("TASK_MEMORY", "1Gib"), ("TASK_MEMORY", "nan"), ("TASK_MEMORY", "-1Gi"),
+     ("TRAIN_GPU", "=1"), ("TRAIN_GPU", "a=b"), ("TASK_NODES", "fast")],
 )  # fmt: skip
 def test_what_is_none_of_its_kind_is_refused(variable: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"FLEXFLEET_{variable}: .* got '{value.partition(':')[0]}"):

@@ -64,6 +64,26 @@ def test_the_command_gives_what_differs_from_the_defaults(
     assert "(new)" in done.out
 
 
+@pytest.mark.parametrize(
+    ("argv", "sets", "said"),
+    [
+        (["tune"], ["seed=7"], "the pipeline tune has no field for seed = 7: leave it out, or say it by one of"),
+        (["compare"], ["algorithm.name=fedavg"], "the pipeline compare has no field for algorithm.name = 'fedavg'"),
+        (["nightly"], ["rounds.stop=3"], "the pipeline nightly has no field for rounds.stop = 3"),
+        (["train", "--param", "advanced={}"], [], "--param advanced: give each of its values with --set a.b=value"),
+        (["train"], ["seed=9007199254740993"], "seed = 9007199254740993: Kubeflow rounds whole numbers above"),
+    ],
+)
+def test_what_would_be_lost_on_the_way_is_refused(
+    kubeflow: tuple[Any, str], flexfleet: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, argv: list[str],
+    sets: list[str], said: str,
+) -> None:  # fmt: skip
+    server, host = kubeflow
+    monkeypatch.chdir(tmp_path)
+    done = flexfleet("submit", *argv, "--host", host, sets=sets)
+    assert (done.code, said in done.err, server.runs, server.versions) == (2, True, [], []), done.err
+
+
 CONFIGS = st.fixed_dictionaries(
     {},
     optional={
