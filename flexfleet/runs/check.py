@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fl_engine.backends.in_process import check_device
+from fl_engine.backends.kubernetes import jobs
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
@@ -54,6 +55,9 @@ def check(resolved: Resolved) -> dict[str, Any]:
                 "there is none: set partition.proxy above 0, or leave int8_static out"
             )
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
+    if config.run.backend == "kubernetes":
+        tiers = devices.named(config.fleet.tiers) if isinstance(config.fleet.tiers, str) else config.fleet.tiers
+        jobs.check(config.kubernetes, [tier.name for tier in tiers])
     _check_rates(config)
     giver(algorithm.preparations)
     for name in algorithm.preparations:

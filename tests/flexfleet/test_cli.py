@@ -277,6 +277,7 @@ BAD = {
     "more samples than there are": (["dataset.train_samples=1000000"], ("1000000", "1438")),
     "data set": (["dataset.name=digit"], ("digit", "digits")),
     "padding smaller than the image": (["dataset.pad=4"], ("8 x 8", "4 x 4")),
+    "a pool of no tier": (["run.backend=kubernetes", "kubernetes.pools={wek: {}}"], ("kubernetes.pools", "'weak'")),
     "missing files": (["dataset.name=cifar10", "dataset.root=nowhere"], ("nowhere/cifar10", "flexfleet fetch cifar10")),
 }
 

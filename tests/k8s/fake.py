@@ -129,7 +129,7 @@ class Cluster:
         validate(kind, body)
         name = body["metadata"]["name"]
         if (kind, name) in self.objects:
-            return 409, {"kind": "Status", "message": f"{kind} {name} already exists"}
+            return 409, {"kind": "Status", "reason": "AlreadyExists", "message": f"{kind} {name} already exists"}
         size = sum(len(v) for v in body.get("stringData", {}).values())
         if size > 2**20:
             return 422, {"kind": "Status", "message": f"a Secret holds at most 1048576 bytes, got {size}"}
@@ -139,9 +139,13 @@ class Cluster:
         if kind == "secrets":
             told = {name: base64.b64encode(text.encode()).decode() for name, text in made.get("stringData", {}).items()}
             made["data"] = {**made.get("data", {}), **told}
+        owners = {owner["uid"] for owner in made["metadata"].get("ownerReferences", ())}
+        orphan = bool(owners) and not owners & {o["metadata"]["uid"] for o in self.objects.values()}
         self.objects[kind, name] = made
         self.created.append(made)
-        if kind == "jobs":
+        if orphan:  # Kubernetes' garbage collector
+            self._delete(kind, name)
+        elif kind == "jobs":
             threading.Thread(target=self._run_job, args=(made,), daemon=True).start()
         return 201, made
 
@@ -283,6 +287,8 @@ class Cluster:
             "status": {"phase": "Pending"},
         }
         with self.lock:
+            if not self.alive(job):
+                return "final"
             self.objects["pods", pod["metadata"]["name"]] = pod
         status = pod["status"]
         if fate in ("image", "unschedulable"):
@@ -308,7 +314,7 @@ class Cluster:
             self.room.release()
 
     def _on_a_node(self, job: Resource, pod: Resource, index: int, fate: str) -> str:
-        status = pod["status"]
+        status, pod["spec"] = pod["status"], {**pod["spec"], "nodeName": "node"}
         if fate == "evict":
             status |= {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True"}]}
             return "ignored"

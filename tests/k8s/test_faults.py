@@ -11,6 +11,7 @@ from typing import Any
 import boto3.session
 import pytest
 
+from fl_engine.backends.kubernetes.cluster import PATHS
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Refused, Stopped
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.checkpoints import Row
@@ -174,6 +175,28 @@ def test_below_the_quorum_clients_are_asked_again_then_the_run_stops_and_goes_on
     cluster.script = lambda job, index, before: "run"
     assert model(rounds("again", *remote, resume=True)) == expected(1)
     assert not leftovers(cluster)
+
+
+def test_a_run_whose_objects_somebody_deletes_makes_new_ones(
+    quick_cluster: Any, rounds: Rounds, remote: Remote, expected: Expected
+) -> None:
+    """Jobs and ConfigMaps. What names the old ConfigMap as its owner is deleted too."""
+    deleted: list[str] = []
+
+    def script(job: Any, index: int, before: int) -> str:
+        if deleted:
+            return "run"
+        for kind in ("jobs", "configmaps"):
+            path = PATHS[kind].format(namespace="flexfleet-clients")
+            names = [name for of, name in quick_cluster.objects if of == kind]
+            deleted.extend(names)
+            for name in names:
+                quick_cluster.ask("DELETE", f"{path}/{name}", {}, None)
+        return "hang"
+
+    quick_cluster.script = script
+    assert model(rounds("swept", *remote)) == expected(1)
+    assert len(deleted) >= 2 and not leftovers(quick_cluster)
 
 
 def test_a_round_ends_at_its_deadline(cluster: Any, rounds: Rounds, remote: Remote, rows: Rows) -> None:

@@ -159,8 +159,23 @@ def test_a_template_that_is_none_is_said(tmp_path: Path) -> None:
     path.write_text(jobs.TEMPLATE.read_text().replace("subPath: common.json", "subPath: else.json"))
     with pytest.raises(ConfigError, match=r"does not mount common\.json"):
         jobs.template(str(path))
-    with pytest.raises(ConfigError, match=r"pvc:<claim> or host:/folder"):
-        made(KubernetesConfig(data="nfs:x"), [0])
+
+
+def test_a_template_whose_pods_tolerate_everything_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    template = yaml.safe_load(jobs.TEMPLATE.read_text())
+    template["spec"]["template"]["spec"]["tolerations"] = [{"operator": "Exists"}]
+    path.write_text(json.dumps(template))
+    (group,) = jobs.groups(orders([0]), FLEET, KubernetesConfig())
+    job = jobs.job(jobs.template(str(path)), KubernetesConfig(), "run", 3, group, 0, OWNER, "/data")
+    assert jobs.wanted(job).endswith("tolerating every taint")
+
+
+def test_a_pool_of_a_tier_that_the_fleet_does_not_have_is_refused() -> None:
+    options = KubernetesConfig(pools={"weak": NodePool(), "strog": NodePool()})
+    with pytest.raises(ConfigError, match=r"^kubernetes\.pools: the fleet has no tier 'strog' \(did you mean 'strong'"):
+        jobs.check(options, ["weak", "medium", "strong"])
+    jobs.check(options, ["weak", "strog"])
 
 
 def test_what_a_pod_waits_for_and_why_it_failed() -> None:

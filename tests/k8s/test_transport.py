@@ -11,6 +11,7 @@ import importlib.util
 import ipaddress
 import json
 import logging
+import re
 import socket
 import ssl
 import sys
@@ -107,6 +108,8 @@ class Server:
     tokens: set[str] = field(default_factory=set)
     answers: list[tuple[int, list[tuple[str, str]]]] = field(default_factory=list)
     """Status and headers of the next answers; 0 breaks the connection. After them: 200."""
+    values: list[dict[str, Any]] = field(default_factory=list)
+    """Of the next answers, in place of what their status says."""
     asked: list[tuple[str, str]] = field(default_factory=list)
     """Method and path of each request."""
     known: list[str] = field(default_factory=list)
@@ -133,6 +136,8 @@ def respond(server: Server, handler: BaseHTTPRequestHandler) -> None:
         return
     who = 'User "system:anonymous"' if not authorization and not names else "that"
     value = {"items": [{"kind": "Job"}], "metadata": {}} if status == 200 else {"message": f"{who} is refused"}
+    if server.values and status != 401:
+        value = server.values.pop(0)
     body = json.dumps(value).encode()
     handler.send_response(status)
     for header in headers:
@@ -315,11 +320,59 @@ def test_what_is_missing_or_there_already_is_no_error(start: Start, configure: C
     server = start()
     api = configure(server, encoded(server.authority.issue("coordinator")))
     server.answers = [(404, []), (409, []), (404, [])]
+    server.values = [{}, {"reason": "AlreadyExists"}, {}]
     assert api.get("jobs", "a") is None
     assert api.create("jobs", {"metadata": {"name": "a"}}) is None
     api.delete("jobs", "a")
     assert [method for method, _ in server.asked] == ["GET", "POST", "DELETE"]
     assert server.bodies[-1] == {"propagationPolicy": "Background"}
+
+
+def test_a_creation_that_meets_another_change_is_tried_again(start: Start, configure: Configure) -> None:
+    """As of a quota that counts several creations at a time: nothing was made."""
+    server = start()
+    said = 'Operation cannot be fulfilled on resourcequotas "clients": the object has been modified'
+    server.answers = [(409, []), (201, [])]
+    server.values = [{"reason": "Conflict", "message": said}, {"kind": "Secret"}]
+    made = configure(server, encoded(server.authority.issue("coordinator"))).create("secrets", {})
+    assert made == {"kind": "Secret"} and len(server.asked) == 2
+
+
+def test_a_list_whose_rest_is_too_old_is_asked_for_from_its_beginning(start: Start, configure: Configure) -> None:
+    server = start()
+    page = {"items": [{"kind": "Pod"}], "metadata": {"continue": "more"}}
+    server.answers = [(200, []), (410, []), (200, []), (200, [])]
+    server.values = [page, {"reason": "Expired"}, page, {"items": [{"kind": "Job"}], "metadata": {}}]
+    found = configure(server, encoded(server.authority.issue("coordinator"))).select("pods", {"round": "1"})
+    assert found == [{"kind": "Pod"}, {"kind": "Job"}]
+    assert ["continue=more" in path for _, path in server.asked] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("what", "hint"),
+    [
+        ("count/secrets", "delete what is over: of each run that gets no more rounds the Secret <run>-keys"),
+        ("count/jobs.batch", "delete what is over: Jobs of runs that have stopped. With kubernetes.placement=device"),
+    ],
+)
+def test_a_quota_that_is_used_up_says_what_may_go(start: Start, configure: Configure, what: str, hint: str) -> None:
+    server = start()
+    server.answers = [(403, [])]
+    server.values = [{"message": f"exceeded quota: clients, requested: {what}=1, used: {what}=9, limited: {what}=9"}]
+    with pytest.raises(EnvironmentFailure, match=rf"{what}=9\. Raise the quota .*, or {re.escape(hint)}"):
+        configure(server, encoded(server.authority.issue("coordinator"))).create("jobs", {})
+
+
+@pytest.mark.parametrize("content", [b"- a list", b"a: [", b"\xff\xfe\x00", b"clusters: {}\ncontexts: 3"])
+def test_a_kubeconfig_that_is_none_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    (tmp_path / "config").write_bytes(content)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: pytest.fail("it was asked again"))
+    with pytest.raises(EnvironmentFailure, match=r"^no cluster: [^\n]*KUBECONFIG"):
+        cluster.Cluster("clients").get("pods", "a")
 
 
 def test_labels_are_selected_by(start: Start, configure: Configure) -> None:

@@ -129,6 +129,57 @@ def test_what_pod_security_refuses_is_given_up_at_once_by_the_last_event() -> No
     }
 
 
+def failed(job: Live, index: int) -> dict[str, Any]:
+    over = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    return pod(job, index, "Failed", containerStatuses=[{"state": over}])
+
+
+def refused(message: str) -> dict[str, Any]:
+    return {"involvedObject": {"uid": "the Job's"}, "lastTimestamp": "1", "message": message}
+
+
+def test_a_pod_that_is_never_made_after_one_that_failed_is_given_up() -> None:
+    """A Job of one retry waits ten seconds before it, and twenty at most."""
+    job = watched(2)
+    waiting.hear(job, [failed(job, 0), running(job, 1)], 100.0)
+    assert job.lacks_pods() and lost(job, 719.0) == {}
+    assert {index: loss.reason for index, loss in lost(job, 721.0).items()} == {
+        0: "weak: no pod was made in 620 s after one that failed: OOMKilled (exit code 137)"
+    }
+    again = failed(job, 0)
+    again["metadata"] |= {"uid": "the second", "creationTimestamp": "2"}
+    waiting.hear(job, [again, running(job, 1)], 721.0)
+    assert lost(job, 1340.0) == {}, "the time is that of the last one"
+
+
+def test_why_no_pod_is_made_after_one_that_failed_is_told_and_decides_how_long_is_waited() -> None:
+    job = watched(2)
+    waiting.hear(job, [failed(job, 0), running(job, 1)], 100.0)
+    waiting.hear_refusals(job, [refused("exceeded quota: clients, used: pods=9")])
+    assert lost(job, 1000.0, moved=500.0) == {}
+    assert lost(job, 1121.0, moved=500.0)[0].reason == (
+        "weak: no pod was made: exceeded quota: clients, used: pods=9, after one that failed: OOMKilled (exit code 137)"
+    )
+    waiting.hear_refusals(job, [refused('violates PodSecurity "restricted:latest": hostPath')])
+    assert set(lost(job, 101.0)) == {0}
+
+
+def test_a_pod_after_one_that_failed_queues_for_its_turn() -> None:
+    job = watched(2, at_once=1)
+    waiting.hear(job, [failed(job, 0), running(job, 1)], 100.0)
+    assert not job.lacks_pods() and lost(job, 2000.0, moved=1500.0) == {}
+    assert set(lost(job, 2121.0, moved=1500.0)) == {0}
+
+
+def test_a_pod_that_a_node_has_taken_is_not_said_to_have_none() -> None:
+    job = watched(2)
+    creating = pod(job, 0, containerStatuses=[{"state": {"waiting": {"reason": "ContainerCreating"}}}])
+    waiting.hear(job, [creating | {"spec": {"nodeName": "pi-3"}}, pod(job, 1)], 1.0)
+    taken, free = (lost(job, 700.0)[index].reason for index in (0, 1))
+    assert taken.startswith("weak: not started after 600 s: the node pi-3 has not made its container: the image may be")
+    assert free == "weak: not started after 600 s: no node took it"
+
+
 @pytest.mark.parametrize(
     ("ready", "containers", "expected"),
     [("False", "True", True), ("True", "True", False), ("False", "False", False), ("True", "False", False)],
@@ -153,7 +204,7 @@ def test_a_pod_that_does_not_end_is_lost_a_minute_after_it_had_to() -> None:
     waiting.hear(job, [after], 170.0)
     assert lost(job, 1000.0) == {}, "it ended, and its Job has made another"
     waiting.hear(job, [{**ending, "status": {"phase": "Failed"}}], 1000.0)
-    assert lost(job, 2000.0) == {}, "one that has ended is its Job's to replace"
+    assert lost(job, 1600.0) == {}, "one that has ended is its Job's to replace"
 
 
 def test_why_a_pod_could_not_start_is_forgotten_when_it_does() -> None:

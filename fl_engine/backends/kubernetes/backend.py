@@ -360,6 +360,8 @@ class Kubernetes:
                 said = now
                 self._say(r)
             again = set()
+            if any(job.name not in found for job in r.live if job.clients):
+                self._ground.forget_owner()
             for job in r.live:
                 losses = waiting.lost(job, found.get(job.name), now, r.moved, self._options.pending_s)
                 for client, loss in losses.items():

@@ -1,6 +1,7 @@
 """The few calls of the Kubernetes API that running clients takes; `k8s/base/role.yaml` grants exactly these.
 
-A request to an API server that is busy or restarting (429, 5xx, a broken connection) is repeated for about a minute.
+A request to an API server that is busy or restarting (429, 5xx, a broken connection), or that met another change of the
+same object (409 Conflict, as of a quota that several creations count), is repeated for about a minute.
 Lists are polled, not watched: a watch can be dropped, a list that is asked for again cannot.
 
 Of the package `kubernetes` only the loading of configuration is used (KUBECONFIG, a pod's account, plug-ins that fetch
@@ -72,9 +73,13 @@ class Cluster:
         query = [(name, ",".join(f"{k}={v}" for k, v in pairs.items())) for name, pairs in given.items() if pairs]
         more = ""
         while True:
-            found = self._ask("GET", kind, query=[*query, ("limit", "500"), *([("continue", more)] if more else [])])
-            items += (found or {}).get("items", [])
-            more = (found or {}).get("metadata", {}).get("continue") or ""
+            asked = [*query, ("limit", "500"), *([("continue", more)] if more else [])]
+            found = self._ask("GET", kind, query=asked, missing=410 if more else 0)
+            if found is None:  # the rest of an old list is no longer there
+                items, more = [], ""
+                continue
+            items += found.get("items", [])
+            more = found.get("metadata", {}).get("continue") or ""
             if not more:
                 return items
 
@@ -97,15 +102,16 @@ class Cluster:
                 if answer.status < 300:
                     found: Resource = json.loads(answer.data)
                     return found
-                if answer.status == missing:
+                conflict = answer.status == 409 and _status(answer).get("reason") != "AlreadyExists"
+                if answer.status == missing and not conflict:
                     return None
                 if answer.status == 401 and not renewed:  # credentials may have run out since they were loaded
                     self._made, renewed = None, True
                     continue
                 # A create that was cut off may have succeeded; the next try then answers 409, as it should.
-                if answer.status != 429 and answer.status < 500:
+                if answer.status != 429 and answer.status < 500 and not conflict:
                     raise EnvironmentFailure(_why(answer, method, kind, name, self.namespace))
-                said = f"HTTP {answer.status}"
+                said = f"HTTP {answer.status}" + (f" {_message(answer)}" if conflict else "")
             except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
                 _raise_if_untrusted(error)
                 said = str(error)
@@ -146,6 +152,7 @@ def _connect() -> tuple[urllib3.PoolManager, Any]:
     """Connections to the cluster's API server, and the configuration that they were made from."""
     import certifi
     import kubernetes
+    import yaml
     from requests.utils import should_bypass_proxies
 
     config = kubernetes.client.Configuration()
@@ -158,6 +165,11 @@ def _connect() -> tuple[urllib3.PoolManager, Any]:
     except kubernetes.config.ConfigException as error:
         raise EnvironmentFailure(
             f"no cluster: {error}. run.backend=kubernetes takes the cluster that it runs in, else KUBECONFIG's"
+        ) from error
+    except (yaml.YAMLError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        said = " ".join(str(error).split())
+        raise EnvironmentFailure(
+            f"no cluster: KUBECONFIG cannot be read, where the YAML of a kubectl configuration is expected: {said}"
         ) from error
     try:
         trust = ssl.create_default_context(cafile=config.ssl_ca_cert or certifi.where())
@@ -195,16 +207,30 @@ def _raise_if_untrusted(error: BaseException) -> None:
     raise EnvironmentFailure(f"the Kubernetes API's certificate is refused: {cause.verify_message}{hint}") from None
 
 
-def _why(answer: urllib3.BaseHTTPResponse, method: str, kind: str, name: str, namespace: str) -> str:
+def _status(answer: urllib3.BaseHTTPResponse) -> Resource:
+    """The Status that the API says a refusal with; empty: it is none."""
     try:
-        said = json.loads(answer.data)["message"]
-    except (TypeError, ValueError, KeyError):
-        said = answer.reason
+        found = json.loads(answer.data)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _message(answer: urllib3.BaseHTTPResponse) -> str:
+    return str(_status(answer).get("message") or answer.reason)
+
+
+def _why(answer: urllib3.BaseHTTPResponse, method: str, kind: str, name: str, namespace: str) -> str:
+    said = _message(answer)
     hint = ""
-    if answer.status == 401 or "system:anonymous" in str(said):
+    if answer.status == 401 or "system:anonymous" in said:
         hint = ". It does not know who asks: has the token or certificate run out, or has KUBECONFIG's user none?"
-    elif answer.status == 403 and "exceeded quota" in str(said):
-        hint = ". Delete what is over: of each run that gets no more rounds the Secret <run>-keys"
+    elif answer.status == 403 and "exceeded quota" in said:
+        hint = ". Raise the quota (k8s/base/quota.yaml), or delete what is over"
+        if "count/secrets" in said:
+            hint += ": of each run that gets no more rounds the Secret <run>-keys"
+        elif "count/jobs" in said:
+            hint += ": Jobs of runs that have stopped. With kubernetes.placement=device each device has a Job"
     elif answer.status == 403:
         hint = f". The service account needs the rights of k8s/base/role.yaml in the namespace {namespace}"
     elif answer.status == 404:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from fl_engine.backends.kubernetes.settings import KubernetesConfig, NodePool
-from fl_engine.core.errors import ConfigError, printable
+from fl_engine.core.errors import ConfigError, nearest, printable
 from fl_engine.core.plain import read_yaml
 from fl_engine.core.types import Device, WorkOrder
 from fl_engine.exchange.assignment import COMMON
@@ -117,12 +117,20 @@ def template(path: str | None) -> Resource:
         names = [c["name"] for c in found["spec"]["template"]["spec"]["containers"]]
         if found["kind"] != "Job" or "client" not in names:
             raise ConfigError(f"{file}: a Job with a container `client` is expected, got {found['kind']} with {names}")
-        job(found, KubernetesConfig(data="host:/"), "run", 0, Group("tier", ((0,),), 0), 0, {}, "/data")
+        wanted(job(found, KubernetesConfig(data="host:/"), "run", 0, Group("tier", ((0,),), 0), 0, {}, "/data"))
     except OSError as error:
         raise ConfigError(f"the client Job's template {file} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError, StopIteration, RecursionError) as error:
         raise ConfigError(f"{file} is no Job of clients: {type(error).__name__} {error}") from error
     return found
+
+
+def check(options: KubernetesConfig, tiers: Sequence[str]) -> None:
+    """Raises ConfigError for a template that is none, and for a pool of a tier that is none of the fleet's `tiers`."""
+    template(options.template)
+    for name in options.pools:
+        if name not in tiers:
+            raise ConfigError(f"kubernetes.pools: the fleet has no tier {name!r}{nearest(name, tiers)}")
 
 
 WHEN = {"quorum", "attempts", "parallelism", "deadline_s", "pending_s", "poll_s", "lease_s"}
@@ -232,11 +240,9 @@ def _place(pod: Resource, pool: NodePool, host: str | None) -> None:
 
 def _data_volume(data: str) -> Resource:
     kind, _, what = data.partition(":")
-    if kind == "pvc" and what:
+    if kind == "pvc":
         return {"persistentVolumeClaim": {"claimName": what, "readOnly": True}}
-    if kind == "host" and what.startswith("/"):
-        return {"hostPath": {"path": what, "type": "Directory"}}
-    raise ConfigError(f"kubernetes.data is pvc:<claim> or host:/folder, got {data!r}")
+    return {"hostPath": {"path": what, "type": "Directory"}}
 
 
 def _key_volume(key: str) -> Resource:
@@ -281,7 +287,8 @@ def wanted(job: Resource) -> str:
     container = next(c for c in pod["containers"] if c["name"] == "client")
     asked = [f"{name} {amount}" for name, amount in container["resources"].get("requests", {}).items()]
     asked += [f"{label}={value}" for label, value in pod.get("nodeSelector", {}).items()]
-    asked += [f"tolerating {t['key']}" for t in pod.get("tolerations", []) if t.get("effect") != "NoExecute"]
+    tolerated = [t.get("key", "every taint") for t in pod.get("tolerations", []) if t.get("effect") != "NoExecute"]
+    asked += [f"tolerating {key}" for key in tolerated]
     return ", ".join(asked)
 
 
@@ -321,6 +328,8 @@ class PodState:
     uid: str = ""
     disrupted: bool = False
     """It was taken away: its node was drained or lost, or a more important pod needed the room."""
+    node: str = ""
+    """The node that took it; empty: none has."""
 
     @property
     def over(self) -> bool:
@@ -383,4 +392,5 @@ def pod_state(pod: Resource) -> PodState:
         ends,
         meta.get("uid", ""),
         disrupted,
+        printable((pod.get("spec") or {}).get("nodeName") or ""),
     )

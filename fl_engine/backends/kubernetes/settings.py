@@ -6,9 +6,10 @@ import math
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from fl_engine.core.fields import Count, Fraction, Moves, Positive, Section
+from fl_engine.core.quantities import quantity
 
 GRACE_S = 30
 """Seconds after its deadline at which the coordinator deletes a client Job that is still there."""
@@ -16,11 +17,22 @@ URL_S = 604_800
 """Seconds that a presigned URL can live (AWS Signature Version 4)."""
 
 
+def _cpus(value: str) -> str:
+    quantity(value)
+    return value
+
+
+def _bytes(value: str) -> str:
+    if value != "auto" and quantity(value) % 1 != 0:
+        raise ValueError(f"whole bytes are expected (512Mi, 1Gi), got {value!r}")
+    return value
+
+
 class NodePool(Section):
     """Where the pods of one device tier run, and what they get."""
 
-    cpu: str = "1"
-    memory: str = "1Gi"
+    cpu: Annotated[str, AfterValidator(_cpus)] = "1"
+    memory: Annotated[str, AfterValidator(_bytes)] = "1Gi"
     """Request and limit, as Kubernetes writes quantities; auto: what the largest sub-model needs that the Job's clients
     are sent (docs/guides/kubernetes.md)."""
     arch: Literal["amd64", "arm64"] | None = None
@@ -41,7 +53,7 @@ class KubernetesConfig(Section):
     """For `run.backend=kubernetes`: one Indexed Job per device tier, for a round or for the run. The cluster is the one
     that this process runs in, else KUBECONFIG's."""
 
-    namespace: str = "flexfleet-clients"
+    namespace: Annotated[str, Field(pattern="^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = "flexfleet-clients"
     """Of the clients' Jobs."""
     image: str | None = None
     """null: that of the environment variable FLEXFLEET_IMAGE, which the pipelines set to the one that tasks run in."""
@@ -105,6 +117,13 @@ class KubernetesConfig(Section):
     one that waits for room or quota alone they begin anew whenever a pod of the round starts or ends."""
     poll_s: Positive = 1.0
     """Seconds between two looks at Jobs, pods and answers."""
+
+    @field_validator("data")
+    @classmethod
+    def _names_a_volume(cls, value: str | None) -> str | None:
+        if value is not None and re.fullmatch(r"pvc:[a-z0-9]([a-z0-9.-]*[a-z0-9])?|host:/.*", value) is None:
+            raise ValueError("pvc:<claim> or host:/<folder of the node> is expected")
+        return value
 
     @field_validator("state_key")
     @classmethod

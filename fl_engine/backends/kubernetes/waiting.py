@@ -4,7 +4,8 @@ Nothing here asks the cluster: the caller gives Jobs, pods, events, and the time
 
 A pod that has not started is either stuck (no node matches, the image cannot be pulled) or queues: for room on a node,
 for its namespace's quota, or for its turn in its Job. A stuck pod is given up after `pending_s`. A pod that queues is
-given up when no pod of the round has started or ended for `pending_s`: then nothing moves.
+given up when no pod of the round has started or ended for `pending_s`: then nothing moves. A pod that should come after
+one that failed is given up `pending_s` after the longest that Kubernetes lets it wait.
 
 A lost node sends no status any more, so its pods' status stands still, and their Job starts no other pods. One sees it
 in one of two ways: the node's controller calls a pod not ready whose containers were ready, or the pod is being deleted
@@ -27,6 +28,9 @@ TERMINATING_S = 60.0
 REFUSED_FOR_GOOD = "violates PodSecurity"
 """What events say of pods that will never start, however long one waits (a full quota is none of these)."""
 QUOTA = "exceeded quota"
+BACK_OFF_S, LONGEST_BACK_OFF_S = 10.0, 600.0
+"""Seconds after which a Job replaces the first pod of an index that fails, twice as many after each further one; and
+the most (Kubernetes' Job controller)."""
 
 
 @dataclass
@@ -42,6 +46,8 @@ class Live:
     """The resources that its pods ask a node for."""
     at_once: int
     """How many pods it runs at a time."""
+    back_off: float
+    """The most seconds that it waits before it replaces a pod that has failed."""
     until: float
     clients: dict[int, int]
     """Clients that have not answered, with their index; a client that is asked again belongs to the later Job."""
@@ -50,6 +56,8 @@ class Live:
     states: dict[int, PodState] = field(default_factory=dict)
     ending: dict[str, float] = field(default_factory=dict)
     """By uid of a pod that is being deleted: when that was first seen."""
+    fell: dict[str, float] = field(default_factory=dict)
+    """By uid of the last pod of an index, which has failed: when that was first seen."""
     refused: str = ""
     """Why pods are not created, as the last event says."""
     old: str | None = None
@@ -59,7 +67,9 @@ class Live:
     def lacks_pods(self) -> bool:
         """Whether a pod is missing that should be there."""
         here = sum(not state.over for state in self.states.values())
-        return len(self.states) < len(self.pods) and here < self.at_once
+        wanted = {index for index in self.clients.values() if index in self.states}
+        failed = any(self.states[index].phase == "Failed" for index in wanted)
+        return (failed or len(self.states) < len(self.pods)) and here < self.at_once
 
     def queues(self, index: int) -> bool:
         if index in self.states:
@@ -70,9 +80,17 @@ class Live:
         """Why the index's pod failed, or what it waits for; empty: nothing to report."""
         state = self.states.get(index)
         if state is None:
-            return f"no pod was made: {self.refused}" if self.refused and self.lacks_pods() else ""
+            return self._refusal()
         asks = f" (the pod asks for {self.wanted})" if state.reason.startswith("Unschedulable") else ""
         return state.reason + asks
+
+    def _refusal(self) -> str:
+        return f"no pod was made: {self.refused}" if self.refused and self.lacks_pods() else ""
+
+    def successor(self, index: int) -> str:
+        """Why no pod was made after the index's one that failed; empty: nothing is known."""
+        refusal = self._refusal()
+        return f"{refusal}, after one that failed: {self.reason(index)}" if refusal else ""
 
 
 def live(job: Resource, now: float, until: float) -> Live:
@@ -85,6 +103,7 @@ def live(job: Resource, now: float, until: float) -> Live:
         pods=pods,
         wanted=jobs.wanted(job),
         at_once=job["spec"]["parallelism"],
+        back_off=min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** min(10, job["spec"].get("backoffLimitPerIndex", 0))),
         until=until,
         clients={client: index for index, pod in enumerate(pods) for client in pod},
         since=dict.fromkeys(range(len(pods)), now),
@@ -96,7 +115,7 @@ def hear(job: Live, pods: Iterable[Resource], now: float) -> set[int]:
     time."""
     moved = set[int]()
     queued = {index for index in job.since if job.queues(index)}
-    ending, here = {}, jobs.newest(pods, job.name)
+    ending, fell, here = {}, {}, jobs.newest(pods, job.name)
     for index in [i for i, state in job.states.items() if not state.over and i not in {s.index for s in here}]:
         # Its pod is gone, and no status said that it ended.
         del job.states[index]
@@ -109,11 +128,13 @@ def hear(job: Live, pods: Iterable[Resource], now: float) -> set[int]:
         job.states[state.index] = state
         if state.ends is not None:
             ending[state.uid] = job.ending.get(state.uid, now)
+        if state.phase == "Failed":
+            fell[state.uid] = job.fell.get(state.uid, now)
         if state.started or state.phase != "Pending":
             job.since.pop(state.index, None)
         elif state.index not in job.since:
             job.since[state.index] = now  # a new pod, since the one before it failed
-    job.ending = ending
+    job.ending, job.fell = ending, fell
     for index in queued & job.since.keys():
         if not job.queues(index):  # it has come to its turn, and now something else keeps it from starting
             job.since[index] = now
@@ -177,15 +198,34 @@ def _loss(
         return Loss(silent, True)
     if state is None and sum(bool(_silent(job, other, now)) for other in job.states) >= job.at_once:
         return Loss("the pods before its own are on lost nodes", True)
-    since = job.since.get(index)
-    if since is None:
+    if state is not None and state.phase == "Failed":
+        why = job.successor(index)
+        if REFUSED_FOR_GOOD in why:
+            return Loss(why, False)
+        since, most = job.fell[state.uid], job.back_off + pending_s
+        if now - (max(since, moved) if QUOTA in why or not job.lacks_pods() else since) > most:
+            return Loss(why or f"no pod was made in {most:g} s after one that failed: {reason}", False)
+        return None
+    waits = job.since.get(index)
+    if waits is None:
         return None
     if state is None and REFUSED_FOR_GOOD in job.refused:
         return Loss(reason, False)
-    if now - (max(since, moved) if job.queues(index) else since) > pending_s:
-        why = reason or ("no node took it" if state else "no pod was made, and no event says why")
-        return Loss(f"not started after {pending_s:g} s: {why}", False)
+    if now - (max(waits, moved) if job.queues(index) else waits) > pending_s:
+        return Loss(f"not started after {pending_s:g} s: {reason or _unexplained(state)}", False)
     return None
+
+
+def _unexplained(state: PodState | None) -> str:
+    """What is known of a pod that has not started where neither its status nor an event says why."""
+    if state is None:
+        return "no pod was made, and no event says why"
+    if not state.node:
+        return "no node took it"
+    return (
+        f"the node {state.node} has not made its container: the image may be slow to pull, or a volume, a Secret or a "
+        "folder may be missing (kubectl describe pod)"
+    )
 
 
 def _silent(job: Live, index: int, now: float) -> str:
