@@ -10,11 +10,11 @@ updates weigh more in the mean get more levels, as many as send the fewest in al
 
     q_k = sqrt(a / b) w_k^(2/3),  a = sum_j w_j^(2/3),  b = sum_j w_j^2 / q^2       over the clients of the round
 
-with the weights w of the mean. The server's weights go down as they are, and the changes come back by QSGD with q_k
-levels per sign, then zero run-length and Elias-omega, or fixed width where that is shorter: the paper compresses the
-client's way to the server. As FedX's rival each device trains the largest of three nested sub-networks that it can
-hold. For FedX's comparison (Section IV-D), where "the server has data, fine-tunes without regularization", set
-`fine_tuning: {gamma: 0}`.
+with the weights w of the mean. With any other aggregation all clients weigh the same here, and q_k is q. The server's
+weights go down as they are, and the changes come back by QSGD with q_k levels per sign, then zero run-length and
+Elias-omega, or fixed width where that is shorter: the paper compresses the client's way to the server. As FedX's rival
+each device trains the largest of three nested sub-networks that it can hold. For FedX's comparison (Section IV-D),
+where "the server has data, fine-tunes without regularization", set `fine_tuning: {gamma: 0}`.
 
 Written without the paper's text, from its abstract and what is known of it. Decided here, or different:
 
@@ -30,8 +30,8 @@ Written without the paper's text, from its abstract and what is known of it. Dec
   then many times the change (of n elements about sqrt(n) / q of it, root of the mean square), and only the mean over
   clients and rounds takes it away.
 
-The levels follow the clients' losses, which no noise hides: with a private aggregation set `phi: null` (they stay).
-The run's `codec` is not used.
+The levels follow the clients' losses, which no noise hides: with a private aggregation set `phi: null`, so that all
+clients have `q_min` levels in every round. The run's `codec` is not used.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ class DAdaQuant(Terms):
                 "server does not know: take another algorithm, or another rule"
             )
         plan = pooled.plan(self, state, context)
-        weights = terms.expected_weights(self, state.layout, plan.orders, context.samples)
+        weights = [1.0] * len(plan.orders)
+        if isinstance(self.aggregation, Mean):
+            weights = terms.expected_weights(self, state.layout, plan.orders, context.samples)
         shares = zip(plan.orders, levels_of(weights, state.level), strict=True)
         orders = tuple(replace(order, codecs=Codecs(up=self._codec(levels))) for order, levels in shares)
         return replace(plan, orders=orders)

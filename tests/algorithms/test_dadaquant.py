@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.aggregation.rules import Private
+from fl_engine.aggregation.rules import Median, Private, TrimmedMean
 from fl_engine.algorithms.dadaquant import DAdaQuant, averaged, doubled, levels_of
 from fl_engine.algorithms.fine_tuning import FineTuning
 from fl_engine.backends import InProcess
@@ -76,6 +76,10 @@ def test_orders_say_how_many_levels_come_back_and_nothing_is_coded_on_the_way_do
     alike = replace(algorithm, weighting="uniform", bucket=None)
     plan = alike.plan(start_of(alike, site), context_of(site, 0))
     assert [order.codecs for order in plan.orders] == [Codecs(up=Qsgd(levels=100, bucket=None))] * 2
+    for counts_alike in (Median(), TrimmedMean(), Private()):
+        other = replace(algorithm, aggregation=counts_alike, phi=None)
+        plan = other.plan(start_of(other, site), context_of(site, 0))
+        assert [order.codecs for order in plan.orders] == [Codecs(up=Qsgd(levels=100, bucket=512))] * 2
     with pytest.raises(ConfigError, match="levels follow from how many samples each client holds"):
         algorithm.plan(start_of(algorithm, site), context_of(site, 0, samples=()))
 
