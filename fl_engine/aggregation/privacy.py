@@ -243,6 +243,15 @@ def check_selection(aggregation: object, selection: Selector) -> None:
         )
 
 
+def check_draw(aggregation: object, why: str) -> None:
+    """Raises ConfigError for secret selection. For algorithms in which one client that is drawn decides about others'
+    orders: if another is drawn in its place, the sum may move by more than 2 * clip. `why` says how it decides."""
+    if isinstance(aggregation, Private) and aggregation.secret_selection:
+        raise ConfigError(
+            f"{why}, for which no smaller epsilon is known: set algorithm.aggregation.secret_selection=false"
+        )
+
+
 def check_state(aggregation: object, algorithm: object) -> None:
     """Raises ConfigError where clients keep something: it leaves them, and is stored, without noise."""
     if isinstance(aggregation, Private) and isinstance(algorithm, KeepsClientState):

@@ -20,6 +20,9 @@ Weights go down as they are; changes come back by QSGD. As FedX's rival each dev
 sub-networks that it can hold. For FedX's comparison (Section IV-D), where "the server has data, fine-tunes without
 regularization", set `fine_tuning: {gamma: 0}`. The run's `codec` is not used.
 
+A private aggregation hides how many samples a client holds. With it the clock counts one sample for every client, so
+that no client's samples decide about another's bits. Who else is drawn still does: `secret_selection` is refused.
+
 What a client can gain by lying: a norm is as far as updates are merged, so `rounds.norm_bound` limits by how much it
 makes one larger (a first round five times too large costs log2(5) < 3 bits for good). One that turns around what the
 others of the first round sent makes that norm small, and the bits of all later rounds large; they stay within `least`
@@ -36,6 +39,7 @@ from typing import ClassVar
 
 import torch
 
+from fl_engine.aggregation.privacy import check_draw, is_private
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import nested, pooled, terms
@@ -109,6 +113,8 @@ class AdaGQ(Terms):
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
     ) -> AdaGQState:
+        """Raises ConfigError for secret selection, and for bits that do not lie between the least and the most."""
+        check_draw(self.aggregation, "adagq shares a round's bits among the clients that are drawn")
         if not self.least <= self.bits <= self.most:
             raise ConfigError(
                 f"algorithm.least <= algorithm.bits <= algorithm.most is expected, got {self.least}, {self.bits} and "
@@ -119,7 +125,8 @@ class AdaGQ(Terms):
     def plan(self, state: AdaGQState, context: RoundContext) -> RoundPlan:
         plan = pooled.plan(self, state, context)
         devices = {device.client: device for device in context.available}
-        draws = context.draws or (1,) * len(context.fleet)
+        alike = is_private(self) or not context.draws
+        draws = (1,) * len(context.fleet) if alike else context.draws
         clocks = [clock(state.pool[o.level], devices[o.client], draws[o.client]) for o in plan.orders]
         mean = mean_bits(self.bits, state.first, state.last, self.least, self.most)
         given = shared(clocks, round(mean * len(clocks)), self.least, self.most)

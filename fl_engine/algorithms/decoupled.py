@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from fl_engine.aggregation.privacy import Private, Public
+from fl_engine.aggregation.privacy import Public, check_draw
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import pooled, terms
@@ -34,7 +34,6 @@ from fl_engine.algorithms.pooled import (
 from fl_engine.algorithms.terms import Terms, local_task, weight_of
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, ServerContext
-from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.slicing import take
 from fl_engine.core.types import (
@@ -90,12 +89,8 @@ class Decoupled(Terms):
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
     ) -> DecoupledState:
-        """All levels start from slices of one initial model."""
-        if isinstance(self.aggregation, Private) and self.aggregation.secret_selection:
-            raise ConfigError(
-                "decoupled draws its clients level by level, for which no smaller epsilon is known: set "
-                "algorithm.aggregation.secret_selection=false"
-            )
+        """All levels start from slices of one initial model. Raises ConfigError for secret selection."""
+        check_draw(self.aggregation, "decoupled draws its clients level by level")
         common = pooled.init(self, params, layout, fleet, pool, server)
         levels = {f"{m.name}/{n}": t.clone() for m in pool[:-1] for n, t in take(params, layout, m.spec).items()}
         return DecoupledState(**vars(common), levels=levels)

@@ -55,6 +55,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
+from fl_engine.aggregation.privacy import check_draw
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import pooled, terms
@@ -67,7 +68,10 @@ from fl_engine.core.fields import STRICT, Index, NotNegative
 from fl_engine.core.search import Interval
 from fl_engine.core.slicing import count_params
 from fl_engine.core.types import (
+    Device,
     LocalTask,
+    ParamLayout,
+    Params,
     Pick,
     Pool,
     Prepared,
@@ -118,7 +122,14 @@ class MultiBranch(Terms):
         ]
         return terms.some_narrower(self, family, pools.ascending(tuple(models)))
 
-    selector, init = pooled.selector, pooled.init
+    selector = pooled.selector
+
+    def init(
+        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
+    ) -> PooledState:
+        """Raises ConfigError for secret selection."""
+        check_draw(self.aggregation, "multibranch ranks the clients of a round among themselves")
+        return pooled.init(self, params, layout, fleet, pool, server)
 
     def plan(self, state: PooledState, context: RoundContext) -> RoundPlan:
         picks = pooled.select(self, state, context)

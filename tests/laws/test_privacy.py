@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from fl_engine.aggregation import privacy
 from fl_engine.aggregation.privacy import NoisySum, Private, Public, epsilon
 from fl_engine.aggregation.rules import Mean
-from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, Decoupled, FedRolex, FlexFL, HeteroFL
+from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, FedRolex, FlexFL, HeteroFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
@@ -46,6 +46,7 @@ from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Curiosity, ResourceTable, Uniform
+from fl_engine.selection.capacity import level_of
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tiny import (
     SEED,
@@ -56,6 +57,7 @@ from fl_engine.testing.tiny import (
     learned,
     on_devices_alone,
     start_of,
+    tiny_fleet,
     tiny_site,
     update_of,
 )
@@ -313,7 +315,7 @@ def private(name: str, **more: Any) -> Any:
     options: dict[str, Any] = {"depthfl": {"alpha": 0.0}, "heterofl": {"static_bn": False}}
     options["fedrolex"] = {"static_bn": False}
     options |= {"federated_dropout": {"static_bn": False}, "adaptivefl": {"variant": "random"}}
-    options["dadaquant"] = {"phi": None}
+    options["dadaquant"] = {"phi": None, "q_min": 16}
     return on_devices_alone(kind(training=TRAINING, aggregation=Private(**more), **options.get(name, {})))
 
 
@@ -650,10 +652,48 @@ def test_what_is_not_private_has_no_epsilon() -> None:
     assert privacy.is_private(flexfl())
 
 
-def test_levels_drawn_one_after_the_other_claim_no_amplification() -> None:
-    algorithm = Decoupled(training=TRAINING, aggregation=Private(secret_selection=True))
-    with pytest.raises(ConfigError, match="secret_selection=false"):
+ONE_DECIDES = {"adagq": "shares", "decoupled": "level by level", "multibranch": "ranks"}
+"""How one client that is drawn decides about others."""
+
+
+@pytest.mark.parametrize("name", ONE_DECIDES)
+def test_where_one_drawn_client_decides_about_others_no_amplification_is_claimed(name: str) -> None:
+    algorithm = private(name, secret_selection=True)
+    with pytest.raises(ConfigError, match=rf"{name} .*{ONE_DECIDES[name]}.* set .*\.secret_selection=false"):
         start_of(algorithm, tiny_site(algorithm))
+    start_of(private(name), tiny_site(algorithm))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A selection that draws these clients."""
+
+    clients: tuple[int, ...]
+
+    def pick(self, state: Any, context: Any, count: int, rng: Any) -> list[tuple[int, int]]:
+        return [(c, level_of(context.fleet[c], context.pool) or 0) for c in self.clients]
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_one_client_decides_about_nobody_else_s_order(name: str) -> None:
+    """Neither by how many samples it holds, nor, where secret selection is taken, by being drawn instead of another."""
+    algorithm = private(name, secret_selection=name not in ONE_DECIDES)
+    fleet = tuple(replace(d, memory=200.0, speed=1e9 / (1 + d.client)) for d in tiny_fleet())
+    site = tiny_site(algorithm, fleet=fleet)
+    state = start_of(algorithm, site)
+
+    def asked(first: int, samples: int) -> tuple[int, list[Any]]:
+        """How many, and the orders of all but `first`."""
+        held = tuple(samples if c == first else 8 for c in range(len(fleet)))
+        drawn = Drawn(tuple(sorted((first, 4, 5, 6, 7))))
+        among = algorithm if name == "decoupled" else replace(algorithm, selection=drawn)  # draws for each level
+        orders = among.plan(state, context_of(site, 0, samples=held, draws=held)).orders
+        others = [(o.client, o.level, o.spec, o.codecs, dict(o.hints)) for o in orders if o.client != first]
+        return len(orders), others
+
+    assert asked(0, 8000) == asked(0, 8)
+    if name not in ONE_DECIDES:
+        assert asked(19, 8) == asked(0, 8)
 
 
 def test_a_missing_library_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
