@@ -89,6 +89,10 @@ class DepthFL(Terms):
     server: Server = Average()
     """The step towards the mean, before FedDyn's correction by h."""
 
+    @property
+    def remembers_changes(self) -> bool:
+        return self.alpha > 0
+
     def _ends(self, family: ModelFamily) -> tuple[str, ...]:
         ones = (1.0,) * len(self.targets)
         return choose_exits(family, ones, self.targets) if self.exits is None else self.exits

@@ -295,6 +295,16 @@ class KeepsClientState(Protocol):
         """Pure, on the client after training: all that `client_state` names. `state` as in `begin`."""
 
 
+@runtime_checkable
+class RemembersChanges(Protocol):
+    """An algorithm whose server remembers how far each client moved the weights that it was sent (FedDyn). Asynchronous
+    rounds do not tell it: there an update that comes late is moved to the weights of now (`rounds.buffer`)."""
+
+    @property
+    def remembers_changes(self) -> bool:
+        """Whether it does with these options."""
+
+
 _known: dict[type, tuple[bool, bool]] = {}
 """By class, whether it measures clients, and whether its clients keep a state."""
 

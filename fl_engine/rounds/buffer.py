@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any
 
 from fl_engine.aggregation.privacy import is_private
-from fl_engine.core.contracts import Algorithm, keeps_client_state
+from fl_engine.core.contracts import Algorithm, RemembersChanges, keeps_client_state
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.slicing import take
 from fl_engine.core.types import ClientUpdate, ParamLayout, Params, RoundPlan, WorkOrder
@@ -70,6 +70,10 @@ def check(algorithm: Algorithm, terms: RoundsConfig) -> None:
     for asked, what in (
         (is_private(algorithm), "a private aggregation counts on clients of one round"),
         (keeps_client_state(algorithm), f"clients of {type(algorithm).__name__} keep something from round to round"),
+        (
+            isinstance(algorithm, RemembersChanges) and algorithm.remembers_changes,
+            f"the server of {type(algorithm).__name__} remembers how far each client moved what it was sent",
+        ),
     ):
         if asked:
             raise ConfigError(f"{what}, which rounds.mode=buffered does not go with: set rounds.mode=synchronous")

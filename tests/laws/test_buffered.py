@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fl_engine.aggregation.privacy import Private
-from fl_engine.algorithms import ALGORITHMS, AllLarge, Decoupled, FlexFL, HeteroFL
+from fl_engine.algorithms import ALGORITHMS, AllLarge, Decoupled, DepthFL, FlexFL, HeteroFL
 from fl_engine.backends import InProcess, Processes
 from fl_engine.codecs import Half
 from fl_engine.core.errors import ConfigError, IntegrityError
@@ -313,11 +313,16 @@ def test_an_algorithm_that_asks_more_than_are_free_is_refused(memory_store: Any)
         (SOME["all_large"], {"mode": "synchronous"}, r"rounds\.buffer = 2 is for rounds\.mode=buffered"),
         (PersonalHeads(training=ASKED), {}, "clients of PersonalHeads keep something"),
         (AllLarge(training=ASKED, aggregation=Private(clip=1.0)), {}, "a private aggregation counts"),
+        (DepthFL(training=ASKED), {}, "the server of DepthFL remembers how far each client moved what it was sent"),
     ],
 )
 def test_what_does_not_go_together_is_refused(algorithm: Any, terms: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         buffer.check(algorithm, RoundsConfig(stop=1, **(TERMS | terms)))
+
+
+def test_depthfl_without_feddyn_goes_with_buffered_rounds() -> None:
+    buffer.check(DepthFL(training=ASKED, alpha=0.0), RoundsConfig(stop=1, **TERMS))
 
 
 def test_the_command_refuses_it_too(flexfleet: Any) -> None:
