@@ -11,6 +11,10 @@ Departs from the paper: exits are a global pooling and one linear layer, at the 
 within its target (`widths.choose_exits`; for VGG16 29.7, 50.1 and 100 %, for ResNet18 15.8, 26.2 and 100 %); a device
 with less free than its level needs steps down. g_k is what a device would keep; the server's state holds it, one model
 for each client that has taken part, written at every commit: for large networks set `alpha: 0`, or commit rarely.
+
+With a codec on the way down, w^t is what client k decoded, for g_k and for h: it is what the client starts from and is
+held to, and h stays the mean of all clients' g_k. A change from the server's own weights has the codec's rounding in
+it, which g_k and h would add up.
 """
 
 from __future__ import annotations
@@ -146,15 +150,17 @@ class DepthFL(Terms):
             for answer in answers:
                 if isinstance(answer, ClientUpdate):
                     clip = self.aggregation.clip if isinstance(self.aggregation, Mean) else None
+                    sent = plan.order_of[answer.client].payload  # at full width, so that its regions are the model's
+                    learned = limited(answer.payload, answer.spec, sent, regions, clip)
                     kept = limited(answer.payload, answer.spec, state.params, regions, clip)
                     answer = replace(answer, payload=kept)
                     at = regions.of((answer.spec, tuple(kept)))
-                    for name, tensor in answer.payload.items():
+                    for name, tensor in learned.items():
                         if is_statistic(name):
                             continue
                         key, whole = f"{answer.client}/{name}", state.params[name]
                         change = torch.zeros_like(whole)  # 0 in rows of classes that the client does not hold
-                        change[at[name]] = tensor.cpu() - whole[at[name]]
+                        change[at[name]] = tensor.cpu() - sent[name][at[name]]
                         memory[key] = memory.get(key, torch.zeros_like(change)) - self.alpha * change
                         moved[name] = moved.get(name, torch.zeros_like(change, dtype=torch.float64)) + change.double()
                         trained.setdefault(name, torch.zeros(whole.shape, dtype=torch.bool))[at[name]] = True

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fl_engine.aggregation.rules import Mean
 from fl_engine.algorithms import (
     AllLarge,
     Decoupled,
@@ -22,10 +23,12 @@ from fl_engine.algorithms import (
     HeteroFL,
     ScaleFL,
 )
+from fl_engine.codecs import Qsgd
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ClientError, PoolError
 from fl_engine.core.slicing import contains, count_params, take
-from fl_engine.core.types import FULL, ClientUpdate, Device, Params, TaskContext, WorkOrder
+from fl_engine.core.types import FULL, ClientUpdate, Codecs, Device, Params, TaskContext, WorkOrder
+from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.server import ServerSite
 from fl_engine.models.resnet import ResNet18
@@ -211,9 +214,9 @@ def test_feddyn_by_hand() -> None:
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
     base = algorithm.plan(state, context_of(site, 0, SEED))
-    first, second = (replace(base.orders[0], client=c, spec=FULL, level=2) for c in (4, 9))
-    plan = replace(base, orders=(first, second))
     w = state.params
+    first, second = (replace(base.orders[0], client=c, spec=FULL, payload=w, level=2) for c in (4, 9))
+    plan = replace(base, orders=(first, second))
     after = algorithm.merge(
         state, plan, [update_of(first, FULL, up(w, 1)), update_of(second, FULL, up(w, 3), 50)], ServerSite(site)
     )
@@ -222,13 +225,32 @@ def test_feddyn_by_hand() -> None:
         torch.testing.assert_close(after.memory[f"9/{name}"], torch.full_like(old, -0.3))
         torch.testing.assert_close(after.h[name], torch.full_like(old, -0.02))
         torch.testing.assert_close(after.params[name], old + 2.2)
+    then = replace(first, payload=after.params)
     again = algorithm.merge(
-        after, replace(plan, orders=(first,)), [update_of(first, FULL, up(after.params, 1))], ServerSite(site)
+        after, replace(plan, orders=(then,)), [update_of(then, FULL, up(after.params, 1))], ServerSite(site)
     )
     for name, old in after.params.items():
         torch.testing.assert_close(again.memory[f"4/{name}"], torch.full_like(old, -0.2), rtol=1e-4, atol=1e-6)
         assert torch.equal(again.memory[f"9/{name}"], after.memory[f"9/{name}"])
         torch.testing.assert_close(again.params[name], old + 1.25)
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_feddyn_remembers_changes_from_what_a_codec_gave_the_client(clip: float | None) -> None:
+    """Clients that return what they received have moved nothing, however coarse the codec is and wherever updates are
+    cut off. Those that move it by 0.5: g = -0.1 * 0.5, h the mean of the twenty g."""
+    algorithm = DepthFL(training=TRAINING, exits=("conv", "fc"), alpha=0.1, aggregation=Mean(clip=clip))
+    site = tiny_site(algorithm)
+    state, server = start_of(algorithm, site), ServerSite(site)
+    plan = coding.sent(algorithm.plan(state, context_of(site, 0)), site.pool, Codecs(down=Qsgd(bits=4)), SEED)
+    assert any(not torch.equal(order.payload[n], state.params[n]) for order in plan.orders for n in order.payload)
+    still = algorithm.merge(state, plan, [update_of(o, o.spec, dict(o.payload)) for o in plan.orders], server)
+    assert not any(tensor.any() for tensor in (*still.memory.values(), *still.h.values()))
+    moved = algorithm.merge(state, plan, [update_of(o, o.spec, up(o.payload, 0.5)) for o in plan.orders], server)
+    for name, h in moved.h.items():
+        own = [moved.memory[f"{o.client}/{name}"] for o in plan.orders if name in o.payload]
+        torch.testing.assert_close(h, sum(own) / 20, rtol=1e-4, atol=1e-7)
+        assert clip or all(torch.allclose(g, torch.full_like(g, -0.05), rtol=1e-4) for g in own)
 
 
 def test_feddyn_leaves_running_statistics_alone() -> None:
@@ -237,7 +259,7 @@ def test_feddyn_leaves_running_statistics_alone() -> None:
     site = tiny_site(algorithm, SmallCNN((1, 8, 8), 4, width=0.25, norm="static"))
     state = start_of(algorithm, site)
     base = algorithm.plan(state, context_of(site, 0, SEED))
-    order = replace(base.orders[0], spec=FULL, level=2)
+    order = replace(base.orders[0], spec=FULL, payload=state.params, level=2)
     came = [update_of(order, FULL, {n: torch.full_like(t, 0.25) for n, t in state.params.items()})]
     after = algorithm.merge(state, replace(base, orders=(order,)), came, ServerSite(site))
     statistics = [name for name in state.params if "running" in name]

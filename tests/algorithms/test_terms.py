@@ -182,7 +182,7 @@ def test_feddyn_remembers_the_rows_that_a_client_holds() -> None:
     held = SubmodelSpec.of({**spec.kept, "classes": (0, 3)}, spec.blocks)
     payload = {name: t + 2 for name, t in take(state.params, site.layout, held).items()}
     update = ClientUpdate(0, 5, held, payload, 8, {"loss": 1.0, "steps": 4.0})
-    plan = RoundPlan(0, (WorkOrder(0, 5, spec, {}, 0, 2),))
+    plan = RoundPlan(0, (WorkOrder(0, 5, spec, take(state.params, site.layout, spec), 0, 2),))
     after = algorithm.merge(state, plan, [update], ServerSite(site))
     for name, rows in (("classifier.bias", [0, 3]), ("fc.linear.bias", list(range(32)))):
         moved = after.params[name] - state.params[name]
@@ -193,7 +193,10 @@ def test_feddyn_remembers_the_rows_that_a_client_holds() -> None:
         torch.testing.assert_close(memory[rows], torch.full((len(rows),), -1.0))
         assert not memory[others].any()
     again = algorithm.merge(
-        after, plan, [replace(update, payload=take(after.params, site.layout, held))], ServerSite(site)
+        after,
+        RoundPlan(0, (WorkOrder(0, 5, spec, take(after.params, site.layout, spec), 0, 2),)),
+        [replace(update, payload=take(after.params, site.layout, held))],
+        ServerSite(site),
     )
     assert_same_bits({"b": again.params["classifier.bias"][[1, 2]]}, {"b": state.params["classifier.bias"][[1, 2]]})
     orders = algorithm.plan(after, context_of(site, 1, SEED)).orders
