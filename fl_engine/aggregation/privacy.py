@@ -7,8 +7,9 @@ Algorithm 1 with the fixed-denominator estimator). With every client counting al
 
 element by element. Neighbours are two fleets of which one has a client whose updates change nothing. What a sub-model
 changes is a change of the global model with zeros where the sub-model has nothing, and zeros add nothing to a norm: the
-sums of neighbours differ by at most `clip`, whatever the client trained. Every element gets noise, because who held an
-element must stay hidden. The divisor follows from public facts (`Public`), so it reveals nothing.
+sums of neighbours differ by at most `clip`, whatever the client trained. Every element that a client may have been sent
+gets noise, because who held an element must stay hidden; the others keep their values. Which elements these are, and
+the divisor, follow from public facts (`Public`), so they reveal nothing.
 
 Rounds compose by Renyi differential privacy (Mironov, CSF 2017), accounted by the library dp-accounting. Where who
 takes part is secret and drawn uniformly, k of N without replacement, epsilon is smaller (Wang et al., AISTATS 2019,
@@ -174,14 +175,17 @@ class NoisySum:
         return self._public.clients == 0
 
     def trained(self) -> Params:
-        return {name: torch.ones(tensor.shape, dtype=torch.bool) for name, tensor in self._old.items()}
+        """bool, shaped like the model: the elements that some client may have been sent."""
+        kinds = self._kinds()
+        return {name: (self._holders(name, kinds) > 0).expand(old.shape) for name, old in self._old.items()}
 
     def result(self) -> Params:
         kinds, out = self._kinds(), {}
         for name, old in self._old.items():
-            drawn = torch.from_numpy(noise(self._noise_seed, name, old.shape))
+            drawn, holders = torch.from_numpy(noise(self._noise_seed, name, old.shape)), self._holders(name, kinds)
             noisy = self.sum[name] + self._noise_multiplier * self._clip * drawn
-            out[name] = (old.double() + noisy / self._holders(name, kinds)).to(old.dtype)
+            new = (old.double() + noisy / holders.clamp_min(1)).to(old.dtype)
+            out[name] = torch.where(holders > 0, new, old)  # by the pool alone, whoever answered
         return out
 
     def _kinds(self) -> dict[Kind, float]:
@@ -193,12 +197,12 @@ class NoisySum:
         return kinds
 
     def _holders(self, name: str, kinds: dict[Kind, float]) -> Tensor:
-        """float64: how many clients hold each element on average, but at least 1."""
+        """float64: how many clients hold each element on average; 0 where none can."""
         if not self._public.moving:
-            return self._regions.total(name, kinds).clamp_min(1)
+            return self._regions.total(name, kinds)
         sizes = {kind: math.prod(self._regions.shapes(kind).get(name, (0,))) for kind in kinds}
         held = sum(count * sizes[kind] for kind, count in kinds.items()) / self._old[name].numel()
-        return torch.tensor(max(1.0, held), dtype=torch.float64)
+        return torch.tensor(held, dtype=torch.float64)
 
 
 # ------------------------------------------------------------------------------------------- what it must not meet

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, FedRolex, FlexFL, Heter
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
-from fl_engine.core.slicing import take
+from fl_engine.core.slicing import full_shapes, take
 from fl_engine.core.types import (
     FULL,
     Axis,
@@ -39,6 +39,7 @@ from fl_engine.core.types import (
     Slot,
     SubmodelSpec,
 )
+from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import loop as rounds
@@ -290,14 +291,16 @@ def test_without_a_secret_seed_there_is_no_private_aggregation() -> None:
 
 # ------------------------------------------------------------------------------------------- what it is divided by
 def test_the_sum_is_divided_by_how_many_hold_an_element_on_average() -> None:
-    """Six clients, each sent one of three models with the first 1, 2 and 4 of five channels: 6, 4, 2, 2 and, though
-    nobody is sent the last one, 1."""
+    """Six clients, each sent one of three models with the first 1, 2 and 4 of five channels: 6, 4, 2 and 2. One client:
+    1 and, instead of 2/3 and 1/3, 1. Nobody can be sent the last one: it stays."""
     layout = ParamLayout({"g": 5}, {"w": Slot("b", (Axis("g"),))})
     models = tuple(SubmodelSpec.of({"g": n}) for n in (1, 2, 4))
     old = {"w": torch.zeros(5, dtype=torch.float64)}
-    aggregate = Private(clip=100.0, noise_multiplier=1e-12).start(old, layout, Public(6, models, SECRET))
-    aggregate.add({"w": torch.full((5,), 12.0)}, FULL, 1.0)
-    assert aggregate.result()["w"].tolist() == pytest.approx([2, 3, 6, 6, 12], rel=1e-6)
+    for clients, expected in ((6, [2, 3, 6, 6, 0]), (1, [12, 12, 12, 12, 0])):
+        aggregate = Private(clip=100.0, noise_multiplier=1e-12).start(old, layout, Public(clients, models, SECRET))
+        aggregate.add({"w": torch.full((5,), 12.0)}, FULL, 1.0)
+        assert aggregate.result()["w"].tolist() == pytest.approx(expected, rel=1e-6)
+        assert aggregate.trained()["w"].tolist() == [True] * 4 + [False]
 
 
 def test_where_models_move_every_element_is_as_likely_held_as_any_other() -> None:
@@ -319,19 +322,30 @@ def private(name: str, **more: Any) -> Any:
     return on_devices_alone(kind(training=TRAINING, aggregation=Private(**more), **options.get(name, {})))
 
 
+def held_by(site: Site, specs: Sequence[SubmodelSpec]) -> dict[str, torch.Tensor]:
+    """bool, shaped like the model: the elements that one of these sub-models has."""
+    numbers = {n: torch.arange(math.prod(shape)).view(shape) for n, shape in full_shapes(site.family).items()}
+    parts = [take(numbers, site.layout, spec) for spec in specs]
+    own = {n: [numbers[n][:0], *(part[n] for part in parts if n in part)] for n in numbers}
+    return {n: torch.isin(numbers[n], torch.cat([each.flatten() for each in own[n]])) for n in numbers}
+
+
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_merge_repeats_bit_for_bit_and_moves_every_element(name: str) -> None:
-    """Also those that nobody trained, and where all have failed."""
+def test_a_merge_repeats_bit_for_bit_and_moves_every_element_that_can_be_sent(name: str) -> None:
+    """Also those that nobody trained, and where all have failed. The others, which no model of the pool has, stay."""
     algorithm = private(name)
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
     plan = replace(algorithm.plan(state, context_of(site, 0, SEED)), noise_seed=SECRET)
     trained = [update_of(o, o.spec, {n: t + 0.01 for n, t in o.payload.items()}) for o in plan.orders]
+    pooled = held_by(site, [model.spec for model in site.pool if model.dispatched])
+    assert not any((held & ~pooled[n]).any() for n, held in held_by(site, [o.spec for o in plan.orders]).items())
     for outcomes in (trained, [failure_of(o) for o in plan.orders]):
         merged = published(algorithm.merge(state, plan, outcomes, ServerSite(site)))
         assert_same_bits(published(algorithm.merge(state, plan, outcomes, ServerSite(site))), merged)
         for tensor_name, tensor in published(state).items():
-            assert not (merged[tensor_name] == tensor).any(), tensor_name
+            sent = pooled.get(tensor_name, torch.tensor(True))  # a level of its own is all sent
+            assert torch.equal(merged[tensor_name] != tensor, sent.expand(tensor.shape)), tensor_name
         other = published(algorithm.merge(state, replace(plan, noise_seed=OTHER), outcomes, ServerSite(site)))
         assert not any(torch.equal(other[n], merged[n]) for n in merged)
     with pytest.raises(ConfigError, match="noise_seed"):
