@@ -113,7 +113,9 @@ class AdaGQ(Terms):
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
     ) -> AdaGQState:
-        """Raises ConfigError for secret selection, and for bits that do not lie between the least and the most."""
+        """Raises ConfigError for secret selection, for bits that do not lie between the least and the most, and for
+        fine-tuning without data."""
+        nested.check_tuning(self.fine_tuning, server)
         check_draw(self.aggregation, "adagq shares a round's bits among the clients that are drawn")
         if not self.least <= self.bits <= self.most:
             raise ConfigError(

@@ -121,7 +121,9 @@ class DAdaQuant(Terms):
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
     ) -> DAdaQuantState:
-        """Raises ConfigError where the levels would tell what a private aggregation hides, or q_max is below q_min."""
+        """Raises ConfigError where the levels would tell what a private aggregation hides, where q_max is below q_min,
+        and for fine-tuning without data."""
+        nested.check_tuning(self.fine_tuning, server)
         if self.phi is not None and is_private(self):
             raise ConfigError(
                 "dadaquant's levels follow the clients' losses, which a private aggregation does not hide: set "

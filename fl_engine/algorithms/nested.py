@@ -43,6 +43,12 @@ def sizes(family: ModelFamily, widths: Sequence[float], codecs: Codecs, static_b
     return pools.check_nested(family, tuple(member(family, size, widths, codecs, static_bn) for size in SIZES))
 
 
+def check_tuning(tuning: FineTuning | None, server: ServerContext) -> None:
+    """Raises ConfigError where the server is to fine-tune and holds no data."""
+    if tuning is not None:
+        _ = server.data
+
+
 def tuned(tuning: FineTuning | None, before: S, merged: S, plan: RoundPlan, server: ServerContext) -> S:
     """The state after the server's training on its own data; as merged without `tuning`, in a round in which nobody
     trained, and where this training diverges: no update may end the run."""

@@ -79,12 +79,11 @@ def check(algorithm: Algorithm, terms: RoundsConfig) -> None:
             raise ConfigError(f"{what}, which rounds.mode=buffered does not go with: set rounds.mode=synchronous")
 
 
-def due(
-    run: Run, state: Any, plan: RoundPlan, answers: Answers, flying: Sequence[Flight], clock: float, files: KeptFiles
-) -> Due:
-    """The first updates of those that are there, old and new ones. `plan`, `answers`: of the clients that were asked in
-    this round, at `clock`. Raises ConfigError where levels have weights of their own, and where the algorithm asked
-    more clients than were free."""
+def check_plan(run: Run, state: Any, plan: RoundPlan, flying: Sequence[Flight]) -> None:
+    """Raises ConfigError where rounds are asynchronous and levels have weights of their own, or where the algorithm
+    asks more clients than are free."""
+    if run.terms.mode == "synchronous":
+        return
     if published(state) is not state.params:
         raise ConfigError(
             f"levels of {type(run.algorithm).__name__} have weights of their own, which rounds.mode=buffered does not "
@@ -97,10 +96,17 @@ def due(
             "rounds.mode=buffered is for algorithms that draw training.fraction of all clients; set "
             "rounds.mode=synchronous"
         )
+
+
+def due(
+    run: Run, state: Any, plan: RoundPlan, answers: Answers, flying: Sequence[Flight], clock: float, files: KeptFiles
+) -> Due:
+    """The first updates of those that are there, old and new ones. `plan`, `answers`: of the clients that were asked in
+    this round, at `clock`."""
     new = [head for head in answers.heads() if isinstance(head, ClientUpdate)]
     finish = {flight.order.client: flight.finish for flight in flying}
     finish |= {head.client: clock + head.elapsed for head in new}
-    first = sorted(finish, key=lambda client: (finish[client], client))[: run.terms.buffer or most]
+    first = sorted(finish, key=lambda client: (finish[client], client))[: run.terms.buffer or run.at_once]
     found, waiting, down = Answers(), list[Flight](), dict[int, tuple[int, int]]()
     for answer in answers:
         order = plan.order_of[answer.client]

@@ -41,13 +41,15 @@ class Progress:
 
 
 def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Progress, Row]:
-    """The round's outcome, and what was measured of it. Raises Stopped."""
+    """The round's outcome, and what was measured of it. Raises Stopped, and ConfigError for a plan that asynchronous
+    rounds do not go with."""
     watch = Stopwatch()
     started = watch.began
     # Nobody waits for clients to come online while others are at work.
     begin = before.clock if before.flying else run.begins(round, before.clock)
     context = run.context(round, begin, {flight.order.client for flight in before.flying})
     plan = asked(run, before, context, clients, watch)
+    buffer.check_plan(run, before.state, plan, before.flying)
     collected = collect(run, plan, before.history, clients, begin)
     due = None
     if clients.flights is not None:

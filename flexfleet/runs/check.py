@@ -24,7 +24,7 @@ from fl_engine.models import export as exports
 from fl_engine.preparation import assumed, preparation
 from fl_engine.preparation.confusion import check_classes
 from fl_engine.preparation.weights import giver
-from fl_engine.rounds import at_clients
+from fl_engine.rounds import at_clients, buffer
 from fl_engine.rounds.run import Run
 from fl_engine.training import own
 from fl_engine.training.local import Job, train
@@ -92,7 +92,9 @@ def first_round(resolved: Resolved, parts: Partition, fleet: Sequence[Device]) -
     site = Site(family, pool, tuple(fleet), resolved.data, trained, config.seed, held=held, most=most)
     run = Run(algorithm, site, config.rounds, trace=trace_of(config, site)[0], wait_s=config.fleet.wait_s)
     start = algorithm.init(initial, site.layout, site.fleet, pool, run.server)
-    return run, start, algorithm.plan(start, run.context(0, run.begins(0, 0.0)))
+    plan = algorithm.plan(start, run.context(0, run.begins(0, 0.0)))
+    buffer.check_plan(run, start, plan, ())
+    return run, start, plan
 
 
 def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) -> None:

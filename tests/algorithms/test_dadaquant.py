@@ -211,7 +211,7 @@ def test_the_server_fine_tunes_the_merged_weights_with_another_seed_each_round()
     plain = DAdaQuant(training=ALL)
     algorithm = replace(plain, fine_tuning=FineTuning(gamma=0.0))
     site, teaching = tiny_site(algorithm, fleet=STRONG), Teaching()
-    state = start_of(algorithm, site)
+    state = start_of(plain, site)
     for round in (0, 1):
         plan = algorithm.plan(state, context_of(site, round))
         back = [update_of(o, o.spec, {n: t + 0.5 for n, t in o.payload.items()}) for o in plan.orders]

@@ -7,12 +7,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fl_engine.algorithms import AllLarge
+from fl_engine.algorithms import AdaGQ, AllLarge, DAdaQuant
 from fl_engine.algorithms.fine_tuning import FineTuning, fine_tuned
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ConfigError, ModelError
@@ -23,7 +24,7 @@ from fl_engine.exchange.server import LazyServer, ServerSite
 from fl_engine.models.layers import FREE, linear_slots
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.tasks import Regression
-from fl_engine.testing.tiny import TRAINING, TinyNet, assert_same_bits, tiny_site
+from fl_engine.testing.tiny import TRAINING, TinyNet, assert_same_bits, start_of, tiny_site
 from fl_engine.training import local
 from fl_engine.training.numerics import Numerics
 
@@ -188,6 +189,23 @@ def test_running_statistics_are_not_pulled() -> None:
         assert torch.equal(found[0][name], found[1][name])
         assert not torch.equal(found[0][name], previous[name])
     assert not torch.equal(found[0]["conv1.conv.weight"], found[1]["conv1.conv.weight"])
+
+
+@pytest.mark.parametrize("kind", [AdaGQ, DAdaQuant])
+def test_a_server_without_data_is_refused_before_the_first_round(kind: Any) -> None:
+    algorithm = kind(training=TRAINING, fine_tuning=FineTuning(gamma=0.0))
+    site = tiny_site(algorithm)
+    with pytest.raises(ConfigError, match="the algorithm asks for data on the server"):
+        start_of(algorithm, site)
+    start_of(replace(algorithm, fine_tuning=None), site)
+    parts = replace(site.partition, proxy_train=site.partition.clients[0][:1])
+    start_of(algorithm, replace(site, partition=parts))
+
+
+def test_the_command_says_that_the_server_has_no_data(flexfleet: Any) -> None:
+    sets = ["algorithm.name=adagq", "algorithm.fine_tuning={gamma: 0}", "partition.proxy=0"]
+    done = flexfleet("check", sets=sets)
+    assert done.code == 2 and "raise partition.proxy" in done.err
 
 
 def test_what_cannot_be_tuned_is_refused() -> None:

@@ -295,7 +295,10 @@ class Greedy(AllLarge):
         return super().plan(state, replace(context, slots=None, available=context.fleet))
 
 
-def test_levels_with_weights_of_their_own_are_refused(memory_store: Any) -> None:
+def test_levels_with_weights_of_their_own_are_refused_before_anybody_trains(
+    memory_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InProcess, "run", lambda *_: pytest.fail("clients train"))
     with pytest.raises(ConfigError, match=r"levels of Decoupled have weights of their own.* rounds\.mode=synchronous"):
         federated(Decoupled(training=ASKED), memory_store)
 
@@ -325,6 +328,14 @@ def test_depthfl_without_feddyn_goes_with_buffered_rounds() -> None:
     buffer.check(DepthFL(training=ASKED, alpha=0.0), RoundsConfig(stop=1, **TERMS))
 
 
-def test_the_command_refuses_it_too(flexfleet: Any) -> None:
-    done = flexfleet("check", sets=["rounds.mode=buffered", "rounds.quorum=0.5"])
-    assert done.code == 2 and "set rounds.quorum=0" in done.err
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("rounds.quorum=0.5", "set rounds.quorum=0"),
+        ("algorithm.name=decoupled", "levels of Decoupled have weights of their own"),
+        ("algorithm.name=depthfl", "the server of DepthFL remembers"),
+    ],
+)
+def test_the_command_refuses_it_too(flexfleet: Any, wrong: str, said: str) -> None:
+    done = flexfleet("check", sets=["rounds.mode=buffered", wrong])
+    assert done.code == 2 and said in done.err
