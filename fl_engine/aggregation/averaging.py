@@ -108,14 +108,15 @@ class Regions:
 
 
 def change_of(payload: Params, kind: Kind, old: Params, regions: Regions) -> tuple[Params, float]:
-    """An update's change (float64, on the CPU) from what the client was sent, and the L2 norm of the whole change."""
+    """An update's change (float64, on the CPU) from `old`, and the L2 norm of the whole change. Aggregations give the
+    server's own weights: what a client was sent may differ from these by a codec's rounding."""
     at = regions.of(kind)
     change = {n: t.to("cpu", torch.float64, copy=True).sub_(old[n][at[n]]) for n, t in payload.items()}
     return change, math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in change.values()))
 
 
 def limited(payload: Params, spec: SubmodelSpec, old: Params, regions: Regions, clip: float | None) -> Params:
-    """The update, its change scaled down to an L2 norm of `clip` where it is larger.
+    """The update, its change from `old` scaled down to an L2 norm of `clip` where it is larger.
 
     Raises ModelError for an update that does not fit.
     """

@@ -134,7 +134,8 @@ class Private:
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """The delta for which epsilon is reported; well below one over the number of clients."""
     secret_selection: bool = False
-    """Who takes part in a round stays secret: with a uniform selection, epsilon is then smaller."""
+    """Who takes part in a round stays secret: epsilon is then smaller, if `algorithm.selection` names `uniform`. With
+    `selection: null`, even where that is a uniform draw, and with any other selection it stays as large as without."""
 
     def start(self, old: Params, layout: ParamLayout, public: Public) -> NoisySum:
         return NoisySum(old, layout, public, self.clip, self.noise_multiplier)

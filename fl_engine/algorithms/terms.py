@@ -49,7 +49,8 @@ class Terms:
     weighting: Weighting = "examples"
     """How much a client counts in the mean: by its sample count (`examples`, FedAvg), all alike (`uniform`), by the
     kernels of what it trained (`model_size`), by its local steps (`updates`), or by the product of both (`hybrid`). A
-    client that says it took more steps than its order makes of its samples counts by those."""
+    client that says it took more steps than its order makes of its samples counts by those. The aggregations median,
+    trimmed_mean and private count all clients alike, whatever is set here."""
     static_bn: StaticBN = False
     """Before each evaluation, collect the statistics of every batch norm in one pass over the training data, for each
     level (HeteroFL), instead of taking those of the test batch or the stored ones. `kept`: only where the network

@@ -293,8 +293,9 @@ class Codec(Protocol):
     """
 
     def encode(self, tensors: Params, seed: int) -> Params:
-        """The tensors that travel instead. Every random choice follows from `seed`, which differs for each round,
-        client and direction. Raises ModelError for numbers that it cannot express."""
+        """The tensors that travel instead. Every random choice follows from `seed`. It differs for each round and
+        direction, and on the way up for each client; on the way down clients that are sent models of one level share
+        it. Raises ModelError for numbers that it cannot express."""
 
     def decode(self, encoded: Params, header: Header) -> Params:
         """Tensors of these types and shapes. `encoded` may come from a stranger: it has the names, types and shapes

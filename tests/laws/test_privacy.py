@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from fl_engine.aggregation import privacy
 from fl_engine.aggregation.privacy import NoisySum, Private, Public, epsilon
 from fl_engine.aggregation.rules import Mean
-from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, FedRolex, FlexFL, HeteroFL
+from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, AllLarge, FedRolex, FlexFL, HeteroFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
@@ -632,6 +632,8 @@ def test_secret_uniform_selection_amplifies_and_nothing_else_does() -> None:
     assert spent(flexfl(2.0, secret=True), 20) < 0.7 * plain
     for selection in (ResourceTable(), Curiosity()):
         assert spent(flexfl(2.0, selection, secret=True), 20) == plain
+    unnamed = AllLarge(training=Training(fraction=0.1), aggregation=flexfl(2.0, secret=True).aggregation)
+    assert unnamed.selection is None and spent(unnamed, 20) == plain, "drawn uniformly, but not named"
     assert spent(flexfl(2.0, secret=True, fraction=1.0), 20) == plain, "everybody takes part"
 
 
