@@ -48,9 +48,6 @@ from fl_engine.core.widths import Rounding, early_exit, prefix
 from fl_engine.selection.capacity import round_size
 
 TooSmall = Literal["train", "fail"]
-Weighting = Literal["examples", "uniform"]
-"""How much a client's update counts: by its sample count (FedAvg), or all alike."""
-
 
 S = TypeVar("S", bound="PooledState")
 
@@ -300,10 +297,6 @@ def by_examples(update: ClientUpdate) -> float:
     return update.num_examples
 
 
-def weight_of(weighting: Weighting) -> Callable[[ClientUpdate], float]:
-    return by_examples if weighting == "examples" else lambda update: 1.0
-
-
 def merged(
     method: PooledMethod,
     state: S,
@@ -368,19 +361,6 @@ def local_task(training: Training, order: WorkOrder, spec: SubmodelSpec, **more:
 
 _before: tuple[object, LocalTask] | None = None
 """What the last task was made of, and the task: in many rounds clients differ in their seeds alone."""
-
-
-class TrainsWhatItIsSent(Protocol):
-    @property
-    def training(self) -> Training: ...
-    @property
-    def on_too_small(self) -> TooSmall: ...
-
-
-def task(method: TrainsWhatItIsSent, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-    """Trains the pool model that was sent. Raises ClientError where it does not fit now (`needs_room`)."""
-    needs_room(ctx, order.level, method.on_too_small)
-    return local_task(method.training, order, ctx.pool[order.level].spec)
 
 
 def largest_fitting(
