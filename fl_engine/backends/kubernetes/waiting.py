@@ -103,11 +103,17 @@ def live(job: Resource, now: float, until: float) -> Live:
         pods=pods,
         wanted=jobs.wanted(job),
         at_once=job["spec"]["parallelism"],
-        back_off=min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** min(10, job["spec"].get("backoffLimitPerIndex", 0))),
+        back_off=min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** min(10, _retries(job["spec"]))),
         until=until,
         clients={client: index for index, pod in enumerate(pods) for client in pod},
         since=dict.fromkeys(range(len(pods)), now),
     )
+
+
+def _retries(spec: Resource) -> int:
+    """After how many failures a Job gives up an index, or itself: six if it does not say so."""
+    found: int = spec.get("backoffLimitPerIndex", spec.get("backoffLimit", 6))
+    return found
 
 
 def hear(job: Live, pods: Iterable[Resource], now: float) -> set[int]:
