@@ -112,8 +112,7 @@ def live(job: Resource, now: float, until: float) -> Live:
 
 def _retries(spec: Resource) -> int:
     """After how many failures a Job gives up an index, or itself: six if it does not say so."""
-    found: int = spec.get("backoffLimitPerIndex", spec.get("backoffLimit", 6))
-    return found
+    return int(spec.get("backoffLimitPerIndex", spec.get("backoffLimit", 6)))
 
 
 def hear(job: Live, pods: Iterable[Resource], now: float) -> set[int]:
