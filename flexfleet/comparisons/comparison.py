@@ -30,7 +30,7 @@ from flexfleet.config import moves
 from flexfleet.config.entries import run_name
 from flexfleet.files.artifacts import Artifact, LocalScore
 from flexfleet.files.measure import SHARES, highest
-from flexfleet.reports.report import Run, load, plain
+from flexfleet.reports.report import NONE, Run, load, plain
 from flexfleet.steps import share
 
 MB = 1e6
@@ -256,11 +256,12 @@ def read(labels: Sequence[str], seeds: Sequence[int], folders: Mapping[str, Path
         wrong = [run.file.run_id for run in of_seed.values() if run.config.get("seed") != seed]
         if wrong:
             raise ConfigError(f"these runs are not of seed {seed}, though their names say so: {', '.join(wrong)}")
-        if lines := unequal(of_seed, varied) or other_partitions(of_seed):
+        if lines := unequal(of_seed, varied) or other_partitions(of_seed) + other_data(of_seed):
             known = ", ".join(("the algorithm", *own(varied)))
             raise ConfigError(f"the runs of seed {seed} differ in more than {known}: {'; '.join(lines)}")
     for label, of_label in runs.items():
-        if lines := unequal(dict(zip(map("seed {}".format, seeds), of_label, strict=True)), algorithm=False):
+        of_seeds = dict(zip(map("seed {}".format, seeds), of_label, strict=True))
+        if lines := unequal(of_seeds, algorithm=False) or other_code(of_seeds) + other_data(of_seeds):
             raise ConfigError(f"the runs of {label} differ in more than the seed: {'; '.join(lines)}")
     return runs
 
@@ -290,12 +291,42 @@ def unequal(runs: Mapping[str, Run], varied: Sequence[str] = (), *, algorithm: b
 
 def other_partitions(runs: Mapping[str, Run]) -> list[str]:
     """A line for each group of runs that have the same partition settings and still different partitions."""
+    settings = {
+        name: {key: run.config[key] for key in sorted(run.config) if share.decides(key)} for name, run in runs.items()
+    }
+    return _apart("the partition itself", {name: run.file.partition_sha256 for name, run in runs.items()}, settings)
+
+
+def other_data(runs: Mapping[str, Run]) -> list[str]:
+    """A line for each group of runs that have the same settings of the data and still different data."""
+
+    def settings(run: Run) -> list[Any]:
+        own = {key: run.config[key] for key in sorted(run.config) if key.startswith("dataset.") and _shared(key)}
+        is_cut = own.get("dataset.train_samples") or own.get("dataset.test_samples")
+        # A seed draws the samples of a cut, and images are padded to what the network takes.
+        by = ("model.name", *(("seed", "partition.seed") if is_cut else ()))
+        return [own, *(run.config.get(key) for key in by)]
+
+    digests = {name: run.partition.data_sha256 for name, run in runs.items()}
+    return _apart("the data", digests, {name: settings(run) for name, run in runs.items()})
+
+
+def other_code(runs: Mapping[str, Run]) -> list[str]:
+    """A line for each piece of code of one's own that is another one in some of the runs."""
+    lines = _apart("the code of run.code", {name: run.file.code_sha256 or NONE for name, run in runs.items()})
+    for source in dict.fromkeys(source for run in runs.values() for source in run.file.sources):
+        known = {name: run.file.sources for name, run in runs.items()}
+        lines += _apart(f"the source of {source}", {name: of[source] for name, of in known.items() if source in of})
+    return lines
+
+
+def _apart(what: str, digests: Mapping[str, str], settings: Mapping[str, object] | None = None) -> list[str]:
+    """A line for each group of runs that have the same settings and different digests."""
     groups: dict[str, dict[str, str]] = {}
-    for name, run in runs.items():
-        settings = repr({key: run.config[key] for key in sorted(run.config) if share.decides(key)})
-        groups.setdefault(settings, {})[name] = run.file.partition_sha256[:12]
+    for name, digest in digests.items():
+        groups.setdefault(repr((settings or {}).get(name)), {})[name] = digest[:12]
     return [
-        "the partition itself (sha256): " + ", ".join(f"{sha} ({name})" for name, sha in group.items())
+        f"{what} (sha256): " + ", ".join(f"{digest} ({name})" for name, digest in group.items())
         for group in groups.values()
         if len(set(group.values())) > 1
     ]

@@ -26,11 +26,13 @@ from flexfleet.comparisons.tabulate import tabulate
 from flexfleet.config import Config, algorithm, flatten, parse
 from flexfleet.config.entries import Entry, folder_of, varied
 from flexfleet.config.overrides import hand_over
+from flexfleet.config.sources import sources
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import History, Result, RunFile, row_of
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages, run
 from flexfleet.steps.federate import known_run, store_of
+from flexfleet.steps.own_code import check_sources
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.share import fits, settings, share
 from flexfleet.tracking import record as track
@@ -140,14 +142,17 @@ def stores_of(runs: Sequence[Entry]) -> list[Store]:
 
 def check_all(runs: Sequence[Entry]) -> None:
     """Checks all runs. Raises what `check` raises for the first run that cannot be made. A run that has begun must have
-    the same settings, and all runs must have the same metric."""
+    the same settings and the same code of one's own, and all runs must have the same metric."""
     _check_metric(runs)
     for entry in runs:
         out = folder_of(runs) / entry.name
         try:
             resolved = Resolved.of(entry.config)
-            if known_run(entry.config, out, resume=True) is None:
+            known = known_run(entry.config, out, resume=True)
+            if known is None:
                 check(resolved)
+            else:  # a finished run is not made again, where `federate` would look
+                check_sources(known.sources, sources(entry.config), out)
             need_packages(resolved)
         except FlexfleetError as error:
             raise type(error)(f"{entry.label}, seed {entry.seed}: {error}".replace("--run-id", "--id")) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 import types
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.plain import check_plain
+from fl_engine.core.registry import resolve
 from fl_engine.datasets import kept
 from fl_engine.exchange import code
 from fl_engine.storage.store import sha256
@@ -42,18 +42,20 @@ def _names(value: Any, key: str = "") -> Iterator[str]:
 def sources(config: Config, sections: Collection[str] | None = None) -> dict[str, str]:
     """By name, the sha256 of its module's file; of what a cell or a script itself defines, that of its source and of
     the functions and classes that it uses there, but not of numbers and other values. What is in the package of
-    `run.code` is left out: the package has a sha256 as a whole."""
+    `run.code` is left out: the package has a sha256 as a whole. Raises ConfigError for a name that cannot be
+    imported."""
     package = None if config.run.code is None else code.name_of(Path(config.run.code))
     return {name: _digest(name) for name in named(config, sections) if name.partition(":")[0].split(".")[0] != package}
 
 
 def _digest(name: str) -> str:
-    module_name, _, attribute = name.partition(":")
-    module = importlib.import_module(module_name)
+    module_name = name.partition(":")[0]
+    value: Any = resolve({}, name, "code of one's own")
+    module = sys.modules[module_name]
     file = getattr(module, "__file__", None)
     if module_name != MAIN and file is not None and Path(file).is_file():
         return sha256(Path(file).read_bytes())
-    return sha256("\n".join(map(_source, _used_by(getattr(module, attribute)))).encode())
+    return sha256("\n".join(map(_source, _used_by(value))).encode())
 
 
 def _used_by(value: Any) -> list[Any]:

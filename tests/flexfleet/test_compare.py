@@ -23,6 +23,7 @@ from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.data import partitioning as partitions
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
+from fl_engine.storage.store import sha256
 from flexfleet.comparisons import comparison, side_by_side, tabulate
 from flexfleet.comparisons import whole as compare_module
 from flexfleet.comparisons.comparison import Comparison
@@ -486,6 +487,32 @@ def test_changed_settings_are_refused(ran: Ran, flexfleet: Any, sets: list[str])
     assert "algorithm.epsilon" in text
 
 
+def test_changed_code_is_refused_before_anything_trains(
+    flexfleet: Any, sets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished run is not made again, and still was made with its code: that of the algorithm, or of the network."""
+    (tmp_path / "kept_on.py").write_text(BREAKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    argv = ("compare", "--algorithms", "mine=kept_on:Breaks", "--id", "a")
+    done = flexfleet(*argv, sets=[*sets, "rounds.stop=1"])
+    assert done.code == 0, done.err
+    (tmp_path / "kept_on.py").write_text(f"{BREAKS}# a change\n")
+    text = refused(flexfleet(*argv, "--seeds", "0,1", "--resume", sets=[*sets, "rounds.stop=1"]))
+    assert "mine, seed 0: runs/a/mine-s0 was started with another source of kept_on:Breaks: undo the change" in text
+    assert not Path("runs/a/mine-s1").exists()
+    (tmp_path / "kept_on.py").write_text(BREAKS)
+    assert flexfleet(*argv, "--resume", sets=[*sets, "rounds.stop=1"]).code == 0
+
+
+def test_a_finished_run_whose_code_is_gone_is_refused(ran: Ran, flexfleet: Any, sets: list[str]) -> None:
+    for name in (f"{label}-s{seed}" for label in LABELS for seed in SEEDS):
+        file = RunFile.read(ran.folder / name / "run.json")
+        config = file.config | {"dataset": file.config["dataset"] | {"name": "gone_away:DATA"}}
+        file.model_copy(update={"config": config}).write(ran.folder / name / "run.json")
+    text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=[*sets, "dataset.name=gone_away:DATA"]))
+    assert "flexfl, seed 0: code of one's own 'gone_away:DATA' cannot be imported: ModuleNotFoundError" in text
+
+
 def test_shared_work_of_other_settings_is_not_taken_over(ran: Ran, flexfleet: Any, sets: list[str]) -> None:
     """Nothing has begun but the shared part: it is computed again; a run that is handed it refuses."""
     shutil.rmtree(ran.folder / "flexfl-s0")
@@ -705,6 +732,49 @@ def test_another_partition_is_not_tabulated(ran: Ran) -> None:
     folders = {f"{label}-s0": ran.folder / f"{label}-s0" for label in LABELS}
     with pytest.raises(ConfigError, match=r"seed 0 .* the partition itself \(sha256\)"):
         comparison.read(LABELS, (0,), folders)
+
+
+def test_other_code_is_not_tabulated(ran: Ran) -> None:
+    folders = {f"{label}-s{seed}": ran.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
+    file = folders["flexfl-s1"] / "run.json"
+    whole = RunFile.read(file)
+    whole.model_copy(update={"code_sha256": "c" * 64}).write(file)
+    with pytest.raises(ConfigError, match=r"flexfl differ .* the code of run.code .* cccccccccccc \(seed 1\)"):
+        comparison.read(LABELS, SEEDS, folders)
+    for seed, digest in enumerate("ab"):
+        known = RunFile.read(folders[f"flexfl-s{seed}"] / "run.json").model_copy(update={"code_sha256": None})
+        names = {"mine:A": digest * 64, f"mine:B{seed}": digest * 64}
+        known.model_copy(update={"sources": names}).write(folders[f"flexfl-s{seed}"] / "run.json")
+    with pytest.raises(ConfigError) as error:
+        comparison.read(LABELS, SEEDS, folders)
+    said = "the source of mine:A (sha256): aaaaaaaaaaaa (seed 0), bbbbbbbbbbbb (seed 1)"
+    assert str(error.value) == f"the runs of flexfl differ in more than the seed: {said}"
+
+
+def test_other_data_are_not_tabulated(ran: Ran) -> None:
+    """Of one seed, where the partitions differ as they are to, and of one label, where no seed cuts the data."""
+    folders = {f"{label}-s{seed}": ran.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
+
+    def change(name: str, section: str, **data: Any) -> None:
+        manifest, file = folders[name] / "partition" / "partition.json", folders[name] / "run.json"
+        known = RunFile.read(file)
+        config = known.config | {section: {**known.config[section], **data}}
+        known.model_copy(update={"config": config, "partition_sha256": sha256(manifest.read_bytes())}).write(file)
+
+    for seed in SEEDS:
+        change(f"flexfl-s{seed}", "partition", alpha=0.3)
+    assert comparison.read(LABELS, SEEDS, folders, ["partition.alpha"]), "each seed cuts its own samples"
+    manifest = folders["flexfl-s0"] / "partition" / "partition.json"
+    before = manifest.read_bytes()
+    manifest.write_text(json.dumps(json.loads(before) | {"data_sha256": "f" * 64}))
+    change("flexfl-s0", "partition")
+    with pytest.raises(ConfigError, match=r"seed 0 .* the data \(sha256\): ffffffffffff \(flexfl\), "):
+        comparison.read(LABELS, SEEDS, folders, ["partition.alpha"])
+    manifest.write_bytes(before)
+    for name in folders:
+        change(name, "dataset", train_samples=None, test_samples=None)
+    with pytest.raises(ConfigError, match=r"flexfl differ in more than the seed: the data \(sha256\): "):
+        comparison.read(LABELS, SEEDS, folders, ["partition.alpha"])
 
 
 def test_other_numerics_are_noted(ran: Ran) -> None:
