@@ -14,7 +14,7 @@ from flexfleet.config import Config
 from flexfleet.config.entries import Entry
 from flexfleet.config.overrides import hand_over
 from flexfleet.files.artifacts import History, Result
-from flexfleet.runs.central import CentralFile
+from flexfleet.runs.central import CentralFile, deciding
 
 LABEL = "central"
 """The label of trainings that a suite asks for, as in `central-s0`."""
@@ -79,10 +79,12 @@ def commands(entries: Sequence[Entry], folder: Path, options: Sequence[str], tag
 
 
 def finished(config: Config, out: Path) -> bool:
-    """Whether the folder holds a result after the configured number of epochs."""
+    """Whether the folder holds a result of the configured training. One of another training is not finished:
+    `flexfleet central --resume` says where they differ."""
     try:
         Result.read(out / "result.json")
-        return len(History.read(out / "history.json").rounds) == config.central.epochs
+        epochs = len(History.read(out / "history.json").rounds)
+        return epochs == config.central.epochs and CentralFile.read(out / "central.json").config == deciding(config)
     except IntegrityError:
         return False
 

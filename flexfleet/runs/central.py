@@ -149,6 +149,12 @@ def task_of(config: Config) -> LocalTask:
     )
 
 
+def deciding(config: Config) -> dict[str, Any]:
+    """The parameters that the training depends on, as `CentralFile.config` holds them."""
+    values = {k: v for k, v in configs.flatten(config).items() if k.startswith(DECIDING)}
+    return {k: v for k, v in values.items() if configs.moves(k) is not Moves.PLACE or k.startswith("central.")}
+
+
 def _network(resolved: Resolved) -> ModelFamily:
     """The configured network, without an algorithm's changes."""
     data = resolved.data
@@ -167,9 +173,7 @@ def _file(
     accept_numerics: bool,
 ) -> CentralFile:
     """The file central.json, as written when the training started. Raises an error if `out` holds another training."""
-    values = {k: v for k, v in configs.flatten(config).items() if k.startswith(DECIDING)}
-    values = {k: v for k, v in values.items() if configs.moves(k) is not Moves.PLACE or k.startswith("central.")}
-    path, named = out / "central.json", sources(config, SECTIONS)
+    values, path, named = deciding(config), out / "central.json", sources(config, SECTIONS)
     if not path.exists():
         token = uuid.uuid4().hex
         return CentralFile(

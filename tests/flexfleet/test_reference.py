@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flexfleet.comparisons.comparison import Comparison
-from flexfleet.comparisons.reference import read
+from flexfleet.comparisons.reference import commands, read
 from flexfleet.config import flatten, load_config
+from flexfleet.config.entries import Entry
 
 SETS = ("dataset.train_samples=300", "dataset.test_samples=100", "model.width=0.5", "tracking.mlflow=null")
 SHORT = ("central.epochs=2", "central.lr=0.05")
@@ -69,6 +71,20 @@ def test_what_is_no_reference_is_refused_before_anything_trains(flexfleet: Any, 
     assert "central.lr: 0.05, not 0.1" in refused("runs/c0", "runs/c1")
     Path("runs/c0/result.json").unlink()
     assert "result.json does not exist" in refused("runs/c0")
+
+
+def test_a_training_with_other_settings_is_not_the_one_that_a_suite_asks_for(trained: Any, tmp_path: Path) -> None:
+    def left(*sets: str) -> list[str]:
+        config = load_config(None, [*SETS, *SHORT, *sets])
+        return [each.name for each in commands([Entry("central", config.seed, config)], tmp_path, (), {})]
+
+    shutil.copytree("runs/c0", "central-s0")
+    assert left() == []
+    assert left("training.lr=0.5", "dataset.root=elsewhere") == [], "no part of the training"
+    for other in ("central.lr=0.5", "dataset.train_samples=200", "model.width=0.25"):
+        assert left(other) == ["central-s0"], other
+    (tmp_path / "central-s0").rename("central-s1")
+    assert left("seed=1") == ["central-s1"], "of another seed"
 
 
 def test_one_seed_has_no_spread(trained: Any) -> None:
