@@ -297,7 +297,7 @@ def _finish(
         test_samples=len(data.test_y),
         avg=score.value,
         full=score.value,
-        levels={LEVEL: told(score, count_params(family))},
+        levels={LEVEL: told(LEVEL, score, count_params(family))},
     )
     evaluation.write(out / "evaluation.json")
     curve = plots.of_levels(rows, [LEVEL], "central", Measure(evaluation.metric), "epoch")

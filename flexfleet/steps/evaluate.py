@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 
 from fl_engine.backends.in_process import prepare_process
-from fl_engine.core.errors import IntegrityError
+from fl_engine.core.errors import IntegrityError, ModelError
 from fl_engine.core.samples import class_count
 from fl_engine.data import partitioning
 from fl_engine.rounds.at_clients import gathered
@@ -35,7 +35,8 @@ from flexfleet.steps.prepare import Resolved, resolved_of
 
 def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path, out: Path) -> Path:
     """Writes confusion.json and evaluation.json into `out`. Raises IntegrityError if the model is not the one
-    that the history names; PartitionError if the partition is missing or of other data."""
+    that the history names; PartitionError if the partition is missing or of other data; ModelError if the model has
+    diverged so far that a metric is not finite."""
     data, family, devices = resolved.data, resolved.family, resolved.config.run.devices
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     history = History.read(run / "history.json")
@@ -59,7 +60,7 @@ def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path,
         test_samples=len(data.test_y),
         avg=average(scores),
         full=scores[pool[-1].name].value,
-        levels={n: told(s, sizes[n]) for n, s in scores.items()},
+        levels={n: told(n, s, sizes[n]) for n, s in scores.items()},
         local={name: LocalScore(**asdict(found)) for name, found in of_clients.items()},
         on_clients=None if at_clients is None else OnClients.model_validate(at_clients),
     ).write(out / "evaluation.json")
@@ -74,8 +75,16 @@ def _local(resolved: Resolved, partition_dir: Path) -> LocalAccuracy | None:
     return LocalAccuracy(data.task.labels(data.test_y), held, resolved.config.seed)
 
 
-def told(score: Score, params: int) -> LevelScore:
-    """The entry of a level in evaluation.json; a loss that is not finite becomes null, since JSON cannot hold it."""
+def told(level: str, score: Score, params: int) -> LevelScore:
+    """The entry of a level in evaluation.json; a loss that is not finite becomes null, since JSON cannot hold it.
+    Raises ModelError for any other figure that is not finite: no table and no mean can hold it."""
+    for name, value in score.metrics.items():
+        if not isfinite(value):
+            raise ModelError(
+                f"the model has diverged: {name} of level {level} on the test samples is {value}, expected a finite "
+                "number. Lower the learning rate: training.lr, or lr of algorithm.server; of a central training "
+                "central.lr"
+            )
     return LevelScore(metrics=dict(score.metrics), loss=score.loss if isfinite(score.loss) else None, params=params)
 
 

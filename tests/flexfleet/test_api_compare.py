@@ -159,6 +159,24 @@ def test_what_fails_is_told_and_the_others_end(store: Path, monkeypatch: pytest.
     monkeypatch.undo()
 
 
+def test_a_label_that_diverges_is_told_and_the_others_end(store: Path) -> None:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(120, 4)).astype(np.float32)
+    numbers = ff.from_arrays(x, x[:, 0])
+    options = {"tracking.mlflow": None, "partition.rule": "iid", "partition.minimum": 1}
+    wild = {"algorithm": "all_large", "algorithm.server": {"name": "adam", "lr": 1e30}}
+    with pytest.raises(whole.RunsFailed, match=r"1 of 2 runs are finished, failed: wild-s0 "):
+        ff.compare(
+            {"wild": wild, "calm": "all_large"}, dataset=numbers, model="fl_engine.testing.kinds:TinyMLP", seeds=(0,),
+            id="wild", **{**SMALL, "options": options},
+        )  # fmt: skip
+    said = (store / "wild" / "wild-s0.log").read_text()
+    assert "error: the model has diverged: r2 of level full on the test samples is " in said
+    assert (store / "wild" / "calm-s0" / "result.json").is_file()
+
+
 # ------------------------------------------------------------------------------------------------ what is asked
 def test_labels_come_from_names_classes_and_objects() -> None:
     found = asked(["fedrolex", AllLarge, Ours(boost=3.0)])

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fl_engine.algorithms import FlexFL
-from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError
+from fl_engine.core.errors import ConfigError, IntegrityError, ModelError, PartitionError
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import SubmodelSpec
 from fl_engine.data import partitioning as partition
@@ -156,10 +156,16 @@ def test_an_artifact_that_is_a_folder_is_named(tmp_path: Path, name: str) -> Non
 
 def test_a_model_that_diverged_is_evaluated_all_the_same(tmp_path: Path) -> None:
     """JSON has no word for what is not a number; the figure is lost, and nothing else."""
-    score = told(Score(0.1, math.nan, {"accuracy": 0.1}), 40)
+    score = told("M1", Score(0.1, math.nan, {"accuracy": 0.1}), 40)
     written = EvaluationFile(rounds=1, test_samples=9, avg=0.1, full=0.1, levels={"M1": score})
     found = EvaluationFile.read(written.write(tmp_path / "evaluation.json"))
     assert found.levels["M1"].value == 0.1 and found.levels["M1"].loss is None
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_metric_that_is_not_finite_is_named_with_its_level(value: float) -> None:
+    with pytest.raises(ModelError, match=f"has diverged: mae of level M1 .* is {value}, expected .* training.lr"):
+        told("M1", Score(0.1, 2.0, {"r2": 0.1, "mae": value}), 40)
 
 
 # --------------------------------------------------------------------------------------------------- partition
