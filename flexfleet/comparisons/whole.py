@@ -17,12 +17,13 @@ from functools import partial
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, Stopped
+from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.comparisons import reference
 from flexfleet.comparisons.comparison import Comparison
 from flexfleet.comparisons.side_by_side import Command, last_words, side_by_side
-from flexfleet.comparisons.tabulate import tabulate
+from flexfleet.comparisons.tabulate import FILES, tabulate
 from flexfleet.config import Config, algorithm, flatten, parse
 from flexfleet.config.entries import Entry, folder_of, varied
 from flexfleet.config.overrides import hand_over
@@ -142,7 +143,8 @@ def stores_of(runs: Sequence[Entry]) -> list[Store]:
 
 def check_all(runs: Sequence[Entry]) -> None:
     """Checks all runs. Raises what `check` raises for the first run that cannot be made. A run that has begun must have
-    the same settings and the same code of one's own, and all runs must have the same metric."""
+    the same settings and the same code of one's own, and no more rounds than it is to have; all runs must have the same
+    metric."""
     _check_metric(runs)
     for entry in runs:
         out = folder_of(runs) / entry.name
@@ -151,11 +153,23 @@ def check_all(runs: Sequence[Entry]) -> None:
             known = known_run(entry.config, out, resume=True)
             if known is None:
                 check(resolved)
-            else:  # a finished run is not made again, where `federate` would look
+            else:  # what `federate` looks at, but too late, and not for a finished run
                 check_sources(known.sources, sources(entry.config), out)
+                _check_length(entry, out)
             need_packages(resolved)
         except FlexfleetError as error:
             raise type(error)(f"{entry.label}, seed {entry.seed}: {error}".replace("--run-id", "--id")) from error
+
+
+def _check_length(entry: Entry, out: Path) -> None:
+    """Raises ConfigError if more rounds are committed than the run is to have."""
+    stop = entry.config.rounds.stop
+    done = max((round + 1 for round in Checkpoints(store_of(entry.config, entry.name, out)).commits()), default=0)
+    if done > stop:
+        raise ConfigError(
+            f"rounds.stop = {stop}, but {done} rounds of {out} are committed, and a run cannot go back: set "
+            f"rounds.stop={done} or more, or choose another --run-id"
+        )
 
 
 def _check_metric(runs: Sequence[Entry]) -> None:
@@ -178,15 +192,18 @@ def _run(
     references: Sequence[Entry],
     carry_out: CarryOut,
 ) -> None:
-    left = [entry for entry in runs if not finished(entry.config, folder / entry.name)]
+    def made() -> list[str]:
+        found = [e.name for e in runs if finished(e.config, folder / e.name)]
+        return found + [e.name for e in references if reference.finished(e.config, folder / e.name)]
+
+    before = made()
+    left = [entry for entry in runs if entry.name not in before]
     if len(left) < len(runs):
         log.info("%d of %d runs are finished", len(runs) - len(left), len(runs))
     about = {"flexfleet.comparison": id, **({PARENT: parent} if parent else {})}
     central = reference.commands(references, folder, options, about)
     if not left and not central:
         return
-    for name in ("json", "md", "svg", "html"):  # remove old results, which would not match the runs at the end
-        (folder / f"comparison.{name}").unlink(missing_ok=True)
     given = {entry.name: hand_over(entry.config, folder / f"{entry.name}.yaml") for entry in left}
     groups = sharing(runs)
     shared = {entry.name: name for name, group in groups.items() for entry in group}
@@ -197,7 +214,12 @@ def _run(
         _command(entry, folder / shared[entry.name], tags(entry, id, parent), folder, options, *given[entry.name])
         for entry in ready
     ] + central
-    codes |= carry_out(commands, at_once)
+    try:
+        codes |= carry_out(commands, at_once)
+    finally:
+        if made() != before:  # old results would not match the runs any more
+            for name in FILES:
+                (folder / name).unlink(missing_ok=True)
     failed = [(name, code) for name, code in codes.items() if code]
     if failed:
         logs = {each.name: each.log for each in (*shares, *commands)}

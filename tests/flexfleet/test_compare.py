@@ -19,7 +19,7 @@ from typing import Any
 import mlflow
 import pytest
 
-from fl_engine.core.errors import ConfigError, Stopped
+from fl_engine.core.errors import ConfigError, IntegrityError, Stopped
 from fl_engine.data import partitioning as partitions
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
@@ -485,6 +485,39 @@ def test_changed_settings_are_refused(ran: Ran, flexfleet: Any, sets: list[str])
     assert "training.lr: 0.05 -> 0.01" in text and "--id" in text and "--run-id" not in text
     text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=[*sets, "flexfl:algorithm.epsilon=3"]))
     assert "algorithm.epsilon" in text
+
+
+def test_fewer_rounds_are_refused_before_anything_trains(ran: Ran, flexfleet: Any, sets: list[str]) -> None:
+    before = {name: (ran.folder / name).read_bytes() for name in tabulate.FILES}
+    text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=[*sets, "rounds.stop=2"]))
+    assert "flexfl, seed 0: rounds.stop = 2, but 3 rounds of runs/both/flexfl-s0 are committed" in text
+    assert "rounds.stop=3 or more, or choose another --id" in text
+    assert {name: (ran.folder / name).read_bytes() for name in tabulate.FILES} == before
+
+
+def test_old_results_stay_until_a_run_is_made(
+    ran: Ran, flexfleet: Any, sets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the last that is known of these runs, and describe them no more when one has changed."""
+    argv, given = ("compare", *TWO, "--id", "both", "--resume"), [*sets, "rounds.stop=4"]
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise IntegrityError("a file is damaged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "evaluate", fails)
+        assert "0 of 4 runs are finished" in refused(flexfleet(*argv, sets=given), IntegrityError.exit_code)
+    assert all((ran.folder / name).exists() for name in tabulate.FILES)
+    made: list[str] = []
+
+    def one(jobs: Sequence[side_by_side.Command], at_once: int) -> dict[str, int]:
+        made.extend(in_this_process(jobs[:1], at_once))
+        raise Stopped("")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compare_module, "side_by_side", lambda jobs, n: one(jobs, n) if jobs else {})
+        refused(flexfleet(*argv, sets=given), Stopped.exit_code)
+    assert made == ["flexfl-s0"] and not any((ran.folder / name).exists() for name in tabulate.FILES)
 
 
 def test_changed_code_is_refused_before_anything_trains(
