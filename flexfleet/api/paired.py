@@ -16,7 +16,8 @@ EXACT = 1e-12
 
 @dataclass(frozen=True)
 class Paired:
-    """The differences a - b of one metric, one for each seed. Both runs of a seed have the same data and partition."""
+    """The differences a - b of one metric, one for each seed. Both runs of a seed have the same data and partition,
+    unless the two labels differ in settings of these."""
 
     a: str
     b: str

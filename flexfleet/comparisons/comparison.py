@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from fl_engine.algorithms import CONTRACT
 from fl_engine.core.errors import ConfigError
@@ -25,7 +25,7 @@ from fl_engine.fleet.uniformity import NAMES, of_a_run
 from fl_engine.rounds import phases
 from fl_engine.storage.checkpoints import Row
 from fl_engine.training.numerics import differing
-from flexfleet.comparisons.first import TITLES, First, firsts
+from flexfleet.comparisons.first import TITLES, Case, First, firsts
 from flexfleet.config import moves
 from flexfleet.config.entries import run_name
 from flexfleet.files.artifacts import Artifact, LocalScore
@@ -42,6 +42,11 @@ BY_OWNER = ("avg_device_classes", "full_device_classes", "avg_server_classes", "
 """Figures of a run and of a label, where the server owns classes (`partition.server_classes`)."""
 LOCAL = ("local_avg", "local_full")
 """Figures of a run and of a label, where the task has classes."""
+CASE = ("dataset.", "partition.", "noise.", "model.name")
+"""Parameters that make another case: who is first in one says nothing of another."""
+FACTORS = (*CASE, "model.", "fleet.")
+"""Those that do so where they are a factor: a row alone may have a width or a fleet of its own, as papers' baselines
+have."""
 Runs = Mapping[str, Sequence[Run]]
 """The runs of each label, in the order of the seeds."""
 
@@ -240,10 +245,20 @@ class Comparison(Artifact):
     """The summary of each label."""
     first: dict[str, First] | None = None
     """Who is first, by the figures `avg`, `full`, `best_avg`, `best_full`, `local_avg` and `local_full`, as far as two
-    labels have them; null with fewer than three seeds (no label is called first), and in older comparisons."""
+    labels have them; null with fewer than three seeds (no label is called first), with `cases`, and in older
+    comparisons."""
+    cases: tuple[Case, ...] = ()
+    """`first` of the labels with the same data, partition, noise and network, where labels differ in these; left out
+    where they do not, and with fewer than three seeds."""
     central: Central | None = None
     notes: tuple[str, ...] = ()
     mlflow_run_id: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Comparisons without cases keep the keys that they had before there were any."""
+        fields: dict[str, Any] = handler(self)
+        return {name: value for name, value in fields.items() if name != "cases" or value}
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -353,6 +368,7 @@ def summarise(
         label: _summary(seeds, of_label, targets, own(varied), (at or {}).get(label, {}))
         for label, of_label in runs.items()
     }
+    cases = cases_of(results)
     return Comparison(
         id=id,
         labels=tuple(runs),
@@ -364,9 +380,26 @@ def summarise(
         },
         varied=tuple(own(varied)),
         results=results,
-        first=firsts(by_seed(results)),
+        first=None if cases else firsts(by_seed(results)),
+        cases=cases,
         notes=tuple(notes),
     )
+
+
+def cases_of(results: Mapping[str, Summary]) -> tuple[Case, ...]:
+    """Who is first in each case; empty where all labels are of one, and with too few seeds."""
+    groups: dict[str, dict[str, Summary]] = {}
+    settings = {
+        label: {key: value for key, value in r.varied.items() if key.startswith(CASE)}
+        | {key: value for key, value in r.at.items() if key.startswith(FACTORS)}
+        for label, r in results.items()
+    }
+    for label, r in results.items():
+        groups.setdefault(plain(settings[label]), {})[label] = r
+    if len(groups) == 1:
+        return ()
+    found = [(tuple(group), firsts(by_seed(group))) for group in groups.values()]
+    return tuple(Case(settings=settings[labels[0]], labels=labels, first=f) for labels, f in found if f is not None)
 
 
 def by_seed(results: Mapping[str, Summary]) -> dict[str, dict[str, list[float | None]]]:

@@ -2,19 +2,21 @@
 
 A label is first only where its difference to every other one is significant at 5 %: by Student's paired t test,
 two-sided, adjusted by Holm's method for the labels that it is compared with. With fewer than three seeds there is no
-such claim.
+such claim. Labels with other data, another partition, other noise or another network are another case, and a label is
+compared with those of its case.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from flexfleet.comparisons.paired import LEVEL, holm, tested
 from flexfleet.files.measure import Measure
-from flexfleet.reports.report import NONE
+from flexfleet.reports.report import NONE, plain
 
 FEWEST = 3
 """Seeds with which a label may be called first."""
@@ -66,6 +68,19 @@ class First(_Part):
     """Every other label that has the figure."""
 
 
+class Case(_Part):
+    """Of the labels that have these settings of data, partition, noise and network, where others have others."""
+
+    settings: dict[str, Any]
+    """By dotted name."""
+    labels: tuple[str, ...]
+    first: dict[str, First]
+    """By figure; empty for a label that is alone."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{path} {plain(value)}" for path, value in self.settings.items())
+
+
 def firsts(values: Mapping[str, Mapping[str, Sequence[float | None]]]) -> dict[str, First] | None:
     """By figure. `values`: of each figure and label, a value for each seed, in the same order; a label without the
     figure has None, and a figure that fewer than two labels have is left out. None with fewer than FEWEST seeds."""
@@ -114,18 +129,26 @@ def rows(found: Mapping[str, First], labels: Sequence[str], measure: Measure) ->
     return tuple((label, *(cell(figure, of, label) for figure, of in found.items())) for label in labels)
 
 
-def notes(found: Mapping[str, First] | None, seeds: int) -> list[str]:
-    """Who is first, in words; that nobody is where there are too few seeds."""
+def notes(found: Mapping[str, First] | None, seeds: int, cases: Sequence[Case] = ()) -> list[str]:
+    """Who is first, in words; that nobody is where there are too few seeds, or where each label has a case of its
+    own."""
     if seeds < FEWEST:
         return [f"Fewer than {FEWEST} seeds: there is no paired test, so no row is called first."]
-    if not found:
-        return []
+    told: list[tuple[str, Mapping[str, First]]] = [(f" with {case}", case.first) for case in cases]
+    told = told or [("", found or {})]
+    if not any(firsts for _, firsts in told):
+        return (
+            ["No two rows have the same data, partition, noise and network: no row is called first."] if cases else []
+        )
     lines = [
         "Behind the highest: the mean difference over equal seeds ± its sample standard deviation, and p of Student's "
         f"paired t test ({seeds - 1} degrees of freedom, two-sided) after Holm over the rows that the highest is "
         f"compared with. A row is first where every p is below {LEVEL:g}; the highest is chosen by these same figures."
     ]
-    for figure, of in found.items():
-        said = "first" if of.first else f"highest, but not told apart from {', '.join(of.not_told_apart)}"
-        lines.append(f"{TITLES[figure]}: {of.highest} is {said}.")
+    if cases:
+        lines.append("Rows are compared with those that have the same data, partition, noise and network.")
+    for where, firsts in told:
+        for figure, of in firsts.items():
+            said = "first" if of.first else f"highest, but not told apart from {', '.join(of.not_told_apart)}"
+            lines.append(f"{TITLES[figure]}{where}: {of.highest} is {said}.")
     return lines

@@ -167,12 +167,17 @@ def _with_factors(c: Comparison, table: Table) -> Table:
 
 
 def _behind(c: Comparison, measure: Measure) -> list[Table]:
-    if not c.first:
-        return []
-    unit = "% points" if measure.unit else measure.name
-    title = f"Behind the highest, {unit}: paired over the seeds {', '.join(map(str, c.seeds))}"
-    head = ("algorithm", *(first.TITLES[figure] for figure in c.first))
-    return [Table(title, head, first.rows(c.first, c.labels, measure))]
+    unit, seeds = "% points" if measure.unit else measure.name, ", ".join(map(str, c.seeds))
+    told = [(f", with {case}", case.first, case.labels) for case in c.cases] or [("", c.first or {}, c.labels)]
+    return [
+        Table(
+            f"Behind the highest, {unit}{where}: paired over the seeds {seeds}",
+            ("algorithm", *(first.TITLES[figure] for figure in found)),
+            first.rows(found, labels, measure),
+        )
+        for where, found, labels in told
+        if found
+    ]
 
 
 def _local(c: Comparison) -> Table:
@@ -329,7 +334,7 @@ def notes(c: Comparison) -> list[str]:
         lines.append("local: after the last round, the mean over the clients of the accuracy on each client's share of "
                      "the test samples, among the classes that it holds (FedRolex); of all levels, and of the "
                      "largest.")  # fmt: skip
-    lines += first.notes(c.first, len(c.seeds)) if len(c.labels) > 1 else []
+    lines += first.notes(c.first, len(c.seeds), c.cases) if len(c.labels) > 1 else []
     if over := factors(c):
         said = "; ".join(f"{path}: {', '.join(map(plain, values))}" for path, values in over.items())
         lines.append(f"Each algorithm was run with every combination of {said}.")

@@ -156,6 +156,45 @@ def test_the_table_names_the_first_and_who_is_not_told_apart() -> None:
     assert table.rows[0] == ("a", "first", "first") and "full last: a is first." in tabulate.text(clear)
 
 
+def test_labels_are_compared_within_a_case() -> None:
+    """By hand: in each case `a` is first, and over both `near` of the easy one would be above `a` of the hard one."""
+    hard, easy = ({"partition.alpha": alpha} for alpha in (0.1, 1.0))
+    base = compared(
+        a=SCALED["a"],
+        far=SCALED["far"],
+        **{f"{n}2": [v + 0.5 for v in SCALED[n]] for n in ("a", "far")},
+        alone=[0.1] * 3,
+    )
+
+    def varied(*of: dict[str, Any], at: bool = False) -> Comparison:
+        told = zip(base.results.items(), of, strict=True)
+        results = {n: r.model_copy(update={"varied": each, "at": each if at else {}}) for (n, r), each in told}
+        cases = comparison.cases_of(results)
+        return base.model_copy(update={"results": results, "cases": cases, "first": None if cases else base.first})
+
+    c = varied(hard, hard, easy, easy, {"partition.alpha": 9.0})
+    assert [(case.settings, case.labels) for case in c.cases] == [
+        (hard, ("a", "far")), (easy, ("a2", "far2")), ({"partition.alpha": 9.0}, ("alone",))
+    ]  # fmt: skip
+    assert c.cases[0].first == firsts({f: {n: v for n, v in by.items() if n in ("a", "far")}
+                                       for f, by in comparison.by_seed(base.results).items()})  # fmt: skip
+    assert c.cases[1].first["full"].first and c.cases[1].first["full"].highest == "a2" and c.cases[2].first == {}
+    tables = [table for table in tabulate.tables(c) if table.title.startswith("Behind the highest")]
+    assert [table.title for table in tables] == [
+        f"Behind the highest, % points, with partition.alpha {alpha}: paired over the seeds 0, 1, 2"
+        for alpha in (0.1, 1.0)
+    ]
+    assert [row[0] for row in tables[1].rows] == ["a2", "far2"] and tables[1].rows[0][1] == "first"
+    assert "full last with partition.alpha 0.1: a is first." in tabulate.text(c)
+    apart = varied(*({"noise.labels": i / 10} for i in range(5)))
+    assert "No two rows have the same data, partition, noise and network" in tabulate.text(apart)
+    assert not any("Behind" in table.title for table in tabulate.tables(apart))
+    fleets = [{"fleet.tiers": each} for each in "aabbb"]
+    assert varied(*fleets) == base.model_copy(update={"results": varied(*fleets).results}), "a row may have its fleet"
+    assert [case.labels for case in varied(*fleets, at=True).cases] == [("a", "far"), ("a2", "far2", "alone")]
+    assert Comparison.model_validate_json(c.model_dump_json()) == c and "cases" not in base.model_dump()
+
+
 def test_two_seeds_and_one_label_make_no_claim() -> None:
     few = compared(**{name: each[:2] for name, each in SCALED.items()})
     assert few.first is None and not any("Behind" in table.title for table in tabulate.tables(few))
