@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from fl_engine.algorithms import CONTRACT
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.fields import Moves
 from fl_engine.fleet.uniformity import NAMES, of_a_run
 from fl_engine.rounds import phases
 from fl_engine.storage.checkpoints import Row
@@ -30,7 +29,7 @@ from flexfleet.config import moves
 from flexfleet.config.entries import run_name
 from flexfleet.files.artifacts import Artifact, LocalScore
 from flexfleet.files.measure import SHARES, highest
-from flexfleet.reports.report import NONE, Run, load, plain
+from flexfleet.reports.report import COMPARED, NONE, Run, load, plain
 from flexfleet.steps import share
 
 MB = 1e6
@@ -283,7 +282,7 @@ def read(labels: Sequence[str], seeds: Sequence[int], folders: Mapping[str, Path
 
 def _shared(key: str) -> bool:
     """Whether all runs of a comparison must have the same value of this parameter."""
-    return key != "seed" and moves(key) in (Moves.RESULT, Moves.LENGTH, Moves.ANSWERS)
+    return key != "seed" and moves(key) in COMPARED
 
 
 def own(varied: Sequence[str]) -> list[str]:

@@ -42,8 +42,8 @@ NEEDED = {
 """Files of a finished run, and what to do where one is missing."""
 
 COUNTED = ("bytes_down", "bytes_up", "clients_trained", "clients_pruned", "clients_failed")
-COMPARED = ("dataset", "partition", "model", "seed", "fleet", "training", "rounds.stop", "rounds.stop_simulated_s")
-"""What runs should have in common for their figures to be comparable."""
+COMPARED = (Moves.RESULT, Moves.LENGTH, Moves.ANSWERS)
+"""Parameters that move these should be the same in runs that are compared, the algorithm's own apart."""
 CLASSES = 26
 """A confusion matrix of more is not drawn: nobody can read it."""
 NONE = "\N{EN DASH}"
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def waste(self) -> float:
-        """Share of what was sent down that did not come back."""
+        """Share of the weights sent down that did not come back (`phases.waste`)."""
         return waste([row.metrics for row in self.rows])
 
 
@@ -200,7 +200,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
             lines.append(f"{what}: " + "; ".join(f"{v} ({', '.join(who)})" for v, who in held.items()))
 
     for key in dict.fromkeys(key for run in runs for key in run.config):
-        if moves(key) is not Moves.PLACE and any(key == c or key.startswith(f"{c}.") for c in COMPARED):
+        if moves(key) in COMPARED and not key.startswith(("algorithm", "schema_version")):
             compare(key, lambda run, key=key: plain(run.config.get(key)))  # type: ignore[misc]
     if not any(line.startswith(("dataset.", "partition.", "seed:")) for line in lines):
         compare("the partition itself (sha256)", lambda run: run.file.partition_sha256[:12])
@@ -338,12 +338,13 @@ def _page(runs: Sequence[Run]) -> str:
         by_algorithm=names == [r.pool.algorithm for r in runs],
         any_timed=any(r.uniformity is not None for r in runs),
         any_single=any(r.single for r in runs),
+        bands=len(runs) <= plots.MOST_BANDS,
         dash=NONE,
     )
 
 
 def _confusion(run: Run) -> list[tuple[str, list[list[tuple[int, float]]]]]:
-    """By level, the largest first: of each class's images how many were taken for which, and as a share of them."""
+    """By level, the largest first: of each class's samples how many were taken for which, and as a share of them."""
     levels = {} if run.confusion is None or run.pool.classes > CLASSES else run.confusion.levels
     return [
         (level, [[(count, count / max(1, sum(row))) for count in row] for row in rows])

@@ -23,6 +23,7 @@ from flexfleet import commands
 from flexfleet.files.artifacts import (
     Apoz,
     ApozLayer,
+    ConfusionFile,
     EvaluationFile,
     History,
     Level,
@@ -303,6 +304,33 @@ def test_runs_that_differ_in_more_than_the_algorithm_are_called_out(html: str, t
     # Another dataset.root is another place, not other data.
     assert r.differences([r.load(run) for run in two]) == []
     assert "<li>seed: 0 (a, b); 1 (c)</li>" in html and "<li>partition.alpha: 0.6 (a, b); 0.3 (c)</li>" in html
+
+
+def test_what_moves_figures_is_called_out_and_nothing_else(tmp_path: Path) -> None:
+    own = {"codec": {"up": {"name": "qsgd"}}, "rounds": {"mode": "buffered", "norm_bound": 2.0, "commit_every": 5}}
+    nowhere = {"schema_version": 2, "run": {"devices": ["cuda"]}, "tracking": {"ui": "http://here"}}
+    runs = [write_run(tmp_path / "a", "flexfl"), write_run(tmp_path / "b", "all_large", **own, **nowhere)]
+    assert r.differences([r.load(run) for run in runs]) == [
+        "codec.up.name: null (flexfl); qsgd (all_large)",
+        "rounds.mode: null (flexfl); buffered (all_large)",
+        "rounds.norm_bound: null (flexfl); 2.0 (all_large)",
+    ]
+
+
+def test_captions_say_what_is_drawn_and_counted(two: list[Path], tmp_path: Path) -> None:
+    counts: Any = {"full": ((3, 1), (0, 4))}
+    ConfusionFile(levels=counts).write(two[1] / "confusion.json")
+    said = " ".join(page_of(two, tmp_path).split())
+    assert "avg as a line in a band from the lowest to the highest level; full dashed." in said
+    assert "share of the weights sent down that did not come back; what a codec saves is no waste." in said
+    assert "100 test images" in said and "Test images: rows are their classes" in said
+    file, pool = (kind.read(two[1] / name) for kind, name in ((RunFile, "run.json"), (PoolFile, "pool/pool.json")))
+    path = pool.model_copy(update={"input_chw": (6,)}).write(two[1] / "pool" / "pool.json")
+    file.model_copy(update={"pool_sha256": sha256(path.read_bytes())}).write(two[1] / "run.json")
+    many = [write_run(tmp_path / f"c{i}", "all_large") for i in range(plots.MOST_BANDS)]
+    said = " ".join(page_of([two[1], *many], tmp_path).split())
+    assert "Test samples: rows are their classes" in said and "Test images" not in said
+    assert "avg as a line; full dashed." in said
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
