@@ -44,8 +44,7 @@ class Behind(_Part):
     std: float
     """The sample standard deviation (n - 1)."""
     p: float | None
-    """Two-sided, of the paired t test; null where all differences are equal and not 0: without a spread there is no
-    test."""
+    """Two-sided, of the paired t test; null where all differences are equal: without a spread there is no test."""
     p_holm: float | None
     """The same, adjusted for the labels that the highest is compared with; null as `p`."""
 

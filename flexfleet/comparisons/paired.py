@@ -24,13 +24,11 @@ class TTest(NamedTuple):
 
 def tested(a: Sequence[float], b: Sequence[float]) -> TTest | None:
     """Of the differences a - b, (n,) each. None where nothing can be tested: one pair, or differences that are all the
-    same and not 0."""
+    same."""
     differences = [x - y for x, y in zip(a, b, strict=True)]
     mean, n = fmean(differences), len(differences)
-    if n < 2:
+    if n < 2 or max(differences) - min(differences) <= ROUNDING * max(map(abs, (*a, *b))):
         return None
-    if max(differences) - min(differences) <= ROUNDING * max(map(abs, (*a, *b))):
-        return TTest(mean, 0.0, 1.0) if not any(differences) else None
     error = stdev(differences) / math.sqrt(n)
     return TTest(mean, t_quantile(1 - LEVEL / 2, n - 1) * error, two_sided(mean / error, n - 1))
 

@@ -85,7 +85,7 @@ def test_too_few_seeds_and_missing_figures_make_no_claim() -> None:
 def test_equal_differences_have_no_test_and_show_nothing() -> None:
     found = of(a=[0.3, 0.4, 0.5], b=[0.2, 0.3, 0.4], same=[0.3, 0.4, 0.5])
     assert (found.behind["b"].p, found.behind["b"].p_holm) == (None, None)
-    assert found.behind["same"].p == 1.0 and (found.highest, found.first) == ("a", False)
+    assert found.behind["same"].p is None and (found.highest, found.first) == ("a", False)
     assert found.not_told_apart == ("b", "same")
     assert rows({"full": found}, ["b"], Measure()) == (("b", "10.00 ± 0.00, no spread"),)
 
