@@ -6,6 +6,7 @@ comparison.html has all of these and the settings of the runs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -404,8 +405,8 @@ def markdown(c: Comparison) -> str:
 
 
 def escaped(words: str) -> str:
-    """Escapes the characters of names that mean something in Markdown."""
-    return words.replace("|", "\\|").replace("_", "\\_").replace("*", "\\*").replace("<", "&lt;")
+    """In one line, with the characters of names escaped that mean something in Markdown."""
+    return re.sub(r"([\\|_*`])", r"\\\1", " ".join(words.splitlines())).replace("<", "&lt;")
 
 
 # ------------------------------------------------------------------------------------------ curves and page

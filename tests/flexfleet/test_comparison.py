@@ -93,6 +93,11 @@ def test_the_accuracies_to_reach_where_none_are_given(best: float, targets: tupl
     assert comparison.default_targets(runs) == targets
 
 
+def test_names_are_one_cell_of_a_markdown_table() -> None:
+    assert tabulate.escaped(r"a\|b_c*d") == r"a\\\|b\_c\*d"
+    assert tabulate.escaped("`a`\nb<c") == r"\`a\` b&lt;c"
+
+
 def test_means_and_sample_standard_deviations() -> None:
     assert near(comparison.spread([1.0, 2.0, 6.0]), 3, 7**0.5)
     assert comparison.spread([4.0]) == Spread(mean=4.0, std=None)
