@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     _resumes_by_name(args)
     resolved = resolved_of(args)
     config = resolved.config
-    run_id = args.run_id or new_name(config)
+    run_id = new_name(config) if args.run_id is None else args.run_id
     result = run_all(
         resolved,
         run_id,
@@ -75,9 +75,10 @@ def central(args: argparse.Namespace) -> int:
     _resumes_by_name(args)
     resolved = resolved_of(args)
     config = resolved.config
+    named = f"central-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     result = train(
         resolved,
-        args.run_id or f"central-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}",
+        named if args.run_id is None else args.run_id,
         resume=args.resume,
         discard_damaged=args.discard_damaged,
         accept_numerics=args.accept_numerics,
@@ -121,7 +122,7 @@ def compare(args: argparse.Namespace) -> int:
         return config_of(argparse.Namespace(config=args.config, set=sets))
 
     to = () if args.to is None else entries.accuracies_of(args.to)
-    name = args.id or time.strftime("compare-%Y%m%d-%H%M%S")
+    name = time.strftime("compare-%Y%m%d-%H%M%S") if args.id is None else args.id
     references: list[Entry] = []
     if args.suite is not None:
         suite, read = suites.load(args.suite), partial(load_config, args.config)
@@ -184,7 +185,7 @@ def tune(args: argparse.Namespace) -> int:
         raise ConfigError("--resume needs --id: the name of the study to go on with, a folder of the run store")
     if args.jobs is not None:
         args.set = [*args.set, f"tune.workers={args.jobs}"]
-    name = args.id or time.strftime("tune-%Y%m%d-%H%M%S")
+    name = time.strftime("tune-%Y%m%d-%H%M%S") if args.id is None else args.id
     config = config_of(args)
 
     from flexfleet.studies.outcome import told
@@ -201,7 +202,7 @@ def regress(args: argparse.Namespace) -> int:
     from flexfleet.nightly import regress as step
     from flexfleet.nightly import webhook
 
-    id = args.id or f"night-{time.strftime('%Y%m%d-%H%M%S')}"
+    id = time.strftime("night-%Y%m%d-%H%M%S") if args.id is None else args.id
     check_jobs(args.jobs)
     night = step.prepare(args.suite, id, args.set, args.update)
     log.info("folder: %s", night.folder)

@@ -143,6 +143,7 @@ BAD = {
     "an accuracy that is none": (["--to", "many"], ("shares", "many")),
     "no jobs": (["--jobs", "0"], ("--jobs", "0")),
     "an id that is a path": (["--id", "a/b"], ("'a/b'",)),
+    "an empty id": (["--id", "", "--resume"], ("id is a plain name", "got ''")),
     "a resume of what": (["--resume"], ("--resume needs --id",)),
     "a label that does not exist": (["--set", "flexfi:algorithm.epsilon=3"], ("'flexfi'", "did you mean 'flexfl'")),
     "a length of one label": (["--set", "flexfl:rounds.stop=9"], ("rounds.stop", "all labels", "Leave out the label")),

@@ -56,18 +56,22 @@ def test_every_door_has_the_rule(where: str, tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.iterdir()), "before anything is written"
 
 
+@pytest.mark.parametrize("name", ["a\nb", ""], ids=ascii)
 @pytest.mark.parametrize(
     "argv",
-    [("run", "--run-id"), ("compare", "--algorithms", "flexfl", "--id"), ("tune", "--id"), ("regress", "--id")],
+    [("run", "--run-id"), ("central", "--run-id"), ("compare", "--algorithms", "flexfl", "--id"), ("tune", "--id"),
+     ("regress", "--id")],
     ids=lambda argv: argv[0],
-)
+)  # fmt: skip
 def test_the_command_line_refuses_it_too(
-    flexfleet: Any, quick: Sequence[str], argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    flexfleet: Any, quick: Sequence[str], argv: tuple[str, ...], name: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """An empty name too, for which no other is made up."""
     monkeypatch.chdir(tmp_path)
     sets = {"regress": ["tracking.mlflow=null"], "compare": ["partition.clients=6"]}.get(argv[0], quick)
-    done = flexfleet(*argv, "a\nb", sets=sets)
-    assert done.code == 2 and r"'a\nb'" in done.err and not list(tmp_path.iterdir())
+    done = flexfleet(*argv, name, sets=sets)
+    assert done.code == 2 and f"got {name!r}" in done.err and not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------------ the lock
