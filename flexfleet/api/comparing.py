@@ -20,13 +20,15 @@ from flexfleet.api.running import shown
 from flexfleet.api.tables import table, to_html
 from flexfleet.comparisons import tabulate
 from flexfleet.comparisons.comparison import Comparison as ComparisonFile
-from flexfleet.comparisons.comparison import OneRun
+from flexfleet.comparisons.comparison import OneRun, figure_of
+from flexfleet.comparisons.first import TITLES
 from flexfleet.comparisons.side_by_side import one_by_one
 from flexfleet.comparisons.whole import compare as compare_all
 from flexfleet.config.entries import accuracies_of, run_name, seeds_of
 
 FIGURES = tuple(name for name, field in OneRun.model_fields.items() if field.annotation in (float, float | None))
-"""The figures that a comparison has of each run."""
+FIGURES += tuple(name for name in TITLES if name not in FIGURES)
+"""The figures that a comparison has of each run: one number each."""
 
 
 def compare(
@@ -79,7 +81,8 @@ def _compare(
         raise ConfigError(f"jobs is the number of runs side by side, at least 1, got {jobs!r}")
     if isinstance(to, str) or not hasattr(to, "__iter__"):
         raise ConfigError(f"to: a list of accuracies is expected, e.g. (0.8, 0.9), got {to!r}")
-    name = id or time.strftime("compare-%Y%m%d-%H%M%S")
+    to = tuple(to)
+    name = time.strftime("compare-%Y%m%d-%H%M%S") if id is None else id
     runs = entries_of(algorithms, _listed(seeds), over or {}, name, common)
     for entry in runs:
         check_reach(entry.config, jobs)
@@ -87,7 +90,7 @@ def _compare(
     if folder.exists() and not resume:
         raise ConfigError(f"{folder} exists already: go on with resume=True, or give another id")
     with guest(), shown(progress):
-        reach = accuracies_of(",".join(map(str, to))) if len(to) else ()
+        reach = accuracies_of(",".join(map(str, to))) if to else ()
         compare_all(runs, name, to=reach, at_once=jobs, resume=resume, carry_out=one_by_one if jobs == 1 else None)
     return Comparison(folder)
 
@@ -175,15 +178,14 @@ class Comparison:
         """The differences a - b by seed, their mean and its 95 % interval, and p of the paired t test, adjusted by
         Holm's method for all pairs of labels. Printed, it also says what so few seeds cannot show.
 
-        `metric`: a figure of comparison.json's runs: avg, full, devices, mb_up, seconds, ... Raises ConfigError for one
-        that there is not, or that a label does not have.
+        `metric`: a figure of comparison.json's runs, one number each: avg, full, best_avg, devices, mb_up, seconds, ...
+        Raises ConfigError for one that there is not, or that a label does not have.
         """
-        figures = {label: [run.model_dump() for run in found.runs] for label, found in self._file.results.items()}
         if metric not in FIGURES:
             raise ConfigError(
                 f"there is no metric {metric!r}{did_you_mean(metric, FIGURES)}; there are {', '.join(FIGURES)}"
             )
-        values = {label: [run[metric] for run in found] for label, found in figures.items()}
+        values = {label: [figure_of(run, metric) for run in found.runs] for label, found in self._file.results.items()}
         return paired(values, self.seeds, a, b, metric)
 
 

@@ -403,14 +403,15 @@ def cases_of(results: Mapping[str, Summary]) -> tuple[Case, ...]:
 
 def by_seed(results: Mapping[str, Summary]) -> dict[str, dict[str, list[float | None]]]:
     """What `first.firsts` takes: of each figure and label, a value for each seed."""
-
-    def value(run: OneRun, figure: str) -> float | None:
-        found = run.best[figure.removeprefix("best_")] if figure.startswith("best_") else getattr(run, figure)
-        return None if found is None or not math.isfinite(found) else float(found)
-
     return {
-        figure: {label: [value(run, figure) for run in r.runs] for label, r in results.items()} for figure in TITLES
+        figure: {label: [figure_of(run, figure) for run in r.runs] for label, r in results.items()} for figure in TITLES
     }
+
+
+def figure_of(run: OneRun, figure: str) -> float | None:
+    """A figure of a run, by its name in MLflow; None where the run does not have it, or where it is not finite."""
+    found = run.best[figure.removeprefix("best_")] if figure.startswith("best_") else getattr(run, figure)
+    return None if found is None or not math.isfinite(found) else float(found)
 
 
 def local_work(runs: Runs) -> dict[str, str]:

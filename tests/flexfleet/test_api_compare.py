@@ -109,6 +109,9 @@ def test_paired_differences_are_those_of_the_runs(both: ff.Comparison) -> None:
         assert both.paired("flexfl", "heterofl", metric).differences == differences
     assert found.pairs == 1 and "below 0.5: 6 seeds" in str(found)
     assert both.paired("flexfl", "heterofl", "mb_up").mean != 0
+    best = [[both.runs[label, seed].metrics["best"]["full"] for seed in (0, 1)] for label in both.labels]
+    expected = tuple(a - b for a, b in zip(*best, strict=True))
+    assert both.paired("flexfl", "heterofl", "best_full").differences == expected
     with pytest.raises(ff.ConfigError, match=r"no metric 'ful' \(did you mean 'full'\?\)"):
         both.paired("flexfl", "heterofl", "ful")
 
@@ -125,7 +128,7 @@ def test_a_comparison_is_found_again(both: ff.Comparison) -> None:
 def test_resume_makes_what_is_missing(both: ff.Comparison) -> None:
     before = both.runs["heterofl", 1].model_sha256
     shutil.rmtree(both.folder / "heterofl-s1")
-    more = ff.compare(["flexfl", "heterofl"], seeds=(0, 1), id="both", to=(0.05,), resume=True, **SMALL)
+    more = ff.compare(["flexfl", "heterofl"], seeds=(0, 1), id="both", to=iter((0.05,)), resume=True, **SMALL)
     assert more.runs["heterofl", 1].model_sha256 == before
     with pytest.raises(ff.ConfigError, match="resume=True needs id"):
         ff.compare(["flexfl"], resume=True, **SMALL)
@@ -225,6 +228,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "seeds that are none": (lambda: ff.compare(["flexfl"], seeds="0,1"), "a list of whole numbers"),
     "seeds in halves": (lambda: ff.compare(["flexfl"], seeds=(0.5,)), "whole numbers"),
     "no jobs": (lambda: ff.compare(["flexfl"], jobs=0), "at least 1"),
+    "an empty id": (lambda: ff.compare(["flexfl"], id="", resume=True, **SMALL), "a comparison's id is a plain name"),
     "accuracies": (lambda: ff.compare(["flexfl"], to=(40,), id="to", **SMALL), "shares above 0"),
 }  # fmt: skip
 
