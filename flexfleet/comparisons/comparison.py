@@ -24,13 +24,12 @@ from fl_engine.fleet.uniformity import NAMES, of_a_run
 from fl_engine.rounds import phases
 from fl_engine.storage.checkpoints import Row
 from fl_engine.training.numerics import differing
+from flexfleet.comparisons.alike import is_shared, other_code, other_data, other_partitions, unequal
 from flexfleet.comparisons.first import TITLES, Case, First, firsts
-from flexfleet.config import moves
 from flexfleet.config.entries import run_name
 from flexfleet.files.artifacts import Artifact, LocalScore
 from flexfleet.files.measure import SHARES, highest
-from flexfleet.reports.report import COMPARED, NONE, Run, load, plain
-from flexfleet.steps import share
+from flexfleet.reports.report import Run, load, plain
 
 MB = 1e6
 STEPS = 20
@@ -280,70 +279,9 @@ def read(labels: Sequence[str], seeds: Sequence[int], folders: Mapping[str, Path
     return runs
 
 
-def _shared(key: str) -> bool:
-    """Whether all runs of a comparison must have the same value of this parameter."""
-    return key != "seed" and moves(key) in COMPARED
-
-
 def own(varied: Sequence[str]) -> list[str]:
     """The parameters that labels vary, without the algorithm's own."""
     return [key for key in varied if not key.startswith("algorithm.")]
-
-
-def unequal(runs: Mapping[str, Run], varied: Sequence[str] = (), *, algorithm: bool = True) -> list[str]:
-    """A line for each parameter in which runs differ but must not. They may differ in the `varied` parameters, the
-    algorithm's (unless `algorithm` is false), the seed, and parameters that change only the last bits."""
-    shared = (key for run in runs.values() for key in run.config if _shared(key) and key not in varied)
-    keys = dict.fromkeys(key for key in shared if not (algorithm and key.startswith("algorithm")))
-    lines = []
-    for key in keys:
-        values = {name: plain(run.config.get(key)) for name, run in runs.items()}
-        if len(set(values.values())) > 1:
-            lines.append(f"{key}: " + ", ".join(f"{value} ({name})" for name, value in values.items()))
-    return lines
-
-
-def other_partitions(runs: Mapping[str, Run]) -> list[str]:
-    """A line for each group of runs that have the same partition settings and still different partitions."""
-    settings = {
-        name: {key: run.config[key] for key in sorted(run.config) if share.decides(key)} for name, run in runs.items()
-    }
-    return _apart("the partition itself", {name: run.file.partition_sha256 for name, run in runs.items()}, settings)
-
-
-def other_data(runs: Mapping[str, Run]) -> list[str]:
-    """A line for each group of runs that have the same settings of the data and still different data."""
-
-    def settings(run: Run) -> list[Any]:
-        own = {key: run.config[key] for key in sorted(run.config) if key.startswith("dataset.") and _shared(key)}
-        is_cut = own.get("dataset.train_samples") or own.get("dataset.test_samples")
-        # A seed draws the samples of a cut, and images are padded to what the network takes.
-        by = ("model.name", *(("seed", "partition.seed") if is_cut else ()))
-        return [own, *(run.config.get(key) for key in by)]
-
-    digests = {name: run.partition.data_sha256 for name, run in runs.items()}
-    return _apart("the data", digests, {name: settings(run) for name, run in runs.items()})
-
-
-def other_code(runs: Mapping[str, Run]) -> list[str]:
-    """A line for each piece of code of one's own that is another one in some of the runs."""
-    lines = _apart("the code of run.code", {name: run.file.code_sha256 or NONE for name, run in runs.items()})
-    for source in dict.fromkeys(source for run in runs.values() for source in run.file.sources):
-        known = {name: run.file.sources for name, run in runs.items()}
-        lines += _apart(f"the source of {source}", {name: of[source] for name, of in known.items() if source in of})
-    return lines
-
-
-def _apart(what: str, digests: Mapping[str, str], settings: Mapping[str, object] | None = None) -> list[str]:
-    """A line for each group of runs that have the same settings and different digests."""
-    groups: dict[str, dict[str, str]] = {}
-    for name, digest in digests.items():
-        groups.setdefault(repr((settings or {}).get(name)), {})[name] = digest[:12]
-    return [
-        f"{what} (sha256): " + ", ".join(f"{digest} ({name})" for name, digest in group.items())
-        for group in groups.values()
-        if len(set(group.values())) > 1
-    ]
 
 
 def summarise(
@@ -375,7 +313,9 @@ def summarise(
         rounds=max(len(run.rows) for of_label in runs.values() for run in of_label),
         metric=any_run.evaluation.metric,
         settings={
-            k: v for k, v in any_run.config.items() if _shared(k) and k not in varied and not k.startswith("algorithm")
+            k: v
+            for k, v in any_run.config.items()
+            if is_shared(k) and k not in varied and not k.startswith("algorithm")
         },
         varied=tuple(own(varied)),
         results=results,
