@@ -246,8 +246,8 @@ class Comparison(Artifact):
     labels have them; null with fewer than three seeds (no label is called first), with `cases`, and in older
     comparisons."""
     cases: tuple[Case, ...] = ()
-    """`first` of the labels with the same data, partition, noise and network, where labels differ in these; left out
-    where they do not, and with fewer than three seeds."""
+    """`first` of the labels with the same data, partition, noise and network, where labels differ in these and some do
+    not; else left out, and with fewer than three seeds."""
     central: Central | None = None
     notes: tuple[str, ...] = ()
     mlflow_run_id: str | None = None
@@ -326,7 +326,8 @@ def summarise(
 
 
 def cases_of(results: Mapping[str, Summary]) -> tuple[Case, ...]:
-    """Who is first in each case; empty where all labels are of one, and with too few seeds."""
+    """Who is first in each case; empty where all labels are of one, where each is one of its own, so that the cases are
+    what is compared, and with too few seeds."""
     groups: dict[str, dict[str, Summary]] = {}
     settings = {
         label: {key: value for key, value in r.varied.items() if key.startswith(CASE)}
@@ -335,7 +336,7 @@ def cases_of(results: Mapping[str, Summary]) -> tuple[Case, ...]:
     }
     for label, r in results.items():
         groups.setdefault(plain(settings[label]), {})[label] = r
-    if len(groups) == 1:
+    if len(groups) in (1, len(results)):
         return ()
     found = [(tuple(group), firsts(by_seed(group))) for group in groups.values()]
     return tuple(Case(settings=settings[labels[0]], labels=labels, first=f) for labels, f in found if f is not None)

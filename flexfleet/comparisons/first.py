@@ -3,7 +3,7 @@
 A label is first only where its difference to every other one is significant at 5 %: by Student's paired t test,
 two-sided, adjusted by Holm's method for the labels that it is compared with. With fewer than three seeds there is no
 such claim. Labels with other data, another partition, other noise or another network are another case, and a label is
-compared with those of its case.
+compared with those of its case. Where no two labels are of one case, it is the cases that are compared.
 """
 
 from __future__ import annotations
@@ -129,16 +129,13 @@ def rows(found: Mapping[str, First], labels: Sequence[str], measure: Measure) ->
 
 
 def notes(found: Mapping[str, First] | None, seeds: int, cases: Sequence[Case] = ()) -> list[str]:
-    """Who is first, in words; that nobody is where there are too few seeds, or where each label has a case of its
-    own."""
+    """Who is first, in words; that nobody is where there are too few seeds."""
     if seeds < FEWEST:
         return [f"Fewer than {FEWEST} seeds: there is no paired test, so no row is called first."]
     told: list[tuple[str, Mapping[str, First]]] = [(f" with {case}", case.first) for case in cases]
     told = told or [("", found or {})]
     if not any(firsts for _, firsts in told):
-        return (
-            ["No two rows have the same data, partition, noise and network: no row is called first."] if cases else []
-        )
+        return []
     lines = [
         "Behind the highest: the mean difference over equal seeds ± its sample standard deviation, and p of Student's "
         f"paired t test ({seeds - 1} degrees of freedom, two-sided) after Holm over the rows that the highest is "
