@@ -112,7 +112,8 @@ def live(job: Resource, now: float, until: float) -> Live:
 
 def _retries(spec: Resource) -> int:
     """After how many failures a Job gives up an index, or itself: six if it does not say so."""
-    return int(spec.get("backoffLimitPerIndex", spec.get("backoffLimit", 6)))
+    limits = {"backoffLimit": 6, **spec}
+    return int(limits.get("backoffLimitPerIndex", limits["backoffLimit"]))
 
 
 def hear(job: Live, pods: Iterable[Resource], now: float) -> set[int]:
