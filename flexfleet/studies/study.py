@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import yaml
 
-from fl_engine.core.errors import BadInput, ConfigError, Stopped
+from fl_engine.core.errors import BadInput, ConfigError, Stopped, masked
 from fl_engine.core.fields import Moves
 from flexfleet.comparisons.side_by_side import Command, side_by_side
 from flexfleet.comparisons.whole import RunsFailed
@@ -34,7 +34,7 @@ from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import History, PoolFile
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages
-from flexfleet.steps.federate import federate
+from flexfleet.steps.federate import federate, known_run
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.share import adopt, fits, share
@@ -98,11 +98,19 @@ def _space(config: Config, prepared: Path) -> tuple[dict[str, Range], dict[str, 
 
 
 def _begin(config: Config, folder: Path, id: str, prepared: Path, tags: Mapping[str, str]) -> None:
-    """Begins the study, with the default as its first trial, and its MLflow run with these `tags`; or resumes it."""
+    """Begins the study, with the default as its first trial, and its MLflow run with these `tags`; or resumes it.
+    Raises ConfigError for a study that was begun with another configuration or in another storage."""
     study = search.open_study(config, folder, id)
+    new = not study.get_trials(deepcopy=False)
+    if new and (folder / "trials").exists():  # numbers begin at 0 again: new trials would take the results of old ones
+        where = masked(search.address(config) or str(folder / "study.log"))
+        raise ConfigError(
+            f"{folder / 'trials'} holds trials that the study in {where} does not know: give the tune.storage that "
+            "the study was begun with, or choose another --id"
+        )
     _check_same(study, config, folder)
     _take_up(study)
-    if not study.get_trials(deepcopy=False):
+    if new:
         study.enqueue_trial(_space(config, prepared)[1])
     parent = _parent(config, study, tags)
     if parent is not None:
@@ -301,8 +309,13 @@ def _prepare(resolved: Resolved, prepared: Path, out: Path) -> None:
 
 
 def _rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any = None) -> float:
-    """Runs the rounds that are not done; the observer gets the measurements of all rounds."""
-    if not (out / "history.json").exists():
+    """Runs the rounds that are not done; the observer gets the measurements of all rounds. Raises ConfigError if `out`
+    holds a run of another setting."""
+    try:
+        known = known_run(resolved.config, out, resume=True)
+    except BadInput as error:
+        raise type(error)(str(error).replace("--run-id", "--id")) from error
+    if known is None or not (out / "history.json").exists():
         federate(resolved, out / "partition", out / "pool", out, resume=True, tags=dict(tags), observer=observer)
     last = History.read(out / "history.json").rounds[-1]["metrics"]
     return float(last[resolved.config.tune.metric])
@@ -329,8 +342,9 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
     }  # fmt: skip
     for name, setting in settings.items():
         held[name] = []
+        of = name if name == "default" else f"best-t{best.number}"  # more trials may find a better one
         for seed in config.tune.held_out:
-            out = folder / "held-out" / f"{name}-s{seed}"
+            out = folder / "held-out" / f"{of}-s{seed}"
             run = _resolved(setting, seed, out)
             if not (out / "history.json").exists():
                 _prepare(run, folder, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ from fl_engine.testing.tiny import tiny_pool
 from flexfleet import cli
 from flexfleet.comparisons.side_by_side import Command
 from flexfleet.config import Config, Range, load_config
-from flexfleet.studies import search
+from flexfleet.files.artifacts import History, RunFile
+from flexfleet.studies import outcome, search
 from flexfleet.studies import study as steps
 from flexfleet.studies.outcome import Tuned, gained, markdown, page, told
 from flexfleet.studies.study import _conclude, tune, work
@@ -255,6 +257,44 @@ def test_a_finished_study_has_nothing_left_to_do(done: tuple[Tuned, Path, Config
         tune(config, "a")
     assert tune(config, "a", resume=True) == found
     assert len(search.open_study(config, folder, "a").trials) == 4
+
+
+def test_a_new_best_has_held_out_figures_of_its_own(
+    done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More trials on a resume may find a better setting than the one that ran on the held-out seeds."""
+    monkeypatch.setattr(outcome.plots, "study", lambda *_, **__: [])
+    _, before, config = done
+    folder = shutil.copytree(before, tmp_path / "a")
+    untracked = config.tracking.model_copy(update={"mlflow": None})
+    config = config.model_copy(update={"tracking": untracked})
+    study = search.open_study(config, folder, "a")
+    first, better = study.trials[0], {**study.trials[0].params, "algorithm.kd_weight": 0.5}
+    study.add_trial(optuna.trial.create_trial(params=better, distributions=first.distributions, value=1.0))
+    found = _conclude(config, study, folder, folder)
+    assert found.best == better
+    ran = [RunFile.read(path) for path in folder.glob("held-out/best-*/run.json")]
+    assert 0.5 in [run.config["algorithm"]["kd_weight"] for run in ran]
+    history = History.read(folder / "held-out" / f"best-t{found.best_trial}-s7" / "history.json")
+    assert found.held_out["best"] == [history.rounds[-1]["metrics"]["avg"]]
+
+
+def test_results_of_other_values_are_not_taken(done: tuple[Tuned, Path, Config]) -> None:
+    _, folder, config = done
+    changed = search.applied(config, {"algorithm.kd_weight": 0.5})
+    said = r"held-out/default-s7 was started with another configuration \(algorithm\.kd_weight: .*choose another --id"
+    with pytest.raises(ConfigError, match=said):
+        steps._rounds(steps._resolved(changed, 7), folder / "held-out" / "default-s7", {})
+
+
+def test_a_study_that_knows_nothing_of_its_trials_does_not_go_on(
+    done: tuple[Tuned, Path, Config], tmp_path: Path
+) -> None:
+    """Its storage is another one, or study.log is lost: numbers would begin at 0 again."""
+    _, folder, config = done
+    other = config.tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'other.db'}"})
+    with pytest.raises(ConfigError, match=r"holds trials that the study in sqlite:.*other\.db does not know"):
+        steps._begin(config.model_copy(update={"tune": other}), folder, "a", folder, {})
 
 
 def test_a_killed_study_goes_on_and_workers_share_it(nursery: Any, quick: tuple[str, ...], tmp_path: Path) -> None:
