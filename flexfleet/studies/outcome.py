@@ -47,8 +47,9 @@ class Tuned(Artifact):
     importance: dict[str, float]
     """How much each parameter mattered: shares that add up to 1, or 0 if there are too few trials."""
     default: dict[str, Any]
-    """The value of the first trial."""
+    """The configuration's own values of the parameters, where they are numbers, texts or switches."""
     default_value: float | None
+    """The value of the trial that has them; null if none has: a value outside the space, or the trial was pruned."""
     best: dict[str, Any]
     best_trial: int
     best_value: float

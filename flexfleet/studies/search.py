@@ -75,19 +75,24 @@ def _declared(config: Config, pool: Pool) -> dict[str, Interval]:
     return {f"algorithm.{path}": interval for path, interval in space.items()}
 
 
-def defaults(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[str, Any]:
-    """The first trial: the configuration's values of the names in the space. If a value is null, the algorithm may say
-    which value it uses instead (`pool` is the default's). A value outside the space is left out, so that it is
-    drawn."""
+def unchanged(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[str, Any]:
+    """The configuration's values of the names in the space. If a value is null, the algorithm may say which value it
+    uses instead (`pool` is the default's); else it is left out."""
     declared = _declared(config, pool)
-    first = {}
-    for path, range in space.items():
+    values = {}
+    for path in space:
         here = configured(config, path)
         if here is None and path in declared:
             here = declared[path].start
-        if here is not None and (here in range.choices if range.choices else _within(here, range)):
-            first[path] = here
-    return first
+        if here is not None:
+            values[path] = here
+    return values
+
+
+def defaults(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[str, Any]:
+    """The first trial: the `unchanged` values. A value outside the space is left out, so that it is drawn."""
+    values = unchanged(config, space, pool)
+    return {path: here for path, here in values.items() if _within(here, space[path])}
 
 
 def configured(config: Config, path: str) -> Any:
@@ -106,6 +111,8 @@ def _inside(value: Any, part: str) -> Any:
 
 
 def _within(value: Any, range: Range) -> bool:
+    if range.choices:
+        return value in range.choices
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
     assert range.low is not None and range.high is not None
     return numeric and range.low <= value <= range.high

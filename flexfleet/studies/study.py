@@ -24,6 +24,7 @@ import yaml
 
 from fl_engine.core.errors import BadInput, ConfigError, Stopped, masked
 from fl_engine.core.fields import Moves
+from fl_engine.core.types import Pool
 from flexfleet.comparisons.side_by_side import Command, side_by_side
 from flexfleet.comparisons.whole import RunsFailed
 from flexfleet.config import Config, Range, flatten, load_config, moves, public, set_path, shown
@@ -90,11 +91,10 @@ def _prepare_default(config: Config, folder: Path) -> None:
     _prepare(_resolved(config, config.tune.seeds[0]), folder, folder / "default")
 
 
-def _space(config: Config, prepared: Path) -> tuple[dict[str, Range], dict[str, Any]]:
-    """The search space, and the configuration's own values in it."""
+def _space(config: Config, prepared: Path) -> tuple[dict[str, Range], Pool]:
+    """The search space, and the default's pool."""
     pool = PoolFile.read(prepared / "default" / "pool" / "pool.json").pool()
-    space = search.space_of(config, pool)
-    return space, search.defaults(config, space, pool)
+    return search.space_of(config, pool), pool
 
 
 def _begin(config: Config, folder: Path, id: str, prepared: Path, tags: Mapping[str, str]) -> None:
@@ -111,7 +111,7 @@ def _begin(config: Config, folder: Path, id: str, prepared: Path, tags: Mapping[
     _check_same(study, config, folder)
     _take_up(study)
     if new:
-        study.enqueue_trial(_space(config, prepared)[1])
+        study.enqueue_trial(search.defaults(config, *_space(config, prepared)))
     parent = _parent(config, study, tags)
     if parent is not None:
         study.set_user_attr(PARENT, parent.run_id)
@@ -326,7 +326,7 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
     """Runs the best setting and the default on the held-out seeds, and writes FILES into `folder`."""
     from optuna.trial import TrialState
 
-    space, first = _space(config, prepared)
+    space, pool = _space(config, prepared)
     done = _done(study)
     complete = [t for t in done if t.state == TrialState.COMPLETE]
     feasible = [t for t in complete if all(v <= 0 for v in t.constraints.values())]
@@ -349,7 +349,7 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
             if not (out / "history.json").exists():
                 _prepare(run, folder, out)
             held[name].append(_rounds(run, out, _tags(study, held_out=name)))
-    started = next((t.value for t in complete if first.items() <= t.params.items()), None)
+    default = search.unchanged(config, space, pool)
     tuned = Tuned(
         id=study.study_name,
         metric=config.tune.metric,
@@ -361,8 +361,8 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
         },
         space={path: range.model_dump(mode="json") for path, range in space.items()},
         importance=importance(study, complete, space),
-        default=dict(first),
-        default_value=started,
+        default={path: value for path, value in default.items() if isinstance(value, bool | int | float | str)},
+        default_value=next((t.value for t in complete if t.params == default), None),
         best=dict(best.params),
         best_trial=best.number,
         best_value=best.value,

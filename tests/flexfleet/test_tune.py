@@ -279,6 +279,22 @@ def test_a_new_best_has_held_out_figures_of_its_own(
     assert found.held_out["best"] == [history.rounds[-1]["metrics"]["avg"]]
 
 
+@pytest.mark.parametrize(("low", "value"), [(0.01, 0.7), (0.1, None)])
+def test_the_default_is_what_is_configured_and_has_a_value_if_a_trial_had_it(
+    done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, low: float, value: float | None
+) -> None:
+    monkeypatch.setattr(outcome.plots, "study", lambda *_, **__: [])
+    sets = (f"tune.space={{training.lr: {{low: {low}, high: 1.0}}}}", "tune.held_out=[]", "tracking.mlflow=null")
+    config = load_config(None, sets)
+    study = search.open_study(config, tmp_path, "a")
+    distributions = {"training.lr": optuna.distributions.FloatDistribution(0.01, 1.0)}
+    for lr, reached in ((0.3, 0.6), (config.training.lr, 0.7)):
+        params = {"training.lr": max(lr, low)}
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=reached))
+    found = _conclude(config, study, tmp_path, done[1])
+    assert (found.default, found.default_value) == ({"training.lr": config.training.lr}, value)
+
+
 def test_results_of_other_values_are_not_taken(done: tuple[Tuned, Path, Config]) -> None:
     _, folder, config = done
     changed = search.applied(config, {"algorithm.kd_weight": 0.5})
