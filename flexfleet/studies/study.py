@@ -42,7 +42,7 @@ from flexfleet.steps.share import adopt, fits, share
 from flexfleet.studies import search
 from flexfleet.studies.outcome import Tried, Tuned, importance, markdown, page, said
 from flexfleet.tracking.record import of_job, tracker
-from flexfleet.tracking.trackers import MLflow, log_outcome
+from flexfleet.tracking.trackers import MLflow, ending, log_outcome
 
 log = logging.getLogger("flexfleet")
 
@@ -67,9 +67,9 @@ def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
     _examine(config)
     with alone(folder), search.answering(config):
         _prepare_default(config, folder)
-        _begin(config, folder, id, folder, {})
-        _work_all(config, folder, id)
-        return _conclude(config, search.open_study(config, folder, id), folder, folder)
+        with ending(_begin(config, folder, id, folder, {})):
+            _work_all(config, folder, id)
+            return _conclude(config, search.open_study(config, folder, id), folder, folder)
 
 
 def _examine(config: Config) -> None:
@@ -97,9 +97,9 @@ def _space(config: Config, prepared: Path) -> tuple[dict[str, Range], Pool]:
     return search.space_of(config, pool), pool
 
 
-def _begin(config: Config, folder: Path, id: str, prepared: Path, tags: Mapping[str, str]) -> None:
-    """Begins the study, with the default as its first trial, and its MLflow run with these `tags`; or resumes it.
-    Raises ConfigError for a study that was begun with another configuration or in another storage."""
+def _begin(config: Config, folder: Path, id: str, prepared: Path, tags: Mapping[str, str]) -> MLflow | None:
+    """Begins the study, with the default as its first trial, and its MLflow run with these `tags`; or resumes it. Gives
+    the MLflow run. Raises ConfigError for a study that was begun with another configuration or in another storage."""
     study = search.open_study(config, folder, id)
     new = not study.get_trials(deepcopy=False)
     if new and (folder / "trials").exists():  # numbers begin at 0 again: new trials would take the results of old ones
@@ -116,6 +116,7 @@ def _begin(config: Config, folder: Path, id: str, prepared: Path, tags: Mapping[
     if parent is not None:
         study.set_user_attr(PARENT, parent.run_id)
         parent.params(shown(config))
+    return parent
 
 
 def _check_same(study: Any, config: Config, folder: Path) -> None:
@@ -138,6 +139,7 @@ def _check_same(study: Any, config: Config, folder: Path) -> None:
 
 
 def _parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | None:
+    """The study's MLflow run, begun or continued. `given`: more tags."""
     id, known = study.study_name, study.user_attrs.get(PARENT)
     tags = {"flexfleet.study": id, "algorithm": str(config.algorithm["name"]), **given}
     return tracker(config, f"study {id}", tags, known)
@@ -431,10 +433,13 @@ def work_in_graph(prepared: Path, id: str, worker: int, out: Path, job_id: str) 
     folder = Path(config.run.store) / id
     out.mkdir(parents=True, exist_ok=True)
     alone_with_it = search.address(config) is None
-    if alone_with_it:
-        _begin(config, folder, id, prepared, of_job(config, job_id))
     with search.answering(config):
-        mine = work(config, folder, id, worker, prepared)
+        if alone_with_it:
+            parent = _begin(config, folder, id, prepared, of_job(config, job_id))
+        else:
+            parent = _parent(config, search.open_study(config, folder, id, begun=True), {})
+        with ending(parent):
+            mine = work(config, folder, id, worker, prepared)
     (out / "trials.json").write_text(json.dumps(mine))
     if alone_with_it:
         shutil.copyfile(folder / "study.log", out / "study.log")
@@ -447,7 +452,9 @@ def report(prepared: Path, id: str, workers: Sequence[Path], out: Path, text: Pa
     config = load_config(prepared / "config.yaml")
     folder = Path(config.run.store) / id
     with alone(folder), search.answering(config):
-        tuned = _conclude(config, search.open_study(config, workers[0], id, begun=True), folder, prepared)
+        study = search.open_study(config, workers[0], id, begun=True)
+        with ending(_parent(config, study, {})):
+            tuned = _conclude(config, study, folder, prepared)
     out.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         shutil.copyfile(folder / name, out / name)

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -27,6 +27,7 @@ from fl_engine.testing.tiny import tiny_pool
 from flexfleet import cli
 from flexfleet.comparisons.side_by_side import Command
 from flexfleet.config import Config, Range, load_config
+from flexfleet.config.overrides import write_config
 from flexfleet.files.artifacts import History, RunFile
 from flexfleet.studies import outcome, search
 from flexfleet.studies import study as steps
@@ -249,6 +250,37 @@ def test_in_mlflow_the_trials_are_children_of_the_study(done: tuple[Tuned, Path,
     assert {r.data.tags["mlflow.parentRunId"] for r in children} == {parent.info.run_id}
     trials = {r.data.tags["flexfleet.trial"] for r in children if "flexfleet.trial" in r.data.tags}
     assert len(trials) == found.trials["complete"] + found.trials["pruned"]
+
+
+def ends(config: Config, folder: Path, tmp_path: Path) -> dict[str, Callable[[], Any]]:
+    """What a study's MLflow run is running in; each ends in what the test breaks."""
+    write_config(config, tmp_path / "config.yaml")
+    shutil.copytree(folder / "default", tmp_path / "default", dirs_exist_ok=True)
+    of_task = tmp_path / "told", tmp_path / "page"
+    return {
+        "_work_all": lambda: tune(config, "a", resume=True),
+        "work": lambda: steps.work_in_graph(tmp_path, "a", 0, tmp_path / "out", "job"),
+        "_conclude": lambda: steps.report(tmp_path, "a", [folder], tmp_path / "out", *of_task),
+    }
+
+
+@pytest.mark.parametrize("name", ["_work_all", "work", "_conclude"])
+@pytest.mark.parametrize(("error", "status"), [(OSError("no space left"), "FAILED"), (Stopped("asked to"), "KILLED")])
+def test_a_study_that_ends_early_does_not_run_for_ever_in_mlflow(
+    done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: Exception,
+    status: str,
+) -> None:  # fmt: skip
+    _, folder, config = done
+
+    def end(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(steps, name, end)
+    with pytest.raises(type(error)):
+        ends(config, folder, tmp_path)[name]()
+    study = search.open_study(config, folder, "a")
+    run = mlflow.MlflowClient(config.tracking.mlflow).get_run(study.user_attrs[steps.PARENT])
+    assert run.info.status == status
 
 
 def test_a_finished_study_has_nothing_left_to_do(done: tuple[Tuned, Path, Config]) -> None:
