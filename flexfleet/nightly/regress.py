@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
+from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore
 from flexfleet.comparisons import comparison, whole
@@ -37,7 +37,7 @@ from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking import record as track
-from flexfleet.tracking.trackers import TOKEN, MLflow, address, client_of, ending, log_outcome
+from flexfleet.tracking.trackers import TOKEN, MLflow, address, answering, client_of, ending, log_outcome
 
 PROCESSES, TASKS = "processes of their own", "tasks of a graph"
 PASSED, JUDGED = "flexfleet.passed", "flexfleet.judged"
@@ -306,20 +306,19 @@ def champion_of(night: Night) -> Figures | None:
     client = client_of(uri)
     for case, entries in night.runs.items():
         for label in dict.fromkeys(entry.label for entry in entries):
-            try:
-                version = client.get_model_version_by_alias(_model(night, case, label), publish.CHAMPION)
-            except MlflowException as error:
-                if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                    raise EnvironmentFailure(masked(f"{uri} does not say who is champion: {error.message}")) from error
-                continue
+            with answering(uri, "does not say who is champion"):
+                try:
+                    version = client.get_model_version_by_alias(_model(night, case, label), publish.CHAMPION)
+                except MlflowException as error:
+                    if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                        raise
+                    continue
             if NIGHT not in version.tags:  # somebody gave it the alias by hand
                 continue
-            try:
+            with answering(uri, "does not give the champion's figures.json"):
                 at = artifacts.download_artifacts(
                     run_id=version.tags[NIGHT], artifact_path="figures.json", tracking_uri=address(uri)
                 )
-            except (MlflowException, OSError) as error:
-                raise EnvironmentFailure(masked(f"{uri} has lost the champion's figures.json: {error}")) from error
             return Figures.read(Path(at))
     return None
 
@@ -378,17 +377,19 @@ def _digest(folders: Folders) -> str:
 def _judged(mlflow: MLflow, folders: Folders, out: Path) -> Verdict | None:
     """The verdict on these runs, with its FILES, if they were judged before."""
     client = client_of(mlflow.uri)
-    tags = client.get_run(mlflow.run_id).data.tags
+    with answering(mlflow.uri, "does not say whether the night was judged"):
+        tags = client.get_run(mlflow.run_id).data.tags
     # Earlier versions made the token from the same digest as JUDGED.
     if PASSED not in tags or tags.get(JUDGED, tags.get(TOKEN)) != _digest(folders):
         return None
     from mlflow import artifacts
 
-    for name in FILES:
-        artifacts.download_artifacts(
-            run_id=mlflow.run_id, artifact_path=name, dst_path=str(out), tracking_uri=address(mlflow.uri)
-        )
-    client.set_terminated(mlflow.run_id, "FINISHED" if tags[PASSED] == "True" else "FAILED")
+    with answering(mlflow.uri, "does not give the verdict"):
+        for name in FILES:
+            artifacts.download_artifacts(
+                run_id=mlflow.run_id, artifact_path=name, dst_path=str(out), tracking_uri=address(mlflow.uri)
+            )
+    mlflow.finish("FINISHED" if tags[PASSED] == "True" else "FAILED")
     return Verdict.read(out / "regression.json").model_copy(update={"report": str(out / "regression.html")})
 
 
@@ -404,8 +405,9 @@ def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow
             name = entry.config.publish.model_copy(update={"name": _model(night, case, entry.label)})
             config = entry.config.model_copy(update={"publish": name})
             publish.publish(Resolved.of(config), folder, run_id, out / "export" / case / entry.label)
-            for version in client.search_model_versions(f"run_id = '{run_id}'"):
-                client.set_model_version_tag(version.name, version.version, NIGHT, mlflow.run_id)
+            with answering(mlflow.uri, "does not take the night's models"):
+                for version in client.search_model_versions(f"run_id = '{run_id}'"):
+                    client.set_model_version_tag(version.name, version.version, NIGHT, mlflow.run_id)
             made.append((run_id, model.model_sha256))
     metrics = {
         f"{metric}/{label}": sum(each) / len(each)
@@ -415,8 +417,9 @@ def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow
     log_outcome(mlflow.uri, mlflow.run_id, metrics, {}, [str(out / name) for name in FILES])
     for run_id, sha in made if verdict.passed else ():
         publish.promote(mlflow.uri, run_id, sha)
-    client.set_tag(mlflow.run_id, PASSED, str(verdict.passed))
-    client.set_tag(mlflow.run_id, JUDGED, _digest(folders))  # last: from now on these runs are not judged again
+    with answering(mlflow.uri, "does not take the verdict"):
+        client.set_tag(mlflow.run_id, PASSED, str(verdict.passed))
+        client.set_tag(mlflow.run_id, JUDGED, _digest(folders))  # last: from now on these runs are not judged again
     mlflow.finish("FINISHED" if verdict.passed else "FAILED")
 
 

@@ -43,7 +43,7 @@ from flexfleet.files.measure import Measure
 from flexfleet.reports import precisions
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking.record import experiment
-from flexfleet.tracking.trackers import client_of
+from flexfleet.tracking.trackers import answering, client_of
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 MODEL = "model_sha256"
@@ -57,7 +57,7 @@ log = logging.getLogger("flexfleet")
 
 def publish(resolved: Resolved, out: Path, mlflow_run_id: str | None, to: Path) -> list[About]:
     """Exports the reported levels of the run in `out` into `to`, and registers them if the run is tracked. A second
-    call makes no second version. Raises what `fl_engine.models.export` raises."""
+    call makes no second version. Raises what `fl_engine.models.export` and `register` raise."""
     config = resolved.config
     data, levels = export(resolved, out, to)
     if mlflow_run_id is not None and config.tracking.mlflow is not None:
@@ -129,28 +129,30 @@ def clean(name: str) -> str:
 # ----------------------------------------------------------------------------------------------- registry
 def register(uri: str, run_id: str, name: str, data: Data, folder: Path, levels: Sequence[About], model: str) -> None:
     """`model`: the global model's sha256. Artifacts lie in a folder of this name, so that a run with more rounds makes
-    new versions and changes none."""
+    new versions and changes none. Raises ConfigError for a name that MLflow does not take, EnvironmentFailure if MLflow
+    does not answer."""
     client = client_of(uri)
-    run = client.get_run(run_id)
     found = {about.level: precision.read(folder / about.level) for about in levels}
     at = f"published/{model[:12]}"
-    for about in levels:
-        measured = found[about.level]
-        values = {f"exported/{about.level}": about.accuracy_exported}
-        values |= {} if measured is None else precisions.metrics(measured)
-        for key, value in values.items():
-            if run.data.metrics.get(key) != value:
-                client.log_metric(run_id, key, value)
     with tempfile.TemporaryDirectory() as scratch:
-        for about in levels:
-            client.log_artifacts(run_id, str(folder / about.level), f"{at}/levels/{about.level}")
-            source = f"{run.info.artifact_uri}/{at}/levels/{about.level}"
-            _version(client, f"{name}-{about.level}", source, run_id, model, _card(about, found[about.level]))
         served = _pyfunc(data, folder, levels[-1], Path(scratch))
-        client.log_artifacts(run_id, str(served), f"{at}/model")
-        known = ", ".join(about.level for about in levels)
-        told = f'Answers for any level: params={{"level": ...}} of {known}.'
-        _version(client, name, f"{run.info.artifact_uri}/{at}/model", run_id, model, told)
+        with answering(uri, "does not take the run's models"):
+            run = client.get_run(run_id)
+            for about in levels:
+                measured = found[about.level]
+                values = {f"exported/{about.level}": about.accuracy_exported}
+                values |= {} if measured is None else precisions.metrics(measured)
+                for key, value in values.items():
+                    if run.data.metrics.get(key) != value:
+                        client.log_metric(run_id, key, value)
+            for about in levels:
+                client.log_artifacts(run_id, str(folder / about.level), f"{at}/levels/{about.level}")
+                source = f"{run.info.artifact_uri}/{at}/levels/{about.level}"
+                _version(client, f"{name}-{about.level}", source, run_id, model, _card(about, found[about.level]))
+            client.log_artifacts(run_id, str(served), f"{at}/model")
+            known = ", ".join(about.level for about in levels)
+            told = f'Answers for any level: params={{"level": ...}} of {known}.'
+            _version(client, name, f"{run.info.artifact_uri}/{at}/model", run_id, model, told)
 
 
 def _version(client: Any, name: str, source: str, run_id: str, model: str, about: str) -> None:
@@ -212,9 +214,10 @@ def _own_code(model: str, scratch: Path) -> list[str]:
 
 def promote(uri: str, run_id: str, model: str) -> list[str]:
     """Gives `champion` to the versions that the MLflow run has of a global model (its sha256). Gives the models'
-    names."""
+    names. Raises EnvironmentFailure if MLflow does not answer."""
     client = client_of(uri)
-    versions = [v for v in client.search_model_versions(f"run_id = '{run_id}'") if v.tags.get(MODEL) == model]
-    for version in versions:
-        client.set_registered_model_alias(version.name, CHAMPION, version.version)
+    with answering(uri, "does not take a champion"):
+        versions = [v for v in client.search_model_versions(f"run_id = '{run_id}'") if v.tags.get(MODEL) == model]
+        for version in versions:
+            client.set_registered_model_alias(version.name, CHAMPION, version.version)
     return sorted(version.name for version in versions)

@@ -166,13 +166,13 @@ def _usable(uri: str) -> Iterator[None]:
 
 
 @contextmanager
-def _answering(uri: str) -> Iterator[None]:
-    """For an address that worked before: raises EnvironmentFailure if the server is gone for longer than MLflow's own
-    retries take."""
+def answering(uri: str, what: str = "does not take measurements any more") -> Iterator[None]:
+    """For an address that worked before: raises Unreachable if the server is gone for longer than MLflow's own retries
+    take, EnvironmentFailure for other errors of its own. `what`: what the server does not do, for people."""
     try:
         yield
     except _errors() as error:
-        said = f"MLflow at {masked(uri)} does not take measurements any more: {first_line(error)}"
+        said = f"MLflow at {masked(uri)} {what}: {first_line(error)}"
         raise (Unreachable if _unreachable(error) else EnvironmentFailure)(said) from error
 
 
@@ -256,27 +256,27 @@ class MLflow:
         if not run_ids:
             return
         listed = ", ".join(f"'{run_id}'" for run_id in run_ids)
-        with _answering(self.uri):
+        with answering(self.uri):
             for run in self._client.search_runs([self.experiment_id], f"attributes.run_id IN ({listed})"):
                 if PARENT not in run.data.tags:
                     self._client.set_tag(run.info.run_id, PARENT, self.root)
 
     def wait(self) -> None:
         """Marks the run as begun, for another process to continue."""
-        with _answering(self.uri):
+        with answering(self.uri):
             self._client.update_run(self.run_id, status="SCHEDULED")
 
     def params(self, values: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        with _answering(self.uri):
+        with answering(self.uri):
             known = self._client.get_run(self.run_id).data.params
             new = {k: str(v)[:MLFLOW_PARAM_CHARS] for k, v in values.items() if k not in known}
             for chunk in _chunks([Param(k, v) for k, v in new.items()], 100):
                 self._client.log_batch(self.run_id, params=chunk)
 
     def tags(self, values: Mapping[str, str]) -> None:
-        with _answering(self.uri):
+        with answering(self.uri):
             for key, value in values.items():
                 self._client.set_tag(self.run_id, key, value)
 
@@ -289,7 +289,7 @@ class MLflow:
         new = [(step, values) for step, values in rows if step > self._last_step]
         # A step is never split: a batch is written whole or not at all, and `seconds_round` marks it as there.
         batch: list[Metric] = []
-        with _answering(self.uri):
+        with answering(self.uri):
             for step, values in new:
                 if len(batch) + len(values) > MLFLOW_BATCH:
                     self._client.log_batch(self.run_id, metrics=batch)
@@ -302,7 +302,7 @@ class MLflow:
     def table(self, columns: Sequence[str], lines: Sequence[Mapping[str, Any]], name: str) -> None:
         """A table that MLflow's UI shows. Replaces the one of the same name (its own `log_table` appends)."""
         data = [[line.get(column) for column in columns] for line in lines]
-        with _answering(self.uri):
+        with answering(self.uri):
             self._client.log_dict(self.run_id, {"columns": list(columns), "data": data}, name)
             self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": name, "type": "table"}]))
 
@@ -311,19 +311,19 @@ class MLflow:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         made = Dataset(name=name, digest=digest[:36], source_type="local", source=json.dumps({"uri": source}))
-        with _answering(self.uri):
+        with answering(self.uri):
             self._client.log_inputs(self.run_id, [DatasetInput(made, [InputTag("mlflow.data.context", context)])])
 
     def file(self, values: Mapping[str, Any], name: str) -> None:
-        with _answering(self.uri):
+        with answering(self.uri):
             self._client.log_dict(self.run_id, dict(values), name)
 
     def artifact(self, path: str) -> None:
-        with _answering(self.uri):
+        with answering(self.uri):
             self._client.log_artifact(self.run_id, path)
 
     def finish(self, status: str) -> None:
-        with _answering(self.uri):
+        with answering(self.uri):
             self._client.set_terminated(self.run_id, status)
 
 
@@ -396,7 +396,7 @@ def log_outcome(
 ) -> None:
     """Adds final figures, tags, files and a folder to a run that has ended."""
     client = client_of(uri)
-    with _answering(uri):
+    with answering(uri):
         known = client.get_run(run_id).data.metrics
         for key, value in metrics.items():
             if known.get(key) != value:  # logged again after a kill, it must not be a second point

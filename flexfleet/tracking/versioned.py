@@ -26,7 +26,7 @@ from fl_engine.core.system import hashed
 from fl_engine.datasets import data_root
 from fl_engine.storage.s3 import setting
 from fl_engine.storage.store import sha256
-from flexfleet.tracking.trackers import address, client_of
+from flexfleet.tracking.trackers import address, answering, client_of
 
 OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
 """The parts of a run's folder that are pushed."""
@@ -98,8 +98,9 @@ def push_run(out: Path, remote: str) -> dict[str, str]:
 def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
     """Fetches what a run pushed into the new folder `out`, by the pointers in its MLflow run.
 
-    Raises ConfigError if MLflow does not know the run, if the run pushed nothing, or if `out` exists; IntegrityError if
-    the remote has lost or changed something: then there is nothing in `out`.
+    Raises ConfigError if MLflow does not know the run, if the run pushed nothing, or if `out` exists;
+    EnvironmentFailure if MLflow does not answer; IntegrityError if the remote has lost or changed something: then there
+    is nothing in `out`.
     """
     client = client_of(uri)
     from mlflow import artifacts
@@ -107,13 +108,16 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
 
     if out.exists():
         raise ConfigError(f"{out} exists already: give another --out, or remove it")
-    try:
-        tags = client.get_run(mlflow_run_id).data.tags
-    except MlflowException as error:
-        raise ConfigError(masked(f"{uri} has no run {mlflow_run_id}: {error.message}")) from error
+    with answering(uri, "does not give the run"):
+        try:
+            tags = client.get_run(mlflow_run_id).data.tags
+        except MlflowException as error:
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
+            raise ConfigError(masked(f"{uri} has no run {mlflow_run_id}: {error.message}")) from error
     if "dvc.remote" not in tags:
         raise ConfigError(f"the run {mlflow_run_id} pushed nothing: it had publish.dvc=null")
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, answering(uri, "does not give the run's pointers"):
         got = artifacts.download_artifacts(
             run_id=mlflow_run_id, artifact_path=POINTERS, dst_path=scratch, tracking_uri=address(uri)
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from fl_engine.core.errors import ConfigError, DataError, IntegrityError
+from fl_engine.core.errors import ConfigError, DataError, IntegrityError, Unreachable
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL
@@ -25,6 +27,7 @@ from fl_engine.testing.tiny import tiny_pool
 from fl_engine.training.evaluation import weights_of
 from flexfleet.config import Config, load_config
 from flexfleet.files.artifacts import EvaluationFile, PoolFile, Result
+from flexfleet.nightly import regress, suite
 from flexfleet.publish import publish
 from flexfleet.runs.whole import conclude, run
 from flexfleet.steps.prepare import Resolved
@@ -58,6 +61,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, quick: tuple[str, ...]) -> Ran
 
 
 NAME = "digits-small_cnn-dirichlet-flexfl"
+DIGITS = suite.path_of("digits")
 
 
 # ------------------------------------------------------------------------------------------------- export
@@ -228,6 +232,41 @@ def test_done_again_it_makes_no_second_version_and_another_run_makes_one(ran: Ra
     assert aliases(ran, f"{NAME}-M1") == {"candidate": "2", "champion": "1"}
     assert promote(second)
     assert aliases(ran, f"{NAME}-M1") == {"candidate": "2", "champion": "2"}
+
+
+NOBODY = "http://127.0.0.1:9"
+
+
+def asks(name: str, ran: Ran, out: Path) -> Any:
+    if name == "register":
+        levels = [export.read(ran.out / "export" / "M1")]
+        return publish.register(NOBODY, "f" * 32, NAME, ran.data, ran.out / "export", levels, ran.result.model_sha256)
+    if name == "promote":
+        return publish.promote(NOBODY, "f" * 32, ran.result.model_sha256)
+    if name == "fetch":
+        return versioned.fetch_run(NOBODY, "f" * 32, out)
+    runs = suite.runs_of(suite.load(DIGITS), "digits", (0, 1, 2), [f"tracking.mlflow={NOBODY}"], "n")
+    night = regress.Night(DIGITS, suite.load(DIGITS), "n", runs)
+    if name == "champion":
+        return regress.champion_of(night)
+    tracked: Any = SimpleNamespace(uri=NOBODY, run_id="f" * 32)
+    if name == "judged":
+        return regress._judged(tracked, {}, out)
+    verdict: Any = SimpleNamespace(passed=True)
+    figures: Any = SimpleNamespace(labels={})
+    return regress._publish(dataclasses.replace(night, runs={}), {}, out, verdict, tracked, figures)
+
+
+@pytest.mark.parametrize("name", ["register", "promote", "fetch", "champion", "judged", "publish"])
+def test_a_server_that_does_not_answer_is_asked_again_later(
+    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It is told as what a task tries again, and not as a bug or as a run that does not exist."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(publish, "_pyfunc", lambda *_: tmp_path)
+    monkeypatch.setattr(regress, "log_outcome", lambda *_: None)
+    with pytest.raises(Unreachable, match=f"MLflow at {NOBODY} does not "):
+        asks(name, ran, tmp_path / "out")
 
 
 def aliases(ran: Ran, name: str) -> dict[str, str]:
