@@ -173,7 +173,7 @@ def settle(
     """Measures, judges, registers and reports: writes FILES into `out`. A night that MLflow has as judged is not judged
     again, since it would be compared with itself. `mlflow_run_id`: the night's MLflow run, if another task began it."""
     mlflow = begin(night, {}, mlflow_run_id)
-    if mlflow is not None and (known := _judged(mlflow, folders, out)) is not None:
+    if mlflow is not None and (known := _judged(night, folders, out, mlflow)) is not None:
         log.info("%s was judged before", night.id)
         return known
     with ending(mlflow):
@@ -186,7 +186,7 @@ def settle(
 
 
 def _verdict(night: Night, figures: Figures, out: Path, mlflow_run_id: str | None) -> Verdict:
-    champion, reference = champion_of(night), reference_of(night)
+    champion, reference = champion_of(night, mlflow_run_id), reference_of(night)
     checks, notes = compared(night, figures, champion, reference)
     before = ("champion", champion) if champion else ("reference", reference)
     verdict = Verdict(
@@ -294,9 +294,10 @@ def reference_of(night: Night) -> Figures | None:
     return figures
 
 
-def champion_of(night: Night) -> Figures | None:
-    """The figures of the last night that passed, by the alias in MLflow's registry; None if there is none yet.
-    Raises EnvironmentFailure if MLflow does not answer."""
+def champion_of(night: Night, own: str | None = None) -> Figures | None:
+    """The figures of the last night that passed, by the alias in MLflow's registry; None if there is none yet. `own`:
+    the MLflow run of the night itself, which is not compared with itself. Raises EnvironmentFailure if MLflow does not
+    answer."""
     uri = night.config.tracking.mlflow
     if uri is None:
         return None
@@ -313,7 +314,7 @@ def champion_of(night: Night) -> Figures | None:
                     if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                         raise
                     continue
-            if NIGHT not in version.tags:  # somebody gave it the alias by hand
+            if version.tags.get(NIGHT) in (None, own):  # somebody gave it the alias by hand, or it is of this night
                 continue
             with answering(uri, "does not give the champion's figures.json"):
                 at = artifacts.download_artifacts(
@@ -374,8 +375,9 @@ def _digest(folders: Folders) -> str:
     return track.token_of("regression", [RunFile.read(folder / "run.json").token for folder in folders.values()])
 
 
-def _judged(mlflow: MLflow, folders: Folders, out: Path) -> Verdict | None:
-    """The verdict on these runs, with its FILES, if they were judged before."""
+def _judged(night: Night, folders: Folders, out: Path, mlflow: MLflow) -> Verdict | None:
+    """The verdict on these runs, with its FILES, if they were judged before; a kill may have come before the night's
+    models were promoted."""
     client = client_of(mlflow.uri)
     with answering(mlflow.uri, "does not say whether the night was judged"):
         tags = client.get_run(mlflow.run_id).data.tags
@@ -389,38 +391,48 @@ def _judged(mlflow: MLflow, folders: Folders, out: Path) -> Verdict | None:
             artifacts.download_artifacts(
                 run_id=mlflow.run_id, artifact_path=name, dst_path=str(out), tracking_uri=address(mlflow.uri)
             )
-    mlflow.finish("FINISHED" if tags[PASSED] == "True" else "FAILED")
+    passed = tags[PASSED] == "True"
+    if passed:
+        _promote(night, folders, mlflow.uri)
+    mlflow.finish("FINISHED" if passed else "FAILED")
     return Verdict.read(out / "regression.json").model_copy(update={"report": str(out / "regression.html")})
 
 
 def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow: MLflow, figures: Figures) -> None:
     client = client_of(mlflow.uri)
-    made = []
-    for case, entries in night.runs.items():
-        for entry in (e for e in entries if e.seed == night.seeds[0]):
-            folder = folders[case, entry.name]
-            run_id, model = RunFile.read(folder / "run.json").mlflow_run_id, History.read(folder / "history.json")
-            if run_id is None:
-                continue
-            name = entry.config.publish.model_copy(update={"name": _model(night, case, entry.label)})
-            config = entry.config.model_copy(update={"publish": name})
-            publish.publish(Resolved.of(config), folder, run_id, out / "export" / case / entry.label)
-            with answering(mlflow.uri, "does not take the night's models"):
-                for version in client.search_model_versions(f"run_id = '{run_id}'"):
-                    client.set_model_version_tag(version.name, version.version, NIGHT, mlflow.run_id)
-            made.append((run_id, model.model_sha256))
+    for case, entry, run_id in _registered(night, folders):
+        name = entry.config.publish.model_copy(update={"name": _model(night, case, entry.label)})
+        config = entry.config.model_copy(update={"publish": name})
+        folder = folders[case, entry.name]
+        publish.publish(Resolved.of(config), folder, run_id, out / "export" / case / entry.label)
+        with answering(mlflow.uri, "does not take the night's models"):
+            for version in client.search_model_versions(f"run_id = '{run_id}'"):
+                client.set_model_version_tag(version.name, version.version, NIGHT, mlflow.run_id)
     metrics = {
         f"{metric}/{label}": sum(each) / len(each)
         for label, of in figures.labels.items()
         for metric, each in of.values.items()
     }
     log_outcome(mlflow.uri, mlflow.run_id, metrics, {}, [str(out / name) for name in FILES])
-    for run_id, sha in made if verdict.passed else ():
-        publish.promote(mlflow.uri, run_id, sha)
     with answering(mlflow.uri, "does not take the verdict"):
         client.set_tag(mlflow.run_id, PASSED, str(verdict.passed))
-        client.set_tag(mlflow.run_id, JUDGED, _digest(folders))  # last: from now on these runs are not judged again
+        # After all figures and files, and before the night is the champion: from now on it is not judged again.
+        client.set_tag(mlflow.run_id, JUDGED, _digest(folders))
+    if verdict.passed:
+        _promote(night, folders, mlflow.uri)
     mlflow.finish("FINISHED" if verdict.passed else "FAILED")
+
+
+def _registered(night: Night, folders: Folders) -> list[tuple[str, Entry, str]]:
+    """The tracked runs of the first seed, whose models are registered: case, run, MLflow run."""
+    first = [(case, e) for case, entries in night.runs.items() for e in entries if e.seed == night.seeds[0]]
+    tracked = [(case, e, RunFile.read(folders[case, e.name] / "run.json").mlflow_run_id) for case, e in first]
+    return [(case, e, run_id) for case, e, run_id in tracked if run_id is not None]
+
+
+def _promote(night: Night, folders: Folders, uri: str) -> None:
+    for case, entry, run_id in _registered(night, folders):
+        publish.promote(uri, run_id, History.read(folders[case, entry.name] / "history.json").model_sha256)
 
 
 def _model(night: Night, case: str, label: str) -> str:

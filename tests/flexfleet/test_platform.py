@@ -225,7 +225,8 @@ def test_a_token_of_another_night_is_no_verdict_on_this_one(at: Platform, tmp_pa
     old = track.tracker(form(), "n", {TOKEN: track.token_of("regression", "a"), regress.PASSED: "True"})
     new = track.tracker(form(), "n", {TOKEN: "t", regress.PASSED: "True", regress.JUDGED: regress._digest(one)})
     assert old is not None and new is not None
+    night: Any = None  # whose models are promoted after that
     for mlflow in (old, new):
-        assert regress._judged(mlflow, both, tmp_path / "out") is None
+        assert regress._judged(night, both, tmp_path / "out", mlflow) is None
         with pytest.raises(Exception, match=r"figures\.json"):  # it is asked for what it had been given
-            regress._judged(mlflow, one, tmp_path / "out")
+            regress._judged(night, one, tmp_path / "out", mlflow)

@@ -32,6 +32,7 @@ from flexfleet.publish import publish
 from flexfleet.runs.whole import conclude, run
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking import versioned
+from flexfleet.tracking.trackers import client_of
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,27 @@ def test_done_again_it_makes_no_second_version_and_another_run_makes_one(ran: Ra
     assert aliases(ran, f"{NAME}-M1") == {"candidate": "2", "champion": "1"}
     assert promote(second)
     assert aliases(ran, f"{NAME}-M1") == {"candidate": "2", "champion": "2"}
+    promote(ran.result)
+    assert aliases(ran, f"{NAME}-M1")["champion"] == "2", "what a newer version has stays there"
+
+
+def test_a_version_whose_registration_was_killed_becomes_candidate_later(
+    mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, killed: type[BaseException]
+) -> None:
+    client = client_of(mlflow_uri)
+    run_id = client.create_run(client.create_experiment("test")).info.run_id
+
+    def kill(*_: Any) -> None:
+        raise killed
+
+    for number, model in enumerate(("first", "second"), 1):
+        with monkeypatch.context() as patch, pytest.raises(killed):
+            patch.setattr(mlflow.MlflowClient, "set_registered_model_alias", kill)
+            publish._version(client, "m", "here", run_id, model, "about")
+        publish._version(client, "m", "here", run_id, model, "about")
+        assert client.get_registered_model("m").aliases == {"candidate": number}
+    publish._version(client, "m", "here", run_id, "first", "about")
+    assert client.get_registered_model("m").aliases == {"candidate": 2}, "an old one is no new candidate"
 
 
 NOBODY = "http://127.0.0.1:9"
@@ -251,7 +273,7 @@ def asks(name: str, ran: Ran, out: Path) -> Any:
         return regress.champion_of(night)
     tracked: Any = SimpleNamespace(uri=NOBODY, run_id="f" * 32)
     if name == "judged":
-        return regress._judged(tracked, {}, out)
+        return regress._judged(night, {}, out, tracked)
     verdict: Any = SimpleNamespace(passed=True)
     figures: Any = SimpleNamespace(labels={})
     return regress._publish(dataclasses.replace(night, runs={}), {}, out, verdict, tracked, figures)

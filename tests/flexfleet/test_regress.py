@@ -16,9 +16,11 @@ import mlflow
 import pytest
 import yaml
 
-from flexfleet.nightly import suite
+from flexfleet.nightly import regress, suite
 from flexfleet.nightly.regress import Verdict
 from flexfleet.nightly.suite import Figures
+from flexfleet.publish import publish
+from flexfleet.tracking.trackers import MLflow
 from tests.harness.warm import warm
 
 PLANTED = '''
@@ -245,6 +247,43 @@ def test_a_champion_that_mlflow_does_not_tell_is_an_error_not_nobody(
     monkeypatch.setattr(mlflow.MlflowClient, "get_model_version_by_alias", refuse)
     done = place.night(place.folder / "tiny.yaml", "untold")
     assert (done.code, "does not say who is champion" in done.err) == (6, True)
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_a_night_that_is_killed_while_it_becomes_champion_is_not_judged_again(
+    mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: type[BaseException], reached: bool
+) -> None:
+    """It would be compared with itself; and what the kill kept from being promoted is."""
+    monkeypatch.chdir(tmp_path)  # MLflow puts artifacts under ./mlruns
+    asked, client = suite.load(DIGITS), mlflow.MlflowClient(mlflow_uri)
+    runs = suite.runs_of(asked, "digits", asked.seeds, [f"tracking.mlflow={mlflow_uri}"], "n")
+    night, tracked = regress.Night(DIGITS, asked, "n", runs), MLflow(mlflow_uri, "nights", "n", {})
+    model, made = "digits-uneven-flexfl", client.create_run(tracked.experiment_id).info.run_id
+    client.create_registered_model(model)
+    client.create_model_version(model, "here", made, tags={publish.MODEL: "m", regress.NIGHT: tracked.run_id})
+    figures = Figures(suite="digits", id="n", when="now", commit=None, machine={}, seeds=(0, 1, 2), labels={})
+    verdict = Verdict(suite="digits", id="n", passed=True, checks=(), since=None, commits=(), notes=(),
+                      report=str(tmp_path / "regression.html"), mlflow_run_id=tracked.run_id)  # fmt: skip
+    figures.write(tmp_path / "figures.json")
+    verdict.write(tmp_path / "regression.json")
+    (tmp_path / "regression.html").write_text("<html></html>")
+
+    def promote(*_: Any) -> None:
+        publish.promote(mlflow_uri, made, "m")
+
+    def kill(*_: Any) -> None:
+        if reached:
+            promote()
+        raise killed
+
+    monkeypatch.setattr(regress, "_registered", lambda *_: [])
+    with monkeypatch.context() as patch, pytest.raises(killed):
+        patch.setattr(regress, "_promote", kill)
+        regress._publish(night, {}, tmp_path, verdict, tracked, figures)
+    monkeypatch.setattr(regress, "_promote", promote)
+    assert regress._judged(night, {}, tmp_path, tracked) == verdict
+    assert client.get_registered_model(model).aliases == {"champion": 1}
+    assert regress.champion_of(night) == figures and regress.champion_of(night, tracked.run_id) is None
 
 
 def test_what_could_not_be_exported_is_said_before_anything_trains(place: Place, first: Verdict) -> None:
