@@ -43,7 +43,7 @@ from flexfleet.files.measure import Measure
 from flexfleet.reports import precisions
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking.record import experiment
-from flexfleet.tracking.trackers import answering, client_of
+from flexfleet.tracking.trackers import answering, client_of, platform_of
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 MODEL = "model_sha256"
@@ -57,7 +57,7 @@ log = logging.getLogger("flexfleet")
 
 def publish(resolved: Resolved, out: Path, mlflow_run_id: str | None, to: Path) -> list[About]:
     """Exports the reported levels of the run in `out` into `to`, and registers them if the run is tracked. A second
-    call makes no second version. Raises what `fl_engine.models.export` and `register` raise."""
+    call makes no second version. Raises what `fl_engine.models.export`, `name_of` and `register` raise."""
     config = resolved.config
     data, levels = export(resolved, out, to)
     if mlflow_run_id is not None and config.tracking.mlflow is not None:
@@ -118,7 +118,11 @@ def _card(about: About, found: Precisions | None) -> str:
 
 
 def name_of(config: Config) -> str:
-    return clean(config.publish.name or f"{experiment(config)}-{config.algorithm['name']}")
+    """The name of the registered models. Raises what `platform_of` raises."""
+    if config.publish.name:
+        return clean(config.publish.name)
+    at = None if config.tracking.mlflow is None else platform_of(config.tracking.mlflow)
+    return clean(f"{experiment(config, at)}-{config.algorithm['name']}")
 
 
 def clean(name: str) -> str:
@@ -213,7 +217,11 @@ def _own_code(model: str, scratch: Path) -> list[str]:
     module, sign, _ = model.partition(":")
     if not sign:
         return []
-    file = Path(str(importlib.import_module(module.partition(".")[0]).__file__))
+    package = importlib.import_module(module.partition(".")[0])
+    file = Path(str(package.__file__))
+    if package.__file__ is None:  # a folder without __init__.py, of which there may be several
+        used = Path(str(importlib.import_module(module).__file__)).parents
+        file = next(Path(place) for place in package.__path__ if Path(place) in used) / "__init__.py"
     for place in file.parents:
         if place.suffix == ".whl":  # of one's own code (`run.code`)
             shutil.unpack_archive(place, scratch, "zip")

@@ -97,22 +97,25 @@ def platform_of(uri: str) -> Platform:
     """Experiment and parent of runs, if `uri` is the environment's server. Kubeflow's MLflow plugin makes a run for
     each task, as a child of the pipeline's run. The task's run belongs to Kubeflow: flexfleet only reads its parent.
 
-    Raises ConfigError if the server does not know what the environment names.
+    Raises ConfigError if the server does not know what the environment names, UnreachableAddress if it does not answer.
     """
     experiment, task = platform_experiment(uri), os.environ.get("MLFLOW_RUN_ID")
     if not is_platforms(uri) or not (experiment or task):
         return Platform()
     client = client_of(uri)
-    try:
-        return Platform(
-            str(client.get_experiment(experiment).name) if experiment else None,
-            client.get_run(task).data.tags.get(PARENT) if task else None,
-        )
-    except _errors() as error:
-        raise ConfigError(
-            f"{masked(uri)} does not know what the environment says, MLFLOW_EXPERIMENT_ID = {experiment!r} and "
-            f"MLFLOW_RUN_ID = {task!r}: {first_line(error)}. Unset them, or give another tracking.mlflow"
-        ) from error
+    with _usable(uri):
+        try:
+            return Platform(
+                str(client.get_experiment(experiment).name) if experiment else None,
+                client.get_run(task).data.tags.get(PARENT) if task else None,
+            )
+        except _errors() as error:
+            if _unreachable(error):
+                raise
+            raise ConfigError(
+                f"{masked(uri)} does not know what the environment says, MLFLOW_EXPERIMENT_ID = {experiment!r} and "
+                f"MLFLOW_RUN_ID = {task!r}: {first_line(error)}. Unset them, or give another tracking.mlflow"
+            ) from error
 
 
 class Shared:

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, Unreachable
 from fl_engine.storage.store import FolderStore
 from flexfleet.comparisons import whole
 from flexfleet.config import Config, entries, load_config
 from flexfleet.config.overrides import config_from, sets_of
 from flexfleet.files.artifacts import RunFile
 from flexfleet.nightly import regress
+from flexfleet.publish import publish
 from flexfleet.tracking import record as track
 from flexfleet.tracking import trackers as tracking
 from flexfleet.tracking.trackers import PARENT, RESUMED_IN, TOKEN
@@ -113,6 +114,21 @@ def test_what_the_server_does_not_know_is_said(
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=rf"does not know what the environment says.*{name} = '{value}'.*Unset them"):
         begun(at, form())
+
+
+def test_a_platforms_server_that_does_not_answer_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "1")
+    with pytest.raises(Unreachable, match=r"tracking\.mlflow = 'http://127\.0\.0\.1:9' cannot be used"):
+        tracking.platform_of("http://127.0.0.1:9")
+
+
+def test_registered_models_have_the_name_of_the_experiment_that_the_run_is_in(at: Platform) -> None:
+    assert publish.name_of(form()) == "kubeflow-flexfl"
+    assert publish.name_of(form(tracking__experiment="mine")) == "mine-flexfl"
+    assert publish.name_of(form(publish__name="shipped")) == "shipped"
+    assert publish.name_of(load_config(None)) == "digits-small_cnn-dirichlet-flexfl"
 
 
 def test_a_run_that_another_pipeline_goes_on_with_keeps_its_first_parent(

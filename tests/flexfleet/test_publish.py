@@ -256,6 +256,20 @@ def test_a_version_whose_registration_was_killed_becomes_candidate_later(
     assert client.get_registered_model("m").aliases == {"candidate": 2}, "an old one is no new candidate"
 
 
+@pytest.mark.parametrize("init", [False, True])
+def test_the_code_of_ones_own_network_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: bool) -> None:
+    """A folder is a package without an __init__.py too, and may then lie in several places."""
+    name = f"own_network_{init}"
+    for place in ("else", "here"):
+        (tmp_path / place / name).mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path / place)
+    folder = tmp_path / "here" / name
+    (folder / "net.py").write_text("NET = 1\n")
+    if init:
+        (folder / "__init__.py").write_text("")
+    assert publish._own_code(f"{name}.net:NET", tmp_path / "scratch") == [str(folder)]
+
+
 NOBODY = "http://127.0.0.1:9"
 
 
