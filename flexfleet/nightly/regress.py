@@ -40,6 +40,9 @@ from flexfleet.tracking import record as track
 from flexfleet.tracking.trackers import TOKEN, MLflow, address, answering, client_of, ending, log_outcome
 
 PROCESSES, TASKS = "processes of their own", "tasks of a graph"
+BACKEND = "backend"
+"""Where clients lived, in `Figures.machine`: the memory that is measured is the coordinator's, which clients of other
+processes are no part of. Figures of earlier versions do not say; they count as made with the default, in_process."""
 PASSED, JUDGED = "flexfleet.passed", "flexfleet.judged"
 """Tags of a night's run: the verdict, and a digest of the runs that were judged."""
 NIGHT = "flexfleet.regression"
@@ -249,10 +252,15 @@ def measure(night: Night, folders: Folders, turns: int, runs_in: str = PROCESSES
         id=night.id,
         when=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         commit=track.commit(),
-        machine={**machine(), "runs in": runs_in},
+        machine=_machine(night, runs_in),
         seeds=night.seeds,
         labels=labels,
     )
+
+
+def _machine(night: Night, runs_in: str) -> dict[str, str]:
+    backends = sorted({entry.config.run.backend for entries in night.runs.values() for entry in entries})
+    return {**machine(), "runs in": runs_in, BACKEND: ", ".join(backends)}
 
 
 def _values(runs: Sequence[Run], to: float) -> dict[str, tuple[float, ...]]:
@@ -344,9 +352,13 @@ def compared(
         measured = {metric for label in same for metric in now.labels[label].values}
         if unknown := [metric for metric in gate.METRICS if metric in measured - known]:
             notes.append(f"the {name} has no {', '.join(unknown)} to compare with")
-        if figures.machine != now.machine:
-            notes.append(f"memory and pace of the {name} are of another machine or kind of process, and not compared")
-        before.append(Before(name, same, figures.machine == now.machine))
+        same_machine = {BACKEND: "in_process", **figures.machine} == now.machine
+        if not same_machine:
+            notes.append(
+                f"memory and pace of the {name} are of another machine, kind of process or run.backend, and are not "
+                "compared"
+            )
+        before.append(Before(name, same, same_machine))
     values, metrics = ({label: getattr(of, part) for label, of in now.labels.items()} for part in ("values", "metric"))
     checks = gate.judge(values, before, night.suite.thresholds, metrics)
     if not checks:

@@ -25,7 +25,8 @@ from flexfleet.nightly.gate import FEWEST_SEEDS, METRICS
 from flexfleet.tracking.trackers import platform_experiment
 
 MAY_SET = (Moves.EXECUTION, Moves.PLACE)
-"""What `--set` may change: nothing in it changes a figure."""
+"""What `--set` may change: nothing in it changes a figure, except that run.backend changes memory, which is compared
+with figures of the same backend alone (`Figures.machine`)."""
 
 
 class Case(BaseModel):
@@ -82,6 +83,7 @@ class Figures(Artifact):
     when: str
     commit: str | None
     machine: dict[str, str]
+    """Machine, kind of process and backend: memory and pace are compared only where it is equal."""
     seeds: tuple[int, ...]
     labels: dict[str, OfLabel]
     """By `<case>/<label>`."""
@@ -123,7 +125,8 @@ def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id
             raise ConfigError(
                 f"--set {text}: a suite says what is measured; only what moves no figure can be set, as where things "
                 "are kept (run.store, run.remote, tracking, publish, dataset.root) and how they are executed "
-                "(run.backend, kubernetes). For another task write a suite of your own"
+                "(kubernetes, and run.backend: memory and pace are compared with nights of the same backend alone). "
+                "For another task write a suite of your own"
             )
     out = {}
     for case, about in suite.cases.items():

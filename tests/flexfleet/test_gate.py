@@ -15,6 +15,7 @@ from fl_engine.core.errors import ConfigError
 from flexfleet.files.artifacts import History
 from flexfleet.nightly import gate, regress, suite
 from flexfleet.nightly.gate import Before, judge, noise, t_quantile
+from flexfleet.nightly.pace import machine
 from flexfleet.nightly.suite import Figures
 
 THRESHOLDS = {"avg": 0.01, "full": 0.01, "rounds": 0.15, "mb": 0.15, "peak_mb_rounds": 0.1, "pace": 0.2}
@@ -166,6 +167,23 @@ def test_a_gate_without_bounds_would_cry_wolf(reference: Figures, monkeypatch: p
     labels = {label: of.values for label, of in reference.labels.items()}
     monkeypatch.setattr(gate, "noise", lambda *_: 0.0)
     assert gate.false_alarms(labels, suite.load(DIGITS).thresholds, seeds=3, nights=200, seed=0) > 0.2
+
+
+@pytest.mark.parametrize("given", [{}, {"backend": "in_process"}, {"backend": "processes"}])
+def test_memory_and_pace_are_compared_with_nights_of_the_same_backend_alone(
+    reference: Figures, given: dict[str, str]
+) -> None:
+    """The memory is the coordinator's. Figures that do not say which backend made them were made by the default."""
+    asked = suite.load(DIGITS)
+    for backend in ("in_process", "processes"):
+        runs = suite.runs_of(asked, "digits", asked.seeds, [f"run.backend={backend}"], "x")
+        night = regress.Night(DIGITS, asked, "x", runs)
+        now = reference.model_copy(update={"machine": regress._machine(night, regress.PROCESSES)})
+        before = reference.model_copy(update={"machine": machine() | {"runs in": regress.PROCESSES} | given})
+        checks, notes = regress.compared(night, now, None, before)
+        same = given.get("backend", "in_process") == backend
+        assert ("pace" in {check.metric for check in checks}) is same
+        assert any("run.backend, and are not compared" in note for note in notes) is not same
 
 
 # -------------------------------------------------------------------------------------------- a suite's file

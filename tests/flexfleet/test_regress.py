@@ -309,4 +309,5 @@ def test_figures_have_what_was_measured(place: Place, first: Verdict) -> None:
     for name in ("peak_mb", "peak_mb_rounds"):
         assert of.values[name][0] == max(row["metrics"][name] for row in history)
     assert of.values["peak_mb"][0] > 600 > 100 > of.values["peak_mb_rounds"][0] > 0, "what was held is not"
+    assert found.machine["backend"] == "in_process"
     assert len(of.curve) == 3 and [len(point[3]) for point in of.curve] == [3, 3, 3]
