@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,10 @@ import mlflow
 import pytest
 import yaml
 
+from fl_engine.rounds.run import Run
+from flexfleet.config import load_config
 from flexfleet.nightly import regress, suite
+from flexfleet.nightly.pace import pace
 from flexfleet.nightly.regress import Verdict
 from flexfleet.nightly.suite import Figures
 from flexfleet.publish import publish
@@ -292,6 +295,28 @@ def test_what_could_not_be_exported_is_said_before_anything_trains(place: Place,
     done = place.night(path, "bare")
     assert done.code == 2 and "set partition.proxy above 0" in done.err
     assert not (place.folder / "runs" / "bare").exists()
+
+
+PRIVATE = "algorithm.aggregation={name: private, clip: 0.5, noise_multiplier: 1.0}"
+TRACED = "fleet.trace={name: lognormal, online_s: 3, offline_s: 3, bandwidth_s: 1, repeat_s: 100}"
+
+
+@pytest.mark.parametrize("sets", [(PRIVATE, "rounds.norm_bound=null", "algorithm.static_bn=false"), (TRACED,)])
+def test_pace_is_measured_on_the_plan_that_a_run_has(
+    finished: tuple[Path, Any], quick: Sequence[str], monkeypatch: pytest.MonkeyPatch, sets: Sequence[str]
+) -> None:
+    """A private one, whose noise needs a key, and one whose clients come and go; round and loop have the same."""
+    config, runs = load_config(None, (*quick, "fleet.wait_s=1000", *sets)), list[Run]()
+
+    def seen(*given: Any, **more: Any) -> Run:
+        runs.append(Run(*given, **more))
+        return runs[-1]
+
+    monkeypatch.setattr("flexfleet.nightly.pace.Run", seen)
+    assert len(pace(config, finished[0], 1)) == 1
+    (run,) = runs
+    wanted = (config.fleet.trace is not None, PRIVATE in sets, 1000)
+    assert (run.trace is not None, run.noise_key is not None, run.wait_s) == wanted
 
 
 def test_figures_have_what_was_measured(place: Place, first: Verdict) -> None:
