@@ -18,7 +18,7 @@ class Interval:
     log: bool = False
     """As likely between 1 and 10 as between 10 and 100."""
     whole: bool = False
-    """Whole numbers only."""
+    """Whole numbers only, low and high too."""
     start: float | None = None
     """What the algorithm computes by itself where its field is null: the first trial has that value."""
     choices: tuple[Any, ...] = ()

@@ -7,6 +7,7 @@ field explains it; an unknown key is an error that names the nearest one; nothin
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
@@ -243,7 +244,7 @@ class Range(Section):
     log: bool = False
     """As likely between 1 and 10 as between 10 and 100."""
     whole: bool = False
-    """Whole numbers only."""
+    """Whole numbers only, low and high too."""
     choices: tuple[Any, ...] = ()
 
     @model_validator(mode="after")
@@ -253,6 +254,10 @@ class Range(Section):
                 raise ValueError("choices stand alone: without low, high, log and whole")
         elif self.low is None or self.high is None or not self.low < self.high or (self.log and self.low <= 0):
             raise ValueError("low and high are expected, low below high, and above 0 for log; or choices")
+        elif not (math.isfinite(self.low) and math.isfinite(self.high)):
+            raise ValueError("finite numbers are expected for low and high")
+        elif self.whole and not (self.low.is_integer() and self.high.is_integer()):
+            raise ValueError("whole numbers are expected for low and high where whole is true")
         return self
 
 

@@ -17,8 +17,10 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from pydantic import ValidationError
+
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import BadInput, ConfigError, Stopped, Unreachable, first_line, masked
+from fl_engine.core.errors import BadInput, ConfigError, Stopped, Unreachable, brief, first_line, masked
 from fl_engine.core.search import Interval, Searched
 from fl_engine.core.types import Pool
 from fl_engine.fleet.devices import holding
@@ -53,19 +55,23 @@ class Taken(Stopped):
 # ------------------------------------------------------------------------------------------------------ the space
 def space_of(config: Config, pool: Pool) -> dict[str, Range]:
     """`tune.space`, else the space that the algorithm declares (`pool` is the default's). Raises ConfigError if there
-    is none."""
+    is none, or for a range that is none."""
     if config.tune.space:
         return dict(config.tune.space)
-    space = {
-        path: Range(low=each.low, high=each.high, log=each.log, whole=each.whole, choices=each.choices)
-        for path, each in _declared(config, pool).items()
-    }
+    space = {path: _range(path, each) for path, each in _declared(config, pool).items()}
     if not space:
         raise ConfigError(
             f"tune.space is empty, and {config.algorithm['name']} declares no search space of its own: say what to "
             "search, a.b: {low, high}"
         )
     return space
+
+
+def _range(path: str, each: Interval) -> Range:
+    try:
+        return Range(low=each.low, high=each.high, log=each.log, whole=each.whole, choices=each.choices)
+    except ValidationError as error:
+        raise ConfigError(f"the search space of the algorithm, {path}: {brief(error)}, got {each}") from error
 
 
 def _declared(config: Config, pool: Pool) -> dict[str, Interval]:

@@ -98,6 +98,19 @@ def test_an_algorithm_of_ones_own_declares_its_search_space() -> None:
     assert search.defaults(given, found, POOL) == weighting | {"algorithm.rate": 0.7}, "0.2 is not in the space"
 
 
+@dataclass(frozen=True)
+class Halved(HeteroFL):
+    def search_space(self, pool: Pool) -> dict[str, Interval]:
+        return {"widths.0": Interval(0.5, 2.0, whole=True)}
+
+
+def test_a_declared_range_that_is_none_is_said() -> None:
+    config = load_config(None, (f"algorithm.name={__name__}:Halved",))
+    said = r"space of the algorithm, algorithm\.widths\.0: .*whole numbers are expected.*got .*low=0\.5"
+    with pytest.raises(ConfigError, match=said):
+        search.space_of(config, POOL)
+
+
 def test_any_dotted_name_can_be_searched_and_defaults_outside_the_space_are_drawn() -> None:
     given = '{"training.lr": {low: 0.1, high: 1.0}, "algorithm.kd_weight": {choices: [0.0, 10.0]}}'
     config = load_config(None, (f"tune.space={given}",))
@@ -136,6 +149,10 @@ def test_a_tier_of_a_width_holds_what_that_takes_of_the_network() -> None:
         ("{training.lr: {low: 0.0, high: 0.1, log: true}}", "above 0 for log"),
         ("{training.lr: {low: 0.0, choices: [1]}}", "choices stand alone"),
         ("{training.lr: {lo: 0.0}}", "unknown"),
+        ("{training.lr: {low: -.inf, high: 1.0}}", "finite numbers are expected"),
+        ("{training.lr: {low: 0.0, high: .inf}}", "finite numbers are expected"),
+        ("{training.epochs: {low: 1.5, high: 4, whole: true}}", "whole numbers are expected for low and high"),
+        ("{training.epochs: {low: 0.5, high: 9, whole: true, log: true}}", "whole numbers are expected"),
     ],
 )
 def test_a_range_that_is_none_is_said(given: str, said: str) -> None:
