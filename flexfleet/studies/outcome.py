@@ -113,7 +113,7 @@ def _lines(tuned: Tuned) -> list[str]:
 
 
 def markdown(tuned: Tuned, patch: str) -> str:
-    """`patch`: what the best setting changes, as YAML."""
+    """`patch`: the best values alone, as YAML."""
     rule = ("---", *("--:" for _ in PARAMETERS[1:]))
     rows = [f"| {' | '.join(map(escaped, row))} |" for row in (PARAMETERS, *parameters(tuned))]
     table = "\n".join([rows[0], f"| {' | '.join(rule)} |", *rows[1:]])

@@ -278,11 +278,6 @@ class MLflow:
             for chunk in _chunks([Param(k, v) for k, v in new.items()], 100):
                 self._client.log_batch(self.run_id, params=chunk)
 
-    def tags(self, values: Mapping[str, str]) -> None:
-        with answering(self.uri):
-            for key, value in values.items():
-                self._client.set_tag(self.run_id, key, value)
-
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         import time
 

@@ -350,9 +350,9 @@ def begin_beside(uri: str, experiment: str, place: int, together: Any) -> None:
     together.wait(60)
     found = MLflow(uri, experiment, f"run {place}", {tracking.TOKEN: str(place)})
     found.dataset("digits", "abc", "here", "training")
-    found.tags({"a": "b"})
     found.finish("FINISHED")
     client = tracking.client_of(uri)
+    client.set_tag(found.run_id, "a", "b")
     source = client.get_run(found.run_id).info.artifact_uri
     publish._version(client, experiment, f"{source}/level", found.run_id, str(place), "about")
 
