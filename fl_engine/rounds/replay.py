@@ -54,6 +54,9 @@ def replay(run: Run, initial: Any, backend: Backend, ledger: Ledger, round: int,
     if not 0 <= round < len(rows):
         raise ConfigError(f"round {round + 1} is not computed: {len(rows)} are")
     line = next((line for line in rows[round].clients if line["client"] == client), None)
+    metrics = rows[round].metrics
+    if not rows[round].clients and (metrics.get("clients_trained") or metrics.get("clients_failed")):
+        raise ConfigError(f"round {round + 1} was packed, and its clients' lines are kept no longer")
     if line is None:
         there = ", ".join(str(line["client"]) for line in rows[round].clients)
         raise ConfigError(f"client {client} was not asked in round {round + 1}; those were {there}")

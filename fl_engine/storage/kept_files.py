@@ -60,8 +60,9 @@ class KeptFiles:
         files = store.list(self._folder)
         if not files:
             return
-        keep: set[str] = set()
-        for round in self._checkpoints.with_state():
+        keep, rounds = set[str](), self._checkpoints.with_state()
+        self._named = {round: names for round, names in self._named.items() if round in rounds}
+        for round in rounds:
             if round not in self._named:
                 try:
                     self._named[round] = frozenset(self._names(self._checkpoints.rest(round)))

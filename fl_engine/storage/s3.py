@@ -45,6 +45,8 @@ PART = 64 * 2**20
 """Bytes. Larger values are uploaded in parts of this size."""
 ATTEMPTS = 6
 """Tries of a request that the server does not answer, or answers with 429 or 5xx."""
+BUSY = ("InternalError", "ServiceUnavailable", "SlowDown")
+"""What a server says of a key whose deletion may be tried again."""
 HASTY_S = 5
 """Seconds in which a server answers who does not want to wait."""
 READS = 4
@@ -147,14 +149,21 @@ class S3Store:
 
         given = {"Bucket": self._bucket, "Key": self._prefix + key, "Metadata": {"sha256": sha256(value)}}
         with self._explained(key):
-            try:
-                self._client.put_object(Body=value, ContentMD5=_md5(value), IfNoneMatch="*", **given)
-            except ClientError as error:
-                # 409: somebody else is at it this very moment.
-                if error.response["ResponseMetadata"]["HTTPStatusCode"] in (409, 412):
-                    return False
-                raise
-        return True
+            for pause in _pauses():
+                try:
+                    self._client.put_object(Body=value, ContentMD5=_md5(value), IfNoneMatch="*", **given)
+                except ClientError as error:
+                    status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+                    if status == 412:
+                        return False
+                    # 409: another request for this key is under way, perhaps an earlier try of this one. Nothing says
+                    # yet whether the key will be there.
+                    if status != 409 or pause is None:
+                        raise
+                    time.sleep(pause)
+                else:
+                    return True
+        raise AssertionError("the last try returns or raises")
 
     def _put_parts(self, value: Value, given: Mapping[str, Any]) -> None:
         """The object appears whole when the upload is completed, or never."""
@@ -198,10 +207,17 @@ class S3Store:
     def delete(self, *keys: str) -> None:
         with self._explained(keys[0] if keys else ""):
             for start in range(0, len(keys), PAGE):
-                objects = [{"Key": self._prefix + key} for key in keys[start : start + PAGE]]
-                answer = self._client.delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
-                for error in answer.get("Errors", ()):
-                    raise EnvironmentFailure(f"{self.uri()}: {error['Key']} cannot be deleted: {error['Code']}")
+                left = [self._prefix + key for key in keys[start : start + PAGE]]
+                for pause in _pauses():
+                    objects = {"Objects": [{"Key": key} for key in left], "Quiet": True}
+                    failed = self._client.delete_objects(Bucket=self._bucket, Delete=objects).get("Errors", ())
+                    for error in failed:
+                        if pause is None or error["Code"] not in BUSY:
+                            raise EnvironmentFailure(f"{self.uri()}: {error['Key']} cannot be deleted: {error['Code']}")
+                    if not failed:
+                        break
+                    left = [error["Key"] for error in failed]
+                    time.sleep(pause or 0.0)
 
     def sweep(self, prefix: str) -> None:
         with self._explained(prefix):
@@ -443,6 +459,12 @@ def setting(name: str, settings: str = OWN) -> str | None:
 def endpoint_of(settings: str = OWN) -> str | None:
     """The server's address; None: Amazon's."""
     return setting("AWS_ENDPOINT_URL_S3", settings) or setting("AWS_ENDPOINT_URL", settings)
+
+
+def _pauses() -> Iterator[float | None]:
+    """For each try, how long to wait before the next; None: it is the last."""
+    yield from (0.2 * 2**attempt for attempt in range(ATTEMPTS - 1))
+    yield None
 
 
 def _again(read: Callable[[], T], tries: int = READS) -> T:

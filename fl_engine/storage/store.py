@@ -6,13 +6,14 @@ new ones, never a part.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -20,6 +21,9 @@ from safetensors import SafetensorError
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError, first_line
 from fl_engine.core.types import Params
 from fl_engine.storage.pieces import Value, digest, laid_out, pieces_of
+
+TRIES = 100
+"""To write into a folder that others remove as often as it is empty."""
 
 
 class Store(Protocol):
@@ -72,9 +76,8 @@ class FolderStore:
             changed = [path.parent]  # folders with a new entry: without their fsync a power cut forgets the name
             while not changed[-1].exists():
                 changed.append(changed[-1].parent)
-            path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                with open(part, "wb", opener=lambda path, flags: os.open(path, flags, self.mode)) as file:
+                with self._opened(part) as file:
                     file.writelines(pieces_of(value))
                     file.flush()
                     os.fsync(file.fileno())
@@ -84,11 +87,25 @@ class FolderStore:
                 raise
             part.unlink(missing_ok=True)  # where its name is a second one
             for folder in changed:
-                descriptor = os.open(folder, os.O_RDONLY)
+                try:
+                    descriptor = os.open(folder, os.O_RDONLY)
+                except FileNotFoundError:  # the value is there no more: somebody has deleted it, and the folder
+                    continue
                 try:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
+
+    def _opened(self, part: Path) -> BinaryIO:
+        """A new file, and its folder, which somebody who deletes the last file in it may remove again."""
+        for left in reversed(range(TRIES)):
+            try:
+                part.parent.mkdir(parents=True, exist_ok=True)
+                return open(part, "wb", opener=lambda path, flags: os.open(path, flags, self.mode))
+            except (FileNotFoundError, FileExistsError) as error:  # mkdir's, of a folder that has just gone
+                if not left:
+                    raise EnvironmentFailure(f"{part.parent} is removed as soon as it is there") from error
+        raise AssertionError("the last try returns or raises")
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         try:
@@ -115,8 +132,7 @@ class FolderStore:
             with self._explained(key):
                 path.unlink(missing_ok=True)
                 folder = path.parent
-                while folder != self.root and folder.is_dir() and not any(folder.iterdir()):
-                    folder.rmdir()
+                while folder != self.root and _removed(folder):
                     folder = folder.parent
 
     def sweep(self, prefix: str) -> None:
@@ -135,6 +151,17 @@ class FolderStore:
 
     def uri(self, key: str = "") -> str:
         return str(self.root / key)
+
+
+def _removed(folder: Path) -> bool:
+    """Removes the folder if it is empty; somebody else may do so, or write into it, at the same time."""
+    try:
+        folder.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
 
 
 class MemoryStore:

@@ -43,6 +43,7 @@ from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.selection.capacity import round_size
 from fl_engine.storage import lease
+from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.lease import Lease
 from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.places import open_store
@@ -132,6 +133,8 @@ def _federate(
     if config.run.remote is not None:
         _fetch_run(store, out)
     known = known_run(config, out, resume)
+    if known:
+        _same_place(known, config, store, out)
     tell_unused(config)
     site = site_of(resolved, partition_dir, pool_dir, known.numerics if known else None)
     if config.evaluate.on == "clients":
@@ -392,6 +395,16 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
         lines = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in fixed[:6])
         raise ConfigError(f"{out} was started with another configuration ({lines}): choose another --run-id")
     return known
+
+
+def _same_place(known: RunFile, config: Config, store: Store, out: Path) -> None:
+    """Raises ConfigError rather than compute a run again whose rounds are in another place."""
+    before, now = known.config["run"].get("remote"), configs.public(config).run.remote
+    if before != now and not Checkpoints(store).commits():
+        raise ConfigError(
+            f"{out} was started with run.remote = {before}, and with run.remote = {now} no round is committed: give "
+            "the place that it was started with, or copy what is there"
+        )
 
 
 def _same_noise(known: RunFile, out: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -475,6 +476,18 @@ def test_a_damaged_checkpoint_is_named_and_got_over_when_told_to(
     assert good.json["model_sha256"] == done.json["model_sha256"]
     assert good.json["metrics"] == done.json["metrics"]
     assert flexfleet("run", "--json", "--run-id", "a", "--resume", sets=quick).code == 0
+
+
+def test_a_run_is_not_begun_again_where_its_rounds_are_not(
+    flexfleet: Any, finished: Any, quick: Sequence[str], tmp_path: Path
+) -> None:
+    run, done = finished
+    remote = f"run.remote={tmp_path}/elsewhere"
+    text = refused(flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*quick, remote]))
+    assert f"was started with run.remote = None, and with {remote.replace('=', ' = ')} no round is committed" in text
+    shutil.copytree(run / "rounds", tmp_path / "elsewhere" / "a" / "rounds")
+    again = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*quick, remote])
+    assert again.json["model_sha256"] == done.json["model_sha256"], again.err
 
 
 def truncate(path: Path) -> None:

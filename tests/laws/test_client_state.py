@@ -487,6 +487,16 @@ def test_where_a_commit_cannot_be_read_no_state_is_deleted(tmp_path: Path) -> No
     assert states(store) == before
 
 
+def test_of_commits_that_are_kept_no_longer_nothing_is_remembered(tmp_path: Path) -> None:
+    """The files that commits name would fill the memory of a long run."""
+    ledger = ledger_in(FolderStore(tmp_path))
+    for round in range(6):
+        ledger.checkpoints.commit(round, {}, {KEY: {"0": f"{round:064x}.safetensors"}}, [])
+        ledger.store.put("states/" + "0" * 64 + ".safetensors", b"")
+        ledger.states.prune()
+    assert set(ledger.states._named) == set(ledger.checkpoints.with_state()) < set(range(6))
+
+
 def test_an_order_carries_its_own_clients_state_alone(tmp_path: Path) -> None:
     """The server's memory and the client's state share a file, by name apart."""
     order = replace(ORDER, memory={"classifier.bias": torch.ones(4), **travelling(STATE)})

@@ -15,9 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.core.errors import IntegrityError
+from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import ClientFailure, ClientUpdate, Params, RoundPlan, SubmodelSpec, WorkOrder
 from fl_engine.rounds.ledger import Ledger, ledger_in
+from fl_engine.rounds.replay import replay
 from fl_engine.storage import checkpoints
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.store import FolderStore, Store, sha256
@@ -152,6 +153,15 @@ def test_states_that_are_kept_stay_when_measurements_are_packed(memory_store: St
     assert ledger.checkpoints.rows() == rows(*range(21)) and ledger.checkpoints.last_good() == 20
     commit(ledger, *range(21, 50))
     assert ledger.checkpoints.rows() == rows(*range(50))
+
+
+def test_a_client_whose_line_was_packed_away_is_not_said_to_be_missing(memory_store: Store, small_packs: None) -> None:
+    ledger, lines = ledger_in(memory_store), tuple({"client": client} for client in range(6))
+    for round in range(24):
+        row = Row(round=round, metrics={"clients_trained": 6.0}, clients=lines)
+        ledger.checkpoints.commit(round, *state(round), [row])
+    with pytest.raises(ConfigError, match=r"^round 2 was packed, and its clients' lines are kept no longer$"):
+        replay(None, None, None, ledger, 1, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("held", [0, 30, 1000])

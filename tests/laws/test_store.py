@@ -68,6 +68,38 @@ def test_deleting_what_is_not_there_is_no_error(tmp_path: Path) -> None:
     assert store.list("") == ["rounds/00000/a"]
 
 
+def test_a_folder_that_is_removed_before_its_file_is_there_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by who deletes the last file in it at the same time."""
+    opened, removed = os.open, list[str]()
+
+    def open_late(path: str, *given: int) -> int:
+        if str(path).endswith(".part") and len(removed) < 2:
+            removed.append(path)
+            Path(path).parent.rmdir()
+        return opened(path, *given)
+
+    monkeypatch.setattr(os, "open", open_late)
+    FolderStore(tmp_path).put("states/a", b"x")
+    assert len(removed) == 2 and FolderStore(tmp_path).get("states/a") == b"x"
+
+
+def test_a_folder_that_is_written_into_while_it_is_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, remove = FolderStore(tmp_path), Path.rmdir
+
+    def rmdir(folder: Path) -> None:
+        store.put("states/b", b"new")
+        remove(folder)
+
+    store.put("states/a", b"x")
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    store.delete("states/a")
+    assert store.list("") == ["states/b"]
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import boto3.session
 import pytest
 import torch
+from botocore.exceptions import ClientError
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.storage import lease, s3
@@ -284,6 +286,60 @@ def test_a_run_that_another_coordinator_is_at_is_refused_and_says_who_it_is(
             run(resolved, "a", resume=True)
     assert run(resolved, "a", resume=True).status == "finished"
     assert S3Store(f"s3://{BUCKET}/{server}-held/a").list("lease/") == ["lease/00002.json"]
+
+
+@pytest.fixture
+def scripted(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The next answers to what `store` puts and deletes, in place of the server's; it waits for nothing."""
+    answers: list[Any] = []
+
+    def instead(asked: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(**given: Any) -> Any:
+            answer = answers.pop(0) if answers else asked(**given)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return ask
+
+    for name in ("put_object", "delete_objects"):
+        monkeypatch.setattr(store._client, name, instead(getattr(store._client, name)))
+    monkeypatch.setattr(s3.time, "sleep", lambda _: None)
+    return answers
+
+
+def refusal(status: int, code: str) -> ClientError:
+    return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")
+
+
+def test_a_creation_that_meets_another_request_is_tried_again(store: S3Store, scripted: list[Any]) -> None:
+    """That request may be an earlier try of the same, or fail."""
+    scripted += [refusal(409, "ConditionalRequestConflict")] * 2
+    assert store.create("key", b"mine")
+    assert store.get("key") == b"mine"
+    scripted += [refusal(409, "ConditionalRequestConflict"), refusal(412, "PreconditionFailed")]
+    assert not store.create("key", b"another's")
+    scripted += [refusal(409, "ConditionalRequestConflict")] * s3.ATTEMPTS
+    with pytest.raises(EnvironmentFailure, match="ConditionalRequestConflict"):
+        store.create("key", b"another's")
+
+
+def test_of_several_keys_those_that_a_busy_server_did_not_delete_are_deleted_again(
+    store: S3Store, scripted: list[Any]
+) -> None:
+    for key in ("a", "b"):
+        store.put(key, b"value")
+    failed = {"Key": store._prefix + "a", "Code": "InternalError"}
+    scripted.append({"Errors": [failed]})
+    store.delete("a")
+    assert store.list("") == ["b"]
+    scripted.append({"Errors": [failed | {"Code": "AccessDenied"}]})
+    with pytest.raises(EnvironmentFailure, match="a cannot be deleted: AccessDenied"):
+        store.delete("a", "b")
+    scripted += [{"Errors": [failed]}] * s3.ATTEMPTS
+    with pytest.raises(EnvironmentFailure, match="a cannot be deleted: InternalError"):
+        store.delete("a", "b")
+    assert not scripted and store.list("") == ["b"]
 
 
 def test_of_many_that_create_a_key_at_once_one_succeeds(store: S3Store) -> None:
