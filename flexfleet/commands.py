@@ -226,13 +226,14 @@ def submit(args: argparse.Namespace) -> int:
         return follow(args, args.follow, {})
     from dataclasses import asdict
 
+    from flexfleet.config import pair_of
     from flexfleet.kubeflow.submit import given
     from flexfleet.kubeflow.submit import submit as start
 
     own = fields_of(args.param)
     submitted = start(
         args.pipeline,
-        given(args.pipeline, config_of(args)) | own,
+        given(args.pipeline, config_of(args), [pair_of(text)[0] for text in args.set]) | own,
         host=args.host,
         namespace=args.namespace,
         experiment=args.experiment,

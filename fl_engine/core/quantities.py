@@ -12,10 +12,9 @@ UNITS |= {f"{unit}i": Decimal(1024) ** n for n, unit in enumerate("KMGTPE", 1)}
 
 
 def quantity(text: str) -> Decimal:
-    """The number that an amount above 0 stands for. Raises ValueError for other text."""
+    """The number that an amount stands for. Raises ValueError for other text."""
     found = NUMBER.fullmatch(text)
-    number, unit, exponent = found.groups() if found else ("0", None, None)
-    amount = Decimal(number) * UNITS[unit or ""] * Decimal(10) ** int(exponent or 0)
-    if amount <= 0:
+    if found is None:
         raise ValueError(f"an amount as Kubernetes writes it is expected (250m, 2, 1Gi), got {text!r}")
-    return amount
+    number, unit, exponent = found.groups()
+    return Decimal(number) * UNITS[unit or ""] * Decimal(10) ** int(exponent or 0)

@@ -103,6 +103,8 @@ class FolderStore:
                 part.parent.mkdir(parents=True, exist_ok=True)
                 return open(part, "wb", opener=lambda path, flags: os.open(path, flags, self.mode))
             except (FileNotFoundError, FileExistsError) as error:  # mkdir's, of a folder that has just gone
+                if os.path.lexists(part.parent) and not part.parent.is_dir():
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from error
                 if not left:
                     raise EnvironmentFailure(f"{part.parent} is removed as soon as it is there") from error
         raise AssertionError("the last try returns or raises")
@@ -156,6 +158,8 @@ class FolderStore:
 def _removed(folder: Path) -> bool:
     """Removes the folder if it is empty; somebody else may do so, or write into it, at the same time."""
     try:
+        if not folder.is_dir() or any(folder.iterdir()):
+            return False
         folder.rmdir()
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):

@@ -83,8 +83,10 @@ def finished(config: Config, out: Path) -> bool:
     `flexfleet central --resume` says where they differ."""
     try:
         Result.read(out / "result.json")
-        epochs = len(History.read(out / "history.json").rounds)
-        return epochs == config.central.epochs and CentralFile.read(out / "central.json").config == deciding(config)
+        epochs, known = len(History.read(out / "history.json").rounds), CentralFile.read(out / "central.json").config
+        now = deciding(config)
+        same = all(known[path] == now.get(path) for path in known)  # an earlier version had fewer parameters
+        return epochs == config.central.epochs and same
     except IntegrityError:
         return False
 

@@ -192,12 +192,7 @@ def _run(
     references: Sequence[Entry],
     carry_out: CarryOut,
 ) -> None:
-    def made() -> list[str]:
-        found = [e.name for e in runs if finished(e.config, folder / e.name)]
-        return found + [e.name for e in references if reference.finished(e.config, folder / e.name)]
-
-    before = made()
-    left = [entry for entry in runs if entry.name not in before]
+    left = [entry for entry in runs if not finished(entry.config, folder / entry.name)]
     if len(left) < len(runs):
         log.info("%d of %d runs are finished", len(runs) - len(left), len(runs))
     about = {"flexfleet.comparison": id, **({PARENT: parent} if parent else {})}
@@ -214,12 +209,9 @@ def _run(
         _command(entry, folder / shared[entry.name], tags(entry, id, parent), folder, options, *given[entry.name])
         for entry in ready
     ] + central
-    try:
-        codes |= carry_out(commands, at_once)
-    finally:
-        if made() != before:  # old results would not match the runs any more
-            for name in FILES:
-                (folder / name).unlink(missing_ok=True)
+    for name in FILES if commands else ():  # before a run changes that they are of, whatever is killed then
+        (folder / name).unlink(missing_ok=True)
+    codes |= carry_out(commands, at_once)
     failed = [(name, code) for name, code in codes.items() if code]
     if failed:
         logs = {each.name: each.log for each in (*shares, *commands)}

@@ -256,8 +256,6 @@ class Range(Section):
             raise ValueError("low and high are expected, low below high, and above 0 for log; or choices")
         elif not (math.isfinite(self.low) and math.isfinite(self.high)):
             raise ValueError("finite numbers are expected for low and high")
-        elif self.whole and not (self.low.is_integer() and self.high.is_integer()):
-            raise ValueError("whole numbers are expected for low and high where whole is true")
         return self
 
 

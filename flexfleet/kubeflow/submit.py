@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from flexfleet.config.overrides import PARAMETERS, parameters_of
 from flexfleet.config.passwords import no_passwords
 from flexfleet.kubeflow.retarget import documents, names, retarget, shipped
 from flexfleet.kubeflow.server import connected, link, pages
+
+log = logging.getLogger("flexfleet")
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,19 @@ def form(name: str) -> dict[str, Any]:
     return {name: about.get("defaultValue") for name, about in given.items()}
 
 
-def given(name: str, config: Config) -> dict[str, Any]:
-    """The values of the pipeline's form, `advanced` among them, that make this configuration there. Raises ConfigError
-    for a value of which the form has no field."""
+def given(name: str, config: Config, named: Collection[str]) -> dict[str, Any]:
+    """The values of the pipeline's form, `advanced` among them, that make this configuration there. Where the form has
+    no field for a value: raises ConfigError if it is of the parameters that the user has `named`, else warns."""
     asked, (parameters, advanced), plain = form(name), parameters_of(config), parameters_of(Config())[0]
     for key, path in PARAMETERS.items():
-        if key not in asked and parameters[key] != plain[key]:
+        if key in asked or parameters[key] == plain[key]:
+            continue
+        said = f"the pipeline {name} has no field for {path} = {parameters[key]!r}"
+        if path in named:
             raise ConfigError(
-                f"the pipeline {name} has no field for {path} = {parameters[key]!r}: leave it out, or say it by one of "
-                f"its fields ({', '.join(sorted(asked))}) with --param"
+                f"{said}: leave it out, or say it by one of its fields ({', '.join(sorted(asked))}) with --param"
             )
+        log.warning("%s, which the configuration's file says", said)
     return {key: value for key, value in parameters.items() if key in asked} | {"advanced": advanced}
 
 

@@ -51,7 +51,16 @@ def _run(resolved: Resolved, site: Site) -> Run:
     noise_key = privacy.noise_key(str(config.seed).encode(), "pace") if privacy.is_private(algorithm) else None
     trace, _ = trace_of(config, site)
     terms = config.rounds.model_copy(update={"stop": ROUNDS, "evaluate_every": ROUNDS})
-    return Run(algorithm, site, terms, config.run.devices, noise_key, codecs(config), trace, config.fleet.wait_s)
+    return Run(
+        algorithm,
+        site,
+        terms,
+        config.run.devices,
+        noise_key=noise_key,
+        codecs=codecs(config),
+        trace=trace,
+        wait_s=config.fleet.wait_s,
+    )
 
 
 def _rounds(resolved: Resolved, run: Run) -> float:

@@ -161,13 +161,13 @@ def register(uri: str, run_id: str, name: str, data: Data, folder: Path, levels:
 
 def _version(client: Any, name: str, source: str, run_id: str, model: str, about: str) -> None:
     """Makes a version of a registered model, with the alias `candidate`. If the version exists, it does not change, nor
-    does the alias unless a kill came between the two: an old run that is registered again is no new candidate."""
+    does the alias unless a kill came between the two: a run that is registered again is no new candidate."""
     from mlflow.exceptions import MlflowException
 
     known = sorted(client.search_model_versions(f"name = '{name}'"), key=lambda v: int(v.version))
     if any(v.run_id == run_id and v.tags.get(MODEL) == model for v in known):
         if known[-1].run_id == run_id and known[-1].tags.get(MODEL) == model:
-            _give(client, name, CANDIDATE, known[-1].version)
+            _give(client, known[-1], CANDIDATE)
         return
     try:
         client.create_registered_model(name)
@@ -175,14 +175,17 @@ def _version(client: Any, name: str, source: str, run_id: str, model: str, about
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise ConfigError(f"publish.name: MLflow takes no model named {name!r}: {error.message}") from error
     made = client.create_model_version(name, source, run_id, tags={MODEL: model}, description=about)
-    _give(client, name, CANDIDATE, made.version)
+    _give(client, made, CANDIDATE)
 
 
-def _give(client: Any, name: str, alias: str, version: str) -> None:
-    """Gives a version the alias, unless it or a newer version has it."""
-    held = client.get_registered_model(name).aliases.get(alias)
-    if held is None or int(held) < int(version):
-        client.set_registered_model_alias(name, alias, version)
+def _give(client: Any, version: Any, alias: str) -> None:
+    """Gives a version the alias, once, and not where a newer version has it: who moves it by hand has the last word."""
+    given, held = f"flexfleet.{alias}", client.get_registered_model(version.name).aliases.get(alias)
+    if given in version.tags:
+        return
+    if held is None or int(held) < int(version.version):
+        client.set_registered_model_alias(version.name, alias, version.version)
+    client.set_model_version_tag(version.name, version.version, given, "given")
 
 
 def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
@@ -236,5 +239,5 @@ def promote(uri: str, run_id: str, model: str) -> list[str]:
     with answering(uri, "does not take a champion"):
         versions = [v for v in client.search_model_versions(f"run_id = '{run_id}'") if v.tags.get(MODEL) == model]
         for version in versions:
-            _give(client, version.name, CHAMPION, version.version)
+            _give(client, version, CHAMPION)
     return sorted(version.name for version in versions)

@@ -21,7 +21,15 @@ from fl_engine.backends import BACKENDS, Surroundings
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm, ModelFamily, Tracker, Watcher
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, ModelError, Replaced, Stopped
+from fl_engine.core.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    FlexfleetError,
+    IntegrityError,
+    ModelError,
+    Replaced,
+    Stopped,
+)
 from fl_engine.core.fields import Moves
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params
@@ -134,7 +142,7 @@ def _federate(
         _fetch_run(store, out)
     known = known_run(config, out, resume)
     if known:
-        _same_place(known, config, store, out)
+        _same_place(known, config, run_id, out)
     tell_unused(config)
     site = site_of(resolved, partition_dir, pool_dir, known.numerics if known else None)
     if config.evaluate.on == "clients":
@@ -397,10 +405,22 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
     return known
 
 
-def _same_place(known: RunFile, config: Config, store: Store, out: Path) -> None:
-    """Raises ConfigError rather than compute a run again whose rounds are in another place."""
+def _same_place(known: RunFile, config: Config, run_id: str, out: Path) -> None:
+    """Raises ConfigError rather than compute a run again whose rounds are in another place, or may be: one that cannot
+    be asked."""
     before, now = known.config["run"].get("remote"), configs.public(config).run.remote
-    if before != now and not Checkpoints(store).commits():
+
+    def has_rounds(remote: str | None) -> bool:
+        there = config.model_copy(update={"run": config.run.model_copy(update={"remote": remote})})
+        return bool(Checkpoints(store_of(there, run_id, out)).commits())
+
+    if before == now or has_rounds(config.run.remote):
+        return
+    try:
+        elsewhere = has_rounds(before)
+    except FlexfleetError:
+        elsewhere = True
+    if elsewhere:
         raise ConfigError(
             f"{out} was started with run.remote = {before}, and with run.remote = {now} no round is committed: give "
             "the place that it was started with, or copy what is there"

@@ -57,14 +57,25 @@ def space_of(config: Config, pool: Pool) -> dict[str, Range]:
     """`tune.space`, else the space that the algorithm declares (`pool` is the default's). Raises ConfigError if there
     is none, or for a range that is none."""
     if config.tune.space:
+        check_whole(config.tune.space)
         return dict(config.tune.space)
     space = {path: _range(path, each) for path, each in _declared(config, pool).items()}
+    check_whole(space)
     if not space:
         raise ConfigError(
             f"tune.space is empty, and {config.algorithm['name']} declares no search space of its own: say what to "
             "search, a.b: {low, high}"
         )
     return space
+
+
+def check_whole(space: Mapping[str, Range]) -> None:
+    """Raises ConfigError for a range of whole numbers whose ends are none: what is drawn would lie outside of it. (Not
+    when the configuration is read: records of earlier versions have such ranges.)"""
+    for path, each in space.items():
+        ends = [end for end in (each.low, each.high) if end is not None]
+        if each.whole and not all(end.is_integer() for end in ends):
+            raise ConfigError(f"tune.space, {path}: low and high are whole numbers where whole is true, got {ends}")
 
 
 def _range(path: str, each: Interval) -> Range:

@@ -79,6 +79,7 @@ def _examine(config: Config) -> None:
     if clash:
         raise ConfigError(f"tune.space: {', '.join(clash)} cannot be searched")
     search.check_names(config)
+    search.check_whole(config.tune.space)
     if set(config.tune.seeds) & set(config.tune.held_out):
         raise ConfigError("tune.held_out: these seeds are to be new, but trials run on some of them (tune.seeds)")
     resolved = Resolved.of(config)

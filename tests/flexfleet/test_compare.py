@@ -496,29 +496,22 @@ def test_fewer_rounds_are_refused_before_anything_trains(ran: Ran, flexfleet: An
     assert {name: (ran.folder / name).read_bytes() for name in tabulate.FILES} == before
 
 
-def test_old_results_stay_until_a_run_is_made(
+def test_old_results_go_before_a_run_changes_and_stay_where_none_can(
     ran: Ran, flexfleet: Any, sets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are the last that is known of these runs, and describe them no more when one has changed."""
+    """A run that is killed leaves no results that are not of it."""
     argv, given = ("compare", *TWO, "--id", "both", "--resume"), [*sets, "rounds.stop=4"]
+    there: list[bool] = []
 
-    def fails(*_: Any, **__: Any) -> None:
-        raise IntegrityError("a file is damaged")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_module, "evaluate", fails)
-        assert "0 of 4 runs are finished" in refused(flexfleet(*argv, sets=given), IntegrityError.exit_code)
-    assert all((ran.folder / name).exists() for name in tabulate.FILES)
-    made: list[str] = []
-
-    def one(jobs: Sequence[side_by_side.Command], at_once: int) -> dict[str, int]:
-        made.extend(in_this_process(jobs[:1], at_once))
-        raise Stopped("")
+    def look(jobs: Sequence[side_by_side.Command], at_once: int) -> dict[str, int]:
+        there.append(any((ran.folder / name).exists() for name in tabulate.FILES))
+        return {job.name: IntegrityError.exit_code for job in jobs}
 
     with monkeypatch.context() as patch:
-        patch.setattr(compare_module, "side_by_side", lambda jobs, n: one(jobs, n) if jobs else {})
-        refused(flexfleet(*argv, sets=given), Stopped.exit_code)
-    assert made == ["flexfl-s0"] and not any((ran.folder / name).exists() for name in tabulate.FILES)
+        patch.setattr(compare_module, "_shares", lambda *_: [side_by_side.Command("shared", [], Path("log"))])
+        patch.setattr(compare_module, "side_by_side", look)
+        refused(flexfleet(*argv, sets=given), IntegrityError.exit_code)
+    assert there == [True] and all((ran.folder / name).exists() for name in tabulate.FILES)
 
 
 def test_changed_code_is_refused_before_anything_trains(

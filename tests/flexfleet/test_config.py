@@ -54,8 +54,9 @@ def test_clients_urls_do_not_outlive_what_a_server_signs() -> None:
     ("setting", "said"),
     [
         *((f"pools={{weak: {{memory: '{amount}'}}}}", "an amount as Kubernetes writes it is expected")
-          for amount in ("", "banana", "1GB", "2 Gi", "-1Gi", "0", "1_000Mi", "\u0661Gi", "nan", "Auto")),
-        ("pools={weak: {memory: 512m}}", "whole bytes are expected"),
+          for amount in ("", "banana", "1GB", "2 Gi", "-1Gi", "1_000Mi", "\u0661Gi", "nan", "Auto")),
+        ("pools={weak: {memory: 512m}}", "a byte at least is expected"),
+        ("pools={weak: {cpu: '0'}}", "more than 0 is expected"),
         ("pools={weak: {cpu: '1,5'}}", "an amount as Kubernetes writes it is expected"),
         ("data=nfs:x", "pvc:<claim> or host:/<folder of the node> is expected"),
         ("namespace=Bad_NS", "namespace"),
@@ -66,7 +67,14 @@ def test_what_kubernetes_would_refuse_is_refused_at_once(setting: str, said: str
 
 
 def test_amounts_as_kubernetes_writes_them_are_taken() -> None:
-    for cpu, memory in (("250m", "1Gi"), ("1.5", "1.5Gi"), (".5", "1e9"), ("2", "128974848")):
+    for cpu, memory in (
+        ("250m", "1Gi"),
+        ("1.5", "1.5Gi"),
+        (".5", "1e9"),
+        ("2", "128974848"),
+        ("1", "1.3Gi"),
+        ("1", "1e30"),
+    ):
         load_config(None, [f"kubernetes.pools={{weak: {{cpu: '{cpu}', memory: '{memory}'}}}}"])
     load_config(None, ["kubernetes.pools={weak: {memory: auto}}", "kubernetes.data=host:/"])
 

@@ -254,6 +254,9 @@ def test_a_version_whose_registration_was_killed_becomes_candidate_later(
         assert client.get_registered_model("m").aliases == {"candidate": number}
     publish._version(client, "m", "here", run_id, "first", "about")
     assert client.get_registered_model("m").aliases == {"candidate": 2}, "an old one is no new candidate"
+    client.set_registered_model_alias("m", "candidate", "1")
+    publish._version(client, "m", "here", run_id, "second", "about")
+    assert client.get_registered_model("m").aliases == {"candidate": 1}, "as somebody has set it by hand"
 
 
 @pytest.mark.parametrize("init", [False, True])

@@ -171,11 +171,16 @@ def test_a_template_whose_pods_tolerate_everything_is_taken(tmp_path: Path) -> N
     assert jobs.wanted(job).endswith("tolerating every taint")
 
 
-def test_a_pool_of_a_tier_that_the_fleet_does_not_have_is_refused() -> None:
+def test_a_pool_of_a_misspelt_tier_is_refused_and_one_of_another_fleet_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     options = KubernetesConfig(pools={"weak": NodePool(), "strog": NodePool()})
     with pytest.raises(ConfigError, match=r"^kubernetes\.pools: the fleet has no tier 'strog' \(did you mean 'strong'"):
         jobs.check(options, ["weak", "medium", "strong"])
     jobs.check(options, ["weak", "strog"])
+    assert not caplog.records
+    jobs.check(KubernetesConfig(pools=dict.fromkeys(("weak", "medium", "strong", "pi-4b"), NodePool())), ["pi-4b"])
+    assert "kubernetes.pools: the fleet has no tier 'medium' (its tiers: pi-4b)" in caplog.text
 
 
 def test_what_a_pod_waits_for_and_why_it_failed() -> None:

@@ -146,6 +146,8 @@ def test_a_pod_that_is_never_made_after_one_that_failed_is_given_up() -> None:
     assert {index: loss.reason for index, loss in lost(job, 721.0).items()} == {
         0: "weak: no pod was made in 620 s after one that failed: OOMKilled (exit code 137)"
     }
+    waiting.hear(job, [running(job, 1)], 720.0)
+    assert lost(job, 719.0) == {} and set(lost(job, 721.0)) == {0}, "somebody has deleted it"
     again = failed(job, 0)
     again["metadata"] |= {"uid": "the second", "creationTimestamp": "2"}
     waiting.hear(job, [again, running(job, 1)], 721.0)
@@ -162,6 +164,21 @@ def test_why_no_pod_is_made_after_one_that_failed_is_told_and_decides_how_long_i
     )
     waiting.hear_refusals(job, [refused('violates PodSecurity "restricted:latest": hostPath')])
     assert set(lost(job, 101.0)) == {0}
+
+
+def test_what_was_refused_before_all_pods_were_there_explains_nothing_later() -> None:
+    job, event = watched(2), refused("exceeded quota: clients, used: pods=9")
+    waiting.hear(job, [running(job, 0)], 1.0)
+    waiting.hear_refusals(job, [event])
+    assert job.reason(1) == "no pod was made: exceeded quota: clients, used: pods=9"
+    waiting.hear(job, [running(job, 0), running(job, 1)], 2.0)
+    waiting.hear(job, [failed(job, 0), running(job, 1)], 100.0)
+    waiting.hear_refusals(job, [event])
+    assert lost(job, 721.0, moved=700.0)[0].reason == (
+        "weak: no pod was made in 620 s after one that failed: OOMKilled (exit code 137)"
+    )
+    waiting.hear_refusals(job, [event | {"lastTimestamp": "2"}])
+    assert lost(job, 721.0, moved=700.0) == {}, "a new event"
 
 
 def test_a_pod_after_one_that_failed_queues_for_its_turn() -> None:

@@ -84,6 +84,18 @@ def test_what_would_be_lost_on_the_way_is_refused(
     assert (done.code, said in done.err, server.runs, server.versions) == (2, True, [], []), done.err
 
 
+def test_what_the_configurations_file_says_beside_the_form_is_told(
+    kubeflow: tuple[Any, str], flexfleet: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    server, host = kubeflow
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params.yaml").write_text("seed: 1\n")
+    done = flexfleet("submit", "compare", "--host", host, "--param", "seeds=1,2")
+    assert done.code == 0 and server.runs[0]["runtime_config"]["parameters"]["seeds"] == "1,2", done.err
+    assert "the pipeline compare has no field for seed = 1, which the configuration's file says" in caplog.text
+
+
 CONFIGS = st.fixed_dictionaries(
     {},
     optional={

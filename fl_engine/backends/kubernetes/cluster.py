@@ -71,12 +71,14 @@ class Cluster:
         items: list[Resource] = []
         given = {"labelSelector": labels, "fieldSelector": fields}
         query = [(name, ",".join(f"{k}={v}" for k, v in pairs.items())) for name, pairs in given.items() if pairs]
-        more = ""
+        more, tries = "", TRIES
         while True:
             asked = [*query, ("limit", "500"), *([("continue", more)] if more else [])]
             found = self._ask("GET", kind, query=asked, missing=410 if more else 0)
             if found is None:  # the rest of an old list is no longer there
-                items, more = [], ""
+                items, more, tries = [], "", tries - 1
+                if not tries:
+                    raise Unreachable(f"the Kubernetes API does not give all {kind}: what is left is too old each time")
                 continue
             items += found.get("items", [])
             more = found.get("metadata", {}).get("continue") or ""
@@ -119,7 +121,7 @@ class Cluster:
                 wait = FIRST_WAIT_S * 2**attempt * (1 + random.random() / 4)
                 log.warning("the Kubernetes API: %s (%s %s); asking again in %.1f s", said, method, path, wait)
                 time.sleep(wait)
-        raise Unreachable(f"the Kubernetes API does not answer: {said} ({method} {path})")
+        raise Unreachable(f"the Kubernetes API gives no good answer: {said} ({method} {path})")
 
     def _send(
         self, method: str, path: str, body: Resource | None, query: list[tuple[str, str]]
@@ -153,6 +155,7 @@ def _connect() -> tuple[urllib3.PoolManager, Any]:
     import certifi
     import kubernetes
     import yaml
+    from requests.exceptions import RequestException
     from requests.utils import should_bypass_proxies
 
     config = kubernetes.client.Configuration()
@@ -166,6 +169,8 @@ def _connect() -> tuple[urllib3.PoolManager, Any]:
         raise EnvironmentFailure(
             f"no cluster: {error}. run.backend=kubernetes takes the cluster that it runs in, else KUBECONFIG's"
         ) from error
+    except RequestException:  # where KUBECONFIG says to sign in, and passing
+        raise
     except (yaml.YAMLError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         said = " ".join(str(error).split())
         raise EnvironmentFailure(

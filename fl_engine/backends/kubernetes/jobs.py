@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +15,12 @@ from typing import Any
 import yaml
 
 from fl_engine.backends.kubernetes.settings import KubernetesConfig, NodePool
-from fl_engine.core.errors import ConfigError, nearest, printable
+from fl_engine.core.errors import ConfigError, did_you_mean, printable
 from fl_engine.core.plain import read_yaml
 from fl_engine.core.types import Device, WorkOrder
 from fl_engine.exchange.assignment import COMMON
+
+log = logging.getLogger("flexfleet")
 
 Resource = dict[str, Any]
 
@@ -126,11 +129,14 @@ def template(path: str | None) -> Resource:
 
 
 def check(options: KubernetesConfig, tiers: Sequence[str]) -> None:
-    """Raises ConfigError for a template that is none, and for a pool of a tier that is none of the fleet's `tiers`."""
+    """Raises ConfigError for a template that is none, and for a pool whose tier seems to be misspelt; warns of one that
+    none of the fleet's `tiers` has, as where the rows of a comparison have other fleets."""
     template(options.template)
-    for name in options.pools:
-        if name not in tiers:
-            raise ConfigError(f"kubernetes.pools: the fleet has no tier {name!r}{nearest(name, tiers)}")
+    for name in options.pools.keys() - set(tiers):
+        said = f"kubernetes.pools: the fleet has no tier {name!r}"
+        if hint := did_you_mean(name, set(tiers) - options.pools.keys()):
+            raise ConfigError(said + hint)
+        log.warning("%s (its tiers: %s)", said, ", ".join(sorted(tiers)))
 
 
 WHEN = {"quorum", "attempts", "parallelism", "deadline_s", "pending_s", "poll_s", "lease_s"}

@@ -18,13 +18,14 @@ URL_S = 604_800
 
 
 def _cpus(value: str) -> str:
-    quantity(value)
+    if not quantity(value):
+        raise ValueError(f"more than 0 is expected (250m, 2), got {value!r}")
     return value
 
 
 def _bytes(value: str) -> str:
-    if value != "auto" and quantity(value) % 1 != 0:
-        raise ValueError(f"whole bytes are expected (512Mi, 1Gi), got {value!r}")
+    if value != "auto" and quantity(value) < 1:
+        raise ValueError(f"a byte at least is expected (512Mi, 1Gi), got {value!r}")
     return value
 
 

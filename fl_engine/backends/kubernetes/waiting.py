@@ -4,8 +4,8 @@ Nothing here asks the cluster: the caller gives Jobs, pods, events, and the time
 
 A pod that has not started is either stuck (no node matches, the image cannot be pulled) or queues: for room on a node,
 for its namespace's quota, or for its turn in its Job. A stuck pod is given up after `pending_s`. A pod that queues is
-given up when no pod of the round has started or ended for `pending_s`: then nothing moves. A pod that should come after
-one that failed is given up `pending_s` after the longest that Kubernetes lets it wait.
+given up when no pod of the round has started or ended for `pending_s`: then nothing moves. For a pod that should come
+after one that failed, the same holds with the longest that Kubernetes lets it wait on top of `pending_s`.
 
 A lost node sends no status any more, so its pods' status stands still, and their Job starts no other pods. One sees it
 in one of two ways: the node's controller calls a pod not ready whose containers were ready, or the pod is being deleted
@@ -57,9 +57,11 @@ class Live:
     ending: dict[str, float] = field(default_factory=dict)
     """By uid of a pod that is being deleted: when that was first seen."""
     fell: dict[str, float] = field(default_factory=dict)
-    """By uid of the last pod of an index, which has failed: when that was first seen."""
+    """By uid of the last pod of an index, which has failed: when that was first seen. The pod itself may be gone."""
     refused: str = ""
-    """Why pods are not created, as the last event says."""
+    """Why pods are not created, as the last event says; empty as long as none is missing."""
+    refused_at: str = ""
+    """The time of that event."""
     old: str | None = None
     """Events up to this time do not count, since what they say may have been mended before this Job was waited for;
     None: all do."""
@@ -121,7 +123,7 @@ def hear(job: Live, pods: Iterable[Resource], now: float) -> set[int]:
     time."""
     moved = set[int]()
     queued = {index for index in job.since if job.queues(index)}
-    ending, fell, here = {}, {}, jobs.newest(pods, job.name)
+    ending, here = {}, jobs.newest(pods, job.name)
     for index in [i for i, state in job.states.items() if not state.over and i not in {s.index for s in here}]:
         # Its pod is gone, and no status said that it ended.
         del job.states[index]
@@ -134,13 +136,14 @@ def hear(job: Live, pods: Iterable[Resource], now: float) -> set[int]:
         job.states[state.index] = state
         if state.ends is not None:
             ending[state.uid] = job.ending.get(state.uid, now)
-        if state.phase == "Failed":
-            fell[state.uid] = job.fell.get(state.uid, now)
         if state.started or state.phase != "Pending":
             job.since.pop(state.index, None)
         elif state.index not in job.since:
             job.since[state.index] = now  # a new pod, since the one before it failed
-    job.ending, job.fell = ending, fell
+    job.ending = ending
+    job.fell = {s.uid: job.fell.get(s.uid, now) for s in job.states.values() if s.phase == "Failed"}
+    if job.refused and not job.lacks_pods():
+        job.refused, job.old = "", job.refused_at  # an event stays for an hour
     for index in queued & job.since.keys():
         if not job.queues(index):  # it has come to its turn, and now something else keeps it from starting
             job.since[index] = now
@@ -151,7 +154,7 @@ def hear_refusals(job: Live, events: Iterable[Resource]) -> None:
     """Records why no pods are created."""
     last = max(_events_of(job, events), key=_time, default=None)
     if last is not None and (job.old is None or _time(last) > job.old):
-        job.refused = printable(last.get("message") or "")[:500]
+        job.refused, job.refused_at = printable(last.get("message") or "")[:500], _time(last)
 
 
 def forget_refusals(job: Live, events: Iterable[Resource]) -> None:
