@@ -16,7 +16,8 @@ simulated clock, of the client that finishes last among those that are merged:
 simulated_compute, simulated_communication
 
 With `simulated_wait` (a trace's, until somebody is online) they add up to `seconds_simulated`, unless a deadline ends
-the round, or nobody answers. Encoding and decoding take no time there. Asynchronous rounds overlap, and have neither.
+the round, or no update is merged. Encoding and decoding take no time there. Asynchronous rounds overlap, and have
+neither.
 
 bits_down, bits_up  eight for each byte of `bytes_down` and `bytes_up`: what travels, as its codec makes it
 model_bytes_down, model_bytes_up

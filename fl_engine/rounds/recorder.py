@@ -40,8 +40,10 @@ def recorded(
 ) -> Record:
     """Bytes are those of the tensors that travel, there and back: 4 for each parameter, or what a codec makes of them,
     and 4 for each number of what a client keeps. `phases.waste` is the share of the weights that was sent in vain. A
-    simulated round ends with the slowest client that it takes, or at its deadline where one has not come by then;
-    another that failed is not waited for. `uniformity.measured` says how evenly the clients finish.
+    simulated round ends with the slowest client that it takes. If it takes fewer updates than it wants and an answer
+    has not come by its deadline, it ends then; an answer that cannot be read, which has no time, counts as not come. A
+    round that takes no update ends with the last one that came, or as `Run.without_updates` says where that is later.
+    Another client that failed is not waited for. `uniformity.measured` says how evenly the clients finish.
 
     `begin`: when the round began on that clock. `sent_bytes`: by client, of the weights that it was sent, as they
     travelled and as a model has them, where the orders no longer hold them."""
@@ -86,14 +88,15 @@ def recorded(
     }
     metrics |= phases.bits(metrics) | phases.models(metrics, model_down, model_up) | _reasons(failures)
     deadline_s = run.terms.deadline_s
-    if deadline_s is not None and len(updates) < plan.enough:
+    if deadline_s is not None and len(updates) < plan.enough and not _all_came(plan, answers, deadline_s):
         metrics["seconds_simulated"] = deadline_s
     elif updates:
         metrics["seconds_simulated"] = max(update.elapsed for update in updates)
     else:
         dropped = [failure.client for failure in failures if failure.stage == "drop"]
         lasted = run.without_updates(plan, dropped, begin)
-        metrics |= {} if lasted is None else {"seconds_simulated": lasted}
+        ends = [took.total for took in answers.times.values()] + ([] if lasted is None else [lasted])
+        metrics |= {"seconds_simulated": max(ends)} if ends else {}
     if updates:
         examples = sum(update.num_examples for update in updates)
         metrics["seconds_encode_clients"] = math.fsum(u.metrics.get("seconds_encode", 0.0) for u in updates)
@@ -104,6 +107,11 @@ def recorded(
     metrics |= phases.of_the_last(answered)
     metrics |= uniformity.measured([times for _, times in in_order], answered, run.alone)
     return Record(metrics, tuple(lines), (model_down, model_up))
+
+
+def _all_came(plan: RoundPlan, answers: Answers, deadline_s: float) -> bool:
+    times = answers.times
+    return all(order.client in times and times[order.client].total <= deadline_s for order in plan.orders)
 
 
 def _reasons(failures: list[ClientFailure]) -> dict[str, float]:

@@ -382,6 +382,16 @@ def test_a_round_from_which_all_left_lasts_until_the_last_has_gone(tmp_path: Pat
     assert late.metrics["seconds_simulated"] == 3.0
 
 
+def test_a_round_that_merges_nothing_lasts_until_the_last_has_come_or_gone(tmp_path: Path) -> None:
+    for speed, end in ((1e9, 0.001), (1.0, 500.0)):
+        leaves = [(0.0, *alike(speed=speed)), (end, *OFF)]
+        trace = trace_of([leaves if c > 10 else [(0.0, *alike())] for c in range(CLIENTS)])
+        _, (row,) = federate(ALGORITHM, SITE, tmp_path / str(end), trace, stop=1, norm_bound=1e-9)
+        came = [line["seconds_simulated"] for line in row.clients if line["failure"].startswith("validate")]
+        assert 0 < len(came) < len(row.clients), "some left"
+        assert row.metrics["seconds_simulated"] == max(*came, end) and (max(came) > end) == (end < 1)
+
+
 def test_a_round_that_asks_nobody_ends_with_the_next_arrival(tmp_path: Path) -> None:
     """Those who are online cannot hold the model."""
     algorithm = Noting(training=TRAINING)  # asks those that can hold the full model

@@ -183,6 +183,39 @@ def test_who_sends_nothing_has_no_time(tmp_path: Path) -> None:
     assert not any(name in row.metrics for row in rows for name in NAMES)
 
 
+@pytest.mark.parametrize(
+    ("terms", "waits"),
+    [
+        ({"norm_bound": 0.9}, False),
+        ({"faults": "slow=0.3x1000"}, True),
+        ({"faults": "drop=0.3"}, True),
+        ({"faults": "nan=0.3"}, True),  # what cannot be read has no time
+    ],
+)
+def test_a_round_lasts_until_its_deadline_only_where_an_answer_has_not_come(
+    tmp_path: Path, terms: dict[str, Any], waits: bool
+) -> None:
+    _, rows = federate(tmp_path, **terms, deadline_s=20.0)
+    short = [row for row in rows if any("failure" in line for line in row.clients)]
+    assert short, "some are not merged"
+    for row in short:
+        merged = [line["seconds_simulated"] for line in row.clients if "failure" not in line]
+        assert row.metrics["seconds_simulated"] == (20.0 if waits else max(merged))
+
+
+@pytest.mark.parametrize(
+    "terms", [{"norm_bound": 1e-9}, {"norm_bound": 1e-9, "deadline_s": 20.0}, {"quorum": 1.0, "faults": "drop=0.3"}]
+)
+def test_a_round_that_merges_nothing_lasts_until_the_last_answer_has_come(
+    tmp_path: Path, terms: dict[str, Any]
+) -> None:
+    _, rows = federate(tmp_path, **terms)
+    empty = [row for row in rows if not row.metrics["clients_trained"]]
+    assert empty
+    for row in empty:
+        assert row.metrics["seconds_simulated"] == max(line.get("seconds_simulated", 0.0) for line in row.clients) > 0
+
+
 def test_lanes_share_their_steps_and_say_nothing_of_the_real_clock(tmp_path: Path) -> None:
     for lanes, there in ((1, True), (4, False)):
         site = replace(SITE, numerics=Numerics("batched", lanes))
@@ -211,7 +244,10 @@ def killed_when_round_2_was_closed(folder: Path, monkeypatch: pytest.MonkeyPatch
     return closed
 
 
-@pytest.mark.parametrize("terms", [{"over_provision": 2.0}, {"deadline_s": 0.2}])
+@pytest.mark.parametrize(
+    "terms",
+    [{"over_provision": 2.0}, {"deadline_s": 0.2}, {"deadline_s": 20.0, "norm_bound": 0.9}, {"norm_bound": 1e-9}],
+)
 def test_a_kill_between_closing_and_merging_a_round_keeps_the_times_of_late_clients(
     tmp_path: Path, terms: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +256,8 @@ def test_a_kill_between_closing_and_merging_a_round_keeps_the_times_of_late_clie
     final, rows = federate(tmp_path / "killed", keep_updates=True, **terms)
     assert_same_bits(final.params, whole.params)
     for one, other in zip(rows, expected, strict=True):
-        assert {k: one.metrics[k] for k in FIGURES} == {k: other.metrics[k] for k in FIGURES}
+        names = ("seconds_simulated", *FIGURES)
+        assert [one.metrics.get(k) for k in names] == [other.metrics.get(k) for k in names]
         assert "uniformity_real" in one.metrics
         for line, same in zip(one.clients, other.clients, strict=True):
             assert {k: v for k, v in line.items() if k != "seconds"} == {
