@@ -15,7 +15,7 @@ from fl_engine.core.types import ClientUpdate, SubmodelSpec, WorkOrder
 from fl_engine.fleet.uniformity import Times
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.kept_files import FILE, KeptFiles
-from fl_engine.storage.records import Record
+from fl_engine.storage.records import WAY_OUT, Record
 
 FOLDER = "flights/"
 KEY = "rounds/flying"
@@ -108,6 +108,16 @@ def _flight(w: Waiting) -> Flight:
     update = ClientUpdate(w.round, w.client, spec, {}, w.examples, w.metrics, w.trained, w.times.total)
     size = w.down if w.size is None else w.size
     return Flight(order, update, w.times, w.finish, w.down, w.up, size, w.file)
+
+
+def check(files: KeptFiles, rest: Mapping[str, Any]) -> None:
+    """Reads all files that a commit's JSON names, one at a time. Raises IntegrityError naming one that is missing or
+    damaged."""
+    for flight in read(rest):
+        try:
+            files.get(flight.file)
+        except IntegrityError as error:
+            raise IntegrityError(f"{error}. {WAY_OUT}") from error
 
 
 def files_in(checkpoints: Checkpoints) -> KeptFiles:

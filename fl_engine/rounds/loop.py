@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -157,12 +158,14 @@ def _resume(initial: Any, ledger: Ledger, terms: RoundsConfig, discard_damaged: 
     commits = ledger.checkpoints.commits()
     last = commits[-1] if commits else None
     if discard_damaged:
-        last = ledger.checkpoints.last_good()
+        last = ledger.checkpoints.last_good(partial(flights.check, ledger.flights))
         if commits and last != commits[-1]:
             log.warning("going on after round %d, the last good commit", 0 if last is None else last + 1)
         ledger.checkpoints.discard_after(last)
     rows = ledger.checkpoints.rows(lines=False)
     progress, rest = committed(initial, ledger, last, rows)
+    if not discard_damaged:  # else `last_good` has looked
+        flights.check(ledger.flights, rest)
     ledger.checkpoints.tidy()  # only after all was checked: without `discard_damaged`, damaged files stay as they are
     if last is None:
         return progress, 0

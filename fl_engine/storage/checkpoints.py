@@ -22,7 +22,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import field_validator
@@ -172,8 +172,9 @@ class Checkpoints:
                 _check_whole(rows, round, self.store.uri(round_folder(round)))
         return rows
 
-    def last_good(self) -> int | None:
-        """The newest committed round whose state is intact, and all measurements up to it; None: there is none."""
+    def last_good(self, check: Callable[[Mapping[str, Any]], None] = lambda _: None) -> int | None:
+        """The newest committed round whose state is intact, and all measurements up to it; None: there is none.
+        `check` raises IntegrityError where what a commit's JSON names is not intact."""
         good, done = None, 0
         commits = self.commits()
         for first, last, key in self._packs():
@@ -192,7 +193,7 @@ class Checkpoints:
                     return good
                 done = round + 1
             try:
-                self.read(round)
+                check(self.read(round)[1])
             except IntegrityError:
                 continue  # damaged, or removed by retention
             good = round

@@ -43,13 +43,15 @@ def federated(
     stop: int = 5,
     codecs: Codecs = Codecs(),  # noqa: B008
     trace: Trace | None = None,
+    discard_damaged: bool = False,
     **terms: Any,
 ) -> Any:
     settings = RoundsConfig(**{"stop": stop, **TERMS, **terms})
     site = replace(tiny_site(algorithm, fleet=FLEET), faults=faults.parse(settings.faults))
     ledger = ledger_in(store, settings.keep_every, replace(site.rules, algorithm=algorithm))
     run = Run(algorithm, site, settings, codecs=codecs, trace=trace)
-    return loop.federate(run, start_of(algorithm, site), InProcess(site), ledger, Memory())
+    start = start_of(algorithm, site)
+    return loop.federate(run, start, InProcess(site), ledger, Memory(), discard_damaged=discard_damaged)
 
 
 def lines(store: Any) -> list[dict[int, dict[str, Any]]]:
@@ -255,6 +257,28 @@ def test_a_damaged_file_is_named(memory_store: Any) -> None:
         memory_store.put(key, encode({"a": torch.zeros(1)}))
     with pytest.raises(IntegrityError, match=r"flights/.* is damaged"):
         federated(SOME["all_large"], memory_store, 6)
+
+
+@pytest.mark.parametrize("how", ["damaged", "missing"])
+@pytest.mark.parametrize("good", [3, 0], ids=["the commit before is intact", "no commit is intact"])
+def test_a_run_whose_waiting_updates_are_lost_goes_on_only_when_told_to(
+    memory_store: Any, new_store: Any, caplog: pytest.LogCaptureFixture, good: int, how: str
+) -> None:
+    federated(SOME["all_large"], memory_store, 4)
+    named = [[flight.file for flight in flights.read(Checkpoints(memory_store).rest(round))] for round in (2, 3)]
+    lost = [file for file in named[1] if file not in named[0]] if good else named[0] + named[1]
+    for key in {flights.FOLDER + file for file in lost}:
+        if how == "missing":
+            memory_store.delete(key)
+        else:
+            memory_store.put(key, encode({"a": torch.zeros(1)}))
+    before = dict(memory_store.files)
+    with pytest.raises(IntegrityError, match=rf"flights/.* is {how}.* resume with --discard-damaged"):
+        federated(SOME["all_large"], memory_store, 6)
+    assert memory_store.files == before, "nothing is discarded without leave"
+    final = federated(SOME["all_large"], memory_store, 6, discard_damaged=True)
+    assert f"going on after round {good}, the last good commit" in caplog.text
+    assert encode(final.params) == encode(federated(SOME["all_large"], new_store(), 6).params)
 
 
 def test_a_change_of_other_weights_is_refused() -> None:
