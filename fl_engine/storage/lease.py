@@ -4,8 +4,10 @@
 
 A coordinator takes over by creating the file with the next number; only one can succeed. It may do so when the holder
 has let go, when the holder is a process of this machine that has ended, or when the holder has not raised its count for
-TTL_S seconds, measured on the clock of the one that waits (the two clocks are never compared). Otherwise the newcomer
-stops, and its error names the holder.
+TTL_S seconds, measured on the clock of the one that waits (the two clocks are never compared). These seconds lie
+between the store's first answer and a later question, because a store that answers late says nothing about the holder.
+A file that cannot be read has to stay the same for as long. Otherwise the newcomer stops, and its error names the
+holder.
 
 A holder that was paused or cut off, and was replaced meanwhile, is fenced off: before each commit it looks for a higher
 number, and stops where there is one. If it is paused right after it looked, it still does no harm: a commit and its
@@ -37,6 +39,8 @@ log = logging.getLogger("flexfleet")
 BEAT_S = 5.0
 TTL_S = 20.0
 POLL_S = 0.5
+SOMEBODY = "another coordinator"
+"""One whose file cannot be read."""
 
 
 class Holder(BaseModel):
@@ -74,8 +78,8 @@ class Lease:
         number = _newest(self._store)
         if number > self.number:
             raise Replaced(
-                f"{self._store.uri()}: {_read(self._store, number) or 'another coordinator'} has taken over while this "
-                "one did not answer; nothing is lost, and nothing is left to do here"
+                f"{self._store.uri()}: {_read(self._store, number) or SOMEBODY} has taken over while this one did not "
+                "answer; nothing is lost, and nothing is left to do here"
             )
 
     def _beat(self) -> None:
@@ -126,28 +130,45 @@ def _acquire(store: Store, ttl_s: float) -> Lease:
 
 def _wait_for(store: Store, number: int, machine: str, ttl_s: float) -> None:
     """Returns when this lease may be taken over. Raises ConfigError when its holder lives."""
-    first, started, told = _read(store, number), time.monotonic(), False
-    while first is not None and not first.released:
-        gone = first.machine == machine and not _alive(first.pid)
-        if gone or ttl_s == 0 or time.monotonic() - started > ttl_s:
-            log.warning("going on in the place of %s, which has not let go", first)
+    first = now = _content(store, number)
+    since = asked = time.monotonic()
+    told = False
+    while True:
+        holder = _holder(now)
+        if holder is not None and holder.released:
+            return
+        who = holder or SOMEBODY
+        if now is not None and now != first:
+            raise ConfigError(f"{store.uri()} is being run by {who}: wait for it, or stop it first")
+        gone = holder is not None and holder.machine == machine and not _alive(holder.pid)
+        if gone or asked - since >= ttl_s:
+            log.warning("going on in the place of %s, which has not let go", who)
             return
         if not told:
-            log.info("the run was held by %s: waiting up to %.0f s for a sign of life", first, ttl_s)
+            log.info("the run was held by %s: waiting up to %.0f s for a sign of life", who, ttl_s)
             told = True
         time.sleep(POLL_S)
         if _newest(store) > number:
             return  # somebody else was quicker, and is looked at next
-        now = _read(store, number)
-        if now is not None and now.beats != first.beats:
-            raise ConfigError(f"{store.uri()} is being run by {now}: wait for it, or stop it first")
-        first = now
+        asked = time.monotonic()  # the answer may come late, and say no more than what was true then
+        now = _content(store, number)
 
 
 def _read(store: Store, number: int) -> Holder | None:
+    return _holder(_content(store, number))
+
+
+def _content(store: Store, number: int) -> bytes | None:
     try:
-        return Holder.model_validate_json(store.get(_key(number)))
-    except (IntegrityError, ValidationError):  # deleted by the next one, or never whole
+        return store.get(_key(number))
+    except IntegrityError:  # deleted by the next one
+        return None
+
+
+def _holder(content: bytes | None) -> Holder | None:
+    try:
+        return None if content is None else Holder.model_validate_json(content)
+    except ValidationError:  # never whole
         return None
 
 

@@ -85,10 +85,32 @@ def test_one_elsewhere_that_gives_no_sign_of_life_is_replaced_after_a_while(memo
         assert found.number == 2 and time.monotonic() - started > 0.3
 
 
-def test_a_lease_that_is_no_lease_is_replaced(memory_store: Store) -> None:
+def test_a_lease_that_is_no_lease_is_replaced_after_a_while(memory_store: Store) -> None:
     memory_store.put("lease/00041.json", b"{half")
+    started = time.monotonic()
     with lease.held(memory_store) as found:
-        assert found.number == 42
+        assert found.number == 42 and time.monotonic() - started > 0.3
+
+
+@pytest.mark.parametrize("first", [None, b"{half", b""], ids=["late", "half", "empty"])
+def test_a_store_that_answers_late_or_badly_takes_the_lease_from_nobody_alive(
+    memory_store: Store, monkeypatch: pytest.MonkeyPatch, first: bytes | None
+) -> None:
+    with lease.held(memory_store):
+        get = memory_store.get
+        old = get("lease/00001.json") if first is None else first
+        waits = [0.0, 0.4]
+
+        def late(key: str, limit: int | None = None) -> bytes:
+            if not waits:
+                return get(key, limit)
+            time.sleep(waits.pop(0))
+            return old
+
+        monkeypatch.setattr(memory_store, "get", late)
+        monkeypatch.setattr(lease, "_machine", lambda: "another")
+        with pytest.raises(ConfigError, match=r"is being run by process"), lease.held(memory_store):
+            pass
 
 
 @pytest.mark.parametrize("kind", ["memory", "folder"])
