@@ -508,7 +508,11 @@ def test_old_results_go_before_a_run_changes_and_stay_where_none_can(
         return {job.name: IntegrityError.exit_code for job in jobs}
 
     with monkeypatch.context() as patch:
-        patch.setattr(compare_module, "_shares", lambda *_: [side_by_side.Command("shared", "none", (), Path("log"))])
+        patch.setattr(
+            compare_module,
+            "_shares",
+            lambda *_: [side_by_side.Command("shared", "none", (), ran.folder / "flexfl-s0.log")],
+        )
         patch.setattr(compare_module, "side_by_side", look)
         refused(flexfleet(*argv, sets=given), IntegrityError.exit_code)
     assert there == [True] and all((ran.folder / name).exists() for name in tabulate.FILES)
