@@ -501,21 +501,22 @@ def test_old_results_go_before_a_run_changes_and_stay_where_none_can(
 ) -> None:
     """A run that is killed leaves no results that are not of it."""
     argv, given = ("compare", *TWO, "--id", "both", "--resume"), [*sets, "rounds.stop=4"]
-    there: list[bool] = []
+    there, log = list[bool](), ran.folder / "flexfl-s0.log"
 
     def look(jobs: Sequence[side_by_side.Command], at_once: int) -> dict[str, int]:
-        there.append(any((ran.folder / name).exists() for name in tabulate.FILES))
+        there.append(all((ran.folder / name).exists() for name in tabulate.FILES))
         return {job.name: IntegrityError.exit_code for job in jobs}
 
+    def shares(groups: dict[str, Any], *_: Any) -> list[side_by_side.Command]:
+        return [side_by_side.Command(name, "fails", (), log) for name in groups]
+
+    monkeypatch.setattr(compare_module, "side_by_side", look)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            compare_module,
-            "_shares",
-            lambda *_: [side_by_side.Command("shared", "none", (), ran.folder / "flexfl-s0.log")],
-        )
-        patch.setattr(compare_module, "side_by_side", look)
+        patch.setattr(compare_module, "_shares", shares)
         refused(flexfleet(*argv, sets=given), IntegrityError.exit_code)
-    assert there == [True] and all((ran.folder / name).exists() for name in tabulate.FILES)
+    assert there == [True, True]
+    refused(flexfleet(*argv, sets=given), IntegrityError.exit_code)
+    assert there[2:] == [True, False] and not any((ran.folder / name).exists() for name in tabulate.FILES)
 
 
 def test_changed_code_is_refused_before_anything_trains(
