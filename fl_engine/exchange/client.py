@@ -13,7 +13,7 @@ import torch
 
 from fl_engine.core.client_state import Shapes, apart, kept_by_clients
 from fl_engine.core.contracts import Algorithm, ClientMetric, ModelFamily, keeps_client_state
-from fl_engine.core.errors import ClientError, IntegrityError, ModelError, memory_errors
+from fl_engine.core.errors import ClientError, IntegrityError, ModelError, first_line, memory_errors
 from fl_engine.core.heap import at_work
 from fl_engine.core.measures import LARGEST_LOSS, client_metrics
 from fl_engine.core.samples import Data
@@ -218,7 +218,9 @@ def _kind(work: Work, site: Site) -> object:
 
 
 def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcome]:
-    """Trains works of equal kind side by side. A failure is an outcome."""
+    """Trains works of equal kind side by side. A failure is an outcome, one of torch or of the user's code too: batch
+    norm, for one, refuses a batch of one value per channel. What an accelerator raises is the machine's failure, and
+    comes out."""
     if works[0].order.evaluates:
         return [_evaluated(work, site, device) for work in works]
     started = time.monotonic()
@@ -226,11 +228,16 @@ def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcom
         with at_work(len(works) * tensor_bytes(works[0].received)), memory_errors():
             jobs = list(_jobs(works, site, device))
             trained = list(local.train(site.family, site.data.task, jobs, site.numerics))
-    except (ModelError, MemoryError, torch.OutOfMemoryError) as error:
+    except torch.AcceleratorError:
+        raise
+    except (ModelError, MemoryError, RuntimeError, ValueError) as error:
         if len(works) > 1:  # the failure of one is no reason for the others to fail
             return [outcome for work in works for outcome in train([work], site, device)]
-        order = works[0].order
-        return [ClientFailure(order.round, order.client, "train", str(error) or "out of memory")]
+        order, reason = works[0].order, str(error) or "out of memory"
+        if not isinstance(error, ModelError | MemoryError | torch.OutOfMemoryError):
+            reason = f"training failed: {type(error).__name__}: {first_line(error)}"
+            log.warning("round %d, client %d: %s", order.round + 1, order.client, reason, exc_info=error)
+        return [ClientFailure(order.round, order.client, "train", reason)]
     seconds = (time.monotonic() - started) / len(works)
     macs = macs_per_sample(site.family, works[0].task)
     algorithm = works[0].algorithm

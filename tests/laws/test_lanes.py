@@ -192,6 +192,18 @@ def assert_close(family: ModelFamily, jobs: list[Job]) -> None:
             torch.testing.assert_close(a.params[key], b.params[key], rtol=1e-3, atol=1e-4)
 
 
+def test_a_convolution_of_one_output_learns_from_one_sample() -> None:
+    """For one sample and one output, torch's gradient refuses weights that lie channels last."""
+    layer = lanes.Conv2d(nn.Conv2d(3, 1, 3, padding=1))
+    layer.weight = lanes.channels_last(torch.randn(1, 1, 3, 3, 3)).requires_grad_()
+    plain, x = layer.weight.detach()[0].clone().requires_grad_(), torch.randn(1, 3, 8, 8)
+    x = x.contiguous(memory_format=torch.channels_last)
+    layer(x).square().sum().backward()
+    nn.functional.conv2d(x.double(), plain.double(), padding=1).square().sum().backward()
+    assert layer.weight.grad is not None and plain.grad is not None
+    torch.testing.assert_close(layer.weight.grad[0], plain.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_one_diverged_lane_leaves_the_others_alone() -> None:
     family = FAMILIES["small"]
     jobs = [job(family, TASK, i) for i in range(3)]

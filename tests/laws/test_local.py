@@ -365,6 +365,22 @@ def test_weights_that_are_not_finite_are_a_failure() -> None:
         assert found.stage == "train"
 
 
+class Failing(Watched):
+    """A family whose networks do this first whenever they run."""
+
+    def __init__(self, inner: ModelFamily, what: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self.what = what
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        def fail(*_: object) -> None:
+            self.what()
+
+        module = self.inner.module(spec)
+        module.register_forward_pre_hook(fail)
+        return module
+
+
 def of_a_gpu() -> None:
     raise torch.OutOfMemoryError("out of memory: tried to allocate 9 GiB")
 
@@ -377,24 +393,53 @@ def of_a_cpu() -> None:
 @pytest.mark.parametrize("lack", [of_a_gpu, of_a_cpu])
 def test_a_client_that_runs_out_of_memory_is_a_failure(lack: Callable[[], None], evaluates: bool) -> None:
     """A client's failure is data, not an exception: the others go on."""
-
-    class Greedy(Watched):
-        def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-            def fail(*_: object) -> None:
-                lack()
-
-            module = self.inner.module(spec)
-            module.register_forward_pre_hook(fail)
-            return module
-
     place = tiny_site(PLAIN, fleet=tiny_fleet(4))
     order = PLAIN.plan(start_of(PLAIN, place), context_of(place, 0, SEED)).orders[0]
     order = replace(order, evaluates=evaluates)
     held = tuple(np.arange(4) for _ in place.partition.clients)
-    found = execute(PLAIN, order, replace(place, family=Greedy(FAMILY), held=held))  # type: ignore[arg-type]
+    found = execute(PLAIN, order, replace(place, family=Failing(FAMILY, lack), held=held))  # type: ignore[arg-type]
     assert isinstance(found, ClientFailure)
     assert found.stage == ("evaluate" if evaluates else "train")
     assert "out of memory" in found.reason
+
+
+def of_batch_norm() -> None:
+    F.batch_norm(torch.zeros(1, 3), None, None, training=True)
+
+
+def of_a_view() -> None:
+    torch.zeros(4).view(3)
+
+
+@pytest.mark.parametrize(
+    ("lack", "said"),
+    [
+        (of_batch_norm, "training failed: ValueError: Expected more than 1 value per channel"),
+        (of_a_view, "training failed: RuntimeError: shape '[3]' is invalid"),
+    ],
+)
+def test_what_torch_raises_in_training_is_the_clients_failure(
+    lack: Callable[[], None], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has the line in which it happened: it may be a mistake in somebody's code."""
+    place = tiny_site(PLAIN, fleet=tiny_fleet(4))
+    order = PLAIN.plan(start_of(PLAIN, place), context_of(place, 0, SEED)).orders[0]
+    found = execute(PLAIN, order, replace(place, family=Failing(FAMILY, lack)))  # type: ignore[arg-type]
+    assert isinstance(found, ClientFailure)
+    assert found.stage == "train" and found.reason.startswith(said), found.reason
+    assert said in caplog.text and f"in {lack.__name__}" in caplog.text
+
+
+def test_what_an_accelerator_raises_is_no_clients_failure() -> None:
+    """All that follows on it would fail too, and the run would end with nothing trained."""
+
+    def lost() -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    place = tiny_site(PLAIN, fleet=tiny_fleet(4))
+    order = PLAIN.plan(start_of(PLAIN, place), context_of(place, 0, SEED)).orders[0]
+    with pytest.raises(torch.AcceleratorError, match="launch failure"):
+        execute(PLAIN, order, replace(place, family=Failing(FAMILY, lost)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lack", [of_a_gpu, of_a_cpu])
