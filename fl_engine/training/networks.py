@@ -47,14 +47,17 @@ def _built(family: ModelFamily, task: LocalTask) -> Network:
 
 def divide_outputs(family: ModelFamily, task: LocalTask, weighted: Mapping[str, nn.Module]) -> None:
     """HeteroFL's scaler: the outputs of every convolution and hidden linear layer are divided by the rate, or by the
-    share of them that the sub-model keeps. An LSTM's outputs are bounded by its gates and stay as they are."""
+    share of them that the sub-model keeps. Outputs that no sub-model cuts stay as they are, such as those of frozen
+    layers and of a layer that gives a part of the answer; so do an LSTM's, which its gates bound."""
     if task.scaler == 1:
         return
     layout = family.layout()
     for name, layer in weighted.items():
-        axes = layout.slots[f"{name}.weight"].axes
-        outputs = axes[1] if isinstance(layer, _ConvTransposeNd) else axes[0]
-        if outputs.group == HEAD:
+        slot = layout.slots.get(f"{name}.weight")
+        if slot is None:  # frozen
+            continue
+        outputs = slot.axes[1] if isinstance(layer, _ConvTransposeNd) else slot.axes[0]
+        if outputs.group == HEAD or all(part.group is None for part in outputs.parts):
             continue
         rate = kept_share(layout, task.spec, outputs) if task.scaler == "by_layer" else task.scaler
         if rate != 1:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_engine.algorithms import DepthFL, FlexFL, HeteroFL, ScaleFL
 from fl_engine.core.contracts import ModelFamily
@@ -28,10 +28,12 @@ from fl_engine.core.types import (
     Params,
     SubmodelSpec,
 )
+from fl_engine.core.widths import prefix
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.traced import from_module
 from fl_engine.tasks import Classification, NextToken, Regression
 from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_data, tiny_site
 from fl_engine.training.local import Job, Trained, train
@@ -157,6 +159,37 @@ def test_the_scaler_divides_what_hidden_layers_put_out() -> None:
     out = F.linear(hidden + F.relu(more), leaves["classifier.weight"], leaves["classifier.bias"])
     grads = torch.autograd.grad(F.cross_entropy(out, y), list(leaves.values()))
     assert_close(moved(one_step(scaler=0.5)), dict(zip(leaves, grads, strict=True)))
+
+
+class FrozenStem(nn.Module):
+    """A frozen layer, a hidden one, and an answer of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 6).requires_grad_(False)
+        self.hidden = nn.Linear(6, 8)
+        self.one, self.two = nn.Linear(8, 1), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.relu(self.hidden(self.stem(x.flatten(1))))
+        return torch.cat([self.one(out), self.two(out)], dim=1)
+
+
+@pytest.mark.parametrize("scaler", [0.5, "by_layer"])
+def test_the_scaler_leaves_what_is_never_cut_as_it_is(scaler: float | str) -> None:
+    module = FrozenStem()
+    family = from_module(module)((1, 4, 4), 4)
+    half = prefix(family.layout(), 0.5)
+    start = take(initial_params(family, 0), family.layout(), half)
+    leaves = {name: t.detach().clone().requires_grad_(True) for name, t in start.items()}
+    x, y = samples()
+    with torch.no_grad():
+        stem = module.stem(x.flatten(1))
+    hidden = F.relu(F.linear(stem, leaves["hidden.weight"], leaves["hidden.bias"]) / 0.5)
+    out = torch.cat([F.linear(hidden, leaves[f"{at}.weight"], leaves[f"{at}.bias"]) for at in ("one", "two")], dim=1)
+    grads = torch.autograd.grad(F.cross_entropy(out, y), list(leaves.values()))
+    wanted = dict(zip(leaves, grads, strict=True))
+    assert_close(moved(one_step(family, start, spec=half, scaler=scaler), start), wanted)
 
 
 # --------------------------------------------------------------------------------------------------- exits
