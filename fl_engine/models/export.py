@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, brief
@@ -171,7 +172,7 @@ def with_statistics(
     collect_statistics(module, data, samples, "cpu", min(128, len(samples)))
     found = dict(params)
     for name, norm in module.named_modules():
-        if isinstance(norm, nn.BatchNorm2d):
+        if isinstance(norm, _BatchNorm):
             assert norm.running_mean is not None and norm.running_var is not None
             found |= {f"{name}.running_mean": norm.running_mean, f"{name}.running_var": norm.running_var}
     return replace(cast(Any, family), norm="static"), found
@@ -187,7 +188,10 @@ def check(family: ModelFamily, data: Data, proxy: int) -> None:
             "there is none: set partition.proxy above 0, or partition.server_classes, or model.norm=static"
         )
     if "norm" not in {f.name for f in fields(cast(Any, family))}:
-        raise ConfigError(f"{type(family).__name__} has no option norm=static: it cannot be exported")
+        raise ConfigError(
+            f"{type(family).__name__} normalises by its batch and has no option norm=static, so it cannot be exported: "
+            "where the network is yours, leave track_running_stats=False out of its batch norm"
+        )
 
 
 def check_onnx(family: ModelFamily, data: Data) -> None:
@@ -210,7 +214,7 @@ def check_onnx(family: ModelFamily, data: Data) -> None:
 
 
 def _by_batch(module: nn.Module) -> bool:
-    return any(isinstance(m, nn.BatchNorm2d) and m.running_mean is None for m in module.modules())
+    return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in module.modules())
 
 
 def to_onnx(exported: Exported, data: Data, path: Path) -> Path:

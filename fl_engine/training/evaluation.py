@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
@@ -183,13 +184,13 @@ def collect_statistics(module: nn.Module, data: Data, x: Tensor, device: str, ba
     the data, each of them would have to send sums of activations for every level. That shows the server more than
     federated averaging does, so it would need secure aggregation. An exported model uses the proxy alone.
     """
-    norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
     for norm in norms:
         norm.running_mean = torch.zeros(norm.num_features, device=device)
         norm.running_var = torch.ones(norm.num_features, device=device)
         norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=device)
         norm.track_running_stats, norm.momentum = True, None  # None: the plain mean over all batches
-        norm.forward = partial(nn.BatchNorm2d.forward, norm)  # type: ignore[method-assign]
+        norm.forward = partial(_BatchNorm.forward, norm)  # type: ignore[method-assign]
         norm.train()
     with torch.no_grad():
         for chunk in _batches(len(x), batch_size):

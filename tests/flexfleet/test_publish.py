@@ -22,6 +22,7 @@ from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL
 from fl_engine.models import SmallCNN, export
+from fl_engine.models.traced import from_module
 from fl_engine.storage.store import FolderStore, decode
 from fl_engine.testing.tiny import tiny_pool
 from fl_engine.training.evaluation import weights_of
@@ -101,6 +102,14 @@ def test_the_statistics_are_those_of_the_proxy_by_hand() -> None:
     assert again[0] is static and again[1] is found, "a network that keeps statistics has them already"
     with pytest.raises(ConfigError, match=r"set partition.proxy above 0"):
         export.with_statistics(family, params, FULL, data, proxy[:0])
+
+
+def test_a_network_that_cannot_keep_statistics_says_what_to_do() -> None:
+    norm = torch.nn.BatchNorm1d(6, track_running_stats=False)
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 6), norm, torch.nn.Linear(6, 10))
+    data = Resolved.load(None, ["dataset.train_samples=200"]).data
+    with pytest.raises(ConfigError, match=r"no option norm=static, .* leave track_running_stats=False out"):
+        export.check(from_module(module)((1, 8, 8), 10), data, proxy=40)
 
 
 def test_a_network_with_exits_is_exported_as_it_is_used(tmp_path: Path) -> None:

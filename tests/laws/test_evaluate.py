@@ -18,6 +18,7 @@ from fl_engine.core.slicing import initial_params, runnable, take
 from fl_engine.core.types import FULL, ParamLayout, Params, Prunable, SubmodelSpec
 from fl_engine.core.widths import up_to
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.traced import from_module
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet, tiny_data
 from fl_engine.training.evaluation import (
@@ -221,6 +222,19 @@ def test_static_statistics_are_the_mean_over_the_training_batches(norm: Any) -> 
         outs = [conv(data.normalise(data.train_x[chunk])) for chunk in torch.split(order, 50)]
     torch.testing.assert_close(bn.running_mean, torch.stack([o.mean((0, 2, 3)) for o in outs]).mean(0))
     torch.testing.assert_close(bn.running_var, torch.stack([o.var((0, 2, 3)) for o in outs]).mean(0))
+
+
+@pytest.mark.parametrize("tracks", [False, True])
+@pytest.mark.parametrize("axes", [1, 3])
+def test_statistics_of_batch_norms_of_vectors_and_volumes_are_collected(axes: int, tracks: bool) -> None:
+    norm = (nn.BatchNorm1d if axes == 1 else nn.BatchNorm3d)(1, track_running_stats=tracks)
+    parts = (nn.Unflatten(1, (1, 4, 2, 2)), norm) if axes == 3 else (nn.Unflatten(1, (1, 16)), norm)
+    family = from_module(nn.Sequential(nn.Flatten(), *parts, nn.Flatten(), nn.Linear(16, 4)))((1, 4, 4), 4)
+    module, data = runnable(family, FULL, initial_params(family, 0)).eval(), data_of(20)
+    collect_statistics(module, data, data.train_x, "cpu", batch_size=32)
+    x, found = data.normalise(data.train_x), module.get_submodule("2")
+    torch.testing.assert_close(found.running_mean, x.mean().reshape(1))
+    torch.testing.assert_close(found.running_var, x.var().reshape(1))
 
 
 def test_with_static_statistics_an_image_does_not_depend_on_its_batch() -> None:
