@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from fl_engine.core.blank import blank
 from fl_engine.core.contracts import CountsMacs, ModelFamily, TakesTokens
-from fl_engine.core.errors import ModelError
+from fl_engine.core.errors import FlexfleetError, ModelError, first_line, memory_errors
 from fl_engine.core.types import FULL, Axis, Keep, ParamLayout, Params, Pool, SubmodelSpec
 
 
@@ -170,17 +170,19 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) 
     """Multiply-adds per sample as the papers' tables count them (the thop convention): convolutions and linear
     layers without bias, 4 for each number of a batch or group norm; ReLU, pooling, dropout and embeddings count 0.
     Recurrent layers count each weight matrix once a step, transposed convolutions their kernel once for each number
-    that they take. Raises ModelError for a layer with weights that is none of these. `linear`: how much a multiply-add
-    of a linear layer counts; FedRolex's Table 3.6 counts 2, its multiplication and its addition.
+    that they take. Raises ModelError for a layer with weights that is none of these, and for a network that fails on
+    one sample. `linear`: how much a multiply-add of a linear layer counts; FedRolex's Table 3.6 counts 2, its
+    multiplication and its addition.
 
     Runs one sample of nothing through weights of nothing: on torch's meta device the first convolution would import its
     compiler and sympy, seconds in every client's pod.
     """
     total = 0
 
-    def count(layer: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+    def count(layer: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> None:
         nonlocal total
-        own = layer.macs(given[0], output) if isinstance(layer, CountsMacs) else _macs(layer, given[0], output)
+        x = next(iter((*given, *named.values())))
+        own = layer.macs(x, output) if isinstance(layer, CountsMacs) else _macs(layer, x, output)
         total += own * linear if isinstance(layer, nn.Linear) else own
 
     nothing = shapes(_layout(family), spec, full_shapes(family))
@@ -192,9 +194,18 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) 
                 "multiply-adds are not known: make it of torch's linear, convolution, norm or recurrent layers, or "
                 "give it a method macs(given, output)"
             )
-        layer.register_forward_hook(count)
-    with torch.inference_mode():
-        module(made_up(family, 1))
+        layer.register_forward_hook(count, with_kwargs=True)
+    try:
+        with torch.inference_mode(), memory_errors():
+            module(made_up(family, 1))
+    except (FlexfleetError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of somebody else's code
+        raise ModelError(
+            f"{type(family).__name__} cannot take a batch of one sample, with which its multiply-adds are counted "
+            f"({type(error).__name__}: {first_line(error)}): make its forward one for any number of samples; batch "
+            "norm needs running statistics where a channel has one number a sample"
+        ) from error
     return total
 
 

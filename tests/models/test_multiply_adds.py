@@ -146,6 +146,22 @@ def test_a_layer_that_runs_twice_counts_twice() -> None:
     assert count_macs(Of((4,), Twice)) == 32
 
 
+class ByKeyword(Twice):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(input=self.a(input=x))
+        return out
+
+
+def test_a_layer_that_is_called_by_keyword_is_counted() -> None:
+    assert count_macs(Of((4,), ByKeyword)) == 32
+
+
+def test_a_network_that_fails_on_one_sample_says_so() -> None:
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    with pytest.raises(ModelError, match=r"Of cannot take a batch of one sample.*ValueError: .*: make its forward"):
+        count_macs(Of((4,), lambda: nn.Sequential(nn.Linear(4, 4), norm)))
+
+
 class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError, PoolError
 from fl_engine.core.pool import layer_sizes
+from fl_engine.core.slicing import initial_params, runnable, take
 from fl_engine.core.types import HEAD
 from fl_engine.core.widths import from_layer, prefix
 from fl_engine.models.traced import from_module
@@ -85,6 +86,11 @@ ALLOWED: dict[str, tuple[Any, dict[str, nn.Module]]] = {
     "stack": (lambda m, x: torch.stack([x, -x], 1).amax(1), {}),
     "where": (lambda m, x: torch.where(x > 0, x, 0.1 * x), {}),
     "normed by group": (lambda m, x: m.norm(x), {"norm": nn.GroupNorm(4, 8)}),
+    "slice of steps": (lambda m, x: F.pad(x[:, :, None], (0, 2))[..., : x[..., None].size(-1)].squeeze(2), {}),
+    "squeeze": (lambda m, x: torch.squeeze(x.squeeze()[:, None, :, None]).view(-1, 8), {}),
+    "unflatten": (lambda m, x: x.unflatten(1, (8, 1)).flatten(1), {}),
+    "unflatten layer": (lambda m, x: m.un(x).flatten(1), {"un": nn.Unflatten(1, (1, 8))}),
+    "by keyword": (lambda m, x: m.again(input=m.act(input=x)), {"act": nn.ReLU(), "again": nn.Linear(8, 8)}),
 }
 
 
@@ -93,6 +99,14 @@ def test_what_leaves_channels_apart_is_cut(name: str) -> None:
     middle, layers = ALLOWED[name]
     groups = from_module(lambda: Between(middle, **layers))((6,), 3).layout().groups
     assert groups["first"] == (4 if name == "normed by group" else 8)
+
+
+def test_a_batch_of_one_sample_keeps_its_axis() -> None:
+    middle, _ = ALLOWED["squeeze"]
+    family = from_module(lambda: Between(middle))((6,), 3)
+    half = prefix(family.layout(), 1 / 8)
+    network = runnable(family, half, take(initial_params(family, 0), family.layout(), half)).eval()
+    assert network(torch.zeros(1, 6)).shape == (1, 3)
 
 
 def test_a_layer_used_twice_has_the_same_channels_on_both_sides() -> None:
@@ -192,6 +206,8 @@ def test_buffers_that_nobody_averages() -> None:
 def test_what_depends_on_the_number_of_channels_is_found_by_trying() -> None:
     said = refused(lambda: Between(lambda m, x: x / x.size(1)))
     assert "from those of the whole network with the other channels zeroed" in said
+    said = refused(lambda: Between(lambda m, x: x.reshape(shape=(len(x), 8))))
+    assert re.search(r"its forward fails \(RuntimeError: .*\), so a size in it does not follow the channels", said)
 
 
 def test_code_that_fails_is_told_with_its_line() -> None:

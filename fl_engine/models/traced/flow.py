@@ -169,6 +169,8 @@ class _Walk:
             return [Given(d, s) for d, s in zip(dims, shape, strict=True)] if _several(shape) else Given(dims, shape)
         if isinstance(argument, list | tuple):
             return type(argument)(map(self.value, argument))
+        if isinstance(argument, slice):
+            return slice(*map(self.value, (argument.start, argument.stop, argument.step)))
         return argument
 
     def in_shape(self, dims: Sequence[Dim], node: Any) -> Dims:

@@ -70,6 +70,10 @@ def _traced(name: str, module: nn.Module, training: bool) -> Traced:
             f"{name} cannot be cut into sub-models: its forward{line_of_error(error)} depends on values, or "
             f"calls what torch.fx cannot trace ({type(error).__name__}: {said}); {ways_out()}"
         ) from error
+    for node in graph.nodes:  # layer(input=x)
+        if node.op == "call_module" and not node.args and "input" in node.kwargs:
+            options = dict(node.kwargs)
+            node.args, node.kwargs = (options.pop("input"),), options
     return Traced(own, graph)
 
 

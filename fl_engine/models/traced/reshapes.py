@@ -1,14 +1,15 @@
-"""Sizes written into a forward that a sub-model's would differ from: `view(-1, 512)`, `expand(8, 64, 1, 1)`."""
+"""Sizes written into a forward that a sub-model's would differ from: `view(-1, 512)`, `expand(8, 64, 1, 1)`; and
+`squeeze()`, which would take away the channels of a sub-model that has one, and the batch of one sample."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from fl_engine.models.traced.channels import Dim, free, resolved
 from fl_engine.models.traced.flow import Flow
-from fl_engine.models.traced.graph import Traced, name_of
+from fl_engine.models.traced.graph import Traced, attribute, name_of
 from fl_engine.models.traced.refusals import path_of, refusal
 
 _SIZED = ("view", "reshape", "expand")
@@ -16,9 +17,17 @@ _SIZED = ("view", "reshape", "expand")
 
 def with_any_width(name: str, traced: Traced, flow: Flow) -> None:
     """Replaces such sizes, in place, by -1 or by what the input has; `view` becomes `reshape`, since a batch of maps
-    lies channels last in memory. Raises ModelError for a size that neither can replace."""
+    lies channels last in memory; `squeeze()` gets its axes. Raises ModelError for a size that neither can replace."""
     for node in list(traced.graph.nodes):
-        if node.op not in ("call_method", "call_function") or name_of(node) not in _SIZED:
+        layer = attribute(traced.module, str(node.target)) if node.op == "call_module" else None
+        called = name_of(node) if node.op in ("call_method", "call_function") else ""
+        if isinstance(layer, nn.Unflatten):
+            _unflattened(node, layer.dim, flow)
+        elif called == "unflatten":
+            _unflattened(node, node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0), flow)
+        elif called == "squeeze":
+            _squeezed(traced, node)
+        if called not in _SIZED:
             continue
         given = node.args[0]
         if not isinstance(given, fx.Node) or node.meta["shape"] is None or not node.args[1:]:
@@ -33,6 +42,39 @@ def with_any_width(name: str, traced: Traced, flow: Flow) -> None:
             if node.target == "view":
                 node.target = "reshape"
         node.args = (given, tuple(sizes)) if packed else (given, *sizes)
+
+
+def _unflattened(node: fx.Node, dim: Any, flow: Flow) -> None:
+    """The one axis of channels among the new ones has the size -1; the others have one entry."""
+    given: Any = _given(node)
+    old, out = flow.dims[given], flow.dims[node]
+    axis = dim % len(old)
+    new = out[axis : axis + len(out) - len(old) + 1]
+    if any(map(_cut, new)):
+        node.op, node.target, node.kwargs = "call_method", "unflatten", {}
+        node.args = (given, axis, tuple(-1 if _cut(each) else 1 for each in new))
+
+
+def _squeezed(traced: Traced, node: fx.Node) -> None:
+    """Without `dim`, takes away the axes that had one entry when it was traced, with a batch of several samples: one
+    after the other, since torch cannot write several at once as ONNX."""
+    given: Any = _given(node)
+    if len(node.args) > 1 or "dim" in node.kwargs:
+        return
+    single = [axis for axis, size in enumerate(given.meta["shape"]) if size == 1]
+    if not single:
+        node.replace_all_uses_with(given)
+        traced.graph.erase_node(node)
+        return
+    for axis in reversed(single[1:]):
+        with traced.graph.inserting_before(node):
+            given = traced.graph.call_method("squeeze", (given, axis))
+    node.args, node.kwargs = (given, single[0]), {}
+
+
+def _given(node: fx.Node) -> Any:
+    """What the operation is applied to."""
+    return node.args[0] if node.args else node.kwargs["input"]
 
 
 def _cut(dim: Dim) -> bool:

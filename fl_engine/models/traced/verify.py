@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_engine.core.errors import ModelError
+from fl_engine.core.errors import ModelError, first_line
 from fl_engine.core.slicing import places, take
 from fl_engine.core.types import HEAD, ParamLayout, Params, SubmodelSpec
 from fl_engine.models.traced.refusals import ways_out
@@ -62,7 +62,15 @@ def _check(name: str, original: nn.Module, make: Make, layout: ParamLayout, x: T
             sub = _with(make(spec), take(weights, layout, spec)).eval()
             rest = _with(whole, _zeroed(weights, layout, spec)).eval()
             with torch.no_grad():
-                apart = _apart(sub(x), rest(x))
+                try:
+                    found = sub(x)
+                except Exception as error:  # of somebody else's code
+                    raise ModelError(
+                        f"{name} cannot be cut into sub-models: with the channels {_said(spec)} alone, its forward "
+                        f"fails ({type(error).__name__}: {first_line(error)}), so a size in it does not follow the "
+                        f"channels; {ways_out()}"
+                    ) from error
+                apart = _apart(found, rest(x))
             if not apart <= close:
                 raise ModelError(
                     f"{name} cannot be cut into sub-models: with the channels {_said(spec)} alone, the outputs are "
