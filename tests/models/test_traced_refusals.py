@@ -56,6 +56,16 @@ MIXING: dict[str, tuple[Any, dict[str, nn.Module], str]] = {
     "shuffle": (lambda m, x: x.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8), {}, "splits an axis of channels"),
     "product": (lambda m, x: (x[:, :, None] @ x[:, None, :]).sum(2), {}, "multiplies two activations as matrices"),
     "unknown layer": (lambda m, x: m.odd(x, x), {"odd": nn.Bilinear(8, 8, 8)}, "odd .*is a Bilinear, which is not"),
+    "batch norm over": (
+        lambda m, x: m.norm(x[:, None]).flatten(1),
+        {"norm": nn.BatchNorm1d(1)},
+        "norm .*normalises over channels",
+    ),
+    "convolution over": (
+        lambda m, x: m.conv(x[:, None]).sum(1),
+        {"conv": nn.Conv1d(1, 4, 1)},
+        "conv .*is a convolution over channels",
+    ),
     "function": (lambda m, x: F.linear(x, torch.eye(8)), {}, "calls F.linear: make it an nn.Linear"),
 }
 

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fl_engine.models.traced.channels import Dim, aligned, fixed, made, scaled, tie
+from fl_engine.models.traced.channels import Dim, aligned, fixed, free, made, scaled, tie
 
 Dims = tuple[Dim, ...]
 
@@ -69,7 +69,8 @@ def _linear(m: nn.Linear, path: str, x: Dims) -> Layer:
 def _conv(m: _ConvNd, path: str, x: Dims) -> Layer:
     """(B, C, ...) -> (B, C', ...)."""
     inside, kernel = x[1], tuple(fixed(n) for n in m.kernel_size)
-    turned, trouble = isinstance(m, _ConvTransposeNd), None
+    turned = isinstance(m, _ConvTransposeNd)
+    trouble: tuple[str, Dims] | None = None
     sizes = {"in_channels": (inside, 1)}
     if m.groups == 1:
         out = made(m.out_channels, path)
@@ -82,6 +83,8 @@ def _conv(m: _ConvNd, path: str, x: Dims) -> Layer:
         out, each = made(m.out_channels, path), fixed((m.out_channels if turned else m.in_channels) // m.groups)
         pair = (inside, each) if turned else (out, each)
         trouble = (f"is a convolution of {m.groups} groups of {m.in_channels} channels", (inside, out))
+    if free(*x[2:]):
+        trouble = ("is a convolution over channels", x[2:])
     sizes["out_channels"] = (out, 1)
     spatial = tuple(fixed(1) for _ in x[2:])
     weights = _present(m, weight=(*pair, *kernel), bias=(out,))
@@ -91,7 +94,8 @@ def _conv(m: _ConvNd, path: str, x: Dims) -> Layer:
 def _norm(m: _BatchNorm | _InstanceNorm, path: str, x: Dims) -> Layer:
     channels: Any = (x[1],)
     weights = _present(m, weight=channels, bias=channels, running_mean=channels, running_var=channels)
-    return Layer(weights, {"num_features": (x[1], 1)}, x)
+    trouble = ("normalises over channels", x[2:]) if free(*x[2:]) else None
+    return Layer(weights, {"num_features": (x[1], 1)}, x, trouble=trouble)
 
 
 def _group_norm(m: nn.GroupNorm, path: str, x: Dims) -> Layer:
