@@ -66,6 +66,12 @@ MIXING: dict[str, tuple[Any, dict[str, nn.Module], str]] = {
         {"conv": nn.Conv1d(1, 4, 1)},
         "conv .*is a convolution over channels",
     ),
+    "no rule, added": (lambda m, x: x + x.flip(1), {}, "calls flip, which may mix channels"),
+    "attention, added": (
+        lambda m, x: x + m.att(x[:, None], x[:, None], x[:, None], need_weights=False)[0].mean(1),
+        {"att": nn.MultiheadAttention(8, 2, batch_first=True)},
+        "att .*is attention",
+    ),
     "function": (lambda m, x: F.linear(x, torch.eye(8)), {}, "calls F.linear: make it an nn.Linear"),
 }
 
@@ -97,6 +103,7 @@ ALLOWED: dict[str, tuple[Any, dict[str, nn.Module]]] = {
     "where": (lambda m, x: torch.where(x > 0, x, 0.1 * x), {}),
     "normed by group": (lambda m, x: m.norm(x), {"norm": nn.GroupNorm(4, 8)}),
     "slice of steps": (lambda m, x: F.pad(x[:, :, None], (0, 2))[..., : x[..., None].size(-1)].squeeze(2), {}),
+    "clamp": (lambda m, x: x / x.abs().clamp_min(0.1).clamp_max(3.0), {}),
     "squeeze": (lambda m, x: torch.squeeze(x.squeeze()[:, None, :, None]).view(-1, 8), {}),
     "unflatten": (lambda m, x: x.unflatten(1, (8, 1)).flatten(1), {}),
     "unflatten layer": (lambda m, x: m.un(x).flatten(1), {"un": nn.Unflatten(1, (1, 8))}),
@@ -109,6 +116,12 @@ def test_what_leaves_channels_apart_is_cut(name: str) -> None:
     middle, layers = ALLOWED[name]
     groups = from_module(lambda: Between(middle, **layers))((6,), 3).layout().groups
     assert groups["first"] == (4 if name == "normed by group" else 8)
+
+
+def test_channels_that_a_frozen_layer_keeps_whole_may_be_mixed() -> None:
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    family = from_module(lambda: Between(lambda m, x: F.softmax(x, 1).cumsum(1) + m.frozen(x), frozen=frozen))((6,), 3)
+    assert family.layout().groups == {HEAD: 3}
 
 
 def test_a_batch_of_one_sample_keeps_its_axis() -> None:

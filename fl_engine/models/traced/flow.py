@@ -51,8 +51,8 @@ class _Walk:
             if each not in paths:
                 raise ModelError(f"{name}: pin names the module {each!r}, which there is not{nearest(each, paths)}")
         self.pins = tuple(pins)
-        self.trouble: list[tuple[fx.Node, str, tuple[Dim, ...]]] = []
-        """What would mix these channels, unless they are pinned in the end."""
+        self.trouble: list[tuple[fx.Node, str, tuple[Dim, ...], tuple[Dim, ...]]] = []
+        """What would mix these channels, unless they are pinned in the end; and the axes of its output (`mixed`)."""
         self.output: fx.Node | None = None
 
     def pinned(self, path: str) -> bool:
@@ -130,14 +130,16 @@ class _Walk:
         given = ops.every(self.call(node, kind, node.args, dict(node.kwargs)))
         if self.pinned(path):
             pin(*given)
-        self.refuse(node, why, given)
-        return ops.whole(node.meta["shape"]) if node.meta["shape"] is not None else None
+        return self.mixed(node, why, given)
 
     # ---------------------------------------------------------------------------------------------- operations
     def operation(self, node: fx.Node, name: str, args: Any, options: dict[str, Any]) -> Any:
         shape, call = node.meta["shape"], self.call(node, name, args, options)
         if name == "getitem" and not isinstance(self.value(args[0]), Given):
             found = self.flow.dims.get(args[0])
+            if found is None and shape is not None:  # one of several outputs, of which some are no tensors
+                why, dims = next(((why, dims) for of, why, dims, _ in self.trouble if of is args[0]), ("", ()))
+                return self.mixed(node, why, dims)
             return found[args[1]] if isinstance(found, tuple) and isinstance(args[1], int | slice) else None
         if shape is None or not any(True for _ in call.given):
             return None if shape is None else ops.whole(shape)
@@ -148,8 +150,7 @@ class _Walk:
         rule = names.RULES.get(name if node.target is not operator.getitem else "getitem", names.unknown)
         found = rule(call)
         if isinstance(found, Mixes):
-            self.refuse(node, found.why, found.dims)
-            return ops.whole(shape)
+            return self.mixed(node, found.why, found.dims)
         if shape and isinstance(shape[0], tuple):
             return tuple(self.in_shape(each, of) for each, of in zip(found, shape, strict=True))  # type: ignore[arg-type]
         return self.in_shape(found, shape)
@@ -179,9 +180,22 @@ class _Walk:
         pairs = list(zip(dims, shape, strict=True))
         return tuple(dim if length(dim) == size else fixed(size) for dim, size in pairs)
 
-    def refuse(self, node: fx.Node, why: str, dims: Sequence[Dim]) -> None:
+    def refuse(self, node: fx.Node, why: str, dims: Sequence[Dim], out: Sequence[Dim] = ()) -> None:
         pin(*((part,) for dim in dims for part in resolved(dim) if part.of.loose))
-        self.trouble.append((node, why, tuple(dims)))
+        self.trouble.append((node, why, tuple(dims), tuple(out)))
+
+    def mixed(self, node: fx.Node, why: str, dims: Sequence[Dim]) -> Any:
+        """The axes of an output that mixes these channels. Where they are not pinned yet, the output's are not either:
+        they would pin the channels that it is added to, and nothing would be left to refuse."""
+        shape, still_free, opened = node.meta["shape"], bool(free(*dims)), list[Dim]()
+
+        def axis(size: int) -> Dim:
+            opened.append(made(size, path_of(node)) if still_free else fixed(size))
+            return opened[-1]
+
+        out = None if shape is None else ops.whole(shape, axis)
+        self.refuse(node, why, dims, opened)
+        return out
 
     # --------------------------------------------------------------------------------------------------- end
     def finish(self, outputs: int) -> None:
@@ -198,10 +212,11 @@ class _Walk:
             self.flow.head = dim[0].of
         else:
             pin(dim)
-        for node, why, dims in self.trouble:
+        for node, why, dims, out in self.trouble:
             cut = [channels for channels in free(*dims) if channels is not self.flow.head]
             if cut:
                 raise refusal(self.name, node, why, self.pinning(node, cut))
+            pin(*out)
         loose = [c for dims in self.flow.params.values() for c in free(*dims) if c.loose]
         for channels in loose:
             channels.pinned = True

@@ -86,9 +86,8 @@ def _conv(m: _ConvNd, path: str, x: Dims) -> Layer:
     if free(*x[2:]):
         trouble = ("is a convolution over channels", x[2:])
     sizes["out_channels"] = (out, 1)
-    spatial = tuple(fixed(1) for _ in x[2:])
     weights = _present(m, weight=(*pair, *kernel), bias=(out,))
-    return Layer(weights, sizes, (x[0], out, *spatial), trouble=trouble)
+    return Layer(weights, sizes, (x[0], out, *x[2:]), trouble=trouble)
 
 
 def _norm(m: _BatchNorm | _InstanceNorm, path: str, x: Dims) -> Layer:

@@ -12,8 +12,9 @@ def _named(rule: ops.Rule, names: str) -> dict[str, ops.Rule]:
 RULES: dict[str, ops.Rule] = {
     **_named(
         ops.by_element,
-        "add add_ sub sub_ rsub mul mul_ div div_ truediv pow maximum minimum where lerp clamp clamp_ clip iadd isub "
-        "imul itruediv neg abs square sqrt rsqrt reciprocal exp expm1 log log1p erf sin cos sign floor round "
+        "add add_ sub sub_ rsub mul mul_ div div_ truediv pow maximum minimum where lerp iadd isub imul itruediv "
+        "clamp clamp_ clamp_min clamp_max clip neg abs square sqrt rsqrt reciprocal exp expm1 log log1p erf sin cos "
+        "sign floor round "
         "relu relu_ relu6 gelu silu silu_ mish hardswish hardsigmoid hardtanh sigmoid sigmoid_ tanh tanh_ elu elu_ "
         "selu celu leaky_relu leaky_relu_ softplus softsign softshrink hardshrink tanhshrink threshold logsigmoid "
         "identity dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
