@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,45 @@ def test_whole_trains_what_cannot_be_traced_or_counted_by_layer() -> None:
     x = torch.randn(2, 1, 8, 8).contiguous(memory_format=torch.channels_last)
     network = runnable(family, FULL, initial_params(family, 0)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     assert network(x).shape == (2, 3), "view works on maps that lie channels last"
+
+
+class Scaled(nn.Module):
+    """A layer over series (B, 7, 6) -> (B, 7, 8), and a parameter that no layer holds."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.scale, self.head = layer, nn.Parameter(torch.ones(8)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.layer(x)[0] * self.scale).mean(1))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(6, 24)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        q, k, v = (each.unflatten(2, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=2))
+        return (nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2),)
+
+
+LSTM_MACS = 7 * 4 * 8 * (6 + 8)
+
+
+@pytest.mark.parametrize(
+    ("layer", "macs"),
+    [
+        (lambda: nn.LSTM(6, 8, batch_first=True), LSTM_MACS),
+        (lambda: nn.LSTM(6, 8, num_layers=2, batch_first=True), LSTM_MACS + 7 * 4 * 8 * (8 + 8)),
+        (lambda: nn.LSTM(6, 4, bidirectional=True, batch_first=True), 2 * 7 * 4 * 4 * (6 + 4)),
+        (lambda: nn.GRU(6, 8, batch_first=True), 7 * 3 * 8 * (6 + 8)),
+        (Attention, 7 * 6 * 24 + 2 * 7 * 7 * 8),
+    ],
+    ids=["lstm", "lstm of two", "lstm both ways", "gru", "attention"],
+)
+def test_a_network_as_a_whole_counts_what_one_kernel_computes(layer: Callable[[], nn.Module], macs: int) -> None:
+    assert count_macs(from_module(lambda: Scaled(layer()), whole=True)((7, 6), 3)) == macs + 8 * 3
 
 
 # ------------------------------------------------------------------------------------------------------- runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +14,8 @@ from fl_engine.core.drawing import drawing
 from fl_engine.models.traced.graph import unused
 
 BITS = 62
+
+Shape = tuple[int, ...]
 
 
 class Around(nn.Module):
@@ -49,6 +52,23 @@ class Around(nn.Module):
         self._at = device
 
 
+def _lstm_flops(x_tbf: Shape, weight_ih: Shape, weight_hh: Shape, *_: Any, **__: Any) -> int:
+    steps = x_tbf[0] * x_tbf[1]
+    return 2 * steps * (math.prod(weight_ih) + math.prod(weight_hh))
+
+
+def _attention_flops(query_bhte: Shape, key_bhse: Shape, value_bhsv: Shape, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(query_bhte[:3]) * key_bhse[2] * (query_bhte[3] + value_bhsv[3])
+
+
+UNCOUNTED: dict[Any, Any] = {
+    torch.ops.aten.mkldnn_rnn_layer: _lstm_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+}
+"""Kernels of a CPU that torch's own counter takes for nothing, with their operations by the shapes of what they take: a
+layer of an LSTM in one direction, and attention."""
+
+
 class Counted(Around):
     """Counts its multiply-adds itself, from the matrix products and convolutions that it calls: for networks with
     weights that no layer of torch holds."""
@@ -59,7 +79,7 @@ class Counted(Around):
         before = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # whose one kernel is not counted
         try:
-            with FlopCounterMode(display=False) as counter:
+            with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
                 self.forward(given)
         finally:
             torch.backends.mha.set_fastpath_enabled(before)
