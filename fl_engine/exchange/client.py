@@ -218,9 +218,8 @@ def _kind(work: Work, site: Site) -> object:
 
 
 def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcome]:
-    """Trains works of equal kind side by side. A failure is an outcome, one of torch or of the user's code too: batch
-    norm, for one, refuses a batch of one value per channel. What an accelerator raises is the machine's failure, and
-    comes out."""
+    """Trains works of equal kind side by side. A failure is an outcome, also a ValueError, as batch norm raises for a
+    batch of one value per channel. Other errors are of the machine or of the code, and end the run."""
     if works[0].order.evaluates:
         return [_evaluated(work, site, device) for work in works]
     started = time.monotonic()
@@ -228,13 +227,11 @@ def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcom
         with at_work(len(works) * tensor_bytes(works[0].received)), memory_errors():
             jobs = list(_jobs(works, site, device))
             trained = list(local.train(site.family, site.data.task, jobs, site.numerics))
-    except torch.AcceleratorError:
-        raise
-    except (ModelError, MemoryError, RuntimeError, ValueError) as error:
+    except (ModelError, MemoryError, torch.OutOfMemoryError, ValueError) as error:
         if len(works) > 1:  # the failure of one is no reason for the others to fail
             return [outcome for work in works for outcome in train([work], site, device)]
         order, reason = works[0].order, str(error) or "out of memory"
-        if not isinstance(error, ModelError | MemoryError | torch.OutOfMemoryError):
+        if isinstance(error, ValueError):
             reason = f"training failed: {type(error).__name__}: {first_line(error)}"
             log.warning("round %d, client %d: %s", order.round + 1, order.client, reason, exc_info=error)
         return [ClientFailure(order.round, order.client, "train", reason)]

@@ -4,8 +4,8 @@
 
 A coordinator takes over by creating the file with the next number; only one can succeed. It may do so when the holder
 has let go, when the holder is a process of this machine that has ended, or when the holder has not raised its count for
-TTL_S seconds, measured on the clock of the one that waits (the two clocks are never compared). These seconds lie
-between the store's first answer and a later question, because a store that answers late says nothing about the holder.
+TTL_S seconds, measured on the clock of the one that waits (the two clocks are never compared). The time in which the
+store is asked does not count, because a store that answers late says nothing about the holder.
 A file that cannot be read has to stay the same for as long. Otherwise the newcomer stops, and its error names the
 holder.
 
@@ -131,8 +131,7 @@ def _acquire(store: Store, ttl_s: float) -> Lease:
 def _wait_for(store: Store, number: int, machine: str, ttl_s: float) -> None:
     """Returns when this lease may be taken over. Raises ConfigError when its holder lives."""
     first = now = _content(store, number)
-    since = asked = time.monotonic()
-    told = False
+    silent, told = 0.0, False
     while True:
         holder = _holder(now)
         if holder is not None and holder.released:
@@ -141,17 +140,21 @@ def _wait_for(store: Store, number: int, machine: str, ttl_s: float) -> None:
         if now is not None and now != first:
             raise ConfigError(f"{store.uri()} is being run by {who}: wait for it, or stop it first")
         gone = holder is not None and holder.machine == machine and not _alive(holder.pid)
-        if gone or asked - since >= ttl_s:
+        if gone or silent >= ttl_s:
             log.warning("going on in the place of %s, which has not let go", who)
             return
         if not told:
             log.info("the run was held by %s: waiting up to %.0f s for a sign of life", who, ttl_s)
             told = True
         time.sleep(POLL_S)
+        asked = time.monotonic()
         if _newest(store) > number:
             return  # somebody else was quicker, and is looked at next
-        asked = time.monotonic()  # the answer may come late, and say no more than what was true then
         now = _content(store, number)
+        if time.monotonic() - asked <= BEAT_S:
+            silent += POLL_S
+        else:  # the holder may have had no answer either, and is given time for a sign
+            silent = min(silent, ttl_s - 2 * BEAT_S)
 
 
 def _read(store: Store, number: int) -> Holder | None:

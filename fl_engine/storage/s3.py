@@ -158,7 +158,11 @@ class S3Store:
                         return False
                     # 409: another request for this key is under way, perhaps an earlier try of this one. Nothing says
                     # yet whether the key will be there.
-                    if status != 409 or pause is None:
+                    if status != 409:
+                        raise
+                    if pause is None:
+                        if key in self.list(key):
+                            return False
                         raise
                     time.sleep(pause)
                 else:

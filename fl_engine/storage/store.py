@@ -74,10 +74,8 @@ class FolderStore:
         part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
         with self._explained(key):
             changed = [path.parent]  # folders with a new entry: without their fsync a power cut forgets the name
-            while not changed[-1].exists():
-                changed.append(changed[-1].parent)
             try:
-                with self._opened(part) as file:
+                with self._opened(part, changed) as file:
                     file.writelines(pieces_of(value))
                     file.flush()
                     os.fsync(file.fileno())
@@ -86,7 +84,7 @@ class FolderStore:
                 part.unlink(missing_ok=True)  # a full disk would not be less full
                 raise
             part.unlink(missing_ok=True)  # where its name is a second one
-            for folder in changed:
+            for folder in dict.fromkeys(changed):
                 try:
                     descriptor = os.open(folder, os.O_RDONLY)
                 except FileNotFoundError:  # the value is there no more: somebody has deleted it, and the folder
@@ -96,15 +94,20 @@ class FolderStore:
                 finally:
                     os.close(descriptor)
 
-    def _opened(self, part: Path) -> BinaryIO:
-        """A new file, and its folder, which somebody who deletes the last file in it may remove again."""
+    def _opened(self, part: Path, changed: list[Path]) -> BinaryIO:
+        """A new file, and its folder, which somebody who deletes the last file in it may remove again. Adds the folders
+        in which it makes others to `changed`."""
         for left in reversed(range(TRIES)):
+            for folder in (part.parent, *part.parent.parents):
+                if folder.is_dir():
+                    break
+                if os.path.lexists(folder):
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+                changed.append(folder.parent)
             try:
                 part.parent.mkdir(parents=True, exist_ok=True)
                 return open(part, "wb", opener=lambda path, flags: os.open(path, flags, self.mode))
             except (FileNotFoundError, FileExistsError) as error:  # mkdir's, of a folder that has just gone
-                if os.path.lexists(part.parent) and not part.parent.is_dir():
-                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from error
                 if not left:
                     raise EnvironmentFailure(f"{part.parent} is removed as soon as it is there") from error
         raise AssertionError("the last try returns or raises")

@@ -84,9 +84,8 @@ def finished(config: Config, out: Path) -> bool:
     try:
         Result.read(out / "result.json")
         epochs, known = len(History.read(out / "history.json").rounds), CentralFile.read(out / "central.json").config
-        now = deciding(config)
-        same = all(known[path] == now.get(path) for path in known)  # an earlier version had fewer parameters
-        return epochs == config.central.epochs and same
+        # An earlier version had fewer parameters: then it did as their defaults do.
+        return epochs == config.central.epochs and deciding(Config()) | known == deciding(config)
     except IntegrityError:
         return False
 

@@ -209,7 +209,7 @@ def _run(
         _command(entry, folder / shared[entry.name], tags(entry, id, parent), folder, options, *given[entry.name])
         for entry in ready
     ] + central
-    for name in FILES if commands else ():  # before a run changes that they are of, whatever is killed then
+    for name in FILES if ready else ():  # before a run changes that they are of, whatever is killed then
         (folder / name).unlink(missing_ok=True)
     codes |= carry_out(commands, at_once)
     failed = [(name, code) for name, code in codes.items() if code]

@@ -140,7 +140,9 @@ def _resources(compiled: Mapping[str, Any], environment: Mapping[str, str]) -> d
         variable = f"FLEXFLEET_{kind}_{what.upper()}"
         least, _, most = (environment.get(variable) or SIZES[kind][what.upper()]).partition(":")
         for bound, amount in (("Request", least), ("Limit", most or least)):
-            resources[f"{what}{bound}"] = _amount(amount, variable) / unit
+            resources[f"{what}{bound}"] = found = _amount(amount, variable) / unit
+            if bound == "Limit" and not found:
+                raise ConfigError(f"{variable}: a limit above 0 is expected, got {amount!r}")
             resources[f"resource{what.capitalize()}{bound}"] = amount
     if kind == "TRAIN" and (accelerator := environment.get("FLEXFLEET_TRAIN_GPU")):
         what, _, count = accelerator.partition("=")

@@ -55,7 +55,7 @@ def given(name: str, config: Config, named: Collection[str]) -> dict[str, Any]:
         if key in asked or parameters[key] == plain[key]:
             continue
         said = f"the pipeline {name} has no field for {path} = {parameters[key]!r}"
-        if path in named:
+        if any(f"{path}.".startswith(f"{each}.") for each in named):
             raise ConfigError(
                 f"{said}: leave it out, or say it by one of its fields ({', '.join(sorted(asked))}) with --param"
             )

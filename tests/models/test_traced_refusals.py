@@ -124,6 +124,26 @@ def test_channels_that_a_frozen_layer_keeps_whole_may_be_mixed() -> None:
     assert family.layout().groups == {HEAD: 3}
 
 
+class MixedBeforeItIsPinned(nn.Module):
+    """The sum with the input, which pins the first convolution's channels, comes after what mixes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mixed = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
+        self.added, self.head = nn.Conv2d(4, 8, 3, padding=1), nn.Linear(8 * 9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        one = F.max_pool2d(torch.relu(self.mixed(torch.roll(y, 1, 3))), 2)
+        return self.head((one + F.max_pool2d(self.added(y + x), 2)).flatten(1))
+
+
+def test_of_what_is_mixed_the_channels_alone_are_in_doubt() -> None:
+    """Not the pixels and samples: what pools or flattens these goes on being cut."""
+    layout = from_module(MixedBeforeItIsPinned)((4, 6, 6), 3).layout()
+    assert layout.groups == {"mixed": 8, HEAD: 3}
+
+
 def test_a_batch_of_one_sample_keeps_its_axis() -> None:
     middle, _ = ALLOWED["squeeze"]
     family = from_module(lambda: Between(middle))((6,), 3)

@@ -261,7 +261,7 @@ def test_a_task_that_trains_is_told_by_what_it_was_compiled_with() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("TRAIN_CPU", "two"), ("TASK_MEMORY", "1Gib"), ("TASK_MEMORY", "nan"), ("TASK_MEMORY", "-1Gi"),
+    [("TRAIN_CPU", "two"), ("TASK_MEMORY", "1Gib"), ("TASK_MEMORY", "nan"), ("TASK_MEMORY", "-1Gi"), ("TASK_CPU", "0"),
      ("TRAIN_GPU", "=1"), ("TRAIN_GPU", "a=b"), ("TASK_NODES", "fast")],
 )  # fmt: skip
 def test_what_is_none_of_its_kind_is_refused(variable: str, value: str) -> None:

@@ -69,6 +69,7 @@ def test_the_command_gives_what_differs_from_the_defaults(
     [
         (["tune"], ["seed=7"], "the pipeline tune has no field for seed = 7: leave it out, or say it by one of"),
         (["compare"], ["algorithm.name=fedavg"], "the pipeline compare has no field for algorithm.name = 'fedavg'"),
+        (["compare"], ["algorithm={name: fedavg}"], "the pipeline compare has no field for algorithm.name = 'fedavg'"),
         (["nightly"], ["rounds.stop=3"], "the pipeline nightly has no field for rounds.stop = 3"),
         (["train", "--param", "advanced={}"], [], "--param advanced: give each of its values with --set a.b=value"),
         (["train"], ["seed=9007199254740993"], "seed = 9007199254740993: Kubeflow rounds whole numbers above"),

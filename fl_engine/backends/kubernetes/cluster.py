@@ -169,9 +169,9 @@ def _connect() -> tuple[urllib3.PoolManager, Any]:
         raise EnvironmentFailure(
             f"no cluster: {error}. run.backend=kubernetes takes the cluster that it runs in, else KUBECONFIG's"
         ) from error
-    except RequestException:  # where KUBECONFIG says to sign in, and passing
-        raise
     except (yaml.YAMLError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, RequestException) and not isinstance(error, ValueError):
+            raise  # where KUBECONFIG says to sign in: it passes
         said = " ".join(str(error).split())
         raise EnvironmentFailure(
             f"no cluster: KUBECONFIG cannot be read, where the YAML of a kubectl configuration is expected: {said}"

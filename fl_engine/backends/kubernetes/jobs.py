@@ -132,7 +132,7 @@ def check(options: KubernetesConfig, tiers: Sequence[str]) -> None:
     """Raises ConfigError for a template that is none, and for a pool whose tier seems to be misspelt; warns of one that
     none of the fleet's `tiers` has, as where the rows of a comparison have other fleets."""
     template(options.template)
-    for name in options.pools.keys() - set(tiers):
+    for name in sorted(options.pools.keys() - set(tiers)):
         said = f"kubernetes.pools: the fleet has no tier {name!r}"
         if hint := did_you_mean(name, set(tiers) - options.pools.keys()):
             raise ConfigError(said + hint)

@@ -185,12 +185,19 @@ class _Walk:
         self.trouble.append((node, why, tuple(dims), tuple(out)))
 
     def mixed(self, node: fx.Node, why: str, dims: Sequence[Dim]) -> Any:
-        """The axes of an output that mixes these channels. Where they are not pinned yet, the output's are not either:
-        they would pin the channels that it is added to, and nothing would be left to refuse."""
-        shape, still_free, opened = node.meta["shape"], bool(free(*dims)), list[Dim]()
+        """The axes of an output that mixes these channels. Where an input has free channels, the output's axis at that
+        place is free too: a fixed one would pin the channels that it is added to, and nothing would be left to
+        refuse."""
+        shape, opened, known = node.meta["shape"], list[Dim](), self.flow.dims
+        # Of several outputs, of which some are no tensors, nothing is known but what they were made from.
+        given = [n for each in node.all_input_nodes for n in ([each] if known.get(each) else each.all_input_nodes)]
+        inputs: Any = [known[n] for n in given if known.get(n) and not _several(n.meta["shape"])]
 
-        def axis(size: int) -> Dim:
-            opened.append(made(size, path_of(node)) if still_free else fixed(size))
+        def axis(place: int, size: int) -> Dim:
+            alike = [of[place] for of in inputs if place < len(of) and length(of[place]) == size]
+            if not free(*alike):
+                return fixed(size)
+            opened.append(made(size, path_of(node)))
             return opened[-1]
 
         out = None if shape is None else ops.whole(shape, axis)

@@ -68,11 +68,11 @@ def every(call: Call) -> tuple[Dim, ...]:
     return tuple(dim for given in call.given for dim in given.dims)
 
 
-def whole(shape: Any, axis: Callable[[int], Dim] = fixed) -> Any:
-    """Axes that are never cut, or as `axis` makes them, of an output or of several."""
+def whole(shape: Any, axis: Callable[[int, int], Dim] = lambda place, size: fixed(size)) -> Any:
+    """Axes that are never cut, or as `axis` makes them of place and size, of an output or of several."""
     if shape and isinstance(shape[0], tuple):
         return tuple(whole(each, axis) for each in shape)
-    return tuple(axis(size) for size in shape)
+    return tuple(axis(place, size) for place, size in enumerate(shape))
 
 
 # ------------------------------------------------------------------------------------------------------- rules
