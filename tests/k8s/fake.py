@@ -140,7 +140,7 @@ class Cluster:
             told = {name: base64.b64encode(text.encode()).decode() for name, text in made.get("stringData", {}).items()}
             made["data"] = {**made.get("data", {}), **told}
         owners = {owner["uid"] for owner in made["metadata"].get("ownerReferences", ())}
-        orphan = bool(owners) and not owners & {o["metadata"]["uid"] for o in self.objects.values()}
+        orphan = bool(owners) and not owners & {o["metadata"].get("uid") for o in self.objects.values()}
         self.objects[kind, name] = made
         self.created.append(made)
         if orphan:  # Kubernetes' garbage collector
