@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,10 +100,8 @@ class FolderStore:
         in which it makes others to `changed`."""
         for left in reversed(range(TRIES)):
             for folder in (part.parent, *part.parent.parents):
-                if folder.is_dir():
+                if _is_there(folder):
                     break
-                if os.path.lexists(folder):
-                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
                 changed.append(folder.parent)
             try:
                 part.parent.mkdir(parents=True, exist_ok=True)
@@ -156,6 +155,19 @@ class FolderStore:
 
     def uri(self, key: str = "") -> str:
         return str(self.root / key)
+
+
+def _is_there(folder: Path) -> bool:
+    """Asks once, since others make and remove folders. Raises NotADirectoryError for what is no folder."""
+    try:
+        found = stat.S_ISDIR(os.stat(folder).st_mode)
+    except FileNotFoundError:
+        if not folder.is_symlink():
+            return False
+        found = False  # a link to nowhere
+    if not found:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    return True
 
 
 def _removed(folder: Path) -> bool:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import posix
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.core.errors import IntegrityError
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError
 from fl_engine.storage.store import FolderStore, decode, encode, sha256, tensor_bytes
 
 SIZE = 1 << 20
@@ -83,6 +84,25 @@ def test_a_folder_that_is_removed_before_its_file_is_there_is_made_again(
     monkeypatch.setattr(os, "open", open_late)
     FolderStore(tmp_path).put("states/a", b"x")
     assert len(removed) == 2 and FolderStore(tmp_path).get("states/a") == b"x"
+
+
+def test_many_that_make_one_folder_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    def put(round: int, client: int) -> None:
+        FolderStore(tmp_path).put(f"rounds/{round}/updates/{client}", b"x")
+
+    with ThreadPoolExecutor(8) as threads:
+        for round in range(50):
+            list(threads.map(put, [round] * 8, range(8)))
+    assert len(FolderStore(tmp_path).list("rounds/")) == 400
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_what_is_no_folder_is_said(tmp_path: Path, above: bool) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").write_bytes(b"")
+    for name in ("link", "file"):
+        with pytest.raises(EnvironmentFailure, match=rf"{name}/.*: Not a directory"):
+            FolderStore(tmp_path).put(f"{name}/b/c" if above else f"{name}/c", b"x")
 
 
 def test_a_folder_that_is_written_into_while_it_is_removed_stays(
