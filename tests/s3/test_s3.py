@@ -320,8 +320,10 @@ def test_a_creation_that_meets_another_request_is_tried_again(store: S3Store, sc
     scripted += [refusal(409, "ConditionalRequestConflict"), refusal(412, "PreconditionFailed")]
     assert not store.create("key", b"another's")
     scripted += [refusal(409, "ConditionalRequestConflict")] * s3.ATTEMPTS
+    assert not store.create("key", b"another's"), "a server that says so of a key that is there"
+    scripted += [refusal(409, "ConditionalRequestConflict")] * s3.ATTEMPTS
     with pytest.raises(EnvironmentFailure, match="ConditionalRequestConflict"):
-        store.create("key", b"another's")
+        store.create("another", b"mine")
 
 
 def test_of_several_keys_those_that_a_busy_server_did_not_delete_are_deleted_again(
