@@ -5,9 +5,8 @@
 A coordinator takes over by creating the file with the next number; only one can succeed. It may do so when the holder
 has let go, when the holder is a process of this machine that has ended, or when the holder has not raised its count for
 TTL_S seconds, measured on the clock of the one that waits (the two clocks are never compared). The time in which the
-store is asked does not count, because a store that answers late says nothing about the holder.
-A file that cannot be read has to stay the same for as long. Otherwise the newcomer stops, and its error names the
-holder.
+store is asked does not count, because a store that answers late says nothing about the holder. A file that cannot be
+read has to stay the same for as long. Otherwise the newcomer stops, and its error names the holder.
 
 A holder that was paused or cut off, and was replaced meanwhile, is fenced off: before each commit it looks for a higher
 number, and stops where there is one. If it is paused right after it looked, it still does no harm: a commit and its

@@ -193,6 +193,12 @@ def test_what_tasks_take_of_a_node_is_chosen_for_a_cluster() -> None:
     assert asked == {f"exec-{name}": "2" if name in ("pretrain", "federate", "evaluate") else None for name in ORDER}
 
 
+def test_a_task_may_ask_for_nothing_of_a_node() -> None:
+    spec = documents(retarget(shipped("train"), {"FLEXFLEET_TASK_CPU": "0:2"}))[0]
+    found = spec["deploymentSpec"]["executors"]["exec-report"]["container"]["resources"]
+    assert (found["resourceCpuRequest"], found["resourceCpuLimit"]) == ("0", "2")
+
+
 def test_a_description_names_what_there_is() -> None:
     for name in PIPELINES:
         text = documents((COMPILED / f"{name}.yaml").read_text())[0]["pipelineInfo"]["description"]

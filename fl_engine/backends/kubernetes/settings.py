@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from fl_engine.core.fields import Count, Fraction, Moves, Positive, Section
 from fl_engine.core.quantities import quantity
@@ -15,6 +15,14 @@ GRACE_S = 30
 """Seconds after its deadline at which the coordinator deletes a client Job that is still there."""
 URL_S = 604_800
 """Seconds that a presigned URL can live (AWS Signature Version 4)."""
+
+
+NAME = "[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
+PLACES = {
+    "data": (f"pvc:{NAME}|host:/.*", "pvc:<claim> or host:/<folder of the node>"),
+    "state_key": (f"secret:{NAME}|host:/.+", "secret:<name of a Secret> or host:/<file of the node>"),
+}
+"""By parameter, what a place in the cluster or on the node is written like."""
 
 
 def _cpus(value: str) -> str:
@@ -119,18 +127,12 @@ class KubernetesConfig(Section):
     poll_s: Positive = 1.0
     """Seconds between two looks at Jobs, pods and answers."""
 
-    @field_validator("data")
+    @field_validator(*PLACES)
     @classmethod
-    def _names_a_volume(cls, value: str | None) -> str | None:
-        if value is not None and re.fullmatch(r"pvc:[a-z0-9]([a-z0-9.-]*[a-z0-9])?|host:/.*", value) is None:
-            raise ValueError("pvc:<claim> or host:/<folder of the node> is expected")
-        return value
-
-    @field_validator("state_key")
-    @classmethod
-    def _names_a_key(cls, value: str | None) -> str | None:
-        if value is not None and re.fullmatch(r"secret:[a-z0-9]([a-z0-9.-]*[a-z0-9])?|host:/.+", value) is None:
-            raise ValueError("secret:<name of a Secret> or host:/<file of the node> is expected")
+    def _names_a_place(cls, value: str | None, info: ValidationInfo) -> str | None:
+        pattern, expected = PLACES[str(info.field_name)]
+        if value is not None and re.fullmatch(pattern, value) is None:
+            raise ValueError(f"{expected} is expected")
         return value
 
     @model_validator(mode="after")
