@@ -243,3 +243,42 @@ def test_the_detector_has_its_command_and_its_figures() -> None:
     text = PAGE.partition("## Objects in images")[2].partition("\n\n")[2].partition("\n\n")[0]
     told = {float(number.replace(",", "")) for number in NUMBER.findall(text)}
     assert f"`{found['command']}`" in text and {float(value) for value in found["found"].values()} <= told
+
+
+BOUND_PAGE = (DOCS / "reliability.md").read_text()
+BOUND: dict[str, Any] = json.loads((DOCS / "robustness" / "bound.json").read_text())
+HONEST = {
+    "digits, FlexFL; HeteroFL": ("digits flexfl", "digits heterofl"),
+    "digits, FlexFL, one client a round; two": ("digits flexfl 1 client a round", "digits flexfl 2"),
+    "digits, most clients with few samples, FlexFL; HeteroFL": (
+        "digits, most with few samples flexfl", "digits, most with few samples heterofl"
+    ),
+    "Fashion-MNIST, FlexFL; HeteroFL": ("fashion_mnist flexfl", "fashion_mnist heterofl"),
+    "digits, multibranch": ("digits multibranch",),
+    "CIFAR-10 with running statistics, FlexFL; HeteroFL": ("cifar10 flexfl", "cifar10 heterofl"),
+}  # fmt: skip
+ATTACKED = {
+    "change times 90": "change x 90",
+    "just below the bound in every round": "just below the bound",
+    "just below the bound, turned around": "just below, turned around",
+    "just below what is taken every time": "all that is taken",
+    "just below that, turned around": "all that is taken, turned around",
+    "its own change, turned around": "its own change, turned around",
+}
+
+
+def test_what_the_bound_costs_honest_runs_is_as_measured() -> None:
+    assert sum(len(names) for names in HONEST.values()) == len(BOUND["honest"])
+    for row, names in HONEST.items():
+        found = [BOUND["honest"][name] for name in names]
+        off, on = ("; ".join(f"{run[which]['avg']:.1f}" for run in found) for which in ("without", "with"))
+        refused = "; ".join(f"{run['with']['refused']} of {run['with']['updates']}" for run in found)
+        assert f"| {row} | {off} | {on} | {refused} |" in BOUND_PAGE
+
+
+def test_which_attacks_the_bound_stops_is_as_measured() -> None:
+    for row, attack in ATTACKED.items():
+        flexfl, heterofl = (BOUND["attacked"][f"digits {name}, {attack}"] for name in ("flexfl", "heterofl"))
+        caught = [f"{run['caught']} of {run['attacks']}" for run in (flexfl, heterofl) if run["caught"]]
+        said = f"| {row} | {flexfl['avg']:.1f} | {heterofl['avg']:.1f} | {'; '.join(caught) or 'none'} |"
+        assert said in BOUND_PAGE
