@@ -370,6 +370,12 @@ def tiny_suite() -> dict[str, Any]:
     return TINY
 
 
+@pytest.fixture(scope="session")
+def untimed_suite() -> dict[str, Any]:
+    """The same, in which pace decides nothing: of so few turns it follows what else the machine does."""
+    return {**TINY, "thresholds": {**TINY["thresholds"], "pace": 100.0}}
+
+
 # ----------------------------------------------------------------------------------------------------- dvc.yaml
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path) -> Iterator[Any]:

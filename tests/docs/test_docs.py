@@ -41,7 +41,7 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture
 def place(
-    tmp_path: Path, kubeflow: tuple[Any, str], s3: str, python: Path, tiny_suite: dict[str, Any]
+    tmp_path: Path, kubeflow: tuple[Any, str], s3: str, python: Path, untimed_suite: dict[str, Any]
 ) -> dict[str, str]:
     """An environment whose PATH finds the stand-ins first; the folder looks like a checkout."""
     for name in ("benchmarks", "components", "tests", "pipelines", "fl_engine", "flexfleet", "params.yaml"):
@@ -54,7 +54,7 @@ def place(
         file = path / name if name != "label-nodes" else tmp_path / "k8s/overlays/edge/label-nodes"
         file.write_text(f'#!/bin/sh\nexec {python} -m tests.docs.stand_in {name} "$@"\n')
         file.chmod(0o755)
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tiny_suite))
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(untimed_suite))
     return {
         **os.environ,
         "PATH": f"{path}{os.pathsep}{os.environ['PATH']}",

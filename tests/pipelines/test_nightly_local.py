@@ -35,9 +35,9 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(scratch: Path, tiny_suite: dict[str, Any], python: Path) -> Ran:
+def ran(scratch: Path, untimed_suite: dict[str, Any], python: Path) -> Ran:
     path = scratch / "tiny.yaml"
-    path.write_text(yaml.safe_dump(tiny_suite))
+    path.write_text(yaml.safe_dump(untimed_suite))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(regress, "REFERENCE_SEEDS", (0, 1, 2))
         patch.setattr(regress, "REFERENCE_TURNS", 3)
