@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,17 @@ from dvc.repo import Repo
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core.errors import Stopped
+from fl_engine.core.fields import Moves
 from fl_engine.models import SmallCNN
+from fl_engine.preparation import PREPARATIONS
 from fl_engine.rounds import loop
-from flexfleet.config import Config, load_config
+from flexfleet.config import Config, flatten, load_config, moves
 from flexfleet.files.artifacts import History
 from flexfleet.runs import resumable
 from flexfleet.steps import model_pool, partition, pretrain
 from flexfleet.steps.prepare import Resolved
+from tests.harness.imports import ROOT, reach
 
-ROOT = Path(__file__).parents[2]
 STAGES = ["partition", "pretrain", "model_pool", "federate", "evaluate", "report"]
 
 
@@ -62,13 +64,47 @@ def test_options_in_comments_are_the_defaults_too(section: str, kind: Any) -> No
 
 # -------------------------------------------------------------------------------------------------- dvc repro
 def test_every_stage_starts_in_a_new_interpreter() -> None:
-    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
-    assert list(stages) == STAGES
-    for stage in stages.values():
+    assert list(stages()) == STAGES
+    for stage in stages().values():
         python, *module = stage["cmd"].split()[:3]
         assert python == "python"
         done = subprocess.run([sys.executable, *module, "--help"], capture_output=True, text=True)
         assert done.returncode == 0 and "--out" in done.stdout, done.stderr
+
+
+def stages() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+    return found
+
+
+def lacks(names: Iterable[str], listed: Iterable[str], mark: str) -> list[str]:
+    """Those of `names` that are not listed, nor in something that is; `mark` stands between its name and theirs."""
+    within = tuple(f"{each}{mark}" for each in listed)
+    return sorted(name for name in names if not f"{name}{mark}".startswith(within))
+
+
+UNLISTED = {"schema_version": "it has one value"}
+
+
+def test_the_rounds_depend_on_every_parameter_that_changes_them() -> None:
+    nothing = (Moves.EXECUTION, Moves.PLACE)
+    names = [name for name in flatten(Config()) if moves(name) not in nothing and name not in UNLISTED]
+    assert lacks(names, stages()["federate"]["params"], ".") == []
+
+
+def test_pretraining_depends_on_what_preparations_are_given() -> None:
+    names = [name for kind in PREPARATIONS.values() for name in kind.settings]
+    assert "training.epochs" in names
+    assert lacks(names, stages()["pretrain"]["params"], ".") == []
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_depends_on_all_code_that_it_imports(name: str) -> None:
+    stage = stages()[name]
+    module = stage["cmd"].split()[2]
+    files = {file for file in reach([module]) if (ROOT / file).read_text()}
+    assert f"{module.replace('.', '/')}.py" in files
+    assert lacks(files, stage["deps"], "/") == []
 
 
 def edit(path: Path, changes: dict[str, Any]) -> None:
@@ -109,6 +145,10 @@ def test_repro_runs_what_a_change_concerns(checkout: Repo) -> None:
 
     edit(root / "params.yaml", {"tracking": {"experiment": "another"}})
     assert changed(checkout) == set()
+    edit(root / "params.yaml", {"run": {"precision": "bf16"}})
+    assert changed(checkout) == {"federate"}
+    edit(root / "params.yaml", {"codec": {"up": {"name": "half"}}})
+    assert changed(checkout) == {"model_pool", "federate"}
     edit(root / "params.yaml", {"seed": 1})
     assert changed(checkout) == {"partition", "pretrain", "model_pool", "federate", "evaluate"}
 
