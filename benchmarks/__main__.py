@@ -20,6 +20,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,8 +47,10 @@ class Contestant:
         module = "ours" if name == FP32 else name
         command = [str(python_of(name)), "-m", f"benchmarks.{module}", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        # No pipe: one that nobody reads would stop the contestant once it is full.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the contestant
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
             text=True,
         )  # fmt: skip
         self._answer()
@@ -78,8 +81,9 @@ class Contestant:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            _, said = self._process.communicate()
-            raise SystemExit(f"{self.name} ended:\n{said[-3000:]}")
+            self._process.communicate()
+            self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 3000))
+            raise SystemExit(f"{self.name} ended:\n{self._log.read().decode(errors='replace')}")
         found: dict[str, Any] = json.loads(line)
         return found
 

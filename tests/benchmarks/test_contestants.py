@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,6 +142,32 @@ def test_in_half_precision_ours_in_fp32_takes_turns_too(
     assert found["ratios"][harness.FP32] == pytest.approx(found["peers"][harness.FP32] / found["ours_s"])
     assert found["options"] == ["--samples", "10", "--precision", "bf16"]
     assert found["processor"] and found["processor"] in captured.err
+
+
+LOUD = """#!{python}
+import signal, sys
+from benchmarks.gate import Gate
+signal.alarm(30)  # dies rather than hang
+gate = Gate()
+for round in range(101):
+    gate.round_begins()
+    print("x" * 1000)
+print("no more rounds")
+sys.exit(1)
+"""
+
+
+def test_a_contestant_may_write_more_than_a_pipe_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """100 kB, of which the end is told when it fails."""
+    loud = tmp_path / "python"
+    loud.write_text(LOUD.format(python=sys.executable))
+    loud.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(harness.ROOT))
+    monkeypatch.setattr(harness, "python_of", lambda name: loud)
+    contestant = harness.Contestant("flower", ["W7"])
+    assert len(contestant.run(100)) == 100
+    with pytest.raises(SystemExit, match=r"^flower ended:\nx*\n(x{1000}\n)+no more rounds\n$"):
+        contestant.run(100)
 
 
 def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
