@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ CODECS = "W8"
 PEERS = ("naive", "flower", "pfl", "fedjax")
 FP32 = "ours-fp32"
 """Beside `ours` in another precision: the same in fp32."""
+COUNTED = 50
+"""The most rounds of which the arithmetic is counted."""
 BUSY = 0.1
 """Share of the processors that other programs may use before the table says so."""
 
@@ -122,7 +125,7 @@ def compete(workload: str, peers: Sequence[str], turns: int, seconds: float, opt
         note(f"turn {turn + 1} of {turns}")
     memory = {name: contestant.finish() for name, contestant in contestants.items()}
     medians = {name: statistics.median(values) for name, values in measured.items()}
-    arithmetic = gflop(workload, options)
+    arithmetic = gflop(workload, options, min(COUNTED, 2 + turns * rounds["ours"]))
     peak = max(peaks)
     return {
         "workload": workload,
@@ -209,25 +212,17 @@ def matmul_gflops(size: int = 1024, repeats: int = 10) -> float:
     return sum(float(one.communicate()[0]) for one in several)
 
 
-def gflop(workload: str, options: Sequence[str]) -> float:
-    """GFLOP that one round computes, as the mean of a few rounds. A training step counts as three forward passes, each
-    teacher as one."""
-    from benchmarks.ours import SEED, site_of
+def gflop(workload: str, options: Sequence[str], rounds: int) -> float:
+    """GFLOP that one round computes, as the mean of the first `rounds`. A training step counts as three forward passes,
+    each teacher as one."""
+    from benchmarks.ours import site_of, works_of
     from benchmarks.workloads import chosen
-    from fl_engine.core.slicing import initial_params
     from fl_engine.core.workload import macs_per_sample
-    from fl_engine.exchange.client import Work, accept
-    from fl_engine.rounds.run import Run
-    from fl_engine.rounds.terms import RoundsConfig
 
     name, w, _ = chosen([workload, *options])
     algorithm, site = site_of(name, w)
-    run = Run(algorithm, site, RoundsConfig())
-    state = algorithm.init(initial_params(site.family, SEED), site.layout, site.fleet, site.pool, run.server)
-    rounds = 5
-    plans = (algorithm.plan(state, run.context(round, 0.0)) for round in range(rounds))
-    works = [accept(algorithm, order, site) for plan in plans for order in plan.orders]
-    macs = sum(macs_per_sample(site.family, work.task) for work in works if isinstance(work, Work))
+    works = chain.from_iterable(islice(works_of(algorithm, site), rounds))
+    macs = sum(macs_per_sample(site.family, work.task) for work in works)
     return 2 * macs * w.samples * w.epochs / rounds / 1e9
 
 

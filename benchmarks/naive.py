@@ -70,30 +70,19 @@ def network_of(name: str, w: Workload) -> nn.Module:
 
 def _like_ours(name: str, w: Workload) -> Plan:
     """A plan with flexfleet's sub-networks and picks, so that both do the same work. Nothing else is flexfleet's."""
-    from benchmarks.ours import SEED, site_of
-    from fl_engine.core.slicing import initial_params
-    from fl_engine.exchange.client import Work, accept
-    from fl_engine.rounds.run import Run
-    from fl_engine.rounds.terms import RoundsConfig
+    from benchmarks.ours import site_of, works_of
 
     algorithm, site = site_of(name, w)
-    run = Run(algorithm, site, RoundsConfig())
-    state = algorithm.init(initial_params(site.family, SEED), site.layout, site.fleet, site.pool, run.server)
     specs = [m.spec for m in site.pool]
 
     def rounds() -> Iterator[list[Pick]]:
-        number = 0
-        while True:
-            plan = algorithm.plan(state, run.context(number, 0.0))
-            works = [accept(algorithm, order, site) for order in plan.orders]
+        for works in works_of(algorithm, site):
             picks = []
             for work in works:
-                if isinstance(work, Work):
-                    teachers = work.task.distillation.teachers if work.task.distillation else ()
-                    trained = specs.index(work.task.spec)
-                    picks.append(Pick(work.order.client, trained, tuple(specs.index(spec) for spec in teachers)))
+                teachers = work.task.distillation.teachers if work.task.distillation else ()
+                trained = specs.index(work.task.spec)
+                picks.append(Pick(work.order.client, trained, tuple(specs.index(spec) for spec in teachers)))
             yield picks
-            number += 1
 
     kd_weight = getattr(algorithm, "kd_weight", 0.0)
     return Plan([site.family.module(spec) for spec in specs], rounds(), kd_weight)

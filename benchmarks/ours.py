@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,14 +20,14 @@ from benchmarks.gate import Gate
 from benchmarks.networks import family_of
 from benchmarks.workloads import MEAN, STD, Workload, chosen, normalised
 from fl_engine.algorithms import AdaptiveFL, AllLarge, FlexFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.pooled import Training, learned
 from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.core.contracts import Algorithm, Backend
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import Outcome, RoundPlan
+from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan, SubmodelSpec
 from fl_engine.data.partitioning import Partition
-from fl_engine.exchange.client import Site
+from fl_engine.exchange.client import Site, Work, accept
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
@@ -73,6 +74,29 @@ def site_of(name: str, w: Workload, numerics: Numerics = Numerics()) -> tuple[Al
     fleet = devices.fleet("4:3:3" if mixed else (Tier("strong", 1.0, 110.0, (0.0,)),), w.clients, SEED)
     pool = tiny_pool(algorithm, family)
     return algorithm, Site(family, pool, fleet, data, partition, SEED, numerics)
+
+
+def works_of(algorithm: Any, site: Site) -> Iterator[list[Work]]:
+    """What the clients of each round of a run do. Nothing is trained: the weights stay the first ones, and all that the
+    selection learns from an answer is which level came back."""
+    run = Run(algorithm, site, RoundsConfig())
+    state = algorithm.init(initial_params(site.family, SEED), site.layout, site.fleet, site.pool, run.server)
+    levels = {member.spec: level for level, member in enumerate(site.pool)}
+    for round in count():
+        plan = algorithm.plan(state, run.context(round, 0.0))
+        answers: list[Work | ClientFailure] = [accept(algorithm, order, site) for order in plan.orders]
+        yield [answer for answer in answers if isinstance(answer, Work)]
+        tables = state.tables
+        for answer in answers:
+            told: Outcome = answer if isinstance(answer, ClientFailure) else _answer(answer, site, levels)
+            tables = learned(algorithm.selector(site.pool), tables, plan, told)
+        state = replace(state, tables=tables)
+
+
+def _answer(work: Work, site: Site, levels: dict[SubmodelSpec, int]) -> ClientUpdate:
+    """Without weights."""
+    order, spec = work.order, work.task.spec
+    return ClientUpdate(order.round, order.client, spec, {}, len(work.indices), {}, level=levels[spec])
 
 
 class Gated:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -16,13 +18,20 @@ from benchmarks.workloads import WORKLOADS
 from fl_engine.backends import InProcess
 from fl_engine.codecs import Qsgd
 from fl_engine.core import seeds
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import ClientUpdate, Params, WorkOrder
+from fl_engine.core.types import ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.server import ServerSite
 from fl_engine.models import aep_mlp, wisdm_lstm
+from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import MemoryStore
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import context_of, tiny_pool
+from fl_engine.testing.tracker import Memory
 from fl_engine.training import networks as trained
 from fl_engine.training.losses import self_distillation
 from fl_engine.training.numerics import Numerics
@@ -85,6 +94,32 @@ def test_a_round_of_the_naive_loop_is_ours() -> None:
     weights = positional(start, list(client.nets[0].state_dict()))
     updates = (client.train(naive.Pick(o.client), weights, order_of(o, w.samples)) for o in plan.orders)
     assert_close(naive.average(weights, updates), merged)
+
+
+@pytest.mark.parametrize("name", ["W4", "W5"])
+def test_the_naive_loop_does_the_rounds_of_a_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the selection has learned (AdaptiveFL's): the same clients train the same levels, here of a narrow
+    network on few samples."""
+    w = replace(WORKLOADS[name], samples=2, batch=2)
+    algorithm, wide = ours.site_of(name, w)
+    family = replace(wide.family, width=0.1)  # type: ignore[type-var]
+    site = replace(wide, family=family, pool=tiny_pool(algorithm, family))
+    specs, seen = [m.spec for m in site.pool], list[list[tuple[int, int]]]()
+
+    class Seen(InProcess):
+        def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+            outcomes = sorted(super().run(algorithm, plan), key=lambda each: each.client)
+            seen.append([(each.client, specs.index(each.spec)) for each in outcomes if isinstance(each, ClientUpdate)])
+            return iter(outcomes)
+
+    run = Run(algorithm, site, RoundsConfig(stop=6, evaluate_every=10**9))
+    initial = algorithm.init(initial_params(family, ours.SEED), site.layout, site.fleet, site.pool, run.server)
+    rounds.federate(run, initial, Seen(site), ledger_in(MemoryStore(), None), Memory())
+
+    monkeypatch.setattr(ours, "site_of", lambda name, w: (algorithm, site))
+    picks = islice(naive.plan_of(name, w).rounds, 6)
+    assert [[(pick.client, pick.net) for pick in of_round] for of_round in picks] == seen
+    assert [len(of_round) for of_round in seen] == [w.per_round] * 6
 
 
 def test_the_naive_loop_distils_like_ours() -> None:
