@@ -4,8 +4,8 @@
     python -m components.digests REGISTRY/NAME:TAG           one image; prints REGISTRY/NAME@sha256:...
 
 The command asks the registry for the digest of each entry in `images:` of the kustomization. It replaces `newTag: X` by
-`digest: sha256:... # X`; when it runs again, it reads the tag X from that comment. An image without a registry in its
-name keeps its tag: it was loaded into the nodes (kind), and no registry has a digest of it.
+`digest: sha256:... # X`; when it runs again, it reads the tag X from the first word of that comment. An image without a
+registry in its name keeps its tag: it was loaded into the nodes (kind), and no registry has a digest of it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import urllib3
+import yaml
 
 from fl_engine.core.errors import BadInput, EnvironmentFailure, IntegrityError
+from fl_engine.core.plain import read_yaml
 
 ACCEPT = ", ".join(
     (
@@ -31,7 +34,9 @@ ACCEPT = ", ".join(
         "application/vnd.docker.distribution.manifest.v2+json",
     )
 )
-ENTRY = re.compile(r"(?P<key> *(?:- )?)(?P<word>name|newName|newTag|digest): *(?P<value>\S+)(?: +# (?P<tag>\S+))?")
+FIELD = re.compile(
+    r"(?P<key> *(?:- *)?)(?P<name>name|newName|newTag|digest): *(?P<value>[^\s#]\S*)(?: +#(?P<comment>.*)| *)"
+)
 TRIES = urllib3.Retry(3, backoff_factor=0.5, status_forcelist=(429, 500, 502, 503, 504), raise_on_status=False)
 
 
@@ -40,31 +45,70 @@ def pin(kustomization: str) -> tuple[str, list[str]]:
     settings such as FLEXFLEET_IMAGE.
 
     Raises EnvironmentFailure if a registry cannot be reached or refuses, IntegrityError if it sends other content than
-    its digest says, BadInput if the overlay has no image to pin.
+    its digest says, BadInput if the overlay has no image to pin, or one that is written in another way than `kustomize
+    edit` does.
     """
-    lines, entry, references = kustomization.splitlines(), "", []
+    lines, references = kustomization.splitlines(), []
+    for entry in _entries(lines):
+        name, tagged = entry.get("newName", entry.get("name")), entry.get("newTag", entry.get("digest"))
+        if name is None or tagged is None or {"newTag", "digest"} <= entry.keys():
+            continue
+        words = [tagged.value, *tagged.comment] if "newTag" in entry else tagged.comment
+        if not words or not _registry(name.value)[0]:
+            continue
+        digest = digest_of(name.value, words[0])
+        lines[tagged.line] = f"{tagged.key}digest: {digest} # {' '.join(words)}"
+        references.append(f"{name.value}@{digest}")
+    pinned = "\n".join(lines) + "\n"
+    _check_no_tag_is_left(pinned)
+    if not references:
+        raise BadInput(
+            "the overlay names no image with a registry and a tag: pin the one that it builds on, if that names some "
+            "(edge builds on cluster), or first run `kustomize edit set image NAME=REGISTRY/NAME:TAG` in its folder"
+        )
+    return pinned, references
+
+
+class _Field(NamedTuple):
+    line: int
+    """Its number, from 0."""
+    key: str
+    """What stands before the field's name."""
+    value: str
+    comment: list[str]
+    """Its words."""
+
+
+def _entries(lines: Sequence[str]) -> list[dict[str, _Field]]:
+    """The fields of each entry of `images:`, by their names."""
+    entries: list[dict[str, _Field]] = []
     inside = False
     for i, line in enumerate(lines):
         if line and not line.startswith((" ", "-", "#")):
             inside = line.startswith("images:")
-        if not inside or not (match := ENTRY.fullmatch(line)):
+        if not inside:
             continue
-        value = match["value"].strip("\"'")
-        if match["word"] in ("name", "newName"):
-            entry = value
-            continue
-        tag = match["tag"] if match["word"] == "digest" else value
-        if tag is None or not _registry(entry)[0]:
-            continue
-        digest = digest_of(entry, tag)
-        lines[i] = f"{match['key']}digest: {digest} # {tag}"
-        references.append(f"{entry}@{digest}")
-    if not references:
-        raise BadInput(
-            "the overlay names no image with a registry and a tag: in its folder, first run "
-            "`kustomize edit set image NAME=REGISTRY/NAME:TAG`"
-        )
-    return "\n".join(lines) + "\n", references
+        if line.lstrip().startswith("-"):
+            entries.append({})
+        if entries and (found := FIELD.fullmatch(line)):
+            comment = (found["comment"] or "").split()
+            entries[-1][found["name"]] = _Field(i, found["key"], found["value"].strip("\"'"), comment)
+    return entries
+
+
+def _check_no_tag_is_left(pinned: str) -> None:
+    try:
+        entries = (read_yaml(pinned) or {}).get("images") or []
+        left = [entry for entry in entries if "newTag" in entry]
+        named = {str(entry.get("newName", entry.get("name"))): entry["newTag"] for entry in left}
+    except (yaml.YAMLError, AttributeError, TypeError) as error:
+        raise BadInput(f"the kustomization.yaml is no kustomization: {' '.join(str(error).split())}") from error
+    for name, tag in named.items():
+        if _registry(name)[0]:
+            raise BadInput(
+                f"images: {name} would keep its tag {tag}, which may move: give it a line for each of name, newName "
+                "and newTag, and no digest, as `kustomize edit set image` writes them"
+            )
 
 
 def digest_of(name: str, tag: str) -> str:

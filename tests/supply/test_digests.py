@@ -104,6 +104,53 @@ def test_a_tag_becomes_the_digest_of_the_index_of_all_architectures(registry: Re
     assert pinned == text.replace("newTag: '1.0'", f"digest: {sha256(INDEX)} # 1.0")
 
 
+@pytest.mark.parametrize(
+    ("fields", "pinned"),
+    [
+        (["name: app", "newName: {}", "newTag: 1.0 # the release of May"], "digest: {} # 1.0 the release of May"),
+        (["name: app", "newTag: 1.0", "newName: {}"], "digest: {} # 1.0"),
+        (["newName: {}", "name: app", "newTag: '1.0' "], "digest: {} # 1.0"),
+        (["newTag: 1.0", "name: {}"], "digest: {} # 1.0"),
+        (["digest: sha256:old # 1.0 the release of May", "name: {}"], "digest: {} # 1.0 the release of May"),
+    ],
+    ids=lambda given: ", ".join(given) if isinstance(given, list) else "",
+)
+def test_fields_may_have_any_order_and_comments(registry: Registry, fields: list[str], pinned: str) -> None:
+    registry.held["team/app:1.0"] = INDEX
+    lines = [line.format(f"{registry.address}/team/app") for line in fields]
+    other = f"  - name: other\n    newName: {registry.address}/team/app\n    newTag: 1.0\n"
+    text = "images:\n  - " + "\n    ".join(lines) + "\n" + other
+    (tagged,) = (line for line in lines if line.startswith(("newTag", "digest")))
+    expected = text.replace(tagged, pinned.format(sha256(INDEX)), 1).replace(
+        "newTag: 1.0", f"digest: {sha256(INDEX)} # 1.0"
+    )
+    assert digests.pin(text) == (expected, [f"{registry.address}/team/app@{sha256(INDEX)}"] * 2)
+    assert digests.pin(expected)[0] == expected
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "{{name: app, newName: {}, newTag: 1.0}}",
+        "name: app\n    newName: {}\n    newTag: 1.0\n    digest: sha256:old",
+        'name: app\n    newName: {}\n    "newTag": 1.0',
+    ],
+)
+def test_an_image_that_would_keep_its_tag_is_refused(registry: Registry, entry: str) -> None:
+    registry.held["team/app:1.0"] = INDEX
+    text = kustomization(registry).replace(
+        "  - name: loaded", f"  - {entry.format('localhost/left')}\n  - name: loaded"
+    )
+    with pytest.raises(BadInput, match=r"localhost/left would keep its tag 1\.0, which may move"):
+        digests.pin(text)
+
+
+@pytest.mark.parametrize("text", ["images: [", "- images", "images: 3"])
+def test_what_is_no_kustomization_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="is no kustomization"):
+        digests.pin(text)
+
+
 def test_one_image_is_printed_by_its_digest(registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
     registry.held["team/app:1.0"] = INDEX
     digests.main([f"{registry.address}/team/app:1.0"])
