@@ -10,12 +10,12 @@ registry in its name keeps its tag: it was loaded into the nodes (kind), and no 
 
 from __future__ import annotations
 
+import argparse
 import base64
 import hashlib
 import json
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,7 @@ import yaml
 
 from fl_engine.core.errors import BadInput, EnvironmentFailure, IntegrityError
 from fl_engine.core.plain import read_yaml
+from flexfleet.files.terminal import run_main
 
 ACCEPT = ", ".join(
     (
@@ -173,20 +174,24 @@ def _credentials(registry: str) -> str:
     return f"Basic {auth}"
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) != 1 or argv[0].startswith("-"):
-        raise SystemExit(__doc__)
-    path = Path(argv[0]) / "kustomization.yaml"
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(
+        prog="python -m components.digests", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("given", metavar="OVERLAY|IMAGE", help="a folder with a kustomization.yaml, or REGISTRY/NAME:TAG")
+    given = p.parse_args(argv).given
+    path = Path(given) / "kustomization.yaml"
     if path.exists():
         pinned, references = pin(path.read_text())
         path.write_text(pinned)
         print("\n".join(references))
-        return
-    name, _, tag = argv[0].rpartition(":")
+        return 0
+    name, _, tag = given.rpartition(":")
     if not _registry(name)[0] or "/" in tag:
-        raise BadInput(f"{argv[0]} is neither a folder with a kustomization.yaml nor REGISTRY/NAME:TAG")
+        raise BadInput(f"{given} is neither a folder with a kustomization.yaml nor REGISTRY/NAME:TAG")
     print(f"{name}@{digest_of(name, tag)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_main(main)

@@ -6,14 +6,15 @@ python -m components.inventory licences NAME=SITE_PACKAGES... prints the page do
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from fl_engine.core.errors import BadInput, IntegrityError
+from flexfleet.files.terminal import run_main
 
 PERMITTED = frozenset(
     {"0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "EPL-1.0", "EPL-2.0", "HPND", "ISC"}
@@ -55,22 +56,28 @@ def canonical(name: str) -> str:
 
 def locked(lock: str) -> dict[tuple[str, str], list[str]]:
     """The sha256 sums of each (name, version) in a lock's text. Raises BadInput for a line that is neither a
-    requirement nor a hash."""
+    requirement nor the hash of one."""
     pins: dict[tuple[str, str], list[str]] = {}
+    sums: list[str] | None = None
     for line in lock.splitlines():
         if match := REQUIREMENT.match(line):
             sums = pins.setdefault((canonical(match[1]), match[2]), [])
-        elif match := re.fullmatch(r"    --hash=sha256:([0-9a-f]{64})(?: \\)?", line):
+        elif sums is not None and (match := re.fullmatch(r"    --hash=sha256:([0-9a-f]{64})(?: \\)?", line)):
             sums.append(match[1])
         elif not line.startswith("#"):
             raise BadInput(f"a lock may have requirements and their hashes only, got {line!r}: run `make lock`")
     return pins
 
 
-def check(bill: str, locks: Iterable[str]) -> int:
-    """The number of packages in a CycloneDX bill of materials. Raises IntegrityError if a package of the locks is
-    missing, or is there in another version."""
-    named = {(canonical(c["name"]), c.get("version", "")) for c in json.loads(bill)["components"]}
+def check(bill: str | bytes, locks: Iterable[str]) -> int:
+    """The number of packages in a CycloneDX bill of materials. Raises BadInput if it is none, IntegrityError if a
+    package of the locks is missing, or is there in another version."""
+    try:
+        named = {(canonical(c["name"]), c.get("version", "")) for c in json.loads(bill)["components"]}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(
+            f"a bill of materials is JSON with `components`, each with a name ({error}): run `make sbom`"
+        ) from error
     names = {name for name, _ in named}
     wanted: dict[str, set[str]] = {}
     for lock in locks:
@@ -147,9 +154,11 @@ text of each package lies beside it in the image. Torch's also has those of the 
 
 
 def table(environments: dict[str, list[Distribution]]) -> str:
-    """The page of licences. Raises IntegrityError if one is not permitted."""
+    """The page of licences. Raises IntegrityError if one is not permitted, BadInput where no package is installed."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for image, packages in environments.items():
+        if not packages:
+            raise BadInput(f"{image}: no package is installed there; NAME=SITE_PACKAGES is expected")
         for package in packages:
             if canonical(package.name) != "pip":  # belongs to the base image
                 rows.setdefault((canonical(package.name), package.version, licence(package)), []).append(image)
@@ -159,15 +168,23 @@ def table(environments: dict[str, list[Distribution]]) -> str:
     return HEAD + "".join(f"| {' | '.join(row)} | {', '.join(images)} |\n" for row, images in sorted(rows.items()))
 
 
-def main(argv: Sequence[str]) -> None:
-    if argv[:1] == ["check"] and len(argv) > 2:
-        print(check(Path(argv[1]).read_text(), [Path(lock).read_text() for lock in argv[2:]]), "packages")
-    elif argv[:1] == ["licences"] and len(argv) > 1:
-        given = dict(word.partition("=")[::2] for word in argv[1:])
-        print(table({name: list(distributions(path=[path])) for name, path in given.items()}), end="")
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(
+        prog="python -m components.inventory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = p.add_subparsers(dest="command", required=True)
+    checks, licences = commands.add_parser("check"), commands.add_parser("licences")
+    checks.add_argument("bill", type=Path, metavar="SBOM")
+    checks.add_argument("locks", type=Path, nargs="+", metavar="LOCK")
+    licences.add_argument("environments", nargs="+", metavar="NAME=SITE_PACKAGES")
+    args = p.parse_args(argv)
+    if args.command == "check":
+        print(check(args.bill.read_bytes(), [lock.read_text() for lock in args.locks]), "packages")
     else:
-        raise SystemExit(__doc__)
+        given = dict(word.partition("=")[::2] for word in args.environments)
+        print(table({name: list(distributions(path=[path])) for name, path in given.items()}), end="")
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_main(main)

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from kfp import compiler
 
+from fl_engine.core.errors import FlexfleetError
 from flexfleet.kubeflow.retarget import documents, retarget
 from pipelines.compare import comparison
 from pipelines.form import FIELDS
@@ -68,4 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except FlexfleetError as error:  # as `terminal.run_main`, which would import the configuration
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

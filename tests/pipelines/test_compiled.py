@@ -49,6 +49,13 @@ def test_checked_in_files_are_current_and_compiling_imports_nothing_heavy(hash_s
     assert not HEAVY & set(python(code, PYTHONHASHSEED=hash_seed).split())
 
 
+def test_a_setting_that_is_wrong_is_told_in_one_line() -> None:
+    command = [sys.executable, "-m", "pipelines.compile", "--check"]
+    done = subprocess.run(command, env={**os.environ, "FLEXFLEET_TASK_NODES": "odd"}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: FLEXFLEET_TASK_NODES: label=value,... is expected, got 'odd'\n"
+
+
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_image_is_chosen_in_one_place(name: str) -> None:
     spec, _ = documents(retarget(shipped(name), {"FLEXFLEET_IMAGE": "here/python:1"}))

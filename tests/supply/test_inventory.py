@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from email.message import Message
@@ -87,6 +88,11 @@ def test_pip_takes_the_locks_and_refuses_another_file(tmp_path: Path) -> None:
     assert done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stderr, done.stdout + done.stderr
 
 
+def test_a_hash_of_no_requirement_is_refused() -> None:
+    with pytest.raises(BadInput, match="requirements and their hashes only"):
+        inventory.locked(f"    --hash=sha256:{'0' * 64}\n")
+
+
 def test_a_line_that_is_no_hash_is_refused() -> None:
     for line in ("--extra-index-url https://elsewhere", "torch", "torch==1 @ https://elsewhere", "    --hash=md5:0"):
         with pytest.raises(BadInput, match="requirements and their hashes only"):
@@ -162,3 +168,33 @@ def test_a_bill_of_materials_lists_the_locked_packages() -> None:
     old = json.dumps({"components": [{"name": "Setuptools", "version": "1"}]})
     with pytest.raises(IntegrityError, match="lacks setuptools in the locked version, torch"):
         inventory.check(old, [LOCKS["torch"], LOCKS["build"]])
+
+
+@pytest.mark.parametrize("bill", ["", "[]", '{"components": 3}', '{"components": [{}]}', b"\xff\x00"])
+def test_what_is_no_bill_of_materials_is_refused(bill: str | bytes) -> None:
+    with pytest.raises(BadInput, match=r"JSON with `components`.*run `make sbom`"):
+        inventory.check(bill, [])
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("components.inventory check components/sbom components/locks/torch.txt", 2, "a bill of materials is JSON"),
+        ("components.inventory check nowhere components/locks/torch.txt", 6, "nowhere: No such file"),
+        ("components.inventory licences flexfleet", 2, "flexfleet: no package is installed there"),
+        ("components.digests nowhere", 2, "nowhere is neither a folder"),
+        ("components.digests k8s/overlays/edge", 2, "the overlay names no image"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_told_in_one_line(
+    command: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, *argv = command.split()
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [module, *argv])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # a command replaces it
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(module, run_name="__main__")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == code and line.startswith(f"error: {said}")
