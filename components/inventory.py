@@ -108,7 +108,7 @@ def licence(package: Distribution) -> str:
 
 def permitted(expression: str) -> bool | None:
     """Whether the image may carry a package under this SPDX expression (see PERMITTED); None if it is not valid."""
-    tokens = re.findall(r"[()]|[A-Za-z0-9.+-]+", expression)
+    tokens: list[str] = re.findall(r"[()]|[A-Za-z0-9.+-]+", expression)
     if " ".join(tokens).replace("( ", "(").replace(" )", ")") != expression:
         return None
 
@@ -127,18 +127,26 @@ def permitted(expression: str) -> bool | None:
         return allowed
 
     def one() -> bool:
-        token = tokens.pop(0)
-        if token == "(":
-            allowed = either()
+        if tokens[:1] == ["("]:
             tokens.pop(0)
+            allowed = either()
+            if (closing := tokens.pop(0)) != ")":
+                raise ValueError(closing)
             return allowed
+        licence = name()
         if tokens[:1] == ["WITH"]:
-            return f"{token} WITH {(tokens.pop(0), tokens.pop(0))[1]}" in PERMITTED_WITH
-        return token in PERMITTED
+            tokens.pop(0)
+            return f"{licence} WITH {name()}" in PERMITTED_WITH
+        return licence in PERMITTED
+
+    def name() -> str:
+        if (token := tokens.pop(0)) in ("(", ")", "AND", "OR", "WITH"):
+            raise ValueError(token)
+        return token
 
     try:
         allowed = either()
-    except IndexError:
+    except (IndexError, ValueError):
         return None
     return None if tokens else allowed
 

@@ -126,6 +126,15 @@ def test_every_locked_package_has_its_licence_noted_and_it_is_permitted() -> Non
         ("see LICENSE, please", None),
         ("(MIT", None),
         ("MIT Apache-2.0", None),
+        ("MIT OR (GPL-3.0-only MIT", None),
+        ("(MIT MIT", None),
+        ("(MIT OR AGPL-3.0-only", None),
+        ("MIT)", None),
+        ("MIT OR AND", None),
+        ("MIT OR )", None),
+        ("MIT OR GPL-2.0-only WITH AND", None),
+        ("WITH MIT", None),
+        ("MIT OR", None),
     ],
 )
 def test_expressions_are_read_as_spdx_says(expression: str, allowed: bool | None) -> None:
