@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks import codecs
 from benchmarks.gate import family
-from benchmarks.workloads import PRECISIONS, WORKLOADS, Workload
+from benchmarks.workloads import PRECISIONS, WORKLOADS, Workload, count
 
 ROOT = Path(__file__).parents[1]
 CODECS = "W8"
@@ -263,9 +263,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [*WORKLOADS, CODECS]
     p.add_argument("workloads", nargs="+", choices=names, metavar="WORKLOAD", help=", ".join(names))
     p.add_argument("--against", default="naive", help=f"compare with these, of {','.join(PEERS)}")
-    p.add_argument("--turns", type=int, default=5, help="turns of each contestant")
+    p.add_argument("--turns", type=count, default=5, help="turns of each contestant")
     p.add_argument("--seconds", type=float, default=10.0, help="length of a turn, about")
-    p.add_argument("--samples", type=int, help="samples of each client, instead of the workload's number")
+    p.add_argument("--samples", type=count, help="samples of each client, instead of the workload's number")
     p.add_argument(
         "--precision",
         choices=PRECISIONS,

@@ -78,12 +78,19 @@ WORKLOADS = {
 }
 
 
+def count(text: str) -> int:
+    """A number on the command line, 1 or more."""
+    if not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"a whole number from 1 on is expected, got {text!r}")
+    return int(text)
+
+
 def chosen(argv: list[str]) -> tuple[str, Workload, argparse.Namespace]:
     """Parses a contestant's command line: the workload's name, the workload (with `--samples`, if given), and all
     options."""
     p = argparse.ArgumentParser()
     p.add_argument("workload", choices=WORKLOADS)
-    p.add_argument("--samples", type=int, help="samples of each client, instead of the workload's number")
+    p.add_argument("--samples", type=count, help="samples of each client, instead of the workload's number")
     p.add_argument("--precision", default="fp32", choices=PRECISIONS)
     p.add_argument("--devices", nargs="+", default=["cpu", "cpu"])
     args = p.parse_args(argv)

@@ -211,6 +211,17 @@ def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, 
         harness.python_of("flower")
 
 
+@pytest.mark.parametrize("option", ["--turns", "--samples"])
+@pytest.mark.parametrize("given", ["0", "-1", "two"])
+def test_a_number_of_turns_or_samples_is_at_least_one(
+    option: str, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        harness.main(["W8", option, given])
+    assert end.value.code == 2
+    assert f"argument {option}: a whole number from 1 on is expected, got {given!r}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("coding", ["fixed", "elias"])
 @pytest.mark.parametrize("options", [{}, {"bits": 3, "bucket": None}, {"levels": 5, "bucket": 7}], ids=str)
 def test_the_naive_codec_makes_what_ours_does(coding: str, options: dict[str, int | None]) -> None:
