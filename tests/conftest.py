@@ -49,6 +49,9 @@ from fl_engine.testing.tracker import Memory
 from flexfleet import cli
 from flexfleet.files import terminal as common
 from flexfleet.runs import whole as run_module
+from tests.harness.comparisons import compared as compared  # a fixture, as the next two
+from tests.harness.comparisons import compared_template as compared_template
+from tests.harness.comparisons import quick_comparisons as quick_comparisons
 from tests.harness.pictures import not_drawn
 from tests.harness.processes import QUICK, Done, Nursery, with_sets
 from tests.harness.warm import warm

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,42 +15,18 @@ from typing import Any
 import pytest
 
 import fl_engine
-from fl_engine.algorithms import FlexFL
-from fl_engine.core.errors import Stopped
 from fl_engine.datasets import DATASETS, fashion_mnist
-from fl_engine.models import export
-from fl_engine.rounds import round as rounds
-from fl_engine.storage.store import sha256
-from fl_engine.training.numerics import flushes_now
 from flexfleet import commands
-from flexfleet.files.artifacts import PoolFile, RunFile
-from flexfleet.steps import evaluate
+from flexfleet.files.artifacts import PoolFile
+from tests.harness.processes import refused
 
 COMMANDS = ("run", "central", "pool", "report", "fetch", "status", "check", "doctor")
-RESULT = {
-    "schema_version", "run_id", "status", "metrics", "bytes", "waste", "seconds", "model_sha256", "store_uri",
-    "mlflow_run_id", "report",
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
     """Else ./params.yaml and ./runs would be those of whoever runs the tests."""
     monkeypatch.chdir(tmp_path)
-
-
-def refused(done: Any, code: int = 2) -> str:
-    """The one line on stderr that an expected error is."""
-    assert done.code == code, done.err
-    assert done.out == ""
-    lines = [line for line in done.err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, done.err
-    assert done.err.rstrip().endswith(lines[0]), "an error is one line, and the last"
-    return lines[0]
-
-
-def edit(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 # ------------------------------------------------------------------------------------------- help and version
@@ -367,239 +342,6 @@ def test_a_run_in_which_training_diverges_ends_well(flexfleet: Any, quick: Seque
     assert done.json["waste"] == 1
 
 
-# ---------------------------------------------------------------------------------------------------------- run
-def test_a_run_prints_exactly_one_json_object(finished: Any) -> None:
-    run, done = finished
-    assert done.out.count("\n") == 1
-    found = done.json
-    assert found.keys() == RESULT
-    assert found == json.loads((run / "result.json").read_text())
-    assert found["schema_version"] == 1
-    assert found["run_id"] == "a"
-    assert found["status"] == "finished"
-    assert {"avg", "full", "levels"} <= found["metrics"].keys()
-    levels = found["metrics"]["levels"]
-    assert list(levels) == ["M1", "M2", "M3"]
-    assert found["metrics"]["avg"] == pytest.approx(sum(levels.values()) / 3)
-    assert found["metrics"]["full"] == levels["M3"]
-    assert found["bytes"].keys() == {"down", "up"}
-    assert found["waste"] == pytest.approx(1 - found["bytes"]["up"] / found["bytes"]["down"])
-    assert found["model_sha256"] == sha256((run / "model.safetensors").read_bytes())
-    assert found["mlflow_run_id"] is None
-    assert Path(found["store_uri"]).is_absolute()
-    assert found["report"].endswith("report.html")
-
-
-def test_a_run_without_json_prints_a_table_and_where_things_are(flexfleet: Any, quick: Sequence[str]) -> None:
-    done = flexfleet("run", "--run-id", "b", sets=[*quick, "rounds.stop=1"])
-    assert done.code == 0
-    assert "flexfl" in done.out
-    assert "runs/b/report.html" in done.out
-    assert "mlflow" not in done.out.lower()
-
-
-def test_the_configuration_is_params_yaml_of_the_current_folder(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path
-) -> None:
-    (tmp_path / "params.yaml").write_text("partition: {clients: 2000}\n")
-    (tmp_path / "other.yaml").write_text("partition: {clients: 4}\n")
-    assert "2000" in refused(flexfleet("check"))
-    assert flexfleet("check", "--config", "other.yaml").code == 0
-    assert flexfleet("check", "--set", "partition.clients=4").code == 0
-    assert "nowhere.yaml" in refused(flexfleet("check", "--config", "nowhere.yaml"))
-
-
-def test_a_run_that_exists_is_not_overwritten(flexfleet: Any, finished: Any, quick: Sequence[str]) -> None:
-    run, _ = finished
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    text = refused(flexfleet("run", "--json", "--run-id", "a", sets=quick))
-    assert "runs/a" in text
-    assert "--resume" in text
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-
-
-def test_a_resumed_finished_run_prints_the_same(flexfleet: Any, finished: Any, quick: Sequence[str]) -> None:
-    _, done = finished
-    again = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*quick, "rounds.commit_every=1"])
-    assert again.json | {"store_uri": ""} == done.json | {"store_uri": ""}
-
-
-def test_a_resume_with_another_parameter_is_refused(flexfleet: Any, finished: Any, quick: Sequence[str]) -> None:
-    for given, named in (
-        ("training.lr=0.01", "training.lr: 0.05 -> 0.01"),
-        ("seed=5", "seed: 0 -> 5"),
-        ("algorithm.kd_weight=0", "algorithm.kd_weight: None -> 0"),
-        ("partition.alpha=0.1", "partition.alpha: 0.6 -> 0.1"),
-    ):
-        assert named in refused(flexfleet("run", "--run-id", "a", "--resume", sets=[*quick, given]))
-
-
-def test_a_resume_may_change_what_moves_no_bit(flexfleet: Any, finished: Any, quick: Sequence[str]) -> None:
-    sets = [*quick, "rounds.stop=4", "rounds.commit_every=auto", "rounds.keep_updates=true", "run.devices=[cpu, cpu]"]
-    more = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=sets)
-    assert more.code == 0
-    whole = flexfleet("run", "--json", "--run-id", "b", sets=[*quick, "rounds.stop=4"])
-    assert more.json["model_sha256"] == whole.json["model_sha256"]
-    assert more.json["metrics"] == whole.json["metrics"]
-    assert more.json["bytes"] == whole.json["bytes"]
-
-
-def test_a_run_cannot_go_back(flexfleet: Any, finished: Any, quick: Sequence[str]) -> None:
-    assert "rounds.stop" in refused(flexfleet("run", "--run-id", "a", "--resume", sets=[*quick, "rounds.stop=2"]))
-
-
-# ------------------------------------------------------------------------------------------- integrity: exit 4
-def flip(path: Path) -> None:
-    value = bytearray(path.read_bytes())
-    value[len(value) // 2] ^= 1
-    path.write_bytes(value)
-
-
-@pytest.mark.parametrize(
-    "name", ["state.safetensors", "state.json", "metrics.json", "COMMITTED", "../00000/metrics.json"]
-)
-def test_a_damaged_checkpoint_is_named_and_got_over_when_told_to(
-    flexfleet: Any, finished: Any, quick: Sequence[str], name: str
-) -> None:
-    run, done = finished
-    path = run / "rounds" / "00002" / name
-    if name == "COMMITTED":
-        path.write_bytes(path.read_bytes()[:20])
-    else:
-        flip(path)
-    named = path.resolve().relative_to(Path.cwd()).as_posix()
-    text = refused(flexfleet("run", "--json", "--run-id", "a", "--resume", sets=quick), 4)
-    assert named in text
-    assert "--discard-damaged" in text
-    good = flexfleet("run", "--json", "--run-id", "a", "--resume", "--discard-damaged", sets=quick)
-    assert good.code == 0, good.err
-    assert good.json["model_sha256"] == done.json["model_sha256"]
-    assert good.json["metrics"] == done.json["metrics"]
-    assert flexfleet("run", "--json", "--run-id", "a", "--resume", sets=quick).code == 0
-
-
-def test_a_run_is_not_begun_again_where_its_rounds_are_not(
-    flexfleet: Any, finished: Any, quick: Sequence[str], tmp_path: Path
-) -> None:
-    run, done = finished
-    remote = f"run.remote={tmp_path}/elsewhere"
-    text = refused(flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*quick, remote]))
-    assert f"was started with run.remote = None, and with {remote.replace('=', ' = ')} no round is committed" in text
-    shutil.copytree(run / "rounds", tmp_path / "elsewhere" / "a" / "rounds")
-    again = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*quick, remote])
-    assert again.json["model_sha256"] == done.json["model_sha256"], again.err
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def other_json(path: Path) -> None:
-    path.write_bytes(b"{}")
-
-
-def one_byte_more(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b" ")
-
-
-def remove(path: Path) -> None:
-    path.unlink()
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("run.json", truncate),
-        ("run.json", empty),
-        ("pool/pool.json", truncate),
-        ("pool/pool.json", one_byte_more),
-        ("pool/pool.json", remove),
-        ("partition/partition.json", other_json),
-        ("partition/partition.safetensors", flip),
-        ("partition/partition.safetensors", remove),
-    ],
-)
-def test_other_damaged_files_of_a_run_are_named(
-    flexfleet: Any, finished: Any, quick: Sequence[str], name: str, damage: Any
-) -> None:
-    run, _ = finished
-    damage(run / name)
-    text = refused(flexfleet("run", "--json", "--run-id", "a", "--resume", sets=quick), 4)
-    assert Path(name).stem in text
-
-
-# ------------------------------------------------------------------------------------------- numerics: exit 6
-def test_a_machine_that_computes_other_bits_is_refused_unless_accepted(
-    flexfleet: Any, finished: Any, quick: Sequence[str]
-) -> None:
-    run, done = finished
-    numerics = RunFile.read(run / "run.json").numerics
-    edit(run / "run.json", numerics=numerics | {"cpu_capability": "ENIAC"})
-    text = refused(flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*quick, "rounds.stop=4"]), 6)
-    assert "ENIAC" in text
-    assert "--accept-numerics" in text
-    argv = ("run", "--json", "--run-id", "a", "--resume", "--accept-numerics")
-    assert flexfleet(*argv, sets=quick).json["model_sha256"] == done.json["model_sha256"]
-    assert flexfleet(*argv, sets=[*quick, "rounds.stop=4"]).code == 0
-
-
-@pytest.mark.parametrize("backend", ["in_process", "processes"])
-def test_only_a_run_that_began_without_it_keeps_denormal_numbers(
-    flexfleet: Any, finished: Any, quick: Sequence[str], monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    """Where the server plans, averages and evaluates, in the rounds and at the end; and where models are exported."""
-    run, _ = finished
-    numerics = RunFile.read(run / "run.json").numerics
-    edit(run / "run.json", numerics={n: v for n, v in numerics.items() if n != "flush_denormal"})
-    seen: dict[str, bool] = {}  # the last time: `check`, before a run, computes nothing that stays
-
-    def noted(what: str, work: Any) -> Any:
-        def done(*given: Any, **named: Any) -> Any:
-            seen[what] = flushes_now()
-            return work(*given, **named)
-
-        return done
-
-    for name in ("init", "plan", "merge"):
-        monkeypatch.setattr(FlexFL, name, noted(name, getattr(FlexFL, name)))
-    for module in (rounds, evaluate):
-        monkeypatch.setattr(module, "evaluate_pool", noted(module.__name__, module.evaluate_pool))
-    monkeypatch.setattr(export, "export", noted("export", export.export))
-    parts = {"init", "plan", "merge", rounds.__name__, evaluate.__name__, "export"}
-    sets = [*quick, f"run.backend={backend}", "publish.models=true", "publish.onnx=false"]
-    done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*sets, "rounds.stop=4"])
-    assert done.code == 0, done.err
-    assert seen == dict.fromkeys(parts, False)
-    assert RunFile.read(run / "run.json").numerics["flush_denormal"] is False
-    seen.clear()
-    assert flexfleet("run", "--run-id", "b", sets=[*sets, "rounds.stop=1"]).code == 0
-    assert seen == dict.fromkeys(parts, True)
-
-
-@pytest.mark.parametrize("command", ["run", "central"])
-def test_resume_needs_the_name_of_a_run(command: str, flexfleet: Any) -> None:
-    assert "--resume needs --run-id" in refused(flexfleet(command, "--resume"))
-
-
-def test_a_run_without_a_name_gets_one_without_a_colon(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    named: list[str] = []
-
-    def stopped(resolved: Any, run_id: str, **_: Any) -> None:
-        named.append(run_id)
-        raise Stopped("stopped")
-
-    monkeypatch.setattr("flexfleet.runs.whole.run", stopped)
-    monkeypatch.setattr("time.strftime", lambda _: "now")
-    assert flexfleet("run", "--algorithm", "fl_engine.algorithms.full_model:AllLarge").code == 3
-    (Path("runs") / named[0]).mkdir(parents=True)
-    assert flexfleet("run", "--algorithm", "fl_engine.algorithms.full_model:AllLarge").code == 3
-    assert named == [f"fl_engine.algorithms.full_model.AllLarge-s0-now{end}" for end in ("", "-2")]
-
-
 # ------------------------------------------------------------------------------------------- status and others
 def test_nothing_found_is_one_line(flexfleet: Any) -> None:
     assert flexfleet("status").out == "runs holds no run yet\n"
@@ -620,12 +362,6 @@ def test_status(flexfleet: Any, finished: Any, quick: Sequence[str]) -> None:
     assert "round 3/3" in flexfleet("status").out
     assert flexfleet("status", "--json", sets=["run.store=elsewhere"]).json == {"runs": []}
     assert "nowhere" in refused(flexfleet("status", "nowhere"))
-
-
-def test_status_of_a_damaged_run_names_the_file(flexfleet: Any, finished: Any) -> None:
-    run, _ = finished
-    flip(run / "rounds" / "00001" / "metrics.json")
-    assert "00001/metrics.json" in refused(flexfleet("status", "runs/a"), 4)
 
 
 def test_report_of_what_is_no_run(flexfleet: Any, finished: Any) -> None:

@@ -1,111 +1,35 @@
-"""`flexfleet compare`: its figures are those of the run folders, its runs those of `flexfleet run`, and one that fails
-or is stopped costs nothing but itself."""
+"""`flexfleet compare`: its figures are those of the run folders, its runs those of `flexfleet run`."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import signal
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
 
-from fl_engine.core.errors import ConfigError, IntegrityError, Stopped
-from fl_engine.data import partitioning as partitions
+from fl_engine.core.errors import ConfigError
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
-from fl_engine.storage.store import sha256
-from flexfleet.comparisons import comparison, side_by_side, tabulate
+from flexfleet.comparisons import tabulate
 from flexfleet.comparisons import whole as compare_module
 from flexfleet.comparisons.comparison import Comparison
 from flexfleet.config import Config, entries, load_config
-from flexfleet.files.artifacts import Apoz, Result, RunFile
+from flexfleet.files.artifacts import Apoz, Result
 from flexfleet.reports import report
-from flexfleet.runs import whole as run_module
-from flexfleet.steps import share
-from flexfleet.tracking.record import experiment, token_of
-from flexfleet.tracking.trackers import PARENT, TOKEN
-from tests.harness import platform
-from tests.harness.comparisons import in_this_process
+from flexfleet.tracking.record import experiment
+from tests.harness.comparisons import LABELS, SEEDS, TWO, Compared
+from tests.harness.processes import refused
 
-LABELS, SEEDS = ("flexfl", "all_large"), (0, 1)
-TWO = ("--algorithms", ",".join(LABELS), "--seeds", "0,1")
-
-
-def page_stub(runs: Sequence[Path], out: Path) -> Path:
-    out.write_text("<html></html>")
-    return out
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quickly() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_module, "side_by_side", in_this_process)
-        patch.setattr(run_module, "report", page_stub)
-        patch.setattr(partitions, "draw", lambda *_: None)
-        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-@dataclass(frozen=True)
-class Ran:
-    cwd: Path
-    json: dict[str, Any]
-    uri: str
-
-    @property
-    def folder(self) -> Path:
-        return self.cwd / "runs" / "both"
-
-
-@pytest.fixture(scope="module")
-def ran_template(
-    tmp_path_factory: pytest.TempPathFactory, flexfleet: Any, quick: Sequence[str], mlflow_template: Path
-) -> Ran:
-    """Two algorithms with two seeds, tracked."""
-    cwd = tmp_path_factory.mktemp("both")
-    shutil.copy(mlflow_template, cwd / "mlflow.db")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(cwd)
-        sets = [*quick, "tracking.mlflow=sqlite:///mlflow.db"]
-        done = flexfleet("compare", *TWO, "--id", "both", "--json", sets=[s for s in sets if "algorithm.name" not in s])
-    assert done.code == 0, done.err
-    return Ran(cwd, done.json, f"sqlite:///{cwd / 'mlflow.db'}")
+pytestmark = pytest.mark.usefixtures("quick_comparisons")
 
 
 @pytest.fixture
 def sets(quick: Sequence[str]) -> list[str]:
     return [given for given in quick if not given.startswith("algorithm.name=")]
-
-
-@pytest.fixture
-def ran(ran_template: Ran, tmp_path: Path) -> Ran:
-    """A copy of its run folders in the current folder."""
-    shutil.copytree(ran_template.cwd / "runs", tmp_path / "runs")
-    return Ran(tmp_path, ran_template.json, ran_template.uri)
-
-
-def refused(done: Any, code: int = 2) -> str:
-    assert done.code == code, done.err
-    assert done.out == ""
-    lines = [line for line in done.err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, done.err
-    assert done.err.rstrip().endswith(lines[0])
-    return str(lines[0])
 
 
 def rounds_of(folder: Path, label: str, seed: int) -> list[dict[str, float]]:
@@ -177,21 +101,21 @@ def test_help(flexfleet: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------- a comparison of four
-def test_json_is_one_object_and_is_comparison_json(ran: Ran) -> None:
-    assert ran.json == json.loads((ran.folder / "comparison.json").read_text())
-    assert ran.json["schema_version"] == 1
-    assert (ran.json["id"], ran.json["labels"], ran.json["seeds"]) == ("both", list(LABELS), list(SEEDS))
-    assert Comparison.model_validate(ran.json).rounds == 3
-    assert ran.json["settings"]["partition.clients"] == 6
-    assert {path.name for path in ran.folder.iterdir() if path.is_dir()} == {
+def test_json_is_one_object_and_is_comparison_json(compared: Compared) -> None:
+    assert compared.json == json.loads((compared.folder / "comparison.json").read_text())
+    assert compared.json["schema_version"] == 1
+    assert (compared.json["id"], compared.json["labels"], compared.json["seeds"]) == ("both", list(LABELS), list(SEEDS))
+    assert Comparison.model_validate(compared.json).rounds == 3
+    assert compared.json["settings"]["partition.clients"] == 6
+    assert {path.name for path in compared.folder.iterdir() if path.is_dir()} == {
         "flexfl-s0", "flexfl-s1", "all_large-s0", "all_large-s1", "shared-s0", "shared-s1"
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_every_figure_is_what_the_histories_say(ran: Ran, label: str) -> None:
-    each = [rounds_of(ran.folder, label, seed) for seed in SEEDS]
-    single, found = label == "all_large", ran.json["results"][label]
+def test_every_figure_is_what_the_histories_say(compared: Compared, label: str) -> None:
+    each = [rounds_of(compared.folder, label, seed) for seed in SEEDS]
+    single, found = label == "all_large", compared.json["results"][label]
 
     def means(values: list[float]) -> Any:
         return pytest.approx({"mean": sum(values) / 2, "std": statistics.stdev(values)}, nan_ok=False)
@@ -212,13 +136,13 @@ def test_every_figure_is_what_the_histories_say(ran: Ran, label: str) -> None:
             if single
             else one["avg"] == means([max(r["avg"] for r in run[:until]) for run in each])
         )
-        told = [Result.read(ran.folder / f"{label}-s{seed}" / "result.json").metrics["highest"] for seed in SEEDS]
+        told = [Result.read(compared.folder / f"{label}-s{seed}" / "result.json").metrics["highest"] for seed in SEEDS]
         assert one["full"] == means([highest[str(percent)]["full"] for highest in told])
     down, up = ([sum(row[key] for row in run) for run in each] for key in ("bytes_down", "bytes_up"))
     assert found["mb_down"] == means([value / 1e6 for value in down])
     assert found["mb_up"] == means([value / 1e6 for value in up])
     assert found["waste"] == means([1 - b / a for a, b in zip(down, up, strict=True)])
-    results = [Result.read(ran.folder / f"{label}-s{seed}" / "result.json") for seed in SEEDS]
+    results = [Result.read(compared.folder / f"{label}-s{seed}" / "result.json") for seed in SEEDS]
     assert found["waste"] == means([result.waste for result in results])
     assert found["seconds"] == means([result.seconds for result in results])
     if all("seconds_simulated" in row for run in each for row in run):
@@ -237,7 +161,7 @@ def test_every_figure_is_what_the_histories_say(ran: Ran, label: str) -> None:
             assert found["phases"][name] == means([result.metrics[name] for result in results])
     assert found["phases"]["bits_up"] == means([8 * sum(row["bytes_up"] for row in run) / len(run) for run in each])
     assert [one["model_sha256"] for one in found["runs"]] == [result.model_sha256 for result in results]
-    best = max(row["full"] for a in LABELS for seed in SEEDS for row in rounds_of(ran.folder, a, seed))
+    best = max(row["full"] for a in LABELS for seed in SEEDS for row in rounds_of(compared.folder, a, seed))
     assert [one["accuracy"] for one in found["reached"]] == [k / 20 for k in range(1, 20) if k / 20 < best][-4:]
     for one in found["reached"]:
         until = [next((i + 1 for i, row in enumerate(run) if row["full"] >= one["accuracy"]), 0) for run in each]
@@ -249,45 +173,45 @@ def test_every_figure_is_what_the_histories_say(ran: Ran, label: str) -> None:
             assert one["seconds"] == means([sum(r["seconds_round"] for r in run) for run in spent])
 
 
-def test_every_model_is_that_of_a_plain_run(ran: Ran, flexfleet: Any, sets: list[str]) -> None:
+def test_every_model_is_that_of_a_plain_run(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
     for label in LABELS:
         for seed in SEEDS:
             given = [*sets, f"algorithm.name={label}", f"seed={seed}", "run.store=plain"]
             done = flexfleet("run", "--json", "--run-id", f"{label}-{seed}", sets=given)
-            assert done.json["model_sha256"] == sha_of(ran.folder / f"{label}-s{seed}"), f"{label}, seed {seed}"
-            mine, plain = (json.loads((run / "pretrain" / "apoz.json").read_text()) | {"seconds": 0}
-                           for run in (ran.folder / f"{label}-s{seed}", Path(f"plain/{label}-{seed}")))  # fmt: skip
+            assert done.json["model_sha256"] == sha_of(compared.folder / f"{label}-s{seed}"), f"{label}, seed {seed}"
+            runs = (compared.folder / f"{label}-s{seed}", Path(f"plain/{label}-{seed}"))
+            mine, plain = (json.loads((run / "pretrain" / "apoz.json").read_text()) | {"seconds": 0} for run in runs)
             assert mine == plain
 
 
-def test_partition_and_pretraining_are_computed_once_per_seed(ran: Ran) -> None:
+def test_partition_and_pretraining_are_computed_once_per_seed(compared: Compared) -> None:
     for seed in SEEDS:
-        shared = ran.folder / f"shared-s{seed}"
+        shared = compared.folder / f"shared-s{seed}"
         for label in LABELS:
-            run = ran.folder / f"{label}-s{seed}"
+            run = compared.folder / f"{label}-s{seed}"
             for name in ("partition.json", "partition.safetensors"):
                 assert (run / "partition" / name).read_bytes() == (shared / "partition" / name).read_bytes()
         # Its seconds too: measured once, and copied.
         scores = Apoz.read(shared / "pretrain" / "apoz.json")
-        assert scores == Apoz.read(ran.folder / f"flexfl-s{seed}" / "pretrain" / "apoz.json")
+        assert scores == Apoz.read(compared.folder / f"flexfl-s{seed}" / "pretrain" / "apoz.json")
         assert scores.layers
-        assert Apoz.read(ran.folder / f"all_large-s{seed}" / "pretrain" / "apoz.json").layers == ()
-    assert sha_of(ran.folder / "flexfl-s0") != sha_of(ran.folder / "flexfl-s1")
+        assert Apoz.read(compared.folder / f"all_large-s{seed}" / "pretrain" / "apoz.json").layers == ()
+    assert sha_of(compared.folder / "flexfl-s0") != sha_of(compared.folder / "flexfl-s1")
 
 
-def test_each_run_can_be_made_again_from_what_lies_beside_it(ran: Ran, flexfleet: Any) -> None:
-    config = str(ran.folder / "flexfl-s1.yaml")
+def test_each_run_can_be_made_again_from_what_lies_beside_it(compared: Compared, flexfleet: Any) -> None:
+    config = str(compared.folder / "flexfl-s1.yaml")
     sets = ["tracking.mlflow=null", "run.store=again"]
     done = flexfleet("run", "--json", "--config", config, "--run-id", "a", sets=sets)
-    assert done.json["model_sha256"] == sha_of(ran.folder / "flexfl-s1")
-    log = (ran.folder / "flexfl-s1.log").read_text()
+    assert done.json["model_sha256"] == sha_of(compared.folder / "flexfl-s1")
+    log = (compared.folder / "flexfl-s1.log").read_text()
     assert "flexfl-s1.yaml" in log and "--tag" in log
 
 
-def test_the_tables_say_the_same_everywhere(ran: Ran) -> None:
-    found = Comparison.read(ran.folder / "comparison.json")
-    text, markdown = tabulate.text(found), (ran.folder / "comparison.md").read_text()
-    page = (ran.folder / "comparison.html").read_text()
+def test_the_tables_say_the_same_everywhere(compared: Compared) -> None:
+    found = Comparison.read(compared.folder / "comparison.json")
+    text, markdown = tabulate.text(found), (compared.folder / "comparison.md").read_text()
+    page = (compared.folder / "comparison.html").read_text()
     flexfl = found.results["flexfl"]
     assert flexfl.last.avg is not None and flexfl.last.avg.std is not None
     avg = f"{100 * flexfl.last.avg.mean:.2f} ± {100 * flexfl.last.avg.std:.2f}"
@@ -304,10 +228,12 @@ def test_the_tables_say_the_same_everywhere(ran: Ran) -> None:
     assert "seeds 0, 1" in text
 
 
-def test_local_accuracies_and_both_rounds_are_those_of_the_runs(ran: Ran) -> None:
-    found = Comparison.read(ran.folder / "comparison.json")
+def test_local_accuracies_and_both_rounds_are_those_of_the_runs(compared: Compared) -> None:
+    found = Comparison.read(compared.folder / "comparison.json")
     for label, summary in found.results.items():
-        told = [json.loads((ran.folder / f"{label}-s{one.seed}" / "result.json").read_text()) for one in summary.runs]
+        told = [
+            json.loads((compared.folder / f"{label}-s{one.seed}" / "result.json").read_text()) for one in summary.runs
+        ]
         for one, metrics in zip(summary.runs, (each["metrics"] for each in told), strict=True):
             levels, several = metrics["local"], len(metrics["local"]) > 1
             assert {name: each.model_dump() for name, each in one.local.items()} == levels
@@ -319,23 +245,23 @@ def test_local_accuracies_and_both_rounds_are_those_of_the_runs(ran: Ran) -> Non
         for name, level in summary.local.items():
             assert level.sd.mean == pytest.approx(statistics.fmean(one.local[name].sd for one in summary.runs))
             assert level.mean.mean == pytest.approx(statistics.fmean(one.local[name].mean for one in summary.runs))
-    page = (ran.folder / "comparison.html").read_text()
+    page = (compared.folder / "comparison.html").read_text()
     for one in (one for summary in found.results.values() for one in summary.runs):
         row = f"<td>{one.rounds}</td>", f"<td>{100 * one.full:.2f} %</td><td>{one.best['round']:.0f}</td>"
         assert all(cells in page for cells in row)
 
 
-def test_the_page_needs_nothing_from_outside(ran: Ran) -> None:
-    page, drawing = (ran.folder / "comparison.html").read_text(), (ran.folder / "comparison.svg").read_text()
+def test_the_page_needs_nothing_from_outside(compared: Compared) -> None:
+    page, drawing = (compared.folder / "comparison.html").read_text(), (compared.folder / "comparison.svg").read_text()
     assert "<script" not in page and "@import" not in page
     assert set(re.findall(r"\w+://[^\"'\s<)]+", page)) == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
     assert drawing.strip() in page
     assert drawing.startswith("<svg ") and all(label in drawing for label in (*LABELS, "avg", "full", "range of seeds"))
-    assert sha_of(ran.folder / "flexfl-s0") in page and "partition.clients" in page
+    assert sha_of(compared.folder / "flexfl-s0") in page and "partition.clients" in page
 
 
 def test_a_comparison_without_json_prints_tables_and_where_things_are(
-    ran: Ran, flexfleet: Any, sets: list[str]
+    compared: Compared, flexfleet: Any, sets: list[str]
 ) -> None:
     done = flexfleet("compare", *TWO, "--id", "both", "--resume", "--to", "0.01,0.999", sets=sets)
     assert done.code == 0, done.err
@@ -343,229 +269,6 @@ def test_a_comparison_without_json_prints_tables_and_where_things_are(
     assert "1 %" in done.out and "99.9 %" in done.out
     last = [line for line in done.out.splitlines() if line.startswith("  flexfl")][-1]
     assert last.rstrip().endswith(report.NONE), "not reached"
-
-
-# ----------------------------------------------------------------------------------------------------- MLflow
-def test_mlflow_groups_the_runs_and_has_the_comparison_itself(ran_template: Ran) -> None:
-    client = mlflow.MlflowClient(ran_template.uri)
-    experiment = client.get_experiment_by_name("digits-small_cnn-dirichlet")
-    assert experiment is not None
-    assert [e.name for e in client.search_experiments() if e.name != "Default"] == [experiment.name]
-    of_id = client.search_runs([experiment.experiment_id], "tags.`flexfleet.comparison` = 'both'")
-    assert {run.info.status for run in of_id} == {"FINISHED"}
-    runs = [run for run in of_id if "flexfleet.kind" not in run.data.tags]
-    assert {(run.data.tags["algorithm"], run.data.tags["seed"]) for run in runs} == {
-        (label, str(seed)) for label in LABELS for seed in SEEDS
-    }
-    assert {run.info.run_name for run in runs} == {f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
-    (summary,) = [run for run in of_id if run not in runs]
-    assert (summary.info.run_name, summary.data.tags["flexfleet.kind"]) == ("both", "comparison")
-    assert summary.info.run_id == ran_template.json["mlflow_run_id"]
-    full = ran_template.json["results"]["all_large"]["last"]["full"]
-    assert summary.data.metrics["full/all_large"] == full["mean"]
-    assert summary.data.metrics["full_std/all_large"] == full["std"]
-    for one in ran_template.json["results"]["all_large"]["reached"]:
-        assert summary.data.metrics[f"seeds_to_{one['accuracy']:g}/all_large"] == len(one["seeds"])
-        if one["seeds"]:
-            took = summary.data.metrics[f"seconds_simulated_to_{one['accuracy']:g}/all_large"]
-            assert took == one["seconds_simulated"]["mean"]
-    (one,) = [run for run in runs if run.info.run_name == "all_large-s0"]
-    assert one.data.metrics["final/uniformity"] == ran_template.json["results"]["all_large"]["runs"][0]["uniformity"]
-    assert "avg/all_large" not in summary.data.metrics and "avg/flexfl" in summary.data.metrics
-    assert {file.path for file in client.list_artifacts(summary.info.run_id)} == set(tabulate.FILES)
-    assert {run.data.tags[PARENT] for run in runs} == {summary.info.run_id}
-    assert PARENT not in summary.data.tags, "one level of nesting"
-
-
-def test_tabulating_again_is_the_same_mlflow_run(
-    ran_template: Ran, flexfleet: Any, sets: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ran_template.cwd)
-    before = len(mlflow.MlflowClient(ran_template.uri).search_runs(["1"]))
-    sets = [*sets, "tracking.mlflow=sqlite:///mlflow.db"]
-    done = flexfleet("compare", *TWO, "--id", "both", "--resume", "--json", sets=sets)
-    assert done.json == ran_template.json
-    assert len(mlflow.MlflowClient(ran_template.uri).search_runs(["1"])) == before == 5
-
-
-@pytest.mark.parametrize("version", ["this", "earlier"])
-def test_what_joins_a_comparison_joins_its_mlflow_run(ran: Ran, flexfleet: Any, sets: list[str], version: str) -> None:
-    """Earlier versions made that of a comparison last, by the tokens of its runs, and put none of them below it."""
-    shutil.copy(ran.uri.removeprefix("sqlite:///"), "mlflow.db")
-    uri, summary = f"sqlite:///{ran.cwd}/mlflow.db", ran.json["mlflow_run_id"]
-    client = mlflow.MlflowClient(uri)
-    if version == "earlier":
-        names = [f"{label}-s{seed}" for label in LABELS for seed in SEEDS]
-        files = [RunFile.read(ran.folder / name / "run.json") for name in names]
-        client.set_tag(summary, TOKEN, token_of("comparison", [file.token for file in files]))
-        for file in files:
-            client.delete_tag(str(file.mlflow_run_id), PARENT)
-        (ran.folder / "comparison.token").unlink()
-    argv = ("--algorithms", "flexfl,all_large,late=all_large", "--seeds", "0,1", "--id", "both", "--resume", "--json")
-    for _ in range(2):
-        done = flexfleet("compare", *argv, sets=[*sets, f"tracking.mlflow={uri}"])
-        assert done.code == 0, done.err
-        assert done.json["mlflow_run_id"] == summary
-    tags = {run.info.run_name: run.data.tags for run in client.search_runs(["1"])}
-    assert len(tags) == len(client.search_runs(["1"])) == 7 and PARENT not in tags.pop("both")
-    assert {of_run.get(PARENT) for of_run in tags.values()} == {summary}
-    assert "full/late" in client.get_run(summary).data.metrics
-
-
-def test_the_mlflow_run_of_a_comparison_is_there_before_its_runs_and_says_how_it_ended(
-    flexfleet: Any, sets: list[str], mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client, seen = mlflow.MlflowClient(mlflow_uri), []
-
-    def stopped(jobs: Sequence[side_by_side.Command], at_once: int) -> dict[str, int]:
-        seen.extend((run.info.run_name, run.info.status) for run in client.search_runs(["1"]))
-        raise Stopped("")
-
-    argv, given = ("compare", "--algorithms", "all_large", "--id", "a"), [*sets, f"tracking.mlflow={mlflow_uri}"]
-    with monkeypatch.context() as patch:
-        patch.setattr(compare_module, "side_by_side", stopped)
-        assert flexfleet(*argv, sets=given).code == 3
-    (run,) = client.search_runs(["1"])
-    assert (seen, run.info.status) == ([("a", "RUNNING")], "KILLED")
-    done = flexfleet(*argv, "--resume", "--json", sets=given)
-    assert (done.json["mlflow_run_id"], len(client.search_runs(["1"]))) == (run.info.run_id, 2)
-    assert client.get_run(run.info.run_id).info.status == "FINISHED"
-
-
-def test_on_a_platform_a_comparison_and_its_runs_are_side_by_side_below_the_pipeline(
-    flexfleet: Any, sets: list[str], mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at = platform.begin(mlflow_uri, monkeypatch)
-    given = [*sets, f"tracking.mlflow={mlflow_uri}", "rounds.stop=1"]
-    done = flexfleet("compare", "--algorithms", "heterofl,all_large", "--id", "c", sets=given)
-    assert done.code == 0, done.err
-    assert {run.info.run_name for run in at.ours()} == {"c", "heterofl-s0", "all_large-s0"}
-    assert {run.data.tags[PARENT] for run in at.ours()} == {at.pipeline}
-    assert {run.data.tags["flexfleet.comparison"] for run in at.ours()} == {"c"}, "by which they belong together"
-    assert at.untouched()
-
-
-# ----------------------------------------------------------------------------------------------------- resuming
-def test_the_same_id_again_needs_resume(ran: Ran, flexfleet: Any, sets: list[str]) -> None:
-    text = refused(flexfleet("compare", *TWO, "--id", "both", sets=sets))
-    assert "runs/both" in text and "--resume" in text and "--id" in text
-
-
-def test_resume_makes_what_is_missing_and_keeps_the_rest(ran: Ran, flexfleet: Any, sets: list[str]) -> None:
-    (ran.folder / "flexfl-s1" / "result.json").unlink()
-    shutil.rmtree(ran.folder / "all_large-s0")
-    kept = [ran.folder / name for name in ("flexfl-s0", "all_large-s1")]
-    before = {path: path.read_bytes() for run in kept for path in (*run.rglob("*"), run.with_name(f"{run.name}.log"))
-              if path.is_file()}  # fmt: skip
-    done = flexfleet("compare", *TWO, "--id", "both", "--resume", "--json", sets=sets)
-    assert done.code == 0, done.err
-    assert {path: path.read_bytes() for path in before} == before
-    for label in LABELS:
-        now, then = done.json["results"][label]["runs"], ran.json["results"][label]["runs"]
-        assert [one["model_sha256"] for one in now] == [one["model_sha256"] for one in then]
-        assert done.json["results"][label]["last"] == ran.json["results"][label]["last"]
-    assert "pretrain" not in (ran.folder / "shared-s0.log").read_text().split(side_by_side.BEGINS)[2:]
-
-
-def test_resume_with_more_rounds_algorithms_and_seeds(ran: Ran, flexfleet: Any, sets: list[str]) -> None:
-    argv = ("--algorithms", "flexfl,no_kd=flexfl", "--seeds", "1,2", "--id", "both", "--resume", "--json")
-    given = [*sets, "rounds.stop=4", "no_kd:algorithm.kd_weight=0"]
-    found = flexfleet("compare", *argv, sets=given).json
-    assert (found["labels"], found["seeds"], found["rounds"]) == (["flexfl", "no_kd"], [1, 2], 4)
-    given = [*sets, "rounds.stop=4", "seed=1", "algorithm.name=flexfl"]
-    plain = flexfleet("run", "--json", "--run-id", "a", sets=given)
-    assert found["results"]["flexfl"]["runs"][0]["model_sha256"] == plain.json["model_sha256"]
-    # A run that joins later takes over what the others started from.
-    late, shared = (Apoz.read(ran.folder / name / "pretrain" / "apoz.json") for name in ("no_kd-s1", "shared-s1"))
-    assert late == shared
-    assert "pretrain:" not in (ran.folder / "no_kd-s1.log").read_text()
-
-
-def test_changed_settings_are_refused(ran: Ran, flexfleet: Any, sets: list[str]) -> None:
-    text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=[*sets, "training.lr=0.01"]))
-    assert "training.lr: 0.05 -> 0.01" in text and "--id" in text and "--run-id" not in text
-    text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=[*sets, "flexfl:algorithm.epsilon=3"]))
-    assert "algorithm.epsilon" in text
-
-
-def test_fewer_rounds_are_refused_before_anything_trains(ran: Ran, flexfleet: Any, sets: list[str]) -> None:
-    before = {name: (ran.folder / name).read_bytes() for name in tabulate.FILES}
-    text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=[*sets, "rounds.stop=2"]))
-    assert "flexfl, seed 0: rounds.stop = 2, but 3 rounds of runs/both/flexfl-s0 are committed" in text
-    assert "rounds.stop=3 or more, or choose another --id" in text
-    assert {name: (ran.folder / name).read_bytes() for name in tabulate.FILES} == before
-
-
-def test_old_results_go_before_a_run_changes_and_stay_where_none_can(
-    ran: Ran, flexfleet: Any, sets: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that is killed leaves no results that are not of it."""
-    argv, given = ("compare", *TWO, "--id", "both", "--resume"), [*sets, "rounds.stop=4"]
-    there, log = list[bool](), ran.folder / "flexfl-s0.log"
-
-    def look(jobs: Sequence[side_by_side.Command], at_once: int) -> dict[str, int]:
-        there.append(all((ran.folder / name).exists() for name in tabulate.FILES))
-        return {job.name: IntegrityError.exit_code for job in jobs}
-
-    def shares(groups: dict[str, Any], *_: Any) -> list[side_by_side.Command]:
-        return [side_by_side.Command(name, "fails", (), log) for name in groups]
-
-    monkeypatch.setattr(compare_module, "side_by_side", look)
-    with monkeypatch.context() as patch:
-        patch.setattr(compare_module, "_shares", shares)
-        refused(flexfleet(*argv, sets=given), IntegrityError.exit_code)
-    assert there == [True, True]
-    refused(flexfleet(*argv, sets=given), IntegrityError.exit_code)
-    assert there[2:] == [True, False] and not any((ran.folder / name).exists() for name in tabulate.FILES)
-
-
-def test_changed_code_is_refused_before_anything_trains(
-    flexfleet: Any, sets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A finished run is not made again, and still was made with its code: that of the algorithm, or of the network."""
-    (tmp_path / "kept_on.py").write_text(BREAKS)
-    monkeypatch.syspath_prepend(tmp_path)
-    argv = ("compare", "--algorithms", "mine=kept_on:Breaks", "--id", "a")
-    done = flexfleet(*argv, sets=[*sets, "rounds.stop=1"])
-    assert done.code == 0, done.err
-    (tmp_path / "kept_on.py").write_text(f"{BREAKS}# a change\n")
-    text = refused(flexfleet(*argv, "--seeds", "0,1", "--resume", sets=[*sets, "rounds.stop=1"]))
-    assert "mine, seed 0: runs/a/mine-s0 was started with another source of kept_on:Breaks: undo the change" in text
-    assert not Path("runs/a/mine-s1").exists()
-    (tmp_path / "kept_on.py").write_text(BREAKS)
-    assert flexfleet(*argv, "--resume", sets=[*sets, "rounds.stop=1"]).code == 0
-
-
-def test_a_finished_run_whose_code_is_gone_is_refused(ran: Ran, flexfleet: Any, sets: list[str]) -> None:
-    for name in (f"{label}-s{seed}" for label in LABELS for seed in SEEDS):
-        file = RunFile.read(ran.folder / name / "run.json")
-        config = file.config | {"dataset": file.config["dataset"] | {"name": "gone_away:DATA"}}
-        file.model_copy(update={"config": config}).write(ran.folder / name / "run.json")
-    text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=[*sets, "dataset.name=gone_away:DATA"]))
-    assert "flexfl, seed 0: code of one's own 'gone_away:DATA' cannot be imported: ModuleNotFoundError" in text
-
-
-def test_shared_work_of_other_settings_is_not_taken_over(ran: Ran, flexfleet: Any, sets: list[str]) -> None:
-    """Nothing has begun but the shared part: it is computed again; a run that is handed it refuses."""
-    shutil.rmtree(ran.folder / "flexfl-s0")
-    argv = ("--run-id", "flexfl-s0", "--shared", str(ran.folder / "shared-s0"))
-    text = refused(flexfleet("run", *argv, sets=[*sets, "partition.alpha=0.1", "algorithm.name=flexfl"]))
-    assert "partition.alpha: 0.6 -> 0.1" in text
-    for name in ("flexfl-s1", "all_large-s0", "all_large-s1"):
-        shutil.rmtree(ran.folder / name)
-    before = (ran.folder / "shared-s0" / "partition" / "partition.json").read_bytes()
-    given = [*sets, "partition.alpha=0.1", "rounds.stop=1"]
-    done = flexfleet("compare", *TWO, "--id", "both", "--resume", "--json", sets=given)
-    assert done.code == 0, done.err
-    assert (ran.folder / "shared-s0" / "partition" / "partition.json").read_bytes() != before
-
-
-def test_a_comparison_is_made_by_one_process_at_a_time(ran: Ran, flexfleet: Any, sets: list[str]) -> None:
-    from flexfleet.steps.federate import alone
-
-    with alone(ran.folder):
-        text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=sets))
-    assert "another process" in text
 
 
 # ---------------------------------------------------------------------------------------------------- variants
@@ -647,8 +350,8 @@ def test_labels_that_are_measured_by_different_metrics_are_refused() -> None:
         compare_module.check_all(runs)
 
 
-def test_a_title_names_the_data_sets_that_labels_have(ran: Ran) -> None:
-    found = Comparison.read(ran.folder / "comparison.json")
+def test_a_title_names_the_data_sets_that_labels_have(compared: Compared) -> None:
+    found = Comparison.read(compared.folder / "comparison.json")
     results = {
         label: r.model_copy(update={"varied": {"model.name": name}})
         for (label, r), name in zip(found.results.items(), ("small_cnn", "vgg16"), strict=True)
@@ -656,194 +359,3 @@ def test_a_title_names_the_data_sets_that_labels_have(ran: Ran) -> None:
     settings = {k: v for k, v in found.settings.items() if k != "model.name"}
     found = found.model_copy(update={"varied": ("model.name",), "results": results, "settings": settings})
     assert "small_cnn or vgg16 on digits" in tabulate.title(found)
-
-
-# ---------------------------------------------------------------------------------------------------- failures
-BREAKS = """
-from collections.abc import Iterable
-from dataclasses import dataclass
-from fl_engine.algorithms import AllLarge
-from fl_engine.core.errors import DataError
-
-@dataclass(frozen=True)
-class Breaks(AllLarge):
-    def merge(self, state, plan, answers, server):
-        if plan.round == 1:
-            raise DataError("no merge of the second round")
-        return super().merge(state, plan, answers, server)
-"""
-
-
-def test_a_run_that_fails_does_not_stop_the_others(
-    flexfleet: Any, sets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "breaks_later.py").write_text(BREAKS)
-    monkeypatch.syspath_prepend(tmp_path)
-    argv = ("--seeds", "0,1", "--id", "a", "--json")
-    all_three = ("--algorithms", "breaks=breaks_later:Breaks,flexfl,all_large")
-    done = flexfleet("compare", *all_three, *argv, sets=[*sets, "rounds.commit_every=1"])
-    text = refused(done, 2)
-    assert "4 of 6 runs are finished" in text
-    for seed in SEEDS:
-        assert f"runs/a/breaks-s{seed}.log" in text
-        assert f"breaks-s{seed}: exit code 2, runs/a/breaks-s{seed}.log: no merge of the second round" in caplog.text
-        assert all((Path("runs/a") / f"{label}-s{seed}" / "result.json").is_file() for label in LABELS)
-    assert "--resume" in text
-    assert list(Path("runs/a").glob("comparison.*")) == [], "half a comparison is none"
-    found = flexfleet("compare", *TWO[:2], *argv, "--resume", sets=[*sets, "rounds.commit_every=1"])
-    assert found.code == 0, found.err
-    assert found.json["labels"] == list(LABELS)
-
-
-def test_the_part_of_all_that_fails_is_told_as_such(
-    flexfleet: Any, sets: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: Any) -> Path:
-        raise OSError(28, "No space left on device", "apoz.json")
-
-    monkeypatch.setattr(share, "pretrain", broken)
-    text = refused(flexfleet("compare", *TWO, "--id", "a", sets=sets), 6)
-    assert "0 of 4 runs are finished" in text and "runs/a/shared-s0.log" in text and "runs/a/shared-s1.log" in text
-    assert caplog.text.count("apoz.json: No space left on device") == 2
-    assert not Path("runs/a/flexfl-s0").exists()
-
-
-def test_runs_that_differ_are_not_tabulated(ran: Ran) -> None:
-    folders = {f"{label}-s{seed}": ran.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
-
-    def change(name: str, path: str, value: Any) -> Callable[[], None]:
-        file = folders[name] / "run.json"
-        before = file.read_text()
-        changed = json.loads(before)
-        *parents, last = path.split(".")
-        here = changed["config"]
-        for part in parents:
-            here = here[part]
-        here[last] = value
-        file.write_text(json.dumps(changed))
-        return lambda: file.write_text(before) and None
-
-    def wrong() -> str:
-        with pytest.raises(ConfigError) as error:
-            comparison.read(LABELS, SEEDS, folders)
-        return str(error.value)
-
-    others = {"training.lr": 0.1, "partition.alpha": 0.3, "rounds.stop": 9, "rounds.evaluate_every": 3}
-    for path, value in others.items():
-        undo = change("flexfl-s1", path, value)
-        assert "seed 1" in wrong() and path in wrong()
-        undo()
-    for path, value in {
-        "kubernetes.poll_s": 2.0,
-        "rounds.keep_every": 7,
-        "run.store": "there",
-        "tune.trials": 3,
-    }.items():
-        undo = change("flexfl-s1", path, value)  # as after --resume --set kubernetes.poll_s=2.0
-        assert comparison.read(LABELS, SEEDS, folders)
-        undo()
-    undo = change("flexfl-s1", "algorithm.kd_weight", 0)
-    assert "the runs of flexfl differ in more than the seed: algorithm.kd_weight" in wrong()
-    undo()
-    undo = change("flexfl-s1", "seed", 0)
-    assert "not of seed 1" in wrong()
-    undo()
-    for label in LABELS:
-        change(f"{label}-s1", "training.lr", 0.1)
-    assert "differ in more than the seed: training.lr: 0.05 (seed 0), 0.1 (seed 1)" in wrong()
-
-
-def test_another_partition_is_not_tabulated(ran: Ran) -> None:
-    """The same parameters, but other samples: what a checksum is for."""
-    run = ran.folder / "all_large-s0"
-    shutil.rmtree(run / "partition")
-    shutil.copytree(ran.folder / "all_large-s1" / "partition", run / "partition")
-    file = RunFile.read(run / "run.json")
-    other = RunFile.read(ran.folder / "all_large-s1" / "run.json").partition_sha256
-    file.model_copy(update={"partition_sha256": other}).write(run / "run.json")
-    folders = {f"{label}-s0": ran.folder / f"{label}-s0" for label in LABELS}
-    with pytest.raises(ConfigError, match=r"seed 0 .* the partition itself \(sha256\)"):
-        comparison.read(LABELS, (0,), folders)
-
-
-def test_other_code_is_not_tabulated(ran: Ran) -> None:
-    folders = {f"{label}-s{seed}": ran.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
-    file = folders["flexfl-s1"] / "run.json"
-    whole = RunFile.read(file)
-    whole.model_copy(update={"code_sha256": "c" * 64}).write(file)
-    with pytest.raises(ConfigError, match=r"flexfl differ .* the code of run.code .* cccccccccccc \(seed 1\)"):
-        comparison.read(LABELS, SEEDS, folders)
-    for seed, digest in enumerate("ab"):
-        known = RunFile.read(folders[f"flexfl-s{seed}"] / "run.json").model_copy(update={"code_sha256": None})
-        names = {"mine:A": digest * 64, f"mine:B{seed}": digest * 64}
-        known.model_copy(update={"sources": names}).write(folders[f"flexfl-s{seed}"] / "run.json")
-    with pytest.raises(ConfigError) as error:
-        comparison.read(LABELS, SEEDS, folders)
-    said = "the source of mine:A (sha256): aaaaaaaaaaaa (seed 0), bbbbbbbbbbbb (seed 1)"
-    assert str(error.value) == f"the runs of flexfl differ in more than the seed: {said}"
-
-
-def test_other_data_are_not_tabulated(ran: Ran) -> None:
-    """Of one seed, where the partitions differ as they are to, and of one label, where no seed cuts the data."""
-    folders = {f"{label}-s{seed}": ran.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
-
-    def change(name: str, section: str, **data: Any) -> None:
-        manifest, file = folders[name] / "partition" / "partition.json", folders[name] / "run.json"
-        known = RunFile.read(file)
-        config = known.config | {section: {**known.config[section], **data}}
-        known.model_copy(update={"config": config, "partition_sha256": sha256(manifest.read_bytes())}).write(file)
-
-    for seed in SEEDS:
-        change(f"flexfl-s{seed}", "partition", alpha=0.3)
-    assert comparison.read(LABELS, SEEDS, folders, ["partition.alpha"]), "each seed cuts its own samples"
-    manifest = folders["flexfl-s0"] / "partition" / "partition.json"
-    before = manifest.read_bytes()
-    manifest.write_text(json.dumps(json.loads(before) | {"data_sha256": "f" * 64}))
-    change("flexfl-s0", "partition")
-    with pytest.raises(ConfigError, match=r"seed 0 .* the data \(sha256\): ffffffffffff \(flexfl\), "):
-        comparison.read(LABELS, SEEDS, folders, ["partition.alpha"])
-    manifest.write_bytes(before)
-    for name in folders:
-        change(name, "dataset", train_samples=None, test_samples=None)
-    with pytest.raises(ConfigError, match=r"flexfl differ in more than the seed: the data \(sha256\): "):
-        comparison.read(LABELS, SEEDS, folders, ["partition.alpha"])
-
-
-def test_other_numerics_are_noted(ran: Ran) -> None:
-    folders = {f"{label}-s0": ran.folder / f"{label}-s0" for label in LABELS}
-    file = RunFile.read(ran.folder / "flexfl-s0" / "run.json")
-    file.model_copy(update={"numerics": file.numerics | {"torch": "0.1"}}).write(ran.folder / "flexfl-s0" / "run.json")
-    found = comparison.summarise("a", (0,), comparison.read(LABELS, (0,), folders))
-    assert "numerics" in tabulate.text(found)
-
-
-# ----------------------------------------------------------------------------------------------- real processes
-@pytest.mark.long
-def test_a_stopped_comparison_goes_on(sets: list[str], flexfleet: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The command as people type it, ended by SIGTERM in the middle of its runs."""
-    given = [*sets, "rounds.stop=400", "rounds.commit_every=1", "rounds.evaluate_every=200"]
-    argv = ["compare", *TWO[:2], "--id", "a", "--jobs", "2", *(word for one in given for word in ("--set", one))]
-    command = subprocess.Popen(
-        [sys.executable, "-m", "flexfleet.cli", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    until = time.monotonic() + 300
-    while not all(list(Path("runs/a", f"{label}-s0", "rounds").glob("*/COMMITTED")) for label in LABELS):
-        assert command.poll() is None, command.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    command.send_signal(signal.SIGTERM)
-    out, err = command.communicate(timeout=120)
-    assert (command.returncode, out) == (3, ""), err
-    assert err.splitlines()[-1] == "error: stopped on request: the same command with --id a --resume goes on"
-    assert "exit code 3" in err
-    ledgers = [sorted(Path("runs/a", f"{label}-s0", "rounds").iterdir()) for label in LABELS]
-    assert all(ledgers) and not list(Path("runs/a").glob("*/result.json"))
-    rounds = max(int(ledger[-1].name) for ledger in ledgers) + 2
-    short = [*given, f"rounds.stop={rounds}"]
-    with caplog.at_level("INFO", "flexfleet"):
-        found = flexfleet("compare", *TWO[:2], "--id", "a", "--resume", "--json", sets=short)
-    assert found.code == 0, found.err
-    assert caplog.text.count("resuming after round") == 2
-    for label in LABELS:
-        plain = flexfleet("run", "--json", "--run-id", label, sets=[*short, f"algorithm.name={label}"])
-        assert plain.json["model_sha256"] == found.json["results"][label]["runs"][0]["model_sha256"]

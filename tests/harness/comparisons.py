@@ -1,17 +1,26 @@
-"""Comparisons whose runs need no processes of their own."""
+"""Comparisons whose runs need no processes of their own, and a finished one."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fl_engine.data import partitioning as partitions
 from flexfleet import cli
+from flexfleet.comparisons import whole as compare_module
 from flexfleet.comparisons.side_by_side import BEGINS, Command
 from flexfleet.files import terminal
+from flexfleet.runs import whole as run_module
 from flexfleet.steps import share
 
+LABELS, SEEDS = ("flexfl", "all_large"), (0, 1)
+TWO = ("--algorithms", ",".join(LABELS), "--seeds", "0,1")
 MAINS = {"flexfleet.cli": cli.dispatch, "flexfleet.steps.share": share.main}
 
 
@@ -25,3 +34,58 @@ def in_this_process(jobs: Sequence[Command], at_once: int) -> dict[str, int]:
                 terminal.run_main(lambda _, job=job: MAINS[job.module](list(job.argv)))
         codes[job.name] = int(end.value.code or 0)
     return codes
+
+
+def page_stub(runs: Sequence[Path], out: Path) -> Path:
+    out.write_text("<html></html>")
+    return out
+
+
+def _quickly(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(compare_module, "side_by_side", in_this_process)
+    patch.setattr(run_module, "report", page_stub)
+    patch.setattr(partitions, "draw", lambda *_: None)
+    patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+@pytest.fixture
+def quick_comparisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of their own; runs need no processes and draw nothing."""
+    monkeypatch.chdir(tmp_path)
+    _quickly(monkeypatch)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A finished comparison of LABELS and SEEDS."""
+
+    cwd: Path
+    json: dict[str, Any]
+    uri: str
+
+    @property
+    def folder(self) -> Path:
+        return self.cwd / "runs" / "both"
+
+
+@pytest.fixture(scope="session")
+def compared_template(
+    tmp_path_factory: pytest.TempPathFactory, flexfleet: Any, quick: Sequence[str], mlflow_template: Path
+) -> Compared:
+    """Two algorithms with two seeds, tracked."""
+    cwd = tmp_path_factory.mktemp("both")
+    shutil.copy(mlflow_template, cwd / "mlflow.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
+        _quickly(patch)
+        sets = [*quick, "tracking.mlflow=sqlite:///mlflow.db"]
+        done = flexfleet("compare", *TWO, "--id", "both", "--json", sets=[s for s in sets if "algorithm.name" not in s])
+    assert done.code == 0, done.err
+    return Compared(cwd, done.json, f"sqlite:///{cwd / 'mlflow.db'}")
+
+
+@pytest.fixture
+def compared(compared_template: Compared, tmp_path: Path) -> Compared:
+    """A copy of its run folders in the current folder."""
+    shutil.copytree(compared_template.cwd / "runs", tmp_path / "runs")
+    return Compared(tmp_path, compared_template.json, compared_template.uri)

@@ -57,6 +57,16 @@ class Done:
         return value
 
 
+def refused(done: Done, code: int = 2) -> str:
+    """The one line on stderr that an expected error is."""
+    assert done.code == code, done.err
+    assert done.out == ""
+    lines = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, done.err
+    assert done.err.rstrip().endswith(lines[0]), "an error is one line, and the last"
+    return lines[0]
+
+
 def with_sets(argv: Sequence[str], sets: Sequence[str]) -> list[str]:
     return [*argv, *(part for pair in sets for part in ("--set", pair))]
 

@@ -1,0 +1,347 @@
+"""`flexfleet compare`: one that fails or is stopped costs nothing but itself, and runs that differ make no table."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.storage.store import sha256
+from flexfleet.comparisons import comparison, side_by_side, tabulate
+from flexfleet.comparisons import whole as compare_module
+from flexfleet.files.artifacts import Apoz, RunFile
+from flexfleet.steps import share
+from tests.harness.comparisons import LABELS, SEEDS, TWO, Compared
+from tests.harness.processes import refused
+
+pytestmark = pytest.mark.usefixtures("quick_comparisons")
+
+
+@pytest.fixture
+def sets(quick: Sequence[str]) -> list[str]:
+    return [given for given in quick if not given.startswith("algorithm.name=")]
+
+
+# ----------------------------------------------------------------------------------------------------- resuming
+def test_the_same_id_again_needs_resume(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
+    text = refused(flexfleet("compare", *TWO, "--id", "both", sets=sets))
+    assert "runs/both" in text and "--resume" in text and "--id" in text
+
+
+def test_resume_makes_what_is_missing_and_keeps_the_rest(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
+    (compared.folder / "flexfl-s1" / "result.json").unlink()
+    shutil.rmtree(compared.folder / "all_large-s0")
+    kept = [compared.folder / name for name in ("flexfl-s0", "all_large-s1")]
+    before = {path: path.read_bytes() for run in kept for path in (*run.rglob("*"), run.with_name(f"{run.name}.log"))
+              if path.is_file()}  # fmt: skip
+    done = flexfleet("compare", *TWO, "--id", "both", "--resume", "--json", sets=sets)
+    assert done.code == 0, done.err
+    assert {path: path.read_bytes() for path in before} == before
+    for label in LABELS:
+        now, then = done.json["results"][label]["runs"], compared.json["results"][label]["runs"]
+        assert [one["model_sha256"] for one in now] == [one["model_sha256"] for one in then]
+        assert done.json["results"][label]["last"] == compared.json["results"][label]["last"]
+    assert "pretrain" not in (compared.folder / "shared-s0.log").read_text().split(side_by_side.BEGINS)[2:]
+
+
+def test_resume_with_more_rounds_algorithms_and_seeds(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
+    argv = ("--algorithms", "flexfl,no_kd=flexfl", "--seeds", "1,2", "--id", "both", "--resume", "--json")
+    given = [*sets, "rounds.stop=4", "no_kd:algorithm.kd_weight=0"]
+    found = flexfleet("compare", *argv, sets=given).json
+    assert (found["labels"], found["seeds"], found["rounds"]) == (["flexfl", "no_kd"], [1, 2], 4)
+    given = [*sets, "rounds.stop=4", "seed=1", "algorithm.name=flexfl"]
+    plain = flexfleet("run", "--json", "--run-id", "a", sets=given)
+    assert found["results"]["flexfl"]["runs"][0]["model_sha256"] == plain.json["model_sha256"]
+    # A run that joins later takes over what the others started from.
+    late, shared = (Apoz.read(compared.folder / name / "pretrain" / "apoz.json") for name in ("no_kd-s1", "shared-s1"))
+    assert late == shared
+    assert "pretrain:" not in (compared.folder / "no_kd-s1.log").read_text()
+
+
+def test_changed_settings_are_refused(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
+    text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=[*sets, "training.lr=0.01"]))
+    assert "training.lr: 0.05 -> 0.01" in text and "--id" in text and "--run-id" not in text
+    text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=[*sets, "flexfl:algorithm.epsilon=3"]))
+    assert "algorithm.epsilon" in text
+
+
+def test_fewer_rounds_are_refused_before_anything_trains(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
+    before = {name: (compared.folder / name).read_bytes() for name in tabulate.FILES}
+    text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=[*sets, "rounds.stop=2"]))
+    assert "flexfl, seed 0: rounds.stop = 2, but 3 rounds of runs/both/flexfl-s0 are committed" in text
+    assert "rounds.stop=3 or more, or choose another --id" in text
+    assert {name: (compared.folder / name).read_bytes() for name in tabulate.FILES} == before
+
+
+def test_old_results_go_before_a_run_changes_and_stay_where_none_can(
+    compared: Compared, flexfleet: Any, sets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed leaves no results that are not of it."""
+    argv, given = ("compare", *TWO, "--id", "both", "--resume"), [*sets, "rounds.stop=4"]
+    there, log = list[bool](), compared.folder / "flexfl-s0.log"
+
+    def look(jobs: Sequence[side_by_side.Command], at_once: int) -> dict[str, int]:
+        there.append(all((compared.folder / name).exists() for name in tabulate.FILES))
+        return {job.name: IntegrityError.exit_code for job in jobs}
+
+    def shares(groups: dict[str, Any], *_: Any) -> list[side_by_side.Command]:
+        return [side_by_side.Command(name, "fails", (), log) for name in groups]
+
+    monkeypatch.setattr(compare_module, "side_by_side", look)
+    with monkeypatch.context() as patch:
+        patch.setattr(compare_module, "_shares", shares)
+        refused(flexfleet(*argv, sets=given), IntegrityError.exit_code)
+    assert there == [True, True]
+    refused(flexfleet(*argv, sets=given), IntegrityError.exit_code)
+    assert there[2:] == [True, False] and not any((compared.folder / name).exists() for name in tabulate.FILES)
+
+
+def test_changed_code_is_refused_before_anything_trains(
+    flexfleet: Any, sets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished run is not made again, and still was made with its code: that of the algorithm, or of the network."""
+    (tmp_path / "kept_on.py").write_text(BREAKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    argv = ("compare", "--algorithms", "mine=kept_on:Breaks", "--id", "a")
+    done = flexfleet(*argv, sets=[*sets, "rounds.stop=1"])
+    assert done.code == 0, done.err
+    (tmp_path / "kept_on.py").write_text(f"{BREAKS}# a change\n")
+    text = refused(flexfleet(*argv, "--seeds", "0,1", "--resume", sets=[*sets, "rounds.stop=1"]))
+    assert "mine, seed 0: runs/a/mine-s0 was started with another source of kept_on:Breaks: undo the change" in text
+    assert not Path("runs/a/mine-s1").exists()
+    (tmp_path / "kept_on.py").write_text(BREAKS)
+    assert flexfleet(*argv, "--resume", sets=[*sets, "rounds.stop=1"]).code == 0
+
+
+def test_a_finished_run_whose_code_is_gone_is_refused(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
+    for name in (f"{label}-s{seed}" for label in LABELS for seed in SEEDS):
+        file = RunFile.read(compared.folder / name / "run.json")
+        config = file.config | {"dataset": file.config["dataset"] | {"name": "gone_away:DATA"}}
+        file.model_copy(update={"config": config}).write(compared.folder / name / "run.json")
+    text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=[*sets, "dataset.name=gone_away:DATA"]))
+    assert "flexfl, seed 0: code of one's own 'gone_away:DATA' cannot be imported: ModuleNotFoundError" in text
+
+
+def test_shared_work_of_other_settings_is_not_taken_over(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
+    """Nothing has begun but the shared part: it is computed again; a run that is handed it refuses."""
+    shutil.rmtree(compared.folder / "flexfl-s0")
+    argv = ("--run-id", "flexfl-s0", "--shared", str(compared.folder / "shared-s0"))
+    text = refused(flexfleet("run", *argv, sets=[*sets, "partition.alpha=0.1", "algorithm.name=flexfl"]))
+    assert "partition.alpha: 0.6 -> 0.1" in text
+    for name in ("flexfl-s1", "all_large-s0", "all_large-s1"):
+        shutil.rmtree(compared.folder / name)
+    before = (compared.folder / "shared-s0" / "partition" / "partition.json").read_bytes()
+    given = [*sets, "partition.alpha=0.1", "rounds.stop=1"]
+    done = flexfleet("compare", *TWO, "--id", "both", "--resume", "--json", sets=given)
+    assert done.code == 0, done.err
+    assert (compared.folder / "shared-s0" / "partition" / "partition.json").read_bytes() != before
+
+
+def test_a_comparison_is_made_by_one_process_at_a_time(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
+    from flexfleet.steps.federate import alone
+
+    with alone(compared.folder):
+        text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=sets))
+    assert "another process" in text
+
+
+# ---------------------------------------------------------------------------------------------------- failures
+BREAKS = """
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fl_engine.algorithms import AllLarge
+from fl_engine.core.errors import DataError
+
+@dataclass(frozen=True)
+class Breaks(AllLarge):
+    def merge(self, state, plan, answers, server):
+        if plan.round == 1:
+            raise DataError("no merge of the second round")
+        return super().merge(state, plan, answers, server)
+"""
+
+
+def test_a_run_that_fails_does_not_stop_the_others(
+    flexfleet: Any, sets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "breaks_later.py").write_text(BREAKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    argv = ("--seeds", "0,1", "--id", "a", "--json")
+    all_three = ("--algorithms", "breaks=breaks_later:Breaks,flexfl,all_large")
+    done = flexfleet("compare", *all_three, *argv, sets=[*sets, "rounds.commit_every=1"])
+    text = refused(done, 2)
+    assert "4 of 6 runs are finished" in text
+    for seed in SEEDS:
+        assert f"runs/a/breaks-s{seed}.log" in text
+        assert f"breaks-s{seed}: exit code 2, runs/a/breaks-s{seed}.log: no merge of the second round" in caplog.text
+        assert all((Path("runs/a") / f"{label}-s{seed}" / "result.json").is_file() for label in LABELS)
+    assert "--resume" in text
+    assert list(Path("runs/a").glob("comparison.*")) == [], "half a comparison is none"
+    found = flexfleet("compare", *TWO[:2], *argv, "--resume", sets=[*sets, "rounds.commit_every=1"])
+    assert found.code == 0, found.err
+    assert found.json["labels"] == list(LABELS)
+
+
+def test_the_part_of_all_that_fails_is_told_as_such(
+    flexfleet: Any, sets: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Path:
+        raise OSError(28, "No space left on device", "apoz.json")
+
+    monkeypatch.setattr(share, "pretrain", broken)
+    text = refused(flexfleet("compare", *TWO, "--id", "a", sets=sets), 6)
+    assert "0 of 4 runs are finished" in text and "runs/a/shared-s0.log" in text and "runs/a/shared-s1.log" in text
+    assert caplog.text.count("apoz.json: No space left on device") == 2
+    assert not Path("runs/a/flexfl-s0").exists()
+
+
+def test_runs_that_differ_are_not_tabulated(compared: Compared) -> None:
+    folders = {f"{label}-s{seed}": compared.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
+
+    def change(name: str, path: str, value: Any) -> Callable[[], None]:
+        file = folders[name] / "run.json"
+        before = file.read_text()
+        changed = json.loads(before)
+        *parents, last = path.split(".")
+        here = changed["config"]
+        for part in parents:
+            here = here[part]
+        here[last] = value
+        file.write_text(json.dumps(changed))
+        return lambda: file.write_text(before) and None
+
+    def wrong() -> str:
+        with pytest.raises(ConfigError) as error:
+            comparison.read(LABELS, SEEDS, folders)
+        return str(error.value)
+
+    others = {"training.lr": 0.1, "partition.alpha": 0.3, "rounds.stop": 9, "rounds.evaluate_every": 3}
+    for path, value in others.items():
+        undo = change("flexfl-s1", path, value)
+        assert "seed 1" in wrong() and path in wrong()
+        undo()
+    for path, value in {
+        "kubernetes.poll_s": 2.0,
+        "rounds.keep_every": 7,
+        "run.store": "there",
+        "tune.trials": 3,
+    }.items():
+        undo = change("flexfl-s1", path, value)  # as after --resume --set kubernetes.poll_s=2.0
+        assert comparison.read(LABELS, SEEDS, folders)
+        undo()
+    undo = change("flexfl-s1", "algorithm.kd_weight", 0)
+    assert "the runs of flexfl differ in more than the seed: algorithm.kd_weight" in wrong()
+    undo()
+    undo = change("flexfl-s1", "seed", 0)
+    assert "not of seed 1" in wrong()
+    undo()
+    for label in LABELS:
+        change(f"{label}-s1", "training.lr", 0.1)
+    assert "differ in more than the seed: training.lr: 0.05 (seed 0), 0.1 (seed 1)" in wrong()
+
+
+def test_another_partition_is_not_tabulated(compared: Compared) -> None:
+    """The same parameters, but other samples: what a checksum is for."""
+    run = compared.folder / "all_large-s0"
+    shutil.rmtree(run / "partition")
+    shutil.copytree(compared.folder / "all_large-s1" / "partition", run / "partition")
+    file = RunFile.read(run / "run.json")
+    other = RunFile.read(compared.folder / "all_large-s1" / "run.json").partition_sha256
+    file.model_copy(update={"partition_sha256": other}).write(run / "run.json")
+    folders = {f"{label}-s0": compared.folder / f"{label}-s0" for label in LABELS}
+    with pytest.raises(ConfigError, match=r"seed 0 .* the partition itself \(sha256\)"):
+        comparison.read(LABELS, (0,), folders)
+
+
+def test_other_code_is_not_tabulated(compared: Compared) -> None:
+    folders = {f"{label}-s{seed}": compared.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
+    file = folders["flexfl-s1"] / "run.json"
+    whole = RunFile.read(file)
+    whole.model_copy(update={"code_sha256": "c" * 64}).write(file)
+    with pytest.raises(ConfigError, match=r"flexfl differ .* the code of run.code .* cccccccccccc \(seed 1\)"):
+        comparison.read(LABELS, SEEDS, folders)
+    for seed, digest in enumerate("ab"):
+        known = RunFile.read(folders[f"flexfl-s{seed}"] / "run.json").model_copy(update={"code_sha256": None})
+        names = {"mine:A": digest * 64, f"mine:B{seed}": digest * 64}
+        known.model_copy(update={"sources": names}).write(folders[f"flexfl-s{seed}"] / "run.json")
+    with pytest.raises(ConfigError) as error:
+        comparison.read(LABELS, SEEDS, folders)
+    said = "the source of mine:A (sha256): aaaaaaaaaaaa (seed 0), bbbbbbbbbbbb (seed 1)"
+    assert str(error.value) == f"the runs of flexfl differ in more than the seed: {said}"
+
+
+def test_other_data_are_not_tabulated(compared: Compared) -> None:
+    """Of one seed, where the partitions differ as they are to, and of one label, where no seed cuts the data."""
+    folders = {f"{label}-s{seed}": compared.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
+
+    def change(name: str, section: str, **data: Any) -> None:
+        manifest, file = folders[name] / "partition" / "partition.json", folders[name] / "run.json"
+        known = RunFile.read(file)
+        config = known.config | {section: {**known.config[section], **data}}
+        known.model_copy(update={"config": config, "partition_sha256": sha256(manifest.read_bytes())}).write(file)
+
+    for seed in SEEDS:
+        change(f"flexfl-s{seed}", "partition", alpha=0.3)
+    assert comparison.read(LABELS, SEEDS, folders, ["partition.alpha"]), "each seed cuts its own samples"
+    manifest = folders["flexfl-s0"] / "partition" / "partition.json"
+    before = manifest.read_bytes()
+    manifest.write_text(json.dumps(json.loads(before) | {"data_sha256": "f" * 64}))
+    change("flexfl-s0", "partition")
+    with pytest.raises(ConfigError, match=r"seed 0 .* the data \(sha256\): ffffffffffff \(flexfl\), "):
+        comparison.read(LABELS, SEEDS, folders, ["partition.alpha"])
+    manifest.write_bytes(before)
+    for name in folders:
+        change(name, "dataset", train_samples=None, test_samples=None)
+    with pytest.raises(ConfigError, match=r"flexfl differ in more than the seed: the data \(sha256\): "):
+        comparison.read(LABELS, SEEDS, folders, ["partition.alpha"])
+
+
+def test_other_numerics_are_noted(compared: Compared) -> None:
+    folders = {f"{label}-s0": compared.folder / f"{label}-s0" for label in LABELS}
+    file = RunFile.read(compared.folder / "flexfl-s0" / "run.json")
+    file.model_copy(update={"numerics": file.numerics | {"torch": "0.1"}}).write(
+        compared.folder / "flexfl-s0" / "run.json"
+    )
+    found = comparison.summarise("a", (0,), comparison.read(LABELS, (0,), folders))
+    assert "numerics" in tabulate.text(found)
+
+
+# ----------------------------------------------------------------------------------------------- real processes
+@pytest.mark.long
+def test_a_stopped_comparison_goes_on(sets: list[str], flexfleet: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The command as people type it, ended by SIGTERM in the middle of its runs."""
+    given = [*sets, "rounds.stop=400", "rounds.commit_every=1", "rounds.evaluate_every=200"]
+    argv = ["compare", *TWO[:2], "--id", "a", "--jobs", "2", *(word for one in given for word in ("--set", one))]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "flexfleet.cli", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 300
+    while not all(list(Path("runs/a", f"{label}-s0", "rounds").glob("*/COMMITTED")) for label in LABELS):
+        assert command.poll() is None, command.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    command.send_signal(signal.SIGTERM)
+    out, err = command.communicate(timeout=120)
+    assert (command.returncode, out) == (3, ""), err
+    assert err.splitlines()[-1] == "error: stopped on request: the same command with --id a --resume goes on"
+    assert "exit code 3" in err
+    ledgers = [sorted(Path("runs/a", f"{label}-s0", "rounds").iterdir()) for label in LABELS]
+    assert all(ledgers) and not list(Path("runs/a").glob("*/result.json"))
+    rounds = max(int(ledger[-1].name) for ledger in ledgers) + 2
+    short = [*given, f"rounds.stop={rounds}"]
+    with caplog.at_level("INFO", "flexfleet"):
+        found = flexfleet("compare", *TWO[:2], "--id", "a", "--resume", "--json", sets=short)
+    assert found.code == 0, found.err
+    assert caplog.text.count("resuming after round") == 2
+    for label in LABELS:
+        plain = flexfleet("run", "--json", "--run-id", label, sets=[*short, f"algorithm.name={label}"])
+        assert plain.json["model_sha256"] == found.json["results"][label]["runs"][0]["model_sha256"]

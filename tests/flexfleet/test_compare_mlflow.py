@@ -1,0 +1,129 @@
+"""What MLflow has of `flexfleet compare`: a run of the comparison itself, and those of its runs below it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import mlflow
+import pytest
+
+from fl_engine.core.errors import Stopped
+from flexfleet.comparisons import side_by_side, tabulate
+from flexfleet.comparisons import whole as compare_module
+from flexfleet.files.artifacts import RunFile
+from flexfleet.tracking.record import token_of
+from flexfleet.tracking.trackers import PARENT, TOKEN
+from tests.harness import platform
+from tests.harness.comparisons import LABELS, SEEDS, TWO, Compared
+
+pytestmark = pytest.mark.usefixtures("quick_comparisons")
+
+
+@pytest.fixture
+def sets(quick: Sequence[str]) -> list[str]:
+    return [given for given in quick if not given.startswith("algorithm.name=")]
+
+
+def test_mlflow_groups_the_runs_and_has_the_comparison_itself(compared_template: Compared) -> None:
+    client = mlflow.MlflowClient(compared_template.uri)
+    experiment = client.get_experiment_by_name("digits-small_cnn-dirichlet")
+    assert experiment is not None
+    assert [e.name for e in client.search_experiments() if e.name != "Default"] == [experiment.name]
+    of_id = client.search_runs([experiment.experiment_id], "tags.`flexfleet.comparison` = 'both'")
+    assert {run.info.status for run in of_id} == {"FINISHED"}
+    runs = [run for run in of_id if "flexfleet.kind" not in run.data.tags]
+    assert {(run.data.tags["algorithm"], run.data.tags["seed"]) for run in runs} == {
+        (label, str(seed)) for label in LABELS for seed in SEEDS
+    }
+    assert {run.info.run_name for run in runs} == {f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
+    (summary,) = [run for run in of_id if run not in runs]
+    assert (summary.info.run_name, summary.data.tags["flexfleet.kind"]) == ("both", "comparison")
+    assert summary.info.run_id == compared_template.json["mlflow_run_id"]
+    full = compared_template.json["results"]["all_large"]["last"]["full"]
+    assert summary.data.metrics["full/all_large"] == full["mean"]
+    assert summary.data.metrics["full_std/all_large"] == full["std"]
+    for one in compared_template.json["results"]["all_large"]["reached"]:
+        assert summary.data.metrics[f"seeds_to_{one['accuracy']:g}/all_large"] == len(one["seeds"])
+        if one["seeds"]:
+            took = summary.data.metrics[f"seconds_simulated_to_{one['accuracy']:g}/all_large"]
+            assert took == one["seconds_simulated"]["mean"]
+    (one,) = [run for run in runs if run.info.run_name == "all_large-s0"]
+    assert (
+        one.data.metrics["final/uniformity"] == compared_template.json["results"]["all_large"]["runs"][0]["uniformity"]
+    )
+    assert "avg/all_large" not in summary.data.metrics and "avg/flexfl" in summary.data.metrics
+    assert {file.path for file in client.list_artifacts(summary.info.run_id)} == set(tabulate.FILES)
+    assert {run.data.tags[PARENT] for run in runs} == {summary.info.run_id}
+    assert PARENT not in summary.data.tags, "one level of nesting"
+
+
+def test_tabulating_again_is_the_same_mlflow_run(
+    compared_template: Compared, flexfleet: Any, sets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(compared_template.cwd)
+    before = len(mlflow.MlflowClient(compared_template.uri).search_runs(["1"]))
+    sets = [*sets, "tracking.mlflow=sqlite:///mlflow.db"]
+    done = flexfleet("compare", *TWO, "--id", "both", "--resume", "--json", sets=sets)
+    assert done.json == compared_template.json
+    assert len(mlflow.MlflowClient(compared_template.uri).search_runs(["1"])) == before == 5
+
+
+@pytest.mark.parametrize("version", ["this", "earlier"])
+def test_what_joins_a_comparison_joins_its_mlflow_run(
+    compared: Compared, flexfleet: Any, sets: list[str], version: str
+) -> None:
+    """Earlier versions made that of a comparison last, by the tokens of its runs, and put none of them below it."""
+    shutil.copy(compared.uri.removeprefix("sqlite:///"), "mlflow.db")
+    uri, summary = f"sqlite:///{compared.cwd}/mlflow.db", compared.json["mlflow_run_id"]
+    client = mlflow.MlflowClient(uri)
+    if version == "earlier":
+        names = [f"{label}-s{seed}" for label in LABELS for seed in SEEDS]
+        files = [RunFile.read(compared.folder / name / "run.json") for name in names]
+        client.set_tag(summary, TOKEN, token_of("comparison", [file.token for file in files]))
+        for file in files:
+            client.delete_tag(str(file.mlflow_run_id), PARENT)
+        (compared.folder / "comparison.token").unlink()
+    argv = ("--algorithms", "flexfl,all_large,late=all_large", "--seeds", "0,1", "--id", "both", "--resume", "--json")
+    for _ in range(2):
+        done = flexfleet("compare", *argv, sets=[*sets, f"tracking.mlflow={uri}"])
+        assert done.code == 0, done.err
+        assert done.json["mlflow_run_id"] == summary
+    tags = {run.info.run_name: run.data.tags for run in client.search_runs(["1"])}
+    assert len(tags) == len(client.search_runs(["1"])) == 7 and PARENT not in tags.pop("both")
+    assert {of_run.get(PARENT) for of_run in tags.values()} == {summary}
+    assert "full/late" in client.get_run(summary).data.metrics
+
+
+def test_the_mlflow_run_of_a_comparison_is_there_before_its_runs_and_says_how_it_ended(
+    flexfleet: Any, sets: list[str], mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, seen = mlflow.MlflowClient(mlflow_uri), []
+
+    def stopped(jobs: Sequence[side_by_side.Command], at_once: int) -> dict[str, int]:
+        seen.extend((run.info.run_name, run.info.status) for run in client.search_runs(["1"]))
+        raise Stopped("")
+
+    argv, given = ("compare", "--algorithms", "all_large", "--id", "a"), [*sets, f"tracking.mlflow={mlflow_uri}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(compare_module, "side_by_side", stopped)
+        assert flexfleet(*argv, sets=given).code == 3
+    (run,) = client.search_runs(["1"])
+    assert (seen, run.info.status) == ([("a", "RUNNING")], "KILLED")
+    done = flexfleet(*argv, "--resume", "--json", sets=given)
+    assert (done.json["mlflow_run_id"], len(client.search_runs(["1"]))) == (run.info.run_id, 2)
+    assert client.get_run(run.info.run_id).info.status == "FINISHED"
+
+
+def test_on_a_platform_a_comparison_and_its_runs_are_side_by_side_below_the_pipeline(
+    flexfleet: Any, sets: list[str], mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = platform.begin(mlflow_uri, monkeypatch)
+    given = [*sets, f"tracking.mlflow={mlflow_uri}", "rounds.stop=1"]
+    done = flexfleet("compare", "--algorithms", "heterofl,all_large", "--id", "c", sets=given)
+    assert done.code == 0, done.err
+    assert {run.info.run_name for run in at.ours()} == {"c", "heterofl-s0", "all_large-s0"}
+    assert {run.data.tags[PARENT] for run in at.ours()} == {at.pipeline}
+    assert {run.data.tags["flexfleet.comparison"] for run in at.ours()} == {"c"}, "by which they belong together"
+    assert at.untouched()
