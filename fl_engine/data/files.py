@@ -43,6 +43,10 @@ COUNTED = 4096
 """How many images' bytes are counted at a time."""
 MOST_NAMED = 10
 """Missing files that an error lists by name."""
+SMALL = 1e-3
+"""Standard deviations below it have fewer than four digits in six decimals."""
+EQUAL = 1e-6
+"""A deviation of less than this share of the mean is some steps of float32."""
 
 log = logging.getLogger(__name__)
 
@@ -309,10 +313,20 @@ def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], ND
 
 
 def moments(x: NDArray[np.float32], axis: int = -1) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per entry of `axis`, rounded to six decimals so that all machines agree."""
+    """Mean and standard deviation per entry of `axis`, rounded so that all machines agree: to six decimals, and where
+    the deviation is below SMALL, both to its sixth digit. A deviation that is no more than what rounding to float32
+    makes of equal values is 0."""
     others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
     mean, std = x.mean(others, dtype=np.float64), x.std(others, dtype=np.float64)
-    return tuple((mean.round(6) + 0.0).tolist()), tuple(std.round(6).tolist())  # + 0.0: no negative zero
+    pairs = [_rounded(float(m), float(s)) for m, s in zip(mean, std, strict=True)]
+    return tuple(m for m, _ in pairs), tuple(s for _, s in pairs)
+
+
+def _rounded(mean: float, std: float) -> tuple[float, float]:
+    if min(5e-7, EQUAL * abs(mean)) < std < SMALL:
+        decimals = 5 - math.floor(math.log10(std))
+        return round(mean, decimals) + 0.0, round(std, decimals)
+    return float(np.round(mean, 6)) + 0.0, float(np.round(std, 6))  # + 0.0: no negative zero
 
 
 def need_plain(numbers: Iterable[str]) -> None:

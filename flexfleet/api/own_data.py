@@ -42,6 +42,11 @@ PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 DEEP = ("I", "F")
 """How the names of Pillow's modes of more than 8 bits begin: I, I;16, I;16B, F."""
 PAIR = 2
+FINE = 0.1
+"""The largest step between neighbouring numbers of float32 that a feature keeps its values in, as a share of their
+standard deviation."""
+EQUAL_64 = 1e-12
+"""A deviation of less than this share of the largest value is what arithmetic in float64 makes of equal values."""
 NEAR = 1e-3
 """How far 255 times a float image may be from whole numbers: float32 holds k / 255 much closer."""
 
@@ -182,6 +187,8 @@ def _data(
     std: Sequence[float] | None,
 ) -> Data:
     task = _task(y, test_y, name)
+    x, test_x = _channel_first(x), _channel_first(test_x)
+    _tell_merged(x, name)
     x, test_x = _samples(x, name), _samples(test_x, name)
     if (mean is None) != (std is None):
         raise DataError(f"{name}: mean and std go together: give both, or neither, and they are measured")
@@ -278,12 +285,39 @@ def _task(y: Array, test_y: Array, name: str) -> Task:
     )
 
 
+def _channel_first(x: Array) -> Array:
+    last = x.ndim == 4 and x.shape[3] in CHANNELS and x.shape[1] not in CHANNELS
+    return np.moveaxis(x, 3, 1) if last else x
+
+
+def _feature_axis(x: Array) -> int:
+    """The axis that mean and std are per."""
+    return 1 if x.ndim == 4 else -1
+
+
+def _tell_merged(x: Array, name: str) -> None:
+    """A warning where numbers of float64 lie so close together, for their size, that float32 makes many of them one."""
+    if x.dtype.kind != "f" or x.dtype.itemsize <= 4 or x.ndim < 2 or not x.size:
+        return
+    others = tuple(i for i in range(x.ndim) if i != _feature_axis(x) % x.ndim)
+    with np.errstate(over="ignore", invalid="ignore"):
+        largest, std = np.abs(x).max(others), x.std(others)
+        step = np.spacing(largest.astype(np.float32)).astype(np.float64)
+        merged = np.flatnonzero((std > EQUAL_64 * largest) & (step > FINE * std))
+    if len(merged):
+        at = merged[0]
+        log.warning(
+            "%s: feature %d goes up to %g with a standard deviation of %g, and float32, in which networks compute, has "
+            "only every %g there: it makes different values one (%d such features). Subtract their mean first, in "
+            "float64: x - x.mean(axis=0)",
+            name, at, largest[at], std[at], step[at], len(merged),
+        )  # fmt: skip
+
+
 def _samples(x: Array, name: str) -> Array:
-    """As the module's head says."""
+    """As the module's head says, with the channel in front."""
     if x.dtype == np.uint8 and x.ndim == 3:
         return x[:, None]
-    if x.ndim == 4 and x.shape[3] in CHANNELS and x.shape[1] not in CHANNELS:
-        x = np.moveaxis(x, 3, 1)
     if x.dtype == np.uint8 and x.ndim != 4:
         raise DataError(
             f"{name}: uint8 samples are images, (N, H, W), (N, C, H, W) or (N, H, W, C); got {x.shape}. Give "
@@ -308,7 +342,7 @@ def _measured(x: Array, name: str) -> tuple[tuple[float, ...], tuple[float, ...]
         return (), ()
     if not np.isfinite(x).all():
         raise DataError(f"{name}: samples hold NaN or infinity: fill in or leave out what is missing")
-    mean, std = moments(x, 1 if x.ndim == 4 else -1)
+    mean, std = moments(x, _feature_axis(x))
     return mean, tuple(each or 1.0 for each in std)
 
 

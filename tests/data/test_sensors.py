@@ -452,6 +452,22 @@ def test_moments_are_per_entry_of_an_axis() -> None:
     assert str(moments(np.array([[-1e-9]], dtype=np.float32))[0]) == "(0.0,)"
 
 
+@pytest.mark.parametrize(("scale", "std"), [(1e-3, 0.001118), (1e-4, 1.11803e-4), (1e-30, 1.11803e-30)])
+def test_moments_of_small_deviations_have_six_digits(scale: float, std: float) -> None:
+    x = (np.array([[1.0], [2.0], [3.0], [4.0]]) * scale).astype(np.float32)
+    (mean,), found = moments(x)
+    assert found == (std,)
+    assert mean == pytest.approx(2.5 * scale, abs=1e-3 * std)
+
+
+@pytest.mark.parametrize("value", [0.1, 1.0])
+def test_moments_of_values_that_rounding_alone_tells_apart_are_those_of_equal_ones(value: float) -> None:
+    for steps in (0, 1, 4):
+        near = np.array([[value], [value]], dtype=np.float32)
+        near[1] += steps * np.spacing(near[1])
+        assert moments(near)[1] == (0.0,)
+
+
 # -------------------------------------------------------------------------------------------------- real files
 def real(name: str) -> Path:
     root = data_root()

@@ -54,6 +54,28 @@ def test_numbers_are_normalised_by_the_training_samples_and_floats_are_predicted
     assert told.std == (2.0,) * 5 and told.name == "mine"
 
 
+@pytest.mark.parametrize(("scale", "shift"), [(1e-7, 2e-7), (1e-6, 0.0), (1e-20, 0.0), (1e-4, 5.0)])
+def test_numbers_in_small_units_are_normalised_as_in_any_other(scale: float, shift: float) -> None:
+    plain = ff.from_arrays(NUMBERS, LABELS)
+    small = ff.from_arrays(NUMBERS.astype(np.float64) * scale + shift, LABELS)
+    wanted, found = plain.normalise(plain.train_x), small.normalise(small.train_x)
+    torch.testing.assert_close(found, wanted, atol=0.02 if shift > 1 else 1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(60, 3), (60, 2, 3), (60, 3, 4, 4)])
+def test_values_that_float32_makes_one_are_told(shape: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
+    """Seconds since 1970, of one minute."""
+    plain = np.random.default_rng(1).normal(size=shape)
+    of = np.moveaxis(plain, 1 if len(shape) == 4 else -1, -1)  # a view
+    of[..., 0] = 0.1  # a feature that never changes
+    ff.from_arrays(plain, LABELS)
+    assert caplog.messages == []
+    of[..., 1] = 1.7e9 + 20 * of[..., 1]
+    ff.from_arrays(plain, LABELS)
+    (line,) = caplog.messages
+    assert "feature 1 goes up to 1.7e+09" in line and "(1 such features)" in line and "x - x.mean(axis=0)" in line
+
+
 def test_a_test_part_of_its_own_and_the_split_are_kept() -> None:
     data = ff.from_arrays(NUMBERS, LABELS, test=(NUMBERS[:10], LABELS[:10]))
     assert len(data.train_y) == 60 and len(data.test_y) == 10
