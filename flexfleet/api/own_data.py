@@ -142,13 +142,11 @@ def from_folder(path: str | Path, *, test: float = 0.2, size: int | tuple[int, i
             found.append(_picture(image, file, wanted))
             labels.append(label)
     grey = all(each.ndim == 2 for each in found)
-    found = [each if grey or each.ndim == 3 else np.repeat(each[..., None], 3, axis=2) for each in found]
-    first = found[0].shape
-    if apart := next((each.shape for each in found if each.shape != first), None):
+    found = [each if grey or each.ndim == 3 else np.repeat(each[None], 3, axis=0) for each in found]
+    first = found[0].shape[-2:]
+    if apart := next((each.shape[-2:] for each in found if each.shape[-2:] != first), None):
         raise DataError(f"{root}: images of {first[0]}x{first[1]} and {apart[0]}x{apart[1]}: give size=(height, width)")
-    stacked = np.stack(found)
-    pictures = stacked if grey else np.moveaxis(stacked, 3, 1)
-    return from_arrays(pictures, np.array(labels), test=test, name=root.resolve().name)
+    return from_arrays(np.stack(found), np.array(labels), test=test, name=root.resolve().name)
 
 
 def from_torch(train: Any, test: Any = 0.2) -> Data:
@@ -204,6 +202,10 @@ def _data(
 
 
 def _array(value: Any, what: str) -> Array:
+    if isinstance(value, list | tuple):  # NumPy reads no tensor with a gradient, and neither masks nor palettes
+        value = [_array(each, what) if _is_read_here(each) else each for each in value]
+    if _is_picture(value):
+        return _pixels(value, what)
     if isinstance(value, torch.Tensor):
         try:
             value = value.detach().cpu().numpy()
@@ -219,6 +221,10 @@ def _array(value: Any, what: str) -> Array:
         hint = ". Labels that are words: numpy.unique(y, return_inverse=True)[1]" if found.dtype.kind in "USO" else ""
         raise DataError(f"{what}: numbers are expected, got an array of {found.dtype}{hint}")
     return found
+
+
+def _is_read_here(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | np.ma.MaskedArray) or _is_picture(value)
 
 
 def _check_test(test: Any, name: str) -> None:
@@ -366,18 +372,29 @@ def _size(given: Any) -> tuple[int, int]:
 def _picture(image: Any, file: Path, size: tuple[int, int] | None) -> Array:
     try:
         with image.open(file) as opened:
-            if opened.mode.startswith(DEEP):
-                raise DataError(
-                    f"{file}: its pixels have more than 8 bits (mode {opened.mode}), which would be cut off: scale the "
-                    "images to 8 bits, or give the pixels to from_arrays as floats"
-                )
-            opened = opened.convert("L" if opened.mode in ("1", "L") else "RGB")
-            if size is not None:
-                high, wide = size
-                opened = opened.resize((wide, high))
-            return np.array(opened, dtype=np.uint8)
+            return _pixels(opened, str(file), size)
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: this is no image that Pillow can read: {error}") from error
+
+
+def _is_picture(value: Any) -> bool:
+    """Whether it is an image of Pillow, which need not be installed."""
+    return hasattr(value, "getbands")
+
+
+def _pixels(picture: Any, what: str, size: tuple[int, int] | None = None) -> Array:
+    """uint8 (H, W) of a grey or black and white image of Pillow, (3, H, W) of any other: of a palette its colours."""
+    if picture.mode.startswith(DEEP):
+        raise DataError(
+            f"{what}: its pixels have more than 8 bits (mode {picture.mode}), which would be cut off: scale the images "
+            "to 8 bits, or give the pixels to from_arrays as floats"
+        )
+    picture = picture.convert("L" if picture.mode in ("1", "L") else "RGB")
+    if size is not None:
+        high, wide = size
+        picture = picture.resize((wide, high))
+    found = np.array(picture, dtype=np.uint8)
+    return found if found.ndim == 2 else np.moveaxis(found, 2, 0)
 
 
 def _state() -> tuple[Any, ...]:
@@ -422,18 +439,12 @@ def _same(a: Any, b: Any) -> bool:
     return bool(torch.equal(a, b)) if isinstance(a, torch.Tensor) else a == b
 
 
-def _cell(value: Any, what: str) -> Array:
-    """A sample of a column; of a Pillow image with the channel in front."""
-    found = _array(np.array(value), what)
-    return np.moveaxis(found, 2, 0) if hasattr(value, "getbands") and found.ndim == 3 else found
-
-
 def _columns(given: Any, image: str, label: str) -> tuple[Array, Array]:
     names = list(getattr(given, "column_names", []))
     for wanted in (image, label):
         if wanted not in names:
             raise DataError(f"no column {wanted!r}; there are {', '.join(map(str, names)) or 'none'}: say which it is")
-    samples = [_cell(each, f"{image}: row {i}") for i, each in enumerate(given[image])]
+    samples = [_array(each, f"{image}: row {i}") for i, each in enumerate(given[image])]
     if len({each.shape for each in samples}) > 1:
         raise DataError(f"{image}: samples of different shapes; resize them first (given.map)")
     return np.stack(samples), _array(list(given[label]), label)

@@ -153,6 +153,36 @@ def test_a_torch_data_set_is_read_once_and_must_not_draw() -> None:
         ff.from_torch(x for x in ())
 
 
+def _colours(i: int) -> Image.Image:
+    """Red or blue above green, with a grey edge, 6 x 5."""
+    pixels = np.zeros((6, 5, 3), np.uint8)
+    pixels[:3, :, 0 if i % 2 else 2] = 200
+    pixels[3:, :, 1] = 40 + i
+    return Image.fromarray(pixels)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "CMYK"])
+def test_images_of_every_mode_are_the_same_pixels_however_they_come(mode: str, tmp_path: Path) -> None:
+    images = [_colours(i).quantize(8) if mode == "P" else _colours(i).convert(mode) for i in range(10)]
+    labels = [i % 2 for i in range(10)]
+    wanted = np.stack([np.array(image.convert("L" if mode in ("1", "L") else "RGB")) for image in images])
+    wanted = wanted[:, None] if mode in ("1", "L") else np.moveaxis(wanted, 3, 1)
+
+    def check(data: Any) -> None:
+        rows = {row.tobytes() for row in (*data.train_x.numpy(), *data.test_x.numpy())}
+        assert rows == {row.tobytes() for row in wanted} and data.input_shape == wanted.shape[1:]
+
+    for image, label in zip(images, labels, strict=True):
+        (tmp_path / str(label)).mkdir(exist_ok=True)
+        suffix = "jpg" if mode == "CMYK" else "png"
+        image.save(tmp_path / str(label) / f"{len(list(tmp_path.rglob('*.*')))}.{suffix}")
+    if mode != "CMYK":  # only JPEG has it, and that is lossy
+        check(ff.from_folder(tmp_path))
+    check(ff.from_torch(list(zip(images, labels, strict=True))))
+    check(ff.from_huggingface(Table(image=images, label=labels)))
+    check(ff.from_arrays(images, labels))
+
+
 class Table:
     """As `datasets.Dataset`."""
 
@@ -265,6 +295,11 @@ def test_images_of_more_than_8_bits_are_refused(pixels: Any, tmp_path: Path) -> 
         (tmp_path / word / "0.tif").rename(tmp_path / word / "0.png")
     with pytest.raises(ff.DataError, match="more than 8 bits"):
         ff.from_folder(tmp_path)
+    images = [Image.fromarray(np.full((4, 4), 3000, pixels))] * 10
+    with pytest.raises(ff.DataError, match="row 0: its pixels have more than 8 bits"):
+        ff.from_huggingface(Table(image=images, label=[0, 1] * 5))
+    with pytest.raises(ff.DataError, match="item 0: its pixels have more than 8 bits"):
+        ff.from_torch([(image, 0) for image in images])
 
 
 def test_a_refused_torch_data_set_leaves_the_random_state() -> None:
