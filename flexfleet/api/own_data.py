@@ -167,7 +167,7 @@ def from_huggingface(
     """From a `datasets.Dataset` with a column of images (or of lists of numbers) and one of labels; `client`: a column
     that says whose each sample is. `test`: another one, or a share."""
     x, y = _columns(train, image, label)
-    owner = None if client is None else np.unique(np.asarray(list(train[client])), return_inverse=True)[1]
+    owner = None if client is None else _column(train, client)
     name = str(getattr(getattr(train, "info", None), "dataset_name", None) or "huggingface")
     part = test if isinstance(test, float | int) else _columns(test, image, label)
     return from_arrays(x, y, test=part, clients=owner, name=name)
@@ -190,7 +190,8 @@ def _data(
     x, test_x = _samples(x, name), _samples(test_x, name)
     if (mean is None) != (std is None):
         raise DataError(f"{name}: mean and std go together: give both, or neither, and they are measured")
-    if not all(each is None or isinstance(each, Sequence | np.ndarray | torch.Tensor) for each in (mean, std)):
+    mean, std = (each.tolist() if isinstance(each, np.ndarray | torch.Tensor) else each for each in (mean, std))
+    if not all(each is None or isinstance(each, Sequence) for each in (mean, std)):
         raise DataError(f"{name}: mean and std have a number for each channel or feature, [0.5]; got {mean!r}, {std!r}")
     if mean is None or std is None:
         mean, std = _measured(x, name)
@@ -239,13 +240,21 @@ def _alike(a: Array, b: Array) -> bool:
 
 
 def _owners(clients: Any, samples: int, name: str) -> Array:
-    listed = np.asarray(clients)
+    if isinstance(clients, torch.Tensor):
+        clients = clients.detach().cpu()
+    need_no_mask(clients, f"{name}: clients")
+    try:
+        listed = np.asarray(clients)
+    except ValueError as error:
+        raise DataError(f"{name}: clients says whose each of {samples} samples is, (N,): {error}") from error
     if listed.shape != (samples,):
         raise DataError(f"{name}: clients says whose each of {samples} samples is, (N,); got the shape {listed.shape}")
+    if missing := sum(each is None or each != each for each in listed.tolist()):
+        raise DataError(f"{name}: clients: {missing} of {samples} samples have no client: leave them out, or name one")
     try:
         return np.unique(listed, return_inverse=True)[1]
     except TypeError as error:
-        raise DataError(f"{name}: clients are all numbers or all texts, without None: {error}") from error
+        raise DataError(f"{name}: clients are all numbers or all texts: {error}") from error
 
 
 def _split(y: Array, share: float, name: str) -> tuple[Array, Array]:
@@ -432,6 +441,9 @@ def _read_items(given: Any, what: str) -> tuple[Array, Array]:
     shapes = {x.shape for x in xs}
     if len(shapes) > 1:
         raise DataError(f"{what}: samples have the shapes {sorted(shapes)[:3]}; make them alike: resize or pad them")
+    targets = {y.shape for y in ys}
+    if len(targets) > 1:
+        raise DataError(f"{what}: targets have the shapes {sorted(targets)[:3]}; each needs as many numbers")
     return np.stack(xs), np.stack(ys)
 
 
@@ -440,11 +452,15 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _columns(given: Any, image: str, label: str) -> tuple[Array, Array]:
-    names = list(getattr(given, "column_names", []))
-    for wanted in (image, label):
-        if wanted not in names:
-            raise DataError(f"no column {wanted!r}; there are {', '.join(map(str, names)) or 'none'}: say which it is")
-    samples = [_array(each, f"{image}: row {i}") for i, each in enumerate(given[image])]
+    rows, labels = _column(given, image), _column(given, label)
+    samples = [_array(each, f"{image}: row {i}") for i, each in enumerate(rows)]
     if len({each.shape for each in samples}) > 1:
         raise DataError(f"{image}: samples of different shapes; resize them first (given.map)")
-    return np.stack(samples), _array(list(given[label]), label)
+    return np.stack(samples), _array(labels, label)
+
+
+def _column(given: Any, wanted: str) -> list[Any]:
+    names = list(getattr(given, "column_names", []))
+    if wanted not in names:
+        raise DataError(f"no column {wanted!r}; there are {', '.join(map(str, names)) or 'none'}: say which it is")
+    return list(given[wanted])

@@ -128,6 +128,35 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
         ff.from_folder(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(
+    ("clients", "said"),
+    [
+        (np.ma.array(LABELS, mask=LABELS == 1), "clients: 20 values are masked"),
+        (np.where(LABELS == 1, np.nan, LABELS), "clients: 20 of 60 samples have no client"),
+        (torch.where(torch.tensor(LABELS) == 1, torch.nan, torch.tensor(LABELS)), "20 of 60 samples have no client"),
+        ([None, *"ab" * 29, "a"], "clients: 1 of 60 samples have no client"),
+        (np.array([1, "a"] * 30, dtype=object), "clients are all numbers or all texts"),
+        ([[1], [1, 2]] * 30, r"clients says whose each of 60 samples is, \(N,\)"),
+    ],
+)
+def test_samples_without_a_client_are_refused(clients: Any, said: str) -> None:
+    with pytest.raises(ff.DataError, match=said):
+        ff.from_arrays(NUMBERS, LABELS, clients=clients)
+    if isinstance(clients, list):
+        with pytest.raises(ff.DataError, match=said):
+            ff.from_huggingface(Table(image=list(NUMBERS), label=list(LABELS), who=clients), client="who")
+
+
+def test_tensors_of_all_kinds_are_read() -> None:
+    rows = [torch.tensor(row, requires_grad=True) for row in NUMBERS]
+    wanted = ff.from_arrays(NUMBERS, LABELS, mean=[0.0] * 5, std=[1.0] * 5)
+    for mean in (torch.zeros(5), torch.zeros(5, requires_grad=True), np.zeros(5, np.float32), [0.0] * 5):
+        data = ff.from_arrays(rows, list(torch.tensor(LABELS)), mean=mean, std=torch.ones(5))  # type: ignore[arg-type]
+        assert torch.equal(data.train_x, wanted.train_x) and (data.mean, data.std) == (wanted.mean, wanted.std)
+    with pytest.raises(ff.DataError, match="x: 1 values are masked"):
+        ff.from_arrays([*NUMBERS[1:], np.ma.array(NUMBERS[0], mask=[1, 0, 0, 0, 0])], LABELS)
+
+
 class Items:
     def __init__(self, draws: bool = False) -> None:
         self.read: list[int] = []
@@ -205,6 +234,8 @@ def test_a_table_of_huggingface() -> None:
     assert len(ff.from_huggingface(table, table).test_y) == 60
     with pytest.raises(ff.DataError, match=r"no column 'img'; there are image, label, who"):
         ff.from_huggingface(table, image="img")
+    with pytest.raises(ff.DataError, match=r"no column 'whose'; there are image, label, who"):
+        ff.from_huggingface(table, client="whose")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +267,7 @@ def test_a_table_of_huggingface() -> None:
         (NUMBERS, LABELS, {"mean": 0.5, "std": 1.0}, "a number for each channel or feature"),
         (NUMBERS, LABELS, {"test": (NUMBERS, LABELS, 3)}, "got 3 things"),
         (NUMBERS, LABELS, {"test": [NUMBERS, LABELS]}, "test = a list of 60 samples"),
-        (NUMBERS, LABELS, {"clients": ["a", None] * 30}, "clients are all numbers or all texts"),
+        (NUMBERS, LABELS, {"clients": ["a", None] * 30}, "30 of 60 samples have no client"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(x: Any, y: Any, more: dict[str, Any], said: str) -> None:
@@ -307,6 +338,11 @@ def test_a_refused_torch_data_set_leaves_the_random_state() -> None:
     with pytest.raises(ff.DataError, match="draws random numbers"):
         ff.from_torch(Items(draws=True))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_targets_of_different_shapes_are_refused() -> None:
+    with pytest.raises(ff.DataError, match=r"train: targets have the shapes \[\(1,\), \(2,\)\]"):
+        ff.from_torch([(row, np.zeros(1 + i % 2)) for i, row in enumerate(NUMBERS)])
 
 
 def test_a_partition_that_passes_over_the_clients_of_the_data_is_told(
