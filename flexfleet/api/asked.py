@@ -25,7 +25,7 @@ from fl_engine.models.traced.family import ModuleFamily
 from fl_engine.tasks import TASKS
 from flexfleet.config import Config, load_config, set_path
 from flexfleet.config.overrides import PARAMETERS, whole
-from flexfleet.config.read import names_first, parse
+from flexfleet.config.read import MAPPINGS, names_first, parse
 
 MAIN = "__main__"
 
@@ -67,7 +67,7 @@ def config_of(
             pairs.extend(NAMED[name](value, store).items())
         else:
             pairs.append((path, whole(plain(value, name)) if name == "seed" else plain(value, name)))
-    _check_once(pairs)
+    check_once(pairs, "by a keyword and an option or by two options")
     for path, value in names_first(pairs):  # all of them: a name drops the options of the one before it
         set_path(values, path, value)
     return parse(values)
@@ -84,20 +84,22 @@ def _store(values: dict[str, Any], options: Sequence[tuple[str, Any]], uri: Any)
     return str(asked["run"]["store"])
 
 
-def _check_once(pairs: Iterable[tuple[str, Any]]) -> None:
-    """Raises ConfigError where a parameter is given twice."""
+def check_once(pairs: Iterable[tuple[str, Any]], how: str) -> None:
+    """Raises ConfigError where dotted names and values give a parameter twice; `how`: by which spellings that can
+    be."""
     seen: set[str] = set()
     for path, value in pairs:
-        for leaf in _leaves(path, value):
+        for leaf in leaves(path, value):
             if leaf in seen:
-                raise ConfigError(f"{leaf} is given twice, by a keyword and an option or by two options: say it once")
+                raise ConfigError(f"{leaf} is given twice, {how}: say it once")
             seen.add(leaf)
 
 
-def _leaves(path: str, value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping) and value:
+def leaves(path: str, value: Any) -> Iterator[str]:
+    """The dotted names of the parameters that a value sets: of a section those in it."""
+    if isinstance(value, Mapping) and path not in MAPPINGS:
         for key, inner in value.items():
-            yield from _leaves(f"{path}.{key}", inner)
+            yield from leaves(f"{path}.{key}", inner)
     else:
         yield path
 

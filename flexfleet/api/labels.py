@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fl_engine.core.errors import ConfigError
-from flexfleet.api.asked import NAMED, check_kinds, config_of, plain
+from flexfleet.api.asked import NAMED, check_kinds, check_once, config_of, leaves, plain
 from flexfleet.api.running import DATASET, MODEL
 from flexfleet.config import Config, parse
 from flexfleet.config.entries import FIXED, LABEL, RESERVED, Entry, check_factors, entries
 from flexfleet.config.factors import crossed
 from flexfleet.config.overrides import PARAMETERS
+from flexfleet.config.read import merged, without
 
 ELSEWHERE = {
     "algorithm": "the algorithms are the first argument",
@@ -67,6 +68,7 @@ def _name(name: str) -> str:
 def _label(label: str, value: Any) -> Label:
     own: dict[str, Any] = {}
     if isinstance(value, Mapping):
+        check_once(_pairs(value), f"by two settings of the label {label}")
         own = {PARAMETERS.get(str(key), str(key)): each for key, each in value.items()}
         if (value := own.pop("algorithm.name", None)) is None:
             raise ConfigError(f"algorithms: {label} names no algorithm: {{{label!r}: {{'algorithm': 'flexfl', ...}}}}")
@@ -100,9 +102,11 @@ def entries_of(
     _no_fixed(options, "options")
     keywords = {"dataset": DATASET, "model": MODEL, **common}
     keywords = {name: value for name, value in keywords.items() if name not in ("config", "options")}
+    check_once(((PARAMETERS.get(path, path), None) for path in over), "by two factors")
     factors = {PARAMETERS.get(path, path): _values(path, values) for path, values in over.items()}
-    given = [PARAMETERS.get(name, name) for name, value in common.items() if value is not None]
-    check_factors(factors, [*given, *options, *(path for label in labels.values() for path in label.own)])
+    given = {name: value for name, value in keywords.items() if name in common and value is not None}
+    all_own = [pair for label in labels.values() for pair in _pairs(label.own)]
+    check_factors(factors, _names([*_pairs(given), *options.items(), *all_own]))
     made = crossed(labels, factors)
     configs: dict[str, Config] = {}
 
@@ -111,17 +115,31 @@ def entries_of(
             of, at = made[label]
             own = {**labels[of].algorithm, **labels[of].own, **at}
             objects = {name: own.pop(PARAMETERS[name]) for name in ("dataset", "model") if PARAMETERS[name] in own}
-            rest = {name: value for name, value in keywords.items() if PARAMETERS.get(name) not in own}
-            configs[label] = config_of(config, {**_without(options, objects), **own}, {**rest, **objects})
+            taken = _names([*own.items(), *_pairs(objects)])
+            rest = {path: without(taken, path, value) for path, value in options.items() if path not in taken}
+            rest |= {path: merged(rest.get(path), value, path) for path, value in own.items()}
+            kept = {name: value for name, value in keywords.items() if PARAMETERS.get(name) not in taken}
+            kept = {name: without(taken, name, value) for name, value in kept.items()}
+            configs[label] = config_of(config, rest, {**kept, **objects})
         return parse({**configs[label].model_dump(mode="json"), "seed": seed})
 
     return entries(made, seeds, configure, id, {label: at for label, (_, at) in made.items()})
 
 
-def _without(options: Mapping[str, Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that no keyword of a label takes the place of."""
-    taken = {PARAMETERS[name] for name in keywords}
-    return {path: value for path, value in options.items() if path not in taken}
+def _pairs(settings: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    """Settings by dotted names or keywords as dotted names and values. A network or an algorithm that is given as a
+    mapping is its section."""
+    pairs = []
+    for key, value in settings.items():
+        path = PARAMETERS.get(str(key), str(key))
+        section = path.removesuffix(".name")
+        pairs.append((section if section in NAMED and isinstance(value, Mapping) else path, value))
+    return pairs
+
+
+def _names(pairs: Iterable[tuple[str, Any]]) -> set[str]:
+    """The dotted names of all parameters that are set."""
+    return {leaf for path, value in pairs for leaf in leaves(path, value)}
 
 
 def _values(path: str, values: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.training.guest import guest
-from flexfleet.api.asked import Default, check_kinds, check_reach, config_of, plain
+from flexfleet.api.asked import Default, check_kinds, check_once, check_reach, config_of, leaves, plain
 from flexfleet.api.errors import told
 from flexfleet.api.results import in_store
 from flexfleet.api.running import ALGORITHM, DATASET, MODEL, shown
@@ -111,10 +111,12 @@ def study_of(space: Mapping[str, Any] | None, given: Mapping[str, Any], keywords
     said = {n: v for n, v in given.items() if not isinstance(v, Default | DefaultNumber | DefaultSeeds)}
     own = {n: plain(list(v) if isinstance(v, range) else v, n) for n, v in said.items()}
     if space is not None:
+        check_once(((PARAMETERS.get(path, path), None) for path in space), "by two names in space")
         own["space"] = {PARAMETERS.get(path, path): value for path, value in space.items()}
         own["space"] = {path: _range(config, path, value) for path, value in own["space"].items()}
-    if twice := [name for name in own if f"tune.{name}" in options]:
-        raise ConfigError(f"{twice[0]!r} is given as a keyword and as options['tune.{twice[0]}']: say it once")
+    told = {leaf for path, value in options.items() for leaf in leaves(path, value)}
+    if twice := [name for name in own if f"tune.{name}" in told]:
+        raise ConfigError(f"{twice[0]!r} is given as a keyword and as tune.{twice[0]} in options: say it once")
     values = config.model_dump(mode="json")
     return parse({**values, "tune": {**values["tune"], **own}})
 

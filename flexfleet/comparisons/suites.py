@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -41,6 +41,7 @@ from flexfleet.comparisons.reference import LABEL
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry, accuracies_of, entries_for
 from flexfleet.config.factors import factors_of
+from flexfleet.config.read import without
 
 FOLDER = Path(str(resources.files("flexfleet.comparisons").joinpath("suites")))
 _Row = dict[str, Any] | None
@@ -195,14 +196,14 @@ def entries_of(
         wanted = {label: made[label] for name in asked for label in _labels(name, made, "--algorithms: the suite has")}
     factors = factors_of(over)
     for_all = {key.strip(): value for key, sign, value in (text.partition("=") for text in sets) if ":" not in key}
-    given = [f"{path}={json.dumps(value)}" for path, value in suite.settings.items() if path not in factors]
+    given = _settings(suite.settings, factors)
     algorithms = []
     for label, (row, case) in wanted.items():
         own = _row_in(suite, row, case)
         if not isinstance(name := own.pop("algorithm", None), str):
             raise ConfigError(f"the suite's row {row} names no algorithm")
         algorithms.append(f"{label}={name}")
-        given += [f"{label}:{path}={json.dumps(value)}" for path, value in own.items() if path not in factors]
+        given += [f"{label}:{text}" for text in _settings(own, factors)]
         given += [f"{label}:{key}={value}" for key, value in for_all.items() if any(_meet(key, path) for path in own)]
     for text in sets:
         key, sign, value = text.partition("=")
@@ -216,6 +217,12 @@ def entries_of(
         given += [f"{one}:{path}{sign}{value}" for one in told]
     listed = seeds or ",".join(map(str, suite.seeds))
     return entries_for(",".join(algorithms), listed, given, load, id, over)
+
+
+def _settings(of_suite: Mapping[str, Any], replaced: Collection[str]) -> list[str]:
+    """What a suite says as `a.b=value`, without the parameters that are replaced."""
+    kept = {path: without(replaced, path, value) for path, value in of_suite.items() if path not in replaced}
+    return [f"{path}={json.dumps(value)}" for path, value in kept.items()]
 
 
 def _meet(one: str, other: str) -> bool:
@@ -254,7 +261,7 @@ def central_of(
     `only` leaves them out."""
     if not suite.central or (only is not None and LABEL not in _named(only)):
         return []
-    given = [f"{path}={json.dumps(value)}" for path, value in suite.settings.items()]
+    given = _settings(suite.settings, ())
     common = [text for text in sets if ":" not in text.partition("=")[0]]
     return entries_for(f"{LABEL}=all_large", seeds or ",".join(map(str, suite.seeds)), [*given, *common], load, id)
 

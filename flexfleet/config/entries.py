@@ -187,12 +187,12 @@ def entries_for(
     """All runs that a command line asks for. `load` reads the configuration with overrides `a.b=value`; without `seeds`
     there is one seed, the configuration's. `over`: factors, `a.b=value,value`. Raises ConfigError."""
     labels = labels_of(algorithms)
-    by_label((pair_of(text) for text in sets), labels)  # raises also for what a mapping holds
+    read = by_label((pair_of(text) for text in sets), labels)  # raises also for what a mapping holds
     words = (text.partition("=") for text in sets)
     given = by_label(((key, sign + value) for key, sign, value in words), labels)
 
     factors = factors_of(over)
-    check_factors(factors, (path for of_label in given.values() for path, _ in of_label))
+    check_factors(factors, (path for of_label in read.values() for pair in of_label for path in _inside(*pair)))
     made = crossed(labels, factors)
 
     def configure(label: str, seed: int | None) -> Config:

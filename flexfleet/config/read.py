@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -145,6 +145,14 @@ def merged(standing: Any, given: Any, path: str = "") -> Any:
         key: merged(standing.get(key), value, f"{path}.{key}" if path else str(key)) for key, value in given.items()
     }
     return {**standing, **inner}
+
+
+def without(taken: Collection[str], path: str, value: Any) -> Any:
+    """What is given at a dotted name, without the parameters in it that are `taken`, by their dotted names."""
+    if not isinstance(value, Mapping) or path in MAPPINGS:
+        return value
+    inner = {key: (f"{path}.{key}", each) for key, each in value.items()}
+    return {key: without(taken, name, each) for key, (name, each) in inner.items() if name not in taken}
 
 
 def parse(values: Mapping[str, Any]) -> Config:

@@ -201,7 +201,57 @@ def test_a_label_may_differ_in_its_own_settings() -> None:
     assert found["wide"]["algorithm.boost"] == 2.0
 
 
+COMMON: dict[str, dict[str, Any]] = {
+    "a keyword": {"learning_rate": 0.2},
+    "an option": {"options": {"training.lr": 0.2, "training.momentum": 0.25}},
+    "a section": {"options": {"training": {"lr": 0.2, "momentum": 0.25}}},
+}
+
+
+@pytest.mark.parametrize("common", COMMON)
+@pytest.mark.parametrize(
+    "own",
+    [{"learning_rate": 0.1}, {"training.lr": 0.1}, {"training": {"lr": 0.1}}],
+    ids=["keyword", "option", "section"],
+)
+def test_a_label_takes_the_place_of_what_all_runs_have_in_every_spelling(common: str, own: dict[str, Any]) -> None:
+    found = asked({"a": "flexfl", "b": {"algorithm": "flexfl", **own}}, **COMMON[common])
+    assert [found[label]["training.lr"] for label in "ab"] == [0.2, 0.1]
+    assert len({found[label]["training.momentum"] for label in "ab"}) == 1
+    assert ("options" in COMMON[common]) == (found["b"]["training.momentum"] == 0.25)
+
+
+def test_a_label_takes_the_place_of_a_network_in_every_spelling() -> None:
+    labels = {"a": "flexfl", "b": {"algorithm": "flexfl", "model": {"name": "vgg16", "width": 0.25}}}
+    for common in ({"model": {"name": "vgg16", "width": 0.5}}, {"options": {"model": {"name": "vgg16", "width": 0.5}}}):
+        found = asked(labels, **common)
+        assert [found[label]["model.width"] for label in "ab"] == [0.5, 0.25]
+        found = asked({**labels, "b": {"algorithm": "flexfl", "model.width": 0.25}}, **common)
+        assert [found[label]["model.width"] for label in "ab"] == [0.5, 0.25]
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "a factor by two names": (
+        lambda: asked(["flexfl"], {"training.lr": [0.1], "learning_rate": [0.2]}), r"training\.lr is given twice"
+    ),
+    "a setting by two names": (
+        lambda: asked({"a": {"algorithm": "flexfl", "training.lr": 0.1, "learning_rate": 0.2}}),
+        r"training\.lr is given twice, by two settings of the label a",
+    ),
+    "a setting and its section": (
+        lambda: asked({"a": {"algorithm": "flexfl", "training.lr": 0.1, "training": {"lr": 0.2}}}),
+        r"training\.lr is given twice",
+    ),
+    "an option of the algorithm twice": (
+        lambda: asked({"a": {"algorithm": {"name": "flexfl", "kd_weight": 1}, "algorithm.kd_weight": 2}}),
+        r"algorithm\.kd_weight is given twice",
+    ),
+    "a factor that is in a section": (
+        lambda: asked(["flexfl"], {"learning_rate": [0.1]}, options={"training": {"lr": 1}}), "say it once"
+    ),
+    "a factor that is in a network's": (
+        lambda: asked(["flexfl"], {"model.width": [0.5, 1]}, model={"name": "vgg16", "width": 1}), "say it once"
+    ),
     "one name": (lambda: asked("flexfl"), "a list, or a mapping by label"),
     "none": (lambda: asked([]), "at least one"),
     "twice": (lambda: asked(["flexfl", "flexfl"]), "flexfl is there twice"),
@@ -271,11 +321,14 @@ def test_the_labels_of_factors() -> None:
 def test_a_factor_takes_the_place_of_what_a_suite_says() -> None:
     rows: Any = {"a": {"algorithm": "heterofl"}, "b": {"algorithm": "heterofl", "training.lr": 0.5}}
     suite = Suite(seeds=(3,), settings={"training.lr": 0.9, "training.momentum": 0.1}, rows=rows)
-    found = suites.entries_of(suite, None, None, [], partial(load_config, None), "asked", ["training.lr=0.1,0.2"])
-    rates = {entry.label: (entry.config.training.lr, entry.config.training.momentum) for entry in found}
-    assert rates == {f"{label}-lr{lr}": (lr, 0.1) for label in "ab" for lr in (0.1, 0.2)}
-    with pytest.raises(ff.ConfigError, match="say it once"):
-        suites.entries_of(suite, "a", None, ["training.lr=1"], partial(load_config, None), "asked", ["training.lr=0.1"])
+    section = suite.model_copy(update={"settings": {"training": {"lr": 0.9, "momentum": 0.1}}})
+    for each in (suite, section):
+        found = suites.entries_of(each, None, None, [], partial(load_config, None), "asked", ["training.lr=0.1,0.2"])
+        rates = {entry.label: (entry.config.training.lr, entry.config.training.momentum) for entry in found}
+        assert rates == {f"{label}-lr{lr}": (lr, 0.1) for label in "ab" for lr in (0.1, 0.2)}
+    for given in ("training.lr=1", "training={lr: 1}", "a:training={lr: 1}"):
+        with pytest.raises(ff.ConfigError, match="say it once"):
+            suites.entries_of(suite, "a", None, [given], partial(load_config, None), "asked", ["training.lr=0.1"])
 
 
 def test_factors_are_columns_of_the_tables(store: Path, flexfleet: Callable[..., Any], monkeypatch: Any) -> None:

@@ -153,6 +153,17 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "the wrong way round": (lambda: asked({"training.lr": (1.0, 0.1)}), "low below high"),
     "twice": (lambda: asked(None, {"trials": 3}, options={"tune.trials": 4}), "say it once"),
     "a space twice": (lambda: asked({"training.lr": (0.1, 1.0)}, options={"tune.space": {}}), "say it once"),
+    "in a section": (lambda: asked(None, {"trials": 3}, options={"tune": {"trials": 4}}), "say it once"),
+    "a space in a section": (
+        lambda: asked(
+            {"training.lr": (0.1, 1.0)}, options={"tune": {"space": {"training.epochs": {"choices": [1, 2]}}}}
+        ),
+        "say it once",
+    ),
+    "a parameter by two names": (
+        lambda: asked({"training.lr": (0.1, 1.0), "learning_rate": (0.2, 0.3)}),
+        r"training\.lr is given twice",
+    ),
     "another metric": (lambda: asked(None, {"metric": "acc"}), "metric"),
     "a keyword that there is not": (lambda: ff.tune(trails=3), "trails"),
     "what cannot be searched": (lambda: ff.tune(space={"seed": (1, 3)}, id="bad", **SMALL), "cannot be searched"),
