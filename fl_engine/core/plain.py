@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -34,12 +35,22 @@ class _Yaml(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Yaml.add_implicit_resolver(_INT, re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
-_Yaml.add_implicit_resolver(
-    _FLOAT,
-    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"),
-    list("-+0123456789."),
-)
+class _Writer(yaml.SafeDumper):
+    """Quotes a text that is something else for `_Yaml` or for YAML 1.1, as others read it."""
+
+
+class _Line(_Writer):
+    """Quotes every text, as JSON does."""
+
+
+for _kind in (_Yaml, _Writer, _Line):
+    _kind.add_implicit_resolver(_INT, re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
+    _kind.add_implicit_resolver(
+        _FLOAT,
+        re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"),
+        list("-+0123456789."),
+    )
+_Line.add_representer(str, lambda dumper, text: dumper.represent_scalar(_TEXT, text, style='"'))
 _Yaml.add_constructor(_INT, lambda loader, node: int(node.value, 10))
 
 
@@ -48,9 +59,21 @@ def read_yaml(text: str) -> Any:
     try:
         value = yaml.load(text, _Yaml)  # noqa: S506 - a SafeLoader
         check_plain(value)
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:  # a tag that lies, a number of 5000 digits
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # A tag that lies, a number of 5000 digits.
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
     return value
+
+
+def write_yaml(value: Any, *, sort_keys: bool = False, allow_unicode: bool = False) -> str:
+    """Plain data as YAML, from which `read_yaml` reads the same."""
+    return yaml.dump(value, Dumper=_Writer, sort_keys=sort_keys, allow_unicode=allow_unicode)
+
+
+def in_line(value: Any) -> str:
+    """Plain data as `--set` has them after the sign: `write_yaml` in one line."""
+    text = yaml.dump(value, Dumper=_Line, default_flow_style=True, width=math.inf, sort_keys=False)
+    return text.removesuffix("...\n").strip()
 
 
 def check_plain(value: Any) -> None:

@@ -24,7 +24,6 @@ the row's. A file whose name begins with an underscore is not a suite itself, on
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fl_engine.core.errors import ConfigError, brief, nearest
-from fl_engine.core.plain import read_yaml
+from fl_engine.core.plain import in_line, read_yaml
 from flexfleet.comparisons.reference import LABEL
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry, accuracies_of, entries_for
@@ -222,7 +221,7 @@ def entries_of(
 def _settings(of_suite: Mapping[str, Any], replaced: Collection[str]) -> list[str]:
     """What a suite says as `a.b=value`, without the parameters that are replaced."""
     kept = {path: without(replaced, path, value) for path, value in of_suite.items() if path not in replaced}
-    return [f"{path}={json.dumps(value)}" for path, value in kept.items()]
+    return [f"{path}={in_line(value)}" for path, value in kept.items()]
 
 
 def _meet(one: str, other: str) -> bool:

@@ -6,7 +6,6 @@ tracked, are the same for all runs, since a comparison puts figures of the same 
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 from fl_engine.core.errors import ConfigError, nearest
 from fl_engine.core.fields import Moves
+from fl_engine.core.plain import in_line
 from flexfleet.config import Config, flatten, moves, pair_of
 from flexfleet.config.factors import crossed, factors_of
 from flexfleet.config.names import plain
@@ -197,8 +197,8 @@ def entries_for(
 
     def configure(label: str, seed: int | None) -> Config:
         of, at = made[label]
-        own = [f"{path}={json.dumps(value)}" for path, value in at.items()]
-        own += [f"algorithm.name={json.dumps(labels[of])}", *([] if seed is None else [f"seed={seed}"])]
+        own = [f"{path}={in_line(value)}" for path, value in at.items()]
+        own += [f"algorithm.name={in_line(labels[of])}", *([] if seed is None else [f"seed={seed}"])]
         return load([*(key + value for key, value in (*given[None], *given[of])), *own])
 
     if seeds is None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fl_engine.core.errors import ConfigError, nearest
-from fl_engine.core.plain import check_plain
+from fl_engine.core.plain import check_plain, in_line, write_yaml
 from flexfleet.config import Config, pair_of, parse, public, set_path, short
 from flexfleet.config.entries import Entry, by_label, entries, labels_of, seeds_of
 from flexfleet.config.names import plain
@@ -75,7 +72,7 @@ def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> lis
     a password."""
     no_passwords({"mlflow_uri": mlflow_uri, "store_uri": store_uri, **advanced})
     values = {"tracking.mlflow": mlflow_of(mlflow_uri), place("store_uri", store_uri): store_uri, **advanced}
-    return [f"{path}={json.dumps(whole(value))}" for path, value in values.items()]
+    return [f"{path}={in_line(whole(value))}" for path, value in values.items()]
 
 
 def form_of(sets: Sequence[str]) -> dict[str, Any]:
@@ -158,7 +155,7 @@ def hand_over(config: Config, path: Path) -> tuple[str, str]:
 
 
 def _yaml(config: Config) -> str:
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return write_yaml(config.model_dump(mode="json"))
 
 
 def run_name(wanted: str, job_id: str, config: Config) -> str:

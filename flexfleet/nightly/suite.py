@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fl_engine.core.errors import ConfigError, brief
 from fl_engine.core.fields import Moves
-from fl_engine.core.plain import read_yaml
+from fl_engine.core.plain import in_line, read_yaml
 from flexfleet.config import Config, load_config, moves
 from flexfleet.config.entries import Entry, entries_for
 from flexfleet.files.artifacts import Artifact
@@ -131,7 +131,7 @@ def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id
     out = {}
     for case, about in suite.cases.items():
         given = suite.settings | about.settings
-        asked = [*(f"{key}={json.dumps(value)}" for key, value in given.items()), *sets]
+        asked = [*(f"{key}={in_line(value)}" for key, value in given.items()), *sets]
 
         def load_one(overrides: list[str]) -> Config:
             config = load_config(None, overrides)

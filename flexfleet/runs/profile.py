@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import yaml
 
 import fl_engine
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, printable
+from fl_engine.core.plain import write_yaml
 from fl_engine.core.types import Pool
 from fl_engine.exchange.letters import Invitation, safe
 from fl_engine.fleet import devices
@@ -236,7 +236,7 @@ def text(found: Profile) -> str:
     if "bandwidth" in found.left_out:
         lines.append(f"The bandwidth is then {Tier('', 1.0, 1.0).bandwidth:g} million bits a second, which is assumed.")
     comments = "".join(f"# {line}\n" for line in lines)
-    return comments + yaml.safe_dump({"fleet": {"tiers": [found.tier]}}, sort_keys=False, allow_unicode=True)
+    return comments + write_yaml({"fleet": {"tiers": [found.tier]}}, allow_unicode=True)
 
 
 def _row(level: Level) -> str:

@@ -20,10 +20,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
-import yaml
-
 from fl_engine.core.errors import BadInput, ConfigError, Stopped, masked
 from fl_engine.core.fields import Moves
+from fl_engine.core.plain import write_yaml
 from fl_engine.core.types import Pool
 from flexfleet.comparisons.side_by_side import Command, side_by_side
 from flexfleet.comparisons.whole import RunsFailed
@@ -381,7 +380,7 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
         for part in path.split("."):
             here = here[part]
         set_path(changed, path, here)
-    (folder / "patch.yaml").write_text(yaml.safe_dump(changed))
+    (folder / "patch.yaml").write_text(write_yaml(changed, sort_keys=True))
     trials = [(t.number, t.value, t.params) for t in sorted(complete, key=lambda t: t.number)]
     (folder / "study.html").write_text(page(tuned, trials))
     tuned.write(folder / "tune.json")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from fl_engine.core.errors import ConfigError, PartitionError, holds_password
-from flexfleet.config import Config, load_config
+from fl_engine.core.plain import in_line, read_yaml, write_yaml
+from flexfleet.config import Config, load_config, pair_of, parse
 from flexfleet.config.overrides import (
     PARAMETERS,
     comparison_from,
@@ -35,6 +38,53 @@ def test_parameters_and_advanced_do_what_set_does() -> None:
     sets = ["model.name=vgg16", "partition.clients=7", "training.lr=1", "tracking.mlflow=null", "run.store=/mnt/runs"]
     sets += ["algorithm.kd_weight=5", "pretrain.epochs=3", "model.fc=[64, 32]", "training.momentum=0.9"]
     assert config_from(given, advanced) == load_config(ROOT / "params.yaml", sets)
+
+
+ODD = ("1e3", "12e5", "1e-3", "089", "+5", ".5", "1:30", "0x1f", "null", "~", "yes", "=", "<<", "2001-01-01", "", " a ")
+ODD += (
+    "\U0001f600",
+    "\x85",
+    "\x7f",
+    "\ufeff",
+    "a\n\n b\r\n",
+    "\u2028",
+    "#",
+    "a: b",
+    "on",
+    ".inf",
+    "1_000",
+    "- a",
+    "'\"",
+)
+TEXTS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0")) | st.text("-+019.eE_:", max_size=6)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(PLAIN)
+@hypothesis.example(list(ODD))
+@hypothesis.example({text: text for text in ODD})
+@hypothesis.example(1e-7)
+def test_plain_data_are_read_as_they_were_written(value: object) -> None:
+    assert repr(read_yaml(write_yaml({"a": value}))) == repr({"a": value})
+    assert repr(pair_of(f"a.b={in_line(value)}")) == repr(("a.b", value))
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_a_configuration_with_an_odd_text_is_read_as_it_was_written(text: str, tmp_path: Path) -> None:
+    config = parse({"tracking": {"experiment": text}})
+    assert load_config(write_config(config, tmp_path / "params.yaml")) == config
+    assert load_config(None, sets_of("", "runs", {"tracking.experiment": text})).tracking.experiment == text
+
+
+@pytest.mark.parametrize("value", ["!!int []", "!!int {}", "!!float ''", "!!bool []", "!!timestamp 5", "!!binary [a]"])
+def test_a_tag_that_lies_is_no_valid_yaml(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"--set a=.*not valid YAML"):
+        pair_of(f"a={value}")
 
 
 def test_every_parameter_has_its_own_place() -> None:

@@ -44,7 +44,7 @@ ODD_YAML = (
     "? {a: b}\n: c", "{[a]: b}", "<<: 1", "<<: {seed: 1}", "1: 2", "null: 2", "1.5: {a: b}", "2001-01-01: 2", "seed: =",
     "seed: " + "9" * 5000, "seed: " + "[" * 1000, "seed: {" * 1000, "---\nseed: 1\n---\nseed: 2",
     "%YAML 9.9\n---\na: b", "\t", "seed: 'a", "seed: \x07", "seed: \u2028", "model: small_cnn", "model: {name: [1]}",
-    "model: {name: {}}",
+    "model: {name: {}}", "seed: !!int []", "seed: !!int {}", "seed: !!float ''", "seed: !!bool []",
     "algorithm: {name: flexfl, name: x}", "model: {name: 'os:getcwd'}", "model: {name: ':'}", "model: {name: '..:x'}",
     "model: {name: 'fl_engine.core.types:Device'}", "algorithm: {name: 'fl_engine.core.types:Device'}",
     "dataset: {name: 'fl_engine.core.types:Device'}", "model: {name: 'fl_engine.core.types:ModelFamily'}",
