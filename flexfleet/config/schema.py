@@ -267,9 +267,9 @@ class TuneConfig(Section):
     metric: Literal["avg", "full"] = "avg"
     """The figure of the last round, as a mean over all `seeds`."""
     seeds: tuple[int, ...] = (0,)
-    """Seeds of each trial's runs."""
+    """Seeds of each trial's runs, at least one and each once."""
     held_out: tuple[int, ...] = (100, 101, 102)
-    """Seeds on which the best setting and the default are compared in the end."""
+    """Seeds on which the best setting and the default are compared in the end, each once; none of `seeds`."""
     space: dict[str, Range] = Field(default={})
     """By dotted name (`algorithm.gammas.0`: the first of a list); empty, for flexfl: gamma of every level around what
     its target size gives, lambda (kd_weight) and Gamma (adaptive_size)."""

@@ -15,6 +15,7 @@ import json
 import logging
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -79,6 +80,11 @@ def _examine(config: Config) -> None:
         raise ConfigError(f"tune.space: {', '.join(clash)} cannot be searched")
     search.check_names(config)
     search.check_whole(config.tune.space)
+    if not config.tune.seeds:
+        raise ConfigError("tune.seeds is empty: name at least one seed for the trials' runs, e.g. [0]")
+    for name, seeds in (("seeds", config.tune.seeds), ("held_out", config.tune.held_out)):
+        if twice := [str(seed) for seed, count in Counter(seeds).items() if count > 1]:
+            raise ConfigError(f"tune.{name}: given more than once: {', '.join(twice)}; each seed counts as one run")
     if set(config.tune.seeds) & set(config.tune.held_out):
         raise ConfigError("tune.held_out: these seeds are to be new, but trials run on some of them (tune.seeds)")
     resolved = Resolved.of(config)

@@ -164,6 +164,9 @@ def test_a_range_that_is_none_is_said(given: str, said: str) -> None:
         (("tune.space={seed: {low: 0, high: 9, whole: true}}",), "seed cannot be searched"),
         (("tune.space={run.precision: {choices: [fp32, bf16]}}",), "run.precision cannot be searched"),
         (("tune.held_out=[0]",), "these seeds are to be new"),
+        (("tune.held_out=[7, 8, 7, 8]",), r"tune\.held_out: given more than once: 7, 8"),
+        (("tune.seeds=[1, 1]",), r"tune\.seeds: given more than once: 1"),
+        (("tune.seeds=[]",), r"tune\.seeds is empty"),
         (("tune.space={training.epochs: {low: 1.5, high: 4, whole: true}}",), r"epochs: low and high .* got \[1\.5, 4"),
         (
             ("tune.space={training.epochs: {low: 0.5, high: 9, whole: true, log: true}}",),
@@ -181,6 +184,7 @@ def test_a_search_that_would_not_mean_anything_is_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=said):
         tune(load_config(None, (*quick, *sets)), "a")
+    assert not list(tmp_path.rglob("a"))
 
 
 def test_names_that_need_each_other_may_be_searched() -> None:
