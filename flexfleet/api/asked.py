@@ -24,6 +24,7 @@ from fl_engine.datasets import kept
 from fl_engine.models.traced.family import ModuleFamily
 from fl_engine.tasks import TASKS
 from flexfleet.config import Config, load_config, set_path
+from flexfleet.config.explain import short
 from flexfleet.config.overrides import PARAMETERS, whole
 from flexfleet.config.read import MAPPINGS, names_first, parse
 
@@ -112,7 +113,7 @@ def check_kinds(config: Any, options: Any) -> None:
             "result or a study take its config"
         )
     if options is not None and not isinstance(options, Mapping):
-        raise ConfigError(f"options: a mapping by dotted names is expected, {{'rounds.stop': 5}}, got {options!r}")
+        raise ConfigError(f"options: a mapping by dotted names is expected, {{'rounds.stop': 5}}, got {short(options)}")
 
 
 def _base(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def plain(value: Any, what: str) -> Any:
     try:
         json.dumps(value)
     except TypeError as error:
-        raise ConfigError(f"{what}: a number, a text, a list or a mapping is expected, got {value!r}") from error
+        raise ConfigError(f"{what}: a number, a text, a list or a mapping is expected, got {short(value)}") from error
     return value
 
 

@@ -11,6 +11,7 @@ from flexfleet.api.asked import NAMED, check_kinds, check_once, config_of, leave
 from flexfleet.api.running import DATASET, MODEL
 from flexfleet.config import Config, parse
 from flexfleet.config.entries import FIXED, LABEL, RESERVED, Entry, check_factors, entries
+from flexfleet.config.explain import short
 from flexfleet.config.factors import crossed
 from flexfleet.config.overrides import PARAMETERS
 from flexfleet.config.read import merged, without
@@ -42,13 +43,13 @@ def labels_of(algorithms: Any) -> dict[str, Label]:
         labels = {}
         for value in algorithms:
             if isinstance(value, Mapping):
-                raise ConfigError(f"algorithms: settings need a label: {{'mine': {value!r}}}")
+                raise ConfigError(f"algorithms: settings need a label: {{'mine': {short(value)}}}")
             label = _name(chosen := NAMED["algorithm"](value, "")["algorithm.name"])
             if label in labels:
                 raise ConfigError(f"algorithms: {label} is there twice: give labels, {{'a': {chosen!r}, 'b': ...}}")
             labels[label] = _label(label, value)
     else:
-        raise ConfigError(f"algorithms: a list, or a mapping by label, is expected, got {algorithms!r}")
+        raise ConfigError(f"algorithms: a list, or a mapping by label, is expected, got {short(algorithms)}")
     if not labels:
         raise ConfigError("algorithms: at least one is expected, got none")
     for label in labels:
@@ -97,7 +98,7 @@ def entries_of(
         raise ConfigError(f"compare: {wrong[0]}: {ELSEWHERE[wrong[0]]}")
     check_kinds(common.get("config"), common.get("options"))
     if not isinstance(over, Mapping):
-        raise ConfigError(f"over: a mapping is expected, {{'training.lr': [0.01, 0.1]}}, got {over!r}")
+        raise ConfigError(f"over: a mapping is expected, {{'training.lr': [0.01, 0.1]}}, got {short(over)}")
     labels, config, options = labels_of(algorithms), common.get("config"), dict(common.get("options") or {})
     _no_fixed(options, "options")
     keywords = {"dataset": DATASET, "model": MODEL, **common}
@@ -145,5 +146,5 @@ def _names(pairs: Iterable[tuple[str, Any]]) -> set[str]:
 def _values(path: str, values: Any) -> Any:
     """A factor's values as JSON has them."""
     if isinstance(values, str | Mapping) or not hasattr(values, "__iter__"):
-        raise ConfigError(f"over: a list of values is expected for {path}, got {values!r}")
+        raise ConfigError(f"over: a list of values is expected for {path}, got {short(values)}")
     return [plain(value, f"over[{path!r}]") for value in values]

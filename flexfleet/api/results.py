@@ -231,15 +231,22 @@ class Result:
 
     # ------------------------------------------------------------------------------------------------- rounds
     def resume(
-        self, rounds: int | None = None, *, callbacks: Sequence[Callback] = (), progress: bool | None = None
+        self,
+        rounds: int | None = None,
+        *,
+        mlflow_uri: str | None = None,
+        callbacks: Sequence[Callback] = (),
+        progress: bool | None = None,
     ) -> Result:
         """Goes on with a run that was stopped, or makes more rounds: `rounds` in all, where `rounds.stop_simulated_s`
-        does not end it before."""
+        does not end it before. `mlflow_uri`: the address of its MLflow, where that has a password, which run.json
+        does not keep, or where the server has moved; MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD count as
+        they do for `run`."""
         from flexfleet.api.running import resumed
 
         __tracebackhide__ = True
         try:
-            return resumed(self, rounds, callbacks, progress)
+            return resumed(self, rounds, mlflow_uri, callbacks, progress)
         finally:  # what was read before is not so any more
             for name in ("_run", "_config", "_ledger", "_rows", "_pool", "_result", "params"):
                 self.__dict__.pop(name, None)

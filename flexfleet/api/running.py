@@ -92,7 +92,13 @@ def run(
     return told(go)
 
 
-def resumed(result: Result, rounds: int | None, callbacks: Sequence[Callback], progress: bool | None) -> Result:
+def resumed(
+    result: Result,
+    rounds: int | None,
+    mlflow_uri: str | None,
+    callbacks: Sequence[Callback],
+    progress: bool | None,
+) -> Result:
     """The same run, gone on with."""
     __tracebackhide__ = True
 
@@ -101,6 +107,8 @@ def resumed(result: Result, rounds: int | None, callbacks: Sequence[Callback], p
         values["run"] = {**values["run"], "store": str(result.folder.parent)}
         if rounds is not None:
             values["rounds"] = {**values["rounds"], "stop": plain(rounds, "rounds")}
+        if mlflow_uri is not None:
+            values["tracking"] = {**values["tracking"], "mlflow": plain(mlflow_uri, "mlflow_uri")}
         return _run(parse_with_algorithm(values)[0], result.run_id, True, callbacks, progress)
 
     return told(go)

@@ -34,7 +34,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fl_engine.core.errors import ConfigError, brief, nearest
+from fl_engine.core.errors import ConfigError, brief, masked, nearest
 from fl_engine.core.plain import in_line, read_yaml
 from flexfleet.comparisons.reference import LABEL
 from flexfleet.config import Config
@@ -147,7 +147,7 @@ def _read(name: str, before: tuple[str, ...]) -> Suite:
         raise ConfigError(f"cannot read the suite {path}: {error.strerror}") from error
     except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
         said = brief(error) if isinstance(error, ValidationError) else str(error)
-        raise ConfigError(f"{path} is no suite: {said}") from error
+        raise ConfigError(f"{path} is no suite: {masked(said)}") from error
     except ConfigError as error:
         raise ConfigError(f"{path} is no suite: {error}") from error
     whole = Suite()

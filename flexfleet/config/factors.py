@@ -13,8 +13,9 @@ from typing import Any
 
 import yaml
 
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.plain import read_yaml
+from flexfleet.config.explain import short
 
 
 def factors_of(texts: Sequence[str]) -> dict[str, list[Any]]:
@@ -24,13 +25,14 @@ def factors_of(texts: Sequence[str]) -> dict[str, list[Any]]:
     for text in texts:
         path, sign, listed = (word.strip() for word in text.partition("="))
         if not sign or not path or not listed:
-            raise ConfigError(f"--over takes a.b=value,value, e.g. training.lr=0.01,0.1, got {text!r}")
+            raise ConfigError(f"--over takes a.b=value,value, e.g. training.lr=0.01,0.1, got {short(text)}")
         if path in out:
             raise ConfigError(f"--over {path}: given twice, give all of its values at once")
         try:
             out[path] = read_yaml(f"[{listed}]")
         except yaml.YAMLError as error:
-            raise ConfigError(f"--over {text[:200]}: the values are not valid YAML: {error}") from error
+            said = masked(f"--over {text[:200]}: the values are not valid YAML: {error}")
+            raise ConfigError(said) from error
     return out
 
 
@@ -41,15 +43,15 @@ def crossed(labels: Iterable[str], factors: Mapping[str, Sequence[Any]]) -> dict
         if ":" in path:
             raise ConfigError(f"over: a factor is one of all labels, expected a dotted name, got {path!r}")
         if isinstance(values, str | Mapping) or not isinstance(values, Sequence) or not values:
-            raise ConfigError(f"over: a list of values is expected for {path}, got {values!r}")
+            raise ConfigError(f"over: a list of values is expected for {path}, got {short(values)}")
         if any(isinstance(value, Mapping) for value in values):
             raise ConfigError(f"over: {path} is a section: vary its parameters, {path}.<name>")
-    short = _short(factors)
+    names = _short(factors)
     out: dict[str, tuple[str, dict[str, Any]]] = {}
     for label in labels:
         for values in product(*factors.values()):
             at = dict(zip(factors, values, strict=True))
-            name = "-".join([label, *(f"{short[path]}{_word(value)}" for path, value in at.items())])
+            name = "-".join([label, *(f"{names[path]}{_word(value)}" for path, value in at.items())])
             if name in out:
                 raise ConfigError(
                     f"over: two combinations of values would both be called {name}: leave one out, or give them as "

@@ -1,4 +1,5 @@
-"""Parameters of a pipeline must not hold a password. `flexfleet submit` checks that too, and needs no engine for it."""
+"""Parameters of a pipeline must not hold a password, nor the one of a run that its files show. `flexfleet submit`
+checks the former too, and needs no engine for it."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ OF_MLFLOW = (
 INSTEAD = {
     "mlflow_uri": OF_MLFLOW,
     "tracking.mlflow": OF_MLFLOW,
+    "dataset.root": "give the address without it, and let git ask its credential helper (`git help credentials`)",
     "tune.storage": "leave it out, and put the address into the Secret flexfleet-tune (FLEXFLEET_TUNE_SECRET names "
     "another) as FLEXFLEET_TUNE_STORAGE",
 }
-"""What to give a pipeline instead of an address with a password."""
+"""What to give instead of an address with a password."""
 
 
 def no_passwords(given: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from fl_engine.algorithms import ALGORITHMS
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core.adapters import adapter
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import ConfigError, masked
+from fl_engine.core.errors import ConfigError, holds_password, masked
 from fl_engine.core.plain import check_plain, read_yaml
 from fl_engine.core.registry import resolve
 from fl_engine.datasets import DATASETS
@@ -30,6 +30,7 @@ from fl_engine.fleet.devices import Tier, named
 from fl_engine.models import MODELS
 from fl_engine.models.build import check_options
 from flexfleet.config.explain import explain, short
+from flexfleet.config.passwords import INSTEAD
 from flexfleet.config.resolve import algorithm, codecs
 from flexfleet.config.schema import Config, TrackingConfig
 
@@ -65,7 +66,7 @@ def _read(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"the configuration {path} is no text: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(masked(f"{path} is not valid YAML: {error}")) from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a mapping of sections is expected, got {type(values).__name__}")
     return values
@@ -181,6 +182,8 @@ def parse_with_algorithm(values: Mapping[str, Any]) -> tuple[Config, Algorithm]:
         wheel = code.pack(Path(config.run.code))
         code.enable(wheel.value, wheel.sha256, config.run.code)
     wrong = _unknown_names(values)
+    if holds_password(config.dataset.root or ""):
+        wrong.append(f"dataset.root holds a password, and a run's files show parameters: {INSTEAD['dataset.root']}")
     built: Algorithm | None = None
     try:
         built = algorithm(config)

@@ -32,8 +32,8 @@ class DatasetConfig(Section):
     name: str = "digits"
     """A data set of `fl_engine.datasets`, or package.module:NAME."""
     root: Annotated[str | None, Moves.PLACE] = None
-    """Folder of the data files; `repo@rev:path`, or a .dvc file, of a DVC repository; null: FLEXFLEET_DATA, else
-    ~/.cache/flexfleet/data."""
+    """Folder of the data files; `repo@rev:path`, or a .dvc file, of a DVC repository, without a password (git's
+    credential helper knows it); null: FLEXFLEET_DATA, else ~/.cache/flexfleet/data."""
     train_samples: Count | None = None
     """Use this many training samples; null: all."""
     test_samples: Count | None = None

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fl_engine.core.errors import ConfigError, brief
+from fl_engine.core.errors import ConfigError, brief, masked
 from fl_engine.core.fields import Moves
 from fl_engine.core.plain import in_line, read_yaml
 from flexfleet.config import Config, load_config, moves
@@ -114,7 +114,7 @@ def load(path: Path) -> Suite:
         raise ConfigError(f"cannot read the suite {path}: {error.strerror}") from error
     except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
         said = brief(error) if isinstance(error, ValidationError) else str(error)
-        raise ConfigError(f"{path} is no suite: {said}") from error
+        raise ConfigError(f"{path} is no suite: {masked(said)}") from error
 
 
 def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id: str) -> dict[str, list[Entry]]:

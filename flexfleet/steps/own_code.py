@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, holds_password, masked
 from fl_engine.exchange import code
 from fl_engine.exchange.code import Wheel
 from flexfleet.config import Config
@@ -57,6 +57,11 @@ def enable(run: RunFile, folder: Path) -> None:
 
 
 def stored(run: RunFile) -> dict[str, Any]:
-    """The configuration in a run's record, without the place of its code on the machine that started it."""
-    section = run.config.get("run")
-    return run.config | {"run": {**section, "code": None}} if isinstance(section, dict) else run.config
+    """The configuration in a run's record, without the place of its code on the machine that started it, and without
+    the password that an earlier version let stand in dataset.root."""
+    out, section, data = run.config, run.config.get("run"), run.config.get("dataset")
+    if isinstance(section, dict):
+        out = out | {"run": {**section, "code": None}}
+    if isinstance(data, dict) and isinstance(data.get("root"), str) and holds_password(data["root"]):
+        out = out | {"dataset": {**data, "root": masked(data["root"])}}
+    return out

@@ -23,10 +23,12 @@ from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.numerics import flushes_now
+from flexfleet.api import running
 from flexfleet.api.asked import Default, config_of, name_of
 from flexfleet.api.errors import in_python
 from flexfleet.api.errors import told as in_a_call
 from flexfleet.api.tables import Rows, to_html
+from flexfleet.config.factors import factors_of
 
 OPTIONS = {"tracking.mlflow": None, "pretrain.epochs": 1, "dataset.train_samples": 300, "dataset.test_samples": 100}
 SMALL: dict[str, Any] = {"clients": 4, "rounds": 2, "local_epochs": 1, "options": OPTIONS, "progress": False}
@@ -252,6 +254,40 @@ def test_options_of_what_a_keyword_names_are_kept(tmp_path: Path, monkeypatch: p
 def test_what_cannot_be_meant_is_one_line(options: Any, keywords: Any, said: str) -> None:
     with pytest.raises(ff.ConfigError, match=said):
         config_of(None, options, keywords)
+
+
+SECRET = "https://me:geheim@host"
+TELLS: dict[str, Callable[[], Any]] = {
+    "options that are none": lambda: ff.run(options=SECRET),  # type: ignore[arg-type]
+    "an option that is none": lambda: ff.run(options={"tracking.mlflow": {SECRET}}),
+    "a keyword": lambda: ff.run(mlflow_uri={SECRET}),  # type: ignore[arg-type]
+    "settings without a label": lambda: ff.compare([{"algorithm": "flexfl", "tracking.mlflow": SECRET}]),
+    "labels that are none": lambda: ff.compare(SECRET),
+    "factors that are none": lambda: ff.compare(["flexfl"], over=SECRET),
+    "values that are none": lambda: ff.compare(["flexfl"], over={"tracking.mlflow": SECRET}),
+    "a file": lambda: ff.run(config="broken.yaml"),
+    "values that are no YAML": lambda: factors_of([f"tracking.mlflow={{a: {SECRET}"]),
+    "no values": lambda: factors_of([SECRET]),
+}
+
+
+@pytest.mark.parametrize("what", TELLS)
+def test_no_error_tells_a_password(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.yaml").write_text(f"tracking: {{mlflow: {SECRET}: [\n")
+    with pytest.raises(ff.ConfigError) as told:
+        TELLS[what]()
+    assert "geheim" not in str(told.value) and "host" in str(told.value)
+
+
+def test_a_resume_takes_the_address_of_mlflow_that_no_file_keeps(
+    result: ff.Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[Any] = []
+    monkeypatch.setattr(running, "_run", lambda config, *_: configs.append(config))
+    result.resume(3, mlflow_uri=SECRET)
+    result.resume(3)
+    assert [config.tracking.mlflow for config in configs] == [SECRET, None]
 
 
 def test_a_thing_without_a_name_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -24,6 +23,8 @@ from fl_engine.models.vgg16 import VGG16
 from fl_engine.selection import Curiosity
 from flexfleet import config as configs
 from flexfleet.config import Config, flatten, load_config, parse
+from flexfleet.files.artifacts import RunFile
+from flexfleet.steps.own_code import stored
 from flexfleet.steps.prepare import Resolved
 
 ROOT = Path(__file__).parents[2]
@@ -596,8 +597,36 @@ def test_an_algorithm_that_wants_early_exits_gets_them() -> None:
 )
 def test_addresses_are_shown_without_who_asks(address: str, shown: str) -> None:
     assert masked(address) == shown
-    found = configs.shown(load_config(None, [f"dataset.root={json.dumps(address)}"]))
+    found = configs.shown(configs.parse_schema({"dataset": {"root": address}}))
     assert found["dataset.root"] == shown
+
+
+@pytest.mark.parametrize("address", ["https://me:geheim@host/repo@v1:data", "https://geheim@host:8443/repo@v1:data"])
+def test_the_address_of_data_holds_no_password(address: str) -> None:
+    said = refused(f"dataset.root={address}")
+    assert "dataset.root" in said and "credential helper" in said and "geheim" not in said
+
+
+@pytest.mark.parametrize(
+    "root",
+    ["https://host:8443/repo@v1:data", "ssh://git@host/repo@v1:data", "git@host:me/repo@v1:data", "/me@home/data"],
+)
+def test_a_name_is_no_password(root: str) -> None:
+    assert load_config(None, [f"dataset.root={root}"]).dataset.root == root
+
+
+@pytest.mark.parametrize(
+    ("root", "kept"),
+    [
+        ("https://me:geheim@host/repo@v1:data", "https://host/repo@v1:data"),
+        ("ssh://git@host/repo@v1:data", "ssh://git@host/repo@v1:data"),
+        (None, None),
+    ],
+)
+def test_a_run_of_an_earlier_version_is_read_without_its_password(root: str | None, kept: str | None) -> None:
+    values = {"config": {"dataset": {"name": "digits", "root": root}}, "numerics": {}, "pool_sha256": ""}
+    run = RunFile.model_validate({"run_id": "a", "partition_sha256": "", **values})
+    assert parse(stored(run)).dataset.root == kept
 
 
 # --------------------------------------------------------------------------------------------- what a value moves
