@@ -7,6 +7,7 @@
     │   ├── PartitionError       a partition that cannot be cut from this data
     │   ├── PoolError            a target size that no gamma reaches, a Gamma too large for the pool
     │   └── ModelError           an input that a network cannot take, a slice that does not exist
+    │       └── Diverged         a model whose weights or figures are no finite numbers any more
     ├── Stopped              3   stopped on request; the run can be resumed
     ├── IntegrityError       4   a stored file is not what the ledger says
     ├── GateFailed           5   a figure is worse than it was, beyond what noise explains
@@ -69,6 +70,10 @@ class PoolError(BadInput):
 
 class ModelError(BadInput):
     pass
+
+
+class Diverged(ModelError):
+    """Training has made numbers that are not finite, or larger than a codec can say: smaller steps may mend it."""
 
 
 class Stopped(FlexfleetError):

@@ -17,7 +17,7 @@ import torch
 from fl_engine.core import seeds
 from fl_engine.core.blank import blank
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import IntegrityError, ModelError, first_line
+from fl_engine.core.errors import Diverged, IntegrityError, ModelError, first_line
 from fl_engine.core.slicing import full_shapes, is_statistic, shapes, take
 from fl_engine.core.types import (
     Code,
@@ -112,7 +112,7 @@ def bytes_of(given: Header) -> int:
 # ---------------------------------------------------------------------------------------------------------- down
 def sent(plan: RoundPlan, pool: Pool, run: Codecs, seed: int) -> RoundPlan:
     """The plan as clients receive it. An order's codecs are its own, else its level's, else the run's. Orders that
-    share a payload share its encoding. Raises ModelError for weights that a codec cannot express."""
+    share a payload share its encoding. Raises Diverged for weights that a codec cannot express."""
     made: dict[tuple[object, ...], tuple[Params, Params]] = {}
 
     def of(order: WorkOrder) -> WorkOrder:
@@ -125,7 +125,7 @@ def sent(plan: RoundPlan, pool: Pool, run: Codecs, seed: int) -> RoundPlan:
             try:
                 travels = encoded(codecs.down, order.payload, way)
             except ModelError as error:
-                raise ModelError(
+                raise Diverged(
                     f"round {plan.round + 1}: the weights of {pool[order.level].name} cannot be sent as codec.down "
                     f"says: {error}. Choose another codec, or a smaller learning rate"
                 ) from error

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fl_engine.core.contracts import ServerContext
-from fl_engine.core.errors import ConfigError, ModelError
+from fl_engine.core.errors import ConfigError, Diverged
 from fl_engine.core.samples import Data
 from fl_engine.core.types import LocalTask, Params, SubmodelSpec
 from fl_engine.data.local import Unknown
@@ -45,12 +45,12 @@ class ServerSite:
         return self.site.data.part(own, own)
 
     def train(self, task: LocalTask, params: Params, anchor: Params | None = None) -> Params:
-        """Raises ModelError where training diverges."""
+        """Raises Diverged where training does."""
         x, y = self.data.train_x.to(self.device), self.data.train_y.to(self.device)
         job = local.Job(task, self._ordered(params), self.data.normalise(x), y, anchor=anchor)
         (trained,) = local.train(self.site.family, self.data.task, [job], self.site.numerics)
         if not trained.finite:
-            raise ModelError(f"training on the server diverged (learning rate {task.optimizer.lr:g})")
+            raise Diverged(f"training on the server diverged (learning rate {task.optimizer.lr:g})")
         return {name: tensor.cpu() for name, tensor in trained.params.items()}
 
     def _ordered(self, params: Params) -> Params:

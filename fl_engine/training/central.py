@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import ModelError
+from fl_engine.core.errors import Diverged
 from fl_engine.core.samples import Data
 from fl_engine.core.types import LocalTask, Params
 from fl_engine.training import local
@@ -46,8 +46,8 @@ def train_centrally(
 ) -> Iterator[Epoch]:
     """Trains the sub-model `task.spec` from the weights `start` on all training samples, and logs a line after each
     epoch. Training stops when the caller takes no more epochs. Given the last epoch's snapshot as `since`, it resumes,
-    with the bits of a training that never stopped. Raises ModelError if training diverges, if the task does not fit
-    these data, or if the snapshot is of another training."""
+    with the bits of a training that never stopped. Raises Diverged if training does, ModelError if the task does not
+    fit these data, or if the snapshot is of another training."""
     job = local.Job(task, start, data.normalise(data.train_x.to(device)), data.train_y.to(device))
     with local.opened(family, data.task, [job], replace(numerics, strategy="single")) as session:
         if since is not None:
@@ -58,7 +58,7 @@ def train_centrally(
             loss = float((session.total - total) / (session.steps - steps))
             (found,) = session.trained()
             if not found.finite:
-                raise ModelError(
+                raise Diverged(
                     f"central training diverged in epoch {session.done} (learning rate {task.optimizer.lr:g}): "
                     "set a smaller rate (central.lr; noise.lr where noise.labels asks for it), or central.clip_norm"
                 )

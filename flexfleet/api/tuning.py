@@ -216,8 +216,8 @@ class Study:
 
     @property
     def trials(self) -> Any:
-        """`number`, `outcome` (complete, pruned, infeasible), `value`, the parameters by dotted names, and `why` one
-        cannot be the best."""
+        """`number`, `outcome` (complete, pruned, infeasible, diverged), `value`, the parameters by dotted names, and
+        `why` one cannot be the best."""
         return table(
             [
                 {"number": t.number, "outcome": t.outcome, "value": t.value, **t.params, "why": t.why}

@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 
 from fl_engine.backends.in_process import prepare_process
-from fl_engine.core.errors import IntegrityError, ModelError
+from fl_engine.core.errors import Diverged, IntegrityError
 from fl_engine.core.samples import class_count
 from fl_engine.data import partitioning
 from fl_engine.rounds.at_clients import gathered
@@ -32,10 +32,13 @@ from flexfleet.files.artifacts import (
 from flexfleet.steps.partition import most_of
 from flexfleet.steps.prepare import Resolved, resolved_of
 
+SMALLER = "Lower the learning rate: training.lr, or lr of algorithm.server"
+"""What to do where a model has diverged."""
+
 
 def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path, out: Path) -> Path:
     """Writes confusion.json and evaluation.json into `out`. Raises IntegrityError if the model is not the one
-    that the history names; PartitionError if the partition is missing or of other data; ModelError if the model has
+    that the history names; PartitionError if the partition is missing or of other data; Diverged if the model has
     diverged so far that a metric is not finite."""
     data, family, devices = resolved.data, resolved.family, resolved.config.run.devices
     pool = PoolFile.read(pool_dir / "pool.json").pool()
@@ -77,13 +80,12 @@ def _local(resolved: Resolved, partition_dir: Path) -> LocalAccuracy | None:
 
 def told(level: str, score: Score, params: int) -> LevelScore:
     """The entry of a level in evaluation.json; a loss that is not finite becomes null, since JSON cannot hold it.
-    Raises ModelError for any other figure that is not finite: no table and no mean can hold it."""
+    Raises Diverged for any other figure that is not finite: no table and no mean can hold it."""
     for name, value in score.metrics.items():
         if not isfinite(value):
-            raise ModelError(
+            raise Diverged(
                 f"the model has diverged: {name} of level {level} on the test samples is {value}, expected a finite "
-                "number. Lower the learning rate: training.lr, or lr of algorithm.server; of a central training "
-                "central.lr"
+                f"number. {SMALLER}; of a central training central.lr"
             )
     return LevelScore(metrics=dict(score.metrics), loss=score.loss if isfinite(score.loss) else None, params=params)
 

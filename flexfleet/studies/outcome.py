@@ -15,9 +15,13 @@ from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
 from flexfleet.reports.page import Drawing, render
 from flexfleet.reports.report import NONE
+from flexfleet.studies.search import DIVERGED, INFEASIBLE
 
 Trials = Sequence[tuple[int, float, Mapping[str, Any]]]
 """The complete trials: number, value, parameters."""
+
+
+Outcome = Literal["complete", "pruned", "infeasible", "diverged"]
 
 
 class Tried(BaseModel):
@@ -26,12 +30,13 @@ class Tried(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     number: int
-    outcome: Literal["complete", "pruned", "infeasible"]
+    outcome: Outcome
     value: float | None
     """Null unless it is complete."""
     params: dict[str, Any]
     why: str | None = None
-    """Of an infeasible one, and of one whose models some devices cannot hold: such a trial is not the best."""
+    """Of one that is infeasible or has diverged, and of one whose models some devices cannot hold: such a trial is not
+    the best."""
 
 
 class Tuned(Artifact):
@@ -42,14 +47,15 @@ class Tuned(Artifact):
     measured: str = "accuracy"
     """The task's metric; a trial's value is its mean over the levels, or the largest model's."""
     trials: dict[str, int]
-    """How many by outcome: complete, pruned, infeasible."""
+    """How many by outcome; `diverged` is missing in older studies."""
     space: dict[str, dict[str, Any]]
     importance: dict[str, float]
     """How much each parameter mattered: shares that add up to 1, or 0 if there are too few trials."""
     default: dict[str, Any]
     """The configuration's own values of the parameters, where they are numbers, texts or switches."""
     default_value: float | None
-    """The value of the trial that has them; null if none has: a value outside the space, or the trial was pruned."""
+    """The value of the trial that has them; null if none has: a value outside the space, or the trial is not
+    complete."""
     best: dict[str, Any]
     best_trial: int
     best_value: float
@@ -63,6 +69,31 @@ class Tuned(Artifact):
     @property
     def measure(self) -> Measure:
         return Measure(self.measured)
+
+
+# ------------------------------------------------------------------------------------------------------- a trial
+def why_none(trial: Any) -> str | None:
+    """Why one of the study's trials has no value; None where it has one or is pruned."""
+    why: str | None = trial.user_attrs.get(INFEASIBLE) or trial.user_attrs.get(DIVERGED)
+    return why
+
+
+def outcome_of(trial: Any) -> Outcome:
+    from optuna.trial import TrialState
+
+    if trial.state == TrialState.COMPLETE:
+        return "complete"
+    if why_none(trial) is None:
+        return "pruned"
+    return "infeasible" if INFEASIBLE in trial.user_attrs else "diverged"
+
+
+def tried(trial: Any) -> Tried:
+    why, outcome = why_none(trial), outcome_of(trial)
+    if why is None and (over := [name for name, points in trial.constraints.items() if points > 0]):
+        why = f"larger than its devices hold: {', '.join(over)}"
+    value = trial.value if outcome == "complete" else None
+    return Tried(number=trial.number, outcome=outcome, value=value, params=dict(trial.params), why=why)
 
 
 # -------------------------------------------------------------------------------------------------------- words
@@ -96,7 +127,8 @@ def told(tuned: Tuned, folder: Path) -> str:
 def _lines(tuned: Tuned) -> list[str]:
     t, measure = tuned.trials, tuned.measure
     lines = [
-        f"{t['complete']} trials complete, {t['pruned']} pruned, {t['infeasible']} impossible",
+        f"{t['complete']} trials complete, {t['pruned']} pruned, {t['infeasible']} impossible, "
+        f"{t.get('diverged', 0)} diverged",
         f"best, trial {tuned.best_trial}: {tuned.metric} {measure.with_unit(tuned.best_value)} with {said(tuned.best)}",
     ]
     if tuned.default_value is not None:

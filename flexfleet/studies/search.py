@@ -39,6 +39,8 @@ LOCKED_S = 60
 """Seconds that a worker waits for the others' transactions on an SQLite file."""
 TRIED = "tried"
 """Attribute of a trial: how many workers have died with the same values before it."""
+INFEASIBLE, DIVERGED = "infeasible", "diverged"
+"""Attributes of a trial without a value: why its values give no pool, and how its model diverged."""
 MOST_TRIED = 4
 """Values on which this many workers have died are not tried again: the values may be the cause (memory, say)."""
 Values = Mapping[str, Any]
@@ -320,6 +322,16 @@ def give_back(study: Any, trial: Any, tried: int) -> bool:
     if tried < MOST_TRIED and values:
         study.enqueue_trial(values, user_attrs={TRIED: tried})
     return True
+
+
+def give_up(trial: Any, outcome: str, why: Exception) -> Any:
+    """Says why a trial has no value, under `outcome`, an attribute of it. Gives its state: done, and no trial whose
+    values are to be followed."""
+    from optuna.trial import TrialState
+
+    trial.set_user_attr(outcome, str(why))
+    trial.set_constraint("possible", 1.0)
+    return TrialState.PRUNED
 
 
 def drop(study: Any, trial: Any) -> None:

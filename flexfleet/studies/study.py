@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from fl_engine.core.errors import BadInput, ConfigError, Stopped, masked
+from fl_engine.core.errors import BadInput, ConfigError, Diverged, Stopped, masked
 from fl_engine.core.fields import Moves
 from fl_engine.core.plain import write_yaml
 from fl_engine.core.types import Pool
@@ -35,12 +35,23 @@ from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import History, PoolFile
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages
+from flexfleet.steps.evaluate import SMALLER
 from flexfleet.steps.federate import federate, known_run
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.share import adopt, fits, share
 from flexfleet.studies import search
-from flexfleet.studies.outcome import Tried, Tuned, importance, markdown, page, said
+from flexfleet.studies.outcome import (
+    Outcome,
+    Tuned,
+    importance,
+    markdown,
+    outcome_of,
+    page,
+    said,
+    tried,
+    why_none,
+)
 from flexfleet.tracking.record import of_job, tracker
 from flexfleet.tracking.trackers import MLflow, ending, log_outcome
 
@@ -221,20 +232,22 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
     try:
         with search.beating(trial):
             trial.set_user_attr(search.WORKER, search.me())
-            values = search.suggest(trial, space)
+            values, ready = search.suggest(trial, space), None
             try:
                 ready = _pools(config, folder, trial, values, prepared)
-            except BadInput as error:  # impossible: sizes that cross, an adaptive model above the next level
-                log.info("trial %d cannot be: %s", trial.number, error)
-                trial.set_user_attr("infeasible", str(error))
-                trial.set_constraint("possible", 1.0)
-                state = TrialState.PRUNED
-            else:
                 log.info("trial %d begins (%d in all): %s", trial.number, config.tune.trials, said(values))
-                try:
-                    value = _trial(config, study, trial, ready)
-                except search.Pruned:
-                    state = TrialState.PRUNED
+                value = _trial(config, study, trial, ready)
+            except search.Pruned:
+                state = TrialState.PRUNED
+            except Diverged as error:
+                log.info("trial %d has no value: %s", trial.number, error)
+                state = search.give_up(trial, search.DIVERGED, error)
+            except BadInput as error:
+                if ready is not None:  # what is wrong with a run is no property of its values
+                    raise
+                # Impossible: sizes that cross, an adaptive model above the next level.
+                log.info("trial %d cannot be: %s", trial.number, error)
+                state = search.give_up(trial, search.INFEASIBLE, error)
         taken = study.tell(trial, value, state=state, skip_if_finished=True).state == TrialState.FAIL
     except (search.Taken, UpdateFinishedTrialError):
         taken = True
@@ -283,7 +296,8 @@ def _pools(
 
 
 def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolved, Path]]) -> float:
-    """The mean over the seeds of the last round's metric; the rounds of the first seed decide about pruning."""
+    """The mean over the seeds of the last round's metric; the rounds of the first seed decide about pruning. Raises
+    Diverged where a model does."""
     scores = []
     for i, (run, out) in enumerate(ready):
         reporter = search.Reporter(trial, config.tune.metric) if i == 0 else None
@@ -318,15 +332,17 @@ def _prepare(resolved: Resolved, prepared: Path, out: Path) -> None:
 
 def _rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any = None) -> float:
     """Runs the rounds that are not done; the observer gets the measurements of all rounds. Raises ConfigError if `out`
-    holds a run of another setting."""
+    holds a run of another setting, Diverged where the metric is no finite number in the end."""
     try:
         known = known_run(resolved.config, out, resume=True)
     except BadInput as error:
         raise type(error)(str(error).replace("--run-id", "--id")) from error
     if known is None or not (out / "history.json").exists():
         federate(resolved, out / "partition", out / "pool", out, resume=True, tags=dict(tags), observer=observer)
-    last = History.read(out / "history.json").rounds[-1]["metrics"]
-    return float(last[resolved.config.tune.metric])
+    last, metric = History.read(out / "history.json").rounds[-1]["metrics"], resolved.config.tune.metric
+    if metric not in last:  # histories leave out what is not finite
+        raise Diverged(f"the model has diverged: {metric} of the last round is no finite number. {SMALLER}")
+    return float(last[metric])
 
 
 # ------------------------------------------------------------------------------------------------------ outcome
@@ -338,11 +354,13 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
     done = _done(study)
     complete = [t for t in done if t.state == TrialState.COMPLETE]
     feasible = [t for t in complete if all(v <= 0 for v in t.constraints.values())]
+    counts = Counter(map(outcome_of, done))
     if not feasible:
-        why = next(
-            (f". Trial {t.number}: {t.user_attrs['infeasible']}" for t in done if "infeasible" in t.user_attrs), ""
+        why = next((f". Trial {t.number}: {why_none(t)}" for t in done if why_none(t)), "")
+        finite = f" and a finite {config.tune.metric}" if counts["diverged"] else ""
+        raise BadInput(
+            f"none of {len(done)} trials has a pool that its devices can hold{finite}: widen tune.space{why}"
         )
-        raise BadInput(f"none of {len(done)} trials has a pool that its devices can hold: widen tune.space{why}")
     best = max(feasible, key=lambda t: t.value)
     held: dict[Literal["seeds", "default", "best"], list[float]] = {"seeds": [*config.tune.held_out]}
     settings: dict[Literal["default", "best"], Config] = {
@@ -354,19 +372,21 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
         for seed in config.tune.held_out:
             out = folder / "held-out" / f"{of}-s{seed}"
             run = _resolved(setting, seed, out)
-            if not (out / "history.json").exists():
-                _prepare(run, folder, out)
-            held[name].append(_rounds(run, out, _tags(study, held_out=name)))
+            try:
+                if not (out / "history.json").exists():
+                    _prepare(run, folder, out)
+                held[name].append(_rounds(run, out, _tags(study, held_out=name)))
+            except Diverged as error:
+                raise Diverged(
+                    f"the {name} setting has diverged with the held-out seed {seed}: name other seeds in "
+                    "tune.held_out, or none, [], and go on with --resume"
+                ) from error
     default = search.unchanged(config, space, pool)
     tuned = Tuned(
         id=study.study_name,
         metric=config.tune.metric,
         measured=Resolved.of(config).data.task.metric.name,
-        trials={
-            "complete": len(complete),
-            "pruned": sum(t.state == TrialState.PRUNED and "infeasible" not in t.user_attrs for t in done),
-            "infeasible": sum("infeasible" in t.user_attrs for t in done),
-        },
+        trials={name: counts[name] for name in get_args(Outcome)},
         space={path: range.model_dump(mode="json") for path, range in space.items()},
         importance=importance(study, complete, space),
         default={path: value for path, value in default.items() if isinstance(value, bool | int | float | str)},
@@ -376,7 +396,7 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
         best_value=best.value,
         held_out=held,
         gain=mean(b - d for b, d in zip(held["best"], held["default"], strict=True)) if config.tune.held_out else 0.0,
-        tried=tuple(map(_tried, sorted(done, key=lambda t: t.number))),
+        tried=tuple(map(tried, sorted(done, key=lambda t: t.number))),
     )
     write_config(public(settings["best"]), folder / "params.yaml")
     changed: dict[str, Any] = {}
@@ -396,19 +416,6 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
         log_outcome(config.tracking.mlflow, parent.run_id, figures, {}, [str(folder / name) for name in FILES])
         parent.finish("FINISHED")
     return tuned
-
-
-def _tried(trial: Any) -> Tried:
-    from optuna.trial import TrialState
-
-    why = trial.user_attrs.get("infeasible")
-    complete = trial.state == TrialState.COMPLETE
-    outcome: Literal["complete", "pruned", "infeasible"]
-    outcome = "complete" if complete else "pruned" if why is None else "infeasible"
-    if why is None and (over := [name for name, points in trial.constraints.items() if points > 0]):
-        why = f"larger than its devices hold: {', '.join(over)}"
-    value = trial.value if complete else None
-    return Tried(number=trial.number, outcome=outcome, value=value, params=dict(trial.params), why=why)
 
 
 # ------------------------------------------------------------------------------------------- as tasks of a graph

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import flexfleet as ff
 from fl_engine.algorithms import HeteroFL
@@ -114,6 +117,61 @@ def test_what_a_cell_defines_is_tuned_in_this_process(store: Path, monkeypatch: 
     with pytest.raises(ff.ConfigError, match=r"FromACell is defined in this notebook.*2 processes side by side"):
         ff.tune(FromACell, id="two", jobs=2, **search, **SMALL)
     assert not (store / "two").exists()
+
+
+# ------------------------------------------------------------------------------------------------ what diverges
+class Line(nn.Module):
+    def __init__(self, outputs: int = 1) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 16), nn.Linear(16, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.relu(self.inner(x)))
+
+
+def numbers(id: str, rates: Sequence[float], lr: float = 0.1, **more: Any) -> ff.Study:
+    """A search for the server's learning rate on numbers to predict."""
+    drawn = np.random.default_rng(0)
+    x = drawn.normal(size=(80, 4))
+    data = ff.from_arrays(x, x @ drawn.normal(size=4))
+    options = {
+        "tracking.mlflow": None, "partition.rule": "iid", "partition.minimum": 2, "training.batch_size": 20,
+        "algorithm.mask_labels": False, "algorithm.server": {"name": "adam", "lr": lr},
+        "fleet.tiers": [{"name": "all", "share": 1.0, "memory": 100.0}],
+    }  # fmt: skip
+    return ff.tune(
+        "heterofl", dataset=data, model=Line, rounds=1, clients=4, local_epochs=1, options=options,
+        space={"algorithm.server.lr": list(rates)}, id=id, progress=False, **more,
+    )  # fmt: skip
+
+
+def test_a_trial_that_diverges_is_an_outcome_and_the_study_goes_on(store: Path) -> None:
+    found = numbers("diverges", [0.1, 1e30], lr=1e30, trials=6, held_out=())
+    told = json.loads((found.folder / "tune.json").read_text())
+    outcomes = [line["outcome"] for line in told["tried"]]
+    assert outcomes[0] == "diverged" and set(outcomes) == {"complete", "diverged"}
+    assert told["trials"] == {name: outcomes.count(name) for name in ("complete", "pruned", "infeasible", "diverged")}
+    assert found.best == {"algorithm.server.lr": 0.1} and told["default_value"] is None
+    for line in told["tried"]:
+        rate, why = line["params"]["algorithm.server.lr"], line["why"]
+        assert (rate == 1e30) == (line["outcome"] == "diverged") == (line["value"] is None)
+        assert (why or "").startswith("the model has diverged" if rate == 1e30 else "")
+    diverged = f"{outcomes.count('diverged')} diverged"
+    assert diverged in str(found) and diverged in found.report.read_text()
+    assert list(found.trials["outcome"]) == outcomes
+    again = numbers("diverges", [0.1, 1e30], lr=1e30, trials=6, held_out=(), resume=True)
+    assert [line["outcome"] for line in json.loads((again.folder / "tune.json").read_text())["tried"]] == outcomes
+
+
+def test_a_study_without_a_finite_figure_and_a_default_that_diverges_are_told(store: Path) -> None:
+    with pytest.raises(
+        ff.FlexfleetError, match=r"none of 2 trials .* a finite avg: .* Trial 0: the model has diverged"
+    ):
+        numbers("all", [1e30, 2e30], lr=1e30, trials=2, held_out=())
+    with pytest.raises(ff.ModelError, match=r"default setting has diverged with the held-out seed 7: name other seeds"):
+        numbers("held", [0.1], lr=1e30, trials=1, held_out=(7,))
+    found = numbers("held", [0.1], lr=1e30, trials=1, held_out=(), resume=True)
+    assert found.best == {"algorithm.server.lr": 0.1}
 
 
 # --------------------------------------------------------------------------------------------- what is asked

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from fl_engine.algorithms import FedRolex, HeteroFL
-from fl_engine.core.errors import BadInput, ConfigError, Stopped, Unreachable
+from fl_engine.core.errors import BadInput, ConfigError, Diverged, Stopped, Unreachable
 from fl_engine.core.search import Interval
 from fl_engine.core.types import FULL, Pool, PoolModel
 from fl_engine.models.small_cnn import SmallCNN
@@ -537,6 +537,21 @@ def test_a_trial_that_ends_its_worker_is_tried_again(
     assert drawn(untrained, tmp_path)[0] == pytest.approx(done[0].default)
 
 
+def test_a_trial_whose_training_on_the_server_diverges_is_an_outcome(
+    untrained: Config, done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first_diverges(config: Config, study: Any, trial: Any, ready: Any) -> float:
+        if trial.number == 0:
+            raise Diverged("training on the server diverged")
+        return 0.5
+
+    monkeypatch.setattr(steps, "_trial", first_diverges)
+    assert work(untrained, tmp_path, "a", 0, done[1]) == [0, 1, 2, 3]
+    first, *others = (outcome.tried(t) for t in search.open_study(untrained, tmp_path, "a").trials)
+    assert (first.outcome, first.value, first.why) == ("diverged", None, "training on the server diverged")
+    assert {each.outcome for each in others} == {"complete"}
+
+
 def test_what_is_wrong_with_a_run_is_no_property_of_its_values(
     untrained: Config, done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -646,7 +661,7 @@ def test_pods_share_a_study_by_a_data_base_alone(tmp_path: Path, monkeypatch: py
 
 # ------------------------------------------------------------------------------------------------- what it says
 FOUND = Tuned(
-    id="a", metric="avg", trials={"complete": 3, "pruned": 1, "infeasible": 0},
+    id="a", metric="avg", trials={"complete": 3, "pruned": 1, "infeasible": 0},  # of an older version
     space={"algorithm.kd_weight": Range(low=0.1, high=100.0, log=True).model_dump(mode="json"),
            "training.nesterov": Range(choices=(True, "a|b")).model_dump(mode="json")},
     importance={"algorithm.kd_weight": 0.25, "training.nesterov": 0.75},
