@@ -17,6 +17,14 @@ from fl_engine.training.numerics import flushes_now
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
 
+PRECISIONS = {
+    **dict.fromkeys([("generic", "all"), ("mkldnn", "all"), ("cuda", "all")], "none"),
+    **dict.fromkeys([("mkldnn", "conv"), ("mkldnn", "rnn"), ("mkldnn", "matmul"), ("cuda", "matmul")], "none"),
+    **dict.fromkeys([("cuda", "conv"), ("cuda", "rnn")], "tf32"),
+}
+"""The precision of float32 in a new process, by backend and operation. An operation with none has its backend's, and a
+backend with none the generic one."""
+
 _guest: ContextVar[bool] = ContextVar("guest", default=False)
 
 
@@ -26,19 +34,37 @@ def is_guest() -> bool:
 
 
 @contextmanager
+def _precisions_as_in_a_new_process() -> Iterator[None]:
+    # Not by torch.backends: its mkldnn.fp32_precision sets the generic one, and the older names (allow_tf32,
+    # set_float32_matmul_precision) raise RuntimeError once a host has used the newer ones.
+    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    changed: list[tuple[tuple[str, str], str]] = []
+    try:
+        # The general ones first: after that, each of the others shows its own. What is as it should be is not written:
+        # cuDNN's tf32 gives way to a generic precision only as long as nobody has set it.
+        for place, default in PRECISIONS.items():
+            if (found := read(*place)) != default:
+                changed.append((place, found))
+                write(*place, default)
+        yield
+    finally:
+        for place, found in reversed(changed):
+            write(*place, found)
+
+
+@contextmanager
 def _as_in_a_new_process() -> Iterator[None]:
     """What decides how torch computes has its defaults."""
-    dtype, precision, mkldnn = torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.backends.mkldnn
-    enabled, cudnn = mkldnn.enabled, torch.backends.cudnn
-    on_cuda = cudnn.enabled, cudnn.allow_tf32
+    dtype, mkldnn, cudnn = torch.get_default_dtype(), torch.backends.mkldnn, torch.backends.cudnn
+    enabled = mkldnn.enabled, cudnn.enabled
     # Only where it is needed: torch asks such a context at every call.
     here = torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext()
     try:
         torch.set_default_dtype(torch.float32)
-        torch.set_float32_matmul_precision("highest")
         mkldnn.enabled = True  # type: ignore[assignment]
-        cudnn.enabled, cudnn.allow_tf32 = True, True
+        cudnn.enabled = True
         with (
+            _precisions_as_in_a_new_process(),
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
@@ -48,9 +74,7 @@ def _as_in_a_new_process() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
-        torch.set_float32_matmul_precision(precision)
-        mkldnn.enabled = enabled
-        cudnn.enabled, cudnn.allow_tf32 = on_cuda
+        mkldnn.enabled, cudnn.enabled = enabled
 
 
 @contextmanager
