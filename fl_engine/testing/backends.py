@@ -16,15 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from fl_engine.algorithms import AllLarge, FlexFL
+from fl_engine.algorithms import AllLarge, DepthFL, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.codecs import Half
 from fl_engine.core.augmentation import Crop, Flip
+from fl_engine.core.client_state import travelling
 from fl_engine.core.contracts import Algorithm, Backend, ModelFamily
 from fl_engine.core.samplers import Balanced
 from fl_engine.core.schedules import Cosine
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import ClientFailure, ClientUpdate, Codecs, Device, Outcome, RoundPlan
+from fl_engine.core.types import ClientFailure, ClientUpdate, Codecs, Device, Outcome, Params, RoundPlan
 from fl_engine.data.held_out import hold_out
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, delivered, execute
@@ -33,6 +34,7 @@ from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.storage.store import tensor_bytes
 from fl_engine.testing.kinds import KINDS
+from fl_engine.testing.personal import PersonalHeads
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
@@ -108,6 +110,24 @@ class BackendSuite:
         for outcome in found:
             assert isinstance(outcome, ClientUpdate)
             assert tensor_bytes(outcome.travels) < tensor_bytes(outcome.payload)
+
+    @pytest.mark.parametrize("kind", [DepthFL, PersonalHeads])
+    def test_what_is_kept_for_a_client_travels_both_ways(self, make: Make, kind: Any) -> None:
+        """What the server remembers of it (DepthFL) goes down with the order, what it keeps to itself down and up."""
+        algorithm = kind(training=replace(TRAINING, fraction=1.0, epochs=1))
+        site = tiny_site(algorithm, fleet=tiny_fleet(3))
+        vars(site)["rules"] = replace(site.rules, algorithm=algorithm)  # as in a run: they say what a client keeps
+        backend, state = make(site, ("cpu", "cpu")), start_of(algorithm, site)
+        kept: dict[int, Params] = {}
+        for round in range(2):
+            plan = algorithm.plan(state, context_of(site, round, SEED))
+            orders = (replace(o, memory={**o.memory, **travelling(kept.get(o.client, {}))}) for o in plan.orders)
+            plan = replace(plan, orders=tuple(orders))
+            assert [bool(order.memory) for order in plan.orders] == [round > 0] * 3
+            found = _sorted(backend.run(algorithm, plan))
+            assert_same_outcomes(found, _sorted(execute(algorithm, order, site) for order in plan.orders))
+            kept = {outcome.client: outcome.state for outcome in found if isinstance(outcome, ClientUpdate)}
+            state = algorithm.merge(state, plan, found, ServerSite(site))
 
     @pytest.mark.parametrize("numerics", [SINGLE, Numerics("batched", 2)], ids=["single", "batched"])
     def test_equal_bits_for_samples_that_are_drawn_and_changed(self, make: Make, numerics: Numerics) -> None:
