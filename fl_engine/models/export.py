@@ -165,7 +165,7 @@ def with_statistics(
     """The network with stored batch-norm statistics, and its weights with the statistics of the proxy samples. Both are
     returned unchanged if the network needs no statistics."""
     module = runnable(family, spec, dict(params)).eval()
-    if not _by_batch(module):
+    if not by_batch(module):
         return family, params
     check(family, data, len(proxy))
     samples = data.train_x[proxy]
@@ -180,7 +180,7 @@ def with_statistics(
 
 def check(family: ModelFamily, data: Data, proxy: int) -> None:
     """Raises ConfigError if statistics are needed but the proxy's size is 0, or the network cannot store them."""
-    if not _by_batch(family.module(FULL)):
+    if not by_batch(family.module(FULL)):
         return
     if not proxy:
         raise ConfigError(
@@ -197,7 +197,7 @@ def check(family: ModelFamily, data: Data, proxy: int) -> None:
 def check_onnx(family: ModelFamily, data: Data) -> None:
     """Tries the ONNX export on the freshly initialised network. Raises ConfigError, with the network's name, if it
     fails or the file's outputs differ from the network's. Raises EnvironmentFailure without onnx and onnxruntime."""
-    if _by_batch(family.module(FULL)):
+    if by_batch(family.module(FULL)):
         family = replace(cast(Any, family), norm="static")
     network = runnable(family, FULL, initial_params(family, 0)).eval()
     raw = RawNetwork(network, type_of(data), len(data.input_shape), data.mean, data.std, ensemble=False).eval()
@@ -213,7 +213,8 @@ def check_onnx(family: ModelFamily, data: Data) -> None:
             ) from error
 
 
-def _by_batch(module: nn.Module) -> bool:
+def by_batch(module: nn.Module) -> bool:
+    """Whether a batch norm of it takes the statistics of the batch at hand, in evaluation too."""
     return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in module.modules())
 
 

@@ -37,8 +37,9 @@ class DatasetSuite:
         """Values of 0..1 or 0..16 would pass for bytes and be divided by 255 all the same."""
         if not data.has_images:
             pytest.skip("no images")
-        assert int(data.train_x.min()) == 0
-        assert int(data.train_x.max()) > 127
+        for x in (data.train_x, data.test_x):
+            assert int(x.min()) == 0
+            assert int(x.max()) > 127
 
     def test_loading_twice_is_equal(self, data: Data, load: Callable[[], Data]) -> None:
         assert fingerprint(load()) == fingerprint(data)

@@ -26,6 +26,7 @@ from fl_engine.core.contracts import ModelFamily, TakesImages
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import take
 from fl_engine.core.types import FULL, HEAD, ParamLayout, Params, Prunable, SubmodelSpec
+from fl_engine.models.export import by_batch
 
 # A family is immutable, so sharing it between examples is safe, whatever the scope of the fixture.
 law = settings(
@@ -184,6 +185,20 @@ class ModelSuite:
         assert outputs.shape[:2] == (3, family.outputs)
         assert torch.isfinite(outputs).all()
         assert not torch.equal(outputs[0], outputs[1])
+
+    def test_a_sample_by_itself_has_the_outputs_that_it_has_among_others(self, family: ModelFamily) -> None:
+        """In evaluation, on given statistics; of the shape (1, outputs, ...)."""
+        static = self.static(family)
+        module, x = slicing.runnable(static, FULL, random_params(static)).eval(), _in_double(samples(static, 3))
+        if by_batch(module):
+            pytest.skip("it normalises by its batch, and has no given statistics")
+        with torch.no_grad():
+            alone, among = module(x[:1]), module(x)[:1]
+        assert alone.shape == among.shape
+        torch.testing.assert_close(alone, among, rtol=1e-7, atol=1e-9)
+
+    def test_first_weights_follow_from_the_seed(self, family: ModelFamily) -> None:
+        assert_same(slicing.initial_params(family, seed=1), slicing.initial_params(family, seed=1))
 
     def test_gradients_reach_every_parameter(self, family: ModelFamily) -> None:
         module = family.module().train()

@@ -228,7 +228,7 @@ FAMILIES: dict[str, tuple[ModelFamily, Data, set[OnnxPrecision]]] = {
 
 def written(family: ModelFamily, data: Data, folder: Path) -> exports.RawNetwork:
     """The freshly initialised network as model.onnx."""
-    if exports._by_batch(family.module(FULL)):
+    if exports.by_batch(family.module(FULL)):
         family = replace(cast(Any, family), norm="static")
     network = runnable(family, FULL, initial_params(family, 3)).eval()
     raw = exports.RawNetwork(network, exports.type_of(data), len(data.input_shape), data.mean, data.std, False).eval()
