@@ -36,13 +36,19 @@ Series = tuple[str, Sequence[Row]]
 """A run's label and its rounds."""
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
-"""Okabe and Ito's colours without yellow, which is too faint on white; an eighth run gets the first with a mark."""
-MARKS = ("", "o", "s", "^", "D", "v")
+"""Okabe and Ito's colours without yellow, too faint on white; an eighth run has the first and another mark."""
+MARKS = ("", "o", "s", "^", "D", "v", "P", "X")
+FEW = 8
+"""A curve of fewer points has a mark at each."""
 GREY = "#7a828c"
 MOST_BANDS = 6
 """With more runs the bands hide each other."""
 MOST_BARS = 120
 LABEL_CHARS = 48
+LINE_CHARS = 78 / 6.4
+"""Of a legend, to an inch."""
+LEGEND_ROW = 0.2
+"""The height of a legend's row in inches."""
 
 PLAIN = {
     "svg.fonttype": "none",
@@ -76,9 +82,10 @@ def learning_curves(runs: Sequence[Series], name: str = "learning-curves", measu
 
     def paint(figure: Any) -> None:
         axes = figure.add_subplot()
-        for i, (_, rows) in enumerate(runs):
+        looks = _looks([len(_scored(rows)) for _, rows in runs])
+        for look, (_, rows) in zip(looks, runs, strict=True):
             scored = _scored(rows)
-            x, look = [r.round + 1 for r in scored], _look(i, len(scored))
+            x = [r.round + 1 for r in scored]
             full = thinned(x, _values(scored, "full", measure))
             axes.plot(*full, linestyle="--", **look | {"linewidth": _thin(len(x)) - 0.5})
             if not single(scored, measure):
@@ -88,9 +95,9 @@ def learning_curves(runs: Sequence[Series], name: str = "learning-curves", measu
                     low, high = ([measure.scale * f(v) for v in levels] for f in (min, max))
                     axes.fill_between(*band(x, low, high), color=look["color"], alpha=0.14, linewidth=0)
         _axes(axes, "round", measure.title, whole_x=True)
-        _legend(figure, runs, band=len(runs) <= MOST_BANDS)
+        _legend(figure, runs, looks, band=len(runs) <= MOST_BANDS)
 
-    return _drawing(name, f"Test {measure.name} over the rounds, a line for each run", _height(runs), paint)
+    return _drawing(name, f"Test {measure.name} over the rounds, a line for each run", 3.8, paint)
 
 
 def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-accuracy", measure: Measure = ACCURACY) -> str:
@@ -98,19 +105,20 @@ def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-accuracy", m
 
     def paint(figure: Any) -> None:
         axes = figure.add_subplot()
-        for i, (_, rows) in enumerate(runs):
+        looks = _looks([len(_scored(rows)) for _, rows in runs])
+        for look, (_, rows) in zip(looks, runs, strict=True):
             sent = accumulate(r.metrics["bytes_down"] + r.metrics["bytes_up"] for r in rows)
             points = [(total / 1e6, r) for total, r in zip(sent, rows, strict=True) if "avg" in r.metrics]
             scored = [r for _, r in points]
             dash = "--" if single(scored, measure) else "-"
             curve = thinned([mb for mb, _ in points], _values(scored, "avg", measure))
-            axes.plot(*curve, linestyle=dash, **_look(i, len(points)))
+            axes.plot(*curve, linestyle=dash, **look)
         _axes(axes, "MB sent, down + up", measure.title)
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(_mb)
-        _legend(figure, runs, band=False)
+        _legend(figure, runs, looks, band=False)
 
-    return _drawing(name, f"Test {measure.name} against the megabytes sent, a line for each run", _height(runs), paint)
+    return _drawing(name, f"Test {measure.name} against the megabytes sent, a line for each run", 3.8, paint)
 
 
 Points = Sequence[tuple[int, float, Sequence[float]]]
@@ -134,7 +142,8 @@ def comparison(
         from matplotlib.patches import Patch
 
         left, right, *last = figure.subplots(1, 3 if timed else 2, sharey=True)
-        for i, (label, avg, full) in enumerate(curves):
+        looks = _looks([len(full) for _, _, full in curves])
+        for look, (label, avg, full) in zip(looks, curves, strict=True):
             panels = [(left, avg, _nth(avg, 0), "-"), (left, full, _nth(full, 0), "--")]
             panels += [(right, full, _nth(full, 1), "--")]
             panels += [(axes, full, list(clocks.get(label, ())), "--") for axes in last]
@@ -142,7 +151,6 @@ def comparison(
                 if not points or not x:
                     continue
                 seeds = measure.scale * np.array([point[2] for point in points])
-                look = _look(i, len(x))
                 thin = {"linewidth": look["linewidth"] - (0.5 if dash == "--" else 0)}
                 axes.plot(*thinned(x, seeds.mean(axis=1)), linestyle=dash, **look | thin)
                 if seeds.shape[1] > 1:
@@ -156,7 +164,7 @@ def comparison(
             _axes(axes, "simulated seconds", "")
             axes.set_xlim(left=0)
             axes.xaxis.set_major_formatter(_mb)
-        handles = [*(_line(**_look(i, 8)) for i in range(len(curves))), _line(color=GREY)]
+        handles = [*(_line(**look) for look in looks), _line(color=GREY)]
         handles += [_line(color=GREY, linestyle="--", linewidth=1.2)]
         names = [*(label for label, _, _ in curves), "avg", "full"]
         if reference is not None:
@@ -170,7 +178,7 @@ def comparison(
     over = "over the rounds, against the megabytes sent and" if timed else "over the rounds and"
     against = "over the simulated time" if timed else "against the megabytes sent"
     alt = f"Test {measure.name} {over} {against}, a line for each algorithm"
-    return _drawing(name, alt, 3.9 + 0.1 * len(curves), paint, width=14 if timed else 10.5)
+    return _drawing(name, alt, 4.0, paint, width=14 if timed else 10.5)
 
 
 def _nth(points: Points, n: Literal[0, 1]) -> list[float]:
@@ -289,7 +297,7 @@ def of_levels(
         for level in shown:
             key = f"{measure.name}/{level}"
             having = [r for r in scored if key in r.metrics]
-            few = "o" if len(having) < 8 else ""
+            few = "o" if len(having) < FEW else ""
             look = {"color": colours[level], "marker": few, "linewidth": _thin(len(having))}
             axes.plot(*thinned([r.round + 1 for r in having], _values(having, key, measure)), **look)
             handles.append(_line(**look))
@@ -326,7 +334,7 @@ def on_clients(rows: Sequence[Row], name: str = "on-clients", measure: Measure =
     def paint(figure: Any) -> None:
         axes, handles = figure.add_subplot(), []
         having = [r for r in rows if f"{PREFIX}mean" in r.metrics]
-        few = "o" if len(having) < 8 else ""
+        few = "o" if len(having) < FEW else ""
         for figure_of, dash in ON_CLIENTS.items():
             look = {"color": PALETTE[0], "marker": few, "linestyle": dash, "linewidth": _thin(len(having))}
             values = _values(having, f"{PREFIX}{figure_of}", measure)
@@ -387,7 +395,7 @@ def evenness(rows: Sequence[Row], name: str = "uniformity") -> str:
         axes, handles = figure.add_subplot(), []
         for key in shown:
             having = [r for r in rows if key in r.metrics]
-            few = "o" if len(having) < 8 else ""
+            few = "o" if len(having) < FEW else ""
             look = {"color": EVENNESS[key][1], "marker": few, "linewidth": _thin(len(having))}
             axes.plot(*thinned([r.round + 1 for r in having], [r.metrics[key] for r in having]), **look)
             handles.append(_line(**look))
@@ -434,18 +442,23 @@ def _values(rows: Sequence[Row], key: str, measure: Measure) -> list[float]:
     return [measure.scale * r.metrics[key] for r in rows]
 
 
-def _look(i: int, points: int) -> dict[str, Any]:
-    mark = MARKS[i // len(PALETTE) % len(MARKS)] or ("o" if points < 8 else "")
-    look = {"color": PALETTE[i % len(PALETTE)], "linewidth": _thin(points)}
-    return look | {"marker": mark, "markevery": max(1, min(points, MOST_POINTS) // 10)}
+def _looks(points: Sequence[int]) -> list[dict[str, Any]]:
+    """How each run is drawn, and shown in the legend, by the number of its points. No two of as many as there are
+    colours and marks look alike: where one has few points, all have marks."""
+    marks = MARKS[1:] if any(0 < n < FEW for n in points) else MARKS[:-1]
+    return [
+        {
+            "color": PALETTE[i % len(PALETTE)],
+            "linewidth": _thin(n),
+            "marker": marks[i // len(PALETTE) % len(marks)],
+            "markevery": max(1, min(n, MOST_POINTS) // 10),
+        }
+        for i, n in enumerate(points)
+    ]
 
 
 def _thin(points: int) -> float:
     return 1.8 if points <= 100 else 1.3
-
-
-def _height(runs: Sequence[Series]) -> float:
-    return 3.6 + 0.19 * len(runs)
 
 
 def _axes(axes: Any, x: str, y: str, whole_x: bool = False) -> None:
@@ -471,11 +484,11 @@ def _line(**look: Any) -> Any:
     return Line2D([], [], **look)
 
 
-def _legend(figure: Any, runs: Sequence[Series], band: bool) -> None:
+def _legend(figure: Any, runs: Sequence[Series], looks: Sequence[Mapping[str, Any]], band: bool) -> None:
     """A line per run, and what the kinds of line mean where more than one is drawn."""
     from matplotlib.patches import Patch
 
-    handles = [_line(**_look(i, 8)) for i in range(len(runs))]
+    handles = [_line(**look) for look in looks]
     key = {"avg": _line(color=GREY), "full": _line(color=GREY, linestyle="--", linewidth=1.2)}
     if band:
         key["range of levels"] = Patch(color=GREY, alpha=0.25, linewidth=0)
@@ -483,8 +496,12 @@ def _legend(figure: Any, runs: Sequence[Series], band: bool) -> None:
 
 
 def _put_legend(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """Above the axes, in as many columns as fit the figure's width. The figure has room for one row, and grows by the
+    others."""
     short = [t if len(t) <= LABEL_CHARS else t[: LABEL_CHARS - 1] + "…" for t in labels]
-    columns = max(1, min(len(short), 78 // (max(map(len, short)) + 7)))
+    room = round(LINE_CHARS * figure.get_figwidth())
+    columns = max(1, min(len(short), room // (max(map(len, short)) + 7)))
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * (math.ceil(len(short) / columns) - 1))
     # Texts are set afterwards: matplotlib leaves out labels that start with "_".
     legend = figure.legend(handles, ["x"] * len(short), loc="outside upper left", ncols=columns)
     for text, label in zip(legend.get_texts(), short, strict=True):
@@ -502,7 +519,8 @@ def _style(values: Mapping[str, Any]) -> AbstractContextManager[None]:
 
 
 def _drawing(name: str, alt: str, height: float, paint: Callable[[Any], None], width: float = 6.4) -> str:
-    """An SVG of `width` x `height` inches. `alt` says what it shows to those who do not see it."""
+    """An SVG of `width` x `height` inches, higher where a legend has several rows. `alt` says what it shows to those
+    who do not see it."""
     with _style(STYLE):
         from matplotlib.figure import Figure
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -428,6 +429,63 @@ def test_drawings_of_one_round_of_long_runs_and_of_many_runs() -> None:
     assert len(plots.clients_per_round(long)) < 60_000
     many = plots.learning_curves([(f"run {i}", rows(FLEXFL)) for i in range(9)])
     assert "run 8" in many and "range of levels" not in many
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every figure that is drawn."""
+    found: list[Any] = []
+    save = plots.figures.save
+
+    def keep(figure: Any, *told: Any) -> None:
+        save(figure, *told)
+        found.append(figure)
+
+    monkeypatch.setattr(plots.figures, "save", keep)
+    return found
+
+
+def curve_of(points: int, of: float = 0.0) -> list[tuple[int, float, list[float]]]:
+    return [(i + 1, float(i), [of + i / 100]) for i in range(points)]
+
+
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize(("count", "chars"), [(3, 8), (24, 47), (49, 47), (49, 12)])
+def test_a_legend_of_any_length_leaves_the_axes_their_room(
+    drawn: list[Any], count: int, chars: int, timed: bool
+) -> None:
+    labels = [f"{i}-".ljust(chars, "a") for i in range(count)]
+    clocks = {label: [1.0, 2.0, 3.0] for label in labels if timed}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plots.comparison([(label, [], curve_of(3)) for label in labels], clocks=clocks)
+    drawn[0].draw_without_rendering()  # an SVG has another resolution
+    legend = drawn[0].legends[0].get_window_extent()
+    for axes in drawn[0].axes:
+        box = axes.get_window_extent()
+        assert 2.8 < box.height / drawn[0].dpi < 3.4
+        assert box.y1 < legend.y0
+    width, height = drawn[0].get_size_inches() * drawn[0].dpi
+    assert legend.x1 < width and legend.y1 < height
+
+
+@pytest.mark.parametrize("points", [[9], [5], [1, 0, 9]], ids=str)
+def test_a_run_looks_as_in_the_legend_and_like_no_other(drawn: list[Any], points: list[int]) -> None:
+    counts = [points[i % len(points)] for i in range(len(plots.PALETTE) * (len(plots.MARKS) - 1))]
+    series = [(f"run {i}", rows((FLEXFL * 3)[:n])) for i, n in enumerate(counts)]
+    plots.learning_curves(series)
+    plots.bytes_to_accuracy(series)
+    plots.comparison([(f"run {i}", [], curve_of(n)) for i, n in enumerate(counts)])
+    for figure in drawn:
+        shown = [(h.get_color(), h.get_marker(), h.get_linewidth()) for h in figure.legends[0].legend_handles]
+        shown = shown[: len(counts)]
+        assert len(set(shown)) == len(shown)
+        for axes in figure.axes:
+            lines = [line for line in axes.get_lines() if len(line.get_xdata())]
+            assert {(line.get_color(), line.get_marker()) for line in lines} == {
+                look[:2] for look, n in zip(shown, counts, strict=True) if n
+            }
+            assert all(line.get_marker() not in ("", "None") for line in lines if len(line.get_xdata()) < 8)
 
 
 def test_a_long_curve_keeps_its_lowest_and_highest_points() -> None:
