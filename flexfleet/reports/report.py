@@ -292,7 +292,7 @@ def _page(runs: Sequence[Run]) -> str:
     for i, (name, run) in enumerate(zip(names, runs, strict=True)):
         levels = [m.name for m in run.pool.levels]
         owner = first_with.setdefault(run.file.partition_sha256, name)
-        alone = len(levels) == 1 and all(m.widths == run.pool.groups for m in run.pool.levels)
+        alone = len(levels) == 1 and run.pool.levels[0].share == 1
         counts, label = run.partition.class_counts, run.partition.label
         known = any(run.partition.client_samples)  # clients may have data of their own
         told = any(f"{PREFIX}mean" in row.metrics for row in run.rows)  # perhaps not in the last round
@@ -344,10 +344,15 @@ def _page(runs: Sequence[Run]) -> str:
 
 
 def _confusion(run: Run) -> list[tuple[str, list[list[tuple[int, float]]]]]:
-    """By level, the largest first: of each class's samples how many were taken for which, and as a share of them."""
+    """By the level's title, the largest first: of each class's samples how many were taken for which, and as a share of
+    them."""
     levels = {} if run.confusion is None or run.pool.classes > CLASSES else run.confusion.levels
+    whole = {m.name for m in run.pool.levels if m.share == 1}
     return [
-        (level, [[(count, count / max(1, sum(row))) for count in row] for row in rows])
+        (
+            f"{level}, the full model" if level in whole else level,
+            [[(count, count / max(1, sum(row))) for count in row] for row in rows],
+        )
         for level, rows in reversed(levels.items())
     ]
 

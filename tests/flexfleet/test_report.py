@@ -318,6 +318,19 @@ def test_what_moves_figures_is_called_out_and_nothing_else(tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.parametrize("share", [1.0, 0.4])
+def test_the_largest_level_is_the_full_model_where_it_has_all_of_it(two: list[Path], share: float) -> None:
+    """Of a pool of one level that has every channel, and blocks or not."""
+    file, pool = (kind.read(two[1] / name) for kind, name in ((RunFile, "run.json"), (PoolFile, "pool/pool.json")))
+    levels = tuple(level.model_copy(update={"share": share}) for level in pool.levels)
+    path = pool.model_copy(update={"levels": levels}).write(two[1] / "pool" / "pool.json")
+    file.model_copy(update={"pool_sha256": sha256(path.read_bytes())}).write(two[1] / "run.json")
+    ConfusionFile(levels={"full": ((3, 1), (0, 4))}).write(two[1] / "confusion.json")
+    html = page_of(two[1:], two[1])
+    assert ("<summary>full, the full model</summary>" in html) == (share == 1)
+    assert ("The pool is the full model alone." in html) == (share == 1)
+
+
 def test_captions_say_what_is_drawn_and_counted(two: list[Path], tmp_path: Path) -> None:
     counts: Any = {"full": ((3, 1), (0, 4))}
     ConfusionFile(levels=counts).write(two[1] / "confusion.json")
