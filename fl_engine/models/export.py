@@ -11,6 +11,7 @@ which takes raw samples (images, numbers or tokens of any shape) and runs withou
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ AGREE = 1e-3
 """The largest allowed difference between the outputs of the ONNX file and the network on test samples, relative to the
 largest output or to 1, whichever is more."""
 CHECKED = 64
+BATCH = 128
+"""Of the proxy data, samples in a batch at most."""
 
 
 class About(BaseModel):
@@ -169,7 +172,9 @@ def with_statistics(
         return family, params
     check(family, data, len(proxy))
     samples = data.train_x[proxy]
-    collect_statistics(module, data, samples, "cpu", min(128, len(samples)))
+    # Nearly equal batches: each counts alike, however small the last one is.
+    batches = math.ceil(len(samples) / BATCH)
+    collect_statistics(module, data, samples, "cpu", math.ceil(len(samples) / batches))
     found = dict(params)
     for name, norm in module.named_modules():
         if isinstance(norm, _BatchNorm):
