@@ -7,7 +7,6 @@ them).
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 
 from fl_engine.core.contracts import (
@@ -15,7 +14,7 @@ from fl_engine.core.contracts import (
     measures_clients,
 )
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.samples import Task
+from fl_engine.core.samples import Task, misnamed
 
 LARGEST_LOSS = 1e6
 """Beyond it, on either side, training has diverged."""
@@ -34,7 +33,6 @@ OF_A_LINE = (
     "seconds_communication", "staleness", "failure",
 )  # fmt: skip
 """The other keys of a client's line in a run's history: no metric may have one of these names."""
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 MOST_METRICS = 32
 """A method's metrics have to fit into a manifest of bounded length."""
 
@@ -78,8 +76,8 @@ def out_of_bounds(metrics: Mapping[str, float], bounds: Mapping[str, tuple[float
 
 def _wrong(metric: ClientMetric) -> str:
     """Why a declaration is wrong; empty: it is right."""
-    if NAME.fullmatch(metric.name) is None:
-        return "a name is a plain identifier of at most 32 characters (letters, digits, underscores)"
+    if wrong := misnamed(metric.name):
+        return wrong
     if metric.name in FIGURES or metric.name in ENCODING or metric.name in OF_A_LINE:
         return "the engine has a figure of that name: take another"
     if not (math.isfinite(metric.low) and math.isfinite(metric.high) and metric.low <= metric.high):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
@@ -26,6 +27,13 @@ class Metric:
     higher_is_better: bool = True
     low: float = -1e6
     high: float = 1e6
+
+
+def misnamed(name: object) -> str:
+    """What is wrong with the name of a metric, which is a key of histories and tables; empty: nothing."""
+    if isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,31}", name):
+        return ""
+    return "a name is a plain identifier of at most 32 characters (letters, digits, underscores)"
 
 
 class Measured(NamedTuple):
@@ -167,6 +175,8 @@ class Data:
                 f"{self.name}: task is one of fl_engine.tasks, for example Classification(10) or Regression(), "
                 f"got {self.task!r}"
             )
+        if wrong := misnamed(self.task.metric.name):
+            raise DataError(f"{self.name}: {type(self.task).__name__} decides by {self.task.metric.name!r}: {wrong}")
         if not self.task.metric.higher_is_better:
             raise DataError(
                 f"{self.name}: {self.task.metric.name} decides and is better when lower; let a task decide by a metric "

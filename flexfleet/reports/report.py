@@ -334,7 +334,7 @@ def _page(runs: Sequence[Run]) -> str:
         parts=parts,
         differences=differences(runs),
         curves=Drawing(plots.learning_curves(series, measure=measure)),
-        costs=Drawing(plots.bytes_to_accuracy(series, f"bytes-to-{measure.name}", measure)),
+        costs=Drawing(plots.bytes_to_accuracy(series, measure=measure)),
         by_algorithm=names == [r.pool.algorithm for r in runs],
         any_timed=any(r.uniformity is not None for r in runs),
         any_single=any(r.single for r in runs),

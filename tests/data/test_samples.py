@@ -36,11 +36,16 @@ class ByError(Regression):
     metric: ClassVar[Metric] = Regression.error
 
 
+class OddlyNamed(Regression):
+    metric: ClassVar[Metric] = Metric("R2 <a\\d>")
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no name": (IMAGES, {"name": ""}, "a data set's name is a word, got ''"),
     "a number of classes": (IMAGES, {"task": 3}, "task is one of fl_engine.tasks, for example Classification(10)"),
     "a task's type": (IMAGES, {"task": Regression}, "task is one of fl_engine.tasks"),
     "an error that decides": (TABLE, {"task": ByError()}, "mae decides and is better when lower; let a task decide by"),
+    "a metric's name": (TABLE, {"task": OddlyNamed()}, "OddlyNamed decides by 'R2 <a\\\\d>': a name is a"),
     "a list of samples": (IMAGES, {"train_x": [[1, 2]]}, "train_x is a tensor or a NumPy array, got list"),
     "words": (IMAGES, {"train_x": np.array(["a"] * 6)}, "train_x: numbers are expected, got a NumPy array of <U1"),
     "objects": (TABLE, {"train_y": np.array([None] * 6)}, "train_y: numbers are expected, got a NumPy array of object"),

@@ -214,6 +214,15 @@ def with_uniformity(folder: Path) -> Path:
     return folder
 
 
+def test_a_metric_s_name_is_text_and_nothing_else(two: list[Path], tmp_path: Path) -> None:
+    """Of a folder that somebody else wrote."""
+    for file, key in (("evaluation.json", '"accuracy"'), ("history.json", '"accuracy/')):
+        path = two[0] / file
+        path.write_text(path.read_text().replace(key, key.replace("accuracy", r"a\\d<script>")))
+    html = page_of(two[:1], tmp_path)
+    assert "<script" not in html and r"a\d&lt;script&gt;" in html
+
+
 def test_how_evenly_clients_finish_is_told_where_a_run_says_it(two: list[Path], tmp_path: Path) -> None:
     before = page_of(two, tmp_path)
     assert "niformity" not in before and "niformity" not in r.table(two), "runs of an older version"
