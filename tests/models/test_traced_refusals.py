@@ -33,6 +33,7 @@ class Between(nn.Module):
         for name, layer in layers.items():
             self.add_module(name, layer)
         self.last = nn.Linear(8, 3)
+        self.register_buffer("two", torch.tensor(2))
         self.middle = [middle]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,6 +74,15 @@ MIXING: dict[str, tuple[Any, dict[str, nn.Module], str]] = {
         "att .*is attention",
     ),
     "function": (lambda m, x: F.linear(x, torch.eye(8)), {}, "calls F.linear: make it an nn.Linear"),
+    "slice up to a tensor": (
+        lambda m, x: torch.cat([x[:, m.two :], x[:, : m.two]], 1),
+        {},
+        r"takes some channels out \(x\[...\]\)",
+    ),
+    "index by a tensor": (lambda m, x: x + x[:, m.two][:, None], {}, r"takes channels out by an index \(x\[...\]\)"),
+    "index by a truth value": (lambda m, x: x[:, True].sum(1), {}, r"takes channels out by an index \(x\[...\]\)"),
+    "axis that is a tensor": (lambda m, x: x[..., None].expand(-1, -1, 4).softmax(m.two).sum(2), {}, "calls softmax"),
+    "axes swapped by a tensor": (lambda m, x: x[..., None].transpose(m.two, 1).squeeze(1), {}, "calls transpose"),
 }
 
 
@@ -107,6 +117,7 @@ ALLOWED: dict[str, tuple[Any, dict[str, nn.Module]]] = {
     "squeeze": (lambda m, x: torch.squeeze(x.squeeze()[:, None, :, None]).view(-1, 8), {}),
     "unflatten": (lambda m, x: x.unflatten(1, (8, 1)).flatten(1), {}),
     "unflatten layer": (lambda m, x: m.un(x).flatten(1), {"un": nn.Unflatten(1, (1, 8))}),
+    "slice of steps up to a tensor": (lambda m, x: x[..., None].expand(-1, -1, 4)[:, :, m.two - 1 : m.two].sum(2), {}),
     "by keyword": (lambda m, x: m.again(input=m.act(input=x)), {"act": nn.ReLU(), "again": nn.Linear(8, 8)}),
 }
 

@@ -148,7 +148,10 @@ class _Walk:
         if name in RELUS:
             self.flow.relus.append((node, tuple(self.flow.layers)))
         rule = names.RULES.get(name if node.target is not operator.getitem else "getitem", names.unknown)
-        found = rule(call)
+        try:
+            found = rule(call)
+        except TypeError:  # an axis is a tensor, whose value is not known here
+            found = names.unknown(call)
         if isinstance(found, Mixes):
             return self.mixed(node, found.why, found.dims)
         if shape and isinstance(shape[0], tuple):

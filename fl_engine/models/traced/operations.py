@@ -244,7 +244,7 @@ def indexed(call: Call) -> Dims | Mixes:
     """x[...] with numbers, slices, None and an ellipsis."""
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     x, out, axis = call.x, list[Dim](), 0
-    if not all(i is None or i is Ellipsis or isinstance(i, int | slice) for i in index):
+    if not all(i is None or i is Ellipsis or type(i) is int or isinstance(i, slice) for i in index):
         return Mixes("takes channels out by an index (x[...])", every(call))
     taken = sum(i is not None and i is not Ellipsis for i in index)
     for i in (*index, *(() if Ellipsis in index else (Ellipsis,))):
@@ -259,5 +259,5 @@ def indexed(call: Call) -> Dims | Mixes:
         if free(*over):
             return Mixes("takes some channels out (x[...])", over)
         if isinstance(i, slice):
-            out.append(fixed(len(range(*i.indices(x.shape[axis - 1])))))
+            out.append(fixed(call.shape[len(out)]))  # its ends may be tensors
     return tuple(out)
