@@ -207,10 +207,6 @@ class Mailbox:
         known = {file: tensors(file) for file in files}
         return {o.client: self._work(o, known, self.store.uri(f"{folder}{o.client}.json")) for o in found}
 
-    def order(self, round: int, client: int, evaluates: bool = False) -> WorkOrder:
-        """As `orders`."""
-        return self.orders(round, [client], evaluates)[client]
-
     @staticmethod
     def _work(order: Order, known: Mapping[str, Params], name: str) -> WorkOrder:
         """`known`: by file, the tensors."""

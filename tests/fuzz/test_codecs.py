@@ -52,7 +52,7 @@ def mailbox_of(files: dict[str, bytes]) -> Mailbox:
 @example(json.dumps(JSON | {"header": {name: ["nn", shape] for name, (_, shape) in JSON["header"].items()}}).encode())
 def test_an_encoded_order_is_read_or_its_file_is_named(content: bytes) -> None:
     mailbox = mailbox_of(ORDERED[Half()] | {ORDER: content})
-    answer(lambda: mailbox.order(0, CLIENT), "rounds/00000/orders/", kind=IntegrityError)
+    answer(lambda: mailbox.orders(0, [CLIENT]), "rounds/00000/orders/", kind=IntegrityError)
 
 
 @law(160)

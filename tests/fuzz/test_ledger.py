@@ -96,8 +96,9 @@ OTHERS = [key for key in ORDERED if key.endswith(".json") and key != ORDER_KEY]
 @example(json.dumps(ORDER_JSON | {"payload": "../../x", "client": -1}).encode())
 def test_an_order_is_the_one_that_was_given_or_its_file_is_named(content: bytes) -> None:
     ledger = ledger_in(Memory(ORDERED | {ORDER_KEY: content}))
-    found = answer(lambda: ledger.mailbox.order(0, ORDER.client), "rounds/00000/orders/", kind=IntegrityError)
+    found = answer(lambda: ledger.mailbox.orders(0, [ORDER.client]), "rounds/00000/orders/", kind=IntegrityError)
     if found is not None:
+        (found,) = found.values()
         assert isinstance(found, WorkOrder) and (found.round, found.client) == (0, ORDER.client)
         given = json.loads(content)["spec"]["keep"]
         kept = {group: keep if isinstance(keep, int) else list(keep) for group, keep in found.spec.keep}
@@ -111,9 +112,9 @@ def test_what_an_order_sends_is_what_was_put_or_the_file_is_named(key: str, data
     content = data.draw(damaged(ORDERED[key][:2000]) | st.sampled_from(sorted(ORDERED.values())))
     ledger = ledger_in(Memory(ORDERED | {key: content}))
     for order in PLAN.orders:
-        found = answer(lambda order=order: ledger.mailbox.order(0, order.client), key, kind=IntegrityError)  # type: ignore[misc]
+        found = answer(lambda order=order: ledger.mailbox.orders(0, [order.client]), key, kind=IntegrityError)  # type: ignore[misc]
         if found is not None:
-            assert_same_bits(found.payload, order.payload)
+            assert_same_bits(found[order.client].payload, order.payload)
 
 
 @law(30)
@@ -128,7 +129,7 @@ def test_an_order_in_a_folder_is_read_or_named(tmp_path: Path, content: bytes) -
         Mailbox(store).put_orders(PLAN)
     path = tmp_path / ORDER_KEY
     path.write_bytes(content)
-    answer(lambda: Mailbox(store).order(0, ORDER.client), "rounds/00000/orders")
+    answer(lambda: Mailbox(store).orders(0, [ORDER.client]), "rounds/00000/orders")
 
 
 # ----------------------------------------------------------------------------------------------------- updates

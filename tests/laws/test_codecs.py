@@ -148,9 +148,10 @@ def test_an_order_s_codecs_come_before_its_level_s_and_those_before_the_run_s() 
 def test_an_order_in_the_store_is_the_one_that_was_planned(codecs: Codecs, tmp_path: Path) -> None:
     plan, mailbox = plan_of(codecs), mailbox_of(tmp_path)
     keys = mailbox.put_orders(plan)
-    assert_same_orders(RoundPlan(0, tuple(mailbox.order(0, o.client) for o in plan.orders)), plan)
+    found = mailbox.orders(0, [order.client for order in plan.orders])
+    assert_same_orders(RoundPlan(0, tuple(found.values())), plan)
     for order in plan.orders:
-        assert mailbox.order(0, order.client).codecs == codecs
+        assert found[order.client].codecs == codecs
         (key,) = (key for key in keys[order.client] if key.endswith(".safetensors"))
         value = (tmp_path / key).read_bytes()
         assert len(value) - 8 - int.from_bytes(value[:8], "little") == tensor_bytes(order.travels)
@@ -182,7 +183,7 @@ def test_an_order_that_nobody_can_decode_is_named(said: str, wrong: str, tmp_pat
     assert said in path.read_text()
     path.write_text(path.read_text().replace(said, wrong))
     with pytest.raises(IntegrityError, match=path.name):
-        mailbox.order(0, BARE.orders[0].client)
+        mailbox.orders(0, [BARE.orders[0].client])
 
 
 # ------------------------------------------------------------------------------------------------------ updates
@@ -196,7 +197,8 @@ def test_an_update_through_the_store_is_the_one_in_memory(codecs: Codecs, tmp_pa
         pruned += outcome.spec != order.spec
         # What a client in another process sends: its order is the stored one.
         mailbox.put_orders(replace(plan, orders=(order,)))
-        mailbox.put_outcome(plan, execute(ALGORITHM, mailbox.order(0, order.client), SITE))
+        (stored,) = mailbox.orders(0, [order.client]).values()
+        mailbox.put_outcome(plan, execute(ALGORITHM, stored, SITE))
         there = mailbox.receive(plan, order.client)
         assert_same_outcomes([there], [outcome])
         assert isinstance(there, ClientUpdate)

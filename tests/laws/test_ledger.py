@@ -448,7 +448,7 @@ def test_orders_come_back_as_they_were_put(memory_store: Store, monkeypatch: pyt
     keys = ledger.mailbox.put_orders(replace(plan, orders=(first, second, third)))
     assert ledger.mailbox.ordered(3) == 3 and keys.keys() == {0, 1, 2}
     for order in (first, second, third):
-        found = ledger.mailbox.order(3, order.client)
+        (found,) = ledger.mailbox.orders(3, [order.client]).values()
         assert replace(found, payload={}, memory={}) == replace(order, payload={}, memory={})
         for sent, back in ((order.payload, found.payload), (order.memory, found.memory)):
             assert sent.keys() == back.keys() and all(torch.equal(sent[name], back[name]) for name in sent)
@@ -470,7 +470,7 @@ def test_an_order_of_another_round_or_client_is_refused(memory_store: Store, rou
     at = f"rounds/{round:05d}/orders/{client}.json"
     memory_store.put(at, memory_store.get("rounds/00003/orders/0.json"))
     with pytest.raises(IntegrityError, match=f"{at} is of round 3, client 0"):
-        ledger.mailbox.order(round, client)
+        ledger.mailbox.orders(round, [client])
 
 
 def test_measurements_that_are_no_list_are_named(memory_store: Store) -> None:
