@@ -32,6 +32,7 @@ from fl_engine.storage.store import sha256
 from fl_engine.training import activations
 from flexfleet.config import Config, cut_seed
 from flexfleet.files import kept
+from flexfleet.steps import own_code
 
 log = logging.getLogger("flexfleet")
 
@@ -82,26 +83,48 @@ def keep_clusters(config: Config, data: Data, found: Ints) -> None:
 
 def _inputs(config: Config, data: Data) -> dict[str, Any]:
     """The inputs from which the clusters are computed."""
-    p, given, family = config.partition, {}, feature_network(config, data)
-    assert p.features is not None
-    if family is None:
-        try:
-            given["file"] = sha256(Path(p.features).read_bytes())
-        except OSError as error:
-            raise PartitionError(f"partition.features = {p.features} cannot be read: {error.strerror}") from error
-    else:
-        given["network"] = repr(family)
+    family = feature_network(config, data)
+    given = _features(config) if family is None else {"network": repr(family), **_features(config)}
     try:
         library = version("scikit-learn")
     except PackageNotFoundError as error:
         raise clusters.lacking(error) from error
     return given | {
         "data": fingerprint(data),
-        "clusters": p.clusters,
+        "clusters": config.partition.clusters,
         "seed": cut_seed(config),
         "scikit-learn": library,
         "code": [_code(module) for module in (clusters, npy, activations)],
     }
+
+
+def _features(config: Config) -> dict[str, Any]:
+    """Digests of what `partition.features` names: of a file, or of a network of one's own."""
+    features = config.partition.features
+    assert features is not None
+    if features.endswith(".npy"):
+        return {"file": _content("partition.features", features)}
+    return own_code.digests(config.model_copy(update={"model": {"name": features}}), ("model",))
+
+
+def contents(config: Config) -> dict[str, Any]:
+    """Digests of the files, and of the code of one's own, that the partition and its labels are made from; empty
+    without such. Raises PartitionError for a file that cannot be read."""
+    p, found = config.partition, dict[str, Any]()
+    if p.rule == "manual" and p.map is not None:
+        found["the content of partition.map"] = _content("partition.map", p.map)
+    if p.features is not None and p.rule in BY_LABEL:
+        found["what partition.features names"] = _features(config)
+    if config.noise.labels:
+        found["the network of noise.labels"] = own_code.digests(config, ("model",))
+    return {name: value for name, value in found.items() if value}
+
+
+def _content(name: str, path: str) -> str:
+    try:
+        return sha256(Path(path).read_bytes())
+    except OSError as error:
+        raise PartitionError(f"{name} = {path} cannot be read: {error.strerror}") from error
 
 
 def noisy(config: Config, data: Data, parts: Partition) -> Partition:
@@ -112,7 +135,8 @@ def noisy(config: Config, data: Data, parts: Partition) -> Partition:
     confusion.check_classes(data.task, data.name)
     family = build_model(config.model, data.input_shape, data.task.outputs)
     seed, settings = cut_seed(config), n.model_dump(include={"epochs", "lr", "batch_size"})
-    inputs = {"data": fingerprint(data), "network": repr(family), "code": _code(confusion), "seed": seed, **settings}
+    network = {"network": repr(family), **own_code.digests(config, ("model",))}
+    inputs = {"data": fingerprint(data), "code": _code(confusion), "seed": seed, **network, **settings}
 
     def measured() -> Confusion:
         check_device(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from fl_engine.core.errors import ConfigError, holds_password, masked
 from fl_engine.exchange import code
 from fl_engine.exchange.code import Wheel
 from flexfleet.config import Config
+from flexfleet.config.sources import named, sources
 from flexfleet.files.artifacts import RunFile
 
 
@@ -28,6 +29,14 @@ def sha256_of(config: Config) -> str | None:
     """Of the wheel. Raises what `wheel_of` raises."""
     wheel = wheel_of(config)
     return None if wheel is None else wheel.sha256
+
+
+def digests(config: Config, sections: Collection[str]) -> dict[str, Any]:
+    """Of the code of one's own that these sections name, for the inputs of what is computed with it and kept; empty
+    where they name none. Raises what `sources` and `wheel_of` raise."""
+    found = sources(config, sections)
+    packed = set(named(config, sections)) - found.keys()  # in the wheel, which has one sha256 for all
+    return ({"sources": found} if found else {}) | ({"own code": sha256_of(config)} if packed else {})
 
 
 def check_same(before: str | None, config: Config, out: Path) -> None:

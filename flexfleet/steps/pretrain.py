@@ -1,8 +1,8 @@
 """Step 2: the algorithm's preparations, APoZ among them (`fl_engine.preparation`), and what of them is there already.
 
-A result is kept as long as its inputs are the same: the partition and the data that it was cut from, the network, the
-seed, the parameters that the preparation is given, and the file that defines it. The machine is no input: runs that are
-compared start from the same results, wherever these were computed.
+A result is kept as long as its inputs are the same: the partition and the data that it was cut from, the network (of
+one's own: its source too), the seed, the parameters that the preparation is given, and the file that defines it. The
+machine is no input: runs that are compared start from the same results, wherever these were computed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic_core import to_jsonable_python
 
 from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core import seeds
-from fl_engine.core.contracts import Preparation
+from fl_engine.core.contracts import ChoosesNetwork, Preparation
 from fl_engine.core.errors import ConfigError, ModelError, PartitionError, nearest
 from fl_engine.data import partitioning as partitions
 from fl_engine.data.partitioning import Partition
@@ -34,6 +34,7 @@ from flexfleet.files import prepared
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz
 from flexfleet.files.prepared import Index
+from flexfleet.steps import own_code
 from flexfleet.steps.partition import site_of
 from flexfleet.steps.prepare import Resolved, resolved_of
 
@@ -140,12 +141,13 @@ def need_proxy(name: str, kind: Preparation, parts: Partition) -> None:
 # ------------------------------------------------------------------------------------------------------ its inputs
 def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
     """Digest of all that the preparation is computed from. `partition`: what the partition step wrote."""
-    kind = preparation(name)
+    kind, chosen = preparation(name), isinstance(resolved.algorithm, ChoosesNetwork)
     parts = {
         "preparation": name,
         "code": _code(kind),
         "seed": resolved.config.seed,
         "network": repr(resolved.family),
+        **own_code.digests(resolved.config, ("model", "algorithm") if chosen else ("model",)),
         "partition": sha256((partition / partitions.MANIFEST).read_bytes()),
         "settings": settings_of(resolved, name, kind),
     }

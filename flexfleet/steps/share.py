@@ -18,6 +18,7 @@ from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Artifact
+from flexfleet.steps.labels import contents
 from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved, resolved_of
 from flexfleet.steps.pretrain import is_known, pretrain
@@ -27,7 +28,7 @@ ABOUT = "shared.json"
 
 
 class Shared(Artifact):
-    """shared.json, written last: the settings from which the folder was computed."""
+    """shared.json, written last: the settings from which the folder was computed, with digests of what they name."""
 
     settings: dict[str, Any]
 
@@ -38,13 +39,13 @@ def share(resolved: Resolved, out: Path) -> Path:
     (out / ABOUT).unlink(missing_ok=True)
     partition(resolved, out / "partition")
     pretrain(resolved, out / "partition", out / "pretrain")
-    return Shared(settings=settings(resolved.config)).write(out / ABOUT)
+    return Shared(settings=_inputs(resolved.config)).write(out / ABOUT)
 
 
 def fits(resolved: Resolved, shared: Path) -> bool:
     """Whether the folder holds all that `share` would compute for this configuration."""
     try:
-        same = Shared.read(shared / ABOUT).settings == settings(resolved.config)
+        same = Shared.read(shared / ABOUT).settings == _inputs(resolved.config)
         return same and is_known(resolved, shared / "partition", shared / "pretrain")
     except IntegrityError:
         return False
@@ -56,7 +57,7 @@ def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
 
     Raises ConfigError if the folder was computed with other settings than the run's.
     """
-    about, wanted = Shared.read(shared / ABOUT), settings(resolved.config)
+    about, wanted = Shared.read(shared / ABOUT), _inputs(resolved.config)
     changed = [k for k in sorted(about.settings.keys() | wanted.keys()) if about.settings.get(k) != wanted.get(k)]
     if changed:
         lines = ", ".join(f"{k}: {about.settings.get(k)!r} -> {wanted.get(k)!r}" for k in changed[:6])
@@ -69,6 +70,11 @@ def settings(config: Config) -> dict[str, Any]:
     """All parameters that partition and pre-training depend on. Not in it: the algorithm, and how it changes the
     network."""
     return {key: value for key, value in configs.flatten(config).items() if decides(key)}
+
+
+def _inputs(config: Config) -> dict[str, Any]:
+    """`settings`, and digests of the files and of the code of one's own that some of them name."""
+    return settings(config) | contents(config)
 
 
 def decides(key: str) -> bool:

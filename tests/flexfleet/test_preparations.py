@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from fl_engine.algorithms import FlexFL
@@ -18,6 +19,8 @@ from fl_engine.algorithms.pooled import prefix_pool
 from fl_engine.core.contracts import ModelFamily, PreparationContext, ServerContext
 from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError
 from fl_engine.core.types import Pool, Prepared
+from fl_engine.data.partitioning import TENSORS
+from fl_engine.exchange import code
 from fl_engine.preparation import CONTRACT, PREPARATIONS, preparation
 from flexfleet.comparisons import whole
 from flexfleet.config import load_config
@@ -159,6 +162,85 @@ def test_another_file_beside_its_own_computes_again(tmp_path: Path, sets: list[s
     assert inputs[0] != inputs[1] == inputs[2]
 
 
+NET = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, outputs):
+        act = nn.ReLU
+        super().__init__(
+            nn.Conv2d(1, 4, 3), act(), nn.Conv2d(4, 8, 3), act(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            nn.Linear(8, outputs),
+        )
+"""
+OWN_NETWORK = {"a file": ["model.name=own_net:Net"], "run.code": ["model.name=packed.own_net:Net", "run.code=packed"]}
+
+
+@pytest.fixture
+def edit(tmp_path: Path) -> Iterator[Callable[[str], None]]:
+    """Writes the network with this activation, to be imported anew."""
+
+    def write(act: str) -> None:
+        code.disable()
+        sys.modules.pop("own_net", None)
+        for folder in (tmp_path, tmp_path / "packed"):
+            folder.mkdir(exist_ok=True)
+            (folder / "__init__.py").touch()
+            (folder / "own_net.py").write_text(NET.replace("nn.ReLU", f"nn.{act}"))
+
+    yield write
+    code.disable()
+    sys.modules.pop("own_net", None)
+
+
+@pytest.mark.parametrize("where", OWN_NETWORK)
+def test_another_source_of_a_network_computes_again(
+    tmp_path: Path, quick: Sequence[str], edit: Callable[[str], None], where: str
+) -> None:
+    """Scores of its layers, its mistakes, clusters of its features: its name is the same as before."""
+    sets = [each for each in quick if not each.startswith("model.")] + OWN_NETWORK[where]
+    network = OWN_NETWORK[where][0].partition("=")[2]
+    more = {
+        "noise": ("noise.labels=0.5", "noise.epochs=1"),
+        "clusters": (f"partition.features={network}", "partition.clusters=3"),
+    }
+    found = []
+    for folder, act in (("a", "ReLU"), ("a", "Sigmoid"), ("b", "Sigmoid")):
+        edit(act)
+        prepared_in(tmp_path / folder, sets)
+        for name, given in more.items():
+            partition(Resolved.load(None, [*sets, *given, f"run.store={folder}"]), tmp_path / folder / name)
+        layers = Apoz.read(tmp_path / folder / "pretrain" / "apoz.json").layers
+        found.append((layers, (tmp_path / folder / "clusters" / TENSORS).read_bytes()))
+    before, now, fresh = found
+    assert now == fresh and all(one != two for one, two in zip(before, now, strict=True))
+    mistakes = {each: {path.read_text() for path in Path(each, ".kept").glob("confusion-*")} for each in "ab"}
+    assert len(mistakes["a"]) == 2 and mistakes["b"] < mistakes["a"]
+
+
+CHOOSES = """
+from fl_engine.algorithms import FlexFL
+
+class Chooses(FlexFL):
+    def network(self, family):
+        return family
+"""
+
+
+def test_another_source_of_an_algorithm_that_chooses_the_network_computes_again(
+    tmp_path: Path, quick: Sequence[str]
+) -> None:
+    inputs = {}
+    for name, text in (("network", CHOOSES), ("plain", CHOOSES.replace("def network", "def other"))):
+        for i in range(2):
+            (tmp_path / "chooses.py").write_text(f"{text}\n# {i}\n")
+            sys.modules.pop("chooses", None)
+            folder = prepared_in(tmp_path / name, [*quick, "algorithm.name=chooses:Chooses"])
+            inputs[name, i] = prepared.index(folder)["apoz"].inputs
+    sys.modules.pop("chooses")
+    assert inputs["plain", 0] == inputs["plain", 1] != inputs["network", 0] != inputs["network", 1]
+
+
 @pytest.mark.parametrize("what", ["training.lr=0.01", "rounds.stop=9", "algorithm.selection.name=uniform"])
 def test_what_is_no_input_computes_nothing(tmp_path: Path, sets: list[str], what: str, unused: Any) -> None:
     prepared_in(tmp_path / "a", sets)
@@ -297,6 +379,41 @@ def test_runs_share_what_has_the_same_inputs(tmp_path: Path, sets: list[str], un
         share.adopt(same, shared, tmp_path / "late")
     (shared / "pretrain" / prepared.INDEX).write_bytes(b"")
     assert not share.fits(same, shared), "it is computed again"
+
+
+def test_what_is_shared_belongs_to_the_content_of_files_and_code(
+    tmp_path: Path, quick: Sequence[str], edit: Callable[[str], None]
+) -> None:
+    """Of a map, of features, of the network whose mistakes are the wrong labels."""
+    ways = {
+        "map": ["partition.rule=manual", "partition.map=map.json"],
+        "features": ["partition.features=f.npy", "partition.clusters=3"],
+        "network": ["model.name=own_net:Net", "noise.labels=0.2", "noise.epochs=1"],
+        "plain": [],
+    }
+    plain = [each for each in quick if not each.startswith("model.width")] + ["algorithm.name=all_large"]
+
+    def write(act: str, contiguous: bool) -> dict[str, Resolved]:
+        edit(act)
+        whose = np.arange(240) // 40 if contiguous else np.arange(240) % 6
+        clients = [np.flatnonzero(whose == client).tolist() for client in range(6)]
+        Path("map.json").write_text(json.dumps({"clients": clients}))
+        np.save("f.npy", np.eye(6)[whose])
+        return {name: Resolved.load(None, [*plain, *more]) for name, more in ways.items()}
+
+    before = write("ReLU", False)
+    for name, resolved in before.items():
+        share.share(resolved, tmp_path / name)
+    assert all(share.fits(resolved, tmp_path / name) for name, resolved in before.items())
+    now = write("Tanh", True)
+    assert {name: share.fits(resolved, tmp_path / name) for name, resolved in now.items()} == {
+        "map": False,
+        "features": False,
+        "network": False,
+        "plain": True,
+    }
+    with pytest.raises(ConfigError, match=r"other settings \(the content of partition.map: '"):
+        share.adopt(now["map"], tmp_path / "map", tmp_path / "out")
 
 
 def test_a_comparison_searches_once(sets: list[str], tmp_path: Path) -> None:
