@@ -18,6 +18,7 @@ from fl_engine.rounds import phases
 from fl_engine.storage.store import Store
 from flexfleet.config import Config
 from flexfleet.config.names import plain
+from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import EvaluationFile, History, Result, RunFile
 from flexfleet.files.measure import SHARES, highest
 from flexfleet.files.terminal import missing
@@ -61,17 +62,19 @@ def run(
         raise ConfigError(f"{out} exists already: go on with --resume, or choose another --run-id")
     if (out / "central.json").exists():
         raise ConfigError(f"{out} holds a central training: choose another --run-id")
-    if (out / "run.json").exists():
-        known_run(config, out, resume)
-    else:  # the steps before the rounds are quick and pure, so they are done again after a kill
+    if not (out / "run.json").exists():  # before there is a folder: what is refused leaves none
         check(resolved)
         _reach(config, run_id, out)
-        if shared is not None:
-            adopt(resolved, shared, out)
-        else:
-            partition(resolved, out / "partition")
-            pretrain(resolved, out / "partition", out / "pretrain")
-        model_pool(resolved, out / "pretrain", out / "pool")
+    with alone(out):  # released before `federate`, which takes the lock itself
+        if (out / "run.json").exists():
+            known_run(config, out, resume)
+        else:  # the steps before the rounds are quick and pure, so they are done again after a kill
+            if shared is not None:
+                adopt(resolved, shared, out)
+            else:
+                partition(resolved, out / "partition")
+                pretrain(resolved, out / "partition", out / "pretrain")
+            model_pool(resolved, out / "pretrain", out / "pool")
     federate(
         resolved,
         out / "partition",

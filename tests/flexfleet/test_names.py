@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, PartitionError
+from fl_engine.data.partitioning import read_manifest
 from flexfleet.config import Config
 from flexfleet.config.entries import entries
 from flexfleet.config.names import LONGEST, plain
 from flexfleet.config.overrides import run_name
+from flexfleet.files.artifacts import RunFile
 from flexfleet.nightly.regress import prepare
+from flexfleet.runs import whole
 from flexfleet.runs.whole import run
 from flexfleet.steps import federate
 from flexfleet.steps.prepare import Resolved
@@ -97,3 +100,35 @@ def test_the_lock_says_who_holds_it(tmp_path: Path) -> None:
         pass
     with federate.alone(tmp_path):
         assert len((tmp_path / ".lock").read_text().splitlines()) == 1, "of the last holder alone"
+
+
+def test_two_runs_of_one_folder_do_not_mix_before_the_first_round_either(
+    quick: Sequence[str], no_drawings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes while the other one prepares would leave its own partition there."""
+    monkeypatch.chdir(tmp_path)
+    mine, other = (
+        Resolved.load(None, [*quick, "rounds.stop=1", f"partition.rule={rule}"]) for rule in ("iid", "dirichlet")
+    )
+    pretrain = whole.pretrain
+
+    def meanwhile(*given: Any) -> Path:
+        monkeypatch.setattr(whole, "pretrain", pretrain)
+        with pytest.raises(ConfigError, match=r"runs/a is being run by another process: .*: wait for it, or stop it"):
+            run(other, "a", resume=True)
+        return pretrain(*given)
+
+    monkeypatch.setattr(whole, "pretrain", meanwhile)
+    assert run(mine, "a").status == "finished"
+    assert RunFile.read(Path("runs/a/run.json")).config["partition"]["rule"] == "iid"
+    assert read_manifest(Path("runs/a/partition/partition.json")).rule == "iid"
+
+
+def test_what_is_refused_before_the_first_round_leaves_no_folder(
+    quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next attempt would be told to resume it."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PartitionError, match="at least 1000 samples need 6000"):
+        run(Resolved.load(None, [*quick, "partition.minimum=1000"]), "a")
+    assert not list(tmp_path.iterdir())
