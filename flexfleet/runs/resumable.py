@@ -3,8 +3,9 @@
 Both need a small folder with the outcome, and the rounds in a place that outlives a killed attempt. DVC also needs an
 outcome that depends on its inputs alone, and deletes a stage's folder before it runs the stage. So `main` keeps the
 rounds in another folder beside that one. Its name is made from everything that the model's bits depend on - parameters,
-partition, pool, numerics, the engine's code - so the same inputs find an interrupted run again, and other inputs never
-do. `main` deletes the rounds when the outcome is there; a forced run starts from nothing.
+partition, pool, traces, folders of clients, numerics, the engine's code and one's own - so the same inputs find an
+interrupted run again, and other inputs never do. `main` deletes the rounds when the outcome is there; a forced run
+starts from nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +18,22 @@ from typing import Any
 
 import fl_engine
 from fl_engine.core.fields import Moves
+from fl_engine.exchange.code import store_key
+from fl_engine.fleet.traces import digest
 from fl_engine.storage.store import sha256
 from fl_engine.training.numerics import Numerics, describe, settled
-from flexfleet.config import Config, flatten, moves
+from flexfleet.config import flatten, moves
+from flexfleet.config.sources import sources
 from flexfleet.files import terminal as common
-from flexfleet.steps.federate import federate
-from flexfleet.steps.own_code import wheel_of
+from flexfleet.files.artifacts import RunFile
+from flexfleet.steps.federate import federate, site_of
+from flexfleet.steps.own_code import sha256_of
+from flexfleet.steps.partition import folders_sum, simulated
 from flexfleet.steps.prepare import Resolved, resolved_of
 
 OUTCOME = ("run.json", "history.json", "model.safetensors")
+DONE = ".done"
+"""Ends the names of folders whose outcome is there. None is resumed: a kill may have left a part of one."""
 
 
 def federate_in(
@@ -37,11 +45,12 @@ def federate_in(
     tags: dict[str, str] | None = None,
     mlflow_run_id: str | None = None,
 ) -> Path:
-    """Runs the rounds in `folder`, resuming what is there, and copies the outcome into `out`. The folder's name is the
-    run's name. Raises what `federate` raises."""
+    """Runs the rounds in `folder`, resuming what is there, and copies the outcome into `out`, with the wheel of
+    `run.code`. The folder's name is the run's name. Raises what `federate` raises."""
     federate(resolved, partition, pool, folder, resume=True, tags=tags, mlflow_run_id=mlflow_run_id)
-    out.mkdir(parents=True, exist_ok=True)
-    for name in OUTCOME:
+    code = RunFile.read(folder / "run.json").code_sha256
+    for name in (*OUTCOME, *([store_key(code)] if code is not None else [])):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, out / name)
     return out
 
@@ -49,16 +58,21 @@ def federate_in(
 def federate_for_dvc(resolved: Resolved, partition: Path, pool: Path, out: Path) -> Path:
     """Writes run.json, history.json and model.safetensors into `out`; resumes an interrupted run."""
     unfinished = out.with_name(f"{out.name}.unfinished")
-    folder = unfinished / identity(resolved.config, partition, pool)
+    folder = unfinished / identity(resolved, partition, pool)
+    for left in unfinished.glob(f"*{DONE}"):
+        shutil.rmtree(left)
     federate_in(folder, resolved, partition, pool, out)
-    shutil.rmtree(folder)
+    done = folder.with_name(f"{folder.name}{DONE}")
+    folder.rename(done)
+    shutil.rmtree(done)
     if not any(unfinished.iterdir()):
         unfinished.rmdir()
     return out
 
 
-def identity(config: Config, partition: Path, pool: Path) -> str:
+def identity(resolved: Resolved, partition: Path, pool: Path) -> str:
     """Algorithm, seed, and a digest of everything that the model depends on."""
+    config = resolved.config
     # The end of the rounds may change in a resumed run, but a run with more rounds has no outcome for fewer rounds.
     parameters = {k: v for k, v in flatten(config).items() if moves(k) in (Moves.RESULT, Moves.LENGTH)}
     precision = settled(config.run.precision, config.run.devices, None)
@@ -71,10 +85,16 @@ def identity(config: Config, partition: Path, pool: Path) -> str:
         "strategy": config.run.strategy,
         "code": {str(p.relative_to(package)): sha256(p.read_bytes()) for p in sorted(package.rglob("*.py"))},
     }
-    if (wheel := wheel_of(config)) is not None:
-        parts["own code"] = wheel.sha256
-    digest = sha256(json.dumps(parts, sort_keys=True).encode())
-    return f"{config.algorithm['name']}-s{config.seed}-{digest[:12]}"
+    if (code := sha256_of(config)) is not None:
+        parts["own code"] = code
+    if found := sources(config):
+        parts["sources"] = found
+    if config.fleet.trace is not None and config.fleet.trace.files:
+        parts["trace"] = digest(config.fleet.trace)
+    if config.partition.folders is not None and not config.run.apart:
+        parts["folders"] = folders_sum(simulated(resolved, site_of(resolved, partition, pool)))
+    whole = sha256(json.dumps(parts, sort_keys=True).encode())
+    return f"{config.algorithm['name']}-s{config.seed}-{whole[:12]}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -211,11 +211,35 @@ def test_an_interrupted_run_goes_on_and_another_configuration_does_not_meet_it(
     assert sorted(p.name for p in out.iterdir()) == sorted(resumable.OUTCOME)
 
 
+@pytest.mark.parametrize("files", [0, 3])
+def test_a_kill_while_the_rounds_are_deleted_leaves_nothing_that_is_in_the_way(
+    tmp_path: Path, job: tuple[Config, Path, Path], monkeypatch: pytest.MonkeyPatch, files: int
+) -> None:
+    """A part of them is no run: it would be resumed, found damaged, and refused for ever."""
+    config, parts, pool = job
+    out, unfinished = tmp_path / "federate", tmp_path / "federate.unfinished"
+
+    def killed(folder: Path) -> None:
+        for path in sorted((p for p in folder.rglob("*") if p.is_file()), reverse=True)[:files]:
+            path.unlink()
+        raise Stopped("as by a kill")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(Stopped):
+            resumable.federate_for_dvc(Resolved.of(config), parts, pool, out)
+    first = History.read(out / "history.json").model_sha256
+    shutil.rmtree(out)  # as DVC does before it runs a stage
+    found = resumable.federate_for_dvc(Resolved.of(config), parts, pool, out)
+    assert History.read(found / "history.json").model_sha256 == first
+    assert not unfinished.exists()
+
+
 def test_the_identity_depends_on_what_decides_the_model(job: tuple[Config, Path, Path]) -> None:
     config, parts, pool = job
 
     def name(**changes: Any) -> str:
-        return resumable.identity(config.model_copy(update=changes), parts, pool)
+        return resumable.identity(Resolved.of(config.model_copy(update=changes)), parts, pool)
 
     elsewhere = config.tracking.model_copy(update={"mlflow": "http://here:5000"})
     quicker = config.rounds.model_copy(update={"commit_every": 7})
@@ -224,3 +248,26 @@ def test_the_identity_depends_on_what_decides_the_model(job: tuple[Config, Path,
     before = name()
     (pool / "pool.json").write_text((pool / "pool.json").read_text().replace('"M1"', '"N1"'))
     assert name() != before
+
+
+def test_the_identity_depends_on_the_content_of_files_and_code_that_are_named(
+    job: tuple[Config, Path, Path], quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted rounds of another content could only be refused, and DVC has no way to leave them."""
+    monkeypatch.syspath_prepend(tmp_path)
+    trace, network = tmp_path / "trace.csv", tmp_path / "of_identity.py"
+    trace.write_text("client,time,online\n")
+    network.write_text("from fl_engine.models import SmallCNN\n")
+    _, parts, pool = job
+
+    def name(*sets: str) -> str:
+        return resumable.identity(Resolved.load(ROOT / "params.yaml", [*quick, *sets]), parts, pool)
+
+    for file, line, given in (
+        (trace, "0,0,1\n", f"fleet.trace={trace}"),
+        (network, "# edited\n", "model.name=of_identity:SmallCNN"),
+    ):
+        before = name(given)
+        assert name(given) == before
+        file.write_text(f"{file.read_text()}{line}")
+        assert name(given) != before

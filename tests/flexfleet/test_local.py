@@ -26,8 +26,13 @@ from fl_engine.training.pace import Pace
 from flexfleet.api.results import load
 from flexfleet.config import load_config
 from flexfleet.files.artifacts import EvaluationFile, History
+from flexfleet.runs.resumable import identity
 from flexfleet.steps import federate, invitations
 from flexfleet.steps.answer import carry_out_all, prepared
+from flexfleet.steps.model_pool import model_pool
+from flexfleet.steps.partition import partition
+from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.pretrain import pretrain
 from tests.harness.devices import Clock, Played
 
 READER = '''
@@ -202,6 +207,21 @@ def test_a_simulation_goes_on_with_the_data_that_it_began_with(flexfleet: Any, t
     assert again.code == 4 and "other data in partition.folders" in again.err, again.err
     with pytest.raises(IntegrityError, match=r"other data in partition\.folders"):
         run.replay(1, client)
+
+
+def test_interrupted_rounds_of_other_data_are_not_met(tmp_path: Path) -> None:
+    """As by `dvc repro`, which has no way to leave them."""
+    run, names = tmp_path / "runs" / "a", []
+    resolved = Resolved.load(None, simulated("algorithm.name=all_large"))
+    partition(resolved, run / "partition")
+    pretrain(resolved, run / "partition", run / "pretrain")
+    model_pool(resolved, run / "pretrain", run / "pool")
+    folder = folders_in(tmp_path)[1] / "data.npz"
+    parts = np.load(folder)
+    for x in (parts["x"], parts["x"], 255 - parts["x"]):
+        np.savez(folder, x=x, y=parts["y"])
+        names.append(identity(resolved, run / "partition", run / "pool"))
+    assert names[0] == names[1] != names[2]
 
 
 def test_the_number_of_test_samples_is_the_servers(flexfleet: Any, tmp_path: Path, on_devices: Any) -> None:

@@ -18,6 +18,12 @@ from fl_engine.storage.store import sha256
 from fl_engine.testing.own_package import NAME, SETS, write
 from flexfleet.config import pair_of
 from flexfleet.files.artifacts import RunFile
+from flexfleet.runs import gather, resumable
+from flexfleet.steps.evaluate import evaluate
+from flexfleet.steps.model_pool import model_pool
+from flexfleet.steps.partition import partition
+from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.pretrain import pretrain
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +68,23 @@ def test_every_process_imports_from_the_wheel_of_the_run(
     plain = flexfleet("run", "--json", "--run-id", "p", sets=[*quick, "algorithm.name=all_large", SETS[1]])
     assert plain.json["model_sha256"] == run("again"), "a factor of 1 is the method that it comes from"
     assert record("p").code_sha256 is None
+
+
+def test_steps_that_write_folders_of_their_own_hand_on_the_wheel(
+    package: Path, quick: Sequence[str], tmp_path: Path
+) -> None:
+    """As those of `dvc repro` and of a pipeline, where the last step reads what `run.code` names."""
+    resolved = Resolved.load(None, [*quick, *SETS, f"run.code={package}", "rounds.stop=1"])
+    parts, before, pool, scores = (tmp_path / name for name in ("partition", "pretrain", "pool", "evaluation"))
+    partition(resolved, parts)
+    pretrain(resolved, parts, before)
+    model_pool(resolved, before, pool)
+    run = resumable.federate_for_dvc(resolved, parts, pool, tmp_path / "federate")
+    evaluate(resolved, run, parts, pool, scores)
+    found = gather.finish(resolved.config, run, parts, before, pool, scores, tmp_path / "whole")
+    assert found.status == "finished"
+    (wheel,) = (tmp_path / "whole" / "code").iterdir()
+    assert wheel.name == f"{code.pack(package).sha256}.whl"
 
 
 def test_an_objective_of_the_package(run: Any) -> None:
