@@ -105,6 +105,13 @@ def add_faults(p: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def parsed(p: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, settled: what a command's main begins with. Raises ConfigError."""
+    args = p.parse_args(argv)
+    settle(args)
+    return args
+
+
 def settle(args: argparse.Namespace) -> None:
     """Makes `--set` of the short options, sets how much is told, and says which files are merged. Raises ConfigError
     where a parameter is given twice."""

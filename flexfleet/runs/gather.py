@@ -54,7 +54,7 @@ def _with_passwords(config: Config, given: Config) -> Config:
 def main(argv: Sequence[str] | None = None) -> int:
     reads = {"partition": "partition", "pretrain": "pretrain", "pool": "model_pool", "evaluation": "evaluate"}
     p = common.step_parser(__doc__ or "", run="federate", **reads)
-    args = p.parse_args(argv)
+    args = common.parsed(p, argv)
     steps = (args.partition, args.pretrain, args.pool, args.evaluation)
     result = finish(config_of(args), args.run, *steps, args.out)
     print(table([args.out]))

@@ -515,7 +515,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "", partition="partition", pool="model_pool")
     common.add_resume(p)
     common.add_faults(p)
-    args = p.parse_args(argv)
+    args = common.parsed(p, argv)
     print(
         federate(
             resolved_of(args),

@@ -86,7 +86,7 @@ def build(
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "", pretrain="pretrain")
-    args = p.parse_args(argv)
+    args = common.parsed(p, argv)
     print(model_pool(resolved_of(args), args.pretrain, args.out))
     return 0
 

@@ -134,7 +134,7 @@ def server_of(resolved: Resolved) -> ServerContext:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "")
-    args = p.parse_args(argv)
+    args = common.parsed(p, argv)
     print(partition(resolved_of(args), args.out))
     return 0
 

@@ -199,7 +199,7 @@ def settings_of(resolved: Resolved, name: str, kind: Preparation) -> dict[str, A
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "", partition="partition")
-    args = p.parse_args(argv)
+    args = common.parsed(p, argv)
     print(pretrain(resolved_of(args), args.partition, args.out))
     return 0
 

@@ -84,7 +84,7 @@ def decides(key: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "")
-    args = p.parse_args(argv)
+    args = common.parsed(p, argv)
     print(share(resolved_of(args), args.out))
     return 0
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlflow
 import numpy as np
 import pytest
 
-from fl_engine.core.errors import IntegrityError
+from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.data import partitioning as partitions
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.lease import Holder
@@ -21,14 +23,27 @@ from fl_engine.storage.store import decode, sha256
 from flexfleet.config import load_config, parse
 from flexfleet.files.artifacts import Apoz, EvaluationFile, History, PoolFile, RunFile
 from flexfleet.reports import report as report_module
+from flexfleet.runs import gather as gather_module
+from flexfleet.runs import resumable as resumable_module
 from flexfleet.steps import evaluate as evaluate_module
 from flexfleet.steps import federate as federate_module
 from flexfleet.steps import model_pool as model_pool_module
 from flexfleet.steps import partition as partition_module
 from flexfleet.steps import pretrain as pretrain_module
+from flexfleet.steps import share as share_module
 from flexfleet.steps.prepare import Resolved
 
 Step = Callable[..., Any]
+STEPS = [
+    partition_module,
+    pretrain_module,
+    model_pool_module,
+    federate_module,
+    evaluate_module,
+    share_module,
+    resumable_module,
+    gather_module,
+]
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +247,28 @@ def test_federate_refuses_a_folder_that_holds_a_run(
     again = step(federate_module.main, *argv, "--resume", sets=quick)
     assert again.code == 0
     assert (folder / "run" / "history.json").read_bytes() == before
+
+
+def test_federate_takes_faults(step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path) -> None:
+    f = str(folder)
+    argv = ("--partition", f"{f}/partition", "--pool", f"{f}/pool", "--out", f"{f}/faults", "--faults", "drop=1.0")
+    done = step(federate_module.main, *argv, sets=[*quick, "rounds.stop=1"])
+    assert done.code == 0, done.err
+    (row,) = History.read(folder / "faults" / "history.json").rounds
+    assert {client["failure"].partition(":")[0] for client in row["clients"]} == {"drop"}
+    twice = step(federate_module.main, *argv, sets=[*quick, "rounds.faults=drop=0.5"])
+    assert twice.code == 2 and "rounds.faults is given twice, by --faults and by --set" in twice.err
+
+
+@pytest.mark.parametrize("module", STEPS, ids=lambda module: module.__name__)
+def test_every_step_settles_its_options(
+    step: Step, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is short for --set would be left out without a word."""
+    monkeypatch.setattr(module.common, "settle", Mock(side_effect=ConfigError("is settled")))
+    needed = re.findall(r"(--[a-z]+)\s+DIR", step(module.main, "--help").out.partition("\n\n")[0])
+    done = step(module.main, *(word for option in needed for word in (option, str(tmp_path))))
+    assert "--out" in needed and done.code == 2 and done.err.endswith("error: is settled\n")
 
 
 def _copy(folder: Path, to: Path) -> Path:
