@@ -48,7 +48,7 @@ class Live:
             for handler in self._handlers:
                 handler.addFilter(self._before)
         width = shutil.get_terminal_size((80, 24)).columns - 1
-        sys.stderr.write(CLEAR + (text if len(text) <= width else f"{text[: width - 3]}..."))
+        sys.stderr.write(CLEAR + (text if len(text) <= width else f"{text[: max(0, width - 3)]}..."[:width]))
         sys.stderr.flush()
         self._shown = True
 

@@ -227,10 +227,13 @@ def test_a_late_import_is_told_by_the_first_run_that_shows_warnings(
     numerics._tell_late.cache_clear()
 
 
-def test_a_long_line_is_cut_to_the_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
+@pytest.mark.parametrize(("columns", "shown"), [(20, "x" * 16 + "..."), (4, "..."), (3, ".."), (2, "."), (1, "")])
+def test_a_long_line_is_cut_to_the_terminal(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, columns: int, shown: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     Live(Clock()).show("x" * 50)
-    assert seen(terminal) == ["x" * 16 + "..."]
+    assert terminal.getvalue() == f"{CLEAR}{shown}"
 
 
 def test_a_log_hears_of_a_long_round_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
