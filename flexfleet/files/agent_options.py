@@ -40,4 +40,5 @@ def check(args: argparse.Namespace) -> None:
 def again(args: argparse.Namespace) -> list[str]:
     """The same options once more."""
     given = [f"--invite={args.invite}", f"--silence={args.silence}", f"--recycle={args.recycle}"]
-    return [*given, *([f"--folder={args.folder}"] if args.folder else []), *(["--once"] if args.once else [])]
+    flags = [f"--{name}" for name in ("once", "quiet", "verbose") if getattr(args, name)]
+    return [*given, *([f"--folder={args.folder}"] if args.folder else []), *flags]

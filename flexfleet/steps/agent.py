@@ -220,7 +220,8 @@ def run(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     agent_options.add(p)
-    return run(p.parse_args(argv))
+    common.add_loudness(p)
+    return run(common.parsed(p, argv))
 
 
 if __name__ == "__main__":

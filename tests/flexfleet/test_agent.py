@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import stat
 import tempfile
 import threading
@@ -20,6 +21,7 @@ from fl_engine.exchange.assignment import Assignment
 from fl_engine.exchange.letters import Beat, Letter, Loan
 from fl_engine.storage.s3 import UrlStore
 from fl_engine.storage.store import FolderStore
+from flexfleet.cli import dispatch
 from flexfleet.steps import agent
 from flexfleet.steps.agent_line import Line, known_of
 from tests.harness.devices import Clock
@@ -318,6 +320,29 @@ def test_no_beat_covers_that_the_order_failed_before_the_coordinator_has_read_it
     with pytest.raises(KeyboardInterrupt):
         agent.serve(line, 7200.0, 200, False, never)
     assert seen[0] == "failed" and set(seen[1:]) == {"idle"}, "and is there for others, once that is read"
+
+
+@pytest.mark.parametrize(("flag", "level"), [("-q", logging.WARNING), ("-v", logging.DEBUG)])
+def test_a_process_that_starts_anew_is_as_loud_as_before(
+    invited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, level: int
+) -> None:
+    loggers, started = [logging.getLogger(name) for name in ("flexfleet", "fl_engine")], list[list[str]]()
+
+    def execv(path: str, argv: list[str]) -> None:
+        started.append(argv[3:])
+        raise SystemExit(0)
+
+    monkeypatch.setattr(agent.os, "execv", execv)
+    monkeypatch.setattr(agent, "serve", lambda line, silence, recycle, once, restart: restart("enough"))
+    given = [f"--invite={invited}", f"--folder={tmp_path / 'device'}", flag]
+    for main, argv in ((dispatch, ["agent", *given]), (agent.main, given)):
+        for logger in loggers:
+            monkeypatch.setattr(logger, "level", logging.NOTSET)
+        with pytest.raises(SystemExit):
+            main(argv)
+        assert {logger.level for logger in loggers} == {level}
+        given = started[-1]
+    assert started[0] == started[1]
 
 
 def test_a_process_that_starts_anew_leaves_no_code_behind(
