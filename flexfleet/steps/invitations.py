@@ -55,7 +55,7 @@ def _private(store: Store) -> Store:
 
 def invite(config: Config, tier: str | None, count: int, out: Path) -> list[Path]:
     """Writes an invitation for each of so many devices into the folder `out`. Raises ConfigError for a tier that the
-    fleet does not have, and for a file that is there already."""
+    fleet does not have, and for a file that is there already; OSError where the file cannot be written."""
     tiers = [each.name for each in config.fleet.tiers]
     if tier is not None and tier not in tiers:
         raise ConfigError(f"--tier {tier!r} is no tier of the fleet{nearest(tier, tiers)}")
@@ -73,14 +73,25 @@ def invite(config: Config, tier: str | None, count: int, out: Path) -> list[Path
         invitation = post.invite("device" if tier is None else _plain(tier), tier)
         path = out / f"{invitation.name}.json"
         try:
-            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
+            _write(path, invitation.model_dump_json(indent=1) + "\n")
+        except OSError as error:  # a device without an invitation cannot come
             post.revoke(invitation.name)
-            raise ConfigError(f"{path} is there already: name another folder by --out") from None
-        with os.fdopen(opened, "w") as file:
-            file.write(invitation.model_dump_json(indent=1) + "\n")
+            if isinstance(error, FileExistsError):
+                raise ConfigError(f"{path} is there already: name another folder by --out") from None
+            raise
         written.append(path)
     return written
+
+
+def _write(path: Path, text: str) -> None:
+    """For this user alone. Raises OSError, and leaves no part of the file."""
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(opened, "w") as file:
+            file.write(text)
+    except OSError:
+        path.unlink()
+        raise
 
 
 def revoke(config: Config, name: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 import stat
 import time
@@ -25,6 +27,27 @@ def test_folders_with_keys_are_the_owner_s_alone(tmp_path: Path) -> None:
     main(["invite", "--out", str(tmp_path / "out"), *sets(tmp_path)])
     for folder in (".agents", ".invited"):
         assert stat.S_IMODE((tmp_path / "runs" / folder).stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("when", ["opened", "written"])
+def test_a_device_whose_invitation_cannot_be_written_is_not_invited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    config, out, opening = parse({"run": {"store": str(tmp_path / "runs")}}), tmp_path / "out", os.open
+
+    def full(path: Any, flags: int, *more: Any) -> int:
+        if Path(path) != out / "device-2.json":
+            return opening(path, flags, *more)
+        if when == "opened":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        os.close(opening(path, flags, *more))
+        return opening("/dev/full", os.O_WRONLY)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device"):
+        patch.setattr(invitations.os, "open", full)
+        invitations.invite(config, None, 3, out)
+    assert [path.name for path in out.iterdir()] == ["device-1.json"]
+    assert invitations.roster_of(config).names() == ["device-1"]
 
 
 def test_status_lists_runs_whatever_becomes_of_the_devices(
