@@ -485,6 +485,9 @@ def status(args: argparse.Namespace) -> int:
             print(f"{config.run.store} holds no run yet")
     if not args.json:
         for row in rows:
+            if "why" in row:
+                print(f"{row['run_id']:40} {row['status']:10} {row['why']}", flush=True)
+                continue
             measure, last = Measure(row["metric"] or ""), ""
             if row["avg"] is not None:
                 last = f"  avg {measure.with_unit(row['avg'])}  full {measure.with_unit(row['full'])}"

@@ -33,6 +33,7 @@ from flexfleet.config import Config, codecs, parse_schema, parse_with_algorithm
 from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile
 from flexfleet.files.artifacts import Result as ResultFile
 from flexfleet.files.measure import measure_in
+from flexfleet.runs.status import is_finished
 from flexfleet.steps import own_code
 from flexfleet.steps.federate import given_weights, initial_state, site_of, store_of, trace_of
 from flexfleet.steps.partition import folders_sum, simulated
@@ -125,7 +126,7 @@ class Result:
     @cached_property
     def _result(self) -> ResultFile | None:
         path = self.folder / "result.json"
-        if not path.is_file() or self._config.rounds.end(row.metrics for row in self._rows) is None:
+        if not path.is_file() or not is_finished(self._config, self.folder, self._rows):
             return None
         return ResultFile.read(path)
 

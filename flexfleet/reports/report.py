@@ -10,18 +10,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError, IntegrityError, masked
+from pydantic import ValidationError
+
+from fl_engine.core.errors import ConfigError, IntegrityError, brief, masked
 from fl_engine.core.fields import Moves
 from fl_engine.data.partitioning import Manifest, read_manifest
 from fl_engine.fleet.uniformity import of_a_run
 from fl_engine.models.precision import Precisions
 from fl_engine.rounds.at_clients import PREFIX
 from fl_engine.rounds.phases import waste
+from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.config import moves
@@ -110,6 +113,8 @@ def load(folder: Path) -> Run:
                 f"{expected[:16]}... . Put the right one back, or run again"
             )
     rows = _rows(folder / "history.json", history)
+    config = {k: masked(v) if isinstance(v, str) else v for k, v in _flat(file.config)}
+    _check_all(folder, config, rows)
     if evaluation.rounds != len(rows):
         raise IntegrityError(
             f"{folder / 'evaluation.json'} is of round {evaluation.rounds}, history.json has {len(rows)} rounds: "
@@ -117,7 +122,7 @@ def load(folder: Path) -> Run:
         )
     return Run(
         file=file,
-        config={k: masked(v) if isinstance(v, str) else v for k, v in _flat(file.config)},
+        config=config,
         rows=rows,
         history=history,
         pool=PoolFile.read(folder / "pool" / "pool.json"),
@@ -145,6 +150,22 @@ def _rows(path: Path, history: History) -> tuple[Row, ...]:
     if not any("avg" in row.metrics for row in rows):
         raise IntegrityError(f"{path} has no evaluated round: run at least one, rounds.stop >= 1")
     return tuple(rows)
+
+
+def _check_all(folder: Path, config: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Raises IntegrityError where the rows are fewer than the run has by now: its files are of an earlier end."""
+    told = {name: config.get(f"rounds.{name}") for name in ("stop", "stop_simulated_s")}
+    if told["stop"] is None:
+        return
+    try:
+        end = RoundsConfig.model_validate(told).end(row.metrics for row in rows)
+    except ValidationError as error:
+        raise IntegrityError(f"{folder / 'run.json'} is damaged: rounds: {brief(error)}") from error
+    if end is None:
+        raise IntegrityError(
+            f"{folder} is not a finished run, history.json is of {len(rows)} rounds and the run goes on to "
+            f"{told['stop']}: {NEEDED['history.json']}"
+        )
 
 
 def load_all(folders: Sequence[Path]) -> list[Run]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError
-from fl_engine.storage.checkpoints import Checkpoints
+from fl_engine.core.errors import ConfigError, FlexfleetError
+from fl_engine.storage.checkpoints import Checkpoints, Row
 from flexfleet import config as configs
-from flexfleet.files.artifacts import RunFile
+from flexfleet.config import Config
+from flexfleet.files.artifacts import History, Result, RunFile
 from flexfleet.files.measure import measure_in
 from flexfleet.steps.federate import store_of
 
 
 def describe(run: Path) -> dict[str, Any]:
-    """status: `finished`, or `unfinished` (running or killed: the ledger does not say which, and resuming is safe).
-    stop: after how many rounds the run ends; at most so many, where `rounds.stop_simulated_s` may end it before.
-    metric: accuracy if that is the metric of avg and full, else null."""
+    """status: `finished`, or `unfinished` (running or killed: no file says which, and resuming is safe). stop: after
+    how many rounds the run ends; at most so many, where `rounds.stop_simulated_s` may end it before. metric: accuracy
+    if that is the metric of avg and full, else null."""
     if not (run / "run.json").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")
@@ -27,7 +29,7 @@ def describe(run: Path) -> dict[str, Any]:
     end = config.rounds.end(row.metrics for row in rows)
     return {
         "run_id": file.run_id,
-        "status": "finished" if end is not None and (run / "history.json").is_file() else "unfinished",
+        "status": "finished" if is_finished(config, run, rows) else "unfinished",
         "round": done,
         "stop": config.rounds.stop if end is None else end,
         "avg": scored[-1].metrics["avg"] if scored else None,
@@ -36,6 +38,28 @@ def describe(run: Path) -> dict[str, Any]:
     }
 
 
+def is_finished(config: Config, run: Path, rows: Sequence[Row]) -> bool:
+    """Whether the ledger's `rows` are all that the configuration asks for, and the results in the folder are of all of
+    them: a run that got more rounds has the results of fewer until its end. Raises IntegrityError for a result that is
+    damaged."""
+    if config.rounds.end(row.metrics for row in rows) is None or not (run / "history.json").is_file():
+        return False
+    history = History.read(run / "history.json")
+    if len(history.rounds) != len(rows):
+        return False
+    if not (run / "pool").is_dir():  # what the step federate alone wrote: the others write elsewhere
+        return True
+    return (run / "result.json").is_file() and Result.read(run / "result.json").model_sha256 == history.model_sha256
+
+
 def list_runs(store: Path) -> list[dict[str, Any]]:
-    """All runs of a store, by name."""
-    return [describe(path.parent) for path in sorted(store.glob("*/run.json"))]
+    """All runs of a store, by name of their folder; one that cannot be read with status `unreadable`, and why."""
+    return [_described(path.parent) for path in sorted(store.glob("*/run.json"))]
+
+
+def _described(run: Path) -> dict[str, Any]:
+    try:
+        return describe(run)
+    except FlexfleetError as error:
+        unknown = dict.fromkeys(("round", "stop", "avg", "full", "metric"))
+        return {"run_id": run.name, "status": "unreadable", **unknown, "why": str(error)}

@@ -16,8 +16,10 @@ from fl_engine.models import export
 from fl_engine.rounds import round as rounds
 from fl_engine.storage.store import sha256
 from fl_engine.training.numerics import flushes_now
+from flexfleet.api.results import load
 from flexfleet.files.artifacts import RunFile
-from flexfleet.steps import evaluate
+from flexfleet.runs import whole
+from flexfleet.steps import evaluate, federate
 from tests.harness.processes import refused
 
 RESULT = {
@@ -202,9 +204,51 @@ def test_other_damaged_files_of_a_run_are_named(
 
 
 def test_status_of_a_damaged_run_names_the_file(flexfleet: Any, finished: Any) -> None:
+    """And hides no other one."""
     run, _ = finished
+    shutil.copytree(run, run.with_name("b"))
     flip(run / "rounds" / "00001" / "metrics.json")
     assert "00001/metrics.json" in refused(flexfleet("status", "runs/a"), 4)
+    damaged, sound = flexfleet("status", "--json").json["runs"]
+    assert (damaged["run_id"], damaged["status"], damaged["round"]) == ("a", "unreadable", None)
+    assert "00001/metrics.json" in damaged["why"] and sound["status"] == "finished"
+    first, second = flexfleet("status").out.splitlines()
+    assert first.split()[:2] == ["a", "unreadable"] and "00001/metrics.json" in first and "round 3/3" in second
+
+
+@pytest.mark.parametrize("where", ["federate", "evaluate", "conclude"])
+@pytest.mark.parametrize("more", [False, True])
+def test_a_run_that_is_killed_before_its_results_is_not_finished(
+    flexfleet: Any, quick: Sequence[str], no_drawings: None, finished: Any, monkeypatch: pytest.MonkeyPatch,
+    where: str, more: bool,
+) -> None:  # fmt: skip
+    """Nor one that got more rounds, and has the results of fewer."""
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise Stopped("as by a kill")
+
+    name, module = ("a" if more else "b"), {"federate": federate}.get(where, whole)
+    argv, sets = ("--run-id", name, *(["--resume"] if more else [])), [*quick, f"rounds.stop={4 if more else 1}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_finish" if where == "federate" else where, killed)
+        assert flexfleet("run", *argv, sets=sets).code == 3
+    found = flexfleet("status", f"runs/{name}", "--json").json
+    assert (found["status"], found["round"]) == ("unfinished", 4 if more else 1)
+    loaded = load(Path("runs") / name)
+    assert loaded.status == "stopped" and loaded.model_sha256 is None
+    if more and where == "federate":
+        assert "history.json is of 3 rounds and the run goes on to 4" in refused(flexfleet("report", "runs/a"), 4)
+    assert flexfleet("run", "--run-id", name, "--resume", sets=sets).code == 0
+    assert flexfleet("status", f"runs/{name}", "--json").json["status"] == "finished"
+
+
+def test_status_of_what_the_rounds_alone_wrote(flexfleet: Any, finished: Any) -> None:
+    """As `python -m flexfleet.steps.federate` leaves it: the results are in other steps' folders."""
+    run, _ = finished
+    for name in ("partition", "pretrain", "pool"):
+        shutil.rmtree(run / name)
+    (run / "result.json").unlink()
+    assert flexfleet("status", "runs/a", "--json").json["status"] == "finished"
 
 
 # ------------------------------------------------------------------------------------------- numerics: exit 6

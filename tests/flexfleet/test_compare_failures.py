@@ -224,7 +224,7 @@ def test_runs_that_differ_are_not_tabulated(compared: Compared) -> None:
             comparison.read(LABELS, SEEDS, folders)
         return str(error.value)
 
-    others = {"training.lr": 0.1, "partition.alpha": 0.3, "rounds.stop": 9, "rounds.evaluate_every": 3}
+    others = {"training.lr": 0.1, "partition.alpha": 0.3, "rounds.stop": 2, "rounds.evaluate_every": 3}
     for path, value in others.items():
         undo = change("flexfl-s1", path, value)
         assert "seed 1" in wrong() and path in wrong()

@@ -423,6 +423,30 @@ def test_an_evaluation_of_an_earlier_round_is_refused(two: list[Path]) -> None:
         r.load(two[0])
 
 
+@pytest.mark.parametrize(
+    ("rounds", "over"),
+    [
+        ({"stop": 3}, True),
+        ({"stop": 2}, True),
+        ({"stop": 4}, False),
+        ({"stop": 4, "stop_simulated_s": 5.0}, False),
+    ],
+)
+def test_a_run_that_got_more_rounds_and_has_not_finished_them_is_refused(
+    tmp_path: Path, rounds: dict[str, Any], over: bool
+) -> None:
+    """Its files are of the end that it had before."""
+    run = write_run(tmp_path / "a", "flexfl", rounds=rounds)
+    if over:
+        assert len(r.load(run).rows) == 3
+        return
+    told = (
+        r"a is not a finished run, history\.json is of 3 rounds and the run goes on to 4: .* `flexfleet run --resume`"
+    )
+    with pytest.raises(IntegrityError, match=told):
+        r.load(run)
+
+
 def test_bad_arguments(two: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.html file"):
         r.report(two, tmp_path / "out.pdf")
