@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fl_engine.aggregation import privacy
 from fl_engine.backends.in_process import check_device
 from fl_engine.backends.kubernetes import jobs
 from fl_engine.core import seeds
@@ -30,10 +31,12 @@ from fl_engine.training import own
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import settled
 from flexfleet.config import Config
+from flexfleet.steps import keys
 from flexfleet.steps.federate import trace_of
 from flexfleet.steps.partition import cut, held_out, most_of, simulated, site_of
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import need_proxy, settings_of
+from flexfleet.tracking.trackers import check_address
 
 
 def check(resolved: Resolved) -> dict[str, Any]:
@@ -58,6 +61,7 @@ def check(resolved: Resolved) -> dict[str, Any]:
     if config.run.backend == "kubernetes":
         tiers = devices.named(config.fleet.tiers) if isinstance(config.fleet.tiers, str) else config.fleet.tiers
         jobs.check(config.kubernetes, [tier.name for tier in tiers])
+    _check_places(config, algorithm)
     _check_rates(config)
     giver(algorithm.preparations)
     for name in algorithm.preparations:
@@ -125,6 +129,14 @@ def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) 
         x, y = made_up(site.family, count, generator), site.data.task.examples(count, generator)
         start = take(order.payload, site.layout, task.spec, have=order.spec)
         train(site.family, site.data.task, [Job(replace(task, epochs=1, batch_size=count), start, x, y)])
+
+
+def _check_places(config: Config, algorithm: Algorithm) -> None:
+    """What addresses say by themselves: no server is asked."""
+    if privacy.is_private(algorithm) or config.run.apart:
+        keys.shared_place(config, "run")
+    if config.tracking.mlflow is not None:
+        check_address(config.tracking.mlflow)
 
 
 def _check_rates(config: Config) -> None:

@@ -16,7 +16,6 @@ from fl_engine.data.partitioning import MANIFEST, read_manifest
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
 from fl_engine.storage.store import Store
-from flexfleet.config import Config
 from flexfleet.config.names import plain
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import EvaluationFile, History, Result, RunFile
@@ -27,6 +26,7 @@ from flexfleet.reports import precisions
 from flexfleet.reports.precisions import EXPORT
 from flexfleet.reports.report import report
 from flexfleet.runs.check import check
+from flexfleet.steps import keys
 from flexfleet.steps.evaluate import evaluate
 from flexfleet.steps.federate import federate, known_run, store_of
 from flexfleet.steps.model_pool import model_pool
@@ -64,7 +64,7 @@ def run(
         raise ConfigError(f"{out} holds a central training: choose another --run-id")
     if not (out / "run.json").exists():  # before there is a folder: what is refused leaves none
         check(resolved)
-        _reach(config, run_id, out)
+        _reach(resolved, run_id, out)
     with alone(out):  # released before `federate`, which takes the lock itself
         if (out / "run.json").exists():
             known_run(config, out, resume)
@@ -92,12 +92,16 @@ def run(
     return conclude(resolved, out, store_of(config, run_id, out))
 
 
-def _reach(config: Config, run_id: str, out: Path) -> None:
-    """Before minutes of pre-training: raises ConfigError for an address of MLflow that cannot be used, what `Store`
-    raises for a store that does not answer."""
+def _reach(resolved: Resolved, run_id: str, out: Path) -> None:
+    """Before minutes of pre-training: raises ConfigError for an address of MLflow that cannot be used, what `Store` and
+    `keys.Place` raise for a store, or a place of the run's key, that does not answer."""
+    config = resolved.config
     track.prepare(config)
+    store = store_of(config, run_id, out)
     if config.run.remote is not None:
-        store_of(config, run_id, out).list(track.RUN_KEY)
+        store.list(track.RUN_KEY)
+    if privacy.is_private(resolved.algorithm) or config.run.apart:
+        keys.place(config, run_id, store, out).read()
 
 
 def need_packages(resolved: Resolved) -> None:

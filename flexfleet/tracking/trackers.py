@@ -8,11 +8,12 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fl_engine.core.contracts import Tracker
 from fl_engine.core.errors import (
@@ -21,8 +22,10 @@ from fl_engine.core.errors import (
     Stopped,
     Unreachable,
     UnreachableAddress,
+    did_you_mean,
     first_line,
     masked,
+    printable,
 )
 from flexfleet.config.platform import platform_uri
 
@@ -38,6 +41,8 @@ JOB = "kfp."
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Tag of an experiment: MLflow's UI then shows runs and their charts, not its pages for language models."""
 SQLITE = "sqlite:///"
+SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
+"""Of addresses that MLflow takes, besides those of its plugins."""
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
 CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate entry|Cannot insert duplicate key")
@@ -138,6 +143,35 @@ class Shared:
             return call(*args, **kwargs)
 
         return twice
+
+
+def check_address(uri: str) -> None:
+    """Raises ConfigError for an address that cannot be MLflow's, as far as can be seen without asking anybody and
+    without writing."""
+
+    def refuse(why: str) -> NoReturn:
+        raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {why}")
+
+    scheme, sign, rest = uri.partition("://")
+    kind = scheme.partition("+")[0].lower()
+    known = {*SCHEMES, *(plugin.name for plugin in entry_points(group="mlflow.tracking_store"))}
+    if sign and kind not in known:
+        refuse(f"the scheme {printable(scheme)!r} is none of {', '.join(sorted(known))}{did_you_mean(kind, known)}")
+    if kind in ("http", "https") and rest[:1] in ("", "/", ":", "?"):
+        refuse("it names no host")
+    if uri.startswith(SQLITE) and (named := uri.removeprefix(SQLITE).partition("?")[0]) and named[0] != ":":
+        if Path(named).is_dir():
+            refuse(f"{named} is a folder, the file of a database is expected")
+        _need_folder(Path(named).parent, refuse)
+    elif not sign or kind == "file":
+        _need_folder(Path(rest if sign else uri), refuse)
+
+
+def _need_folder(path: Path, refuse: Callable[[str], NoReturn]) -> None:
+    """Refuses what is no folder and cannot become one."""
+    there = next((each for each in (path, *path.parents) if each.exists()), None)
+    if there is not None and not there.is_dir():
+        refuse(f"{there} is a file, a folder is expected; the file of a database is {SQLITE}PATH")
 
 
 def connect(uri: str, experiment: str) -> tuple[Any, str]:

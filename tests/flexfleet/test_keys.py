@@ -16,7 +16,7 @@ import pytest
 
 from fl_engine.aggregation import privacy
 from fl_engine.backends.kubernetes.cluster import Cluster
-from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.config import load_config
@@ -326,6 +326,39 @@ def test_a_private_run_whose_ledger_outlives_its_key_is_not_begun(rounds: Step, 
 
 def files_of(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize(
+    ("sets", "wanted"),
+    [
+        (["run.secrets=ledgers/keys", "run.remote=ledgers", *PRIVATE], "lies in run.remote = 'ledgers'"),
+        (["run.secrets=s3://safe/x", *PRIVATE], "which the environment does not hold: set FLEXFLEET_SECRETS_AWS_ACC"),
+        (["run.secrets=s3://safe/x", "run.backend=agents"], "which the environment does not hold: set FLEXFLEET_SECRE"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_place_of_the_key_is_checked_before_anything_trains(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    command: str, sets: list[str], wanted: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID", raising=False)
+    done = flexfleet(command, sets=[*quick, *sets])
+    assert done.code == 2 and wanted in done.err
+    assert flexfleet("check", sets=[*quick, sets[0]]).code == 0, "a run without a key needs no place for it"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_of_the_key_that_does_not_answer_is_told_before_anything_trains(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(place: InStore) -> bytes:
+        raise EnvironmentFailure(f"{place} does not answer")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(InStore, "read", gone)
+    done = flexfleet("run", "--run-id", "a", sets=[*quick, *PRIVATE, "run.secrets=safe"])
+    assert done.code == 6 and "safe/a/key on" in done.err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("stream", [None, "shake256-box-muller-0"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import re
 import shutil
 import sqlite3
 import sys
@@ -26,7 +27,7 @@ from flexfleet.publish import publish
 from flexfleet.tracking import trackers as tracking
 from flexfleet.tracking.console import Console
 from flexfleet.tracking.record import token_of
-from flexfleet.tracking.trackers import MLflow, Several
+from flexfleet.tracking.trackers import MLflow, Several, check_address
 from tests.harness.mlflow_server import serving
 
 ROW = {
@@ -232,6 +233,44 @@ def test_an_address_is_tried_before_anything_trains(
     done = flexfleet("run", "--run-id", "a", sets=[*quick, "run.remote=s3://runs/x"])
     assert done.code == 6 and "s3://runs/x/a" in done.err and "credentials" in done.err
     assert not Path("runs").exists()
+
+
+WRONG = {
+    "sqlit:///a.db": r"the scheme 'sqlit' is none of .* \(did you mean 'sqlite'\?\)",
+    "postgres://host/x": r"the scheme 'postgres' is none of .* \(did you mean 'postgresql'\?\)",
+    "http://": "it names no host",
+    "https://:5000": "it names no host",
+    "sqlite:///folder": "folder is a folder, the file of a database is expected",
+    "sqlite:///file/a.db": "file is a file, a folder is expected",
+    "file": "file is a file, a folder is expected; the file of a database is sqlite:///PATH",
+    "file://file/below": "file is a file, a folder is expected",
+}
+RIGHT = (
+    "sqlite:///new/a.db", "sqlite:///file", "sqlite:///:memory:", "sqlite:///", "sqlite:///a.db?mode=rw", "folder",
+    "HTTP://host:5000", "https://me:pw@host/x", "postgresql+psycopg2://host/x", "databricks", "new/mlruns",
+)  # fmt: skip
+
+
+@pytest.fixture
+def addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    Path("folder").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("uri", WRONG)
+def test_a_check_refuses_what_cannot_be_an_address(
+    flexfleet: Any, quick: Sequence[str], addresses: Path, uri: str
+) -> None:
+    done = flexfleet("check", sets=[*quick, f"tracking.mlflow={uri}"])
+    assert done.code == 2 and re.search(f"tracking.mlflow = '{uri}' cannot be used: {WRONG[uri]}", done.err)
+
+
+@pytest.mark.parametrize("uri", RIGHT)
+def test_a_check_asks_no_server_and_writes_nothing(addresses: Path, uri: str) -> None:
+    check_address(uri)
+    assert sorted(path.name for path in addresses.iterdir()) == ["file", "folder"]
 
 
 def test_a_server_that_does_not_answer_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
