@@ -409,21 +409,23 @@ def _same_place(known: RunFile, config: Config, run_id: str, out: Path) -> None:
     """Raises ConfigError rather than compute a run again whose rounds are in another place, or may be: one that cannot
     be asked."""
     before, now = known.config["run"].get("remote"), configs.public(config).run.remote
+    renamed = known.run_id != run_id
 
-    def has_rounds(remote: str | None) -> bool:
+    def has_rounds(remote: str | None, name: str) -> bool:
         there = config.model_copy(update={"run": config.run.model_copy(update={"remote": remote})})
-        return bool(Checkpoints(store_of(there, run_id, out)).commits())
+        return bool(Checkpoints(store_of(there, name, out)).commits())
 
-    if before == now or has_rounds(config.run.remote):
+    if (before == now and not renamed) or has_rounds(config.run.remote, run_id):
         return
     try:
-        elsewhere = has_rounds(before)
+        elsewhere = has_rounds(before, known.run_id)
     except FlexfleetError:
         elsewhere = True
     if elsewhere:
+        was, here, named = (f" as {known.run_id}", f" as {run_id}", " and the name") if renamed else ("", "", "")
         raise ConfigError(
-            f"{out} was started with run.remote = {before}, and with run.remote = {now} no round is committed: give "
-            "the place that it was started with, or copy what is there"
+            f"{out} was started with run.remote = {before}{was}, and with run.remote = {now}{here} no round is "
+            f"committed: give the place{named} that it was started with, or copy what is there"
         )
 
 

@@ -161,6 +161,25 @@ def test_a_run_is_not_begun_again_where_its_rounds_are_not(
     assert again.json["model_sha256"] == done.json["model_sha256"], again.err
 
 
+def test_a_run_that_was_renamed_is_not_begun_again(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    """Its ledger in run.remote still has the old name; one in the run's folder goes with it."""
+    remote = tmp_path / "ledgers"
+    ways = {"far": [f"run.remote={remote}"], "near": []}
+    for name, more in ways.items():
+        sets = [*quick, "rounds.stop=1", *more]
+        done = flexfleet("run", "--json", "--run-id", name, sets=sets)
+        assert done.code == 0, done.err
+        Path("runs", name).rename(f"runs/{name}-b")
+        again = flexfleet("run", "--json", "--run-id", f"{name}-b", "--resume", sets=sets)
+        if more:
+            text = refused(again)
+            assert f"was started with run.remote = {remote} as far, and with run.remote = {remote} as far-b no" in text
+            assert "give the place and the name that it was started with, or copy what is there" in text
+            shutil.copytree(remote / "far" / "rounds", remote / "far-b" / "rounds")
+            again = flexfleet("run", "--json", "--run-id", f"{name}-b", "--resume", sets=sets)
+        assert again.json["model_sha256"] == done.json["model_sha256"], again.err
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
 
