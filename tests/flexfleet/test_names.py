@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.core.errors import ConfigError, PartitionError
+from fl_engine.core.errors import ConfigError, FlexfleetError
 from fl_engine.data.partitioning import read_manifest
 from flexfleet.config import Config
 from flexfleet.config.entries import entries
@@ -124,11 +124,24 @@ def test_two_runs_of_one_folder_do_not_mix_before_the_first_round_either(
     assert read_manifest(Path("runs/a/partition/partition.json")).rule == "iid"
 
 
+ON_CLUSTER = ("run.backend=kubernetes", "kubernetes.image=flexfleet:latest")
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["partition.minimum=1000"], "at least 1000 samples need 6000"),
+        (ON_CLUSTER, r"set run\.remote=s3://bucket/prefix"),
+        ([*ON_CLUSTER, "kubernetes.access=ambient"], r"no cluster: [^.]*\. [^.]*\. run\.backend=kubernetes takes"),
+    ],
+    ids=["partition", "store of pods", "cluster"],
+)
 def test_what_is_refused_before_the_first_round_leaves_no_folder(
-    quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: Sequence[str], said: str
 ) -> None:
     """Else the next attempt would be told to resume it."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PartitionError, match="at least 1000 samples need 6000"):
-        run(Resolved.load(None, [*quick, "partition.minimum=1000"]), "a")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(FlexfleetError, match=said):
+        run(Resolved.load(None, [*quick, *sets]), "a")
     assert not list(tmp_path.iterdir())

@@ -167,7 +167,8 @@ def _connect() -> tuple[urllib3.PoolManager, Any]:
             kubernetes.config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=config)
     except kubernetes.config.ConfigException as error:
         raise EnvironmentFailure(
-            f"no cluster: {error}. run.backend=kubernetes takes the cluster that it runs in, else KUBECONFIG's"
+            f"no cluster: {str(error).rstrip('.')}. run.backend=kubernetes takes the cluster that it runs in, else "
+            "KUBECONFIG's"
         ) from error
     except (yaml.YAMLError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, RequestException) and not isinstance(error, ValueError):

@@ -11,8 +11,29 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage import probe
 from fl_engine.storage.s3 import S3Store, Verb
+from fl_engine.storage.store import Store
 
 DATA_FOLDER = "/data"
+
+
+def image_for(options: KubernetesConfig, store: Store) -> str:
+    """The image that clients run in. Raises ConfigError where none is named, or pods cannot reach the store."""
+    if options.access == "presigned" and not isinstance(store, S3Store):
+        raise ConfigError(
+            f"kubernetes.access=presigned hands out URLs of an S3 server, but the store is {store.uri()}: set "
+            "run.remote=s3://bucket/prefix"
+        )
+    image = options.image or os.environ.get("FLEXFLEET_IMAGE")
+    if not image:
+        raise ConfigError("which image do clients run in? set kubernetes.image, or FLEXFLEET_IMAGE")
+    return image
+
+
+def reach(options: KubernetesConfig, run_id: str, store: Store) -> None:
+    """Before anything trains: raises what `image_for` raises, and EnvironmentFailure for a cluster that does not answer
+    or refuses what a run asks first."""
+    image_for(options, store)
+    Cluster(options.namespace).get("configmaps", jobs.run_label(run_id, store.uri()))
 
 
 class Ground:
@@ -24,15 +45,7 @@ class Ground:
     ) -> None:
         if mailbox.key is None:
             raise ConfigError("clients in pods sign their updates: the mailbox needs a key")
-        if options.access == "presigned" and not isinstance(mailbox.store, S3Store):
-            raise ConfigError(
-                f"kubernetes.access=presigned hands out URLs of an S3 server, but the store is {mailbox.store.uri()}: "
-                "set run.remote=s3://bucket/prefix"
-            )
-        image = options.image or os.environ.get("FLEXFLEET_IMAGE")
-        if not image:
-            raise ConfigError("which image do clients run in? set kubernetes.image, or FLEXFLEET_IMAGE")
-        self.options = options.model_copy(update={"image": image})
+        self.options = options.model_copy(update={"image": image_for(options, mailbox.store)})
         self.cluster = cluster or Cluster(options.namespace)
         self.template = jobs.template(options.template)
         self.run = jobs.run_label(run_id, mailbox.store.uri())
