@@ -2,8 +2,8 @@
 
 FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things, Michigan State
 University 2023, section 2.2.3.5): Q[i, j] is the share of the samples of class i that a centrally trained model takes
-for class j. Of every client's n samples int(n * share) are drawn at random. The label y of each becomes another one,
-drawn from row Q[y].
+for class j. Of the n samples that a client trains on int(n * share) are drawn at random. The label y of each becomes
+another one, drawn from row Q[y]. Samples that a client holds out from its training keep their labels.
 
 As in the authors' code, a class with an entry of .95 or more in its row of Q keeps its labels, so the share of wrong
 labels may be smaller than `share`. That code draws from Q[y] until the label differs; here one draw from Q[y] without
@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError
@@ -31,11 +31,23 @@ Ints = NDArray[np.int64]
 
 
 class NoiseFigures(BaseModel):
-    """For `partition.json`: the requested share, and how many labels of each client are wrong."""
+    """For `partition.json`: the requested share, how many labels of each client are wrong, and how many samples all
+    clients hold out from training, whose labels are right."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     share: Annotated[float, Field(gt=0, le=1)]
     wrong: tuple[Index, ...]
+    held_out: Index = 0
+
+    @model_serializer(mode="wrap")
+    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Where clients hold out nothing, the file has the bytes that it had before they could."""
+        fields: dict[str, Any] = handler(self)
+        return {name: value for name, value in fields.items() if name != "held_out" or value}
+
+    def reached(self, samples: int) -> float:
+        """The share of the clients' training labels that are wrong. `samples`: how many all clients have."""
+        return sum(self.wrong) / max(1, samples - self.held_out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +59,8 @@ class LabelNoise:
 
     @property
     def reached(self) -> float:
-        """The share of all clients' labels that are wrong."""
-        return sum(self.figures.wrong) / sum(len(each) for each in self.labels)
+        """The share of the clients' training labels that are wrong."""
+        return self.figures.reached(sum(len(each) for each in self.labels))
 
     def check(self, clients: Sequence[Ints], path: Path, data: Data | None) -> None:
         """Raises IntegrityError if labels are not classes of the data, or the figures do not match the labels."""
@@ -65,35 +77,46 @@ class LabelNoise:
             raise IntegrityError(f"{path}: the noise is not that of the labels stored; partition again")
 
 
-def likely_mistakes(confusion: NDArray[np.int64], sure: float) -> NDArray[np.float64]:
+def likely_mistakes(confusion: NDArray[np.int64], sure: float, unknown: Sequence[int] = ()) -> NDArray[np.float64]:
     """(classes, classes): row c is the distribution of the wrong labels of class c; a row of zeros: its labels stay
     right.
 
     `confusion` (classes, classes) counts how often a class (row) was taken for another (column). A class keeps its
-    labels if a share of `sure` or more of its samples was taken for one class, or if it has no samples.
+    labels if a share of `sure` or more of its samples was taken for one class, or if it has no samples. No label
+    becomes one of the `unknown` classes, of which clients have none; a class that was taken for these alone keeps its
+    labels.
     """
     counts = confusion.astype(np.float64)
     of_class = counts.sum(1, keepdims=True)
     unsure = (of_class > 0) & (counts.max(1, keepdims=True) < sure * of_class)
     others = np.where(unsure, counts * (1 - np.eye(len(counts))), 0.0)
-    return others / np.where(unsure, others.sum(1, keepdims=True), 1.0)
+    others[:, list(unknown)] = 0.0
+    total = others.sum(1, keepdims=True)
+    return others / np.where(total > 0, total, 1.0)
 
 
 def made_wrong(
-    targets: Ints, clients: Sequence[Ints], mistakes: NDArray[np.float64], share: float, seed: int
+    targets: Ints,
+    clients: Sequence[Ints],
+    mistakes: NDArray[np.float64],
+    share: float,
+    seed: int,
+    held_out: Sequence[Ints] = (),
 ) -> LabelNoise:
-    """The noise of all clients. `targets` (N_train,) are the right classes, `mistakes` comes from `likely_mistakes`.
-    Each client has a random stream of its own."""
+    """The noise of all clients. `targets` (N_train,) are the right classes, `mistakes` comes from `likely_mistakes`,
+    `held_out` is what `held_out.hold_out` gives: by client the positions, among `clients`', of the samples that it does
+    not train on; empty: it trains on all. Each client has a random stream of its own."""
     labels = []
     for client, indices in enumerate(clients):
         rng = seeds.rng(seed, "label noise", client=client)
         held = targets[indices]  # a copy
-        for i in rng.permutation(len(held))[: int(len(held) * share)]:
+        trained = np.flatnonzero(~np.isin(indices, held_out[client])) if held_out else np.arange(len(indices))
+        for i in trained[rng.permutation(len(trained))[: int(len(trained) * share)]]:
             if mistakes[held[i]].any():
                 held[i] = rng.choice(len(mistakes), p=mistakes[held[i]])
         labels.append(held)
     wrong = differing(targets, clients, labels)
-    return LabelNoise(NoiseFigures(share=share, wrong=wrong), tuple(labels))
+    return LabelNoise(NoiseFigures(share=share, wrong=wrong, held_out=sum(map(len, held_out))), tuple(labels))
 
 
 def differing(targets: Ints, clients: Sequence[Ints], labels: Sequence[Ints]) -> tuple[int, ...]:

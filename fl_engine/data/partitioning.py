@@ -244,8 +244,8 @@ class Manifest(BaseModel):
 
     @property
     def reached(self) -> float | None:
-        """The share of all clients' labels that are wrong; None without noise."""
-        return None if self.noise is None else sum(self.noise.wrong) / max(1, sum(self.client_samples))
+        """The share of the clients' training labels that are wrong; None without noise."""
+        return None if self.noise is None else self.noise.reached(sum(self.client_samples))
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -31,9 +31,7 @@ def unequal(runs: Mapping[str, Run], varied: Sequence[str] = (), *, algorithm: b
 
 def other_partitions(runs: Mapping[str, Run]) -> list[str]:
     """A line for each group of runs that have the same partition settings and still different partitions."""
-    settings = {
-        name: {key: run.config[key] for key in sorted(run.config) if share.decides(key)} for name, run in runs.items()
-    }
+    settings = {name: sorted(share.settings(run.config).items()) for name, run in runs.items()}
     return _apart("the partition itself", {name: run.file.partition_sha256 for name, run in runs.items()}, settings)
 
 

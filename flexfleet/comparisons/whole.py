@@ -233,7 +233,7 @@ def sharing(runs: Sequence[Entry]) -> dict[str, list[Entry]]:
     for seed in dict.fromkeys(entry.seed for entry in runs):
         groups: dict[str, list[Entry]] = {}
         for entry in (e for e in runs if e.seed == seed):
-            groups.setdefault(json.dumps(settings(entry.config), sort_keys=True), []).append(entry)
+            groups.setdefault(json.dumps(settings(flatten(entry.config)), sort_keys=True), []).append(entry)
         for i, (text, group) in enumerate(groups.items()):
             digest = f"-{sha256(text.encode())[:8]}" if i else ""
             out[f"shared-s{seed}{digest}"] = group

@@ -84,8 +84,8 @@ class NoiseConfig(Section):
     """Wrong labels at the clients, drawn from the mistakes of a centrally trained model (FedAIoT)."""
 
     labels: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of each client's labels to make wrong; 0: none. Report and MLflow show the share that is reached: see
-    `sure`."""
+    """Share of each client's training labels to make wrong; 0: none. Report and MLflow show the share that is reached:
+    see `sure`."""
     sure: Fraction = 0.95
     """The labels of a class stay right if the model takes this share of it or more for one class."""
     epochs: Count = 20

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -127,10 +128,11 @@ def _content(name: str, path: str) -> str:
         raise PartitionError(f"{name} = {path} cannot be read: {error.strerror}") from error
 
 
-def noisy(config: Config, data: Data, parts: Partition) -> Partition:
-    """The partition with the wrong labels that the configuration asks for. Trains centrally, unless the result of an
-    earlier training is kept. The network is the configured one, without an algorithm's changes, so that compared
-    algorithms have the same labels. Raises ConfigError if the data have no classes; ModelError if training diverges."""
+def noisy(config: Config, data: Data, parts: Partition, held_out: Sequence[Ints]) -> Partition:
+    """The partition with the wrong labels that the configuration asks for. `held_out`: by client the samples that it
+    does not train on; empty: it trains on all. Trains centrally, unless the result of an earlier training is kept. The
+    network is the configured one, without an algorithm's changes, so that compared algorithms have the same labels.
+    Raises ConfigError if the data have no classes; ModelError if training diverges."""
     n, device = config.noise, config.run.devices[0]
     confusion.check_classes(data.task, data.name)
     family = build_model(config.model, data.input_shape, data.task.outputs)
@@ -144,15 +146,15 @@ def noisy(config: Config, data: Data, parts: Partition) -> Partition:
         return measure_confusion(family, data, seed, n.epochs, n.lr, n.batch_size, device)
 
     found = kept.kept(_store(config), "confusion", inputs, Confusion, measured)
-    mistakes = likely_mistakes(found.matrix, n.sure)
-    noise = made_wrong(data.train_y.numpy(), parts.clients, mistakes, n.labels, seed)
+    mistakes = likely_mistakes(found.matrix, n.sure, parts.server_classes)
+    noise = made_wrong(data.train_y.numpy(), parts.clients, mistakes, n.labels, seed, held_out)
     level = logging.INFO if noise.reached >= n.labels / 2 else logging.WARNING
     log.log(
         level,
         "label noise: %d of %d labels of clients are wrong, %.2f %%; %g %% were asked for, and the labels of %d of %d "
         "classes stay right",
-        sum(noise.figures.wrong), sum(map(len, parts.clients)), 100 * noise.reached, 100 * n.labels,
-        int((mistakes.sum(1) == 0).sum()), data.task.outputs,
+        sum(noise.figures.wrong), sum(map(len, parts.clients)) - noise.figures.held_out, 100 * noise.reached,
+        100 * n.labels, int((mistakes.sum(1) == 0).sum()), data.task.outputs,
     )  # fmt: skip
     return replace(parts, noise=noise)
 

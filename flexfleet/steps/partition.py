@@ -46,7 +46,7 @@ def partition(resolved: Resolved, out: Path) -> Path:
         keep_clusters(resolved.config, resolved.data, parts.clusters)
     if resolved.config.noise.labels:
         _ = resolved.family  # raises where the network does not fit the data
-        parts = noisy(resolved.config, resolved.data, parts)
+        parts = noisy(resolved.config, resolved.data, parts, held_out(resolved.config, parts)[1])
     partitions.draw(parts.counts, out / "partition.svg", parts.label)
     return partitions.save(parts, out)
 

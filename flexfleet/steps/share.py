@@ -8,7 +8,7 @@ and computes its own if they are not.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from flexfleet.steps.prepare import Resolved, resolved_of
 from flexfleet.steps.pretrain import is_known, pretrain
 
 SECTIONS = ("dataset.", "partition.", "noise.", "model.", "pretrain.", "seed")
+HELD_OUT = ("evaluate.on", "evaluate.held_out")
+"""They decide which of a client's labels stay right, where some become wrong."""
 ABOUT = "shared.json"
 
 
@@ -66,20 +68,21 @@ def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
     pretrain(resolved, out / "partition", out / "pretrain", known=shared / "pretrain")
 
 
-def settings(config: Config) -> dict[str, Any]:
-    """All parameters that partition and pre-training depend on. Not in it: the algorithm, and how it changes the
-    network."""
-    return {key: value for key, value in configs.flatten(config).items() if decides(key)}
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all parameters, by dotted name, those that partition and pre-training depend on. Not in it: the algorithm, and
+    how it changes the network."""
+    spared = config.get("noise.labels") and config.get("evaluate.on") == "clients"
+    held_out = HELD_OUT if spared else ()
+    return {
+        key: value
+        for key, value in config.items()
+        if key in held_out or (key.startswith(SECTIONS) and configs.moves(key) is Moves.RESULT)
+    }
 
 
 def _inputs(config: Config) -> dict[str, Any]:
     """`settings`, and digests of the files and of the code of one's own that some of them name."""
-    return settings(config) | contents(config)
-
-
-def decides(key: str) -> bool:
-    """Whether partition and pre-training depend on the parameter of this dotted name."""
-    return key.startswith(SECTIONS) and configs.moves(key) is Moves.RESULT
+    return settings(configs.flatten(config)) | contents(config)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,12 +20,15 @@ from fl_engine.core.errors import BadInput, EnvironmentFailure, IntegrityError
 from fl_engine.data import partitioning as partitions
 from fl_engine.preparation.confusion import Confusion
 from fl_engine.testing.kinds import tiny_table
+from flexfleet.config import flatten
 from flexfleet.reports.report import report
 from flexfleet.runs.check import check
-from flexfleet.steps import labels
+from flexfleet.steps import federate, labels, share
+from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import cut, partition
 from flexfleet.steps.prepare import Resolved
 
+HELD_OUT = ("evaluate.on=clients", "evaluate.held_out=0.4")
 NOISE = ("noise.labels=0.5", "noise.epochs=1", "noise.sure=1.0")
 ALL = ("dataset.train_samples=null", "dataset.test_samples=null")
 TABLE = ("dataset.name=fl_engine.testing.kinds:TABLE", "model.name=fl_engine.testing.kinds:TinyMLP")
@@ -93,6 +96,32 @@ def test_the_matrix_is_kept_by_its_inputs_and_computed_again_to_the_same_labels(
     assert made("longer", "noise.epochs=2") != first and len(kept("confusion")) == 2
     made("seed", "partition.seed=9")
     assert len(kept("confusion")) == 3
+
+
+def test_what_clients_hold_out_keeps_its_labels(quick: Sequence[str], no_drawings: None, tmp_path: Path) -> None:
+    resolved = Resolved.load(None, [*quick, *NOISE, *HELD_OUT, "algorithm.name=all_large"])
+    partition(resolved, tmp_path / "a")
+    site = federate.site_of(resolved, tmp_path / "a", model_pool(resolved, tmp_path / "a", tmp_path / "pool").parent)
+    wrong = (site.data.train_y != resolved.data.train_y).numpy()
+    assert site.held and not wrong[np.concatenate(site.held)].any()
+    assert site.partition.noise is not None
+    assert site.partition.noise.figures.wrong == tuple(wrong[own].sum() for own in site.partition.clients) != (0,) * 6
+
+
+def test_a_partition_with_right_labels_for_what_is_held_out_is_shared_with_its_like(quick: Sequence[str]) -> None:
+    def shared(*more: str) -> dict[str, Any]:
+        return share.settings(flatten(Resolved.load(None, [*quick, *more]).config))
+
+    assert shared(*NOISE).keys() | {"evaluate.on", "evaluate.held_out"} == shared(*NOISE, *HELD_OUT).keys()
+    assert shared() == shared(*HELD_OUT), "without noise it is the same partition"
+
+
+def test_no_client_gets_labels_of_the_servers_classes(quick: Sequence[str], no_drawings: None, tmp_path: Path) -> None:
+    resolved = Resolved.load(None, [*quick, *NOISE, "partition.server_classes=[1, 8]"])
+    partition(resolved, tmp_path / "a")
+    found = partitions.load(tmp_path / "a", resolved.data)
+    assert found.noise is not None and found.noise.reached > 0.2
+    assert not np.isin(np.concatenate(found.noise.labels), (1, 8)).any()
 
 
 def test_on_a_gpu_the_kernels_are_deterministic_before_the_training(

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.samples import Data
 from fl_engine.data import label_noise as noise
 from fl_engine.data import partitioning as p
+from fl_engine.data.held_out import hold_out
 from fl_engine.data.label_noise import LabelNoise, NoiseFigures
 from fl_engine.preparation.confusion import check_classes, measure_confusion
 from fl_engine.tasks import Classification
@@ -31,6 +33,7 @@ def test_what_a_label_becomes_by_hand() -> None:
     assert noise.likely_mistakes(CONFUSION, sure=0.96)[1].tolist() == [0, 0, 1]
     assert noise.likely_mistakes(np.array([[0, 0], [1, 1]]), 0.95).tolist() == [[0, 0], [1, 0]], "never seen: left"
     assert noise.likely_mistakes(np.array([[0, 9], [0, 9]]), 1.0).tolist() == [[0, 0], [0, 0]], "always one class: left"
+    assert noise.likely_mistakes(CONFUSION, 1.0, unknown=(2,)).tolist() == [[0, 1, 0], [0, 0, 0], [1, 0, 0]]
 
 
 def test_so_many_labels_of_each_client_become_what_the_matrix_says() -> None:
@@ -82,6 +85,26 @@ def noisy_partition(share: float = 0.5) -> tuple[Any, p.Partition]:
     return data, replace(parts, noise=made)
 
 
+def test_labels_that_a_client_does_not_train_on_stay_right(tmp_path: Path) -> None:
+    """int(.5 * 8) of the 8 samples that a client of 10 trains on are wrong; the file says how many were held out."""
+    targets = np.arange(23) % 2
+    clients, mistakes = (np.arange(10), np.arange(10, 20), np.arange(20, 23)), 1.0 - np.eye(2)
+    x, y = torch.rand(23, 2), torch.from_numpy(targets)
+    data = Data("two", Classification(2), x, y, x, y)
+    parts = replace(p.partition(data, "iid", 3, 0.0, 0), clients=clients, counts=np.array([[5, 5, 2], [5, 5, 1]]))
+    trained, held = hold_out(parts, 0.2, seed=1)
+    found = noise.made_wrong(targets, clients, mistakes, 0.5, 1, held)
+    assert [len(each) for each in held] == [2, 2, 0]
+    assert found.figures == NoiseFigures(share=0.5, wrong=(4, 4, 1), held_out=4) and found.reached == 9 / 19
+    told = p.as_told(data, replace(parts, noise=found)).train_y.numpy()
+    wrong = np.flatnonzero(told != targets)
+    assert np.isin(wrong, np.concatenate(trained.clients)).all() and len(wrong) == 9
+    p.save(replace(parts, noise=found), tmp_path)
+    loaded = p.load(tmp_path, data)
+    assert loaded.noise is not None and loaded.noise.figures == found.figures
+    assert p.read_manifest(tmp_path / p.MANIFEST).reached == found.reached
+
+
 def test_a_noisy_partition_is_stored_and_clients_are_told_its_labels(tmp_path: Path) -> None:
     data, parts = noisy_partition()
     p.save(parts, tmp_path)
@@ -95,6 +118,7 @@ def test_a_noisy_partition_is_stored_and_clients_are_told_its_labels(tmp_path: P
     assert torch.equal(told.train_y[own], data.train_y[own]), "the server's labels are right"
     assert torch.equal(told.test_y, data.test_y) and torch.equal(told.train_x, data.train_x)
     assert p.read_manifest(tmp_path / p.MANIFEST).reached == found.noise.reached
+    assert "held_out" not in (tmp_path / p.MANIFEST).read_text(), "the bytes from before clients held out any"
 
 
 def test_without_noise_the_data_are_those_that_were_read_and_the_file_is_as_it_was(tmp_path: Path) -> None:
