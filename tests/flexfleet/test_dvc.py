@@ -25,7 +25,7 @@ from fl_engine.rounds import loop
 from flexfleet.config import Config, flatten, load_config, moves
 from flexfleet.files.artifacts import History
 from flexfleet.runs import resumable
-from flexfleet.steps import model_pool, partition, pretrain
+from flexfleet.steps import model_pool, partition, pretrain, share
 from flexfleet.steps.prepare import Resolved
 from tests.harness.imports import ROOT, reach
 
@@ -90,6 +90,10 @@ def test_the_rounds_depend_on_every_parameter_that_changes_them() -> None:
     nothing = (Moves.EXECUTION, Moves.PLACE)
     names = [name for name in flatten(Config()) if moves(name) not in nothing and name not in UNLISTED]
     assert lacks(names, stages()["federate"]["params"], ".") == []
+
+
+def test_the_partition_depends_on_what_is_held_out_where_labels_are_made_wrong() -> None:
+    assert lacks(share.HELD_OUT, stages()["partition"]["params"], ".") == []
 
 
 def test_pretraining_depends_on_what_preparations_are_given() -> None:
