@@ -150,22 +150,35 @@ def fleet(
         raise ConfigError("fleet.tiers is empty: give at least one tier")
     for t in tiers:
         _check(t)
+    names = [t.name for t in tiers]
+    if again := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ConfigError(f"fleet.tiers: two tiers are named {again[0]!r}, and each needs a name of its own")
     tiers = tiers if family is None else [holding(t, family) for t in tiers]
     if abs(sum(t.share for t in tiers) - 1) > 1e-6:
         shares = ", ".join(f"{t.name} {t.share}" for t in tiers)
         raise ConfigError(f"the shares of fleet.tiers must add up to 1, got {shares}")
-    counts = [int(t.share * clients + 1e-9) for t in tiers]
-    remainders = sorted(range(len(tiers)), key=lambda i: counts[i] - tiers[i].share * clients)
-    for i in remainders[: clients - sum(counts)]:
-        counts[i] += 1
     rng = seeds.rng(seed, "fleet")
+    counts = quotas([t.share for t in tiers], clients)
     members = [tier for tier, count in zip(tiers, counts, strict=True) for _ in range(count)]
     order = rng.permutation(clients)
     by_client = {int(c): tier for c, tier in zip(order, members, strict=True)}
     return tuple(_device(c, by_client[c], float(rng.choice(by_client[c].sigma))) for c in range(clients))
 
 
+def quotas(shares: Sequence[float], clients: int) -> list[int]:
+    """How many clients are of each share, by the largest remainder."""
+    counts = [int(share * clients + 1e-9) for share in shares]
+    remainders = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * clients)
+    for i in remainders[: max(0, clients - sum(counts))]:
+        counts[i] += 1
+    # Shares that only nearly add up to 1 leave several of many clients over, or are several too many.
+    counts[counts.index(max(counts))] += clients - sum(counts)
+    return counts
+
+
 def _check(t: Tier) -> None:
+    if not t.name.strip():
+        raise ConfigError(f"fleet.tiers: a tier has no name ({t}): give it one of its own")
     finite = all(math.isfinite(value) for value in (t.share, t.memory, t.speed, t.bandwidth, *t.sigma))
     if not finite or t.share < 0 or t.memory <= 0 or not t.sigma or min(t.sigma) < 0:
         raise ConfigError(f"fleet tier {t.name!r}: share >= 0, memory > 0 and sigma >= 0 are expected, got {t}")

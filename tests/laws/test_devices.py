@@ -16,7 +16,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import count_params
 from fl_engine.core.types import Device
 from fl_engine.core.widths import prefix
-from fl_engine.fleet.devices import FLEETS, Tier, fleet, observe, simulated_seconds
+from fl_engine.fleet.devices import FLEETS, Tier, fleet, observe, quotas, simulated_seconds
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.small_cnn import SmallCNN
@@ -62,6 +62,19 @@ def test_table_1_is_met_exactly(clients: int) -> None:
 def test_largest_remainders_by_hand(shares: tuple[float, ...], clients: int, expected: tuple[int, ...]) -> None:
     tiers = tuple(Tier(f"t{i}", share, 50.0) for i, share in enumerate(shares))
     assert tuple(counts(tiers, clients).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ((0.9999992,), (3_000_000,)),
+        ((1.0000009,), (3_000_000,)),
+        # Quotas 1,500,001.35 and 1,500,001.35: each has one too many.
+        ((0.50000045, 0.50000045), (1_499_999, 1_500_001)),
+    ],
+)
+def test_shares_that_nearly_add_up_are_of_all_clients(shares: tuple[float, ...], expected: tuple[int, ...]) -> None:
+    assert tuple(quotas(shares, 3_000_000)) == expected
 
 
 @law
@@ -174,6 +187,8 @@ def test_rounds_clients_and_seeds_draw_apart() -> None:
         ((Tier("a", 1.0, float("nan")),), "memory"),
         ((Tier("a", float("nan"), 35.0),), "share"),
         ((Tier("a", 1.0, 35.0, (float("nan"),)),), "sigma"),
+        ((Tier("a", 0.5, 35.0), Tier("b", 0.2, 60.0), Tier("a", 0.3, 110.0)), "two tiers are named 'a'"),
+        ((Tier("", 1.0, 35.0),), "a tier has no name"),
     ],
 )
 def test_an_impossible_fleet_is_refused(tiers: tuple[Tier, ...], message: str) -> None:
