@@ -296,13 +296,15 @@ def _outcome(
             return ClientFailure(order.round, order.client, "train", said)
         except (ClientError, ModelError, MemoryError, torch.OutOfMemoryError) as error:
             return ClientFailure(order.round, order.client, "train", str(error) or "out of memory")
-    spec, payload = task.spec, faults.lie(site.befalls(order), work.start, trained.params)
+    spec, payload = task.spec, trained.params
     if kept:  # a parameter that a client keeps to itself
         payload = {name: tensor for name, tensor in payload.items() if name not in kept}
+    start = {name: work.start[name] for name in payload}
     if task.mask_labels:  # the rows of classes that the client does not hold were not trained
         held = torch.unique(site.data.train_y[work.indices]).tolist()
         spec = SubmodelSpec.of({**task.spec.kept, HEAD: held}, task.spec.blocks)
-        payload = take(payload, site.layout, spec, have=task.spec)
+        payload, start = (take(each, site.layout, spec, have=task.spec) for each in (payload, start))
+    payload = faults.lie(site.befalls(order), start, payload)  # about what is sent alone
     encoding = time.monotonic()
     try:
         encoded = coding.answered(order, spec, payload, site.layout)

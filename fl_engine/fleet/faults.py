@@ -10,7 +10,8 @@
 
 At most one fault strikes an order. Seed, round and client alone decide which one, so it is the same in every backend
 and after every kill. All faults but `drop` happen on the client's side after honest training, and meet the same
-validation, deadlines and aggregation as real clients do.
+validation, deadlines and aggregation as real clients do. Under a codec that cannot carry what is not a number, as QSGD
+cannot, `nan` is a failure of the client's own training: the server's check does not meet it.
 """
 
 from __future__ import annotations
@@ -102,12 +103,14 @@ def _ranks(seed: int, clients: int) -> tuple[int, ...]:
 
 
 def lie(fault: Fault | None, received: Params, trained: Params) -> Params:
-    """What a client says that it trained."""
+    """What a client says that it trained: `trained` is what it sends, `received` the same parameters before."""
     if fault is None or fault.kind not in ("nan", "scale", "flip"):
         return trained
     if fault.kind == "nan":
-        first = next(iter(trained))
-        spoilt = trained[first].clone()
+        first = next((name for name, tensor in trained.items() if tensor.is_floating_point()), None)
+        if first is None:  # it sends no number that could be none
+            return trained
+        spoilt = trained[first].clone(memory_format=torch.contiguous_format)
         spoilt.view(-1)[0] = torch.nan
         return {**trained, first: spoilt}
     times = -1.0 if fault.kind == "flip" else fault.times

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from fl_engine.algorithms import FlexFL
+from fl_engine.algorithms import FlexFL, HeteroFL
 from fl_engine.backends import InProcess, Processes
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan
@@ -17,7 +18,9 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.fleet import faults
 from fl_engine.fleet.faults import Fault, Faults, befalls, lie, parse
 from fl_engine.storage.store import FolderStore
+from fl_engine.testing.personal import PersonalHeads
 from fl_engine.testing.tiny import TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
+from fl_engine.training import local
 
 ALL = "drop=0.2,slow=0.1x5,nan=0.1,scale=0.1x100,flip=0.1,corrupt=0.1"
 
@@ -83,6 +86,28 @@ def test_lies_are_what_they_are_called() -> None:
 def test_statistics_of_batch_norm_stay() -> None:
     old, new = {"bn.running_var": torch.tensor([1.0])}, {"bn.running_var": torch.tensor([3.0])}
     assert lie(Fault("flip", 1.0), old, new) == new
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        PersonalHeads(training=replace(TRAINING, fraction=1.0)),
+        HeteroFL(training=replace(TRAINING, fraction=1.0), mask_labels=True),
+    ],
+    ids=["a head of its own", "rows of its labels"],
+)
+def test_what_is_spoilt_is_sent(algorithm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the first parameter, or its first row, stays with the client."""
+    train = local.train
+
+    def head_first(*given: Any) -> list[local.Trained]:
+        return [replace(each, params=dict(reversed(each.params.items()))) for each in train(*given)]
+
+    monkeypatch.setattr(local, "train", head_first)
+    site = replace(tiny_site(algorithm), faults=parse("nan=1"))
+    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, site.seed))
+    for outcome in InProcess(site).run(algorithm, plan):
+        assert isinstance(outcome, ClientFailure) and outcome.reason.startswith("finite: ")
 
 
 def outcomes(site: Site, backend: InProcess | Processes, plan: RoundPlan) -> list[Outcome]:
