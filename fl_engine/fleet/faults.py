@@ -74,6 +74,8 @@ def _fault(word: str) -> Fault:
     kind, (share, sign, times) = kinds[name], value.partition("x")
     wanted = f"{kind}=<share>x<times>" if kind in TIMES else f"{kind}=<share>"
     try:
+        if "_" in value or not value.isascii():  # float() takes 0_1 for 1, and digits of every script
+            raise ValueError
         fault = Fault(kind, float(share), float(times) if sign else 1.0)
     except ValueError:
         raise ConfigError(f"faults: {wanted} is expected, got {word!r}") from None

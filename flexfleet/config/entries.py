@@ -76,6 +76,8 @@ def seeds_of(text: str) -> tuple[int, ...]:
     """`0,1,2` to (0, 1, 2)."""
     parts = _listed(text, "seeds", "0,1,2")
     try:
+        if "_" in text or not text.isascii():  # int() takes 1_0 for 10, and digits of every script
+            raise ValueError
         seeds = tuple(int(part) for part in parts)
     except ValueError:
         raise ConfigError(f"seeds: expected whole numbers, e.g. 0,1,2, got {text!r}") from None
@@ -89,6 +91,8 @@ def accuracies_of(text: str) -> tuple[float, ...]:
     """`0.4,0.45` to (0.4, 0.45), ascending."""
     parts = _listed(text, "accuracies to reach", "0.4,0.45")
     try:
+        if "_" in text or not text.isascii():  # float() takes 0.4_5 for 0.45
+            raise ValueError
         values = tuple(sorted({float(part) for part in parts}))
     except ValueError:
         values = ()

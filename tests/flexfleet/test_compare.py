@@ -63,6 +63,8 @@ BAD = {
     "no seed": (["--seeds", ""], ("seeds", "list")),
     "a seed twice": (["--seeds", "0,1,0"], ("seeds", "more than once", "0")),
     "a seed that is none": (["--seeds", "0,one"], ("seeds", "whole numbers", "one")),
+    "a seed with an underscore": (["--seeds", "0,1_0"], ("seeds", "whole numbers", "1_0")),
+    "an accuracy with one": (["--to", "0.4_5"], ("shares", "0.4_5")),
     "an accuracy in percent": (["--to", "40"], ("shares", "0.4", "'40'")),
     "an accuracy that is none": (["--to", "many"], ("shares", "many")),
     "no jobs": (["--jobs", "0"], ("--jobs", "0")),
