@@ -177,7 +177,7 @@ def partition(
         poorest = int(np.argmin(sizes))
         raise PartitionError(
             f"the rule {rule} leaves client {poorest} {sizes[poorest]} samples, fewer than the minimum of "
-            f"{minimum}; take fewer clients or a smaller minimum"
+            f"{minimum}; take fewer clients or a smaller partition.minimum"
         )
     rows, word = max(1, data.task.label_count), label_word(data.task)
     if clusters is not None:

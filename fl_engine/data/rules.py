@@ -298,5 +298,5 @@ def check_room(samples: int, clients: int, minimum: int) -> None:
     if clients * minimum > samples:
         raise PartitionError(
             f"{clients} clients with at least {minimum} samples need {clients * minimum}, there are "
-            f"{samples}; take fewer clients, a smaller minimum or a smaller proxy"
+            f"{samples}; take fewer clients, a smaller partition.minimum or a smaller proxy"
         )

@@ -53,7 +53,8 @@ class PartitionConfig(Section):
     labels_per_client: Count = 2
     """Labels that each client holds (disjoint_labels)."""
     minimum: Count = 20
-    """Each client gets at least this many samples (dirichlet, dirichlet_per_client, quantity)."""
+    """Each client gets at least this many samples: dirichlet, dirichlet_per_client and quantity see to it; where
+    another rule leaves a client fewer, the partition is refused."""
     map: str | None = None
     """File with each client's training samples (manual): {"clients": [[0, 3, ...], ...]}, positions from 0."""
     folders: Annotated[str | None, Moves.PLACE] = None
