@@ -109,15 +109,17 @@ class Shear:
         check_maps(self.name, x)
 
     def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
-        return resampled(x_bchw, self._matrices(len(x_bchw), generator))
+        return resampled(x_bchw, self._matrices(x_bchw, generator))
 
     def apply_with_boxes(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        matrices = self._matrices(len(x_bchw), generator)
+        matrices = self._matrices(x_bchw, generator)
         return resampled(x_bchw, matrices), boxes.moved(y, matrices)
 
-    def _matrices(self, count: int, generator: torch.Generator) -> Tensor:
+    def _matrices(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
+        count, _, height, width = x_bchw.shape
         angles = math.radians(self.degrees) * (2 * torch.rand(2, count, generator=generator) - 1)
         across, down = angles.tan()
+        across, down = across * (height / width), down * (width / height)  # angles of pixels, points of shares
         one = torch.ones(count)
         return about_centre(torch.stack([one, across, down, one], dim=1).view(-1, 2, 2))
 

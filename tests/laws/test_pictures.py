@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import io
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,9 +88,24 @@ def test_a_shear_by_hand() -> None:
     _, y = pictures([(28, 40, 8, 8)])
     matrices = torch.tensor([[[1.0, 1.0, -0.5], [0.0, 1.0, 0.0]]])
     assert torch.equal(boxes.moved(y, matrices)[0, 1, 1:] * SIDE, torch.tensor([32 + 12.0, 44.0, 16.0, 8.0]))
-    angles = [Shear(degrees=30.0)._matrices(1, seeded(s))[0] for s in range(200)]
+    angles = [Shear(degrees=30.0)._matrices(torch.zeros(1, 1, 8, 8), seeded(s))[0] for s in range(200)]
     assert max(abs(float(m[0, 1])) for m in angles) == pytest.approx(np.tan(np.radians(30)), rel=0.03)
     assert all(torch.allclose(m[:, :2] @ torch.tensor([0.5, 0.5]) + m[:, 2], torch.tensor([0.5, 0.5])) for m in angles)
+
+
+@pytest.mark.parametrize("side", [60, 240])
+def test_a_shear_turns_lines_of_pixels_by_the_same_angles_whatever_the_shape(side: int) -> None:
+    """A line down the middle and one across it, and the box around each."""
+    x, y = torch.zeros(1, 1, 60, side), torch.tensor([[[0, 0.5, 0.5, 0.0, 0.5], [0, 0.5, 0.5, 0.5, 0.0]]])
+    x[..., side // 2 - 1 : side // 2 + 1] = 1
+    at = torch.arange(side, dtype=torch.float32)
+    across, down = math.radians(10) * (2 * torch.rand(2, generator=seeded(3)) - 1)
+    out, moved = Shear(degrees=10.0).apply_with_boxes(x, y, seeded(3))
+    top, bottom = ((row * at).sum() / row.sum() for row in out[0, 0, [15, 45]])
+    assert float(torch.atan((bottom - top) / 30)) == pytest.approx(float(across), abs=0.01)
+    # Each box is as wide, or as high, as its line leans.
+    assert float(moved[0, 0, 3] * side) == pytest.approx(30 * abs(math.tan(across)), rel=1e-4)
+    assert float(moved[0, 1, 4] * 60) == pytest.approx(side / 2 * abs(math.tan(down)), rel=1e-4)
 
 
 def test_scales_are_uniform_about_one() -> None:
