@@ -176,16 +176,15 @@ class LogNormal:
     def _varying(self, clients: int, seed: int) -> Varying | None:
         if self.bandwidth_varies == 0 and self.rate == "bandwidth":
             return None
-        intervals = max(1, round(self.repeat_s / self.bandwidth_s))
 
         def draw(interval: int) -> Floats:
-            rng = seeds.rng(seed, "trace bandwidth", interval % intervals)
+            rng = seeds.rng(seed, "trace bandwidth", interval)
             factor = np.exp(self.bandwidth_varies * rng.standard_normal(clients))
             if self.rate == "shannon":
                 factor = factor * efficiency(self.snr_db + self.snr_sigma_db * rng.standard_normal(clients))
             return _rounded(factor)
 
-        return Varying(self.bandwidth_s, draw, clients)
+        return Varying(self.bandwidth_s, draw, clients, self.repeat_s)
 
 
 def efficiency(snr_db: Floats) -> Floats:

@@ -55,12 +55,20 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Varying:
-    """A factor on each client's bandwidth, another one every `every_s` seconds."""
+    """A factor on each client's bandwidth, another one every `every_s` seconds, and the first one again after
+    `repeat_s`."""
 
     every_s: float
     draw: Callable[[int], Floats]
     """(clients,): the factors of interval 0, 1, ..."""
     clients: int
+    repeat_s: float = math.inf
+
+    def interval(self, time: float) -> tuple[int, float]:
+        """The interval that `time` is in, and when it ends."""
+        turns, local = divmod(_late(time), self.repeat_s)
+        base, number = turns * self.repeat_s if turns else 0.0, int(local // self.every_s)
+        return number, base + min((number + 1) * self.every_s, self.repeat_s)
 
     @cached_property
     def of(self) -> Callable[[int], Floats]:
@@ -100,7 +108,7 @@ class Trace:
         held = np.maximum(row, 0)
         bandwidth = self.bandwidth[held]
         if self.varying is not None:
-            bandwidth = bandwidth * self.varying.of(int(_late(time) // self.varying.every_s))
+            bandwidth = bandwidth * self.varying.of(self.varying.interval(time)[0])
         return Now((row >= 0) & self.online[held], self.speed[held], bandwidth)
 
     def arrives(self, time: float) -> float:
@@ -134,8 +142,8 @@ class Trace:
                 yield Piece(until, speed, bandwidth)
             else:
                 while time < until:
-                    interval = int(_late(time) // self.varying.every_s)
-                    time = min(until, (interval + 1) * self.varying.every_s)
+                    interval, ends = self.varying.interval(time)
+                    time = min(until, ends)
                     yield Piece(time, speed, bandwidth * float(self.varying.of(interval)[client]))
             time = until
 

@@ -147,6 +147,14 @@ def test_a_bandwidth_that_varies_holds_for_its_interval() -> None:
     assert [trace.now(at).bandwidth[0] for at in (0, 9.9, 10, 25)] == [10, 10, 20, 30]
 
 
+def test_a_bandwidth_that_begins_anew_does_so_within_an_interval() -> None:
+    """Factors 1, 2 and 3 from seconds 0, 10 and 20 on, and again from second 25 on."""
+    draw: Callable[[int], Any] = lambda interval: np.full(1, 1.0 + interval)  # noqa: E731
+    trace = replace(always((True, 1.0, 10.0)), varying=Varying(10.0, draw, 1, repeat_s=25.0))
+    assert [trace.now(at).bandwidth[0] for at in (20, 24.9, 25, 34.9, 35, 45, 50)] == [30, 30, 10, 10, 20, 30, 10]
+    assert took(trace, 0, 20.0, 200, 0, 0) == Took(0.0, 10.0), "150 bytes until second 25, the others at 10/s"
+
+
 def test_a_client_that_hardly_moves_does_not_hold_up_the_server() -> None:
     trace = replace(always((True, 1e-6, 1e-6)), varying=Varying(1.0, lambda interval: np.ones(1), 1))
     started = clocks.monotonic()
@@ -229,6 +237,15 @@ def test_bandwidth_changes_while_clients_train() -> None:
     one, same, other = (np.log(trace.now(at).bandwidth) for at in (0.0, 59.0, 60.0))
     assert (one == same).all() and (other - one).std() == pytest.approx(0.5 * 2**0.5, rel=0.05)
     assert (trace.now(0.0).speed == trace.now(60.0).speed).all()
+
+
+@pytest.mark.parametrize("bandwidth_s", [300.0, 7000.0, 100_000.0])
+@pytest.mark.parametrize("sessions", ["always", "exponential"])
+def test_everything_begins_anew_after_the_seconds_that_are_asked_for(sessions: str, bandwidth_s: float) -> None:
+    trace = drawn(sessions=sessions, bandwidth_s=bandwidth_s, repeat_s=86400.0)
+    for at in (0.0, 50.0, 6000.0, 69000.0, 86399.0):
+        now, again = trace.now(at), trace.now(at + 86400.0)
+        assert all((a == b).all() for a, b in zip(now, again, strict=True))
 
 
 def test_the_achievable_rate_by_hand() -> None:
