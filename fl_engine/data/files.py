@@ -14,14 +14,17 @@ import logging
 import lzma
 import math
 import os
+import re
+import secrets
 import shutil
 import struct
 import tarfile
+import time
 import urllib.request
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -41,6 +44,10 @@ LARGEST_SIDE = 1024
 """The largest side of a padded image, in pixels."""
 COUNTED = 4096
 """How many images' bytes are counted at a time."""
+ABANDONED_S = 86_400
+"""Seconds after which what is not finished is that of a process that was killed."""
+PART = re.compile(r"(.+)\.[0-9a-f]+\.part(\.[0-9]+\.old)?", re.DOTALL)
+"""A name of `part_of`, or one with the number of a process, or what `packs` moves out of its way."""
 MOST_NAMED = 10
 """Missing files that an error lists by name."""
 SMALL = 1e-3
@@ -128,11 +135,29 @@ class Remote:
     checksum: str
 
 
+def part_of(path: Path) -> Path:
+    """Where to write what then gets the name `path`: a name of its own for each thread of each machine."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+
+
+def sweep(paths: Iterable[Path]) -> None:
+    """Removes parts of these files and folders that killed processes have left: one may be as large as a data set."""
+    wanted = set(paths)
+    for folder in {path.parent for path in wanted}:
+        for part in folder.glob("*.part*"):
+            named = PART.fullmatch(part.name)
+            if named is None or folder / named[1] not in wanted:
+                continue
+            with suppress(OSError):  # another process does the same
+                if part.lstat().st_mtime < time.time() - ABANDONED_S:
+                    shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yields a file to write, which replaces `path` unless an error is raised, so that `path` is never half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = part_of(path)
     try:
         with part.open("wb") as out:
             yield out
@@ -150,6 +175,7 @@ def download(remote: Remote, folder: Path, timeout_s: float = 60.0) -> Path:
     if target.exists():
         read(target, remote.checksum)
         return target
+    sweep([target])
     algorithm, expected = remote.checksum.split(":")
     digest = hashlib.new(algorithm, usedforsecurity=False)
     try:
@@ -193,6 +219,7 @@ def extract(archive: Path, members: Mapping[str, Path]) -> None:
     Other members are ignored and no path is taken from the archive, so no archive can write elsewhere. Raises DataError
     for an archive that is broken or has no such member.
     """
+    sweep(members.values())
     try:
         if archive.suffix == ".zip":
             with zipfile.ZipFile(archive) as packed:

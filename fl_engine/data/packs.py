@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,13 +23,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from fl_engine.core.errors import DataError
-from fl_engine.data.files import digest
+from fl_engine.data.files import digest, part_of, sweep
 
 log = logging.getLogger(__name__)
 
 INDEX = "pack.json"
-ABANDONED_S = 86_400
-"""Seconds after which a folder that is not finished is that of a process that was killed."""
 ATTEMPTS = 5
 """How often a process tries to replace the folder, if other processes replace it at the same time."""
 
@@ -74,11 +70,13 @@ def packed(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
         if damaged := _damaged(folder, index):
             log.warning("%s: %s is not what was written; made anew from %d files", folder, damaged, len(inputs))
         else:
-            return _mapped(folder, index.arrays)
+            with suppress(OSError):  # another process has just replaced the folder
+                return _mapped(folder, index.arrays)
     try:
-        part = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.part")
+        place = folder.resolve() if folder.is_symlink() else folder  # what a link leads to is replaced, not the link
+        part = part_of(place)
         part.mkdir(parents=True)
-        _sweep(folder)
+        sweep([place])
     except OSError as error:
         log.warning("%s: cannot be written (%s), so the next run reads all %d files again", folder, error, len(inputs))
         with tempfile.TemporaryDirectory() as room:
@@ -90,20 +88,12 @@ def packed(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
         arrays = _written(part, write)
         (part / INDEX).write_text(Index(version=version, inputs=made_of, arrays=arrays).model_dump_json(indent=1))
         tensors = _mapped(part, arrays)  # before the move: another process may then replace the folder
-        _replace(folder, part)
+        _replace(place, part)
         return tensors
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error}); make room, or let it be written") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _sweep(folder: Path) -> None:
-    """Removes what killed processes have left: it may be as large as the data set."""
-    for path in folder.parent.glob(f"{folder.name}.*.part*"):
-        with suppress(OSError):  # another process does the same
-            if path.stat().st_mtime < time.time() - ABANDONED_S:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _index(folder: Path) -> Index | None:

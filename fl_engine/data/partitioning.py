@@ -31,7 +31,7 @@ from fl_engine.core.errors import IntegrityError, PartitionError, brief, nearest
 from fl_engine.core.fields import Index
 from fl_engine.core.samples import Data, class_count, has_boxes, label_word
 from fl_engine.data import figures
-from fl_engine.data.files import fingerprint, replacing
+from fl_engine.data.files import fingerprint, replacing, sweep
 from fl_engine.data.label_noise import LabelNoise, NoiseFigures, told
 from fl_engine.data.rules import (
     Ints,
@@ -294,6 +294,7 @@ def save(partition: Partition, folder: Path) -> Path:
     )
     # Options at their defaults are left out, so that partitions made before an option existed keep their bytes.
     usual = {name for name in OPTIONAL if getattr(manifest, name) == Manifest.model_fields[name].default}
+    sweep((folder / TENSORS, folder / MANIFEST))
     with replacing(folder / TENSORS) as out:
         out.write(content)
     with replacing(folder / MANIFEST) as out:

@@ -6,7 +6,9 @@ import gzip
 import hashlib
 import io
 import logging
+import os
 import tarfile
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -315,6 +317,29 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
         out.write(b"ne")
         raise KeyboardInterrupt
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
+
+
+def test_two_writers_of_a_file_do_not_write_into_one_another(tmp_path: Path) -> None:
+    """Threads, or containers with a volume, whose processes have one number."""
+    with files.replacing(tmp_path / "file") as one:
+        one.write(b"on")
+        with files.replacing(tmp_path / "file") as other:
+            other.write(b"other")
+        assert (tmp_path / "file").read_bytes() == b"other"
+        one.write(b"e")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"one")]
+
+
+def test_what_a_killed_writer_left_is_removed_a_day_later(tmp_path: Path) -> None:
+    left, alive, other = (tmp_path / name for name in ("f[0].1a2b.part", "f[0].3c4d.part", "f0.5e6f.part"))
+    for path in (left, alive, other):
+        path.write_bytes(b"half")
+    for path in (left, other):
+        os.utime(path, (0, 0))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("member", b"whole")
+    files.extract(tmp_path / "a.zip", {"member": tmp_path / "f[0]"})
+    assert {path.name for path in tmp_path.iterdir()} == {"a.zip", "f[0]", alive.name, other.name}
 
 
 def test_data_root_is_argument_then_variable_then_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,31 @@ def test_a_process_that_packs_at_the_same_time_does_no_harm(reader: Reader, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt", "packed"]
 
 
+def test_a_pack_that_another_process_has_just_moved_away_is_read_anew(
+    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(reader)
+    damaged = packs._damaged
+
+    def moved(folder: Path, index: packs.Index) -> str | None:
+        found = damaged(folder, index)
+        folder.rename(tmp_path / "away")
+        return found
+
+    monkeypatch.setattr(packs, "_damaged", moved)
+    assert bytes(load(reader)["x"].tolist()) == b"aaaaabbbbb" and reader.times == 2
+
+
+def test_a_pack_behind_a_link_is_replaced_where_it_is(reader: Reader, tmp_path: Path) -> None:
+    (tmp_path / "disk" / "mine").mkdir(parents=True)
+    (tmp_path / "packed").symlink_to(tmp_path / "disk" / "mine")
+    for version in (1, 2, 2):
+        load(reader, version)
+    assert reader.times == 2 and (tmp_path / "packed").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt", "disk", "packed"]
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["mine"]
+
+
 def test_a_pack_is_never_in_two_places(reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process is quicker between the two steps of a replacement."""
     rename, quicker = Path.rename, Reader(*reader.inputs)
