@@ -101,9 +101,18 @@ class Task(Protocol):
         """The metrics over all batches: exactly those of the whole data set, however it was cut into batches."""
 
 
+LABEL_WORD = r"[\w -]{1,40}"
+
+
 def label_word(task: Task) -> str:
-    """What people call one of the task's labels: its `label_word`, where it has one."""
-    word: str = getattr(task, "label_word", "label")
+    """What people call one of the task's labels: its `label_word`, where it has one. Raises DataError for one that no
+    file of a partition can hold."""
+    word = getattr(task, "label_word", "label")
+    if not isinstance(word, str) or not re.fullmatch(LABEL_WORD, word):
+        raise DataError(
+            f"the label_word of {type(task).__name__} is a text of letters, digits, spaces and hyphens, at most 40, "
+            f"got {word!r}"
+        )
     return word
 
 
@@ -182,6 +191,7 @@ class Data:
                 f"{self.name}: {self.task.metric.name} decides and is better when lower; let a task decide by a metric "
                 "that is better when higher (R2, a negative error), and measure this one besides"
             )
+        label_word(self.task)
         checked: dict[str, Any] = {"mean": _numbers(self.mean, f"{self.name}: mean")}
         checked["std"] = _numbers(self.std, f"{self.name}: std")
         for part in ("train", "test"):
@@ -264,6 +274,9 @@ def _said(x: Tensor) -> str:
 
 def _tensor(value: object, what: str) -> Tensor:
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            kind = str(value.layout).removeprefix("torch.")
+            raise DataError(f"{what}: a dense tensor is expected, got {kind}: x.to_dense()")
         return value.detach()
     if not isinstance(value, np.ndarray):
         raise DataError(f"{what} is a tensor or a NumPy array, got {type(value).__name__}")
@@ -310,9 +323,10 @@ def _samples(x: Tensor, what: str) -> Tensor:
         raise DataError(
             f"{what}: images of integers, {tuple(x.shape)}, are given as uint8 in 0..255: x.to(torch.uint8)"
         )
+    x = x.long()  # torch has no minimum of uint16, uint32 and uint64
     if x.numel() and int(x.min()) < 0:
         raise DataError(f"{what}: integers are tokens from 0 on, found {int(x.min())}; give measurements as float32")
-    return x.long()
+    return x
 
 
 def _numbers(value: object, what: str) -> tuple[float, ...]:

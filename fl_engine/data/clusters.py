@@ -59,12 +59,21 @@ def clusters_of(features: NDArray[np.float32], count: int, seed: int, what: str)
         raise PartitionError(f"{what}: {count} clusters of {len(features)} samples: lower partition.clusters")
     state = seeds.derive(seed, "clusters") % 2**32
     # With more threads the order of the sums, and so their last bits, would vary from run to run.
-    with threadpool_limits(1), warnings.catch_warnings():
+    with threadpool_limits(1), warnings.catch_warnings(), np.errstate(over="ignore"):  # too large ones: see below
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different samples than clusters are refused below
         found = KMeans(count, n_init=STARTS, random_state=state).fit_predict(features)
-    different = len(np.unique(found))
-    if different < count:
-        raise PartitionError(f"{what}: {count} clusters of {different} different samples: lower partition.clusters")
+    told_apart = len(np.unique(found))
+    if told_apart < count:
+        different = len(np.unique(features, axis=0))
+        if different < count:
+            raise PartitionError(
+                f"{what}: {count} clusters of {different} different samples (as float32): lower partition.clusters, or "
+                "subtract their mean from features that are large beside their differences"
+            )
+        raise PartitionError(
+            f"{what}: k-means tells only {told_apart} of {different} different samples apart, and {count} clusters are "
+            "asked for: the features are too small or too large for float32, so divide them by their standard deviation"
+        )
     labels: NDArray[np.int64] = found.astype(np.int64)
     return labels
 

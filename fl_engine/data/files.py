@@ -23,11 +23,12 @@ import time
 import urllib.request
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -115,6 +116,15 @@ def read(path: Path, checksum: str | None = None, most: int | None = None) -> by
                 "the file is damaged or another version: delete it and fetch again"
             )
     return content
+
+
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object for `json.loads`. Raises ValueError where it has a name twice, of which `json` would drop the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        raise ValueError(f"{names.most_common(1)[0][0][:80]!r} is there twice")
+    return found
 
 
 def digest(path: Path) -> str:

@@ -9,6 +9,7 @@ samples from all clients.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fl_engine.core.errors import PartitionError, brief
+from fl_engine.core.errors import PartitionError, brief, printable
+from fl_engine.data.files import each_once
 
 Position = Annotated[int, Field(ge=0, lt=2**62)]
 
@@ -30,13 +32,16 @@ def owners(path: Path, samples: int) -> NDArray[np.int64]:
     """(samples,): the client of each training sample. Raises PartitionError, which names the file, if it is missing or
     not such a map."""
     try:
-        found = Map.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise PartitionError(f"partition.map = {path} cannot be read: {error.strerror}") from error
-    except ValidationError as error:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        why = error.strerror if isinstance(error, OSError) else error
+        raise PartitionError(f"partition.map = {printable(str(path))} cannot be read: {why}") from error
+    try:
+        found = Map.model_validate(json.loads(content, object_pairs_hook=each_once))
+    except (ValueError, RecursionError) as error:
         raise PartitionError(
             f'{path}: expected {{"clients": [[0, 3, ...], ...]}}, the positions of each client\'s training samples: '
-            f"{brief(error)}"
+            f"{brief(error) if isinstance(error, ValidationError) else error}"
         ) from error
     positions = np.concatenate([np.array(each, dtype=np.int64) for each in found.clients])
     of_each = np.repeat(np.arange(len(found.clients)), [len(each) for each in found.clients])

@@ -13,6 +13,11 @@ HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.re
 """Readers of the header, by the format's version. Version 3.0 is for named fields, which arrays of numbers do not
 have."""
 
+DAMAGE = (
+    OSError, ValueError, TypeError, LookupError, SyntaxError, TokenError, MemoryError, RecursionError, OverflowError,
+)  # fmt: skip
+"""What a file that is no array makes NumPy raise."""
+
 
 def mapped(path: Path) -> NDArray[np.generic]:
     """The numbers of a .npy file, mapped into memory: they stay on disk until they are used, so a false size in the
@@ -26,5 +31,5 @@ def mapped(path: Path) -> NDArray[np.generic]:
         if (size := path.stat().st_size - start) != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{size} bytes of numbers")
         return np.memmap(path, dtype, "r", start, shape, "F" if fortran else "C")
-    except (OSError, ValueError, TypeError, LookupError, SyntaxError, TokenError, MemoryError, RecursionError) as error:
+    except DAMAGE as error:
         raise ValueError(str(error)[:300]) from error

@@ -29,7 +29,7 @@ from safetensors import numpy as safetensors
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError, brief, nearest
 from fl_engine.core.fields import Index
-from fl_engine.core.samples import Data, class_count, has_boxes, label_word
+from fl_engine.core.samples import LABEL_WORD, Data, class_count, has_boxes, label_word
 from fl_engine.data import figures
 from fl_engine.data.files import fingerprint, replacing, sweep
 from fl_engine.data.label_noise import LabelNoise, NoiseFigures, told
@@ -237,7 +237,7 @@ class Manifest(BaseModel):
     client_samples: list[Index] = Field(min_length=1)
     class_counts: list[list[Index]]
     tensors_sha256: str
-    label: str = Field(CLASS, pattern=r"^[\w -]{1,40}$")
+    label: str = Field(CLASS, pattern=f"^{LABEL_WORD}$")
     clusters: Index = 0
     noise: NoiseFigures | None = None
     server_classes: tuple[Index, ...] = ()

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from numpy.typing import NDArray
 from fl_engine.core import seeds
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import byte_statistics, read, require_by_hand
+from fl_engine.data.files import byte_statistics, each_once, read, require_by_hand
 from fl_engine.data.packs import packed
 from fl_engine.tasks import Classification
 
@@ -103,7 +102,7 @@ def _test(samples: int, writer: str) -> NDArray[np.bool_]:
 def _writers(path: Path) -> list[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
     """Name, images (n, 1, 28, 28) and labels (n,) of each writer of a file, in its order."""
     try:
-        found = json.loads(read(path, most=MOST_BYTES), object_pairs_hook=_each_once)
+        found = json.loads(read(path, most=MOST_BYTES), object_pairs_hook=each_once)
     except (ValueError, RecursionError, MemoryError) as error:
         raise DataError(f"{path}: expected JSON ({error}); it is damaged: make it again") from error
     names, numbers, data = (found.get(key) if isinstance(found, dict) else None for key in KEYS)
@@ -120,15 +119,6 @@ def _writers(path: Path) -> list[tuple[str, NDArray[np.uint8], NDArray[np.int64]
 
 
 KEYS = ("users", "num_samples", "user_data")
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError where it has a name twice, of which `json` would drop the first."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = Counter(name for name, _ in pairs)
-        raise ValueError(f"{names.most_common(1)[0][0][:80]!r} is there twice")
-    return found
 
 
 def _samples(path: Path, writer: str, found: Any, number: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -40,6 +40,10 @@ class OddlyNamed(Regression):
     metric: ClassVar[Metric] = Metric("R2 <a\\d>")
 
 
+class Bracketed(Classification):
+    label_word: ClassVar[str] = "kind (of thing)"
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no name": (IMAGES, {"name": ""}, "a data set's name is a word, got ''"),
     "a number of classes": (IMAGES, {"task": 3}, "task is one of fl_engine.tasks, for example Classification(10)"),
@@ -82,6 +86,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "two targets": (TABLE, {"train_y": torch.rand(6, 2)}, "expected targets of 1 numbers, (N, 1), got the shape"),
     "a target of NaN": (TABLE, {"train_y": HOLED[:, 1]}, "the target of sample 4 is NaN, infinite or more"),
     "equal targets": (TABLE, {"test_y": torch.ones(3)}, "test_y: all targets of an output are equal"),
+    "a word in brackets": (IMAGES, {"task": lambda: Bracketed(3)}, "the label_word of Bracketed is a text of letters"),
+    "a sparse tensor": (TABLE, {"test_x": torch.eye(3, 2).to_sparse()}, "a dense tensor is expected, got sparse_coo"),
     "a mean alone": (IMAGES, {"mean": 0.5}, "mean is a tuple with a number for each channel or feature, e.g. (0.5,)"),
     "a mean of words": (IMAGES, {"mean": ("a",)}, "mean is a tuple with a number for each channel"),
     "a mean of NaN": (IMAGES, {"mean": (float("nan"),)}, "mean is a tuple of finite numbers"),
@@ -125,6 +131,13 @@ def test_numpy_arrays_become_tensors_of_the_same_values() -> None:
     frozen = np.arange(12.0).reshape(6, 2)
     frozen.setflags(write=False)
     assert Data(**{**TABLE, "train_x": frozen, "mean": np.zeros(2), "std": [1, 2]}).mean == (0.0, 0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int32, torch.uint16, torch.uint32, torch.uint64])
+def test_tokens_are_integers_of_any_size(kind: torch.dtype) -> None:
+    given = {**TOKENS, **{f"{part}_x": TOKENS[f"{part}_x"].to(kind) for part in ("train", "test")}}  # type: ignore[union-attr]
+    found = Data(**given)  # type: ignore[arg-type]
+    assert found.train_x.dtype == torch.int64 and torch.equal(found.train_x, Data(**TOKENS).train_x)  # type: ignore[arg-type]
 
 
 def test_a_part_of_good_data_is_good() -> None:

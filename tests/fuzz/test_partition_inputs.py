@@ -33,6 +33,7 @@ def test_a_map_says_whose_each_sample_is(tmp_path: Path) -> None:
         ("[[0, 1]]", "expected "),
         ('{"clients": []}', "clients"),
         ('{"clients": [[0, 1, 2], []]}', "clients.1"),
+        ('{"clients": [[0, 1], [2]], "clients": [[0], [1, 2]]}', "'clients' is there twice"),
         ('{"clients": [[0, 1, 2.0]]}', "clients.0.2"),
         ('{"clients": [[0, 1, -2]]}', "clients.0.2"),
         ('{"clients": [[0, 1, 2]], "proxy": [3]}', "proxy"),
@@ -48,6 +49,8 @@ def test_what_is_no_map_is_told_in_a_line(text: str, said: str, tmp_path: Path) 
         owners(path, SAMPLES)
     with pytest.raises(PartitionError, match=r"partition\.map = .*none\.json cannot be read: No such file"):
         owners(tmp_path / "none.json", SAMPLES)
+    with pytest.raises(PartitionError, match=r"partition\.map = .*no\\x00ne\.json cannot be read: embedded null"):
+        owners(tmp_path / "no\0ne.json", SAMPLES)
 
 
 @law(60)
@@ -77,6 +80,7 @@ WHOLE = npy(np.arange(3.0 * SAMPLES, dtype=np.float32).reshape(SAMPLES, 3))
 @example(WHOLE.replace(b"(12, 3)", b"(12,10**9)"))
 @example(WHOLE.replace(b"(12, 3), }     ", b"(12, 999999999)}"))
 @example(WHOLE.replace(b"<f4", b"|O8"))
+@example(WHOLE[:128].replace(b"(12, 3), }" + b" " * 20, b"(%d, 0), }" % 2**70))
 def test_features_are_whole_or_their_file_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "features.npy"
     path.write_bytes(content)

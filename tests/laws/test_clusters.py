@@ -44,6 +44,12 @@ def test_fewer_different_samples_than_clusters_are_an_error() -> None:
     alike = np.repeat(np.eye(2, dtype=np.float32), 30, axis=0)
     with pytest.raises(PartitionError, match="alike: 3 clusters of 2 different samples"):
         clusters_of(alike, 3, 0, "alike")
+    late = np.float32(1.7e9 + 50 * np.arange(60.0))[:, None]  # float32 has every 128th number there
+    with pytest.raises(PartitionError, match=r"late: 30 clusters of 24 different samples \(as float32\).*their mean"):
+        clusters_of(late, 30, 0, "late")
+    for scale in (1e-25, 1e25):
+        with pytest.raises(PartitionError, match=r"only 1 of 90 different samples apart.* divide them"):
+            clusters_of(np.float32(BLOBS * scale), 3, 0, "blobs")
     wrong = BLOBS.copy()
     wrong[7, 2] = np.nan
     with pytest.raises(PartitionError, match=r"the features of sample 7 are no finite numbers \(1 such\)"):
