@@ -95,6 +95,14 @@ def plan_seed(key: bytes) -> int:
     return int.from_bytes(_derived(key, "plan"), "little") | 2**255
 
 
+def server_seed(aggregation: object, plan: RoundPlan) -> int:
+    """What the server's own training after a round's merge draws from. Where who takes part is secret it is not the
+    seed of the first order: that order's client knows it, and could tell from the model that it was the first one."""
+    if isinstance(aggregation, Private) and aggregation.secret_selection and plan.noise_seed is not None:
+        return int.from_bytes(_derived(plan.noise_seed, f"server {plan.round}"), "little")
+    return plan.orders[0].seed
+
+
 def noise(seed: bytes, name: str, shape: Sequence[int]) -> np.ndarray:
     """Standard normal numbers, float64, for one tensor. `seed`: 256 secret bits, with which no two tensors have the
     same `name`.

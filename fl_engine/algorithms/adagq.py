@@ -145,7 +145,7 @@ class AdaGQ(Terms):
         norm = distance(state.params, merged.params)
         if norm > 0:
             merged = replace(merged, first=state.first or norm, last=norm)
-        return nested.tuned(self.fine_tuning, state, merged, plan, server)
+        return nested.tuned(self.fine_tuning, self.aggregation, state, merged, plan, server)
 
 
 # ------------------------------------------------------------------------------------------------------ in time

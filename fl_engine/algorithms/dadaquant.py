@@ -159,7 +159,7 @@ class DAdaQuant(Terms):
             average = averaged(losses, state.averages, self.psi)
             level, averages = doubled(state.level, (*state.averages, average), self.phi, self.q_max)
             merged = replace(merged, level=level, averages=averages)
-        return nested.tuned(self.fine_tuning, state, merged, plan, server)
+        return nested.tuned(self.fine_tuning, self.aggregation, state, merged, plan, server)
 
 
 def _heard(answers: Iterable[Outcome], losses: list[float]) -> Iterator[Outcome]:

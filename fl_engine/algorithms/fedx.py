@@ -209,7 +209,7 @@ class FedX(Terms):
         self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> PooledState:
         merged = terms.merged(self, state, plan, answers, server)
-        return tuned(self.fine_tuning, state, merged, plan, server)
+        return tuned(self.fine_tuning, self.aggregation, state, merged, plan, server)
 
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:
         """The server's fine-tuning, where there is one."""

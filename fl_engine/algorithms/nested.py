@@ -13,6 +13,8 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field
 
+from fl_engine.aggregation import privacy
+from fl_engine.aggregation.rules import Aggregation
 from fl_engine.algorithms.fine_tuning import FineTuning, fine_tuned
 from fl_engine.algorithms.pooled import PooledState
 from fl_engine.core import pool as pools
@@ -49,12 +51,14 @@ def check_tuning(tuning: FineTuning | None, server: ServerContext) -> None:
         _ = server.data
 
 
-def tuned(tuning: FineTuning | None, before: S, merged: S, plan: RoundPlan, server: ServerContext) -> S:
+def tuned(
+    tuning: FineTuning | None, aggregation: Aggregation, before: S, merged: S, plan: RoundPlan, server: ServerContext
+) -> S:
     """The state after the server's training on its own data; as merged without `tuning`, in a round in which nobody
     trained, and where this training diverges: no update may end the run."""
     if tuning is None or merged.params is before.params:
         return merged
-    seed = seeds.derive(plan.orders[0].seed, "fine-tuning", plan.round)
+    seed = seeds.derive(privacy.server_seed(aggregation, plan), "fine-tuning", plan.round)
     try:
         return replace(merged, params=fine_tuned(tuning, server, merged.params, before.params, seed))
     except ModelError as error:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fl_engine.algorithms import FedX, FedXLarge, FedXMedium, FedXSmall
+from fl_engine.aggregation.privacy import Private
+from fl_engine.algorithms import FedX, FedXLarge, FedXMedium, FedXSmall, nested
 from fl_engine.algorithms.fedx import Assigned
 from fl_engine.algorithms.fine_tuning import FineTuning, fine_tuned
 from fl_engine.backends import InProcess
@@ -19,7 +20,7 @@ from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import seeds
 from fl_engine.core.errors import ClientError, ConfigError, PoolError
 from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import FULL, Codecs, RoundPlan, SubmodelSpec, TaskContext, WorkOrder
+from fl_engine.core.types import FULL, Codecs, Params, RoundPlan, SubmodelSpec, TaskContext, WorkOrder
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
@@ -269,6 +270,26 @@ def test_the_server_fine_tunes_what_was_merged() -> None:
         assert_same_bits(
             replace(algorithm, fine_tuning=tuning).merge(state, plan, updates, server).params, tuned.params
         )
+
+
+@pytest.mark.parametrize("secret", [True, False])
+def test_the_servers_training_does_not_tell_a_client_that_it_was_first(secret: bool) -> None:
+    """Its order's seed decides about nothing where who takes part is secret; the round's secret does."""
+    private = Private(clip=1.0, noise_multiplier=1.0, secret_selection=secret)
+    algorithm = fedx(assigned=SOME)
+    site = with_server(tiny_site(algorithm))
+    state, server = start_of(algorithm, site), ServerSite(site)
+    merged = replace(state, params={name: tensor + 0.1 for name, tensor in state.params.items()})
+
+    def after(first: int, noise_seed: bytes) -> Params:
+        plan = algorithm.plan(state, context_of(site, 0))
+        orders = (replace(plan.orders[0], seed=first), *plan.orders[1:])
+        plan = replace(plan, orders=orders, noise_seed=noise_seed)
+        return nested.tuned(FineTuning(lr=0.1, batch_size=3), private, state, merged, plan, server).params
+
+    one = after(1, bytes(32))
+    assert any(not torch.equal(one[n], t) for n, t in after(2, bytes(32)).items()) is not secret
+    assert any(not torch.equal(one[n], t) for n, t in after(1, bytes([1] * 32)).items()) is secret
 
 
 def test_updates_that_make_the_server_diverge_do_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
