@@ -134,7 +134,7 @@ def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) 
 def _check_places(config: Config, algorithm: Algorithm) -> None:
     """What addresses say by themselves: no server is asked."""
     if privacy.is_private(algorithm) or config.run.apart:
-        keys.shared_place(config, "run")
+        keys.check_folder(config)
     if config.tracking.mlflow is not None:
         check_address(config.tracking.mlflow)
 

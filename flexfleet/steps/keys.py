@@ -143,6 +143,14 @@ def shared_place(config: Config, name: str, hasty: bool = False) -> Store:
     return bucket
 
 
+def check_folder(config: Config) -> None:
+    """Raises ConfigError where clients could read the folder that keys are to be kept in. A bucket is looked at by
+    `shared_place` alone: tasks of a pipeline that run no rounds have no credentials of it."""
+    where = config.run.secrets
+    if where is not None and "://" not in where:
+        _check_folder(Path(where), config.run.remote)
+
+
 def _check_folder(folder: Path, remote: str | None) -> None:
     if remote is not None and "://" not in remote and folder.resolve().is_relative_to(Path(remote).resolve()):
         raise ConfigError(

@@ -328,15 +328,17 @@ def files_of(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
+IN_LEDGER = ["run.secrets=ledgers/keys", "run.remote=ledgers", *PRIVATE]
+IN_BUCKET = [["run.secrets=s3://safe/x", *PRIVATE], ["run.secrets=s3://safe/x", "run.backend=agents"]]
+
+
 @pytest.mark.parametrize(
-    ("sets", "wanted"),
+    ("command", "sets", "wanted"),
     [
-        (["run.secrets=ledgers/keys", "run.remote=ledgers", *PRIVATE], "lies in run.remote = 'ledgers'"),
-        (["run.secrets=s3://safe/x", *PRIVATE], "which the environment does not hold: set FLEXFLEET_SECRETS_AWS_ACC"),
-        (["run.secrets=s3://safe/x", "run.backend=agents"], "which the environment does not hold: set FLEXFLEET_SECRE"),
+        *((command, IN_LEDGER, "lies in run.remote = 'ledgers'") for command in ("check", "run")),
+        *(("run", sets, "which the environment does not hold: set FLEXFLEET_SECRETS_AWS_ACC") for sets in IN_BUCKET),
     ],
 )
-@pytest.mark.parametrize("command", ["check", "run"])
 def test_a_place_of_the_key_is_checked_before_anything_trains(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     command: str, sets: list[str], wanted: str,
@@ -347,6 +349,16 @@ def test_a_place_of_the_key_is_checked_before_anything_trains(
     assert done.code == 2 and wanted in done.err
     assert flexfleet("check", sets=[*quick, sets[0]]).code == 0, "a run without a key needs no place for it"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("sets", IN_BUCKET)
+def test_a_check_needs_no_credentials_of_the_bucket_of_keys(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: list[str]
+) -> None:
+    """Tasks of a pipeline that run no rounds have none, and check the configuration too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID", raising=False)
+    assert flexfleet("check", sets=[*quick, *sets]).code == 0
 
 
 def test_a_place_of_the_key_that_does_not_answer_is_told_before_anything_trains(
