@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from threading import current_thread, main_thread
 
@@ -33,23 +33,38 @@ def is_guest() -> bool:
     return _guest.get()
 
 
+def _set_precisions(wanted: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], str]:
+    """Gives what was set before. Not by torch.backends: its mkldnn.fp32_precision sets the generic precision."""
+    read, write, before = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter, {}
+    for place, precision in wanted.items():
+        before[place] = read(*place)
+        # What is as it should be is not written: cuDNN's tf32 gives way to a generic precision until somebody sets it.
+        if before[place] != precision:
+            write(*place, precision)
+    return before
+
+
+def _by_older_names() -> tuple[str, bool] | None:
+    """The precision of matrix products, and whether cuDNN may use tf32. None where somebody has used the newer names:
+    torch then refuses to say."""
+    with suppress(RuntimeError):
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    return None
+
+
 @contextmanager
 def _precisions_as_in_a_new_process() -> Iterator[None]:
-    # Not by torch.backends: its mkldnn.fp32_precision sets the generic one, and the older names (allow_tf32,
-    # set_float32_matmul_precision) raise RuntimeError once a host has used the newer ones.
-    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
-    changed: list[tuple[tuple[str, str], str]] = []
+    older = _by_older_names()
+    # The general ones are first: once they are unset, each operation shows its own.
+    before = _set_precisions(PRECISIONS)
     try:
-        # The general ones first: after that, each of the others shows its own. What is as it should be is not written:
-        # cuDNN's tf32 gives way to a generic precision only as long as nobody has set it.
-        for place, default in PRECISIONS.items():
-            if (found := read(*place)) != default:
-                changed.append((place, found))
-                write(*place, default)
         yield
     finally:
-        for place, found in reversed(changed):
-            write(*place, found)
+        if older is not None and older != _by_older_names():
+            torch.set_float32_matmul_precision(older[0])
+            torch.backends.cudnn.allow_tf32 = older[1]
+        _set_precisions(PRECISIONS)
+        _set_precisions(dict(reversed(before.items())))
 
 
 @contextmanager
