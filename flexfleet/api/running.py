@@ -22,6 +22,7 @@ from flexfleet.config.names import new_name
 from flexfleet.config.names import plain as plain_name
 from flexfleet.files.artifacts import RunFile
 from flexfleet.runs.whole import run as run_all
+from flexfleet.steps import own_code
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking.trackers import Several
 
@@ -103,7 +104,7 @@ def resumed(
     __tracebackhide__ = True
 
     def go() -> Result:
-        values = dict(RunFile.read(result.folder / "run.json").config)
+        values = dict(own_code.recorded(RunFile.read(result.folder / "run.json")))
         values["run"] = {**values["run"], "store": str(result.folder.parent)}
         if rounds is not None:
             values["rounds"] = {**values["rounds"], "stop": plain(rounds, "rounds")}

@@ -183,7 +183,9 @@ def parse_with_algorithm(values: Mapping[str, Any]) -> tuple[Config, Algorithm]:
         code.enable(wheel.value, wheel.sha256, config.run.code)
     wrong = _unknown_names(values)
     if holds_password(config.dataset.root or ""):
-        wrong.append(f"dataset.root holds a password, and a run's files show parameters: {INSTEAD['dataset.root']}")
+        wrong.append(
+            f"dataset.root holds a user or a password, and a run's files show parameters: {INSTEAD['dataset.root']}"
+        )
     built: Algorithm | None = None
     try:
         built = algorithm(config)

@@ -66,11 +66,14 @@ def enable(run: RunFile, folder: Path) -> None:
 
 
 def stored(run: RunFile) -> dict[str, Any]:
-    """The configuration in a run's record, without the place of its code on the machine that started it, and without
-    the password that an earlier version let stand in dataset.root."""
-    out, section, data = run.config, run.config.get("run"), run.config.get("dataset")
-    if isinstance(section, dict):
-        out = out | {"run": {**section, "code": None}}
+    """The `recorded` configuration, without the place of the run's code on the machine that started it."""
+    out, section = recorded(run), run.config.get("run")
+    return out | {"run": {**section, "code": None}} if isinstance(section, dict) else out
+
+
+def recorded(run: RunFile) -> dict[str, Any]:
+    """The configuration in a run's record, without the password that an earlier version let stand in dataset.root."""
+    data = run.config.get("dataset")
     if isinstance(data, dict) and isinstance(data.get("root"), str) and holds_password(data["root"]):
-        out = out | {"dataset": {**data, "root": masked(data["root"])}}
-    return out
+        return run.config | {"dataset": {**data, "root": masked(data["root"])}}
+    return run.config

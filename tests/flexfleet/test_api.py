@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -292,6 +293,20 @@ def test_a_resume_takes_the_address_of_mlflow_that_no_file_keeps(
     assert [config.tracking.mlflow for config in configs] == [SECRET, None]
 
 
+def test_a_run_of_an_earlier_version_is_resumed_without_the_password_in_its_record(
+    result: ff.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(result.folder, tmp_path / "a")
+    record = tmp_path / "a" / "run.json"
+    known = json.loads(record.read_text())
+    known["config"]["dataset"]["root"] = "https://me:geheim@host/repo.git@v1:data"
+    record.write_text(json.dumps(known))
+    configs: list[Any] = []
+    monkeypatch.setattr(running, "_run", lambda config, *_: configs.append(config))
+    ff.load(tmp_path / "a").resume(3)
+    assert [config.dataset.root for config in configs] == ["https://host/repo.git@v1:data"]
+
+
 def test_a_thing_without_a_name_is_refused() -> None:
     def inner() -> None: ...
 
@@ -433,6 +448,14 @@ def precisions() -> dict[str, str]:
     return {name: attrgetter(name)(at).fp32_precision for name in NEW}
 
 
+def by_older_names() -> Any:
+    """As torch says it by the older names, or that it refuses."""
+    try:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None
+
+
 NEW = {
     "mkldnn.matmul": "none", "mkldnn.conv": "none", "mkldnn.rnn": "none", "cuda.matmul": "none", "cudnn.conv": "tf32",
     "cudnn.rnn": "tf32",
@@ -484,6 +507,23 @@ def test_a_guest_has_the_precisions_of_a_new_process(host: str) -> None:
     finally:
         undo()
     assert precisions() == NEW, "nothing that the host has not set is set now"
+
+
+@pytest.mark.parametrize("inside", HOSTS)
+@pytest.mark.parametrize("host", [None, "older, matmul", "mkldnn.conv"])
+def test_a_guest_puts_back_precisions_that_are_set_inside_it(host: str | None, inside: str) -> None:
+    from fl_engine.training.guest import guest
+
+    setting, undo = (lambda: None, lambda: None) if host is None else HOSTS[host]
+    setting()
+    try:
+        before, older = precisions(), by_older_names()
+        with guest():
+            HOSTS[inside][0]()
+        assert (precisions(), by_older_names()) == (before, older)
+    finally:
+        undo()
+    assert precisions() == NEW
 
 
 @pytest.mark.parametrize(
