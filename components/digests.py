@@ -24,7 +24,6 @@ import urllib3
 import yaml
 
 from fl_engine.core.errors import BadInput, EnvironmentFailure, IntegrityError
-from fl_engine.core.plain import read_yaml
 from flexfleet.files.terminal import run_main
 
 ACCEPT = ", ".join(
@@ -99,7 +98,7 @@ def _entries(lines: Sequence[str]) -> list[dict[str, _Field]]:
 
 def _check_no_tag_is_left(pinned: str) -> None:
     try:
-        entries = (read_yaml(pinned) or {}).get("images") or []
+        entries = (yaml.safe_load(pinned) or {}).get("images") or []
         left = [entry for entry in entries if "newTag" in entry]
         named = {str(entry.get("newName", entry.get("name"))): entry["newTag"] for entry in left}
     except (yaml.YAMLError, AttributeError, TypeError) as error:

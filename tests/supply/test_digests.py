@@ -96,9 +96,10 @@ def kustomization(registry: Registry) -> str:
     )
 
 
-def test_a_tag_becomes_the_digest_of_the_index_of_all_architectures(registry: Registry) -> None:
+@pytest.mark.parametrize("before", ["", "commonAnnotations:\n  built: 2024-05-01\n"])
+def test_a_tag_becomes_the_digest_of_the_index_of_all_architectures(registry: Registry, before: str) -> None:
     registry.held["team/app:1.0"] = INDEX
-    text = kustomization(registry)
+    text = before + kustomization(registry)
     pinned, found = digests.pin(text)
     assert found == [f"{registry.address}/team/app@{sha256(INDEX)}"]
     assert pinned == text.replace("newTag: '1.0'", f"digest: {sha256(INDEX)} # 1.0")
