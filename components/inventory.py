@@ -166,7 +166,7 @@ def table(environments: dict[str, list[Distribution]]) -> str:
     rows: dict[tuple[str, str, str], list[str]] = {}
     for image, packages in environments.items():
         if not packages:
-            raise BadInput(f"{image}: no package is installed there; NAME=SITE_PACKAGES is expected")
+            raise BadInput(f"{image}: no package is installed there")
         for package in packages:
             if canonical(package.name) != "pip":  # belongs to the base image
                 rows.setdefault((canonical(package.name), package.version, licence(package)), []).append(image)
@@ -190,6 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(check(args.bill.read_bytes(), [lock.read_text() for lock in args.locks]), "packages")
     else:
         given = dict(word.partition("=")[::2] for word in args.environments)
+        if bare := [name for name, path in given.items() if not path]:
+            raise BadInput(f"NAME=SITE_PACKAGES is expected, got {bare[0]!r}")
         print(table({name: list(distributions(path=[path])) for name, path in given.items()}), end="")
     return 0
 

@@ -190,7 +190,8 @@ def test_what_is_no_bill_of_materials_is_refused(bill: str | bytes) -> None:
     [
         ("components.inventory check components/sbom components/locks/torch.txt", 2, "a bill of materials is JSON"),
         ("components.inventory check nowhere components/locks/torch.txt", 6, "nowhere: No such file"),
-        ("components.inventory licences flexfleet", 2, "flexfleet: no package is installed there"),
+        ("components.inventory licences flexfleet", 2, "NAME=SITE_PACKAGES is expected, got 'flexfleet'"),
+        ("components.inventory licences flexfleet=nowhere", 2, "flexfleet: no package is installed there"),
         ("components.digests nowhere", 2, "nowhere is neither a folder"),
         ("components.digests k8s/overlays/edge", 2, "the overlay names no image"),
     ],
