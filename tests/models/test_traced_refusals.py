@@ -82,6 +82,14 @@ MIXING: dict[str, tuple[Any, dict[str, nn.Module], str]] = {
     "index by a tensor": (lambda m, x: x + x[:, m.two][:, None], {}, r"takes channels out by an index \(x\[...\]\)"),
     "index by a truth value": (lambda m, x: x[:, True].sum(1), {}, r"takes channels out by an index \(x\[...\]\)"),
     "axis that is a tensor": (lambda m, x: x[..., None].expand(-1, -1, 4).softmax(m.two).sum(2), {}, "calls softmax"),
+    **{
+        f"{name} over an axis that is a tensor": (
+            lambda m, x, name=name: getattr(x[..., None].expand(-1, -1, 4), name)(m.two),
+            {},
+            f"calls {name}",
+        )
+        for name in ("sum", "mean", "amax", "std", "logsumexp")
+    },
     "axes swapped by a tensor": (lambda m, x: x[..., None].transpose(m.two, 1).squeeze(1), {}, "calls transpose"),
 }
 

@@ -126,7 +126,7 @@ def axes_of(dim: Any, rank: int) -> list[int]:
 def reduced(call: Call) -> Dims | Mixes:
     """mean, sum, max, ... over axes."""
     x, dim = call.x, call.option(1, "dim", "axis")
-    if isinstance(dim, Given):
+    if isinstance(dim, Given) and call.name in ("max", "min"):
         return by_element(call)  # max(a, b)
     gone = axes_of(dim, len(x.shape))
     if free(*(x.dims[axis] for axis in gone)):
