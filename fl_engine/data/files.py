@@ -47,8 +47,8 @@ COUNTED = 4096
 """How many images' bytes are counted at a time."""
 ABANDONED_S = 86_400
 """Seconds after which what is not finished is that of a process that was killed."""
-PART = re.compile(r"(.+)\.[0-9a-f]+\.part(\.[0-9]+\.old)?", re.DOTALL)
-"""A name of `part_of`, or one with the number of a process, or what `packs` moves out of its way."""
+PART = re.compile(r"(.+)\.[0-9a-f]{8}\.part(\.[0-9]+\.old)?", re.DOTALL)
+"""A name of `part_of`, or what `packs` moves out of its way."""
 MOST_NAMED = 10
 """Missing files that an error lists by name."""
 SMALL = 1e-3
@@ -160,7 +160,12 @@ def sweep(paths: Iterable[Path]) -> None:
                 continue
             with suppress(OSError):  # another process does the same
                 if part.lstat().st_mtime < time.time() - ABANDONED_S:
-                    shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
+                    remove(part)
+
+
+def remove(path: Path) -> None:
+    """A file, a folder or a link. Raises OSError."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 @contextmanager
@@ -351,8 +356,8 @@ def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], ND
 
 def moments(x: NDArray[np.float32], axis: int = -1) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation per entry of `axis`, rounded so that all machines agree: to six decimals, and where
-    the deviation is below SMALL, both to its sixth digit. A deviation that is no more than what rounding to float32
-    makes of equal values is 0."""
+    the deviation is below SMALL, both to its sixth digit. A deviation below 5e-7 that is no more than what rounding
+    to float32 makes of equal values is 0."""
     others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
     mean, std = x.mean(others, dtype=np.float64), x.std(others, dtype=np.float64)
     pairs = [_rounded(float(m), float(s)) for m, s in zip(mean, std, strict=True)]

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from fl_engine.core.errors import DataError
-from fl_engine.data.files import digest, part_of, sweep
+from fl_engine.data.files import digest, part_of, remove, sweep
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ def packed(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
             with suppress(OSError):  # another process has just replaced the folder
                 return _mapped(folder, index.arrays)
     try:
-        place = folder.resolve() if folder.is_symlink() else folder  # what a link leads to is replaced, not the link
+        # What a link leads to is replaced, not the link.
+        place = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
         part = part_of(place)
         part.mkdir(parents=True)
         sweep([place])
@@ -150,7 +151,8 @@ def _replace(folder: Path, part: Path) -> None:
             if attempt == ATTEMPTS - 1:
                 raise
         finally:
-            shutil.rmtree(old, ignore_errors=True)
+            with suppress(OSError):
+                remove(old)
 
 
 def _mapped(folder: Path, names: Mapping[str, Seen]) -> dict[str, Tensor]:

@@ -331,7 +331,7 @@ def test_two_writers_of_a_file_do_not_write_into_one_another(tmp_path: Path) -> 
 
 
 def test_what_a_killed_writer_left_is_removed_a_day_later(tmp_path: Path) -> None:
-    left, alive, other = (tmp_path / name for name in ("f[0].1a2b.part", "f[0].3c4d.part", "f0.5e6f.part"))
+    left, alive, other = (tmp_path / name for name in ("f[0].1a2b1a2b.part", "f[0].3c4d3c4d.part", "f0.5e6f5e6f.part"))
     for path in (left, alive, other):
         path.write_bytes(b"half")
     for path in (left, other):

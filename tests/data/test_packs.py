@@ -117,13 +117,13 @@ def test_what_fails_keeps_nothing(reader: Reader, tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_removed_a_day_later(reader: Reader, tmp_path: Path) -> None:
-    left, alive = tmp_path / "packed.0a1b.part", tmp_path / "packed.2c3d.part"
+    left, alive = tmp_path / "packed.0a1b0a1b.part", tmp_path / "packed.2c3d2c3d.part"
     for folder in (left, alive):
         folder.mkdir()
         (folder / "x.npy").write_bytes(b"half")
     os.utime(left, (0, 0))
     load(reader)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt", "packed", "packed.2c3d.part"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt", "packed", "packed.2c3d2c3d.part"]
 
 
 def test_no_room_is_an_error_that_names_the_folder(reader: Reader, tmp_path: Path) -> None:
@@ -198,6 +198,14 @@ def test_a_pack_behind_a_link_is_replaced_where_it_is(reader: Reader, tmp_path: 
     assert reader.times == 2 and (tmp_path / "packed").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt", "disk", "packed"]
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["mine"]
+
+
+def test_a_link_that_leads_to_itself_is_replaced(reader: Reader, tmp_path: Path) -> None:
+    (tmp_path / "packed").symlink_to(tmp_path / "packed")
+    for _ in range(2):
+        assert bytes(load(reader)["x"].tolist()) == b"aaaaabbbbb"
+    assert reader.times == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt", "packed"]
 
 
 def test_a_pack_is_never_in_two_places(reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
