@@ -37,6 +37,10 @@ from flexfleet.steps import own_code
 
 log = logging.getLogger("flexfleet")
 
+MAP, FEATURES = "the content of partition.map", "what partition.features names"
+NETWORK = "the network of noise.labels"
+CONTENTS = (MAP, FEATURES, NETWORK)
+
 _COMPUTED: dict[str, Ints] = {}
 """Clusters, by a digest of their inputs. All runs of a comparison are checked before the first one starts, in one
 process, and a check writes nothing."""
@@ -108,16 +112,21 @@ def _features(config: Config) -> dict[str, Any]:
     return own_code.digests(config.model_copy(update={"model": {"name": features}}), ("model",))
 
 
-def contents(config: Config) -> dict[str, Any]:
-    """Digests of the files, and of the code of one's own, that the partition and its labels are made from; empty
-    without such. Raises PartitionError for a file that cannot be read."""
+def contents(config: Config, *, needed: bool = True) -> dict[str, Any]:
+    """Digests of the files, and of the code of one's own, that the partition and its labels are made from, by CONTENTS;
+    empty without such. `needed`: False leaves out what names a file that is not there. Raises PartitionError for a file
+    that cannot be read."""
     p, found = config.partition, dict[str, Any]()
-    if p.rule == "manual" and p.map is not None:
-        found["the content of partition.map"] = _content("partition.map", p.map)
-    if p.features is not None and p.rule in BY_LABEL:
-        found["what partition.features names"] = _features(config)
+
+    def looked_at(file: str) -> bool:
+        return needed or Path(file).exists()
+
+    if p.rule == "manual" and p.map is not None and looked_at(p.map):
+        found[MAP] = _content("partition.map", p.map)
+    if p.features is not None and p.rule in BY_LABEL and (not p.features.endswith(".npy") or looked_at(p.features)):
+        found[FEATURES] = _features(config)
     if config.noise.labels:
-        found["the network of noise.labels"] = own_code.digests(config, ("model",))
+        found[NETWORK] = own_code.digests(config, ("model",))
     return {name: value for name, value in found.items() if value}
 
 

@@ -18,7 +18,7 @@ from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Artifact
-from flexfleet.steps.labels import contents
+from flexfleet.steps.labels import CONTENTS, contents
 from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved, resolved_of
 from flexfleet.steps.pretrain import is_known, pretrain
@@ -41,14 +41,14 @@ def share(resolved: Resolved, out: Path) -> Path:
     (out / ABOUT).unlink(missing_ok=True)
     partition(resolved, out / "partition")
     pretrain(resolved, out / "partition", out / "pretrain")
-    return Shared(settings=_inputs(resolved.config)).write(out / ABOUT)
+    inputs = settings(configs.flatten(resolved.config)) | contents(resolved.config)
+    return Shared(settings=inputs).write(out / ABOUT)
 
 
 def fits(resolved: Resolved, shared: Path) -> bool:
     """Whether the folder holds all that `share` would compute for this configuration."""
     try:
-        same = Shared.read(shared / ABOUT).settings == _inputs(resolved.config)
-        return same and is_known(resolved, shared / "partition", shared / "pretrain")
+        return not _changed(resolved.config, shared) and is_known(resolved, shared / "partition", shared / "pretrain")
     except IntegrityError:
         return False
 
@@ -59,10 +59,8 @@ def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
 
     Raises ConfigError if the folder was computed with other settings than the run's.
     """
-    about, wanted = Shared.read(shared / ABOUT), _inputs(resolved.config)
-    changed = [k for k in sorted(about.settings.keys() | wanted.keys()) if about.settings.get(k) != wanted.get(k)]
-    if changed:
-        lines = ", ".join(f"{k}: {about.settings.get(k)!r} -> {wanted.get(k)!r}" for k in changed[:6])
+    if changed := _changed(resolved.config, shared):
+        lines = ", ".join(f"{name}: {before!r} -> {now!r}" for name, (before, now) in changed[:6])
         raise ConfigError(f"{shared} was computed with other settings ({lines}): give one of this run's settings")
     shutil.copytree(shared / "partition", out / "partition", dirs_exist_ok=True)
     pretrain(resolved, out / "partition", out / "pretrain", known=shared / "pretrain")
@@ -80,9 +78,15 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _inputs(config: Config) -> dict[str, Any]:
-    """`settings`, and digests of the files and of the code of one's own that some of them name."""
-    return settings(configs.flatten(config)) | contents(config)
+def _changed(config: Config, shared: Path) -> list[tuple[str, tuple[Any, Any]]]:
+    """By name, what the folder was computed from and what the configuration asks for, where these differ. A digest that
+    one of them lacks does not count: files have to lie only where `share` runs, and earlier versions recorded none.
+    Raises IntegrityError."""
+    known = Shared.read(shared / ABOUT).settings
+    wanted = settings(configs.flatten(config)) | contents(config, needed=False)
+    lacking = (known.keys() ^ wanted.keys()) & set(CONTENTS)
+    names = sorted((known.keys() | wanted.keys()) - lacking)
+    return [(k, (known.get(k), wanted.get(k))) for k in names if known.get(k) != wanted.get(k)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,7 +28,7 @@ from flexfleet.config.entries import Entry
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import Apoz, PoolFile
 from flexfleet.runs.check import check
-from flexfleet.steps import share
+from flexfleet.steps import labels, share
 from flexfleet.steps.partition import cut, partition, server_of
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
@@ -414,6 +414,33 @@ def test_what_is_shared_belongs_to_the_content_of_files_and_code(
     }
     with pytest.raises(ConfigError, match=r"other settings \(the content of partition.map: '"):
         share.adopt(now["map"], tmp_path / "map", tmp_path / "out")
+
+
+@pytest.mark.parametrize("file", ["map.json", "f.npy"])
+def test_files_of_a_partition_lie_only_where_it_is_computed(tmp_path: Path, quick: Sequence[str], file: str) -> None:
+    """A study's trials run in other pods; and what earlier versions shared has no digests of files."""
+    Path("map.json").write_text(json.dumps({"clients": [list(range(i, 240, 6)) for i in range(6)]}))
+    np.save("f.npy", np.eye(6)[np.arange(240) % 6])
+    ways = {
+        "map.json": ["partition.rule=manual", "partition.map=map.json"],
+        "f.npy": ["partition.features=f.npy", "partition.clusters=3"],
+    }
+    more = ways[file]
+    resolved, other = (Resolved.load(None, [*quick, "algorithm.name=all_large", *more, f"seed={i}"]) for i in range(2))
+    share.share(resolved, tmp_path / "shared")
+    about = share.Shared.read(tmp_path / "shared" / share.ABOUT)
+    older = {k: v for k, v in about.settings.items() if k not in labels.CONTENTS}
+    assert len(older) == len(about.settings) - 1
+    Path(file).rename(f"elsewhere-{file}")
+    for settings, there in ((about.settings, False), (older, False), (older, True)):
+        if there:
+            Path(f"elsewhere-{file}").rename(file)
+        share.Shared(settings=settings).write(tmp_path / "shared" / share.ABOUT)
+        assert (share.fits(resolved, tmp_path / "shared"), share.fits(other, tmp_path / "shared")) == (True, False)
+        share.adopt(resolved, tmp_path / "shared", tmp_path / "out")
+    Path(file).unlink()
+    with pytest.raises(PartitionError, match=rf"{file} cannot be read: No such file"):
+        share.share(resolved, tmp_path / "again")
 
 
 def test_a_comparison_searches_once(sets: list[str], tmp_path: Path) -> None:
