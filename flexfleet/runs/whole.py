@@ -65,7 +65,7 @@ def run(
     if not (out / "run.json").exists():  # before there is a folder: what is refused leaves none
         check(resolved)
         _reach(resolved, run_id, out)
-    with alone(out):  # released before `federate`, which takes the lock itself
+    with alone(out):
         if (out / "run.json").exists():
             known_run(config, out, resume)
         else:  # the steps before the rounds are quick and pure, so they are done again after a kill
@@ -75,21 +75,22 @@ def run(
                 partition(resolved, out / "partition")
                 pretrain(resolved, out / "partition", out / "pretrain")
             model_pool(resolved, out / "pretrain", out / "pool")
-    federate(
-        resolved,
-        out / "partition",
-        out / "pool",
-        out,
-        run_id=run_id,
-        resume=resume,
-        discard_damaged=discard_damaged,
-        accept_numerics=accept_numerics,
-        tags=tags,
-        observer=observer,
-        watcher=watcher,
-    )
-    evaluate(resolved, out, out / "partition", out / "pool", out)
-    return conclude(resolved, out, store_of(config, run_id, out))
+        federate(
+            resolved,
+            out / "partition",
+            out / "pool",
+            out,
+            run_id=run_id,
+            resume=resume,
+            discard_damaged=discard_damaged,
+            accept_numerics=accept_numerics,
+            tags=tags,
+            observer=observer,
+            watcher=watcher,
+            locked=True,
+        )
+        evaluate(resolved, out, out / "partition", out / "pool", out)
+        return conclude(resolved, out, store_of(config, run_id, out))
 
 
 def _reach(resolved: Resolved, run_id: str, out: Path) -> None:

@@ -92,17 +92,19 @@ def federate(
     mlflow_run_id: str | None = None,
     observer: Tracker | None = None,
     watcher: Watcher | None = None,
+    locked: bool = False,
 ) -> Path:
     """Writes run.json, rounds/, model.safetensors and history.json into `out`. `tags`: of the MLflow run;
     `mlflow_run_id`: an MLflow run that was begun for this run. `observer` gets all measurements, `watcher` each round
-    before it is committed.
+    before it is committed. `locked`: the caller holds the lock of `out` (`alone`).
 
     Raises ConfigError if `out` holds a run and `resume` is not given, if that run has another configuration, or if it
     is running; EnvironmentFailure if this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
     """
     run_id = plain(out.absolute().name if run_id is None else run_id, "run_id")
     store = store_of(resolved.config, run_id, out)
-    with alone(out), nullcontext() if resolved.config.run.remote is None else lease.held(store) as held:
+    lock = nullcontext() if locked else alone(out)
+    with lock, nullcontext() if resolved.config.run.remote is None else lease.held(store) as held:
         return _federate(
             resolved,
             store,

@@ -102,23 +102,24 @@ def test_the_lock_says_who_holds_it(tmp_path: Path) -> None:
         assert len((tmp_path / ".lock").read_text().splitlines()) == 1, "of the last holder alone"
 
 
-def test_two_runs_of_one_folder_do_not_mix_before_the_first_round_either(
-    quick: Sequence[str], no_drawings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ["pretrain", "federate", "evaluate", "conclude"])
+def test_two_runs_of_one_folder_do_not_mix(
+    quick: Sequence[str], no_drawings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """One that comes while the other one prepares would leave its own partition there."""
+    """Whenever the other one comes: before the first round it would leave its own partition there."""
     monkeypatch.chdir(tmp_path)
     mine, other = (
         Resolved.load(None, [*quick, "rounds.stop=1", f"partition.rule={rule}"]) for rule in ("iid", "dirichlet")
     )
-    pretrain = whole.pretrain
+    before = getattr(whole, step)
 
-    def meanwhile(*given: Any) -> Path:
-        monkeypatch.setattr(whole, "pretrain", pretrain)
+    def meanwhile(*given: Any, **more: Any) -> Any:
+        monkeypatch.setattr(whole, step, before)
         with pytest.raises(ConfigError, match=r"runs/a is being run by another process: .*: wait for it, or stop it"):
             run(other, "a", resume=True)
-        return pretrain(*given)
+        return before(*given, **more)
 
-    monkeypatch.setattr(whole, "pretrain", meanwhile)
+    monkeypatch.setattr(whole, step, meanwhile)
     assert run(mine, "a").status == "finished"
     assert RunFile.read(Path("runs/a/run.json")).config["partition"]["rule"] == "iid"
     assert read_manifest(Path("runs/a/partition/partition.json")).rule == "iid"
