@@ -47,9 +47,15 @@ def is_finished(config: Config, run: Path, rows: Sequence[Row]) -> bool:
     history = History.read(run / "history.json")
     if len(history.rounds) != len(rows):
         return False
-    if not (run / "pool").is_dir():  # what the step federate alone wrote: the others write elsewhere
-        return True
-    return (run / "result.json").is_file() and Result.read(run / "result.json").model_sha256 == history.model_sha256
+    if (run / "result.json").is_file():
+        return Result.read(run / "result.json").model_sha256 == history.model_sha256
+    return not _is_whole(config, run)
+
+
+def _is_whole(config: Config, run: Path) -> bool:
+    """Whether the folder is as `flexfleet run` makes it, which writes result.json last. What somebody makes step by
+    step in another place gets none, nor does a run of a study, which lies below the study's folder."""
+    return (run / "pool").is_dir() and run.resolve().parent.name == Path(config.run.store).resolve().name
 
 
 def list_runs(store: Path) -> list[dict[str, Any]]:
