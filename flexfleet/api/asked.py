@@ -26,7 +26,7 @@ from fl_engine.tasks import TASKS
 from flexfleet.config import Config, load_config, set_path
 from flexfleet.config.explain import short
 from flexfleet.config.overrides import PARAMETERS, whole
-from flexfleet.config.read import MAPPINGS, names_first, parse
+from flexfleet.config.read import MAPPINGS, giving_way, names_first, parse
 
 MAIN = "__main__"
 
@@ -41,17 +41,20 @@ def config_of(
     config: str | Path | Mapping[str, Any] | Config | None,
     options: Mapping[str, Any] | None,
     keywords: Mapping[str, Any],
+    below: Iterable[tuple[str, Any]] = (),
 ) -> Config:
-    """The configuration that is asked for, checked. Keywords that are None are not given. Raises ConfigError."""
+    """The configuration that is asked for, checked. Keywords that are None are not given. `below`: options that give
+    way to all others, however they are spelt. Raises ConfigError."""
     values = _base(config)
     given = {name: value for name, value in keywords.items() if value is not None}
     if unknown := [name for name in given if name not in PARAMETERS]:
         raise ConfigError(f"unknown keyword {unknown[0]!r}{nearest(unknown[0], PARAMETERS)}")
     own = {PARAMETERS[name]: (name, value) for name, value in given.items() if not isinstance(value, Default)}
-    told = dict(options or {})
-    for path in told:
+    told, below = dict(options or {}), list(below)
+    for path in (*told, *(path for path, _ in below)):
         if not isinstance(path, str) or not path:
             raise ConfigError(f"options: dotted names are expected, e.g. {{'rounds.stop': 5}}, got {path!r}")
+    for path in told:
         for taken, (name, _) in own.items():
             if path == taken or (taken.startswith(f"{path}.") and _holds(told[path], taken.removeprefix(f"{path}."))):
                 raise ConfigError(f"{name!r} is given as a keyword and as options[{path!r}]: say it once")
@@ -59,8 +62,10 @@ def config_of(
         for name, value in given.items():
             if isinstance(value, Default) and PARAMETERS[name] not in told:
                 set_path(values, PARAMETERS[name], str(value))
-    pairs = [(path, plain(value, f"options[{path!r}]")) for path, value in told.items()]
-    store = _store(values, pairs, own.get("run.store", (None, None))[1])
+    pairs, below = (
+        [(path, plain(value, f"options[{path!r}]")) for path, value in each] for each in (told.items(), below)
+    )
+    store = _store(values, [*below, *pairs], own.get("run.store", (None, None))[1])
     for path, (name, value) in own.items():
         if name == "store_uri" and "://" in str(value):
             pairs.append(("run.remote", str(value)))
@@ -69,7 +74,9 @@ def config_of(
         else:
             pairs.append((path, whole(plain(value, name)) if name == "seed" else plain(value, name)))
     check_once(pairs, "by a keyword and an option or by two options")
-    for path, value in names_first(pairs):  # all of them: a name drops the options of the one before it
+    named = {leaf for path, value in pairs for leaf in leaves(path, value)}
+    before = [pair for path, value in below for pair in giving_way(named, path, value)]
+    for path, value in names_first([*before, *pairs]):  # all of them: a name drops the options of the one before it
         set_path(values, path, value)
     return parse(values)
 

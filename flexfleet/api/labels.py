@@ -14,7 +14,7 @@ from flexfleet.config.entries import FIXED, LABEL, RESERVED, Entry, check_factor
 from flexfleet.config.explain import short
 from flexfleet.config.factors import crossed
 from flexfleet.config.overrides import PARAMETERS
-from flexfleet.config.read import merged, without
+from flexfleet.config.short import place
 
 ELSEWHERE = {
     "algorithm": "the algorithms are the first argument",
@@ -107,6 +107,7 @@ def entries_of(
     factors = {PARAMETERS.get(path, path): _values(path, values) for path, values in over.items()}
     given = {name: value for name, value in keywords.items() if name in common and value is not None}
     all_own = [pair for label in labels.values() for pair in _pairs(label.own)]
+    check_once([*_pairs(given), *options.items()], "by a keyword and an option or by two options")
     check_factors(factors, _names([*_pairs(given), *options.items(), *all_own]))
     made = crossed(labels, factors)
     configs: dict[str, Config] = {}
@@ -117,11 +118,12 @@ def entries_of(
             own = {**labels[of].algorithm, **labels[of].own, **at}
             objects = {name: own.pop(PARAMETERS[name]) for name in ("dataset", "model") if PARAMETERS[name] in own}
             taken = _names([*own.items(), *_pairs(objects)])
-            rest = {path: without(taken, path, value) for path, value in options.items() if path not in taken}
-            rest |= {path: merged(rest.get(path), value, path) for path, value in own.items()}
             kept = {name: value for name, value in keywords.items() if PARAMETERS.get(name) not in taken}
-            kept = {name: without(taken, name, value) for name, value in kept.items()}
-            configs[label] = config_of(config, rest, {**kept, **objects})
+            of_all, of_label = (  # as sections: options go with the name of their network
+                each.pop("model") if isinstance(each.get("model"), Mapping) else {} for each in (kept, objects)
+            )
+            below = [*options.items(), ("model", of_all)]
+            configs[label] = config_of(config, {**own, "model": of_label}, {**kept, **objects}, below)
         return parse({**configs[label].model_dump(mode="json"), "seed": seed})
 
     return entries(made, seeds, configure, id, {label: at for label, (_, at) in made.items()})
@@ -132,7 +134,7 @@ def _pairs(settings: Mapping[Any, Any]) -> list[tuple[str, Any]]:
     mapping is its section."""
     pairs = []
     for key, value in settings.items():
-        path = PARAMETERS.get(str(key), str(key))
+        path = place(str(key), value) if key in PARAMETERS else str(key)
         section = path.removesuffix(".name")
         pairs.append((section if section in NAMED and isinstance(value, Mapping) else path, value))
     return pairs

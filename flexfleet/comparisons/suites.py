@@ -40,7 +40,7 @@ from flexfleet.comparisons.reference import LABEL
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry, accuracies_of, entries_for
 from flexfleet.config.factors import factors_of
-from flexfleet.config.read import without
+from flexfleet.config.read import giving_way
 
 FOLDER = Path(str(resources.files("flexfleet.comparisons").joinpath("suites")))
 _Row = dict[str, Any] | None
@@ -195,14 +195,14 @@ def entries_of(
         wanted = {label: made[label] for name in asked for label in _labels(name, made, "--algorithms: the suite has")}
     factors = factors_of(over)
     for_all = {key.strip(): value for key, sign, value in (text.partition("=") for text in sets) if ":" not in key}
-    given = _settings(suite.settings, factors)
+    below, given = _settings(suite.settings, factors), []
     algorithms = []
     for label, (row, case) in wanted.items():
         own = _row_in(suite, row, case)
         if not isinstance(name := own.pop("algorithm", None), str):
             raise ConfigError(f"the suite's row {row} names no algorithm")
         algorithms.append(f"{label}={name}")
-        given += [f"{label}:{text}" for text in _settings(own, factors)]
+        below += [f"{label}:{text}" for text in _settings(own, factors)]
         given += [f"{label}:{key}={value}" for key, value in for_all.items() if any(_meet(key, path) for path in own)]
     for text in sets:
         key, sign, value = text.partition("=")
@@ -215,13 +215,13 @@ def entries_of(
             raise ConfigError(f"{key}: no row of this comparison is of {label!r}, --algorithms leaves it out")
         given += [f"{one}:{path}{sign}{value}" for one in told]
     listed = seeds or ",".join(map(str, suite.seeds))
-    return entries_for(",".join(algorithms), listed, given, load, id, over)
+    return entries_for(",".join(algorithms), listed, given, load, id, over, below)
 
 
 def _settings(of_suite: Mapping[str, Any], replaced: Collection[str]) -> list[str]:
-    """What a suite says as `a.b=value`, without the parameters that are replaced."""
-    kept = {path: without(replaced, path, value) for path, value in of_suite.items() if path not in replaced}
-    return [f"{path}={in_line(value)}" for path, value in kept.items()]
+    """What a suite says as `a.b=value`, to be set before the parameters that are replaced."""
+    kept = (pair for path, value in of_suite.items() for pair in giving_way(replaced, path, value))
+    return [f"{path}={in_line(value)}" for path, value in kept]
 
 
 def _meet(one: str, other: str) -> bool:

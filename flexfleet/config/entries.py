@@ -187,12 +187,15 @@ def entries_for(
     load: Callable[[list[str]], Config],
     id: str,
     over: Sequence[str] = (),
+    below: Sequence[str] = (),
 ) -> list[Entry]:
     """All runs that a command line asks for. `load` reads the configuration with overrides `a.b=value`; without `seeds`
-    there is one seed, the configuration's. `over`: factors, `a.b=value,value`. Raises ConfigError."""
+    there is one seed, the configuration's. `over`: factors, `a.b=value,value`. `below`: what a suite says, as `sets`,
+    which are set after it; factors may take its place. Raises ConfigError."""
     labels = labels_of(algorithms)
-    read = by_label((pair_of(text) for text in sets), labels)  # raises also for what a mapping holds
-    words = (text.partition("=") for text in sets)
+    by_label((pair_of(text) for text in below), labels)  # raises also for what a mapping holds
+    read = by_label((pair_of(text) for text in sets), labels)
+    words = (text.partition("=") for text in (*below, *sets))
     given = by_label(((key, sign + value) for key, sign, value in words), labels)
 
     factors = factors_of(over)

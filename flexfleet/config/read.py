@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -148,12 +148,19 @@ def merged(standing: Any, given: Any, path: str = "") -> Any:
     return {**standing, **inner}
 
 
-def without(taken: Collection[str], path: str, value: Any) -> Any:
-    """What is given at a dotted name, without the parameters in it that are `taken`, by their dotted names."""
+def giving_way(taken: Collection[str], path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What is given at a dotted name, as dotted names and values that are set before the parameters `taken` and give
+    way to them. A section falls into its parts, so that `names_first` sets all names of one section in order, and
+    another `name` drops the options of this one; values at or above what is taken are left out."""
+    above = any(each.startswith(f"{path}.") for each in taken)
     if not isinstance(value, Mapping) or path in MAPPINGS:
-        return value
-    inner = {key: (f"{path}.{key}", each) for key, each in value.items()}
-    return {key: without(taken, name, each) for key, (name, each) in inner.items() if name not in taken}
+        if not above and path not in taken:
+            yield path, value
+    elif above and not ("name" in value and chosen_by_name(path)):
+        for key, inner in value.items():
+            yield from giving_way(taken, f"{path}.{key}", inner)
+    else:
+        yield path, value
 
 
 def parse(values: Mapping[str, Any]) -> Config:

@@ -228,6 +228,35 @@ def test_a_label_takes_the_place_of_a_network_in_every_spelling() -> None:
         assert [found[label]["model.width"] for label in "ab"] == [0.5, 0.25]
         found = asked({**labels, "b": {"algorithm": "flexfl", "model.width": 0.25}}, **common)
         assert [found[label]["model.width"] for label in "ab"] == [0.5, 0.25]
+    for own in ({"model": {"width": 0.25}}, {"model.width": 0.25}):
+        found = asked({"a": "flexfl", "b": {"algorithm": "flexfl", **own}}, model="vgg16")
+        assert (found["b"]["model.name"], found["b"]["model.width"]) == ("vgg16", 0.25)
+
+
+YOGI, QSGD = {"name": "yogi", "lr": 0.03}, {"name": "qsgd", "bits": 4}
+
+
+@pytest.mark.parametrize(
+    ("common", "own"),
+    [
+        ({"algorithm.server": YOGI}, {"algorithm.server.name": ...}),
+        ({"algorithm.server": YOGI}, {"algorithm.server": {"name": ...}}),
+        ({"codec.up": QSGD}, {"codec.up.name": ...}),
+        ({"codec": {"up": QSGD}}, {"codec.up.name": ...}),
+        ({"codec.up": QSGD}, {"codec": {"up": {"name": ...}}}),
+    ],
+)
+def test_a_labels_name_drops_the_options_of_another(common: dict[str, Any], own: dict[str, Any]) -> None:
+    def named(value: Any, name: str) -> Any:
+        return name if value is ... else {key: named(each, name) for key, each in value.items()}
+
+    of_server = "algorithm.server" in common
+    path, option = ("algorithm.server", "lr") if of_server else ("codec.up", "bits")
+    old, new = ("yogi", "adam") if of_server else ("qsgd", "identity")
+    labels = {name: {"algorithm": "heterofl", **named(own, name)} for name in (old, new)}
+    found = asked({"all": "heterofl", **labels}, options=common)
+    assert [found[label][f"{path}.name"] for label in found] == [old, old, new]
+    assert found["all"][f"{path}.{option}"] == found[old][f"{path}.{option}"] and f"{path}.{option}" not in found[new]
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
@@ -249,6 +278,18 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "a factor that is in a section": (
         lambda: asked(["flexfl"], {"learning_rate": [0.1]}, options={"training": {"lr": 1}}), "say it once"
     ),
+    "a keyword and an option": (
+        lambda: asked(["flexfl"], learning_rate=0.1, options={"training": {"lr": 1}}), r"training\.lr is given twice"
+    ),
+    "a network's option twice": (
+        lambda: asked(["flexfl"], model={"name": "vgg16", "width": 1}, options={"model": {"width": 0.5}}),
+        r"model\.width is given twice",
+    ),
+    "a remote store twice": (
+        lambda: asked(["flexfl"], store_uri="s3://a/b", options={"run.remote": "s3://c/d"}),
+        r"run\.remote is given twice",
+    ),
+    "an option without a name": (lambda: asked(["flexfl"], options={3: 4}), "dotted names are expected"),
     "a factor that is in a network's": (
         lambda: asked(["flexfl"], {"model.width": [0.5, 1]}, model={"name": "vgg16", "width": 1}), "say it once"
     ),

@@ -141,6 +141,29 @@ def test_a_suite_is_like_another_but_for_what_it_says(write: Write) -> None:
     assert list(runs(write("less", f"like: {base}\nrows: {{flex: null}}\n"))) == ["large-s0", "large-s1"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "path", "option", "names"),
+    [
+        ("{algorithm.server: {name: yogi, lr: 0.03}}", "algorithm.server", "lr", {"yogi": 0.03, "adam": None}),
+        ("{codec.up: {name: qsgd, bits: 4}}", "codec.up", "bits", {"identity": None, "qsgd": 4}),
+        ("{codec: {up: {name: qsgd, bits: 4}}}", "codec.up", "bits", {"identity": None, "qsgd": 4}),
+        ("{fleet.trace: {name: lognormal, repeat_s: 100}}", "fleet.trace", "repeat_s", {"lognormal": 100}),
+    ],
+)
+def test_a_factors_name_drops_the_options_of_another(
+    write: Write, settings: str, path: str, option: str, names: dict[str, Any]
+) -> None:
+    row = "rows: {a: {algorithm: heterofl}}"
+    for text in (f"seeds: [0]\nsettings: {settings}\n{row}", f"seeds: [0]\n{row[:-2]}, {settings[1:-1]}}}}}"):
+        suite, over = suites.load(write("named", text)), [f"{path}.name={','.join(names)}"]
+        found = suites.entries_of(suite, None, None, [], partial(load_config, None), "id", over)
+        assert [setting(each, f"{path}.name") for each in found] == list(names)
+        assert [flatten(each.config).get(f"{path}.{option}") for each in found] == list(names.values())
+        with pytest.raises(ConfigError, match="say it once"):
+            given = [f"{path}={{name: {next(iter(names))}}}"]
+            suites.entries_of(suite, None, None, given, partial(load_config, None), "id", over)
+
+
 def test_the_command_line_picks_rows_and_changes_them(write: Write) -> None:
     found = runs(write("base", BASE), "flex", "7", "rounds.stop=4", "flex:training.lr=0.3")
     assert list(found) == ["flex-s7"]
