@@ -26,7 +26,7 @@ from fl_engine.tasks import TASKS
 from flexfleet.config import Config, load_config, set_path
 from flexfleet.config.explain import short
 from flexfleet.config.overrides import PARAMETERS, whole
-from flexfleet.config.read import MAPPINGS, giving_way, names_first, parse
+from flexfleet.config.read import MAPPINGS, giving_way, meet, names_first, parse
 
 MAIN = "__main__"
 
@@ -93,14 +93,14 @@ def _store(values: dict[str, Any], options: Sequence[tuple[str, Any]], uri: Any)
 
 
 def check_once(pairs: Iterable[tuple[str, Any]], how: str) -> None:
-    """Raises ConfigError where dotted names and values give a parameter twice; `how`: by which spellings that can
-    be."""
-    seen: set[str] = set()
+    """Raises ConfigError where dotted names and values give a parameter twice, or a value for a section and a parameter
+    in it; `how`: by which spellings that can be."""
+    seen: list[str] = []
     for path, value in pairs:
-        for leaf in leaves(path, value):
-            if leaf in seen:
-                raise ConfigError(f"{leaf} is given twice, {how}: say it once")
-            seen.add(leaf)
+        for leaf in leaves(str(path), value):
+            if twice := next((each for each in seen if meet(each, leaf)), None):
+                raise ConfigError(f"{min(twice, leaf, key=len)} is given twice, {how}: say it once")
+            seen.append(leaf)
 
 
 def leaves(path: str, value: Any) -> Iterator[str]:

@@ -40,7 +40,7 @@ from flexfleet.comparisons.reference import LABEL
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry, accuracies_of, entries_for
 from flexfleet.config.factors import factors_of
-from flexfleet.config.read import giving_way
+from flexfleet.config.read import giving_way, meet
 
 FOLDER = Path(str(resources.files("flexfleet.comparisons").joinpath("suites")))
 _Row = dict[str, Any] | None
@@ -203,7 +203,7 @@ def entries_of(
             raise ConfigError(f"the suite's row {row} names no algorithm")
         algorithms.append(f"{label}={name}")
         below += [f"{label}:{text}" for text in _settings(own, factors)]
-        given += [f"{label}:{key}={value}" for key, value in for_all.items() if any(_meet(key, path) for path in own)]
+        given += [f"{label}:{key}={value}" for key, value in for_all.items() if any(meet(key, path) for path in own)]
     for text in sets:
         key, sign, value = text.partition("=")
         label, colon, path = (word.strip() for word in key.partition(":"))
@@ -222,11 +222,6 @@ def _settings(of_suite: Mapping[str, Any], replaced: Collection[str]) -> list[st
     """What a suite says as `a.b=value`, to be set before the parameters that are replaced."""
     kept = (pair for path, value in of_suite.items() for pair in giving_way(replaced, path, value))
     return [f"{path}={in_line(value)}" for path, value in kept]
-
-
-def _meet(one: str, other: str) -> bool:
-    """Whether two dotted names are of the same setting, or one of a part of the other."""
-    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
 def _row_in(suite: Suite, row: str, case: str | None) -> dict[str, Any]:

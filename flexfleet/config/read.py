@@ -148,6 +148,11 @@ def merged(standing: Any, given: Any, path: str = "") -> Any:
     return {**standing, **inner}
 
 
+def meet(one: str, other: str) -> bool:
+    """Whether two dotted names are of the same setting, or one of a part of the other."""
+    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
+
+
 def giving_way(taken: Collection[str], path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What is given at a dotted name, as dotted names and values that are set before the parameters `taken` and give
     way to them. A section falls into its parts, so that `names_first` sets all names of one section in order, and

@@ -234,6 +234,9 @@ def test_options_of_what_a_keyword_names_are_kept(tmp_path: Path, monkeypatch: p
     [
         ({"algorithm.mu": 3.0}, {"algorithm": {"name": "fedprox", "mu": 2.0}}, r"algorithm\.mu is given twice"),
         ({"rounds": {"stop": 3}, "rounds.stop": 4}, {}, r"rounds\.stop is given twice"),
+        ({"fleet": {"trace": None}, "fleet.trace": {"name": "lognormal"}}, {}, r"fleet\.trace is given twice"),
+        ({"fleet.trace.name": "lognormal", "fleet": {"trace": None}}, {}, r"fleet\.trace is given twice"),
+        ({"training": None}, {"learning_rate": 0.1}, "training is given twice"),
         ({"run.remote": "s3://a/b"}, {"store_uri": "s3://c/d"}, r"run\.remote is given twice"),
         ({"algorithm.muu": 3.0}, {"algorithm": "fedprox"}, "muu"),
         ({"rounds.stop": 4}, {"rounds": 3}, "'rounds' is given as a keyword and as options"),

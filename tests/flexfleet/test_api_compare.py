@@ -233,6 +233,13 @@ def test_a_label_takes_the_place_of_a_network_in_every_spelling() -> None:
         assert (found["b"]["model.name"], found["b"]["model.width"]) == ("vgg16", 0.25)
 
 
+def test_a_label_takes_the_place_of_a_section_that_is_null() -> None:
+    labels = {"a": "heterofl", "b": {"algorithm": "heterofl", "fleet.trace": {"name": "lognormal", "repeat_s": 100}}}
+    for options in ({"fleet": {"trace": None}}, {"fleet.trace": None}):
+        found = asked(labels, options=options)
+        assert found["a"]["fleet.trace"] is None and found["b"]["fleet.trace.repeat_s"] == 100
+
+
 YOGI, QSGD = {"name": "yogi", "lr": 0.03}, {"name": "qsgd", "bits": 4}
 
 
@@ -280,6 +287,10 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a keyword and an option": (
         lambda: asked(["flexfl"], learning_rate=0.1, options={"training": {"lr": 1}}), r"training\.lr is given twice"
+    ),
+    "a label's section that is null": (
+        lambda: asked({"a": {"algorithm": "flexfl", "fleet": {"trace": None}, "fleet.trace.name": "lognormal"}}),
+        r"fleet\.trace is given twice",
     ),
     "a network's option twice": (
         lambda: asked(["flexfl"], model={"name": "vgg16", "width": 1}, options={"model": {"width": 0.5}}),
