@@ -202,20 +202,26 @@ def _data(
     return Data(name, task, **tensors, mean=tuple(mean), std=tuple(std), natural_client=own)
 
 
-def _array(value: Any, what: str) -> Array:
-    if isinstance(value, list | tuple):  # NumPy reads no tensor with a gradient, and neither masks nor palettes
-        value = [_array(each, what) if _is_read_here(each) else each for each in value]
+def _readable(value: Any, what: str) -> Any:
+    """What NumPy reads as it is meant: it reads no tensor with a gradient, and neither masks nor palettes."""
+    if isinstance(value, list | tuple):
+        return [_readable(each, what) if _is_read_here(each) else each for each in value]
     if _is_picture(value):
         return _pixels(value, what)
     if isinstance(value, torch.Tensor):
         try:
-            value = value.detach().cpu().numpy()
+            return value.detach().cpu().numpy()
         except (TypeError, RuntimeError) as error:
             kind = f"{value.layout}, {value.dtype}".replace("torch.", "")
             raise DataError(f"{what}: a dense tensor of NumPy's types is expected, got one of {kind}") from error
     need_no_mask(value, what)
+    return value
+
+
+def _array(value: Any, what: str) -> Array:
+    readable = _readable(value, what)
     try:
-        found = np.asarray(value)
+        found = np.asarray(readable)
     except ValueError as error:
         raise DataError(f"{what}: samples of different shapes cannot be one array: {error}") from error
     if found.dtype.kind not in "iufb":
@@ -240,21 +246,29 @@ def _alike(a: Array, b: Array) -> bool:
 
 
 def _owners(clients: Any, samples: int, name: str) -> Array:
-    if isinstance(clients, torch.Tensor):
-        clients = clients.detach().cpu()
-    need_no_mask(clients, f"{name}: clients")
+    readable = _readable(clients, f"{name}: clients")
     try:
-        listed = np.asarray(clients)
+        listed = np.asarray(readable)
     except ValueError as error:
         raise DataError(f"{name}: clients says whose each of {samples} samples is, (N,): {error}") from error
     if listed.shape != (samples,):
         raise DataError(f"{name}: clients says whose each of {samples} samples is, (N,); got the shape {listed.shape}")
-    if missing := sum(each is None or each != each for each in listed.tolist()):
-        raise DataError(f"{name}: clients: {missing} of {samples} samples have no client: leave them out, or name one")
     try:
-        return np.unique(listed, return_inverse=True)[1]
-    except TypeError as error:
+        missing = sum(map(_is_missing, listed.tolist()))
+        owners = None if missing else np.unique(listed, return_inverse=True)[1]
+    except (TypeError, ValueError) as error:
         raise DataError(f"{name}: clients are all numbers or all texts: {error}") from error
+    if owners is None:
+        raise DataError(f"{name}: clients: {missing} of {samples} samples have no client: leave them out, or name one")
+    return owners
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether it is None, or one of NaN, NaT and pandas' NA, which do not equal themselves."""
+    try:
+        return value is None or bool(value != value)
+    except TypeError:  # NA has no truth value
+        return True
 
 
 def _split(y: Array, share: float, name: str) -> tuple[Array, Array]:

@@ -128,6 +128,13 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
         ff.from_folder(tmp_path / "nowhere")
 
 
+def objects(values: Any) -> Any:
+    """An array of objects, one for each of the values."""
+    found = np.empty(len(values), dtype=object)
+    found[:] = list(values)
+    return found
+
+
 @pytest.mark.parametrize(
     ("clients", "said"),
     [
@@ -135,6 +142,8 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
         (np.where(LABELS == 1, np.nan, LABELS), "clients: 20 of 60 samples have no client"),
         (torch.where(torch.tensor(LABELS) == 1, torch.nan, torch.tensor(LABELS)), "20 of 60 samples have no client"),
         ([None, *"ab" * 29, "a"], "clients: 1 of 60 samples have no client"),
+        (objects(NUMBERS), "clients are all numbers or all texts"),
+        (torch.tensor(LABELS).bfloat16(), r"clients: a dense tensor of NumPy's types is expected, got .*bfloat16"),
         (np.array([1, "a"] * 30, dtype=object), "clients are all numbers or all texts"),
         ([[1], [1, 2]] * 30, r"clients says whose each of 60 samples is, \(N,\)"),
     ],
@@ -145,6 +154,23 @@ def test_samples_without_a_client_are_refused(clients: Any, said: str) -> None:
     if isinstance(clients, list):
         with pytest.raises(ff.DataError, match=said):
             ff.from_huggingface(Table(image=list(NUMBERS), label=list(LABELS), who=clients), client="who")
+
+
+@pytest.mark.parametrize("dtype", ["string", "Int64", "object"])
+def test_pandas_missing_values_are_no_clients(dtype: str) -> None:
+    pandas = pytest.importorskip("pandas")
+    clients = pandas.Series(["1", "2"] * 29 + ["1", pandas.NA], dtype=dtype)
+    with pytest.raises(ff.DataError, match="clients: 1 of 60 samples have no client"):
+        ff.from_arrays(NUMBERS, LABELS, clients=clients)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_clients_are_read_from_a_list_of_tensors(gradients: bool) -> None:
+    clients = [torch.tensor(float(each), requires_grad=gradients) for each in LABELS]
+    assert torch.equal(
+        ff.from_arrays(NUMBERS, LABELS, clients=clients).natural_client,  # type: ignore[arg-type]
+        ff.from_arrays(NUMBERS, LABELS, clients=LABELS).natural_client,  # type: ignore[arg-type]
+    )
 
 
 def test_tensors_of_all_kinds_are_read() -> None:
