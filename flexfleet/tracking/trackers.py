@@ -157,14 +157,18 @@ def check_address(uri: str) -> None:
     known = {*SCHEMES, *(plugin.name for plugin in entry_points(group="mlflow.tracking_store"))}
     if sign and kind not in known:
         refuse(f"the scheme {printable(scheme)!r} is none of {', '.join(sorted(known))}{did_you_mean(kind, known)}")
-    if kind in ("http", "https") and rest[:1] in ("", "/", ":", "?"):
+    host = re.split("[/?#]", rest)[0].rpartition("@")[2]
+    if kind in ("http", "https") and host[:1] in ("", ":"):
         refuse("it names no host")
-    if uri.startswith(SQLITE) and (named := uri.removeprefix(SQLITE).partition("?")[0]) and named[0] != ":":
-        if Path(named).is_dir():
-            refuse(f"{named} is a folder, the file of a database is expected")
-        _need_folder(Path(named).parent, refuse)
-    elif not sign or kind == "file":
-        _need_folder(Path(rest if sign else uri), refuse)
+    try:
+        if uri.startswith(SQLITE) and (named := uri.removeprefix(SQLITE).partition("?")[0]) and named[0] != ":":
+            if Path(named).is_dir():
+                refuse(f"{named} is a folder, the file of a database is expected")
+            _need_folder(Path(named).parent, refuse)
+        elif not sign or kind == "file":
+            _need_folder(Path(rest if sign else uri), refuse)
+    except OSError as error:
+        refuse(f"{error.filename} cannot be looked at: {error.strerror}")
 
 
 def _need_folder(path: Path, refuse: Callable[[str], NoReturn]) -> None:

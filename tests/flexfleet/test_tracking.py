@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import multiprocessing
+import os
 import re
 import shutil
 import sqlite3
@@ -240,14 +242,19 @@ WRONG = {
     "postgres://host/x": r"the scheme 'postgres' is none of .* \(did you mean 'postgresql'\?\)",
     "http://": "it names no host",
     "https://:5000": "it names no host",
+    "http://me:pw@": "it names no host",
+    "http://me:pw@:5000/x": "it names no host",
     "sqlite:///folder": "folder is a folder, the file of a database is expected",
     "sqlite:///file/a.db": "file is a file, a folder is expected",
     "file": "file is a file, a folder is expected; the file of a database is sqlite:///PATH",
     "file://file/below": "file is a file, a folder is expected",
+    "x" * 300: "x+ cannot be looked at: File name too long",
+    f"sqlite:///{'x' * 300}/a.db": "x+/a.db cannot be looked at: File name too long",
 }
 RIGHT = (
     "sqlite:///new/a.db", "sqlite:///file", "sqlite:///:memory:", "sqlite:///", "sqlite:///a.db?mode=rw", "folder",
-    "HTTP://host:5000", "https://me:pw@host/x", "postgresql+psycopg2://host/x", "databricks", "new/mlruns",
+    "HTTP://host:5000", "https://me:pw@host/x", "https://me:p@host?a=b", "postgresql+psycopg2://host/x",
+    "databricks", "new/mlruns",
 )  # fmt: skip
 
 
@@ -264,7 +271,22 @@ def test_a_check_refuses_what_cannot_be_an_address(
     flexfleet: Any, quick: Sequence[str], addresses: Path, uri: str
 ) -> None:
     done = flexfleet("check", sets=[*quick, f"tracking.mlflow={uri}"])
-    assert done.code == 2 and re.search(f"tracking.mlflow = '{uri}' cannot be used: {WRONG[uri]}", done.err)
+    shown = re.escape(uri.replace("me:pw@", ""))
+    assert done.code == 2 and re.search(f"tracking.mlflow = '{shown}' cannot be used: {WRONG[uri]}", done.err)
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///closed/a.db", "closed/mlruns", "file://closed/mlruns"])
+def test_a_check_refuses_what_it_may_not_look_at(addresses: Path, monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
+    stat = Path.stat
+
+    def closed(path: Path, **kwargs: Any) -> os.stat_result:
+        if path.parts[:-1] == ("closed",):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", closed)
+    with pytest.raises(ConfigError, match=r"closed/.* cannot be looked at: Permission denied"):
+        check_address(uri)
 
 
 @pytest.mark.parametrize("uri", RIGHT)
