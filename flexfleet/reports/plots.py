@@ -443,8 +443,8 @@ def _values(rows: Sequence[Row], key: str, measure: Measure) -> list[float]:
 
 
 def _looks(points: Sequence[int]) -> list[dict[str, Any]]:
-    """How each run is drawn, and shown in the legend, by the number of its points. No two of as many as there are
-    colours and marks look alike: where one has few points, all have marks."""
+    """How each run is drawn, and shown in the legend, by the number of its points. No two of the first 49 look alike:
+    seven colours with seven marks each, of which none is one unless a run has few points."""
     marks = MARKS[1:] if any(0 < n < FEW for n in points) else MARKS[:-1]
     return [
         {
