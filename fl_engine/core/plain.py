@@ -65,9 +65,9 @@ def read_yaml(text: str) -> Any:
     return value
 
 
-def write_yaml(value: Any, *, sort_keys: bool = False, allow_unicode: bool = False) -> str:
+def write_yaml(value: Any, *, sort_keys: bool = False) -> str:
     """Plain data as YAML, from which `read_yaml` reads the same."""
-    return yaml.dump(value, Dumper=_Writer, sort_keys=sort_keys, allow_unicode=allow_unicode)
+    return yaml.dump(value, Dumper=_Writer, sort_keys=sort_keys)
 
 
 def in_line(value: Any) -> str:

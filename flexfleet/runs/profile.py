@@ -236,7 +236,7 @@ def text(found: Profile) -> str:
     if "bandwidth" in found.left_out:
         lines.append(f"The bandwidth is then {Tier('', 1.0, 1.0).bandwidth:g} million bits a second, which is assumed.")
     comments = "".join(f"# {line}\n" for line in lines)
-    return comments + write_yaml({"fleet": {"tiers": [found.tier]}}, allow_unicode=True)
+    return comments + write_yaml({"fleet": {"tiers": [found.tier]}})
 
 
 def _row(level: Level) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.core.plain import read_yaml
 from fl_engine.core.slicing import count_params
 from fl_engine.exchange.letters import Invitation, Probe
 from fl_engine.fleet import devices
@@ -160,6 +162,8 @@ def test_what_was_not_measured_is_left_out_and_said(resolved: Resolved) -> None:
     said = device.text(found)
     assert "No bandwidth: neither run.remote nor --invite names an object store." in said
     assert "then 30 million bits a second, which is assumed" in said
+    odd = {**found.tier, "name": "k\u00fc\x85\u2028che"}
+    assert read_yaml(device.text(dataclasses.replace(found, tier=odd))) == {"fleet": {"tiers": [odd]}}
     in_a_folder = Invitation(name="weak-1", key="ab" * 32, tier="weak", folder="/x")
     found = device.profile(resolved, in_a_folder, room=10**9)
     assert found.tier["name"] == "weak" and "names a folder" in found.left_out["bandwidth"]
