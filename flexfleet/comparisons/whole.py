@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,7 +34,6 @@ from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages, run
 from flexfleet.steps.federate import known_run, store_of
 from flexfleet.steps.own_code import check_sources
-from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.share import fits, settings, share
 from flexfleet.tracking import record as track
@@ -204,7 +202,7 @@ def _run(
     given = {entry.name: hand_over(entry.config, folder / f"{entry.name}.yaml") for entry in left}
     groups = sharing(runs)
     shared = {entry.name: name for name, group in groups.items() for entry in group}
-    shares = _shares(groups, folder, given)
+    shares = _shares({name: [e for e in group if e in left] for name, group in groups.items()}, folder, given)
     codes = carry_out(shares, at_once)
     ready = [entry for entry in left if codes.get(shared[entry.name], 0) == 0]
     commands = [
@@ -243,12 +241,10 @@ def sharing(runs: Sequence[Entry]) -> dict[str, list[Entry]]:
 
 
 def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[str, tuple[str, str]]) -> list[Command]:
-    """The commands that compute the partition and pre-training of groups, where runs that have not begun need them.
-    Raises ConfigError where these could not be compared with runs that have begun."""
+    """The commands that compute the partition and pre-training of groups, where runs that have not begun need them."""
     commands = []
     for name, group in groups.items():
-        begun = [folder / e.name for e in group if (folder / e.name / "run.json").exists()]
-        fresh = [e for e in group if e.name in given and folder / e.name not in begun]
+        fresh = [e for e in group if not (folder / e.name / "run.json").exists()]
         out = folder / name
         if not fresh:
             continue
@@ -256,28 +252,11 @@ def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[
         resolved = Resolved.of(first.config)
         if fits(resolved, out):
             continue
-        _check_partition(resolved, begun)
         config, stdin = given[first.name]
         argv = ("--config", config, "--out", str(out))
         call = partial(share, resolved, out)
         commands.append(Command(out.name, "flexfleet.steps.share", argv, folder / f"{out.name}.log", stdin, call))
     return commands
-
-
-def _check_partition(resolved: Resolved, begun: Sequence[Path]) -> None:
-    """Raises ConfigError where runs have begun with another partition than is computed now from the same settings: by
-    another version, or from another content of files."""
-    if not begun:
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        now = sha256(partition(resolved, Path(scratch)).read_bytes())
-    others = [str(run) for run in begun if RunFile.read(run / "run.json").partition_sha256 != now]
-    if others:
-        raise ConfigError(
-            f"begun with another partition than the same settings give now: {', '.join(others)}. Runs that begin now "
-            "could not be compared with these: choose another --id; or restore the version of flexfleet, and the files "
-            "that the configuration names, with which they began"
-        )
 
 
 def _to_share(runs: Sequence[Entry]) -> Entry:

@@ -146,34 +146,6 @@ def test_shared_work_of_other_settings_is_not_taken_over(compared: Compared, fle
     assert (compared.folder / "shared-s0" / "partition" / "partition.json").read_bytes() != before
 
 
-@pytest.mark.parametrize("shared", ["deleted", "of other settings"])
-@pytest.mark.parametrize("same", [True, False])
-def test_what_is_shared_is_computed_again_only_to_the_partition_of_runs_that_have_begun(
-    compared: Compared, flexfleet: Any, sets: list[str], shared: str, same: bool
-) -> None:
-    """Versions may differ in what they compute; nothing trains and nothing is overwritten then."""
-    shutil.rmtree(compared.folder / "all_large-s0")
-    folder, record = compared.folder / "shared-s0", compared.folder / "flexfl-s0" / "run.json"
-    if shared == "deleted":
-        shutil.rmtree(folder)
-    else:
-        about = share.Shared.read(folder / share.ABOUT)
-        share.Shared(settings=about.settings | {"partition.alpha": 9.0}).write(folder / share.ABOUT)
-    if not same:
-        RunFile.read(record).model_copy(update={"partition_sha256": "f" * 64}).write(record)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    done = flexfleet("compare", *TWO, "--id", "both", "--resume", "--json", sets=sets)
-    if same:
-        assert done.code == 0, done.err
-        found, whole = (json["results"]["all_large"] for json in (done.json, compared.json))
-        assert [one["model_sha256"] for one in found["runs"]] == [one["model_sha256"] for one in whole["runs"]]
-        return
-    text = refused(done)
-    assert "another partition than the same settings give now: runs/both/flexfl-s0. Runs that begin now" in text
-    assert "choose another --id" in text and not (compared.folder / "all_large-s0").exists()
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
 def test_a_comparison_is_made_by_one_process_at_a_time(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
     from flexfleet.steps.federate import alone
 
