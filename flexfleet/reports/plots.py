@@ -444,7 +444,7 @@ def _values(rows: Sequence[Row], key: str, measure: Measure) -> list[float]:
 
 def _looks(points: Sequence[int]) -> list[dict[str, Any]]:
     """How each run is drawn, and shown in the legend, by the number of its points. No two of the first 49 look alike:
-    seven colours with seven marks each, of which none is one unless a run has few points."""
+    seven colours with seven marks each. "No mark" is one of the seven unless a run has few points."""
     marks = MARKS[1:] if any(0 < n < FEW for n in points) else MARKS[:-1]
     return [
         {

@@ -38,6 +38,10 @@ def describe(run: Path) -> dict[str, Any]:
     }
 
 
+OF_STUDY = ("trials", "held-out")
+"""Folders of a study that hold its runs."""
+
+
 def is_finished(config: Config, run: Path, rows: Sequence[Row]) -> bool:
     """Whether the ledger's `rows` are all that the configuration asks for, and the results in the folder are of all of
     them: a run that got more rounds has the results of fewer until its end. Raises IntegrityError for a result that is
@@ -49,13 +53,8 @@ def is_finished(config: Config, run: Path, rows: Sequence[Row]) -> bool:
         return False
     if (run / "result.json").is_file():
         return Result.read(run / "result.json").model_sha256 == history.model_sha256
-    return not _is_whole(config, run)
-
-
-def _is_whole(config: Config, run: Path) -> bool:
-    """Whether the folder is as `flexfleet run` makes it, which writes result.json last. What somebody makes step by
-    step in another place gets none, nor does a run of a study, which lies below the study's folder."""
-    return (run / "pool").is_dir() and run.resolve().parent.name == Path(config.run.store).resolve().name
+    # What the step federate alone wrote gets none: the other steps write elsewhere. Nor do the runs of a study.
+    return not (run / "pool").is_dir() or run.parent.name in OF_STUDY
 
 
 def list_runs(store: Path) -> list[dict[str, Any]]:

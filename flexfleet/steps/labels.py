@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -114,12 +115,12 @@ def _features(config: Config) -> dict[str, Any]:
 
 def contents(config: Config, *, needed: bool = True) -> dict[str, Any]:
     """Digests of the files, and of the code of one's own, that the partition and its labels are made from, by CONTENTS;
-    empty without such. `needed`: False leaves out what names a file that is not there. Raises PartitionError for a file
-    that cannot be read."""
+    empty without such. `needed`: False leaves out what names a file that cannot be read here; else raises
+    PartitionError for it."""
     p, found = config.partition, dict[str, Any]()
 
     def looked_at(file: str) -> bool:
-        return needed or Path(file).exists()
+        return needed or os.access(file, os.R_OK)
 
     if p.rule == "manual" and p.map is not None and looked_at(p.map):
         found[MAP] = _content("partition.map", p.map)

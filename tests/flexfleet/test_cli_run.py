@@ -261,17 +261,20 @@ def test_a_run_that_is_killed_before_its_results_is_not_finished(
     assert flexfleet("status", f"runs/{name}", "--json").json["status"] == "finished"
 
 
-@pytest.mark.parametrize("place", ["runs/a", "steps/a"])
-def test_status_of_what_steps_wrote(flexfleet: Any, finished: Any, place: str) -> None:
-    """As `python -m flexfleet.steps.federate` leaves it: the results are in other steps' folders, or the other steps
-    wrote into its folder, wherever no `flexfleet run` makes one."""
+def test_status_of_what_the_rounds_alone_wrote(flexfleet: Any, finished: Any) -> None:
+    """As `python -m flexfleet.steps.federate` leaves it: the results are in other steps' folders."""
     run, _ = finished
-    shutil.copytree(run, "steps/a")
-    (Path(place) / "result.json").unlink()
-    if place == "runs/a":
-        for name in ("partition", "pretrain", "pool"):
-            shutil.rmtree(run / name)
-    assert flexfleet("status", place, "--json").json["status"] == "finished"
+    for name in ("partition", "pretrain", "pool"):
+        shutil.rmtree(run / name)
+    (run / "result.json").unlink()
+    assert flexfleet("status", "runs/a", "--json").json["status"] == "finished"
+
+
+def test_a_run_without_results_is_not_finished_wherever_its_folder_lies(flexfleet: Any, finished: Any) -> None:
+    run, _ = finished
+    shutil.copytree(run, "kept/elsewhere/b")
+    Path("kept/elsewhere/b/result.json").unlink()
+    assert flexfleet("status", "kept/elsewhere/b", "--json").json["status"] != "finished"
 
 
 # ------------------------------------------------------------------------------------------- numerics: exit 6
