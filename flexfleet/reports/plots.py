@@ -100,7 +100,7 @@ def learning_curves(runs: Sequence[Series], name: str = "learning-curves", measu
     return _drawing(name, f"Test {measure.name} over the rounds, a line for each run", 3.8, paint)
 
 
-def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-accuracy", measure: Measure = ACCURACY) -> str:
+def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-metric", measure: Measure = ACCURACY) -> str:
     """avg against all MB sent down and up so far; full, dashed, for a run of one level."""
 
     def paint(figure: Any) -> None:

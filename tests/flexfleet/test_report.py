@@ -293,7 +293,7 @@ def test_every_section_is_there(html: str) -> None:
                     "Configuration", "Provenance"):  # fmt: skip
         assert section in text
     svgs = {a["id"] for tag, a in Page(html).tags if tag == "svg"}
-    both = {"learning-curves", "bytes-to-accuracy", "pool-0", "levels-0", "clients-0", "partition-0"}
+    both = {"learning-curves", "bytes-to-metric", "pool-0", "levels-0", "clients-0", "partition-0"}
     # The second run's pool is the full model alone, and its partition that of the first: no drawing says more.
     assert svgs == both | {"levels-1", "clients-1", "pool-2", "levels-2", "clients-2"}
     assert "The same as of a." in text and "The pool is the full model alone." in text
