@@ -371,12 +371,6 @@ def _rounded(mean: float, std: float) -> tuple[float, float]:
     return float(np.round(mean, 6)) + 0.0, float(np.round(std, 6))  # + 0.0: no negative zero
 
 
-def need_plain(numbers: Iterable[str]) -> None:
-    """Raises ValueError for a number with an underscore: Python reads 0_5 as 5."""
-    if odd := next((number for number in numbers if "_" in number), None):
-        raise ValueError(f"{odd[:100]!r}, which is no number")
-
-
 # ------------------------------------------------------------------------------ padding, subsets, fingerprint
 def pad(data: Data, side: int) -> Data:
     """Centres all images on black squares of side x side; if a margin is odd, the larger half is right or below.

@@ -21,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
+from fl_engine.core.quantities import need_plain
 from fl_engine.core.samples import Data
-from fl_engine.data.files import need_plain, read, require_by_hand
+from fl_engine.data.files import read, require_by_hand
 from fl_engine.tasks import Classification
 
 ABOUT = "Widar3.0, 22x20x20 velocity profiles, 9 gestures, 11,372 + 5,222; CC BY-NC 4.0; 3.3 GB, by hand"

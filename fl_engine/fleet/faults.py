@@ -25,6 +25,7 @@ import torch
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError, nearest
+from fl_engine.core.quantities import need_plain
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import Params
 
@@ -74,8 +75,7 @@ def _fault(word: str) -> Fault:
     kind, (share, sign, times) = kinds[name], value.partition("x")
     wanted = f"{kind}=<share>x<times>" if kind in TIMES else f"{kind}=<share>"
     try:
-        if "_" in value or not value.isascii():  # float() takes 0_1 for 1, and digits of every script
-            raise ValueError
+        need_plain([value])
         fault = Fault(kind, float(share), float(times) if sign else 1.0)
     except ValueError:
         raise ConfigError(f"faults: {wanted} is expected, got {word!r}") from None

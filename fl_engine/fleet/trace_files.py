@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from fl_engine.core.errors import ConfigError, DataError, brief, nearest, printable
 from fl_engine.core.fields import STRICT
+from fl_engine.core.quantities import need_plain
 from fl_engine.core.types import Device
 from fl_engine.fleet.trace import Trace, trace_of
 
@@ -172,8 +173,7 @@ def _values(path: Path, number: int, columns: Sequence[str], line: str) -> dict[
         if word == "" and name not in NEEDED:
             continue
         try:
-            if not word.isascii() or "_" in word:
-                raise ValueError
+            need_plain([word])
             found[name] = FLAGS[word.lower()] if name == "online" else (int if name == "client" else float)(word)
         except (KeyError, ValueError):
             wanted = {"online": "0 or 1", "client": "a whole number"}.get(name, "a number")

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from fl_engine.core.errors import ConfigError, nearest
 from fl_engine.core.fields import Moves
 from fl_engine.core.plain import in_line
+from fl_engine.core.quantities import need_plain
 from flexfleet.config import Config, flatten, moves, pair_of
 from flexfleet.config.factors import crossed, factors_of
 from flexfleet.config.names import plain
@@ -76,8 +77,7 @@ def seeds_of(text: str) -> tuple[int, ...]:
     """`0,1,2` to (0, 1, 2)."""
     parts = _listed(text, "seeds", "0,1,2")
     try:
-        if "_" in text or not text.isascii():  # int() takes 1_0 for 10, and digits of every script
-            raise ValueError
+        need_plain(parts)
         seeds = tuple(int(part) for part in parts)
     except ValueError:
         raise ConfigError(f"seeds: expected whole numbers, e.g. 0,1,2, got {text!r}") from None
@@ -91,8 +91,7 @@ def accuracies_of(text: str) -> tuple[float, ...]:
     """`0.4,0.45` to (0.4, 0.45), ascending."""
     parts = _listed(text, "accuracies to reach", "0.4,0.45")
     try:
-        if "_" in text or not text.isascii():  # float() takes 0.4_5 for 0.45
-            raise ValueError
+        need_plain(parts)
         values = tuple(sorted({float(part) for part in parts}))
     except ValueError:
         values = ()

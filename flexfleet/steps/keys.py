@@ -135,8 +135,8 @@ def shared_place(config: Config, name: str, hasty: bool = False) -> Store:
     where = config.run.secrets
     if where is None:
         return FolderStore(Path(config.run.store).resolve() / name)
+    check_folder(config)
     if "://" not in where:
-        _check_folder(Path(where), config.run.remote)
         return FolderStore(Path(where).resolve() / name)
     bucket = S3Store(f"{where.rstrip('/')}/{name}", settings=SETTINGS, hasty=hasty)
     _check_bucket(where, config.run.remote)
@@ -146,15 +146,12 @@ def shared_place(config: Config, name: str, hasty: bool = False) -> Store:
 def check_folder(config: Config) -> None:
     """Raises ConfigError where clients could read the folder that keys are to be kept in. A bucket is looked at by
     `shared_place` alone: tasks of a pipeline that run no rounds have no credentials of it."""
-    where = config.run.secrets
-    if where is not None and "://" not in where:
-        _check_folder(Path(where), config.run.remote)
-
-
-def _check_folder(folder: Path, remote: str | None) -> None:
-    if remote is not None and "://" not in remote and folder.resolve().is_relative_to(Path(remote).resolve()):
+    where, remote = config.run.secrets, config.run.remote
+    if where is None or remote is None or "://" in where or "://" in remote:
+        return
+    if Path(where).resolve().is_relative_to(Path(remote).resolve()):
         raise ConfigError(
-            f"run.secrets = {str(folder)!r} lies in run.remote = {remote!r}, which others read: name another folder"
+            f"run.secrets = {where!r} lies in run.remote = {remote!r}, which others read: name another folder"
         )
 
 
