@@ -153,10 +153,10 @@ _folders: list[str] = []
 """Of all files, also of packages that are disabled: they may be enabled again."""
 
 
-def enable(value: bytes, digest: str, where: str) -> None:
+def enable(value: bytes, digest: str, where: str, parent: str | None = None) -> None:
     """Lets Python look for the package in this wheel first. What was imported of the package before, from other files,
-    is forgotten. Raises IntegrityError for other bytes than the sha256 says, ConfigError where the
-    name is taken, or another package is missing."""
+    is forgotten. The file is removed with the folder `parent`, or at this process' end. Raises IntegrityError for other
+    bytes than the sha256 says, ConfigError where the name is taken, or another package is missing."""
     check_content(value, digest, where)
     name = _name_in(value, where)
     if _enabled.get(name, ("", ""))[0] == digest:
@@ -166,14 +166,20 @@ def enable(value: bytes, digest: str, where: str) -> None:
         raise ConfigError(f"run.code: {name!r} is the name of {taken}, which is in use here: rename your package")
     check_dependencies(value, name)
     disable(name)
-    folder = tempfile.mkdtemp(prefix="flexfleet-code-")
-    _folders.append(folder)
+    folder = _folder() if parent is None else tempfile.mkdtemp(dir=parent)
     path = Path(folder) / f"{digest}.whl"
     path.write_bytes(value)
     path.chmod(0o444)
     sys.path.insert(0, str(path))
     importlib.invalidate_caches()
     _enabled[name] = digest, str(path)
+
+
+def _folder() -> str:
+    """A new one, which `clear` removes."""
+    folder = tempfile.mkdtemp(prefix="flexfleet-code-")
+    _folders.append(folder)
+    return folder
 
 
 def disable(name: str | None = None) -> None:
@@ -258,22 +264,23 @@ def _is_there(name: str) -> bool:
 
 class Handed:
     """A wheel for another process of this machine. Unpickled it is verified and enabled there, before what follows it,
-    which may be of its classes; the file is read from the run's folder."""
+    which may be of its classes; the file is read from the run's folder. What it imports from lies in a folder of this
+    process: the other one may be ended without what is done at its exit."""
 
     def __init__(self, path: Path, digest: str) -> None:
-        self._path, self._digest = str(path.resolve()), digest
+        self._path, self._digest, self._parent = str(path.resolve()), digest, _folder()
 
     def check(self) -> None:
         """Raises IntegrityError where the file is not what it was."""
         check_content(_read(self._path), self._digest, self._path)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return enable_file, (self._path, self._digest)
+        return enable_file, (self._path, self._digest, self._parent)
 
 
-def enable_file(path: str, digest: str) -> None:
+def enable_file(path: str, digest: str, parent: str | None = None) -> None:
     """`enable` of a file. Raises IntegrityError where it cannot be read."""
-    enable(_read(path), digest, path)
+    enable(_read(path), digest, path, parent)
 
 
 def _read(path: str) -> bytes:

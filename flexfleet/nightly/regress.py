@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -324,11 +325,15 @@ def champion_of(night: Night, own: str | None = None) -> Figures | None:
                     continue
             if version.tags.get(NIGHT) in (None, own):  # somebody gave it the alias by hand, or it is of this night
                 continue
-            with answering(uri, "does not give the champion's figures.json"):
-                at = artifacts.download_artifacts(
-                    run_id=version.tags[NIGHT], artifact_path="figures.json", tracking_uri=address(uri)
-                )
-            return Figures.read(Path(at))
+            with tempfile.TemporaryDirectory() as scratch:
+                with answering(uri, "does not give the champion's figures.json"):
+                    at = artifacts.download_artifacts(
+                        run_id=version.tags[NIGHT],
+                        artifact_path="figures.json",
+                        dst_path=scratch,
+                        tracking_uri=address(uri),
+                    )
+                return Figures.read(Path(at))
     return None
 
 

@@ -181,13 +181,17 @@ def test_what_is_damaged_is_not_loaded(ran: Ran, tmp_path: Path, file: str, cont
 
 
 # ------------------------------------------------------------------------------------------------ registry
-def test_each_level_is_registered_and_loads_from_there(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_level_is_registered_and_loads_from_there(
+    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = {model.name: model for model in ran.client.search_registered_models()}
     assert set(names) == {NAME, *(f"{NAME}-{level}" for level in ("M1", "M2", "M3"))}
     assert [str(model.aliases["candidate"]) for model in names.values()] == ["1"] * 4
     monkeypatch.setenv("MLFLOW_TRACKING_URI", ran.uri)
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", ran.uri)
-    folder = mlflow.artifacts.download_artifacts(f"models:/{NAME}-M2@candidate", tracking_uri=ran.uri)
+    folder = mlflow.artifacts.download_artifacts(
+        f"models:/{NAME}-M2@candidate", dst_path=str(tmp_path), tracking_uri=ran.uri
+    )
     assert (Path(folder) / "model.onnx").is_file()
     images = ran.data.test_x[:5]
     with torch.no_grad():

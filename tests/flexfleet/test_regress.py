@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -286,7 +287,10 @@ def test_a_night_that_is_killed_while_it_becomes_champion_is_not_judged_again(
     monkeypatch.setattr(regress, "_promote", promote)
     assert regress._judged(night, {}, tmp_path, tracked) == verdict
     assert client.get_registered_model(model).aliases == {"champion": 1}
+    (scratch := tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     assert regress.champion_of(night) == figures and regress.champion_of(night, tracked.run_id) is None
+    assert not list(scratch.iterdir())
 
 
 def test_what_could_not_be_exported_is_said_before_anything_trains(place: Place, first: Verdict) -> None:

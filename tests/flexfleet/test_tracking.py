@@ -11,6 +11,7 @@ import re
 import shutil
 import sqlite3
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -308,8 +309,8 @@ def test_a_run_that_mlflow_no_longer_has_is_a_configuration_error(mlflow_uri: st
 
 # ------------------------------------------------------------------------------------------- a whole run in it
 def table_of(client: Any, run_id: str) -> dict[str, list[Any]]:
-    path = client.download_artifacts(run_id, "clients.json")
-    found = json.loads(Path(path).read_text())
+    with tempfile.TemporaryDirectory() as scratch:
+        found = json.loads(Path(client.download_artifacts(run_id, "clients.json", scratch)).read_text())
     return {name: [row[i] for row in found["data"]] for i, name in enumerate(found["columns"])}
 
 

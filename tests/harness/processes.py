@@ -242,6 +242,8 @@ def _live(order: Mapping[str, Any], mains: Mapping[str, Callable[[list[str]], in
 def lived(work: Callable[[], object]) -> NoReturn:
     """What a forked process does, and its end as Python's own would be, but for what the parent has left to do at its
     end."""
+    from fl_engine.exchange.code import clear
+
     code: Any = 0
     try:
         work()
@@ -252,6 +254,7 @@ def lived(work: Callable[[], object]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
+    clear()  # as Python's own end does
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 1)

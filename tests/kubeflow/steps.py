@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import ssl
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -259,14 +260,23 @@ def expected_sha256(parameters: dict[str, Any], out: Path) -> str:
     return hashlib.sha256((out / "run" / "model.safetensors").read_bytes()).hexdigest()
 
 
+def figures_of(run_id: str, uri: str) -> dict[str, Any]:
+    """A night's figures.json, from MLflow."""
+    with tempfile.TemporaryDirectory() as scratch:
+        at = mlflow.artifacts.download_artifacts(
+            run_id=run_id, artifact_path="figures.json", dst_path=scratch, tracking_uri=uri
+        )
+        found: dict[str, Any] = json.loads(Path(at).read_text())
+    return found
+
+
 @contextmanager
 def champion_raised(uri: str, model: str, by: float) -> Iterator[None]:
     """A champion whose accuracies are so much higher than they were, so that the next night fails; afterwards it has
     its own again."""
     client = mlflow.MlflowClient(uri)
     run_id = client.get_model_version_by_alias(model, CHAMPION).tags[regress.NIGHT]
-    at = mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path="figures.json", tracking_uri=uri)
-    before = json.loads(Path(at).read_text())
+    before = figures_of(run_id, uri)
     raised = json.loads(json.dumps(before))
     for label in raised["labels"].values():
         for metric in ("avg", "full"):

@@ -197,8 +197,7 @@ def champion(mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_champion_is_raised_for_as_long_as_it_takes(champion: str, mlflow_uri: str) -> None:
     def now() -> dict[str, list[float]]:
-        at = mlflow.artifacts.download_artifacts(run_id=champion, artifact_path="figures.json", tracking_uri=mlflow_uri)
-        return json.loads(Path(at).read_text())["labels"]["skewed/flexfl"]["values"]
+        return steps.figures_of(champion, mlflow_uri)["labels"]["skewed/flexfl"]["values"]
 
     with pytest.raises(ZeroDivisionError), steps.champion_raised(mlflow_uri, MODEL, 0.25):
         assert now() == {"avg": [0.75, 0.85], "full": [0.95, 1.05], "mb": [1.0, 1.0]}
