@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fl_engine.core.errors import ConfigError
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore, Store
 
@@ -9,3 +10,11 @@ from fl_engine.storage.store import FolderStore, Store
 def open_store(uri: str, hasty: bool = False) -> Store:
     """`s3://bucket/prefix`, or a folder. `hasty`: does not wait long for a server that does not answer."""
     return S3Store(uri, hasty=hasty) if "://" in uri else FolderStore(uri)
+
+
+def check_place(name: str, uri: str | None) -> None:
+    """Raises ConfigError unless the parameter of this name says an address of a store, or nothing. Nobody is asked."""
+    try:
+        open_store(uri or "")
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None

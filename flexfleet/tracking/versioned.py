@@ -24,6 +24,7 @@ from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure, Fl
 from fl_engine.core.plain import read_yaml
 from fl_engine.core.system import hashed
 from fl_engine.datasets import data_root
+from fl_engine.storage.places import check_place
 from fl_engine.storage.s3 import setting
 from fl_engine.storage.store import sha256
 from flexfleet.tracking.trackers import address, answering, client_of
@@ -242,10 +243,8 @@ def _scratch(remote: str) -> Iterator[tuple[Any, Path]]:
 
 def _remote(remote: str) -> dict[str, Any]:
     """The remote's options. `verify`: DVC computes the md5 of what the remote sends."""
-    scheme, sign, _ = remote.partition("://")
-    if sign and (scheme != "s3" or masked(remote) != remote):
-        raise ConfigError(f"publish.dvc is s3://bucket/prefix or a folder, got {masked(remote)!r}")
-    if not sign:
+    check_place("the DVC remote", remote)
+    if "://" not in remote:
         return {"url": str(Path(remote).resolve()), "verify": True}
     given = {
         "endpointurl": setting("AWS_ENDPOINT_URL_S3") or setting("AWS_ENDPOINT_URL"),
