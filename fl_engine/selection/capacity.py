@@ -56,17 +56,11 @@ def check_capacity(fleet: Sequence[Device], pool: Pool) -> None:
             f"no device of the fleet can hold {sent[0].name}, the smallest model sent ({100 * sent[0].share:.1f} % of "
             "the full one): make the fleet stronger or the models smaller"
         )
-    idle = [d for d in fleet if level_of(d, pool) is None]
-    if idle:
-        tiers = ", ".join(
-            f"{tier} ({len(own)} of {len(fleet)} devices, {max(d.most for d in own):.4g} %)"
-            for tier in dict.fromkeys(d.tier for d in idle)
-            if (own := [d for d in idle if d.tier == tier])
-        )
+    if idle := [d for d in fleet if level_of(d, pool) is None]:
         log.warning(
             "fleet: these tiers are never asked, because they hold less of the full model than the %.4g %% that %s, "
             "the smallest model sent, takes: %s. Give them more memory, or send a smaller model",
-            100 * sent[0].share, sent[0].name, tiers,
+            100 * sent[0].share, sent[0].name, _said_of(idle, fleet),
         )  # fmt: skip
     most = max(d.most for d in fleet)
     unheld = [f"{m.name} ({100 * m.share:.4g} %)" for m in sent if not any(holds(d, m.share) for d in fleet)]
@@ -75,3 +69,25 @@ def check_capacity(fleet: Sequence[Device], pool: Pool) -> None:
             "fleet: no device can hold %s: the strongest holds %.4g %% of the full model. They are never sent",
             ", ".join(unheld), most,
         )  # fmt: skip
+
+
+def tell_of_too_weak(fleet: Sequence[Device], pool: Pool) -> None:
+    """For selections that ask devices whatever they can hold. Tells, as a warning with the numbers, of tiers whose
+    devices cannot hold the smallest model. A method that sends the full model alone ignores memory on purpose."""
+    tiers = by_tier(pool)
+    weak = [d for d in fleet if d.tier not in tiers and not holds(d, pool[0].share)]
+    if weak and len(dispatched(pool)) > 1:
+        log.warning(
+            "fleet: these tiers hold less of the full model than the %.4g %% that %s, the smallest, takes, and are "
+            "asked all the same, since the selection does not look at what devices hold: %s. Give them more memory, "
+            "or let the selection go by capacity",
+            100 * pool[0].share, pool[0].name, _said_of(weak, fleet),
+        )  # fmt: skip
+
+
+def _said_of(some: Sequence[Device], fleet: Sequence[Device]) -> str:
+    return ", ".join(
+        f"{tier} ({len(own)} of {len(fleet)} devices, {max(d.most for d in own):.4g} %)"
+        for tier in dict.fromkeys(d.tier for d in some)
+        if (own := [d for d in some if d.tier == tier])
+    )

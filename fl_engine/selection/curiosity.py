@@ -10,7 +10,7 @@ import numpy as np
 
 from fl_engine.core.fields import STRICT, Count
 from fl_engine.core.types import ClientFailure, Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
-from fl_engine.selection.capacity import dispatched
+from fl_engine.selection.capacity import dispatched, tell_of_too_weak
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Curiosity:
     """p, how many models of the pool make a type, from the smallest on; the largest model is a type of its own."""
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
+        tell_of_too_weak(fleet, pool)
         ones = (1.0,) * (max(d.client for d in fleet) + 1)
         models = len(pool)
         return {"curiosity": (ones,) * (self._type(models - 1, models) + 1), "resource": (ones,) * models}

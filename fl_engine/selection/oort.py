@@ -16,7 +16,7 @@ from fl_engine.core.measures import LARGEST_LOSS
 from fl_engine.core.types import ClientUpdate, Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
 from fl_engine.core.workload import FORWARDS_PER_STEP
 from fl_engine.selection import memory
-from fl_engine.selection.capacity import check_capacity, dispatched
+from fl_engine.selection.capacity import check_capacity, dispatched, tell_of_too_weak
 from fl_engine.selection.memory import ASKED, CLIENT
 from fl_engine.selection.pacer import Pacer
 
@@ -118,6 +118,8 @@ class Oort:
         """`clients` and `heard`: see `selection.memory`. `pacer`: see `Pacer`."""
         if self.model == "capacity":
             check_capacity(fleet, pool)
+        else:
+            tell_of_too_weak(fleet, pool)
         return {"clients": memory.NOBODY, "heard": (), "pacer": Pacer(0, self.pacer_start).rows}
 
     def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fl_engine.core.fields import STRICT
 from fl_engine.core.types import Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
-from fl_engine.selection.capacity import able, check_capacity, dispatched, holds
+from fl_engine.selection.capacity import able, check_capacity, dispatched, holds, tell_of_too_weak
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Uniform:
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
         if self.model == "capacity":
             check_capacity(fleet, pool)
+        else:
+            tell_of_too_weak(fleet, pool)
         return {}
 
     def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:

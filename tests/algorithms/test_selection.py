@@ -143,9 +143,28 @@ def test_tiers_that_hold_nothing_and_levels_that_nobody_holds_are_told(
     assert "no device can hold M3 (100 %): the strongest holds 60 % of the full model" in unheld
 
 
-@pytest.mark.parametrize("selection", [*BY_CAPACITY, Uniform(model="random"), Curiosity()], ids=str)
+OF_ANY_CAPACITY = [Uniform(model="random"), Uniform(model="largest"), Oort(model="largest"), Curiosity()]
+
+
+@pytest.mark.parametrize("selection", OF_ANY_CAPACITY, ids=str)
+def test_tiers_that_are_asked_for_more_than_they_hold_are_told(
+    selection: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But for methods that send the full model alone, to everybody."""
+    _, pool = paper_pool()
+    kinds = [("mote", 25.0)] * 3 + [("watch", 10.0)] * 2 + [("phone", 60.0)] * 5
+    fleet = tuple(Device(c, kind, most, 0.0) for c, (kind, most) in enumerate(kinds))
+    selection.init(fleet, pool)
+    (said,) = (r.getMessage() for r in caplog.records)
+    assert "less of the full model than the 25 % that M1, the smallest, takes, and are asked all the same" in said
+    assert "what devices hold: mote (3 of 10 devices, 25 %), watch (2 of 10 devices, 10 %). Give" in said
+    caplog.clear()
+    selection.init(fleet, tuple(m for m in pool if m.share == 1.0 and m.dispatched))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("selection", [*BY_CAPACITY, *OF_ANY_CAPACITY], ids=str)
 def test_a_fleet_that_fits_is_not_talked_about(selection: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Nor one whose devices are asked whatever they hold."""
     _, pool = paper_pool()
     selection.init(devices(weak=2, strong=1), pool)
     if selection not in BY_CAPACITY:
