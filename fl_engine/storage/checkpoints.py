@@ -22,7 +22,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import field_validator
@@ -160,17 +160,23 @@ class Checkpoints:
         """Every committed round's measurements, in round order; without `lines`, those of single clients are left out,
         which take most of the time and of the memory where rounds are large. Raises IntegrityError naming a damaged
         file, or the rounds that are missing."""
-        commits = self.commits()
-        rows: list[Row] = []
+        return list(self.each_row(lines))
+
+    def each_row(self, lines: bool = True) -> Iterator[Row]:
+        """What `rows` gives, one after the other; only those of one file are in memory."""
+        commits, done = self.commits(), 0
         for first, last, key in self._packs():
             if commits and first <= commits[-1]:
-                rows += [row for row in self._unpacked(key, lines) if len(rows) <= row.round <= commits[-1]]
-                _check_whole(rows, min(last, commits[-1]), self.store.uri("metrics"))
+                found = [row for row in self._unpacked(key, lines) if done <= row.round <= commits[-1]]
+                done += len(found)
+                _check_whole(done, min(last, commits[-1]), self.store.uri("metrics"))
+                yield from found
         for round in commits:
-            if round >= len(rows):
-                rows += [row for row in self._rows(round, lines) if row.round >= len(rows)]
-                _check_whole(rows, round, self.store.uri(round_folder(round)))
-        return rows
+            if round >= done:
+                found = [row for row in self._rows(round, lines) if row.round >= done]
+                done += len(found)
+                _check_whole(done, round, self.store.uri(round_folder(round)))
+                yield from found
 
     def last_good(self, check: Callable[[Mapping[str, Any]], None] = lambda _: None) -> int | None:
         """The newest committed round whose state is intact, and all measurements up to it; None: there is none.
@@ -188,7 +194,7 @@ class Checkpoints:
         for round in commits:
             if round >= done:
                 try:
-                    _check_whole([*range(done), *self._rows(round)], round, "")
+                    _check_whole(done + len(self._rows(round)), round, "")
                 except IntegrityError:
                     return good
                 done = round + 1
@@ -350,10 +356,10 @@ def _writer(name: str) -> int:
     return int(number) if WRITER.fullmatch(number) and rest in (*STATE_FILES, "COMMITTED") else 0
 
 
-def _check_whole(rows: Sequence[object], last: int, name: str) -> None:
-    """Raises IntegrityError unless these are as many rounds as there are from 0 to `last`."""
-    if rows and len(rows) != last + 1:
-        raise IntegrityError(f"{name}: the measurements of {last + 1 - len(rows)} rounds are missing. {WAY_OUT}")
+def _check_whole(rounds: int, last: int, name: str) -> None:
+    """Raises IntegrityError unless that many rounds are those from 0 to `last`."""
+    if rounds and rounds != last + 1:
+        raise IntegrityError(f"{name}: the measurements of {last + 1 - rounds} rounds are missing. {WAY_OUT}")
 
 
 def _bare(row: Row) -> Row:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,18 +18,20 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic_core import to_json
 
 from fl_engine.codecs import codecs_of
 from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, brief
 from fl_engine.core.types import Codecs, Params, Pool, PoolModel, SubmodelSpec
 from fl_engine.preparation.apoz import ApozLayer, ApozScores
 from fl_engine.storage.checkpoints import Row
+from fl_engine.storage.pieces import Pieces
 from fl_engine.storage.store import FolderStore, decode, sha256
 from fl_engine.training.evaluation import OWNERS
 
 __all__ = [
     "WEIGHTS", "Apoz", "ApozLayer", "Artifact", "ConfusionFile", "EvaluationFile", "History", "Level", "LevelScore",
-    "OnClients", "PoolFile", "Result", "RunFile", "row_of", "rows_of",
+    "OnClients", "PoolFile", "Result", "RunFile", "history_of", "row_of", "rows_of",
 ]  # fmt: skip
 
 A = TypeVar("A", bound="Artifact")
@@ -218,11 +221,22 @@ class RunFile(Artifact):
 
 
 class History(Artifact):
-    """history.json: measurements of every round (`fl_engine.storage.checkpoints.Row`), and the model's checksum."""
+    """history.json: measurements of every round (`fl_engine.storage.checkpoints.Row`), and the model's checksum. What
+    the file says of single clients is checked and left out where it is read: a round can have ten thousand, and
+    `Checkpoints.rows` has them for those who ask."""
 
     rounds: tuple[dict[str, Any], ...]
     model_sha256: str
     seconds: float
+
+    @classmethod
+    def of(cls, value: bytes, name: str) -> History:
+        try:
+            return cls.model_validate(json.loads(value, object_hook=_without_lines))
+        except ValidationError as error:
+            raise IntegrityError(f"{name} is not a valid {cls.__name__} file: {brief(error)}") from error
+        except (ValueError, RecursionError) as error:
+            raise IntegrityError(f"{name} is no JSON: {error}") from error
 
     @field_validator("rounds")
     @classmethod
@@ -230,6 +244,25 @@ class History(Artifact):
         for row in value:
             row_of(row)
         return value
+
+
+def history_of(rows: Iterable[Row], model_sha256: str) -> Pieces:
+    """The bytes of history.json, as `History.write` writes them. Of the rows, one at a time is in memory."""
+    parts, seconds = [b'{\n "schema_version": 1,\n "rounds": ['], 0.0
+    for row in rows:
+        text = to_json(row.model_dump(mode="json"), indent=1, inf_nan_mode="null")
+        parts.append((b",\n  " if len(parts) > 1 else b"\n  ") + text.replace(b"\n", b"\n  "))
+        seconds += row.metrics["seconds_round"]
+    about = to_json({"model_sha256": model_sha256, "seconds": round(seconds, 3)}, indent=1)
+    return Pieces((*parts, (b"\n ]" if len(parts) > 1 else b"]") + about.replace(b"{", b",", 1) + b"\n"))
+
+
+def _without_lines(value: dict[str, Any]) -> dict[str, Any]:
+    """A round of history.json, checked, without those of its clients. Raises ValidationError."""
+    if value.keys() != Row.model_fields.keys():
+        return value
+    row_of(value)
+    return {**value, "clients": []}
 
 
 def row_of(value: dict[str, Any]) -> Row:

@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,7 @@ from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.selection.capacity import round_size
 from fl_engine.storage import lease
-from fl_engine.storage.checkpoints import Checkpoints
+from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.lease import Lease
 from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.places import open_store
@@ -65,7 +65,7 @@ from flexfleet.config.names import plain
 from flexfleet.config.sources import sources
 from flexfleet.files import terminal as common
 from flexfleet.files.alone import alone
-from flexfleet.files.artifacts import WEIGHTS, History, PoolFile, RunFile
+from flexfleet.files.artifacts import WEIGHTS, PoolFile, RunFile, history_of
 from flexfleet.files.live import counted_warnings
 from flexfleet.steps import invitations, keys, own_code, warm_start
 from flexfleet.steps.partition import folders_sum, held_out, most_of, simulated
@@ -496,23 +496,26 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None) -> Path:
     ledger.checkpoints.check_lease()
-    value = laid_out(published(final))
-    for store in (FolderStore(out), ledger.store) if ledger.checkpoints.lease is not None else (FolderStore(out),):
+    value, folder = laid_out(published(final)), FolderStore(out)
+    for store in (folder, ledger.store) if ledger.checkpoints.lease is not None else (folder,):
         store.sweep("")  # what killed writers left: nobody writes any more
         store.put("model.safetensors", value)
-    rows = ledger.checkpoints.rows()
-    history = History(
-        rounds=tuple(row.model_dump(mode="json") for row in rows),
-        model_sha256=sha256(value),
-        seconds=round(sum(row.metrics["seconds_round"] for row in rows), 3),
-    )
-    path = history.write(out / "history.json")
+    names: dict[str, None] = {}
+    # One round at a time, whose lines can be ten thousand.
+    folder.put("history.json", history_of(_watched(ledger.checkpoints.each_row(), names), sha256(value)))
     if mlflow is not None:
-        names = list(dict.fromkeys(name for row in rows for line in row.clients for name in line))
-        lines = [{"round": row.round + 1, **line} for row in rows for line in row.clients]
+        rows = ledger.checkpoints.each_row()
+        lines = ({"round": row.round + 1, **line} for row in rows for line in row.clients)
         mlflow.table(["round", *names], lines, "clients.json")
     tracker.finish("FINISHED")
-    return path
+    return out / "history.json"
+
+
+def _watched(rows: Iterable[Row], names: dict[str, None]) -> Iterator[Row]:
+    """The rows; adds to `names` what their clients' lines say."""
+    for row in rows:
+        names.update(dict.fromkeys(name for line in row.clients for name in line))
+        yield row
 
 
 def main(argv: Sequence[str] | None = None) -> int:

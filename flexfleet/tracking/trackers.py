@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -335,12 +335,18 @@ class MLflow:
                 self._client.log_batch(self.run_id, metrics=batch)
         self._last_step = max([self._last_step, *(step for step, _ in new)])
 
-    def table(self, columns: Sequence[str], lines: Sequence[Mapping[str, Any]], name: str) -> None:
+    def table(self, columns: Sequence[str], lines: Iterable[Mapping[str, Any]], name: str) -> None:
         """A table that MLflow's UI shows. Replaces the one of the same name (its own `log_table` appends)."""
-        data = [[line.get(column) for column in columns] for line in lines]
-        with answering(self.uri):
-            self._client.log_dict(self.run_id, {"columns": list(columns), "data": data}, name)
-            self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": name, "type": "table"}]))
+        with tempfile.TemporaryDirectory() as scratch:
+            with open(Path(scratch) / name, "w") as file:
+                file.write(f'{{"columns": {json.dumps(list(columns))}, "data": [')
+                for i, line in enumerate(lines):
+                    file.write(",\n" * bool(i) + json.dumps([line.get(column) for column in columns]))
+                file.write("]}")
+            with answering(self.uri):
+                self._client.log_artifact(self.run_id, file.name)
+                tables = json.dumps([{"path": name, "type": "table"}])
+                self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", tables)
 
     def dataset(self, name: str, digest: str, source: str, context: str) -> None:
         """Logs an input of the run. Logging it again changes nothing. MLflow keeps 36 characters of a digest."""
