@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -31,6 +31,10 @@ def explain(error: ValidationError, root: Any, prefix: str = "") -> str:
             lines.append(f"{path} is a section, got {short(e['input'])}: set a parameter in it, e.g. {inner}")
         elif e["type"] == COMPLETE:
             lines.append(f"{path}: {e['msg']}")
+        elif e["type"] == "value_error":  # raised by a check of this project, whose words are whole
+            said = str(e["ctx"]["error"])
+            of_section = isinstance(e["input"], Mapping)
+            lines.append(said if of_section else f"{path}: {said}, got {short(e['input'])}")
         else:
             lines.append(f"{path}: {e['msg'][:1].lower()}{e['msg'][1:]}, got {short(e['input'])}")
     return "; ".join(dict.fromkeys(lines))

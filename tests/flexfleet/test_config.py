@@ -565,6 +565,22 @@ def test_what_is_wrong_inside_an_algorithm_is_said_by_its_name(sets: list[str], 
         load_config(None, sets)
 
 
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (
+            ["run.backend=agents", "run.devices=[cuda]"],
+            r"run\.devices = \['cuda'\] cannot be with .*leave it at \[cpu\]",
+        ),
+        (["central.optimizer=adam", "central.momentum=.9"], r"central\.momentum and .* set them to 0 for Adam"),
+        (["run.store=s3://x"], r"run\.store: a folder of this machine is expected; .*, got 's3://x'"),
+    ],
+)
+def test_what_does_not_go_together_is_said_without_the_whole_section(sets: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{said}$"):
+        load_config(None, sets)
+
+
 @pytest.mark.parametrize("name", ["run.remote", "run.secrets", "publish.dvc"])
 @pytest.mark.parametrize("place", ["gs://bucket/x", "s3://", "s3://me:secret@bucket/x"])
 def test_a_place_of_another_kind_is_refused_before_anything_trains(name: str, place: str) -> None:
