@@ -101,7 +101,7 @@ def load(root: Path) -> Data:
     require_by_hand("epic_sounds", root, [f"{AUDIO}/{video}.wav" for video in videos], HOW)
     inputs = [root / file for file in (*FILES[:2], *(f"{AUDIO}/{video}.wav" for video in videos))]
     arrays = packed(root / FOLDER / "packed", VERSION, inputs, partial(_pack, root / AUDIO, parts))
-    return Data("epic_sounds", Classification(CLASSES), mean=(), std=(), **arrays)
+    return Data("epic_sounds", Classification(CLASSES, top5=True), mean=(), std=(), **arrays)
 
 
 def _pack(audio: Path, parts: Sequence[list[Segment]], folder: Path) -> None:

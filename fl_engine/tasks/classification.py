@@ -1,4 +1,5 @@
-"""Classification: one class out of several, with cross entropy as the loss and accuracy as the metric."""
+"""Classification: one class out of several, with cross entropy as the loss and accuracy as the metric; top-5 accuracy
+besides, where the data set asks for it."""
 
 from __future__ import annotations
 
@@ -15,20 +16,32 @@ from torch import Tensor
 from fl_engine.core.errors import DataError, ModelError
 from fl_engine.core.samples import Measured, Metric
 
+TOP = 5
+
 
 @dataclass(frozen=True)
 class Classification:
     """Targets are int64 (N,), the numbers of the classes; the network gives a logit for each class."""
 
     classes: int
+    top5: bool = False
+    """Measures top-5 accuracy too: the share of samples whose class is among the five with the highest logits. Of equal
+    logits the lower class comes first. With five classes or fewer all samples would count, so at least six are
+    needed."""
 
     name: ClassVar[str] = "classification"
     metric: ClassVar[Metric] = Metric("accuracy", low=0.0, high=1.0)
+    among_five: ClassVar[Metric] = Metric("top5", low=0.0, high=1.0)
     label_word: ClassVar[str] = "class"
 
     def __post_init__(self) -> None:
         if type(self.classes) is not int or self.classes < 2:
             raise DataError(f"classification takes at least 2 classes, got {self.classes!r}")
+        if self.top5 and self.classes <= TOP:
+            raise DataError(
+                f"top5 takes at least {TOP + 1} classes, since all samples count with fewer, got {self.classes}: leave "
+                "it out"
+            )
 
     @property
     def outputs(self) -> int:
@@ -88,10 +101,19 @@ class Classification:
         return F.kl_div(softened_bo, F.softmax(teacher_bo / temperature, dim=1), reduction="none")
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """int64 (batch,): class * classes + predicted class."""
-        return y * self.classes + outputs_bo.argmax(1)
+        """int64 (batch,): class * classes + predicted class; with `top5` (2, batch), the second row 1 where the class is
+        among the first five."""
+        taken = y * self.classes + outputs_bo.argmax(1)
+        if not self.top5:
+            return taken
+        # For ties, torch does not define which classes topk gives; a stable sort keeps their order on every machine.
+        first = outputs_bo.sort(dim=1, descending=True, stable=True).indices[:, :TOP]
+        return torch.stack([taken, (first == y[:, None]).any(1).long()])
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:
-        taken = torch.cat(list(observed))
+        taken, *among = torch.cat(list(observed), dim=-1).view(1 + self.top5, -1)
         confusion = torch.bincount(taken, minlength=self.classes**2).view(self.classes, self.classes).cpu()
-        return Measured({self.metric.name: int(confusion.trace()) / len(taken)}, confusion)
+        values = {self.metric.name: int(confusion.trace()) / len(taken)}
+        for right in among:
+            values[self.among_five.name] = int(right.sum()) / len(taken)
+        return Measured(values, confusion)

@@ -100,6 +100,10 @@ def test_segments_become_spectrograms_of_their_sound(sounds: Path) -> None:
     assert (data.train_y.tolist(), data.test_y.tolist()) == ([4, 43, 0], [43])
     assert data.natural_client is not None
     assert data.natural_client.tolist() == [0, 0, 1]
+    answers = torch.arange(44.0)[None]  # class 43 is the first, 39 the fifth
+    for label, top5 in ((39, 1.0), (38, 0.0)):
+        found = data.task.measure([data.task.observe(answers, torch.tensor([label]))])
+        assert found.values == {"accuracy": 0.0, "top5": top5}
     sound = np.frombuffer(audio(sounds, "P01_01").read_bytes()[44:], dtype="<i2") / 32768
     assert np.array_equal(data.train_x[0, 0], epic_sounds.log_mel(sound[1000:13_000]).astype(np.float32))
     # Of three seconds the middle 1.999: (72,000 - 47,976) / 2 = 12,012.

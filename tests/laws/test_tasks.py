@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.core.errors import ModelError, PartitionError
+from fl_engine.core.errors import DataError, ModelError, PartitionError
 from fl_engine.core.samples import Data, Task
 from fl_engine.data import partitioning as p
 from fl_engine.data.files import fingerprint, subset
@@ -20,7 +20,7 @@ from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.kinds import tiny_table
 from fl_engine.training.losses import self_distillation
 
-TASKS = (Classification(4), Regression(), Regression(outputs=3))
+TASKS = (Classification(4), Classification(7, top5=True), Regression(), Regression(outputs=3))
 
 
 def test_r2_and_the_mean_absolute_error_by_hand() -> None:
@@ -32,6 +32,36 @@ def test_r2_and_the_mean_absolute_error_by_hand() -> None:
     assert found == {"r2": pytest.approx(1 - 6 / 14), "mae": 1.0}
     assert task.loss(f, y).tolist() == [1.0, 0.0, 1.0, 4.0] and float(task.loss(f, y, "sum")) == 6.0
     assert task.metric.higher_is_better and not task.error.higher_is_better
+
+
+def test_top5_accuracy_by_hand() -> None:
+    """Seven classes. The order of the first sample's is 6, 5, ..., 0: class 2 is the fifth, class 1 the sixth. The
+    second one's logits are all equal: its first five are 0 to 4. The third one's 0 to 3 are equal, behind 4 and 5."""
+    logits = torch.tensor([[0.0, 1, 2, 3, 4, 5, 6], [1.0] * 7, [2.0, 2, 2, 2, 9, 8, 1]])
+    task = Classification(7, top5=True)
+    hits = {0: [2, 3, 4, 5, 6], 1: [0, 1, 2, 3, 4], 2: [0, 1, 2, 4, 5]}
+    for sample, expected in hits.items():
+        y = torch.arange(7)
+        seen = task.observe(logits[sample].expand(7, 7), y)
+        assert [int(c) for c in y if seen[1, c]] == expected
+    y = torch.tensor([2, 5, 4])
+    parts = [task.observe(logits[:1], y[:1]), task.observe(logits[1:], y[1:])]
+    found = task.measure(parts)
+    plain = Classification(7)
+    assert found.values == {"accuracy": 1 / 3, "top5": 2 / 3}
+    assert torch.equal(found.confusion, plain.measure([plain.observe(logits, y)]).confusion)
+    assert plain.measure([plain.observe(logits, y)]).values == {"accuracy": 1 / 3}
+    masked = torch.full((1, 7), -torch.inf)
+    masked[0, 5:] = torch.tensor([1.0, 2.0])
+    hidden = task.observe(masked.expand(7, 7), torch.arange(7))[1]
+    assert hidden.tolist() == [1, 1, 1, 0, 0, 1, 1], "masked classes are equal, behind the others"
+    assert task.identity == plain.identity, "the data are the same"
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_top5_says_nothing_of_five_classes(classes: int) -> None:
+    with pytest.raises(DataError, match=f"top5 takes at least 6 classes, .* got {classes}: leave it out"):
+        Classification(classes, top5=True)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e3, 1e7])
