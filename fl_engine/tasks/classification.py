@@ -101,8 +101,8 @@ class Classification:
         return F.kl_div(softened_bo, F.softmax(teacher_bo / temperature, dim=1), reduction="none")
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """int64 (batch,): class * classes + predicted class; with `top5` (2, batch), the second row 1 where the class is
-        among the first five."""
+        """int64 (batch,): class * classes + predicted class; with `top5` (2, batch), the second row 1 where the class
+        is among the first five."""
         taken = y * self.classes + outputs_bo.argmax(1)
         if not self.top5:
             return taken

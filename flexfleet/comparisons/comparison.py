@@ -23,6 +23,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.fleet.uniformity import NAMES, of_a_run
 from fl_engine.rounds import phases
 from fl_engine.storage.checkpoints import Row
+from fl_engine.training.evaluation import OWNERS
 from fl_engine.training.numerics import differing
 from flexfleet.comparisons.alike import is_shared, other_code, other_data, other_partitions, unequal
 from flexfleet.comparisons.first import TITLES, Case, First, firsts
@@ -220,6 +221,13 @@ class Central(_Part):
     highest: tuple[Highest, ...]
     """The highest values until given shares of the epochs."""
     seconds: Spread
+    further: dict[str, Spread] = {}
+    """The task's other metrics after the last epoch, by name; left out where it has none."""
+
+    @model_serializer(mode="wrap")
+    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {name: value for name, value in fields.items() if name != "further" or value}
 
 
 class Comparison(Artifact):
@@ -479,6 +487,18 @@ def _highest(runs: Sequence[Run]) -> Iterator[Highest]:
             avg=spread([of_run.get(until) for of_run in avg]),
             full=spread([of_run[until] for of_run in full]),
         )
+
+
+def further(c: Comparison) -> dict[str, dict[str, Spread]]:
+    """By metric of the task beside the one that decides, and by label: the full model's value after the last round.
+    Labels without it are left out."""
+    found: dict[str, dict[str, Spread]] = {}
+    for label, r in c.results.items():
+        of_runs = [list(one.levels.values())[-1] if one.levels else {} for one in r.runs]
+        for name in dict.fromkeys(name for each in of_runs for name in each if name not in (c.metric, *OWNERS)):
+            if (each := spread([of_run.get(name) for of_run in of_runs])) is not None:
+                found.setdefault(name, {})[label] = each
+    return found
 
 
 # ------------------------------------------------------------------------------------- accuracies to reach

@@ -49,6 +49,8 @@ def read(folders: Sequence[Path], settings: Mapping[str, Any], varied: Sequence[
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"--central takes one training for each seed, got the seeds {', '.join(map(str, seeds))}")
     best = [result.metrics["best"] for result in results]
+    beside = [result.metrics.get("further", {}) for result in results]
+    further = {name: spread([each.get(name, {}).get("full") for each in beside]) for name in beside[0]}
     return Central(
         seeds=seeds,
         settings={key: value for key, value in files[0].config.items() if key.startswith("central.")},
@@ -62,6 +64,7 @@ def read(folders: Sequence[Path], settings: Mapping[str, Any], varied: Sequence[
             for share in results[0].metrics["highest"]
         ),
         seconds=_over(result.seconds for result in results),
+        further={name: each for name, each in further.items() if each is not None},
     )
 
 

@@ -7,7 +7,7 @@ comparison.html has all of these and the settings of the runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from flexfleet.comparisons.comparison import (
     Spread,
     clock,
     curve,
+    further,
     read,
     summarise,
 )
@@ -80,12 +81,13 @@ def tabulate(
 def tables(c: Comparison) -> list[Table]:
     """Tables of the deciding metric, of its highest values during the rounds, of the cost, of a round's phases,
     of how evenly clients finish, and of the rounds, the time and the MB to reach given values."""
-    results, measure = c.results.items(), Measure(c.metric)
+    results, measure, beside = c.results.items(), Measure(c.metric), further(c)
     judged = any(r.local for _, r in results)
     metric = Table(
         f"Test {measure.name}, {measure.unit}".removesuffix(", "),
         ("algorithm", "levels %", "avg last", "full last", "avg at best", "full at best", "best round", "last round")
-        + (("local avg", "local full") if judged else ()),
+        + (("local avg", "local full") if judged else ())
+        + tuple(f"full {Measure(name).column}" for name in beside),
         tuple(
             (
                 label,
@@ -97,10 +99,11 @@ def tables(c: Comparison) -> list[Table]:
                 cell(r.best.round, digits=1),
                 cell(r.last.round, digits=1),
                 *(cell(getattr(r, name), 100) for name in LOCAL if judged),
+                *_further(beside, {name: each.get(label) for name, each in beside.items()}),
             )
             for label, r in results
         )
-        + _reference(c, measure, judged),
+        + _reference(c, measure, judged, beside),
     )
     digits, shares = 2 if measure.unit else 4, [one.share for one in next(iter(c.results.values())).highest]
     best = Table(
@@ -257,15 +260,21 @@ def _to_reach(c: Comparison, measure: Measure) -> list[Table]:
 REFERENCE = "central training"
 
 
-def _reference(c: Comparison, measure: Measure, judged: bool) -> tuple[tuple[str, ...], ...]:
+def _further(names: Iterable[str], values: Mapping[str, Spread | None]) -> Iterator[str]:
+    for measure in map(Measure, names):
+        yield cell(values.get(measure.name), measure.scale, 2 if measure.unit else 4)
+
+
+def _reference(c: Comparison, measure: Measure, judged: bool, beside: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     """The row of central training for the table of the runs' figures; empty without central training. `judged`: the
-    table has local accuracies, which belong to clients."""
+    table has local accuracies, which belong to clients. `beside`: the further metrics that it has."""
     if c.central is None:
         return ()
     full, best = (cell(score, measure.scale, 2 if measure.unit else 4) for score in (c.central.full, c.central.best))
     last = f"{c.central.settings['central.epochs']:.1f}"
     none = (NONE, NONE) if judged else ()
-    return ((REFERENCE, "100", NONE, full, NONE, best, cell(c.central.best_epoch, digits=1), last, *none),)
+    more = _further(beside, c.central.further)
+    return ((REFERENCE, "100", NONE, full, NONE, best, cell(c.central.best_epoch, digits=1), last, *none, *more),)
 
 
 def _reference_highest(c: Comparison, measure: Measure) -> tuple[tuple[str, ...], ...]:
@@ -335,6 +344,9 @@ def notes(c: Comparison) -> list[str]:
         lines.append("local: after the last round, the mean over the clients of the accuracy on each client's share of "
                      "the test samples, among the classes that it holds (FedRolex); of all levels, and of the "
                      "largest.")  # fmt: skip
+    if beside := [Measure(name) for name in further(c)]:
+        told = ", ".join(f"full {each.name}{each.direction}" for each in beside)
+        lines.append(f"{told}: of the largest model, after the last round.")
     lines += first.notes(c.first, len(c.seeds), c.cases) if len(c.labels) > 1 else []
     if over := factors(c):
         said = "; ".join(f"{path}: {', '.join(map(plain, values))}" for path, values in over.items())
@@ -453,10 +465,12 @@ def track(c: Comparison, mlflow: MLflow, out: Path) -> Comparison:
 
 def metrics(c: Comparison) -> dict[str, float]:
     """Metrics like `full/flexfl`: means over the seeds, accuracies as shares; `_std` if there are several seeds.
+    `full_mae/flexfl` is one of the task's further metrics.
     `rounds_to_0.6/flexfl`, `seconds_simulated_to_0.6/flexfl`, `mb_down_to_0.6/flexfl` and `mb_up_to_0.6/flexfl` are
     means over the seeds that reach that accuracy with the full model, of which `seeds_to_0.6/flexfl` says how
     many they are."""
     out: dict[str, float] = {}
+    beside = further(c)
     for label, r in c.results.items():
         spreads = {
             "avg": r.last.avg,
@@ -464,6 +478,7 @@ def metrics(c: Comparison) -> dict[str, float]:
             **{name: getattr(r, name) for name in (*BY_OWNER, "devices", *LOCAL)},
             **{f"local/{name}": of.mean for name, of in r.local.items()},
             **{f"local_sd/{name}": of.sd for name, of in r.local.items()},
+            **{f"full_{name}": each.get(label) for name, each in beside.items()},
             "best_avg": r.best.avg,
             "best_full": r.best.full,
             "mb_down": r.mb_down,

@@ -374,7 +374,17 @@ class EvaluationFile(Artifact):
     def by_owner(self) -> dict[str, dict[str, float]]:
         """By metric of `evaluation.OWNERS`, and by level; empty where the server owns no classes."""
         held = [name for name in OWNERS if name in next(iter(self.levels.values())).metrics]
-        return {name: {level: score.metrics[name] for level, score in self.levels.items()} for name in held}
+        return {name: self._of_levels(name) for name in held}
+
+    @property
+    def further(self) -> dict[str, dict[str, Any]]:
+        """The task's metrics beside the one that decides: {metric: {full, levels{name: value}}}; empty without any."""
+        names = [each for each in next(iter(self.levels.values())).metrics if each not in (self.metric, *OWNERS)]
+        found = {name: self._of_levels(name) for name in names}
+        return {name: {"full": list(levels.values())[-1], "levels": levels} for name, levels in found.items()}
+
+    def _of_levels(self, metric: str) -> dict[str, float]:
+        return {level: score.metrics[metric] for level, score in self.levels.items()}
 
     @field_validator("levels")
     @classmethod
@@ -404,7 +414,8 @@ class Result(Artifact):
     run_id: str
     status: Literal["finished"]
     metrics: dict[str, Any]
-    """avg, full, levels{name: value}, best{round, avg, full}: the round with the best avg, highest{50, 80, 100: {avg,
+    """avg, full, levels{name: value}; further{metric: {full, levels{name: value}}}: the task's metrics beside the one
+    that decides, where it has some; best{round, avg, full}: the round with the best avg, highest{50, 80, 100: {avg,
     full}}: the highest values within so many % of the rounds; local{level: {mean, sd, clients}}: the accuracy on each
     client's own distribution, where the task has classes; on_clients{asked, failed, all, levels{level}, tiers{tier}},
     each {mean, p10, worst, spread, loss, clients}: what clients measured on samples that they hold out, where

@@ -1,9 +1,13 @@
-"""How the metric that decides is shown to people: accuracy in %, any other metric as a plain number."""
+"""How a metric is shown to people: accuracies in %, any other metric as a plain number."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+PERCENT = ("accuracy", "accuracy_all", "top5")
+LOWER = ("mae",)
+"""Better when lower; never the metric that decides."""
 
 
 @dataclass(frozen=True)
@@ -14,16 +18,26 @@ class Measure:
 
     @property
     def scale(self) -> float:
-        return 100 if self.name == "accuracy" else 1
+        return 100 if self.name in PERCENT else 1
 
     @property
     def unit(self) -> str:
-        return "%" if self.name == "accuracy" else ""
+        return "%" if self.name in PERCENT else ""
 
     @property
     def title(self) -> str:
         """Of an axis: `test accuracy (%)`."""
         return f"test {self.name} ({self.unit})" if self.unit else f"test {self.name}"
+
+    @property
+    def column(self) -> str:
+        """Of a table: `top5 %`."""
+        return f"{self.name} {self.unit}".rstrip()
+
+    @property
+    def direction(self) -> str:
+        """` (better when lower)`; empty for a metric that is better when higher."""
+        return " (better when lower)" if self.name in LOWER else ""
 
     def said(self, value: float, sign: str = "") -> str:
         """Without the unit: `58.60`, or `0.5860`; with the sign `+` a gain is `+1.20`."""

@@ -352,6 +352,7 @@ def _page(runs: Sequence[Run]) -> str:
         {"percent": percent, "mb": mb, "plain": plain, "short_seconds": short_seconds},
         title=", ".join(titles),
         measure=measure,
+        further=[Measure(name) for name in dict.fromkeys(name for run in runs for name in run.evaluation.further)],
         parts=parts,
         differences=differences(runs),
         curves=Drawing(plots.learning_curves(series, measure=measure)),

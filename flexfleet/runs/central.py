@@ -310,6 +310,7 @@ def _finish(
             "avg": evaluation.avg,
             "full": evaluation.full,
             "levels": {LEVEL: evaluation.full},
+            **({} if not (further := evaluation.further) else {"further": further}),
             "best": {"round": best.round + 1, "avg": best.metrics["avg"], "full": best.metrics[LEVEL]},
             "highest": highest_of([row.metrics for row in rows]),
         },

@@ -177,6 +177,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
             **({"local": local} if (local := {k: v.model_dump() for k, v in evaluation.local.items()}) else {}),
             **({} if (told := evaluation.on_clients) is None else {"on_clients": told.model_dump()}),
             **({} if not (owned := evaluation.by_owner) else {"by_owner": owned}),
+            **({} if not (further := evaluation.further) else {"further": further}),
             "best": {k: best[k] for k in ("round", "avg", "full")},
             "highest": highest_of(measured),
             **{k: v for k, v in uniformity.of_a_run(measured).items() if k != uniformity.MEASURED},

@@ -25,6 +25,8 @@ from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.central import train_centrally
 from fl_engine.training.numerics import flushes_now
+from flexfleet.comparisons import reference
+from flexfleet.comparisons.comparison import Spread
 from flexfleet.config import load_config
 from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, Result
 from flexfleet.runs import central as runs_central
@@ -175,6 +177,11 @@ def test_regression_has_its_own_figures(flexfleet: Any) -> None:
     assert done.out.startswith("a: r2 0.")
     (level,) = EvaluationFile.read(Path("runs/a/evaluation.json")).levels.values()
     assert list(level.metrics) == ["r2", "mae"]
+    mae = level.metrics["mae"]
+    found = Result.read(Path("runs/a/result.json"))
+    assert found.metrics["further"] == {"mae": {"full": mae, "levels": {"full": mae}}}
+    settings = CentralFile.read(Path("runs/a/central.json")).config
+    assert reference.read([Path("runs/a")], settings, ()).further == {"mae": Spread(mean=mae, std=None)}
 
 
 @pytest.mark.parametrize(

@@ -95,11 +95,18 @@ def test_what_is_told_speaks_of_the_tasks_metric(flexfleet: Any, sets: list[str]
     evaluation = EvaluationFile.read(run / "evaluation.json")
     assert [list(level.metrics) for level in evaluation.levels.values()] == [METRICS[kind]] * len(evaluation.levels)
     assert done.json["metrics"]["levels"] == {name: level.value for name, level in evaluation.levels.items()}
+    levels = evaluation.levels.items()
+    further = {metric: {name: level.metrics[metric] for name, level in levels} for metric in METRICS[kind][1:]}
+    told = {metric: {"full": list(of.values())[-1], "levels": of} for metric, of in further.items()}
+    assert done.json["metrics"].get("further", {}) == told
     last = History.read(run / "history.json").rounds[-1]["metrics"]
     for name, level in evaluation.levels.items():
         assert {metric: last[f"{metric}/{name}"] for metric in METRICS[kind]} == level.metrics
     page, words = (run / "report.html").read_text(), table([run])
     percent = kind in ("tokens", "next_token")
+    assert [metric for metric in ("mae", "accuracy_all") if metric in page] == METRICS[kind][1:]
+    cells = [f"{100 * v:.2f}" if percent else f"{v:.4f}" for of in further.values() for v in of.values()]
+    assert all(f"<td>{each}</td>" in page for each in cells)
     figures = (
         (f"{100 * evaluation.full:.2f}", "avg %") if percent else (f"{evaluation.full:.4f}", f"test {METRICS[kind][0]}")
     )
@@ -172,7 +179,13 @@ def test_numbers_are_compared(flexfleet: Any, sets: list[str]) -> None:
     done = flexfleet("compare", "--json", "--id", "c", "--algorithms", "all_large,fedprox", sets=own)
     assert done.code == 0, done.err
     assert done.json["metric"] == "r2"
-    assert "**Test r2**" in (Path("runs") / "c" / "comparison.md").read_text()
+    for name in ("comparison.md", "comparison.html"):
+        page = (Path("runs") / "c" / name).read_text()
+        assert "Test r2" in page and "full mae (better when lower)" in page
+        for label in ("all_large", "fedprox"):
+            result = json.loads((Path("runs") / "c" / f"{label}-s0" / "result.json").read_text())
+            mae = result["metrics"]["further"]["mae"]
+            assert f"{mae['full']:.4f}" in page
 
 
 @pytest.mark.parametrize("sets", ["regression", "tokens", "detection"], indirect=True)

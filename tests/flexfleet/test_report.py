@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.samples import Metric
 from fl_engine.data.partitioning import Manifest
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import sha256
+from fl_engine.tasks import TASKS
 from flexfleet import commands
 from flexfleet.files.artifacts import (
     Apoz,
@@ -35,6 +37,7 @@ from flexfleet.files.artifacts import (
     row_of,
     rows_of,
 )
+from flexfleet.files.measure import LOWER
 from flexfleet.reports import curves, page, plots
 from flexfleet.reports import report as r
 
@@ -259,6 +262,32 @@ def test_local_accuracies_are_told_where_a_run_has_them(two: list[Path], tmp_pat
     colours = plots.level_colours(list(POOL))
     reported = EvaluationFile.read(two[0] / "evaluation.json").levels
     assert {level for level, colour in colours.items() if colour in drawing} == set(reported)
+
+
+def test_further_metrics_are_told_where_a_run_has_them(two: list[Path], tmp_path: Path) -> None:
+    before = page_of(two, tmp_path)
+    assert "mae" not in before and "better when" not in before
+    path = two[0] / "evaluation.json"
+    evaluation = EvaluationFile.read(path)
+    more = [{"mae": 0.25 + i, "top5": 0.5 + i / 10, r"a\d<script>": 7.0} for i in range(len(evaluation.levels))]
+    levels = {
+        name: each.model_copy(update={"metrics": {**each.metrics, **own}})
+        for (name, each), own in zip(evaluation.levels.items(), more, strict=True)
+    }
+    evaluation.model_copy(update={"levels": levels}).write(path)
+    html = page_of(two, tmp_path)
+    flexfl, all_large = summary_of(html)
+    assert (flexfl["full mae"], flexfl["full top5 %"]) == ("2.2500", "70.00")
+    assert (all_large["full mae"], all_large["full top5 %"]) == (r.NONE, r.NONE)
+    assert "mae (better when lower) is that of" in html and "top5 is that of" in html
+    assert all(f"<td>{each['mae']:.4f}</td>\n<td>{100 * each['top5']:.2f}</td>" in html for each in more)
+    assert html.count('<th scope="col">mae</th>') == 1, "in the tables of the levels, the first run's alone"
+    assert "<script" not in html
+
+
+def test_what_is_better_when_lower_is_what_the_tasks_say() -> None:
+    metrics = [each for kind in TASKS.values() for each in vars(kind).values() if isinstance(each, Metric)]
+    assert {each.name for each in metrics if not each.higher_is_better} == set(LOWER)
 
 
 def test_local_accuracies_of_other_levels_are_refused(two: list[Path]) -> None:
