@@ -40,7 +40,7 @@ class Surroundings:
     run_id: str = ""
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     memory: Peaks | None = None
-    """What training each level takes: for kubernetes.observe=cgroup, and pools with memory=auto."""
+    """What training each level takes: for observe=cgroup, and pools with memory=auto."""
     should_stop: Callable[[], bool] = lambda: False
     code: tuple[Path, str] | None = None
     """The wheel of one's own code in the run's folder, and its sha256."""
@@ -106,7 +106,17 @@ def _on_devices(of: Surroundings) -> Iterator[Backend]:
         raise ConfigError("run.backend=agents needs a place for the devices' letters")
     code = None if of.code is None else of.code[1]
     with lease.held(of.post.home) as held:
-        devices = Agents(of.agents, of.run_id, of.site.fleet, of.mailbox, of.post, of.should_stop, code, held.check)
+        devices = Agents(
+            of.agents,
+            of.run_id,
+            of.site.fleet,
+            of.mailbox,
+            of.post,
+            of.should_stop,
+            code,
+            held.check,
+            memory=of.memory,
+        )
         yield devices
         devices.finish()
 

@@ -38,7 +38,12 @@ def give_back(size: int) -> None:
     """Where a model of `size` bytes is large: gives freed memory back to the system, now and later."""
     if _kept and size >= LARGE_MODEL:
         _goes_back(LARGE_BLOCK)
-        _call("malloc_trim", 0)
+        trim()
+
+
+def trim() -> None:
+    """Gives freed memory back to the system, once. Does nothing with other C libraries."""
+    _call("malloc_trim", 0)
 
 
 @contextmanager

@@ -166,12 +166,9 @@ def _peak(trial: Trial, measured: Callable[[], tuple[int, int]]) -> tuple[int, i
 def _room() -> int:
     """Bytes that training may take: what the container's limit leaves, else what the system has available."""
     try:
-        return cgroup.room(memory.resident_peak())
-    except EnvironmentFailure:
-        available = cgroup.available()
-    if available is None:
-        raise EnvironmentFailure("this system does not say how much memory is free: give --memory MB")
-    return available
+        return cgroup.room_of_device(memory.resident_peak())
+    except EnvironmentFailure as error:
+        raise EnvironmentFailure(f"{error}: give --memory MB") from error
 
 
 def _shown(free: float, pool: Pool) -> float:

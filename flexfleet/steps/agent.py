@@ -41,6 +41,7 @@ from fl_engine.exchange.letters import (
     safe,
 )
 from fl_engine.storage.store import FolderStore, Store
+from fl_engine.training import cgroup
 from flexfleet.files import agent_options
 from flexfleet.files import terminal as common
 from flexfleet.files.alone import alone
@@ -173,7 +174,13 @@ def _carry_out(
         if site is None or site[0] != letter.site:
             site = None  # before the next one is loaded
             site = (letter.site, *prepared(told, store))
-        carry_out_all(told, store, site[1], site[2])
+        failures = int(line.known.begun == loan.id)
+        if told.observe == "cgroup":
+            line.remember(begun=loan.id)
+        carry_out_all(told, store, site[1], site[2], failures, cgroup.room_of_device)
+    except (SystemExit, KeyboardInterrupt):  # ended, not killed
+        line.remember(begun="")
+        raise
     except (FlexfleetError, OSError, MemoryError) as error:
         said = f"{type(error).__name__}: {error}"
         log.warning("%s: %s", about, said)

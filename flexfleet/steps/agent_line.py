@@ -58,6 +58,8 @@ class Known(Note):
     """Of the last letter."""
     done: str = ""
     """The last loan that it answered, or gave up."""
+    begun: str = ""
+    """The loan that it was at when something killed it, where it looks at the free memory."""
     orders: int = 0
     plain: bool = False
     told: str = ""

@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.backends.kubernetes.jobs import STATE_KEY
 from fl_engine.backends.processes import carry_out
+from fl_engine.core import heap
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief
 from fl_engine.core.types import Pool
@@ -44,24 +46,34 @@ def answer(told: Assignment, failures: int = 0) -> None:
     does not answer.
     """
     store = told.open()
-    carry_out_all(told, store, *prepared(told, store, failures))
+    carry_out_all(told, store, *prepared(told, store), failures)
 
 
-def prepared(told: Assignment, store: Store, failures: int = 0) -> tuple[Algorithm, Site]:
+def prepared(told: Assignment, store: Store) -> tuple[Algorithm, Site]:
     """What all orders of a run need. Raises as `answer`."""
     try:
-        return _site(told, store, failures)
+        return _site(told, store)
     except BadInput as error:
         raise ClientError(str(error)) from error
 
 
-def carry_out_all(told: Assignment, store: Store, algorithm: Algorithm, site: Site) -> None:
-    """Trains, and writes the answers into `store`."""
+def carry_out_all(
+    told: Assignment,
+    store: Store,
+    algorithm: Algorithm,
+    site: Site,
+    failures: int = 0,
+    room: Callable[[int], int] = cgroup.room,
+) -> None:
+    """Looks at the free memory, trains, and writes the answers into `store`. `room`: bytes that training may take, by
+    those that a client holds before. Raises as `answer`, also where it cannot be said what is free."""
+    if told.observe == "cgroup":
+        site = replace(site, free=_free(told, site.pool, site.numerics, failures, room))
     mailbox = Mailbox(store, key=lambda order: bytes.fromhex(told.keys[order.client]), lengths=told.lengths)
     carry_out(algorithm, site, mailbox, told.round, told.clients, told.device, True, told.evaluates)
 
 
-def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Site]:
+def _site(told: Assignment, store: Store) -> tuple[Algorithm, Site]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run.json").write_bytes(store.get("site/run.json"))
@@ -94,18 +106,17 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
         if told.require_numerics:
             raise ClientError(f"{said} ({config.run.backend}.require_numerics)")
         log.warning(said)
-    free = _free(told, pool, numerics, failures) if told.observe == "cgroup" else None
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
     struck = faults.parse(config.rounds.faults)
     sealed = config.kubernetes.state_key is not None
     key = key_from(Path(os.environ.get("FLEXFLEET_STATE_KEY", STATE_KEY))) if sealed else None
-    site = Site(family, pool, fleet, data, parts, config.seed, numerics, free, struck, sealed, key, held, most)
+    site = Site(family, pool, fleet, data, parts, config.seed, numerics, None, struck, sealed, key, held, most)
     return algorithm, site
 
 
-def _free(told: Assignment, pool: Pool, numerics: Numerics, failures: int) -> float:
-    """What each client of this pod has free now, in % of the full model's parameters. Those that train side by side
-    share the pod's room."""
+def _free(told: Assignment, pool: Pool, numerics: Numerics, failures: int, room: Callable[[int], int]) -> float:
+    """What each client of this pod or device has free now, in % of the full model's parameters. Those that train side
+    by side share its room."""
     peaks = told.memory
     if peaks is None:
         raise ClientError("observe=cgroup, but the assignment does not say how much memory training takes")
@@ -115,10 +126,11 @@ def _free(told: Assignment, pool: Pool, numerics: Numerics, failures: int) -> fl
             "start the run anew, so that both are of one version"
         )
     at_once = min(len(told.clients), numerics.lanes) if numerics.strategy == "batched" else 1
-    room = cgroup.room(peaks.base) // at_once
-    free = memory.free(room, peaks, pool, failures)
+    heap.trim()  # what an earlier order has left is free
+    left = room(peaks.base) // at_once
+    free = memory.free(left, peaks, pool, failures)
     said = "%.1f MiB are free for a client, room for %.1f %% of the full model (failures before: %d)"
-    log.info(said, room / 2**20, free, failures)
+    log.info(said, left / 2**20, free, failures)
     return free
 
 

@@ -151,8 +151,7 @@ def _federate(
         at_clients.check(algorithm, site.family, site.pool)
     if known:
         warm_start.check_unchanged(resolved, pool_dir, out)
-    looked_at = config.run.backend == "kubernetes" and config.kubernetes.observe == "cgroup"
-    rules = replace(site.rules, algorithm=algorithm, seed=None if looked_at else config.seed)
+    rules = replace(site.rules, algorithm=algorithm, seed=None if _looks(config) else config.seed)
     private, apart = privacy.is_private(algorithm), config.run.apart
     if known and private:
         _same_noise(known, out)
@@ -332,11 +331,17 @@ def _surroundings(
     wheel: Wheel | None,
 ) -> Surroundings:
     pods = config.kubernetes
-    asked = pods.observe == "cgroup" or any(pool.memory == "auto" for pool in pods.pools.values())
-    memory = peaks_of(run, initial) if config.run.backend == "kubernetes" and asked else None
+    auto = config.run.backend == "kubernetes" and any(pool.memory == "auto" for pool in pods.pools.values())
+    memory = peaks_of(run, initial) if _looks(config) or auto else None
     code = None if wheel is None else (out / store_key(wheel.sha256), wheel.sha256)
     post = invitations.post_of(config) if config.run.backend == "agents" else None
     return Surroundings(site, mailbox, config.run.devices, run_id, pods, memory, should_stop, code, config.agents, post)
+
+
+def _looks(config: Config) -> bool:
+    """Whether clients look at what memory is really free."""
+    observe = {"kubernetes": config.kubernetes.observe, "agents": config.agents.observe}
+    return observe.get(config.run.backend) == "cgroup"
 
 
 def store_of(config: Config, run_id: str, out: Path) -> Store:

@@ -1,4 +1,4 @@
-"""What training each level of the pool takes of a pod's memory, measured as the run's clients train it."""
+"""What training each level of the pool takes of a client's memory, measured as the run's clients train it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def check_prunes(run: Run, orders: Sequence[WorkOrder]) -> None:
             continue
         if task.spec == member.spec:
             raise ConfigError(
-                f"kubernetes.observe=cgroup: with this algorithm a device trains {member.name} though it has no more "
+                f"observe=cgroup: with this algorithm a device trains {member.name} though it has no more "
                 f"free than its size ({100 * member.share:.2f} %), so its peak may have no room: a rule that compares "
-                "with the models' sizes is expected (FlexFL's algorithm.rule=closest), or kubernetes.observe=simulated"
+                "with the models' sizes is expected (FlexFL's algorithm.rule=closest), or observe=simulated"
             )

@@ -141,6 +141,32 @@ def test_a_letter_that_only_renews_urls_takes_no_beat(line: Line, post: Post, mo
     assert began < 1000 + 6700 + 100
 
 
+@pytest.mark.parametrize(("observe", "failures"), [("cgroup", [0, 1, 0, 1]), ("simulated", [0, 0, 0, 0])])
+def test_an_order_that_killed_the_device_begins_again_one_level_lower(
+    line: Line, invited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observe: str, failures: list[int]
+) -> None:
+    """Where it looks at the free memory. One that was merely ended begins as before."""
+
+    class Killed(BaseException):
+        pass
+
+    seen, ends = list[int](), iter([Killed, SystemExit, Killed, Killed])
+
+    def carry_out_all(told: Any, store: Any, algorithm: Any, site: Any, failures: int, room: Any) -> None:
+        seen.append(failures)
+        raise next(ends)
+
+    monkeypatch.setattr(agent, "prepared", lambda *_: (None, None))
+    monkeypatch.setattr(agent, "carry_out_all", carry_out_all)
+    told = LOAN.assignment.model_copy(update={"observe": observe, "store": str(tmp_path)})
+    loan, letter = LOAN.model_copy(update={"assignment": told}), line.read()
+    for _ in failures:
+        again = Line(FolderStore(tmp_path / "device", 0o600), known_of(invited, tmp_path / "device")[0])
+        with pytest.raises((Killed, SystemExit)):
+            agent._carry_out(again, letter, loan, None)
+    assert seen == failures
+
+
 def test_a_device_that_missed_letters_ends(line: Line, post: Post) -> None:
     member = post.roster.member("weak-1").rotated().rotated()
     post.write(member, None)

@@ -659,6 +659,7 @@ def test_a_run_of_an_earlier_version_is_read_without_its_password(root: str | No
     [
         ("seed", Moves.RESULT), ("algorithm.kd_weight", Moves.RESULT), ("training.lr", Moves.RESULT),
         ("fleet.tiers", Moves.RESULT), ("rounds.quorum", Moves.RESULT), ("kubernetes.observe", Moves.RESULT),
+        ("agents.observe", Moves.RESULT), ("agents.attempts", Moves.EXECUTION),
         ("rounds.stop", Moves.LENGTH), ("kubernetes.quorum", Moves.ANSWERS), ("run.precision", Moves.NUMERICS),
         ("rounds.keep_every", Moves.EXECUTION), ("run.backend", Moves.EXECUTION),
         ("kubernetes.pools.weak.cpu", Moves.EXECUTION), ("kubernetes.no_more", Moves.EXECUTION),

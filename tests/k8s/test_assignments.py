@@ -109,19 +109,17 @@ def test_peaks_of_another_pool_are_refused() -> None:
     told = Assignment(round=0, clients=(4,), keys={4: "ab"}, observe="cgroup", memory=Peaks(10, (15, 20)))
     pool = tiny_site(FlexFL()).pool
     with pytest.raises(ClientError, match="how much memory 2 levels take, the run's pool has 5: start the run anew"):
-        _free(told, pool, SINGLE, 0)
+        _free(told, pool, SINGLE, 0, cgroup.room)
     with pytest.raises(ClientError, match="does not say how much memory training takes"):
-        _free(told.model_copy(update={"memory": None}), pool, SINGLE, 0)
+        _free(told.model_copy(update={"memory": None}), pool, SINGLE, 0, cgroup.room)
 
 
 @pytest.mark.parametrize(
     ("numerics", "at_once"), [(SINGLE, 1), (Numerics("batched", 2), 2), (Numerics("batched", 64), 4)]
 )
-def test_clients_that_train_side_by_side_share_their_pods_room(
-    monkeypatch: pytest.MonkeyPatch, numerics: Numerics, at_once: int
-) -> None:
+def test_clients_that_train_side_by_side_share_their_pods_room(numerics: Numerics, at_once: int) -> None:
     peaks, pool = Peaks(10, (20, 30, 40, 50, 60)), tiny_site(FlexFL()).pool
     keys = dict.fromkeys(range(4), "ab")
     told = Assignment(round=0, clients=tuple(keys), keys=keys, observe="cgroup", memory=peaks)
-    monkeypatch.setattr(cgroup, "room", lambda base: 100 if base == 10 else 0)
-    assert _free(told, pool, numerics, 0) == memory.free(100 // at_once, peaks, pool)
+    found = _free(told, pool, numerics, 0, lambda base: 100 if base == 10 else 0)
+    assert found == memory.free(100 // at_once, peaks, pool)

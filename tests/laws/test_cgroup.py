@@ -118,6 +118,47 @@ def test_the_places_come_from_the_environment(tmp_path: Path, monkeypatch: pytes
     assert cgroup.room(0) == MIB
 
 
+# ---------------------------------------------------------------------------------------- a device without a container
+SERVICE = "system.slice/flexfleet-agent.service"
+
+
+def test_a_device_without_a_limit_has_what_the_machine_has(tmp_path: Path) -> None:
+    proc = node(tmp_path / "a", available_kb=50 * 1024, stalled="50.00")
+    assert cgroup.room_of_device(0, tmp_path, proc) == 25 * MIB
+    with pytest.raises(EnvironmentFailure, match="does not say how much memory is free"):
+        cgroup.room_of_device(0, tmp_path, tmp_path / "none")
+
+
+@pytest.mark.parametrize(("version", "line"), [(v2, "0::"), (v1, "9:memory:")])
+def test_the_limit_of_a_service_is_its_own_or_that_of_its_slice(tmp_path: Path, version: object, line: str) -> None:
+    """The root has none, as on a machine; `MemoryMax` of the service, and of the slice that it is in."""
+    proc = node(tmp_path / "proc", available_kb=5000 * 1024)
+    (proc / "self").mkdir()
+    (proc / "self" / "cgroup").write_text(f"3:cpu,cpuacct:/\n{line}/{SERVICE}\n")
+    root = tmp_path / "memory" if version is v1 else tmp_path
+    own = root / SERVICE
+    own.mkdir(parents=True)
+
+    def limits(folder: Path, limit: object, usage: int) -> None:
+        files = tmp_path / f"{folder.name}-files"
+        files.mkdir()
+        version(files, limit, usage * MIB)  # type: ignore[operator]
+        for file in (files / "memory" if version is v1 else files).glob("*.*"):
+            file.rename(folder / file.name)
+
+    limits(own, V1_NONE, 700)
+    assert cgroup.room_of_device(0, tmp_path, proc) == 5000 * MIB
+    (own / ("memory.limit_in_bytes" if version is v1 else "memory.max")).write_text(str(1000 * MIB))
+    assert cgroup.room_of_device(0, tmp_path, proc) == 400 * MIB
+    limits(own.parent, 2000 * MIB, 1900)
+    assert cgroup.room_of_device(0, tmp_path, proc) == 200 * MIB
+    if version is v2:
+        (own / "memory.pressure").write_text(pressure("50.00"))
+        assert cgroup.room_of_device(0, tmp_path, proc) == 100 * MIB
+    (proc / "self" / "cgroup").write_text(f"{line}/../{SERVICE}\n")
+    assert cgroup.room_of_device(0, tmp_path, proc) == 5000 * MIB, "what lies outside of what is seen"
+
+
 # ------------------------------------------------------------------------------------------------- a real cgroup
 def own_cgroup(place: Path) -> Path:
     """A folder that shows this process's own cgroup as a container sees it. Skips where there is none to read."""

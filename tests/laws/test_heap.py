@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+
 import pytest
 
 from fl_engine.core import heap
@@ -44,3 +48,25 @@ def test_a_small_model_or_a_guest_changes_nothing(calls: list[tuple[str, int]]) 
     with heap.at_work(LARGE_MODEL - 1):
         heap.give_back(LARGE_MODEL - 1)
     assert calls == KEPT
+
+
+KEEPS = """
+from pathlib import Path
+from fl_engine.core import heap
+def held():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4
+heap.keep_freed_memory()
+before = held()
+blocks = [b"x" * 100_000 for _ in range(2000)]
+del blocks[::2]
+blocks[:-1] = []
+print(held() - before, heap.trim() or held() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps nothing")
+def test_what_was_kept_goes_back_once_where_that_is_asked_for() -> None:
+    """Else a device would find less and less free, from order to order."""
+    done = subprocess.run([sys.executable, "-c", KEEPS], capture_output=True, text=True, check=True)
+    kept, trimmed = map(int, done.stdout.split())
+    assert kept > 150_000 and trimmed < 20_000, "in kB"

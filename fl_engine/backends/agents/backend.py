@@ -1,6 +1,7 @@
 """Clients on devices that stay: each takes orders from its mailbox (`exchange.letters`), as many as it has room for.
 
-Any device of a client's tier may carry out its order: the update follows from the order alone. An order whose lease has
+Any device of a client's tier may carry out its order: the update follows from the order alone, and with
+`observe=cgroup` from the memory that the device has free. An order whose lease has
 ended goes to another device, and what the first one may still send is not looked at. So does an order whose answer is
 not good: only when `attempts` devices had no good one is it the client's failure. Orders that a device held together
 when it failed have not failed yet, since one of them may have taken the others with it: each is lent by itself from
@@ -40,6 +41,7 @@ from fl_engine.storage.lease import BEAT_S
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.records import round_folder
 from fl_engine.storage.store import sha256
+from fl_engine.training.memory import Peaks
 
 log = logging.getLogger("flexfleet")
 
@@ -61,7 +63,7 @@ bring fresh URLs."""
 class Agents:
     """`post`: where the devices' letters are. `mailbox` needs a key, with which answers are signed. `check` raises
     Replaced where another coordinator has the letters now. `keeper` sees to it that devices are there; None: people
-    do."""
+    do. `memory`: what training each level takes, for observe=cgroup."""
 
     durable = True
     phases: Mapping[str, float] = MappingProxyType({})
@@ -77,13 +79,14 @@ class Agents:
         code: str | None = None,
         check: Callable[[], None] = lambda: None,
         keeper: Keeper | None = None,
+        memory: Peaks | None = None,
     ) -> None:
         if mailbox.key is None:
             raise ConfigError("devices sign their updates: the mailbox needs a key")
         self._options, self._run, self._fleet = options, run_id, fleet
         self._keeper = keeper or Invited(fleet)
         self._mailbox, self._post = mailbox, post
-        self._should_stop, self._code = should_stop, code
+        self._should_stop, self._code, self._memory = should_stop, code, memory
         self._check, self._checked = check, -BEAT_S
         self._agents: dict[str, Agent] = {}
         self._site = ""
@@ -246,6 +249,7 @@ class Agents:
             self._code,
             self._post.verb,
             self._keeper.device(clients[0]),
+            self._memory,
         )
         lent = Loan(id=loan, seconds=self._options.deadline_s, assignment=told)
         self._say(agent, lent, run=self._run, site=self._site)

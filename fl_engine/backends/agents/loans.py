@@ -13,6 +13,7 @@ from fl_engine.exchange.letters import Leased, lease_key
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import KeyOf, manifest_bytes, payload_bytes
 from fl_engine.storage.s3 import S3Store, Verb
+from fl_engine.training.memory import Peaks
 
 
 def key_under(key: KeyOf, site: str, loan: str) -> KeyOf:
@@ -30,10 +31,11 @@ def assignment(
     code: str | None,
     verb: Verb | None,
     device: str = "cpu",
+    memory: Peaks | None = None,
 ) -> Assignment:
     """Of one or several orders of a round. `names`: by client, the keys of its order in the store; `key`: what signs
     their answers; `code`: the sha256 of the run's own; `verb`: how devices upload, None where they have the store
-    itself; `device`: the torch device that trains."""
+    itself; `device`: the torch device that trains; `memory`: what training each level takes, for observe=cgroup."""
     store, first = mailbox.store, orders[0]
     told = Assignment(
         round=first.round,
@@ -41,6 +43,8 @@ def assignment(
         clients=tuple(order.client for order in orders),
         keys={order.client: key(order).hex() for order in orders},
         device=device,
+        observe=options.observe,
+        memory=memory,
         require_numerics=options.require_numerics,
         code=code,
         code_signature=code and signature(key(first), code, first.round),

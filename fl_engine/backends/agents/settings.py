@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import model_validator
 
-from fl_engine.core.fields import Count, Positive, Section
+from fl_engine.core.fields import Count, Moves, Positive, Section
 
 URL_S = 604_800
 """Seconds: seven days, the most that S3 servers sign a URL for."""
@@ -24,6 +26,9 @@ class AgentsConfig(Section):
     """Seconds to wait while no invited device takes an order; then the run stops, to be resumed."""
     endpoint: str | None = None
     """What devices call the S3 server, where that differs from AWS_ENDPOINT_URL."""
+    observe: Annotated[Literal["simulated", "cgroup"], Moves.RESULT] = "simulated"
+    """cgroup: a client prunes to what its device has free, of its memory limit if it has one (docs/guides/agents.md);
+    simulated: as the fleet says (equal bits)."""
     require_numerics: bool = False
     """A device that would compute other bits than the coordinator refuses to train."""
 
