@@ -447,11 +447,13 @@ def fetch(args: argparse.Namespace) -> int:
     there = {name: not source.missing(root) for name, source in listed.items()}
     if args.json:
         about = {name: source.about for name, source in listed.items()}
-        print(json.dumps({"root": str(root), "datasets": there, "about": about}))
+        addresses = {name: source.address for name, source in listed.items()}
+        print(json.dumps({"root": str(root), "datasets": there, "about": about, "source": addresses}))
         return 0
     for name, source in listed.items():
         fetched = "nothing to fetch, checked" if source.fetch is None else "complete and checked"
-        print(f"{name:16} {fetched if named else source.on_disk(root):12} {source.about}")
+        line = "; ".join(filter(None, (source.about, source.address)))
+        print(f"{name:16} {fetched if named else source.on_disk(root):12} {line}")
     return 0
 
 

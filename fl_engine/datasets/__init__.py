@@ -54,6 +54,9 @@ class Source:
     files: tuple[str, ...] = ()
     """The files that `load` reads; a name with a `*` stands for one file or more."""
 
+    address: str = ""
+    """Where the data come from: a URL, or empty if they are not published."""
+
     def missing(self, root: Path) -> tuple[Path, ...]:
         """The files that do not exist; empty if `load` can start."""
         return absent(root, self.files)
@@ -67,34 +70,62 @@ class Source:
 
 
 DATASETS: dict[str, Source] = {
-    "digits": Source(digits.ABOUT, digits.load),
-    "fashion_mnist": Source(fashion_mnist.ABOUT, fashion_mnist.load, fashion_mnist.fetch, fashion_mnist.FILES),
-    "cifar10": Source(cifar10.ABOUT, cifar10.load, cifar10.fetch, cifar10.FILES),
-    "cifar100": Source(cifar100.ABOUT, cifar100.load, cifar100.fetch, cifar100.FILES),
-    "emnist": Source(emnist.BALANCED.about, emnist.load, emnist.fetch, emnist.BALANCED.files),
-    "emnist_byclass": Source(emnist.BYCLASS.about, emnist.load_byclass, emnist.fetch_byclass, emnist.BYCLASS.files),
-    "epic_sounds": Source(epic_sounds.ABOUT, epic_sounds.load, files=epic_sounds.FILES),
-    "femnist": Source(femnist.ABOUT, femnist.load, files=femnist.FILES),
-    "femnist_tff": Source(femnist_tff.ABOUT, femnist_tff.load, femnist_tff.fetch, femnist_tff.FILES),
-    "mnist": Source(mnist.ABOUT, mnist.load, mnist.fetch, mnist.FILES),
-    "shakespeare": Source(shakespeare.ABOUT, shakespeare.load, shakespeare.fetch, (shakespeare.FILE,)),
-    "shakespeare_text": Source(shakespeare.ABOUT_TEXT, shakespeare.load_text, shakespeare.fetch, (shakespeare.FILE,)),
+    "digits": Source(digits.ABOUT, digits.load, address=digits.URL),
+    "fashion_mnist": Source(
+        fashion_mnist.ABOUT, fashion_mnist.load, fashion_mnist.fetch, fashion_mnist.FILES, fashion_mnist.URL
+    ),
+    "cifar10": Source(cifar10.ABOUT, cifar10.load, cifar10.fetch, cifar10.FILES, cifar10.ARCHIVE.url),
+    "cifar100": Source(cifar100.ABOUT, cifar100.load, cifar100.fetch, cifar100.FILES, cifar100.ARCHIVE.url),
+    "emnist": Source(emnist.BALANCED.about, emnist.load, emnist.fetch, emnist.BALANCED.files, emnist.ARCHIVE.url),
+    "emnist_byclass": Source(
+        emnist.BYCLASS.about, emnist.load_byclass, emnist.fetch_byclass, emnist.BYCLASS.files, emnist.ARCHIVE.url
+    ),
+    "epic_sounds": Source(epic_sounds.ABOUT, epic_sounds.load, files=epic_sounds.FILES, address=epic_sounds.URL),
+    "femnist": Source(femnist.ABOUT, femnist.load, files=femnist.FILES, address=femnist.URL),
+    "femnist_tff": Source(
+        femnist_tff.ABOUT, femnist_tff.load, femnist_tff.fetch, femnist_tff.FILES, femnist_tff.ARCHIVE.url
+    ),
+    "mnist": Source(mnist.ABOUT, mnist.load, mnist.fetch, mnist.FILES, mnist.URL),
+    "shakespeare": Source(
+        shakespeare.ABOUT, shakespeare.load, shakespeare.fetch, (shakespeare.FILE,), shakespeare.REMOTE.url
+    ),
+    "shakespeare_text": Source(
+        shakespeare.ABOUT_TEXT, shakespeare.load_text, shakespeare.fetch, (shakespeare.FILE,), shakespeare.REMOTE.url
+    ),
     "stackoverflow_tff": Source(
-        stackoverflow_tff.ABOUT, stackoverflow_tff.load, stackoverflow_tff.fetch, stackoverflow_tff.FILES
+        stackoverflow_tff.ABOUT,
+        stackoverflow_tff.load,
+        stackoverflow_tff.fetch,
+        stackoverflow_tff.FILES,
+        stackoverflow_tff.ARCHIVE.url,
     ),
-    "tiny_imagenet": Source(tiny_imagenet.ABOUT, tiny_imagenet.load, tiny_imagenet.fetch, tiny_imagenet.FILES),
-    "aep": Source(aep.ABOUT, aep.load, files=aep.FILES),
-    "casas": Source(casas.ABOUT, casas.load, files=casas.FILES),
-    "uthar": Source(uthar.ABOUT, uthar.load, files=uthar.FILES),
-    "uthar_antennas": Source(uthar.ABOUT_ANTENNAS, partial(uthar.load, antennas=True), files=uthar.FILES),
-    "visdrone": Source(visdrone.ABOUT, visdrone.load, files=visdrone.FILES),
-    "widar": Source(widar.ABOUT, widar.load, files=widar.FILES),
-    "wisdm_watch": Source(wisdm.about("watch"), partial(wisdm.load, device="watch"), files=wisdm.files("watch")),
+    "tiny_imagenet": Source(
+        tiny_imagenet.ABOUT, tiny_imagenet.load, tiny_imagenet.fetch, tiny_imagenet.FILES, tiny_imagenet.ARCHIVE.url
+    ),
+    "aep": Source(aep.ABOUT, aep.load, files=aep.FILES, address=aep.URL),
+    "casas": Source(casas.ABOUT, casas.load, files=casas.FILES, address=casas.URL),
+    "uthar": Source(uthar.ABOUT, uthar.load, files=uthar.FILES, address=uthar.URL),
+    "uthar_antennas": Source(
+        uthar.ABOUT_ANTENNAS, partial(uthar.load, antennas=True), files=uthar.FILES, address=uthar.URL
+    ),
+    "visdrone": Source(visdrone.ABOUT, visdrone.load, files=visdrone.FILES, address=visdrone.URL),
+    "widar": Source(widar.ABOUT, widar.load, files=widar.FILES, address=widar.URL),
+    "wisdm_watch": Source(
+        wisdm.about("watch"), partial(wisdm.load, device="watch"), files=wisdm.files("watch"), address=wisdm.URL
+    ),
     "wisdm_watch_code": Source(
-        wisdm.about("watch", True), partial(wisdm.load, device="watch", code_key=True), files=wisdm.files("watch")
+        wisdm.about("watch", True),
+        partial(wisdm.load, device="watch", code_key=True),
+        files=wisdm.files("watch"),
+        address=wisdm.URL,
     ),
-    "wisdm_phone": Source(wisdm.about("phone"), partial(wisdm.load, device="phone"), files=wisdm.files("phone")),
+    "wisdm_phone": Source(
+        wisdm.about("phone"), partial(wisdm.load, device="phone"), files=wisdm.files("phone"), address=wisdm.URL
+    ),
     "wisdm_phone_code": Source(
-        wisdm.about("phone", True), partial(wisdm.load, device="phone", code_key=True), files=wisdm.files("phone")
+        wisdm.about("phone", True),
+        partial(wisdm.load, device="phone", code_key=True),
+        files=wisdm.files("phone"),
+        address=wisdm.URL,
     ),
 }

@@ -30,10 +30,8 @@ from fl_engine.tasks import Regression
 
 ABOUT = "Appliances energy prediction, 18 features, the target a number (R2), 15,788 + 3,947; CC BY 4.0; 12 MB, by hand"
 FILES = ("aep/energydata_complete.csv",)
-HOW = (
-    "Download https://archive.ics.uci.edu/dataset/374/appliances+energy+prediction (12 MB, CC BY 4.0, no form) and put "
-    "its energydata_complete.csv there"
-)
+URL = "https://archive.ics.uci.edu/dataset/374/appliances+energy+prediction"
+HOW = f"Download {URL} (12 MB, CC BY 4.0, no form) and put its energydata_complete.csv there"
 ROOMS = range(1, 10)
 COLUMNS = (
     "date", "appliances", "lights", *(f"{what}{room}" for room in ROOMS for what in ("t", "rh_")),

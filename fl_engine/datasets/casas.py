@@ -41,9 +41,10 @@ FILES = (
     "casas/twor.summer.2009/annotated",  # Kyoto 3
     "casas/milan/data",
 )
+URL = "https://casas.wsu.edu/datasets"
 HOW = (
-    "Download the data sets cairo, milan, twor.2009, twor.summer.2009 and twor.2010 of https://casas.wsu.edu/datasets "
-    "(about 230 MB, no licence stated, no form) and unpack each into a folder of its name in casas/"
+    f"Download the data sets cairo, milan, twor.2009, twor.summer.2009 and twor.2010 of {URL} (about 230 "
+    "MB, no licence stated, no form) and unpack each into a folder of its name in casas/"
 )
 EVENTS = 2000
 """The length of a sample."""

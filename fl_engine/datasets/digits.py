@@ -26,6 +26,7 @@ from fl_engine.storage.store import sha256
 from fl_engine.tasks import Classification
 
 ABOUT = "Digits, 8x8 grey, 10 classes, 1,438 + 359; licence CC BY 4.0; comes with scikit-learn"
+URL = "https://archive.ics.uci.edu/dataset/80/optical+recognition+of+handwritten+digits"
 TEST_SAMPLES = 359
 
 MOST_BYTES = 2**20

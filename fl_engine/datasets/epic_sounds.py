@@ -2,7 +2,8 @@
 
 Huh et al., EPIC-SOUNDS: A Large-Scale Dataset of Actions that Sound, ICASSP 2023. Annotations:
 https://github.com/epic-kitchens/epic-sounds-annotations; a row is a segment of a video's sound, in samples at 24 kHz.
-The sound is that of EPIC-KITCHENS-100, whose videos are available for research. Auditory SlowFast
+The sound is that of EPIC-KITCHENS-100, whose videos a script of the publisher's downloads, without a form
+(https://github.com/epic-kitchens/download-scripts-100). Auditory SlowFast
 (https://github.com/ekazakos/auditory-slow-fast, audio_extraction/extract_audio.py), to which the publisher refers,
 extracts `<video_id>.wav` from each: 24 kHz, one channel, 16 bits. These files are read, not the HDF5 file into which it
 packs them.
@@ -14,8 +15,9 @@ their outputs + 1e-6; the last frame is repeated up to 400. Departs from FedAIoT
 segment at random in each epoch, and five such clips for a test; here it is the middle 1.999 s in both parts, so that a
 sample is one tensor. Values are rounded to 1/1024, so that machines whose last bits differ get the same data.
 
-The training segments are the training part, the validation segments the test part, since the labels of the test
-segments are not published. A participant is the natural client.
+The 60,055 training segments are the training part, the 8,035 validation segments the test part, since the labels of the
+test segments are not published. FedAIoT's text has 40,175 test samples (Sec. 2.2.1), more than the publisher's
+validation and test tables have together. A participant is the natural client.
 
 Computing the spectrograms takes about ten minutes, so they are stored in epic-sounds/packed (14 GB), by
 `fl_engine.data.packs`, and mapped into memory.
@@ -43,17 +45,20 @@ from fl_engine.data.packs import packed
 from fl_engine.tasks import Classification
 
 ABOUT = (
-    "EPIC-SOUNDS, 1x400x128 log-mel, 44 classes, 60,055 + 8,035; licence CC BY-NC 4.0; 17 GB of WAV, by application, "
-    "and 14 GB of spectrograms made of it"
+    "EPIC-SOUNDS, 1x400x128 log-mel, 44 classes, 60,055 + 8,035; licence CC BY-NC 4.0; 17 GB of WAV, by hand, and "
+    "14 GB of spectrograms made of it"
 )
 FOLDER = "epic-sounds"
 ANNOTATIONS = f"{FOLDER}/epic-sounds-annotations"
 AUDIO = f"{FOLDER}/audio"
 FILES = (f"{ANNOTATIONS}/EPIC_Sounds_train.csv", f"{ANNOTATIONS}/EPIC_Sounds_validation.csv", f"{AUDIO}/*.wav")
 URL = "https://github.com/epic-kitchens/epic-sounds-annotations"
+VIDEOS = "https://github.com/epic-kitchens/download-scripts-100"
+EXTRACT = "https://github.com/ekazakos/auditory-slow-fast"
 HOW = (
-    f"Clone {URL} there (10 MB), and put the sound of EPIC-KITCHENS-100's videos, as Auditory SlowFast's "
-    f"extract_audio.py makes it, into {AUDIO} as <video_id>.wav (17 GB)"
+    f"Clone {URL} there (10 MB), download EPIC-KITCHENS-100's videos with {VIDEOS} (CC BY-NC 4.0, no form), and put "
+    f"their sound, as extract_audio.py of Auditory SlowFast ({EXTRACT}) makes it, into {AUDIO} as <video_id>.wav "
+    "(17 GB)"
 )
 VERSION = 1
 """The version of the stored arrays: it changes if the same files are read in another way."""

@@ -31,9 +31,10 @@ ABOUT_ANTENNAS = (
 )
 FOLDER = "uthar/UT_HAR"
 FILES = tuple(f"{FOLDER}/{what}_{part}.csv" for what in ("data/X", "label/y") for part in ("train", "test"))
+URL = "https://github.com/xyanchen/WiFi-CSI-Sensing-Benchmark"
 HOW = (
-    "Download UT_HAR from the processed data sets of https://github.com/xyanchen/WiFi-CSI-Sensing-Benchmark (854 MB, "
-    "no form) and unpack it, so that UT_HAR/ lies in uthar/"
+    f"Download UT_HAR from the processed data sets of {URL} (854 MB, no form) and unpack it, so that UT_HAR/ lies "
+    "in uthar/"
 )
 ACTIVITIES = ("lie down", "fall", "walk", "pick up", "run", "sit down", "stand up")
 SAMPLES = (3977, 500)

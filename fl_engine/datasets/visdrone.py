@@ -51,8 +51,8 @@ IMAGES = {TRAIN: 6471, VALIDATION: 548, TEST: 1610}
 FILES = (f"{FOLDER}/VisDrone2019-DET-*/images/*.jpg",)
 URL = "https://github.com/VisDrone/VisDrone-Dataset"
 HOW = (
-    f"Download task 1, object detection in images, from {URL} (trainset 1.4 GB, testset-dev 0.3 GB; the valset alone, "
-    f"0.1 GB, serves for trials), and unpack the archives in {FOLDER}/"
+    f"Download task 1, object detection in images, from {URL} (trainset 1.4 GB, testset-dev 0.3 GB; CC BY-NC-SA 3.0, "
+    f"no form; the valset alone, 0.1 GB, serves for trials), and unpack the archives in {FOLDER}/"
 )
 CATEGORIES = (
     "ignored region", "pedestrian", "people", "bicycle", "car", "van", "truck", "tricycle", "awning-tricycle", "bus",

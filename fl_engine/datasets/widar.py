@@ -29,9 +29,10 @@ from fl_engine.tasks import Classification
 ABOUT = "Widar3.0, 22x20x20 velocity profiles, 9 gestures, 11,372 + 5,222; CC BY-NC 4.0; 3.3 GB, by hand"
 FOLDER = "widar/Widardata"
 FILES = (f"{FOLDER}/*/*/user*.csv",)
+URL = "https://github.com/xyanchen/WiFi-CSI-Sensing-Benchmark"
 HOW = (
-    "Download Widardata from the processed data sets of https://github.com/xyanchen/WiFi-CSI-Sensing-Benchmark (3.3 "
-    "GB, CC BY-NC 4.0, no form) and unpack it, so that Widardata/ lies in widar/"
+    f"Download Widardata from the processed data sets of {URL} (3.3 GB, CC BY-NC 4.0, no form) and unpack it, so "
+    "that Widardata/ lies in widar/"
 )
 GESTURES = (1, 4, 8, 11, 13, 15, 16, 17, 20)
 """The gestures that are kept, by the numbers in the folders' names, in the order of the classes."""

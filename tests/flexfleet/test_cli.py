@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import fl_engine
+from fl_engine.core.errors import DataError
 from fl_engine.datasets import DATASETS, fashion_mnist
 from flexfleet import commands
 from flexfleet.files.artifacts import PoolFile
@@ -378,6 +379,7 @@ def test_fetch_lists_what_there_is(flexfleet: Any, tmp_path: Path) -> None:
     assert lines.keys() == DATASETS.keys()
     assert "there" in lines["digits"]
     assert "missing" in lines["cifar10"]
+    assert all(source.address in lines[name] for name, source in DATASETS.items())
     part = tmp_path / DATASETS["cifar10"].files[0]
     part.parent.mkdir(parents=True)
     part.touch()
@@ -397,11 +399,21 @@ def test_the_list_says_what_a_data_set_is_how_large_and_under_what_licence(name:
     assert re.search(counted, about), "training and test samples, or whose they are"
     assert re.search(r"licen[cs]e|CC BY|terms|public domain", about)
     assert re.search(r"(\d|several) (kB|MB|GB)\b|comes with", about)
+    assert re.fullmatch(r"https?://\S+", DATASETS[name].address)
 
 
-def test_what_needs_a_form_says_so_when_it_is_fetched(flexfleet: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(name for name, source in DATASETS.items() if source.files and not source.fetch))
+def test_what_is_put_in_place_by_hand_says_from_where_and_whether_a_form_is_wanted(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        DATASETS[name].load(tmp_path)
+    said = str(error.value)
+    assert DATASETS[name].address in said and ("no form" in said or name == "femnist"), "LEAF's script downloads it"
+
+
+def test_what_epic_sounds_is_made_of_is_said_when_it_is_fetched(flexfleet: Any, tmp_path: Path) -> None:
     said = refused(flexfleet("fetch", "epic_sounds", "--root", str(tmp_path)))
     assert "extract_audio.py" in said and str(tmp_path / "epic-sounds" / "audio") in said
+    assert "videos with https://github.com/epic-kitchens/download-scripts-100" in said
 
 
 @pytest.mark.parametrize("argv", [(), ("digits",)])
@@ -409,6 +421,7 @@ def test_fetch_as_json(flexfleet: Any, tmp_path: Path, argv: tuple[str, ...]) ->
     found = flexfleet("fetch", *argv, "--root", str(tmp_path), "--json").json
     assert found["datasets"]["digits"] is True
     assert found["about"]["digits"] == DATASETS["digits"].about
+    assert found["source"]["digits"] == DATASETS["digits"].address
 
 
 # --------------------------------------------------------------------------------------------- other exit codes
