@@ -48,7 +48,7 @@ _Row = dict[str, Any] | None
 
 SMALL = "-small"
 """What the name of a small twin has behind that of its suite."""
-HEAD = ("shows", "cost", "lacks")
+HEAD = ("shows", "cost", "lacks", "small")
 """What a suite says of itself alone."""
 
 
@@ -63,6 +63,8 @@ class Suite(BaseModel):
     """What all of its runs take, and where that is from."""
     lacks: str = ""
     """What it cannot show."""
+    small: str = ""
+    """The small twin, where no suite has this one's name with -small behind it."""
     like: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
     settings: dict[str, Any] = {}
@@ -122,7 +124,7 @@ def listed() -> list[Listed]:
     out, known = [], names()
     for name in known:
         suite, small = load(name), f"{name}{SMALL}"
-        small_one = small if small in known else None
+        small_one = small if small in known else suite.small or None
         out.append(Listed(name, suite.paper, suite.shows, suite.cost, suite.lacks, small_one))
     return out
 

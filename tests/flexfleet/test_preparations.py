@@ -258,6 +258,23 @@ def test_an_algorithm_without_it_leaves_nothing_of_it(tmp_path: Path, quick: Seq
     assert len(Apoz.read(folder / "apoz.json").layers) == 4, "APoZ again, though an empty apoz.json was there"
 
 
+@pytest.mark.parametrize("algorithm", ["flexfl", "fedx"])
+def test_an_optimiser_that_begins_anew_each_epoch_finds_something_else(
+    tmp_path: Path, quick: Sequence[str], algorithm: str
+) -> None:
+    """`pretrain.reset_adam`, as in FlexFL's code; in a single epoch both are the same."""
+
+    def found(epochs: int, reset: str) -> Any:
+        sets = [*quick, f"algorithm.name={algorithm}", f"pretrain.epochs={epochs}", f"pretrain.reset_adam={reset}"]
+        folder = prepared_in(tmp_path / f"{epochs}-{reset}", sets)
+        if algorithm == "fedx":
+            return (folder / "supernet.safetensors").read_bytes()
+        return Apoz.read(folder / "apoz.json").layers
+
+    assert found(2, "true") != found(2, "false")
+    assert found(1, "true") == found(1, "false")
+
+
 # ------------------------------------------------------------------------------------------------- it is damaged
 @pytest.mark.parametrize("name", [MADE, "apoz.json"])
 @pytest.mark.parametrize("how", ["a digit", "truncated", "empty"])

@@ -346,6 +346,10 @@ def test_the_list_of_suites(flexfleet: Any) -> None:
         one["paper"] and one["shows"] and one["cost"] for one in found.values()
     )
     assert {name for name in found if name.endswith("-small")} == {one["small"] for one in found.values()} - {None}
+    with_twins = ("flexfl/", "adaptivefl/", "fedrolex/")
+    large = {name: one for name, one in found.items() if name.startswith(with_twins) and not name.endswith("-small")}
+    assert all(one["small"] for one in large.values())
+    assert large["fedrolex/table3.2-cifar100"]["small"] == large["fedrolex/table3.2"]["small"]
     text = flexfleet("compare", "--suites").out
     assert "fedaiot/aep\n  paper  Alam, Federated Learning Benchmarks" in text
     assert all(one["cost"] in text and (one["shows"] in text or name.endswith("-small")) for name, one in found.items())

@@ -36,6 +36,7 @@ def test_what_the_text_says_of_all(name: str) -> None:
         assert (training.lr, training.momentum, training.batch_size, training.epochs) == (0.01, 0.5, 50, 5)
         assert (training.weight_decay, training.lr_decay, training.drop_last) == (1e-4, 0.998, True)
         assert entry.config.partition.cap and entry.config.rounds.evaluate_every == 1
+        assert entry.config.pretrain.reset_adam
         made = algorithm(entry.config)
         if isinstance(made, FlexFL) and name not in ("flexfl/table4", "flexfl/figure8", "flexfl/figure9"):
             assert (made.adaptive_size, made.temperature, made.rule, made.teachers) == (10, 3, "authors", "authors")
