@@ -374,7 +374,10 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     *(Suite("fedrolex/table3.2-small", ROLLING, seed) for seed in (0, 1, 2)),
     *(Suite("fedaiot/aep", "fedavg-low,fedavg-high,fedavg-30,fp16,central", seed) for seed in (0, 1, 2)),
     Suite("fedaiot/aep", "fedopt-low,fedopt-high", 0, "fedopt_printed", settings=("rounds.stop=20",)),
-    Suite("fedaiot/aep", "fedopt-low,fedopt-high", 0, "fedopt", "algorithm.server.lr=0.001"),
+    *(
+        Suite("fedaiot/aep", "fedopt-low,fedopt-high", seed, "fedopt", "algorithm.server.lr=0.001")
+        for seed in (0, 1, 2)
+    ),
     Suite("fedaiot/aep-code", "fedavg-low,fedavg-high,fedavg-30,fp16", 0),
     *(Suite("fedaiot/aep-code", "fedavg-low,fedavg-high", seed) for seed in (1, 2)),
 )

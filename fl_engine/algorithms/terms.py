@@ -1,5 +1,6 @@
 """The terms of local training, merging and scoring that algorithms of sub-models have in common. In a comparison they
-should be equal, so they are the same four options of every algorithm here; defaults are those of each method's paper.
+should be equal, so they are the same four options of every algorithm here; defaults are those of each method's paper,
+but for HeteroFL's `weighting`, which is by samples as in the comparisons of FlexFL and AdaptiveFL.
 
 An algorithm has them by naming `Terms` as its base, which holds these fields and nothing else, and obeys them by what
 stands below: `static_bn` in its `pool`, `local_task` in its `task`, `merge` or `weight_of` in its `merge`, and
