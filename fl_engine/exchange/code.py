@@ -166,7 +166,11 @@ def enable(value: bytes, digest: str, where: str, parent: str | None = None) -> 
         raise ConfigError(f"run.code: {name!r} is the name of {taken}, which is in use here: rename your package")
     check_dependencies(value, name)
     disable(name)
-    folder = _folder() if parent is None else tempfile.mkdtemp(dir=parent)
+    if parent is None:
+        folder = _folder()
+    else:
+        Path(parent).mkdir(mode=0o700, exist_ok=True)  # in a long run somebody may have tidied the temporary files
+        folder = tempfile.mkdtemp(dir=parent)
     path = Path(folder) / f"{digest}.whl"
     path.write_bytes(value)
     path.chmod(0o444)

@@ -35,7 +35,7 @@ from flexfleet.files.artifacts import Result as ResultFile
 from flexfleet.files.measure import measure_in
 from flexfleet.runs.status import is_finished
 from flexfleet.steps import own_code
-from flexfleet.steps.federate import given_weights, initial_state, site_of, store_of, trace_of
+from flexfleet.steps.federate import devices_decide, given_weights, initial_state, site_of, store_of, trace_of
 from flexfleet.steps.partition import folders_sum, simulated
 from flexfleet.steps.prepare import Resolved
 
@@ -263,6 +263,11 @@ class Result:
                 raise ConfigError(f"{name} is a whole number, got {value!r}")
         with self._resolved() as resolved:
             config = resolved.config
+            if devices_decide(config):
+                raise ConfigError(
+                    f"what clients trained follows from the memory that they had free ({config.run.backend}.observe="
+                    "cgroup), so a round cannot be computed again"
+                )
             before = self._run.numerics
             site = site_of(resolved, self.folder / "partition", self.folder / "pool", before)
             if site.most is not None:

@@ -23,7 +23,7 @@ def unequal(runs: Mapping[str, Run], varied: Sequence[str] = (), *, algorithm: b
     keys = dict.fromkeys(key for key in shared if not (algorithm and key.startswith("algorithm")))
     lines = []
     for key in keys:
-        values = {name: plain(run.config.get(key)) for name, run in runs.items()}
+        values = {name: plain(run.setting(key)) for name, run in runs.items()}
         if len(set(values.values())) > 1:
             lines.append(f"{key}: " + ", ".join(f"{value} ({name})" for name, value in values.items()))
     return lines

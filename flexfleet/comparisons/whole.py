@@ -29,7 +29,7 @@ from flexfleet.config.entries import Entry, folder_of, varied
 from flexfleet.config.overrides import hand_over
 from flexfleet.config.sources import sources
 from flexfleet.files.alone import alone
-from flexfleet.files.artifacts import History, Result, RunFile, row_of
+from flexfleet.files.artifacts import BareHistory, Result, RunFile, row_of
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages, run
 from flexfleet.steps.federate import known_run, store_of
@@ -299,7 +299,7 @@ def tags(entry: Entry, id: str, parent: str | None) -> dict[str, str]:
 def finished(config: Config, out: Path) -> bool:
     """Whether the run has a result, and ended where the configuration says."""
     try:
-        result, history = Result.read(out / "result.json"), History.read(out / "history.json")
+        result, history = Result.read(out / "result.json"), BareHistory.read(out / "history.json")
         end = config.rounds.end(row_of(each).metrics for each in history.rounds)
     except IntegrityError:
         return False

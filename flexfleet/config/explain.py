@@ -31,10 +31,14 @@ def explain(error: ValidationError, root: Any, prefix: str = "") -> str:
             lines.append(f"{path} is a section, got {short(e['input'])}: set a parameter in it, e.g. {inner}")
         elif e["type"] == COMPLETE:
             lines.append(f"{path}: {e['msg']}")
-        elif e["type"] == "value_error":  # raised by a check of this project, whose words are whole
+        elif e["type"] == "value_error":  # raised by a check of this project
             said = str(e["ctx"]["error"])
-            of_section = isinstance(e["input"], Mapping)
-            lines.append(said if of_section else f"{path}: {said}, got {short(e['input'])}")
+            if not path or said.startswith(f"{path}."):
+                lines.append(said)
+            elif isinstance(e["input"], Mapping):  # a section, or an entry of one
+                lines.append(f"{path}: {said}")
+            else:
+                lines.append(f"{path}: {said}, got {short(e['input'])}")
         else:
             lines.append(f"{path}: {e['msg'][:1].lower()}{e['msg'][1:]}, got {short(e['input'])}")
     return "; ".join(dict.fromkeys(lines))

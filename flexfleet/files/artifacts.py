@@ -30,8 +30,8 @@ from fl_engine.storage.store import FolderStore, decode, sha256
 from fl_engine.training.evaluation import OWNERS
 
 __all__ = [
-    "WEIGHTS", "Apoz", "ApozLayer", "Artifact", "ConfusionFile", "EvaluationFile", "History", "Level", "LevelScore",
-    "OnClients", "PoolFile", "Result", "RunFile", "history_of", "row_of", "rows_of",
+    "WEIGHTS", "Apoz", "ApozLayer", "Artifact", "BareHistory", "ConfusionFile", "EvaluationFile", "History", "Level",
+    "LevelScore", "OnClients", "PoolFile", "Result", "RunFile", "history_of", "row_of", "rows_of",
 ]  # fmt: skip
 
 A = TypeVar("A", bound="Artifact")
@@ -221,22 +221,11 @@ class RunFile(Artifact):
 
 
 class History(Artifact):
-    """history.json: measurements of every round (`fl_engine.storage.checkpoints.Row`), and the model's checksum. What
-    the file says of single clients is checked and left out where it is read: a round can have ten thousand, and
-    `Checkpoints.rows` has them for those who ask."""
+    """history.json: measurements of every round (`fl_engine.storage.checkpoints.Row`), and the model's checksum."""
 
     rounds: tuple[dict[str, Any], ...]
     model_sha256: str
     seconds: float
-
-    @classmethod
-    def of(cls, value: bytes, name: str) -> History:
-        try:
-            return cls.model_validate(json.loads(value, object_hook=_without_lines))
-        except ValidationError as error:
-            raise IntegrityError(f"{name} is not a valid {cls.__name__} file: {brief(error)}") from error
-        except (ValueError, RecursionError) as error:
-            raise IntegrityError(f"{name} is no JSON: {error}") from error
 
     @field_validator("rounds")
     @classmethod
@@ -244,6 +233,20 @@ class History(Artifact):
         for row in value:
             row_of(row)
         return value
+
+
+class BareHistory(History):
+    """What history.json says of single clients is checked and left out: a round can have ten thousand, and most readers
+    need none."""
+
+    @classmethod
+    def of(cls, value: bytes, name: str) -> BareHistory:
+        try:
+            return cls.model_validate(json.loads(value, object_hook=_without_lines))
+        except ValidationError as error:
+            raise IntegrityError(f"{name} is not a valid History file: {brief(error)}") from error
+        except (ValueError, RecursionError) as error:
+            raise IntegrityError(f"{name} is no JSON: {error}") from error
 
 
 def history_of(rows: Iterable[Row], model_sha256: str) -> Pieces:
@@ -259,7 +262,7 @@ def history_of(rows: Iterable[Row], model_sha256: str) -> Pieces:
 
 def _without_lines(value: dict[str, Any]) -> dict[str, Any]:
     """A round of history.json, checked, without those of its clients. Raises ValidationError."""
-    if value.keys() != Row.model_fields.keys():
+    if not value.keys() >= {"round", "metrics", "clients"}:
         return value
     row_of(value)
     return {**value, "clients": []}

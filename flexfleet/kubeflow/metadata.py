@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.data.partitioning import MANIFEST, read_manifest
-from flexfleet.files.artifacts import EvaluationFile, History, PoolFile, RunFile
+from flexfleet.files.artifacts import BareHistory, EvaluationFile, PoolFile, RunFile
 
 
 def of_partition(folder: Path) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def of_pool(folder: Path) -> dict[str, Any]:
 
 def of_model(folder: Path, evaluation: Path | None = None) -> dict[str, Any]:
     """Facts about a run's outcome; with its metrics if it is evaluated."""
-    run, history = RunFile.read(folder / "run.json"), History.read(folder / "history.json")
+    run, history = RunFile.read(folder / "run.json"), BareHistory.read(folder / "history.json")
     told: dict[str, Any] = {
         "run_id": run.run_id, "algorithm": run.config["algorithm"]["name"], "dataset": run.config["dataset"]["name"],
         "network": run.config["model"]["name"], "seed": run.config["seed"], "rounds": len(history.rounds),

@@ -24,7 +24,7 @@ from flexfleet.comparisons import comparison, whole
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry
 from flexfleet.config.names import plain
-from flexfleet.files.artifacts import Artifact, History, RunFile
+from flexfleet.files.artifacts import Artifact, BareHistory, RunFile
 from flexfleet.files.measure import Measure
 from flexfleet.nightly import gate, suite
 from flexfleet.nightly.gate import Before, Check
@@ -449,7 +449,7 @@ def _registered(night: Night, folders: Folders) -> list[tuple[str, Entry, str]]:
 
 def _promote(night: Night, folders: Folders, uri: str) -> None:
     for case, entry, run_id in _registered(night, folders):
-        publish.promote(uri, run_id, History.read(folders[case, entry.name] / "history.json").model_sha256)
+        publish.promote(uri, run_id, BareHistory.read(folders[case, entry.name] / "history.json").model_sha256)
 
 
 def _model(night: Night, case: str, label: str) -> str:

@@ -38,7 +38,7 @@ from fl_engine.models.quantised import OnnxPrecision
 from fl_engine.storage.store import FolderStore, decode, sha256
 from fl_engine.training.numerics import flushes
 from flexfleet.config import Config
-from flexfleet.files.artifacts import EvaluationFile, History, PoolFile, RunFile
+from flexfleet.files.artifacts import BareHistory, EvaluationFile, PoolFile, RunFile
 from flexfleet.files.measure import Measure
 from flexfleet.reports import precisions
 from flexfleet.steps.prepare import Resolved
@@ -61,7 +61,7 @@ def publish(resolved: Resolved, out: Path, mlflow_run_id: str | None, to: Path) 
     config = resolved.config
     data, levels = export(resolved, out, to)
     if mlflow_run_id is not None and config.tracking.mlflow is not None:
-        model = History.read(out / "history.json").model_sha256
+        model = BareHistory.read(out / "history.json").model_sha256
         register(config.tracking.mlflow, mlflow_run_id, name_of(config), data, to, levels, model)
     return levels
 
@@ -70,7 +70,7 @@ def export(resolved: Resolved, out: Path, to: Path) -> tuple[Data, list[About]]:
     """A folder for each reported level, smallest first."""
     config, data, family = resolved.config, resolved.data, resolved.family
     prepare_process(("cpu",), flush_denormal=flushes(RunFile.read(out / "run.json").numerics))
-    history = History.read(out / "history.json")
+    history = BareHistory.read(out / "history.json")
     value = FolderStore(out).get("model.safetensors")
     if sha256(value) != history.model_sha256:
         raise IntegrityError(f"{out / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")

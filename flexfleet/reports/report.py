@@ -27,9 +27,18 @@ from fl_engine.rounds.phases import waste
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, sha256
-from flexfleet.config import moves
+from flexfleet.config import Config, flatten, moves
 from flexfleet.files import terminal as common
-from flexfleet.files.artifacts import Apoz, ConfusionFile, EvaluationFile, History, PoolFile, RunFile, rows_of
+from flexfleet.files.artifacts import (
+    Apoz,
+    BareHistory,
+    ConfusionFile,
+    EvaluationFile,
+    History,
+    PoolFile,
+    RunFile,
+    rows_of,
+)
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots, precisions
 from flexfleet.reports.page import Drawing, render
@@ -44,6 +53,7 @@ NEEDED = {
 }
 """Files of a finished run, and what to do where one is missing."""
 
+DEFAULTS = flatten(Config())
 COUNTED = ("bytes_down", "bytes_up", "clients_trained", "clients_pruned", "clients_failed")
 COMPARED = (Moves.RESULT, Moves.LENGTH, Moves.ANSWERS)
 """Parameters that move these should be the same in runs that are compared, the algorithm's own apart."""
@@ -75,6 +85,11 @@ class Run:
     clients_pruned: int
     clients_failed: int
 
+    def setting(self, name: str) -> Any:
+        """A parameter's value; the default of one that the version which made the folder did not have, since it ran
+        so. None: there is no such parameter."""
+        return self.config.get(name, DEFAULTS.get(name))
+
     @property
     def single(self) -> bool:
         return len(self.evaluation.levels) == 1
@@ -104,7 +119,7 @@ def load(folder: Path) -> Run:
     for name, remedy in NEEDED.items():
         if not (folder / name).is_file():
             raise IntegrityError(f"{folder} is not a finished run, {name} is missing: {remedy}")
-    file, history = RunFile.read(folder / "run.json"), History.read(folder / "history.json")
+    file, history = RunFile.read(folder / "run.json"), BareHistory.read(folder / "history.json")
     evaluation = EvaluationFile.read(folder / "evaluation.json")
     for name, expected in (("pool/pool.json", file.pool_sha256), ("partition/partition.json", file.partition_sha256)):
         if (actual := sha256((folder / name).read_bytes())) != expected:
@@ -222,7 +237,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
 
     for key in dict.fromkeys(key for run in runs for key in run.config):
         if moves(key) in COMPARED and not key.startswith(("algorithm", "schema_version")):
-            compare(key, lambda run, key=key: plain(run.config.get(key)))  # type: ignore[misc]
+            compare(key, lambda run, key=key: plain(run.setting(key)))  # type: ignore[misc]
     if not any(line.startswith(("dataset.", "partition.", "seed:")) for line in lines):
         compare("the partition itself (sha256)", lambda run: run.file.partition_sha256[:12])
     return lines

@@ -10,7 +10,7 @@ from fl_engine.core.errors import ConfigError, FlexfleetError
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from flexfleet import config as configs
 from flexfleet.config import Config
-from flexfleet.files.artifacts import History, Result, RunFile
+from flexfleet.files.artifacts import BareHistory, Result, RunFile
 from flexfleet.files.measure import measure_in
 from flexfleet.steps.federate import store_of
 
@@ -48,7 +48,7 @@ def is_finished(config: Config, run: Path, rows: Sequence[Row]) -> bool:
     damaged."""
     if config.rounds.end(row.metrics for row in rows) is None or not (run / "history.json").is_file():
         return False
-    history = History.read(run / "history.json")
+    history = BareHistory.read(run / "history.json")
     if len(history.rounds) != len(rows):
         return False
     if (run / "result.json").is_file():

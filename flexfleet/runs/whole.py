@@ -18,7 +18,7 @@ from fl_engine.rounds import phases
 from fl_engine.storage.store import Store
 from flexfleet.config.names import plain
 from flexfleet.files.alone import alone
-from flexfleet.files.artifacts import EvaluationFile, History, Result, RunFile
+from flexfleet.files.artifacts import BareHistory, EvaluationFile, Result, RunFile
 from flexfleet.files.measure import SHARES, highest
 from flexfleet.files.terminal import missing
 from flexfleet.publish.publish import publish
@@ -160,7 +160,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
 
 def result(out: Path, page: Path, store_uri: str) -> Result:
     """The figures of a finished run in one object."""
-    run, history = RunFile.read(out / "run.json"), History.read(out / "history.json")
+    run, history = RunFile.read(out / "run.json"), BareHistory.read(out / "history.json")
     evaluation = EvaluationFile.read(out / "evaluation.json")
     measured = [row["metrics"] | {"round": row["round"] + 1} for row in history.rounds]
     noise = read_manifest(out / "partition" / MANIFEST).reached

@@ -19,9 +19,9 @@ from fl_engine.training.local_accuracy import LocalAccuracy
 from fl_engine.training.numerics import flushes
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import (
+    BareHistory,
     ConfusionFile,
     EvaluationFile,
-    History,
     LevelScore,
     LocalScore,
     OnClients,
@@ -42,7 +42,7 @@ def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path,
     diverged so far that a metric is not finite."""
     data, family, devices = resolved.data, resolved.family, resolved.config.run.devices
     pool = PoolFile.read(pool_dir / "pool.json").pool()
-    history = History.read(run / "history.json")
+    history = BareHistory.read(run / "history.json")
     value = FolderStore(run).get("model.safetensors")
     if sha256(value) != history.model_sha256:
         raise IntegrityError(f"{run / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")

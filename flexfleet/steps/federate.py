@@ -151,7 +151,7 @@ def _federate(
         at_clients.check(algorithm, site.family, site.pool)
     if known:
         warm_start.check_unchanged(resolved, pool_dir, out)
-    rules = replace(site.rules, algorithm=algorithm, seed=None if _looks(config) else config.seed)
+    rules = replace(site.rules, algorithm=algorithm, seed=None if devices_decide(config) else config.seed)
     private, apart = privacy.is_private(algorithm), config.run.apart
     if known and private:
         _same_noise(known, out)
@@ -332,14 +332,14 @@ def _surroundings(
 ) -> Surroundings:
     pods = config.kubernetes
     auto = config.run.backend == "kubernetes" and any(pool.memory == "auto" for pool in pods.pools.values())
-    memory = peaks_of(run, initial) if _looks(config) or auto else None
+    memory = peaks_of(run, initial) if devices_decide(config) or auto else None
     code = None if wheel is None else (out / store_key(wheel.sha256), wheel.sha256)
     post = invitations.post_of(config) if config.run.backend == "agents" else None
     return Surroundings(site, mailbox, config.run.devices, run_id, pods, memory, should_stop, code, config.agents, post)
 
 
-def _looks(config: Config) -> bool:
-    """Whether clients look at what memory is really free."""
+def devices_decide(config: Config) -> bool:
+    """Whether clients look at what memory is really free, so that what they train does not follow from the seed."""
     observe = {"kubernetes": config.kubernetes.observe, "agents": config.agents.observe}
     return observe.get(config.run.backend) == "cgroup"
 

@@ -13,7 +13,7 @@ from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.errors import ClientError, ConfigError
 from fl_engine.core.types import LocalTask, TaskContext, WorkOrder
 from fl_engine.rounds.run import Run
-from fl_engine.training.memory import Peaks, Trial, level_peaks
+from fl_engine.training.memory import BATCHES, Peaks, Trial, level_peaks
 
 log = logging.getLogger("flexfleet")
 
@@ -24,10 +24,12 @@ def peaks_of(run: Run, initial: Any) -> Peaks:
     state before the first round. Takes seconds for each level. Raises ConfigError where devices train a level with less
     free than its size (FlexFL's `rule: authors`), since room for its peak is told as more than that."""
     site, data = run.site, run.site.data
-    samples = max(map(len, site.partition.clients))
     orders = run.algorithm.plan(initial, run.context(0, run.begins(0, 0.0))).orders
     check_prunes(run, orders)
     trials = trials_of(run, orders)
+    samples = max(map(len, site.partition.clients))
+    if site.most is not None:  # what devices hold is theirs to know: a trial takes a few batches
+        samples = min(site.most, BATCHES * max(trial.task.batch_size for trial in trials))
     log.info("measuring how much memory training each of %d levels takes", len(trials))
     prepare = partial(prepare_process, ("cpu",), flush_denormal=site.numerics.flush_denormal)
     found = level_peaks(site.family, data.task, trials, samples, site.numerics, prepare)

@@ -31,7 +31,7 @@ from fl_engine.models.export import ABOUT, About
 from fl_engine.preparation.weights import fitting, mismatch, names_of
 from fl_engine.storage.store import decode, encode, sha256
 from flexfleet.config import Config
-from flexfleet.files.artifacts import History, PoolFile
+from flexfleet.files.artifacts import BareHistory, PoolFile
 from flexfleet.tracking.trackers import address, client_of
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _folder(folder: Path, names: Collection[str]) -> Params:
     path = _only(folder, [folder / MODEL] if (folder / MODEL).is_file() else [])
     value = path.read_bytes()
     if (folder / "history.json").is_file() and not (folder / ABOUT).is_file():
-        expected = History.read(folder / "history.json").model_sha256
+        expected = BareHistory.read(folder / "history.json").model_sha256
         if (actual := sha256(value)) != expected:
             raise IntegrityError(f"{path} is damaged: its sha256 is {actual[:12]}, history.json says {expected[:12]}")
     found = _decoded(value, path)

@@ -32,7 +32,7 @@ from flexfleet.config.names import plain
 from flexfleet.config.overrides import hand_over, write_config
 from flexfleet.files import terminal as common
 from flexfleet.files.alone import alone
-from flexfleet.files.artifacts import History, PoolFile
+from flexfleet.files.artifacts import BareHistory, PoolFile
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages
 from flexfleet.steps.evaluate import SMALLER
@@ -339,7 +339,7 @@ def _rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: An
         raise type(error)(str(error).replace("--run-id", "--id")) from error
     if known is None or not (out / "history.json").exists():
         federate(resolved, out / "partition", out / "pool", out, resume=True, tags=dict(tags), observer=observer)
-    last, metric = History.read(out / "history.json").rounds[-1]["metrics"], resolved.config.tune.metric
+    last, metric = BareHistory.read(out / "history.json").rounds[-1]["metrics"], resolved.config.tune.metric
     if metric not in last:  # histories leave out what is not finite
         raise Diverged(f"the model has diverged: {metric} of the last round is no finite number. {SMALLER}")
     return float(last[metric])

@@ -146,6 +146,16 @@ def test_a_clients_round_is_computed_again_from_its_order(result: ff.Result) -> 
         result.replay(3, 0)
 
 
+def test_a_round_of_devices_that_look_at_their_memory_is_not_computed_again(result: ff.Result, tmp_path: Path) -> None:
+    shutil.copytree(result.folder, tmp_path / "a")
+    about = json.loads((tmp_path / "a" / "run.json").read_text())
+    about["config"]["agents"]["observe"] = "cgroup"
+    about["config"]["run"]["backend"] = "agents"
+    (tmp_path / "a" / "run.json").write_text(json.dumps(about))
+    with pytest.raises(ff.ConfigError, match=r"memory that they had free \(agents\.observe=cgroup\)"):
+        ff.load(tmp_path / "a").replay(1, 0)
+
+
 def test_an_algorithm_of_ones_own_is_a_class_or_an_object(store: Path) -> None:
     plain = ff.run(algorithm=AllLarge, **SMALL)
     assert plain.config["algorithm"]["name"] == "all_large"

@@ -574,6 +574,11 @@ def test_what_is_wrong_inside_an_algorithm_is_said_by_its_name(sets: list[str], 
         ),
         (["central.optimizer=adam", "central.momentum=.9"], r"central\.momentum and .* set them to 0 for Adam"),
         (["run.store=s3://x"], r"run\.store: a folder of this machine is expected; .*, got 's3://x'"),
+        (
+            ["tune.space={training.lr: {low: 2, high: 1}, training.momentum: {low: 2, high: 1}}"],
+            r"tune\.space\.training\.lr: low and high .*; tune\.space\.training\.momentum: low and high .*",
+        ),
+        (["kubernetes.lifetime=run", "kubernetes.observe=cgroup"], r"kubernetes: lifetime=run keeps pods .*"),
     ],
 )
 def test_what_does_not_go_together_is_said_without_the_whole_section(sets: list[str], said: str) -> None:

@@ -345,6 +345,15 @@ def test_runs_that_differ_in_more_than_the_algorithm_are_called_out(html: str, t
     assert "<li>seed: 0 (a, b); 1 (c)</li>" in html and "<li>partition.alpha: 0.6 (a, b); 0.3 (c)</li>" in html
 
 
+def test_a_parameter_that_is_newer_than_a_run_had_its_default(two: list[Path]) -> None:
+    for value, told in (("simulated", []), ("cgroup", ["agents.observe: simulated (flexfl); cgroup (all_large)"])):
+        for folder, agents in zip(two, ({}, {"agents": {"observe": value}}), strict=True):
+            file = json.loads((folder / "run.json").read_text())
+            file["config"] = {key: of for key, of in file["config"].items() if key != "agents"} | agents
+            (folder / "run.json").write_text(json.dumps(file))
+        assert r.differences([r.load(run) for run in two]) == told
+
+
 def test_what_moves_figures_is_called_out_and_nothing_else(tmp_path: Path) -> None:
     own = {"codec": {"up": {"name": "qsgd"}}, "rounds": {"mode": "buffered", "norm_bound": 2.0, "commit_every": 5}}
     nowhere = {"schema_version": 2, "run": {"devices": ["cuda"]}, "tracking": {"ui": "http://here"}}

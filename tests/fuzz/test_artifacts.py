@@ -113,10 +113,7 @@ ARTIFACTS: dict[str, Artifact] = {
 @pytest.mark.parametrize("name", ARTIFACTS)
 def test_an_artifact_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     written = ARTIFACTS[name]
-    found = type(written).read(written.write(tmp_path / name))
-    if isinstance(written, History):  # what it says of single clients is left out
-        written = written.model_copy(update={"rounds": ({**ROW, "clients": []},)})
-    assert found == written
+    assert type(written).read(written.write(tmp_path / name)) == written
 
 
 def of_a_kind(name: str) -> st.SearchStrategy[tuple[str, bytes]]:

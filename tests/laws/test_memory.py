@@ -6,10 +6,12 @@ import math
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -33,6 +35,7 @@ from fl_engine.training.local import Job, opened
 from fl_engine.training.memory import Peaks, Trial
 from fl_engine.training.numerics import SINGLE
 from fl_engine.training.step_memory import counted
+from flexfleet.steps import peaks
 from flexfleet.steps.peaks import check_prunes, trials_of
 
 FLEXFL = FlexFL(training=TRAINING)
@@ -172,6 +175,27 @@ def trials(algorithm: Algorithm) -> tuple[Pool, list[Trial]]:
     run = Run(algorithm, site, RoundsConfig(stop=7))
     initial = algorithm.init(initial_params(site.family, 0), site.layout, site.fleet, site.pool, run.server)
     return site.pool, trials_of(run, algorithm.plan(initial, run.context(0, 0.0)).orders)
+
+
+@pytest.mark.parametrize(("most", "samples"), [(None, 6), (100_000, 3 * 4), (5, 5)])
+def test_a_trial_has_what_a_client_has_or_a_few_batches_where_the_server_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, most: int | None, samples: int
+) -> None:
+    asked: list[int] = []
+
+    def measured(family: object, goal: object, found: Sequence[Trial], count: int, *_: object) -> Peaks:
+        asked.append(count)
+        return Peaks(0, (1,) * len(found))
+
+    monkeypatch.setattr(peaks, "level_peaks", measured)
+    algorithm = FlexFL(training=replace(TRAINING, batch_size=4))
+    site = tiny_site(algorithm)
+    held = () if most is not None else range(6)
+    site = replace(site, most=most, partition=replace(site.partition, clients=(np.asarray(held, dtype=np.int64),) * 4))
+    run = Run(algorithm, site, RoundsConfig(stop=7))
+    initial = algorithm.init(initial_params(site.family, 0), site.layout, site.fleet, site.pool, run.server)
+    peaks.peaks_of(run, initial)
+    assert asked == [samples]
 
 
 def test_every_level_is_tried_as_its_client_trains_it() -> None:
