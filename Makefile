@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export DVC_NO_ANALYTICS ?= 1
 
 .PHONY: setup run test test-all soak lint generated docs evidence bench bench-peers image e2e-containers lock sbom pin-digests \
-        test-kubernetes-clients
+        test-kubernetes-clients test-python310
 
 setup: $(VENV)/.ready
 
@@ -106,6 +106,18 @@ evidence: setup
 bench: setup
 	$(BIN)/python -m benchmarks W8 W3 --against naive
 	$(BIN)/python -m benchmarks W1 W2 W4 W4-no-kd W5 --against naive --samples 100 --turns 3
+
+# The client's part under Python 3.10, which devices have (JetPack 6): an agent and a profile really run there.
+PYTHON310 ?= python3.10
+
+test-python310: setup .venv-python310/.ready
+	FLEXFLEET_PYTHON310=$(CURDIR)/.venv-python310/bin/python $(BIN)/python -m pytest tests/e2e/test_python310.py
+
+.venv-python310/.ready: pyproject.toml constraints.txt
+	$(PYTHON310) -m venv .venv-python310
+	.venv-python310/bin/pip install --quiet --constraint constraints.txt torch
+	.venv-python310/bin/pip install --quiet --constraint constraints.txt --editable '.[engine]' scikit-learn
+	touch $@
 
 # The oldest and newest `kubernetes` that pyproject.toml allows, and the version whose own calls send no credentials.
 KUBERNETES_CLIENTS ?= 30.1.0 36.0.3 37.0.2

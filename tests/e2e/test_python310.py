@@ -1,7 +1,7 @@
 """The client's part on Python 3.10, which JetPack 6 has: by its types, and by an agent that really runs there.
 
-The second needs Python 3.10 with torch, numpy, pydantic, safetensors, boto3 and scikit-learn. FLEXFLEET_PYTHON310 names
-its interpreter; else `python3.10` is looked for.
+The second needs Python 3.10 with torch, numpy, pydantic, safetensors, boto3 and scikit-learn, as `make test-python310`
+installs them. FLEXFLEET_PYTHON310 names its interpreter; else `python3.10` is looked for.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def python310() -> str:
             return each
         lacks = f"{each}: {(done.stderr.splitlines() or ['nothing'])[-1]}"
     assert not named, lacks
-    pytest.skip(f"no Python 3.10 with {NEEDS} ({lacks}): name one by FLEXFLEET_PYTHON310")
+    pytest.skip(f"no Python 3.10 with {NEEDS} ({lacks}): `make test-python310` makes one")
 
 
 def test_an_agent_of_python_3_10_gives_the_bits_of_the_server_s(
