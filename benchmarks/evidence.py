@@ -52,8 +52,8 @@ WIDTHS = "algorithm.widths=[0.71,0.71,1.0]"
 MAIN: dict[str, tuple[str, ...]] = {
     "flexfl": ("algorithm.epsilon=3.0",),
     "adaptivefl": (),
-    # As FlexFL's paper compares: with its selection, without HeteroFL's additions and ScaleFL's distillation. FedRolex is
-    # on equal terms with them, so that only its windows differ.
+    # As FlexFL's paper compares: with its selection, without HeteroFL's additions and ScaleFL's distillation. FedRolex
+    # is on equal terms with them, so that only its windows differ.
     "heterofl": (TABLE, "algorithm.scaler=false", "algorithm.mask_labels=false", "algorithm.static_bn=false"),
     "scalefl": (TABLE, WIDTHS, "algorithm.kd_weight=0.0"),
     "decoupled": (),

@@ -4,8 +4,8 @@ and the number of rounds. Fits a line to the times and draws them.
 python -m benchmarks.scaling --out docs/performance
 python -m benchmarks.scaling --selection          (how long Oort takes to select and to learn, and nothing else)
 
-Each point is a run of its own by `rounds.federate`, with a ledger, on one device, without evaluation. For what is beyond
-one round's work (fleets of 100,000, 30,000 clients a round, a model of 1.3 GB, the report of 10,000 rounds) see
+Each point is a run of its own by `rounds.federate`, with a ledger, on one device, without evaluation. For what is
+beyond one round's work (fleets of 100,000, 30,000 clients a round, a model of 1.3 GB, the report of 10,000 rounds) see
 `benchmarks.growth`.
 """
 
