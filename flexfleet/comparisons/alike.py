@@ -23,7 +23,7 @@ def unequal(runs: Mapping[str, Run], varied: Sequence[str] = (), *, algorithm: b
     keys = dict.fromkeys(key for key in shared if not (algorithm and key.startswith("algorithm")))
     lines = []
     for key in keys:
-        values = {name: plain(run.setting(key)) for name, run in runs.items()}
+        values = {name: plain(run.settings.get(key)) for name, run in runs.items()}
         if len(set(values.values())) > 1:
             lines.append(f"{key}: " + ", ".join(f"{value} ({name})" for name, value in values.items()))
     return lines
@@ -31,7 +31,7 @@ def unequal(runs: Mapping[str, Run], varied: Sequence[str] = (), *, algorithm: b
 
 def other_partitions(runs: Mapping[str, Run]) -> list[str]:
     """A line for each group of runs that have the same partition settings and still different partitions."""
-    settings = {name: sorted(share.settings(run.config).items()) for name, run in runs.items()}
+    settings = {name: sorted(share.settings(run.settings).items()) for name, run in runs.items()}
     return _apart("the partition itself", {name: run.file.partition_sha256 for name, run in runs.items()}, settings)
 
 
@@ -39,11 +39,12 @@ def other_data(runs: Mapping[str, Run]) -> list[str]:
     """A line for each group of runs that have the same settings of the data and still different data."""
 
     def settings(run: Run) -> list[Any]:
-        own = {key: run.config[key] for key in sorted(run.config) if key.startswith("dataset.") and is_shared(key)}
+        of_run = run.settings
+        own = {key: of_run[key] for key in sorted(of_run) if key.startswith("dataset.") and is_shared(key)}
         is_cut = own.get("dataset.train_samples") or own.get("dataset.test_samples")
         # A seed draws the samples of a cut, and images are padded to what the network takes.
         by = ("model.name", *(("seed", "partition.seed") if is_cut else ()))
-        return [own, *(run.config.get(key) for key in by)]
+        return [own, *(of_run.get(key) for key in by)]
 
     digests = {name: run.partition.data_sha256 for name, run in runs.items()}
     return _apart("the data", digests, {name: settings(run) for name, run in runs.items()})

@@ -389,7 +389,7 @@ def _summary(
     return Summary(
         algorithm=runs[0].pool.algorithm,
         settings={k: v for k, v in settings.items() if k != "name"},
-        varied={key: runs[0].config.get(key) for key in varied},
+        varied={key: runs[0].settings.get(key) for key in varied},
         at=dict(at),
         levels=tuple(statistics.fmean(sizes) for sizes in zip(*map(_sizes, runs), strict=True)),
         last=Score(

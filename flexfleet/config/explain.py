@@ -19,7 +19,7 @@ def explain(error: ValidationError, root: Any, prefix: str = "") -> str:
     for e in error.errors():
         *parents, last = e["loc"] or ("",)
         names, known = _walk(root, parents)
-        path = prefix + ".".join([*names, str(last)])
+        path = (prefix + ".".join([*names, str(last)])).rstrip(".")  # of a check of the whole there is no name
         if e["type"] == "extra_forbidden" and path in SHORT:
             lines.append(f"unknown parameter {path!r}: its dotted name is {SHORT[path]}")
         elif e["type"] in ("extra_forbidden", "unexpected_keyword_argument"):

@@ -242,7 +242,7 @@ class BareHistory(History):
     @classmethod
     def of(cls, value: bytes, name: str) -> BareHistory:
         try:
-            return cls.model_validate(json.loads(value, object_hook=_without_lines))
+            return cls.model_validate(json.loads(value.decode(), object_hook=_without_lines))
         except ValidationError as error:
             raise IntegrityError(f"{name} is not a valid History file: {brief(error)}") from error
         except (ValueError, RecursionError) as error:

@@ -85,10 +85,10 @@ class Run:
     clients_pruned: int
     clients_failed: int
 
-    def setting(self, name: str) -> Any:
-        """A parameter's value; the default of one that the version which made the folder did not have, since it ran
-        so. None: there is no such parameter."""
-        return self.config.get(name, DEFAULTS.get(name))
+    @property
+    def settings(self) -> dict[str, Any]:
+        """`config`, with the defaults of parameters that the version which made the folder did not have: it ran so."""
+        return DEFAULTS | self.config
 
     @property
     def single(self) -> bool:
@@ -237,7 +237,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
 
     for key in dict.fromkeys(key for run in runs for key in run.config):
         if moves(key) in COMPARED and not key.startswith(("algorithm", "schema_version")):
-            compare(key, lambda run, key=key: plain(run.setting(key)))  # type: ignore[misc]
+            compare(key, lambda run, key=key: plain(run.settings.get(key)))  # type: ignore[misc]
     if not any(line.startswith(("dataset.", "partition.", "seed:")) for line in lines):
         compare("the partition itself (sha256)", lambda run: run.file.partition_sha256[:12])
     return lines

@@ -409,6 +409,11 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
     if fixed:
         lines = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in fixed[:6])
         raise ConfigError(f"{out} was started with another configuration ({lines}): choose another --run-id")
+    if devices_decide(configs.parse_schema(known.config)) != devices_decide(config):
+        raise ConfigError(
+            f"{out} was started with run.backend = {before['run.backend']}, with {now['run.backend']} clients would "
+            "decide by other rules what they train (observe): choose another --run-id"
+        )
     return known
 
 

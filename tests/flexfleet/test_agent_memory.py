@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from fl_engine.core.errors import ConfigError
 from fl_engine.storage.store import FolderStore
 from fl_engine.training.memory import Peaks
-from flexfleet.files.artifacts import History, PoolFile
+from flexfleet.files.artifacts import History, PoolFile, RunFile
 from flexfleet.steps import agent, invitations
 from flexfleet.steps import federate as step
 from flexfleet.steps.agent_line import Line, known_of
@@ -126,3 +127,15 @@ def test_a_device_prunes_order_by_order_to_what_is_free(
     assert first and all(line["trained"] == line["sent"] and line["free"] > 100 for line in first)
     assert second and all(line["free"] < 50 for line in second)
     assert any(line["trained"] != line["sent"] for line in second)
+
+
+def test_a_run_goes_on_by_the_rules_that_it_began_with(quick: Sequence[str], tmp_path: Path) -> None:
+    def config(*sets: str) -> Any:
+        return Resolved.load(None, [*quick, "agents.observe=cgroup", *sets]).config
+
+    began = config("run.backend=agents").model_dump(mode="json")
+    sums = {"pool_sha256": "0" * 64, "partition_sha256": "1" * 64}
+    RunFile(run_id="a", config=began, numerics={}, **sums).write(tmp_path / "run.json")
+    assert step.known_run(config("run.backend=agents"), tmp_path, resume=True) is not None
+    with pytest.raises(ConfigError, match=r"run\.backend = agents, with in_process clients would decide by other"):
+        step.known_run(config(), tmp_path, resume=True)

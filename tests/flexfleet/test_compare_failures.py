@@ -305,6 +305,23 @@ def test_other_data_are_not_tabulated(compared: Compared) -> None:
         comparison.read(LABELS, SEEDS, folders, ["partition.alpha"])
 
 
+def test_runs_of_an_earlier_version_are_compared_by_what_they_ran_with(compared: Compared) -> None:
+    """A parameter that it did not know had its default; data and partitions are compared all the same."""
+    folders = {f"{label}-s0": compared.folder / f"{label}-s0" for label in LABELS}
+    manifest, file = folders["flexfl-s0"] / "partition" / "partition.json", folders["flexfl-s0"] / "run.json"
+    known = RunFile.read(file)
+    old = {key: dict(of) if isinstance(of, dict) else of for key, of in known.config.items() if key != "agents"}
+    del old["dataset"]["pad"], old["partition"]["cap"]
+    known.model_copy(update={"config": old}).write(file)
+    runs = comparison.read(LABELS, (0,), folders, ["partition.cap"])
+    found = comparison.summarise("a", (0,), runs, varied=["partition.cap"])
+    assert found.results["flexfl"].varied == found.results["all_large"].varied == {"partition.cap": False}
+    manifest.write_text(json.dumps(json.loads(manifest.read_bytes()) | {"data_sha256": "f" * 64}))
+    known.model_copy(update={"config": old, "partition_sha256": sha256(manifest.read_bytes())}).write(file)
+    with pytest.raises(ConfigError, match=r"the partition itself .*; the data \(sha256\): ffffffffffff \(flexfl\)"):
+        comparison.read(LABELS, (0,), folders)
+
+
 def test_other_numerics_are_noted(compared: Compared) -> None:
     folders = {f"{label}-s0": compared.folder / f"{label}-s0" for label in LABELS}
     file = RunFile.read(compared.folder / "flexfl-s0" / "run.json")

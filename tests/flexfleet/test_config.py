@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -565,6 +565,12 @@ def test_what_is_wrong_inside_an_algorithm_is_said_by_its_name(sets: list[str], 
         load_config(None, sets)
 
 
+@dataclass(frozen=True)
+class Odd(AllLarge):
+    def __post_init__(self) -> None:
+        raise ValueError("low is to be below high")
+
+
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
@@ -579,6 +585,7 @@ def test_what_is_wrong_inside_an_algorithm_is_said_by_its_name(sets: list[str], 
             r"tune\.space\.training\.lr: low and high .*; tune\.space\.training\.momentum: low and high .*",
         ),
         (["kubernetes.lifetime=run", "kubernetes.observe=cgroup"], r"kubernetes: lifetime=run keeps pods .*"),
+        ([f"algorithm.name={__name__}:Odd"], "algorithm: low is to be below high"),
     ],
 )
 def test_what_does_not_go_together_is_said_without_the_whole_section(sets: list[str], said: str) -> None:
