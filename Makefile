@@ -9,8 +9,8 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 export DVC_NO_ANALYTICS ?= 1
 
-.PHONY: setup run test test-all soak lint generated docs evidence bench bench-peers image e2e-containers lock sbom pin-digests \
-        test-kubernetes-clients test-python310
+.PHONY: setup run test test-all soak lint generated docs evidence bench bench-peers image e2e-containers lock sbom \
+        pin-digests test-kubernetes-clients test-python310
 
 setup: $(VENV)/.ready
 
