@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, masked
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore, Store
 
@@ -16,5 +16,5 @@ def check_place(name: str, uri: str | None) -> None:
     """Raises ConfigError unless the parameter of this name says an address of a store, or nothing. Nobody is asked."""
     try:
         open_store(uri or "")
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+    except ConfigError:
+        raise ConfigError(f"{name} is s3://bucket/prefix or a folder, got {masked(uri or '')!r}") from None

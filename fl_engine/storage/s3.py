@@ -114,7 +114,7 @@ class S3Store:
         scheme, _, rest = uri.partition("://")
         self._bucket, _, prefix = rest.partition("/")
         if scheme != "s3" or not self._bucket or masked(uri) != uri:
-            raise ConfigError(f"a place is s3://bucket/prefix or a folder, got {masked(uri)!r}")
+            raise ConfigError(f"an S3 store is s3://bucket/prefix, got {masked(uri)!r}")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint = endpoint
         self._settings = settings

@@ -29,7 +29,6 @@ from fl_engine.exchange import code
 from fl_engine.fleet.devices import Tier, named
 from fl_engine.models import MODELS
 from fl_engine.models.build import check_options
-from fl_engine.storage.places import check_place
 from flexfleet.config.explain import explain, short
 from flexfleet.config.passwords import INSTEAD
 from flexfleet.config.resolve import algorithm, codecs
@@ -199,15 +198,6 @@ def parse_with_algorithm(values: Mapping[str, Any]) -> tuple[Config, Algorithm]:
         wrong.append(
             f"dataset.root holds a user or a password, and a run's files show parameters: {INSTEAD['dataset.root']}"
         )
-    for name, where in (
-        ("run.remote", config.run.remote),
-        ("run.secrets", config.run.secrets),
-        ("publish.dvc", config.publish.dvc),
-    ):
-        try:
-            check_place(name, where)
-        except ConfigError as error:
-            wrong.append(str(error))
     built: Algorithm | None = None
     try:
         built = algorithm(config)

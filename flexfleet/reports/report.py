@@ -236,8 +236,10 @@ def differences(runs: Sequence[Run]) -> list[str]:
             lines.append(f"{what}: " + "; ".join(f"{v} ({', '.join(who)})" for v, who in held.items()))
 
     for key in dict.fromkeys(key for run in runs for key in run.config):
-        if moves(key) in COMPARED and not key.startswith(("algorithm", "schema_version")):
-            compare(key, lambda run, key=key: plain(run.settings.get(key)))  # type: ignore[misc]
+        if moves(key) not in COMPARED or key.startswith(("algorithm", "schema_version")):
+            continue
+        if len({plain(run.settings.get(key)) for run in runs}) > 1:
+            compare(key, lambda run, key=key: plain(run.config.get(key)))  # type: ignore[misc]
     if not any(line.startswith(("dataset.", "partition.", "seed:")) for line in lines):
         compare("the partition itself (sha256)", lambda run: run.file.partition_sha256[:12])
     return lines

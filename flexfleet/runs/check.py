@@ -27,6 +27,7 @@ from fl_engine.preparation.confusion import check_classes
 from fl_engine.preparation.weights import giver
 from fl_engine.rounds import at_clients, buffer
 from fl_engine.rounds.run import Run
+from fl_engine.storage.places import check_place
 from fl_engine.training import own
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import settled
@@ -133,6 +134,9 @@ def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) 
 
 def _check_places(config: Config, algorithm: Algorithm) -> None:
     """What addresses say by themselves: no server is asked."""
+    for name, where in (("run.remote", config.run.remote), ("run.secrets", config.run.secrets)):
+        check_place(name, where)
+    check_place("publish.dvc", config.publish.dvc)
     if privacy.is_private(algorithm) or config.run.apart:
         keys.check_folder(config)
     if config.tracking.mlflow is not None:

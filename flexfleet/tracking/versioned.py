@@ -243,7 +243,7 @@ def _scratch(remote: str) -> Iterator[tuple[Any, Path]]:
 
 def _remote(remote: str) -> dict[str, Any]:
     """The remote's options. `verify`: DVC computes the md5 of what the remote sends."""
-    check_place("the DVC remote", remote)
+    check_place("publish.dvc", remote)
     if "://" not in remote:
         return {"url": str(Path(remote).resolve()), "verify": True}
     given = {

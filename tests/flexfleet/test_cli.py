@@ -255,6 +255,12 @@ BAD = {
     "data set": (["dataset.name=digit"], ("digit", "digits")),
     "padding smaller than the image": (["dataset.pad=4"], ("8 x 8", "4 x 4")),
     "a pool of no tier": (["run.backend=kubernetes", "kubernetes.pools={wek: {}}"], ("kubernetes.pools", "'weak'")),
+    "a ledger of another kind": (["run.remote=s3://"], ("run.remote is s3://bucket/prefix or a folder, got 's3://'",)),
+    "keys of another kind": (["run.secrets=http://x"], ("run.secrets is s3://bucket/prefix or a folder, got",)),
+    "a DVC remote of another kind": (
+        ["publish.dvc=gs://me:secret@bucket/x"],
+        ("publish.dvc is s3://bucket/prefix or a folder, got 'gs://bucket/x'",),
+    ),
     "missing files": (["dataset.name=cifar10", "dataset.root=nowhere"], ("nowhere/cifar10", "flexfleet fetch cifar10")),
 }
 
@@ -267,7 +273,10 @@ def test_check_finds_bad_input(flexfleet: Any, what: str, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("what", ["unknown parameter", "more clients than samples", "alpha of zero", "Gamma too large"])
+STOPPED = ("unknown parameter", "more clients than samples", "alpha of zero", "Gamma too large")
+
+
+@pytest.mark.parametrize("what", [*STOPPED, "a DVC remote of another kind"])
 def test_a_run_with_bad_input_ends_before_it_starts(
     flexfleet: Any, quick: Sequence[str], what: str, tmp_path: Path
 ) -> None:

@@ -593,14 +593,6 @@ def test_what_does_not_go_together_is_said_without_the_whole_section(sets: list[
         load_config(None, sets)
 
 
-@pytest.mark.parametrize("name", ["run.remote", "run.secrets", "publish.dvc"])
-@pytest.mark.parametrize("place", ["gs://bucket/x", "s3://", "s3://me:secret@bucket/x"])
-def test_a_place_of_another_kind_is_refused_before_anything_trains(name: str, place: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}: a place is s3://bucket/prefix or a folder, got ") as error:
-        load_config(None, [f"{name}={place}"])
-    assert "secret@" not in str(error.value)
-
-
 def test_every_algorithm_takes_selections_and_servers_by_name() -> None:
     selection = "algorithm.selection={name: curiosity, per_type: 1}"
     sets = ["algorithm.name=heterofl", selection, "algorithm.server.name=yogi"]

@@ -191,7 +191,7 @@ def test_where_a_key_is_kept_follows_from_the_settings(tmp_path: Path, monkeypat
         (["run.secrets=s3://runs/keys", "run.remote=s3://runs/x"], {}, "in the bucket of run.remote"),
         (["run.secrets=s3://runs/keys", "run.remote=s3://runs/x"], {"ENDPOINT_URL": "http://s3/"}, "in the bucket of"),
         (["run.secrets=ledgers/keys", "run.remote=ledgers"], {}, "lies in run.remote"),
-        (["run.secrets=https://me:pw@host/x"], {}, "run.secrets: a place is s3://bucket/prefix or a folder"),
+        (["run.secrets=https://me:pw@host/x"], {}, "an S3 store is s3://bucket/prefix, got 'https://host/x/a'"),
     ],
 )
 def test_a_place_that_clients_may_reach_is_refused(

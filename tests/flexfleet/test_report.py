@@ -346,7 +346,7 @@ def test_runs_that_differ_in_more_than_the_algorithm_are_called_out(html: str, t
 
 
 def test_a_parameter_that_is_newer_than_a_run_had_its_default(two: list[Path]) -> None:
-    for value, told in (("simulated", []), ("cgroup", ["agents.observe: simulated (flexfl); cgroup (all_large)"])):
+    for value, told in (("simulated", []), ("cgroup", ["agents.observe: null (flexfl); cgroup (all_large)"])):
         for folder, agents in zip(two, ({}, {"agents": {"observe": value}}), strict=True):
             file = json.loads((folder / "run.json").read_text())
             file["config"] = {key: of for key, of in file["config"].items() if key != "agents"} | agents
