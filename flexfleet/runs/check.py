@@ -40,8 +40,9 @@ from flexfleet.steps.pretrain import need_proxy, settings_of
 from flexfleet.tracking.trackers import check_address
 
 
-def check(resolved: Resolved) -> dict[str, Any]:
-    """A short description of the run. Raises BadInput for whatever is wrong; trains nothing, writes nothing."""
+def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
+    """A short description of the run. Raises BadInput for whatever is wrong; trains nothing, writes nothing.
+    `publishes`: trials of a study do not."""
     config, algorithm, data, family = resolved.config, resolved.algorithm, resolved.data, resolved.family
     for device in config.run.devices:
         check_device(device)
@@ -63,6 +64,8 @@ def check(resolved: Resolved) -> dict[str, Any]:
         tiers = devices.named(config.fleet.tiers) if isinstance(config.fleet.tiers, str) else config.fleet.tiers
         jobs.check(config.kubernetes, [tier.name for tier in tiers])
     _check_places(config, algorithm)
+    if publishes:
+        check_place("publish.dvc", config.publish.dvc)
     _check_rates(config)
     giver(algorithm.preparations)
     for name in algorithm.preparations:
@@ -136,7 +139,6 @@ def _check_places(config: Config, algorithm: Algorithm) -> None:
     """What addresses say by themselves: no server is asked."""
     for name, where in (("run.remote", config.run.remote), ("run.secrets", config.run.secrets)):
         check_place(name, where)
-    check_place("publish.dvc", config.publish.dvc)
     if privacy.is_private(algorithm) or config.run.apart:
         keys.check_folder(config)
     if config.tracking.mlflow is not None:

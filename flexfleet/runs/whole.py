@@ -15,7 +15,6 @@ from fl_engine.core.system import of_posix
 from fl_engine.data.partitioning import MANIFEST, read_manifest
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
-from fl_engine.storage.places import check_place
 from fl_engine.storage.store import Store
 from flexfleet.config.names import plain
 from flexfleet.files.alone import alone
@@ -95,11 +94,9 @@ def run(
 
 
 def _reach(resolved: Resolved, run_id: str, out: Path) -> None:
-    """Before minutes of pre-training: raises ConfigError for an address of MLflow or DVC that cannot be used, what
-    `Store`, `keys.Place` and `ground.reach` raise for a store, a place of the run's key or a cluster that does not
-    answer."""
+    """Before minutes of pre-training: raises ConfigError for an address of MLflow that cannot be used, what `Store`,
+    `keys.Place` and `ground.reach` raise for a store, a place of the run's key or a cluster that does not answer."""
     config = resolved.config
-    check_place("publish.dvc", config.publish.dvc)
     track.prepare(config)
     store = store_of(config, run_id, out)
     if config.run.remote is not None:

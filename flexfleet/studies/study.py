@@ -99,7 +99,7 @@ def _examine(config: Config) -> None:
     if set(config.tune.seeds) & set(config.tune.held_out):
         raise ConfigError("tune.held_out: these seeds are to be new, but trials run on some of them (tune.seeds)")
     resolved = Resolved.of(config)
-    check(resolved)
+    check(resolved, publishes=False)
     need_packages(resolved)
 
 
