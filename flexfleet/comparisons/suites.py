@@ -6,6 +6,7 @@ A suite is a YAML file in `suites/`:
     shows: Table II, avg, full  have paper, shows and cost; a small one, which is named like its large one with -small
     cost: hours, and of what    behind, says also what it lacks
     lacks: what it cannot show
+    small: fedrolex/table3.2-small    the small twin of a suite that has none of its own
 
     like: fedaiot/_common       another suite, or several, of which later ones win: all that they say applies too unless
                                 given here, but of their heads only the paper

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ NEEDED = {
 """Files of a finished run, and what to do where one is missing."""
 
 DEFAULTS = flatten(Config())
+"""Of all parameters, by dotted name."""
 COUNTED = ("bytes_down", "bytes_up", "clients_trained", "clients_pruned", "clients_failed")
 COMPARED = (Moves.RESULT, Moves.LENGTH, Moves.ANSWERS)
 """Parameters that move these should be the same in runs that are compared, the algorithm's own apart."""
@@ -85,7 +87,7 @@ class Run:
     clients_pruned: int
     clients_failed: int
 
-    @property
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """`config`, with the defaults of parameters that the version which made the folder did not have: it ran so."""
         return DEFAULTS | self.config

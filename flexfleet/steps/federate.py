@@ -403,16 +403,17 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
     if not resume:
         raise ConfigError(f"{out} holds a run already: go on with --resume, or choose another --run-id")
     own_code.check_same(known.code_sha256, config, out)
-    before, now = configs.flatten(configs.parse_schema(known.config)), configs.flatten(config)
+    began = configs.parse_schema(known.config)
+    before, now = configs.flatten(began), configs.flatten(config)
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     fixed = [k for k in changed if configs.moves(k) is Moves.RESULT]
     if fixed:
         lines = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in fixed[:6])
         raise ConfigError(f"{out} was started with another configuration ({lines}): choose another --run-id")
-    if devices_decide(configs.parse_schema(known.config)) != devices_decide(config):
+    if devices_decide(began) != devices_decide(config):
         raise ConfigError(
-            f"{out} was started with run.backend = {before['run.backend']}, with {now['run.backend']} clients would "
-            "decide by other rules what they train (observe): choose another --run-id"
+            f"{out} was started with run.backend = {began.run.backend}, with {config.run.backend} clients would decide "
+            "by other rules what they train (observe): choose another --run-id"
         )
     return known
 

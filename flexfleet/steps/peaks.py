@@ -27,8 +27,9 @@ def peaks_of(run: Run, initial: Any) -> Peaks:
     orders = run.algorithm.plan(initial, run.context(0, run.begins(0, 0.0))).orders
     check_prunes(run, orders)
     trials = trials_of(run, orders)
-    samples = max(map(len, site.partition.clients))
-    if site.most is not None:  # what devices hold is theirs to know: a trial takes a few batches
+    if site.most is None:
+        samples = max(map(len, site.partition.clients))
+    else:  # what devices hold is theirs to know: a trial takes a few batches
         samples = min(site.most, BATCHES * max(trial.task.batch_size for trial in trials))
     log.info("measuring how much memory training each of %d levels takes", len(trials))
     prepare = partial(prepare_process, ("cpu",), flush_denormal=site.numerics.flush_denormal)

@@ -1,12 +1,11 @@
 """Clients on devices that stay: each takes orders from its mailbox (`exchange.letters`), as many as it has room for.
 
 Any device of a client's tier may carry out its order: the update follows from the order alone, and with
-`observe=cgroup` from the memory that the device has free. An order whose lease has
-ended goes to another device, and what the first one may still send is not looked at. So does an order whose answer is
-not good: only when `attempts` devices had no good one is it the client's failure. Orders that a device held together
-when it failed have not failed yet, since one of them may have taken the others with it: each is lent by itself from
-then on. An answer that was read is written to the round's updates in the coordinator's name; from there on all is as
-with other backends.
+`observe=cgroup` from the memory that the device has free. An order whose lease has ended goes to another device, and
+what the first one may still send is not looked at. So does an order whose answer is not good: only when `attempts`
+devices had no good one is it the client's failure. Orders that a device held together when it failed have not failed
+yet, since one of them may have taken the others with it: each is lent by itself from then on. An answer that was read
+is written to the round's updates in the coordinator's name; from there on all is as with other backends.
 
 A coordinator that starts again finds in the letters which device holds which order of the round, and waits for it.
 """
