@@ -359,7 +359,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("wisdm_watch", (*HALF, *TEN), "0,1,2", 200, ON_SENSORS, WISDM),
     Campaign("aep", HALF, "0", 150, ON_SENSORS, AEP),
     Campaign("cifar10", IID, "0,1,2", 60, WITH_VGG, VGG, "vgg16_iid"),
-    Campaign("cifar10", IID, "0,1", 60, WITH_APOZ, VGG, "vgg16_apoz"),
+    Campaign("cifar10", IID, "0,1,2", 60, WITH_APOZ, VGG, "vgg16_apoz"),
     Campaign("cifar10", DIRICHLET, "0,1,2", 60, WITH_VGG, VGG, "vgg16_dirichlet"),
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 40, NOISY, about="label_noise"),
     Campaign("wisdm_watch", (*HALF, *TEN), "0,1,2", 200, NOISY, WISDM, "label_noise"),
