@@ -10,7 +10,8 @@ from pathlib import Path
 
 import fl_engine
 from fl_engine.core.errors import EnvironmentFailure
-from flexfleet import commands, finding
+from flexfleet import finding
+from flexfleet.commands import devices, host, kubeflow, many_runs, pool, runs
 from flexfleet.config.short import SHORT, STUDY
 from flexfleet.files import agent_options
 from flexfleet.files import terminal as common
@@ -65,14 +66,14 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument("--tag", action="append", default=[], metavar="key=value", help="tag of the MLflow run; repeatable")
     common.add_short(c, SHORT)
-    c.set_defaults(call=commands.run)
+    c.set_defaults(call=runs.run)
 
     c = add("central", "train the network on all training samples, as a reference for federated runs (see `central`)")
     c.add_argument("--run-id", metavar="NAME", help="name of the run's folder (default: central, seed and time)")
     common.add_resume(c)
     c.add_argument("--tag", action="append", default=[], metavar="key=value", help="tag of the MLflow run; repeatable")
     common.add_short(c, ("dataset", "model", "seed", "mlflow_uri", "store_uri"))  # those that it reads
-    c.set_defaults(call=commands.central)
+    c.set_defaults(call=runs.central)
 
     c = add("compare", "several algorithms and seeds on one task, in one table")
     c.description, c.formatter_class = COMPARE, argparse.RawDescriptionHelpFormatter
@@ -97,14 +98,14 @@ def parser() -> argparse.ArgumentParser:
     common.add_resume(c)
     common.add_faults(c)
     common.add_short(c, (name for name in SHORT if name not in ("algorithm", "seed")))
-    c.set_defaults(call=commands.compare)
+    c.set_defaults(call=many_runs.compare)
 
     c = add("tune", "search hyper-parameters: trials, then the best against the default on new seeds")
     c.add_argument("--id", metavar="NAME", help="name of the study's folder (default: the time)")
     c.add_argument("--jobs", type=int, metavar="N", help="workers side by side (default: tune.workers)")
     c.add_argument("--resume", action="store_true", help="go on with the study if it exists")
     common.add_short(c, (*SHORT, *STUDY))
-    c.set_defaults(call=commands.tune)
+    c.set_defaults(call=many_runs.tune)
 
     c = add("regress", "run a fixed suite; exit code 5 if a figure is worse than before", config=False)
     c.add_argument("--suite", default="digits", metavar="NAME", help="a shipped suite, or a file (default: digits)")
@@ -113,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side (default: 1)")
     c.add_argument("--update", action="store_true", help="instead write the suite's reference figures, of 20 seeds")
     c.add_argument("--resume", action="store_true", help="go on with the night if it exists")
-    c.set_defaults(call=commands.regress)
+    c.set_defaults(call=many_runs.regress)
 
     c = add("submit", "start a pipeline on Kubeflow; uploads a new version if the graph has changed")
     c.add_argument("pipeline", nargs="?", help="train, compare, tune or nightly")
@@ -126,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument(
         "--param", action="append", default=[], metavar="key=value", help="a parameter of the form alone, e.g. run_id"
     )
-    c.set_defaults(call=commands.submit)
+    c.set_defaults(call=kubeflow.submit)
 
     c = add("nightly", "let Kubeflow run the regression every night; replaces one of that name", config=False)
     c.add_argument("--cron", default="0 0 2 * * *", help="six fields, seconds first; UTC (default: 0 0 2 * * *)")
@@ -137,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--namespace", metavar="NAME", help="of your profile, if Kubeflow has several users")
     c.add_argument("--experiment", default="flexfleet", metavar="NAME")
     c.add_argument("--param", action="append", default=[], metavar="key=value", help="a parameter of the form alone")
-    c.set_defaults(call=commands.nightly)
+    c.set_defaults(call=kubeflow.nightly)
 
     c = add("pool", "show the model pool: sizes, multiply-adds, widths")
     common.add_short(c, ("dataset", "model", "algorithm"))
@@ -155,22 +156,22 @@ def parser() -> argparse.ArgumentParser:
         "multiplications and additions apart, and gives its three columns, means over the models sent (default: "
         "%(default)s)",
     )  # fmt: skip
-    c.set_defaults(call=commands.pool)
+    c.set_defaults(call=pool.pool)
 
     c = add("report", "one page and one table for one or more finished runs", config=False)
     c.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a finished run")
     c.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
-    c.set_defaults(call=commands.report)
+    c.set_defaults(call=runs.report)
 
     c = add("fetch", "download data sets, or what a run pushed by DVC, and check them; without a name: list data sets")
     c.add_argument("names", nargs="*", metavar="NAME", help="names of data sets, or the id of an MLflow run")
     c.add_argument("--root", metavar="DIR", help="of data sets (default: FLEXFLEET_DATA, else ~/.cache/flexfleet/data)")
     c.add_argument("--out", type=Path, metavar="DIR", help="where a run's files go (default: runs/<the id>)")
-    c.set_defaults(call=commands.fetch)
+    c.set_defaults(call=host.fetch)
 
     c = add("status", "show how far runs are, and which invited devices are there")
     c.add_argument("run", type=Path, nargs="?", metavar="RUN", help="folder of a run (default: all in run.store)")
-    c.set_defaults(call=commands.status)
+    c.set_defaults(call=runs.status)
 
     c = add("invite", "invite devices that carry out orders where they are (run.backend=agents); or revoke one")
     c.add_argument("--tier", metavar="NAME", help="of the fleet: whose clients' orders they take (default: any)")
@@ -180,11 +181,11 @@ def parser() -> argparse.ArgumentParser:
         help="folder for the invitations, a file for each device (default: %(default)s)",
     )  # fmt: skip
     c.add_argument("--revoke", metavar="NAME", help="instead give no orders to this device any more")
-    c.set_defaults(call=commands.invite)
+    c.set_defaults(call=devices.invite)
 
     c = add("agent", "carry out orders on this device, which was invited, until the server is silent", config=False)
     agent_options.add(c)
-    c.set_defaults(call=commands.agent)
+    c.set_defaults(call=devices.agent)
 
     c = add("profile", "measure how this device trains: an entry of fleet.tiers, for the simulated clock")
     c.add_argument("--invite", metavar="FILE", help="its invitation, for the way to the object store: a file, or https")
@@ -194,11 +195,11 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--seconds", type=float, default=5.0, metavar="S", help="how long to train each level (default: 5)")
     c.add_argument("--out", type=Path, metavar="FILE", help="write the entry there too, as YAML")
     common.add_short(c, ("dataset", "model", "algorithm"))
-    c.set_defaults(call=commands.profile)
+    c.set_defaults(call=devices.profile)
 
     c = add("check", "check parameters, data, partition, fleet and pool without training")
     common.add_short(c, SHORT)
-    c.set_defaults(call=commands.check)
+    c.set_defaults(call=runs.check)
 
     c = add("init", "write a params.yaml with every parameter explained, or an algorithm of your own", config=False)
     c.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="DIR", help="where (default: here)")
@@ -223,7 +224,7 @@ def parser() -> argparse.ArgumentParser:
 
     c = add("doctor", "show what is installed, and what each missing extra would enable", config=False)
     c.add_argument("--measure", action="store_true", help="also how much quicker bf16 trains here: some seconds")
-    c.set_defaults(call=commands.doctor)
+    c.set_defaults(call=host.doctor)
     return p
 
 

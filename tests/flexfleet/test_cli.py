@@ -17,7 +17,7 @@ import pytest
 import fl_engine
 from fl_engine.core.errors import DataError
 from fl_engine.datasets import DATASETS, fashion_mnist
-from flexfleet import commands
+from flexfleet.commands import common, host
 from flexfleet.files.artifacts import PoolFile
 from tests.harness.processes import refused
 
@@ -438,16 +438,16 @@ def test_an_interruption_is_exit_code_130(flexfleet: Any, monkeypatch: pytest.Mo
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "doctor", interrupted)
+    monkeypatch.setattr(host, "doctor", interrupted)
     done = flexfleet("doctor", "--json")
     assert done.code == 130
     assert "Traceback" not in done.err
 
 
 def test_a_tracking_server_is_named_by_its_address_a_data_base_by_the_command_that_shows_it() -> None:
-    assert commands.where_tracked("http://me:secret@mlflow:5000", None) == "MLflow: http://mlflow:5000"
-    assert commands.where_tracked("http://mlflow:5000", "https://here") == "MLflow: https://here"
-    assert commands.where_tracked("sqlite:///a.db", None) == "MLflow: mlflow ui --backend-store-uri sqlite:///a.db"
+    assert common.where_tracked("http://me:secret@mlflow:5000", None) == "MLflow: http://mlflow:5000"
+    assert common.where_tracked("http://mlflow:5000", "https://here") == "MLflow: https://here"
+    assert common.where_tracked("sqlite:///a.db", None) == "MLflow: mlflow ui --backend-store-uri sqlite:///a.db"
 
 
 def test_the_module_is_the_command() -> None:

@@ -22,7 +22,7 @@ from fl_engine.data.partitioning import Manifest
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import sha256
 from fl_engine.tasks import TASKS
-from flexfleet import commands
+from flexfleet.commands.runs import report as report_command
 from flexfleet.files.artifacts import (
     Apoz,
     ApozLayer,
@@ -637,10 +637,10 @@ def test_the_command_searches_for_cycles_a_few_times_and_puts_that_back(tmp_path
     gc.callbacks.append(count)
     try:
         if ends == "well":
-            assert commands.report(args) == 0
+            assert report_command(args) == 0
         else:
             with pytest.raises(ConfigError, match="is not a folder"):
-                commands.report(args)
+                report_command(args)
     finally:
         gc.callbacks.remove(count)
     assert searches < 50

@@ -1,0 +1,52 @@
+"""The commands of devices without Kubernetes: invite, agent, profile."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+
+def invite(args: argparse.Namespace) -> int:
+    from flexfleet.steps import invitations
+    from flexfleet.steps.prepare import config_of
+
+    config = config_of(args)
+    if args.revoke is not None:
+        invitations.revoke(config, args.revoke)
+        print(json.dumps({"revoked": args.revoke}) if args.json else f"{args.revoke} gets no orders any more")
+        return 0
+    written = [str(path) for path in invitations.invite(config, args.tier, args.count, args.out)]
+    if args.json:
+        print(json.dumps({"invitations": written}))
+        return 0
+    print("\n".join(written))
+    print("each is one device: whoever has the file is the device. On it: flexfleet agent --invite FILE")
+    return 0
+
+
+def agent(args: argparse.Namespace) -> int:
+    from flexfleet.steps.agent import run as serve
+
+    return serve(args)
+
+
+def profile(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from flexfleet.runs import profile as device
+    from flexfleet.steps.agent_line import invitation_of
+    from flexfleet.steps.prepare import resolved_of
+
+    found = device.profile(
+        resolved_of(args),
+        None if args.invite is None else invitation_of(args.invite),
+        name=args.tier,
+        share=args.share,
+        room=None if args.memory is None else args.memory * 1e6,
+        seconds=args.seconds,
+    )
+    text = device.text(found)
+    if args.out is not None:
+        args.out.write_text(text)
+    print(json.dumps(asdict(found)) if args.json else text.rstrip())
+    return 0

@@ -1,0 +1,101 @@
+"""The commands of Kubeflow: submit, and nightly."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from fl_engine.core.errors import ConfigError, FlexfleetError, masked
+from flexfleet.commands.common import tags_of
+
+
+def submit(args: argparse.Namespace) -> int:
+    from flexfleet.steps.prepare import config_of
+
+    if (args.pipeline is None) == (args.follow is None):
+        raise ConfigError("submit takes the name of a pipeline to start, or --follow RUN_ID, one of the two")
+    if args.follow is not None:
+        return follow(args, args.follow, {})
+    from dataclasses import asdict
+
+    from flexfleet.config import pair_of
+    from flexfleet.kubeflow.submit import given
+    from flexfleet.kubeflow.submit import submit as start
+
+    own = fields_of(args.param)
+    submitted = start(
+        args.pipeline,
+        given(args.pipeline, config_of(args), [pair_of(text)[0] for text in args.set]) | own,
+        host=args.host,
+        namespace=args.namespace,
+        experiment=args.experiment,
+        run_name=args.run_name,
+    )
+    if args.wait or not args.json:
+        said = f"{submitted.pipeline} {submitted.version}{' (new)' if submitted.uploaded else ''}"
+        where = "" if args.wait else f": {submitted.url or submitted.run_id}"  # which following begins with
+        print(said + where, file=sys.stderr if args.json else sys.stdout, flush=True)
+    if args.wait:
+        return follow(args, submitted.run_id, asdict(submitted))
+    print(json.dumps(asdict(submitted)) if args.json else f"to follow it: {_follow_again(args, submitted.run_id)}")
+    return 0
+
+
+def _follow_again(args: argparse.Namespace, run_id: str) -> str:
+    return f"flexfleet submit --follow {run_id}" + (f" --host {masked(args.host)}" if args.host else "")
+
+
+def follow(args: argparse.Namespace, run_id: str, about: dict[str, object]) -> int:
+    """`about`: what is already known about the run, for --json. Ctrl-C stops following, not the run."""
+    from dataclasses import asdict
+
+    from flexfleet.kubeflow.follow import follow as watch
+
+    again = f"to follow it again: {_follow_again(args, run_id)}"
+    out = sys.stderr if args.json else sys.stdout
+    try:
+        followed = watch(run_id, host=args.host, tell=lambda line: print(line, file=out, flush=True))
+    except KeyboardInterrupt:
+        print(f"not followed any more; the run goes on. {again[0].upper()}{again[1:]}", file=sys.stderr)
+        return 130
+    except FlexfleetError as error:
+        raise type(error)(f"{error}. {again[0].upper()}{again[1:]}") from error
+    if args.json:
+        print(json.dumps({**about, **asdict(followed)}))
+    return followed.exit_code
+
+
+def nightly(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from flexfleet.config.overrides import form_of
+    from flexfleet.kubeflow.submit import schedule
+    from flexfleet.nightly.regress import prepare
+
+    parameters = {"suite": args.suite, **form_of(args.set), **fields_of(args.param)}
+    prepare(args.suite, "nightly", [*args.set, "tracking.mlflow=null"])  # an error now, not at night
+    scheduled = schedule(
+        "nightly",
+        parameters,
+        args.name,
+        args.cron,
+        host=args.host,
+        namespace=args.namespace,
+        experiment=args.experiment,
+    )
+    if args.json:
+        print(json.dumps(asdict(scheduled)))
+    else:
+        before = f", in place of {scheduled.replaced}" if scheduled.replaced else ""
+        print(f"{scheduled.name} at {scheduled.cron!r} (UTC){before}: {scheduled.url or scheduled.recurring_run_id}")
+    return 0
+
+
+def fields_of(texts: Sequence[str]) -> dict[str, str]:
+    """The values of --param."""
+    found = tags_of(texts, "--param")
+    if "advanced" in found:
+        raise ConfigError("--param advanced: give each of its values with --set a.b=value")
+    return found

@@ -1,0 +1,130 @@
+"""The commands of many runs: compare, tune, regress."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fl_engine.core.errors import ConfigError
+from flexfleet.commands.common import where_tracked
+from flexfleet.files.terminal import show
+
+if TYPE_CHECKING:
+    from flexfleet.config import Config
+
+log = logging.getLogger("flexfleet")
+
+
+def compare(args: argparse.Namespace) -> int:
+    from flexfleet.comparisons import suites
+    from flexfleet.config import entries, load_config
+    from flexfleet.config.entries import Entry
+    from flexfleet.steps.prepare import config_of
+
+    if args.suites:
+        return list_suites(args)
+    if args.resume and args.id is None:
+        raise ConfigError("--resume needs --id: the name of the comparison to go on with, a folder of the run store")
+
+    def load(sets: list[str]) -> Config:
+        return config_of(argparse.Namespace(config=args.config, set=sets))
+
+    to = () if args.to is None else entries.accuracies_of(args.to)
+    name = time.strftime("compare-%Y%m%d-%H%M%S") if args.id is None else args.id
+    references: list[Entry] = []
+    if args.suite is not None:
+        suite, read = suites.load(args.suite), partial(load_config, args.config)
+        to = to or suite.to
+        runs = suites.entries_of(suite, args.algorithms, args.seeds, args.set, read, name, args.over)
+        references = [] if args.central else suites.central_of(suite, args.algorithms, args.seeds, args.set, read, name)
+    elif args.algorithms is not None:
+        runs = entries.entries_for(args.algorithms, args.seeds, args.set, load, name, args.over)
+    else:
+        raise ConfigError("compare needs --algorithms, e.g. --algorithms flexfl,all_large, or --suite")
+
+    from flexfleet.comparisons.tabulate import text as table
+    from flexfleet.comparisons.whole import compare as compare_all
+
+    options = [f"--{o.replace('_', '-')}" for o in ("discard_damaged", "accept_numerics") if getattr(args, o)]
+    comparison = compare_all(
+        runs,
+        name,
+        to=to,
+        at_once=args.jobs,
+        resume=args.resume,
+        options=options,
+        central=args.central,
+        references=references,
+    )
+    if args.json:
+        print(comparison.model_dump_json())
+    else:
+        print(table(comparison))
+        print(f"page: {entries.folder_of(runs) / 'comparison.html'}")
+        if runs[0].config.tracking.mlflow:
+            print(where_tracked(runs[0].config.tracking.mlflow, runs[0].config.tracking.ui))
+    return 0
+
+
+def list_suites(args: argparse.Namespace) -> int:
+    """Prints the suites that come with flexfleet: a small one below the one that it stands for."""
+    from dataclasses import asdict
+
+    from flexfleet.comparisons import suites
+
+    found = {one.name: one for one in suites.listed()}
+    if args.json:
+        print(json.dumps({"suites": [asdict(one) for one in found.values()]}))
+        return 0
+    small, lines = {one.small for one in found.values()}, []
+    for one in found.values():
+        if one.name not in small:
+            lines += [one.name, f"  paper  {one.paper}", f"  shows  {one.shows}", f"  cost   {one.cost}"]
+            lines += [f"  lacks  {one.lacks}"] if one.lacks else []
+            lines += [f"  small  {one.small}: {found[one.small].cost}"] if one.small else []
+    show("\n".join(lines))
+    return 0
+
+
+def tune(args: argparse.Namespace) -> int:
+    from flexfleet.steps.prepare import config_of
+
+    if args.resume and args.id is None:
+        raise ConfigError("--resume needs --id: the name of the study to go on with, a folder of the run store")
+    if args.jobs is not None:
+        args.set = [*args.set, f"tune.workers={args.jobs}"]
+    name = time.strftime("tune-%Y%m%d-%H%M%S") if args.id is None else args.id
+    config = config_of(args)
+
+    from flexfleet.studies.outcome import told
+    from flexfleet.studies.study import tune as search
+
+    tuned = search(config, name, resume=args.resume)
+    print(tuned.model_dump_json() if args.json else told(tuned, Path(config.run.store) / name))
+    return 0
+
+
+def regress(args: argparse.Namespace) -> int:
+    from fl_engine.core.errors import GateFailed
+    from flexfleet.comparisons.whole import check_jobs
+    from flexfleet.nightly import regress as step
+    from flexfleet.nightly import webhook
+
+    id = time.strftime("night-%Y%m%d-%H%M%S") if args.id is None else args.id
+    check_jobs(args.jobs)
+    night = step.prepare(args.suite, id, args.set, args.update)
+    log.info("folder: %s", night.folder)
+    if args.update:
+        figures = step.update(night, jobs=args.jobs, resume=args.resume)
+        print(figures.model_dump_json() if args.json else f"reference: {night.path.with_suffix('.json')}")
+        return 0
+    verdict = step.regress(night, jobs=args.jobs, resume=args.resume)
+    print(verdict.model_dump_json() if args.json else step.told(verdict))
+    if not verdict.passed:
+        webhook.call(step.told(verdict))
+    return 0 if verdict.passed else GateFailed.exit_code

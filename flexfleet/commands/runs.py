@@ -1,0 +1,152 @@
+"""The commands of one run: run, central, check, report, status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fl_engine.core.errors import FlexfleetError
+from fl_engine.core.system import seldom_collected
+from flexfleet.commands.common import resumes_by_name, tags_of, where_tracked
+
+if TYPE_CHECKING:
+    from flexfleet.config import Config
+
+log = logging.getLogger("flexfleet")
+
+
+def run(args: argparse.Namespace) -> int:
+    from flexfleet.config.names import new_name
+    from flexfleet.runs.whole import run as run_all
+    from flexfleet.steps.prepare import resolved_of
+
+    resumes_by_name(args)
+    resolved = resolved_of(args)
+    config = resolved.config
+    run_id = new_name(config) if args.run_id is None else args.run_id
+    result = run_all(
+        resolved,
+        run_id,
+        resume=args.resume,
+        discard_damaged=args.discard_damaged,
+        accept_numerics=args.accept_numerics,
+        shared=args.shared,
+        tags=tags_of(args.tag),
+    )
+    if args.json:
+        print(result.model_dump_json())
+    else:
+        from flexfleet.reports import precisions
+        from flexfleet.reports.report import table
+
+        out = Path(config.run.store) / run_id
+        print(table([out]))
+        if found := precisions.of_run(out, list(result.metrics["levels"]), result.model_sha256):
+            print(precisions.table(found))
+        print(f"report: {result.report}")
+        if config.tracking.mlflow:
+            print(where_tracked(config.tracking.mlflow, config.tracking.ui))
+    return 0
+
+
+def central(args: argparse.Namespace) -> int:
+    from flexfleet.runs.central import central as train
+    from flexfleet.steps.prepare import resolved_of
+
+    resumes_by_name(args)
+    resolved = resolved_of(args)
+    config = resolved.config
+    named = f"central-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    result = train(
+        resolved,
+        named if args.run_id is None else args.run_id,
+        resume=args.resume,
+        discard_damaged=args.discard_damaged,
+        accept_numerics=args.accept_numerics,
+        tags=tags_of(args.tag),
+    )
+    if args.json:
+        print(result.model_dump_json())
+        return 0
+    from flexfleet.files.measure import Measure
+
+    m, measure = result.metrics, Measure(resolved.data.task.metric.name)
+    best = f"best {measure.with_unit(m['best']['full'])} after epoch {m['best']['round']}"
+    print(
+        f"{result.run_id}: {measure.name} {measure.with_unit(m['full'])} after {config.central.epochs} epochs, {best}"
+    )
+    print(f"curve: {result.report}")
+    if config.tracking.mlflow:
+        print(where_tracked(config.tracking.mlflow, config.tracking.ui))
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    from flexfleet.runs.check import check as examine
+    from flexfleet.steps.prepare import resolved_of
+
+    answer = examine(resolved_of(args))
+    print(json.dumps(answer) if args.json else "ok: " + ", ".join(f"{k} {v}" for k, v in answer.items() if k != "ok"))
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    with seldom_collected():
+        from flexfleet.reports.report import load_all, report_of, table_of
+
+        loaded = load_all(args.runs)
+        page = report_of(loaded, args.out)
+    if args.json:
+        print(json.dumps({"report": str(page), "runs": [str(r) for r in args.runs]}))
+    else:
+        print(table_of(loaded))
+        print(f"report: {page}")
+    return 0
+
+
+def status(args: argparse.Namespace) -> int:
+    from flexfleet.files.measure import Measure
+    from flexfleet.runs.status import describe, list_runs
+    from flexfleet.steps.prepare import config_of
+
+    if args.run is not None:
+        rows, config = [describe(args.run)], None
+    else:
+        config = config_of(args)
+        rows = list_runs(Path(config.run.store))
+        if not rows and not args.json:
+            print(f"{config.run.store} holds no run yet")
+    if not args.json:
+        for row in rows:
+            if "why" in row:
+                print(f"{row['run_id']:40} {row['status']:10} {row['why']}", flush=True)
+                continue
+            measure, last = Measure(row["metric"] or ""), ""
+            if row["avg"] is not None:
+                last = f"  avg {measure.with_unit(row['avg'])}  full {measure.with_unit(row['full'])}"
+            print(f"{row['run_id']:40} {row['status']:10} round {row['round']}/{row['stop']}{last}", flush=True)
+    devices = [] if config is None else _invited(config)
+    if args.json:
+        about = {"runs": rows, "agents": devices} if devices else {"runs": rows}
+        print(json.dumps(rows[0] if args.run is not None else about))
+        return 0
+    for each in devices:
+        did = f"{each['answers']} answered, {each['lost']} lost{', last ' + each['last'] if each['last'] else ''}"
+        seen = f" seen {each['seen']}" if each["seen"] else ""
+        print(f"{each['name']:20} {each['state']:10}{seen}  {did}")
+    return 0
+
+
+def _invited(config: Config) -> list[dict[str, Any]]:
+    """The invited devices; none where it cannot be said, which is no failure of a list of runs."""
+    from flexfleet.steps import invitations
+
+    try:
+        return invitations.told(config)
+    except FlexfleetError as error:
+        log.warning("which devices are invited cannot be said: %s", error)
+        return []
