@@ -101,6 +101,28 @@ class Task(Protocol):
         """The metrics over all batches: exactly those of the whole data set, however it was cut into batches."""
 
 
+BESIDE = ("loss", "params")
+"""What stands beside the metrics where results are written down, so that no metric has such a name."""
+
+
+def measured(task: Task, observed: Sequence[Tensor]) -> Measured:
+    """What the task says of a whole data set (`Task.measure`). Raises DataError where it does not say the metric that
+    decides, or where a metric's name is none, or taken."""
+    found, kind = task.measure(observed), type(task).__name__
+    if task.metric.name not in found.values:
+        raise DataError(f"{kind} decides by {task.metric.name!r}, and measures {', '.join(found.values) or 'nothing'}")
+    for name in found.values:
+        if wrong := _unfit(name):
+            raise DataError(f"{kind} measures {name!r}: {wrong}")
+    return found
+
+
+def _unfit(name: object) -> str:
+    """What is wrong with the name of a task's metric; empty: nothing."""
+    taken = f"{' and '.join(BESIDE)} stand beside the metrics: give it another name"
+    return misnamed(name) or (taken if name in BESIDE else "")
+
+
 LABEL_WORD = r"[\w -]{1,40}"
 
 
@@ -184,7 +206,7 @@ class Data:
                 f"{self.name}: task is one of fl_engine.tasks, for example Classification(10) or Regression(), "
                 f"got {self.task!r}"
             )
-        if wrong := misnamed(self.task.metric.name):
+        if wrong := _unfit(self.task.metric.name):
             raise DataError(f"{self.name}: {type(self.task).__name__} decides by {self.task.metric.name!r}: {wrong}")
         if not self.task.metric.higher_is_better:
             raise DataError(

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from torch import Tensor
 
 from fl_engine.core.errors import IntegrityError, ModelError, brief
-from fl_engine.core.samples import Data
+from fl_engine.core.samples import Data, measured
 from fl_engine.models.export import ONNX
 from fl_engine.models.quantised import FILES, OnnxPrecision, convert, refuse, session, stored
 from fl_engine.storage.store import FolderStore
@@ -137,7 +137,7 @@ def _answers(opened: Any, x: Tensor, batch: int) -> Tensor:
 
 
 def _value(data: Data, answers: Tensor) -> float:
-    values, _ = data.task.measure([data.task.observe(answers, data.test_y)])
+    values, _ = measured(data.task, [data.task.observe(answers, data.test_y)])
     return float(values[data.task.metric.name])
 
 

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.samples import Data, Task, batch_layout
+from fl_engine.core.samples import Data, Task, batch_layout, measured
 from fl_engine.core.slicing import runnable, take
 from fl_engine.core.types import ParamLayout, Params, Pool, PoolModel, SubmodelSpec
 
@@ -141,7 +141,7 @@ class _Tally:
         self._count += len(wanted)
 
     def score(self) -> Score:
-        values, confusion = self._goal.measure(self._observed)
+        values, confusion = measured(self._goal, self._observed)
         return Score(values[self._goal.metric.name], self._loss.item() / self._count, values, confusion)
 
 

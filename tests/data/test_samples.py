@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.samples import Data, Metric
+from fl_engine.core.samples import Data, Measured, Metric
 from fl_engine.tasks import Classification, Regression
+from fl_engine.training.evaluation import score
 
 IMAGES = {
     "name": "made", "task": Classification(3), "train_x": torch.zeros(6, 1, 2, 2, dtype=torch.uint8),
@@ -40,6 +43,10 @@ class OddlyNamed(Regression):
     metric: ClassVar[Metric] = Metric("R2 <a\\d>")
 
 
+class TakenName(Regression):
+    metric: ClassVar[Metric] = Metric("loss")
+
+
 class Bracketed(Classification):
     label_word: ClassVar[str] = "kind (of thing)"
 
@@ -50,6 +57,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a task's type": (IMAGES, {"task": Regression}, "task is one of fl_engine.tasks"),
     "an error that decides": (TABLE, {"task": ByError()}, "mae decides and is better when lower; let a task decide by"),
     "a metric's name": (TABLE, {"task": OddlyNamed()}, "OddlyNamed decides by 'R2 <a\\\\d>': a name is a"),
+    "a metric's name that is taken": (TABLE, {"task": TakenName()}, "TakenName decides by 'loss': loss and params"),
     "a list of samples": (IMAGES, {"train_x": [[1, 2]]}, "train_x is a tensor or a NumPy array, got list"),
     "words": (IMAGES, {"train_x": np.array(["a"] * 6)}, "train_x: numbers are expected, got a NumPy array of <U1"),
     "objects": (TABLE, {"train_y": np.array([None] * 6)}, "train_y: numbers are expected, got a NumPy array of object"),
@@ -167,3 +175,33 @@ def test_measurements_in_0_to_1_are_taken_with_mean_and_std() -> None:
     maps = {"train_x": torch.rand(6, 1, 2, 2), "test_x": torch.rand(3, 1, 2, 2)}
     found = Data(**{**IMAGES, **maps})  # type: ignore[arg-type]
     assert torch.equal(found.normalise(maps["train_x"]), (maps["train_x"] - 0.5) / 0.25)
+
+
+class Measures(Regression):
+    """A task whose `measure` gives these metrics."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def measure(self, observed: Sequence[torch.Tensor]) -> Measured:
+        return Measured(dict.fromkeys(self.names, 0.5))
+
+
+@pytest.mark.parametrize(
+    "names, wrong",
+    [
+        (("mae",), "Measures decides by 'r2', and measures mae"),
+        (
+            ("r2", "params"),
+            "Measures measures 'params': loss and params stand beside the metrics: give it",
+        ),
+        (("r2", "a b"), "Measures measures 'a b': a name is a plain identifier"),
+    ],
+    ids=["not the one that decides", "a name that is taken", "no name"],
+)
+def test_what_a_task_measures_has_names_that_results_can_hold(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], wrong: str
+) -> None:
+    monkeypatch.setattr(Measures, "names", names)
+    data = Data(**{**TABLE, "task": Measures()})
+    with pytest.raises(DataError, match=f"^{re.escape(wrong)}"):
+        score(nn.Linear(2, 1), data, ensemble=False)
