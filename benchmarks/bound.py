@@ -32,11 +32,11 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tracker import Memory
-from flexfleet.steps.federate import initial_state, site_of
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
+from flexfleet.steps.site import initial_state, site_of
 
 STORE = Path("runs/bound")
 OUT = Path("docs/robustness/bound.json")

@@ -39,9 +39,9 @@ def partition(
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.in_pod import ending
     from flexfleet.runs import check
-    from flexfleet.steps.federate import store_of
     from flexfleet.steps.partition import partition as step
     from flexfleet.steps.prepare import Resolved
+    from flexfleet.steps.resumed import store_of
     from flexfleet.tracking import record as track
     from flexfleet.tracking import versioned
 

@@ -35,9 +35,10 @@ from flexfleet.files.artifacts import Result as ResultFile
 from flexfleet.files.measure import measure_in
 from flexfleet.runs.status import is_finished
 from flexfleet.steps import own_code
-from flexfleet.steps.federate import devices_decide, given_weights, initial_state, site_of, store_of, trace_of
 from flexfleet.steps.partition import folders_sum, simulated
 from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.resumed import devices_decide, store_of
+from flexfleet.steps.site import given_weights, initial_state, site_of, trace_of
 
 if TYPE_CHECKING:
     from flexfleet.api.callbacks import Callback

@@ -32,9 +32,9 @@ from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, Result, RunFile, row_of
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages, run
-from flexfleet.steps.federate import known_run, store_of
 from flexfleet.steps.own_code import check_sources
 from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.resumed import known_run, store_of
 from flexfleet.steps.share import fits, settings, share
 from flexfleet.tracking import record as track
 from flexfleet.tracking.trackers import PARENT, TOKEN, MLflow, ending, platform_of

@@ -24,8 +24,8 @@ from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config, codecs
-from flexfleet.steps.federate import initial_state, site_of, trace_of
 from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.site import initial_state, site_of, trace_of
 from flexfleet.tracking.trackers import Several
 
 ROUNDS = 1

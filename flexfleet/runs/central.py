@@ -40,11 +40,11 @@ from flexfleet.config.sources import sources
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import Artifact, ConfusionFile, EvaluationFile, History, Result
 from flexfleet.files.measure import Measure
+from flexfleet.files.signals import stop_on_signals
 from flexfleet.reports import plots
 from flexfleet.runs.whole import highest_of, need_packages
 from flexfleet.steps import own_code, warm_start
 from flexfleet.steps.evaluate import told
-from flexfleet.steps.federate import stop_on_signals
 from flexfleet.steps.prepare import Resolved, check_fits
 from flexfleet.tracking import record as track
 from flexfleet.tracking.trackers import TOKEN, MLflow, ending, log_outcome

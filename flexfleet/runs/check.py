@@ -33,10 +33,10 @@ from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import settled
 from flexfleet.config import Config
 from flexfleet.steps import keys
-from flexfleet.steps.federate import trace_of
 from flexfleet.steps.partition import cut, held_out, most_of, simulated, site_of
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import need_proxy, settings_of
+from flexfleet.steps.site import trace_of
 from flexfleet.tracking.trackers import check_address
 
 

@@ -15,8 +15,8 @@ from flexfleet.files.artifacts import Result, RunFile
 from flexfleet.reports.report import table
 from flexfleet.runs.whole import conclude
 from flexfleet.steps import own_code
-from flexfleet.steps.federate import store_of
 from flexfleet.steps.prepare import Resolved, config_of
+from flexfleet.steps.resumed import store_of
 
 
 def gather(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path) -> Path:

@@ -30,11 +30,11 @@ from fl_engine.training import cgroup, memory, pace, power
 from fl_engine.training.memory import Peaks, Trial
 from flexfleet.config import Config
 from flexfleet.runs.check import first_round
-from flexfleet.steps.federate import numerics_of, training_of
 from flexfleet.steps.invitations import LETTERS
 from flexfleet.steps.partition import cut
 from flexfleet.steps.peaks import trials_of
 from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.site import numerics_of, training_of
 
 log = logging.getLogger("flexfleet")
 

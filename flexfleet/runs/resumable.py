@@ -26,10 +26,11 @@ from flexfleet.config import flatten, moves
 from flexfleet.config.sources import sources
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import RunFile
-from flexfleet.steps.federate import federate, site_of
+from flexfleet.steps.federate import federate
 from flexfleet.steps.own_code import sha256_of
 from flexfleet.steps.partition import folders_sum, simulated
 from flexfleet.steps.prepare import Resolved, resolved_of
+from flexfleet.steps.site import site_of
 
 OUTCOME = ("run.json", "history.json", "model.safetensors")
 DONE = ".done"

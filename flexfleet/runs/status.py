@@ -12,7 +12,7 @@ from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.files.artifacts import BareHistory, Result, RunFile
 from flexfleet.files.measure import measure_in
-from flexfleet.steps.federate import store_of
+from flexfleet.steps.resumed import store_of
 
 
 def describe(run: Path) -> dict[str, Any]:

@@ -28,11 +28,12 @@ from flexfleet.reports.report import report
 from flexfleet.runs.check import check
 from flexfleet.steps import keys
 from flexfleet.steps.evaluate import evaluate
-from flexfleet.steps.federate import federate, known_run, store_of
+from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
+from flexfleet.steps.resumed import known_run, store_of
 from flexfleet.steps.share import adopt
 from flexfleet.tracking import record as track
 from flexfleet.tracking import versioned

@@ -2,80 +2,52 @@
 
 from __future__ import annotations
 
-import logging
-import signal
-import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from threading import current_thread, main_thread
 from typing import Any
 
-import torch
-
 from fl_engine.aggregation import privacy
-from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import BACKENDS, Surroundings
-from fl_engine.backends.in_process import prepare_process
-from fl_engine.core import seeds
-from fl_engine.core.contracts import Algorithm, ModelFamily, Tracker, Watcher
-from fl_engine.core.errors import (
-    ConfigError,
-    EnvironmentFailure,
-    FlexfleetError,
-    IntegrityError,
-    ModelError,
-    Replaced,
-    Stopped,
-)
-from fl_engine.core.fields import Moves
-from fl_engine.core.samples import Task
-from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import Params
-from fl_engine.data import partitioning as partition
+from fl_engine.core.contracts import Tracker, Watcher
+from fl_engine.core.errors import EnvironmentFailure, Replaced, Stopped
 from fl_engine.data.local import FORM, Form
 from fl_engine.exchange.assignment import site_files
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.code import Wheel, store_key
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.server import ServerSite
 from fl_engine.exchange.updates import KeyOf
 from fl_engine.exchange.updates import key_of as signing_key
-from fl_engine.fleet import devices, faults, traces
-from fl_engine.fleet.trace import Trace
-from fl_engine.preparation.weights import fitting
 from fl_engine.rounds import at_clients, loop
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
-from fl_engine.selection.capacity import round_size
 from fl_engine.storage import lease
-from fl_engine.storage.checkpoints import Checkpoints, Row
+from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.lease import Lease
 from fl_engine.storage.pieces import laid_out
-from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256
-from fl_engine.training import strategy
 from fl_engine.training.evaluation import published
-from fl_engine.training.numerics import Numerics, describe, describe_noise, differing, flushes, settled
+from fl_engine.training.numerics import describe, describe_noise, differing
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.config.names import plain
 from flexfleet.config.sources import sources
 from flexfleet.files import terminal as common
 from flexfleet.files.alone import alone
-from flexfleet.files.artifacts import WEIGHTS, PoolFile, RunFile, history_of
+from flexfleet.files.artifacts import RunFile, history_of
 from flexfleet.files.live import counted_warnings
+from flexfleet.files.signals import stop_on_signals
 from flexfleet.steps import invitations, keys, own_code, warm_start
-from flexfleet.steps.partition import folders_sum, held_out, most_of, simulated
+from flexfleet.steps.partition import folders_sum, simulated
 from flexfleet.steps.peaks import peaks_of
 from flexfleet.steps.prepare import Resolved, resolved_of
+from flexfleet.steps.resumed import devices_decide, fetch_run, known_run, same, same_noise, same_place, store_of
+from flexfleet.steps.site import given_weights, initial_state, site_of, tell_unused, trace_of
 from flexfleet.tracking import record as track
 from flexfleet.tracking.console import Console
 from flexfleet.tracking.trackers import MLflow, Several
-
-log = logging.getLogger("flexfleet")
 
 
 def federate(
@@ -141,10 +113,10 @@ def _federate(
 ) -> Path:
     config, algorithm = resolved.config, resolved.algorithm
     if config.run.remote is not None:
-        _fetch_run(store, out)
+        fetch_run(store, out)
     known = known_run(config, out, resume)
     if known:
-        _same_place(known, config, run_id, out)
+        same_place(known, config, run_id, out)
     tell_unused(config)
     site = site_of(resolved, partition_dir, pool_dir, known.numerics if known else None)
     if config.evaluate.on == "clients":
@@ -154,7 +126,7 @@ def _federate(
     rules = replace(site.rules, algorithm=algorithm, seed=None if devices_decide(config) else config.seed)
     private, apart = privacy.is_private(algorithm), config.run.apart
     if known and private:
-        _same_noise(known, out)
+        same_noise(known, out)
     token = known.token if known else uuid.uuid4().hex if config.tracking.mlflow or private else ""
     key, key_at = None, known.key_at if known else None
     if private or apart:
@@ -183,7 +155,7 @@ def _federate(
         noise_numerics=describe_noise() if private else None,
     )
     if known:
-        _same(known, run, out, accept_numerics)
+        same(known, run, out, accept_numerics)
         others = (known.numerics,) if differing(known.numerics, run.numerics) else ()
         before = known.earlier_numerics + others
         run = run.model_copy(update={"earlier_numerics": before})
@@ -243,82 +215,6 @@ def _federate(
     return _finish(out, ledger, final, tracker, mlflow)
 
 
-def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path, before: Mapping[str, Any] | None = None) -> Site:
-    """All that clients on this machine need to know. Prepares the process for training. `before`: the numerics of the
-    run that is resumed, whose precision a run with `run.precision=auto` keeps (and see `flushes`)."""
-    config, family = resolved.config, resolved.family
-    parts = partition.load(partition_dir, resolved.data)
-    data = partition.as_told(resolved.data, parts)
-    parts, held = held_out(config, parts)
-    pool = PoolFile.read(pool_dir / "pool.json").pool()
-    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
-    prepare_process(config.run.devices, flush_denormal=flushes(before))
-    struck = faults.parse(config.rounds.faults)
-    numerics = numerics_of(config, training_of(resolved.algorithm), family, data.task, before)
-    sealed = config.run.backend == "kubernetes" and config.kubernetes.state_key is not None
-    most = most_of(config)
-    return Site(family, pool, fleet, data, parts, config.seed, numerics, None, struck, sealed, None, held, most)
-
-
-def trace_of(config: Config, site: Site) -> tuple[Trace | None, str | None]:
-    """What the devices do over time, and the sha256 of the files that say it. Raises ConfigError and DataError."""
-    source = config.fleet.trace
-    if source is None:
-        return None, None
-    samples = [len(indices) for indices in site.partition.clients]
-    digest = traces.digest(source) if source.files else None
-    return source.trace(site.fleet, samples, config.seed), digest
-
-
-def given_weights(pool_dir: Path, family: ModelFamily) -> Params | None:
-    """The weights that go with the pool; None: the run starts from fresh ones. Raises IntegrityError naming the file
-    that is missing, damaged or another network's."""
-    weights = PoolFile.read(pool_dir / "pool.json").weights(pool_dir)
-    try:
-        return None if weights is None else fitting(family, weights)
-    except ModelError as error:
-        raise IntegrityError(f"{pool_dir / WEIGHTS} is not of this network: {error}") from error
-
-
-def initial_state(resolved: Resolved, site: Site, weights: Params | None = None) -> Any:
-    """The algorithm's state before the first round. `weights`: of the whole network; None: fresh ones."""
-    params = weights
-    if params is None:
-        params = initial_params(site.family, seeds.derive(resolved.config.seed, "init"))
-    return resolved.algorithm.init(params, site.layout, site.fleet, site.pool, ServerSite(site))
-
-
-def tell_unused(config: Config) -> None:
-    """Says where a GPU is there and not used."""
-    here = not config.run.apart and all(name == "cpu" for name in config.run.devices)
-    if here and torch.cuda.is_available():
-        log.info("CUDA is there and not used: run.devices=auto, or [cuda], trains on it")
-
-
-def training_of(algorithm: Algorithm) -> Training:
-    """The local training as the algorithm does it: what the section says, unless the algorithm has work of its own."""
-    found: Training = algorithm.training  # type: ignore[attr-defined]
-    return found
-
-
-def numerics_of(
-    config: Config, training: Training, family: ModelFamily, goal: Task, before: Mapping[str, Any] | None
-) -> Numerics:
-    """The numerics that the configuration names, else those that suit the network. `training`: the algorithm's;
-    `before`: see `settled` and `flushes`."""
-    run, per_round = config.run, round_size(training.fraction, config.partition.clients)
-    precision = settled(run.precision, run.devices, before)
-    if precision == "fp16" and training.weight_decay:
-        log.warning("run.precision=fp16: training.weight_decay = %g is left out", training.weight_decay)
-    if run.strategy == "single" or training.is_own:
-        found = Numerics(precision=precision)
-    elif run.strategy == "batched":
-        found = strategy.batched(family, training.batch_size, per_round, precision, run.devices)
-    else:
-        found = strategy.choose(family, goal, training.batch_size, per_round, precision, run.devices)
-    return replace(found, flush_denormal=flushes(before))
-
-
 def _surroundings(
     config: Config,
     run: Run,
@@ -336,34 +232,6 @@ def _surroundings(
     code = None if wheel is None else (out / store_key(wheel.sha256), wheel.sha256)
     post = invitations.post_of(config) if config.run.backend == "agents" else None
     return Surroundings(site, mailbox, config.run.devices, run_id, pods, memory, should_stop, code, config.agents, post)
-
-
-def devices_decide(config: Config) -> bool:
-    """Whether clients look at what memory is really free, so that what they train does not follow from the seed."""
-    observe = {"kubernetes": config.kubernetes.observe, "agents": config.agents.observe}
-    return observe.get(config.run.backend) == "cgroup"
-
-
-def store_of(config: Config, run_id: str, out: Path) -> Store:
-    """The store of the run's ledger: the run's folder, or a place in `run.remote`."""
-    if config.run.remote is None:
-        return FolderStore(out.resolve())
-    return open_store(f"{config.run.remote.rstrip('/')}/{run_id}")
-
-
-def _fetch_run(store: Store, out: Path) -> None:
-    """Fetches run.json from the store for a coordinator that starts on another machine. Raises IntegrityError if this
-    machine has the run.json of another run."""
-    if not store.list(track.RUN_KEY):
-        return
-    stored = store.get(track.RUN_KEY)
-    if not (out / "run.json").exists():
-        FolderStore(out).put("run.json", stored)
-    elif RunFile.read(out / "run.json").token != RunFile.of(stored, store.uri(track.RUN_KEY)).token:
-        raise IntegrityError(
-            f"{out / 'run.json'} is of another run than {store.uri(track.RUN_KEY)}, which was begun elsewhere: remove "
-            f"{out} to go on with that one, or choose another --run-id"
-        )
 
 
 def _put_site(
@@ -392,117 +260,6 @@ def _put_site(
 def _signing(key: bytes | None) -> tuple[KeyOf | None, KeyOf | None]:
     """The keys with which clients and the coordinator sign; None if both are processes of this machine."""
     return (None, None) if key is None else (signing_key(key), signing_key(key, "coordinator"))
-
-
-def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
-    """The run that `out` holds, if any. Raises ConfigError rather than overwrite it or mix it with another
-    configuration."""
-    if not (out / "run.json").exists():
-        return None
-    known = RunFile.read(out / "run.json")
-    if not resume:
-        raise ConfigError(f"{out} holds a run already: go on with --resume, or choose another --run-id")
-    own_code.check_same(known.code_sha256, config, out)
-    began = configs.parse_schema(known.config)
-    before, now = configs.flatten(began), configs.flatten(config)
-    changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
-    fixed = [k for k in changed if configs.moves(k) is Moves.RESULT]
-    if fixed:
-        lines = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in fixed[:6])
-        raise ConfigError(f"{out} was started with another configuration ({lines}): choose another --run-id")
-    if devices_decide(began) != devices_decide(config):
-        raise ConfigError(
-            f"{out} was started with run.backend = {began.run.backend}, with {config.run.backend} clients would decide "
-            "by other rules what they train (observe): choose another --run-id"
-        )
-    return known
-
-
-def _same_place(known: RunFile, config: Config, run_id: str, out: Path) -> None:
-    """Raises ConfigError rather than compute a run again whose rounds are in another place, or may be: one that cannot
-    be asked."""
-    before, now = known.config["run"].get("remote"), configs.public(config).run.remote
-    renamed = known.run_id != run_id
-
-    def has_rounds(remote: str | None, name: str) -> bool:
-        there = config.model_copy(update={"run": config.run.model_copy(update={"remote": remote})})
-        return bool(Checkpoints(store_of(there, name, out)).commits())
-
-    if (before == now and not renamed) or has_rounds(config.run.remote, run_id):
-        return
-    try:
-        elsewhere = has_rounds(before, known.run_id)
-    except FlexfleetError:
-        elsewhere = True
-    if elsewhere:
-        was, here, named = (f" as {known.run_id}", f" as {run_id}", " and the name") if renamed else ("", "", "")
-        raise ConfigError(
-            f"{out} was started with run.remote = {before}{was}, and with run.remote = {now}{here} no round is "
-            f"committed: give the place{named} that it was started with, or copy what is there"
-        )
-
-
-def _same_noise(known: RunFile, out: Path) -> None:
-    if known.noise_stream != privacy.STREAM:
-        raise EnvironmentFailure(
-            f"{out} draws its noise from the stream {known.noise_stream or 'of an earlier version'}, this version from "
-            f"{privacy.STREAM}: a round that is computed again would be released twice. Finish it with the version "
-            "that it began with, or start another run"
-        )
-
-
-def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> None:
-    for name in ("pool_sha256", "partition_sha256", "trace_sha256"):
-        if getattr(known, name) != getattr(run, name):
-            raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
-    if known.folders_sha256 not in (None, run.folders_sha256):
-        raise IntegrityError(f"{out} was started with other data in partition.folders than there are now")
-    own_code.check_sources(known.sources, run.sources, out)
-    if accept_numerics:
-        return
-    others = differing(known.numerics, run.numerics)
-    if not others and known.noise_numerics != run.noise_numerics:
-        others = f"{known.noise_numerics} there, {run.noise_numerics} here"
-    if others:
-        raise EnvironmentFailure(
-            f"this machine would not compute the same bits as the one where the run was started ({others}). Resume "
-            "there, or give --accept-numerics"
-        )
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """SIGTERM and the first Ctrl-C end the run after the client in flight; the second Ctrl-C ends it at once."""
-    received: list[int] = []
-
-    def request(signum: int, _: object) -> None:
-        if signum == signal.SIGALRM or (signum == signal.SIGINT and signal.SIGINT in received):
-            # Raised again later: inside a destructor or a weak reference's callback, Python drops the exception and
-            # calls sys.unraisablehook instead.
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            raise KeyboardInterrupt
-        received.append(signum)
-
-    def dropped(about: sys.UnraisableHookArgs) -> None:
-        if about.exc_type is not KeyboardInterrupt:
-            told(about)
-
-    if current_thread() is not main_thread():
-        yield lambda: False
-        return
-    before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
-    told, sys.unraisablehook = sys.unraisablehook, dropped
-    try:
-        yield lambda: bool(received)
-    except Stopped:
-        if signal.SIGINT in received:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.unraisablehook = told
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None) -> Path:

@@ -36,9 +36,10 @@ from flexfleet.files.artifacts import BareHistory, PoolFile
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages
 from flexfleet.steps.evaluate import SMALLER
-from flexfleet.steps.federate import federate, known_run
+from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.resumed import known_run
 from flexfleet.steps.share import adopt, fits, share
 from flexfleet.studies import search
 from flexfleet.studies.outcome import (

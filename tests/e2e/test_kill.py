@@ -19,7 +19,7 @@ import pytest
 
 from flexfleet.files import terminal
 from flexfleet.files.artifacts import History
-from flexfleet.steps import federate
+from flexfleet.files.signals import stop_on_signals
 
 SETS = ("rounds.stop=10", "rounds.commit_every=1", "training.epochs=3")
 
@@ -296,7 +296,7 @@ def test_a_second_ctrl_c_that_lands_where_python_drops_it_ends_all_the_same(caps
 
     thing = Thing()
     dropped = weakref.ref(thing, interrupt)
-    with pytest.raises(KeyboardInterrupt), federate.stop_on_signals() as asked:
+    with pytest.raises(KeyboardInterrupt), stop_on_signals() as asked:
         signal.raise_signal(signal.SIGINT)
         assert asked()
         del thing

@@ -21,6 +21,7 @@ from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
+from flexfleet.steps.resumed import known_run
 
 MIB = 2**20
 Rounds = Callable[..., list[Any]]
@@ -136,6 +137,6 @@ def test_a_run_goes_on_by_the_rules_that_it_began_with(quick: Sequence[str], tmp
     began = config("run.backend=agents").model_dump(mode="json")
     sums = {"pool_sha256": "0" * 64, "partition_sha256": "1" * 64}
     RunFile(run_id="a", config=began, numerics={}, **sums).write(tmp_path / "run.json")
-    assert step.known_run(config("run.backend=agents"), tmp_path, resume=True) is not None
+    assert known_run(config("run.backend=agents"), tmp_path, resume=True) is not None
     with pytest.raises(ConfigError, match=r"run\.backend = agents, with in_process clients would decide by other"):
-        step.known_run(config(), tmp_path, resume=True)
+        known_run(config(), tmp_path, resume=True)

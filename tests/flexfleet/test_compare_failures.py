@@ -147,7 +147,7 @@ def test_shared_work_of_other_settings_is_not_taken_over(compared: Compared, fle
 
 
 def test_a_comparison_is_made_by_one_process_at_a_time(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
-    from flexfleet.steps.federate import alone
+    from flexfleet.files.alone import alone
 
     with alone(compared.folder):
         text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=sets))

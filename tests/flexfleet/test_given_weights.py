@@ -28,11 +28,12 @@ from flexfleet.files.artifacts import PoolFile
 from flexfleet.runs.check import check
 from flexfleet.runs.resumable import federate_in
 from flexfleet.steps import share
-from flexfleet.steps.federate import federate, given_weights, initial_state, site_of
+from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
+from flexfleet.steps.site import given_weights, initial_state, site_of
 
 HERE = __name__
 

@@ -16,7 +16,7 @@ from flexfleet.kubeflow import in_pod
 from flexfleet.kubeflow.in_pod import ending, patiently
 from flexfleet.runs.resumable import federate_in
 from flexfleet.runs.whole import run
-from flexfleet.steps import federate as federate_module
+from flexfleet.steps import resumed
 from flexfleet.steps.prepare import Resolved
 
 RETRY = "Retry of this run in Kubeflow's UI, or another run with the same run_id"
@@ -129,7 +129,7 @@ def test_rounds_go_on_from_the_last_commit_when_their_store_is_back(
     whole = run(Resolved.load(None, sets), "whole")
     resolved = Resolved.load(None, [*sets, f"run.remote=file://{tmp_path}/there"])
     monkeypatch.setattr(Outage, "clock", clock, raising=False)
-    monkeypatch.setattr(federate_module, "open_store", lambda uri: Outage(tmp_path / "there"))
+    monkeypatch.setattr(resumed, "open_store", lambda uri: Outage(tmp_path / "there"))
     steps = [tmp_path / "runs" / "whole" / name for name in ("partition", "pool")]
     out = patiently(lambda: federate_in(tmp_path / "pod" / "a", resolved, *steps, tmp_path / "out"))
     assert clock.slept == list(in_pod.WAITS_S[:2]), "gone for two tries"

@@ -23,10 +23,11 @@ from fl_engine.testing.kinds import tiny_table
 from flexfleet.config import flatten
 from flexfleet.reports.report import report
 from flexfleet.runs.check import check
-from flexfleet.steps import federate, labels, share
+from flexfleet.steps import labels, share
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import cut, partition
 from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.site import site_of
 
 HELD_OUT = ("evaluate.on=clients", "evaluate.held_out=0.4")
 NOISE = ("noise.labels=0.5", "noise.epochs=1", "noise.sure=1.0")
@@ -101,7 +102,7 @@ def test_the_matrix_is_kept_by_its_inputs_and_computed_again_to_the_same_labels(
 def test_what_clients_hold_out_keeps_its_labels(quick: Sequence[str], no_drawings: None, tmp_path: Path) -> None:
     resolved = Resolved.load(None, [*quick, *NOISE, *HELD_OUT, "algorithm.name=all_large"])
     partition(resolved, tmp_path / "a")
-    site = federate.site_of(resolved, tmp_path / "a", model_pool(resolved, tmp_path / "a", tmp_path / "pool").parent)
+    site = site_of(resolved, tmp_path / "a", model_pool(resolved, tmp_path / "a", tmp_path / "pool").parent)
     wrong = (site.data.train_y != resolved.data.train_y).numpy()
     assert site.held and not wrong[np.concatenate(site.held)].any()
     assert site.partition.noise is not None

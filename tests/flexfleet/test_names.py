@@ -14,6 +14,7 @@ from flexfleet.config import Config
 from flexfleet.config.entries import entries
 from flexfleet.config.names import LONGEST, plain
 from flexfleet.config.overrides import run_name
+from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import RunFile
 from flexfleet.nightly.regress import prepare
 from flexfleet.runs import whole
@@ -84,21 +85,21 @@ def test_a_link_in_the_place_of_the_lock_is_refused_and_its_target_is_left_alone
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(precious)
     refused = pytest.raises(ConfigError, match=r"\.lock is a link to .*precious, a file is expected")
-    with refused, federate.alone(tmp_path / "run"):
+    with refused, alone(tmp_path / "run"):
         pass
     assert precious.read_text() == "keep me"
     (tmp_path / "run" / ".lock").unlink()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="is a link to"), federate.alone(tmp_path / "run"):
+    with pytest.raises(ConfigError, match="is a link to"), alone(tmp_path / "run"):
         pass
     assert not (tmp_path / "nowhere").exists(), "nor is it made"
 
 
 def test_the_lock_says_who_holds_it(tmp_path: Path) -> None:
     refused = pytest.raises(ConfigError, match=r"is being run by another process: \d+ on")
-    with federate.alone(tmp_path), refused, federate.alone(tmp_path):
+    with alone(tmp_path), refused, alone(tmp_path):
         pass
-    with federate.alone(tmp_path):
+    with alone(tmp_path):
         assert len((tmp_path / ".lock").read_text().splitlines()) == 1, "of the last holder alone"
 
 

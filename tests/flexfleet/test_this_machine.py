@@ -28,7 +28,7 @@ from flexfleet.config.read import _tell_untracked
 from flexfleet.files import half_speed, terminal
 from flexfleet.files.artifacts import RunFile
 from flexfleet.files.doctor import EXTRAS
-from flexfleet.steps.federate import tell_unused
+from flexfleet.steps.site import tell_unused
 
 ROOT = Path(__file__).parents[2]
 

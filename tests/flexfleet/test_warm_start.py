@@ -21,11 +21,11 @@ from fl_engine.preparation.weights import mismatch
 from fl_engine.storage.store import decode, encode, sha256
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from flexfleet.files.artifacts import PoolFile
-from flexfleet.steps.federate import given_weights, initial_state, site_of
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
+from flexfleet.steps.site import given_weights, initial_state, site_of
 
 PLAIN = ("algorithm.name=all_large", "algorithm.eligible=all")
 

@@ -57,10 +57,10 @@ from flexfleet.nightly.regress import Verdict
 from flexfleet.nightly.suite import Figures, OfLabel
 from flexfleet.reports import precisions, report
 from flexfleet.runs import gather, status
-from flexfleet.steps import federate
 from flexfleet.steps.evaluate import told
 from flexfleet.steps.model_pool import build
 from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.resumed import known_run
 from flexfleet.steps.share import Shared
 from tests.fuzz.mutations import altered, answer, damaged, json_like, law
 
@@ -385,7 +385,7 @@ def test_a_run_folder_is_told_of_or_the_file_is_named(
             lambda: report.table([folder]),
             lambda: report.differences([report.load(folder)]),
             lambda: status.describe(folder),
-            lambda: federate.known_run(Config(), folder, resume=True),
+            lambda: known_run(Config(), folder, resume=True),
             lambda: gather.parse_with_algorithm(RunFile.read(folder / "run.json").config),
         )
         named = (str(folder), name, "run.json", *Config.model_fields, "unknown parameter", "the configuration")

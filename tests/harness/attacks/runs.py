@@ -29,8 +29,9 @@ from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.testing.tiny import SEED, context_of, start_of, tiny_site
 from fl_engine.testing.tracker import Memory
-from flexfleet.steps import federate, model_pool, partition, pretrain
+from flexfleet.steps import model_pool, partition, pretrain
 from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.site import initial_state, site_of
 from tests.harness.attacks.scene import InMemory
 from tests.harness.attacks.table import Attack
 
@@ -158,8 +159,8 @@ def _digits(name: Name) -> Job:
         partition.partition(resolved, here / "partition")
         pretrain.pretrain(resolved, here / "partition", here / "pretrain")
         model_pool.model_pool(resolved, here / "pretrain", here / "pool")
-        site = federate.site_of(resolved, here / "partition", here / "pool")
-    state = federate.initial_state(resolved, site)
+        site = site_of(resolved, here / "partition", here / "pool")
+    state = initial_state(resolved, site)
     return Job(resolved.algorithm, site, state, 20, resolved.config.seed)
 
 

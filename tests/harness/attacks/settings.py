@@ -20,8 +20,8 @@ from fl_engine.core.errors import BadInput, FlexfleetError
 from fl_engine.testing.tiny import SEED, context_of, start_of, tiny_site
 from flexfleet import cli
 from flexfleet.config import load_config
+from flexfleet.files.alone import alone
 from flexfleet.runs import check
-from flexfleet.steps import federate
 from flexfleet.steps.prepare import Resolved
 from tests.harness.attacks.scene import ALGORITHM
 from tests.harness.attacks.table import Attack
@@ -67,7 +67,7 @@ def a_lock_that_is_a_link() -> str | None:
         target.write_text("precious")
         out.mkdir()
         (out / ".lock").symlink_to(target)
-        with contextlib.suppress(FlexfleetError, OSError), federate.alone(out):
+        with contextlib.suppress(FlexfleetError, OSError), alone(out):
             pass
         return None if target.read_text() == "precious" else "overwrote what the link points to"
 

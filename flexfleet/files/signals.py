@@ -1,0 +1,46 @@
+"""SIGTERM and Ctrl-C while a run goes on."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import current_thread, main_thread
+
+from fl_engine.core.errors import Stopped
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """SIGTERM and the first Ctrl-C end the run after the client in flight; the second Ctrl-C ends it at once."""
+    received: list[int] = []
+
+    def request(signum: int, _: object) -> None:
+        if signum == signal.SIGALRM or (signum == signal.SIGINT and signal.SIGINT in received):
+            # Raised again later: inside a destructor or a weak reference's callback, Python drops the exception and
+            # calls sys.unraisablehook instead.
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            raise KeyboardInterrupt
+        received.append(signum)
+
+    def dropped(about: sys.UnraisableHookArgs) -> None:
+        if about.exc_type is not KeyboardInterrupt:
+            told(about)
+
+    if current_thread() is not main_thread():
+        yield lambda: False
+        return
+    before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
+    told, sys.unraisablehook = sys.unraisablehook, dropped
+    try:
+        yield lambda: bool(received)
+    except Stopped:
+        if signal.SIGINT in received:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = told
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,125 @@
+"""Where the rounds of a run lie, and whether the run that a folder holds may be resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fl_engine.aggregation import privacy
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError
+from fl_engine.core.fields import Moves
+from fl_engine.storage.checkpoints import Checkpoints
+from fl_engine.storage.places import open_store
+from fl_engine.storage.store import FolderStore, Store
+from fl_engine.training.numerics import differing
+from flexfleet import config as configs
+from flexfleet.config import Config
+from flexfleet.files.artifacts import RunFile
+from flexfleet.steps import own_code
+from flexfleet.tracking import record as track
+
+
+def store_of(config: Config, run_id: str, out: Path) -> Store:
+    """The store of the run's ledger: the run's folder, or a place in `run.remote`."""
+    if config.run.remote is None:
+        return FolderStore(out.resolve())
+    return open_store(f"{config.run.remote.rstrip('/')}/{run_id}")
+
+
+def fetch_run(store: Store, out: Path) -> None:
+    """Fetches run.json from the store for a coordinator that starts on another machine. Raises IntegrityError if this
+    machine has the run.json of another run."""
+    if not store.list(track.RUN_KEY):
+        return
+    stored = store.get(track.RUN_KEY)
+    if not (out / "run.json").exists():
+        FolderStore(out).put("run.json", stored)
+    elif RunFile.read(out / "run.json").token != RunFile.of(stored, store.uri(track.RUN_KEY)).token:
+        raise IntegrityError(
+            f"{out / 'run.json'} is of another run than {store.uri(track.RUN_KEY)}, which was begun elsewhere: remove "
+            f"{out} to go on with that one, or choose another --run-id"
+        )
+
+
+def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
+    """The run that `out` holds, if any. Raises ConfigError rather than overwrite it or mix it with another
+    configuration."""
+    if not (out / "run.json").exists():
+        return None
+    known = RunFile.read(out / "run.json")
+    if not resume:
+        raise ConfigError(f"{out} holds a run already: go on with --resume, or choose another --run-id")
+    own_code.check_same(known.code_sha256, config, out)
+    began = configs.parse_schema(known.config)
+    before, now = configs.flatten(began), configs.flatten(config)
+    changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
+    fixed = [k for k in changed if configs.moves(k) is Moves.RESULT]
+    if fixed:
+        lines = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in fixed[:6])
+        raise ConfigError(f"{out} was started with another configuration ({lines}): choose another --run-id")
+    if devices_decide(began) != devices_decide(config):
+        raise ConfigError(
+            f"{out} was started with run.backend = {began.run.backend}, with {config.run.backend} clients would decide "
+            "by other rules what they train (observe): choose another --run-id"
+        )
+    return known
+
+
+def same_place(known: RunFile, config: Config, run_id: str, out: Path) -> None:
+    """Raises ConfigError rather than compute a run again whose rounds are in another place, or may be: one that cannot
+    be asked."""
+    before, now = known.config["run"].get("remote"), configs.public(config).run.remote
+    renamed = known.run_id != run_id
+
+    def has_rounds(remote: str | None, name: str) -> bool:
+        there = config.model_copy(update={"run": config.run.model_copy(update={"remote": remote})})
+        return bool(Checkpoints(store_of(there, name, out)).commits())
+
+    if (before == now and not renamed) or has_rounds(config.run.remote, run_id):
+        return
+    try:
+        elsewhere = has_rounds(before, known.run_id)
+    except FlexfleetError:
+        elsewhere = True
+    if elsewhere:
+        was, here, named = (f" as {known.run_id}", f" as {run_id}", " and the name") if renamed else ("", "", "")
+        raise ConfigError(
+            f"{out} was started with run.remote = {before}{was}, and with run.remote = {now}{here} no round is "
+            f"committed: give the place{named} that it was started with, or copy what is there"
+        )
+
+
+def same_noise(known: RunFile, out: Path) -> None:
+    """Raises EnvironmentFailure where this version would draw other noise than the run began with."""
+    if known.noise_stream != privacy.STREAM:
+        raise EnvironmentFailure(
+            f"{out} draws its noise from the stream {known.noise_stream or 'of an earlier version'}, this version from "
+            f"{privacy.STREAM}: a round that is computed again would be released twice. Finish it with the version "
+            "that it began with, or start another run"
+        )
+
+
+def same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> None:
+    """Raises IntegrityError where the pool, the data or the code are others than those that the run began with, and,
+    unless `accept_numerics`, EnvironmentFailure where this machine would compute other bits."""
+    for name in ("pool_sha256", "partition_sha256", "trace_sha256"):
+        if getattr(known, name) != getattr(run, name):
+            raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
+    if known.folders_sha256 not in (None, run.folders_sha256):
+        raise IntegrityError(f"{out} was started with other data in partition.folders than there are now")
+    own_code.check_sources(known.sources, run.sources, out)
+    if accept_numerics:
+        return
+    others = differing(known.numerics, run.numerics)
+    if not others and known.noise_numerics != run.noise_numerics:
+        others = f"{known.noise_numerics} there, {run.noise_numerics} here"
+    if others:
+        raise EnvironmentFailure(
+            f"this machine would not compute the same bits as the one where the run was started ({others}). Resume "
+            "there, or give --accept-numerics"
+        )
+
+
+def devices_decide(config: Config) -> bool:
+    """Whether clients look at what memory is really free, so that what they train does not follow from the seed."""
+    observe = {"kubernetes": config.kubernetes.observe, "agents": config.agents.observe}
+    return observe.get(config.run.backend) == "cgroup"
