@@ -149,8 +149,10 @@ def printable(text: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Of what somebody else's error says, without passwords; its kind where it says nothing."""
-    return masked((str(error).splitlines() or [type(error).__name__])[0])
+    """Of what somebody else's error says, without passwords; its kind where it says nothing. SQLAlchemy begins with
+    advice to programmers."""
+    said = [line for line in str(error).splitlines() if not line.startswith("(raised as a result of ")]
+    return masked((said or [type(error).__name__])[0])
 
 
 STRICT = (

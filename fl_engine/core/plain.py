@@ -65,6 +65,13 @@ def read_yaml(text: str) -> Any:
     return value
 
 
+def comment_of(text: str) -> str:
+    """The end of a YAML value that is a comment; empty: it has none. Raises yaml.YAMLError."""
+    node = yaml.compose(text, _Yaml)
+    rest = (text if node is None else text[node.end_mark.index :]).strip()
+    return rest if rest.startswith("#") else ""
+
+
 def write_yaml(value: Any, *, sort_keys: bool = False) -> str:
     """Plain data as YAML, from which `read_yaml` reads the same."""
     return yaml.dump(value, Dumper=_Writer, sort_keys=sort_keys)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
+from fl_engine.storage.store import FolderStore
+from flexfleet.files.terminal import show
+
 
 def invite(args: argparse.Namespace) -> int:
     from flexfleet.steps import invitations
@@ -13,14 +16,14 @@ def invite(args: argparse.Namespace) -> int:
     config = config_of(args)
     if args.revoke is not None:
         invitations.revoke(config, args.revoke)
-        print(json.dumps({"revoked": args.revoke}) if args.json else f"{args.revoke} gets no orders any more")
+        show(json.dumps({"revoked": args.revoke}) if args.json else f"{args.revoke} gets no orders any more")
         return 0
     written = [str(path) for path in invitations.invite(config, args.tier, args.count, args.out)]
     if args.json:
-        print(json.dumps({"invitations": written}))
+        show(json.dumps({"invitations": written}))
         return 0
-    print("\n".join(written))
-    print("each is one device: whoever has the file is the device. On it: flexfleet agent --invite FILE")
+    show("\n".join(written))
+    show("each is one device: whoever has the file is the device. On it: flexfleet agent --invite FILE")
     return 0
 
 
@@ -47,6 +50,6 @@ def profile(args: argparse.Namespace) -> int:
     )
     text = device.text(found)
     if args.out is not None:
-        args.out.write_text(text)
-    print(json.dumps(asdict(found)) if args.json else text.rstrip())
+        FolderStore(args.out.absolute().parent).put(args.out.name, text.encode())
+    show(json.dumps(asdict(found)) if args.json else text.rstrip())
     return 0

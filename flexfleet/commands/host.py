@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError
+from flexfleet.files.terminal import show
 
 MLFLOW_RUN = re.compile(r"[0-9a-f]{32}")
 
@@ -29,12 +30,12 @@ def fetch(args: argparse.Namespace) -> int:
     if args.json:
         about = {name: source.about for name, source in listed.items()}
         addresses = {name: source.address for name, source in listed.items()}
-        print(json.dumps({"root": str(root), "datasets": there, "about": about, "source": addresses}))
+        show(json.dumps({"root": str(root), "datasets": there, "about": about, "source": addresses}))
         return 0
     for name, source in listed.items():
         fetched = "nothing to fetch, checked" if source.fetch is None else "complete and checked"
         line = "; ".join(filter(None, (source.about, source.address)))
-        print(f"{name:16} {fetched if named else source.on_disk(root):12} {line}")
+        show(f"{name:16} {fetched if named else source.on_disk(root):12} {line}")
     return 0
 
 
@@ -48,9 +49,9 @@ def fetch_run(args: argparse.Namespace) -> int:
     out = args.out or Path(config.run.store) / args.names[0]
     brought = bring(config.tracking.mlflow, args.names[0], out)
     if args.json:
-        print(json.dumps({"folder": str(out), "files": [str(path) for path in brought]}))
+        show(json.dumps({"folder": str(out), "files": [str(path) for path in brought]}))
     else:
-        print("\n".join(f"{path}  checked" for path in brought))
+        show("\n".join(f"{path}  checked" for path in brought))
     return 0
 
 
@@ -59,23 +60,23 @@ def doctor(args: argparse.Namespace) -> int:
 
     report = examine(args.measure)
     if args.json:
-        print(json.dumps(report))
+        show(json.dumps(report))
         return 0
-    print(
+    show(
         f"flexfleet {report['version']}, Python {report['python']}, {report['cpus']} CPUs, torch devices: "
         f"{', '.join(report['devices']) or 'none'}"
     )
     for extra, about in report["extras"].items():
         missing = ", ".join(about["missing"])
         state = f"missing {missing}: pip install 'flexfleet[{extra}]'" if missing else "installed"
-        print(f"  {extra:10} {state}\n             {about['enables']}")
+        show(f"  {extra:10} {state}\n             {about['enables']}")
     if args.measure:
         from flexfleet.files.half_speed import said
 
-        print(f"  the processor multiplies bfloat16 with: {', '.join(report['cpu_bf16']) or 'nothing of its own'}")
+        show(f"  the processor multiplies bfloat16 with: {', '.join(report['cpu_bf16']) or 'nothing of its own'}")
         for device, seconds in report["seconds_a_step"].items():
             for line in said(seconds):
-                print(f"  {line} ({device}: a step of McMahan's CNN, {1e3 * seconds['fp32']:.1f} ms in fp32)")
+                show(f"  {line} ({device}: a step of McMahan's CNN, {1e3 * seconds['fp32']:.1f} ms in fp32)")
     for name, there in report["data"].items():
-        print(f"  data {name:14} {'there' if there else 'not there'}")
+        show(f"  data {name:14} {'there' if there else 'not there'}")
     return 0

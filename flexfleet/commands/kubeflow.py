@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from fl_engine.core.errors import ConfigError, FlexfleetError, masked
 from flexfleet.commands.common import tags_of
+from flexfleet.files.terminal import show
 
 
 def submit(args: argparse.Namespace) -> int:
@@ -39,7 +40,7 @@ def submit(args: argparse.Namespace) -> int:
         print(said + where, file=sys.stderr if args.json else sys.stdout, flush=True)
     if args.wait:
         return follow(args, submitted.run_id, asdict(submitted))
-    print(json.dumps(asdict(submitted)) if args.json else f"to follow it: {_follow_again(args, submitted.run_id)}")
+    show(json.dumps(asdict(submitted)) if args.json else f"to follow it: {_follow_again(args, submitted.run_id)}")
     return 0
 
 
@@ -63,7 +64,7 @@ def follow(args: argparse.Namespace, run_id: str, about: dict[str, object]) -> i
     except FlexfleetError as error:
         raise type(error)(f"{error}. {again[0].upper()}{again[1:]}") from error
     if args.json:
-        print(json.dumps({**about, **asdict(followed)}))
+        show(json.dumps({**about, **asdict(followed)}))
     return followed.exit_code
 
 
@@ -86,10 +87,10 @@ def nightly(args: argparse.Namespace) -> int:
         experiment=args.experiment,
     )
     if args.json:
-        print(json.dumps(asdict(scheduled)))
+        show(json.dumps(asdict(scheduled)))
     else:
         before = f", in place of {scheduled.replaced}" if scheduled.replaced else ""
-        print(f"{scheduled.name} at {scheduled.cron!r} (UTC){before}: {scheduled.url or scheduled.recurring_run_id}")
+        show(f"{scheduled.name} at {scheduled.cron!r} (UTC){before}: {scheduled.url or scheduled.recurring_run_id}")
     return 0
 
 

@@ -62,12 +62,12 @@ def compare(args: argparse.Namespace) -> int:
         references=references,
     )
     if args.json:
-        print(comparison.model_dump_json())
+        show(comparison.model_dump_json())
     else:
-        print(table(comparison))
-        print(f"page: {entries.folder_of(runs) / 'comparison.html'}")
+        show(table(comparison))
+        show(f"page: {entries.folder_of(runs) / 'comparison.html'}")
         if runs[0].config.tracking.mlflow:
-            print(where_tracked(runs[0].config.tracking.mlflow, runs[0].config.tracking.ui))
+            show(where_tracked(runs[0].config.tracking.mlflow, runs[0].config.tracking.ui))
     return 0
 
 
@@ -79,7 +79,7 @@ def list_suites(args: argparse.Namespace) -> int:
 
     found = {one.name: one for one in suites.listed()}
     if args.json:
-        print(json.dumps({"suites": [asdict(one) for one in found.values()]}))
+        show(json.dumps({"suites": [asdict(one) for one in found.values()]}))
         return 0
     small, lines = {one.small for one in found.values()}, []
     for one in found.values():
@@ -105,7 +105,7 @@ def tune(args: argparse.Namespace) -> int:
     from flexfleet.studies.study import tune as search
 
     tuned = search(config, name, resume=args.resume)
-    print(tuned.model_dump_json() if args.json else told(tuned, Path(config.run.store) / name))
+    show(tuned.model_dump_json() if args.json else told(tuned, Path(config.run.store) / name))
     return 0
 
 
@@ -121,10 +121,10 @@ def regress(args: argparse.Namespace) -> int:
     log.info("folder: %s", night.folder)
     if args.update:
         figures = step.update(night, jobs=args.jobs, resume=args.resume)
-        print(figures.model_dump_json() if args.json else f"reference: {night.path.with_suffix('.json')}")
+        show(figures.model_dump_json() if args.json else f"reference: {night.path.with_suffix('.json')}")
         return 0
     verdict = step.regress(night, jobs=args.jobs, resume=args.resume)
-    print(verdict.model_dump_json() if args.json else step.told(verdict))
+    show(verdict.model_dump_json() if args.json else step.told(verdict))
     if not verdict.passed:
         webhook.call(step.told(verdict))
     return 0 if verdict.passed else GateFailed.exit_code

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fl_engine.core.errors import ConfigError
+from flexfleet.files.terminal import show
 
 if TYPE_CHECKING:
     from fl_engine.core.contracts import ModelFamily
@@ -53,17 +54,17 @@ def pool(args: argparse.Namespace) -> int:
     if args.flops_as == "thop":
         built, mean = _as_in_table_3_6(built, family)
     if args.json:
-        print(json.dumps({**built.model_dump(mode="json"), "mean": mean}) if mean else built.model_dump_json())
+        show(json.dumps({**built.model_dump(mode="json"), "mean": mean}) if mean else built.model_dump_json())
         return 0
     outputs = f"{built.classes} output{'s' if built.classes > 1 else ''}"
-    print(f"{built.algorithm} on {built.model}, {outputs}, input {'x'.join(map(str, built.input_chw))}")
-    print(f"{'model':8}{'share %':>9}{'parameters':>13}{'MB':>9}{'MFLOPs':>10}  widths")
+    show(f"{built.algorithm} on {built.model}, {outputs}, input {'x'.join(map(str, built.input_chw))}")
+    show(f"{'model':8}{'share %':>9}{'parameters':>13}{'MB':>9}{'MFLOPs':>10}  widths")
     for m in built.levels:
         widths = " ".join(str(w) for w in m.widths.values())
         flops = f"{m.flops / 1e6:11.6f}" if mean else f"{m.flops / 1e6:10.2f}"
-        print(f"{m.name:8}{100 * m.share:9.2f}{m.params:13,}{m.bytes / 1e6:9.2f}{flops}  {widths}")
+        show(f"{m.name:8}{100 * m.share:9.2f}{m.params:13,}{m.bytes / 1e6:9.2f}{flops}  {widths}")
     if mean:
-        print(
+        show(
             f"mean of the models sent: {mean['params'] / 1e6:.3f} M parameters, {mean['flops'] / 1e6:.3f} M FLOPs, "
             f"{mean['mib']:.2f} MB (of 2^20 bytes)"
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fl_engine.core.errors import FlexfleetError
 from fl_engine.core.system import seldom_collected
 from flexfleet.commands.common import resumes_by_name, tags_of, where_tracked
+from flexfleet.files.terminal import show
 
 if TYPE_CHECKING:
     from flexfleet.config import Config
@@ -38,18 +39,18 @@ def run(args: argparse.Namespace) -> int:
         tags=tags_of(args.tag),
     )
     if args.json:
-        print(result.model_dump_json())
+        show(result.model_dump_json())
     else:
         from flexfleet.reports import precisions
         from flexfleet.reports.report import table
 
         out = Path(config.run.store) / run_id
-        print(table([out]))
+        show(table([out]))
         if found := precisions.of_run(out, list(result.metrics["levels"]), result.model_sha256):
-            print(precisions.table(found))
-        print(f"report: {result.report}")
+            show(precisions.table(found))
+        show(f"report: {result.report}")
         if config.tracking.mlflow:
-            print(where_tracked(config.tracking.mlflow, config.tracking.ui))
+            show(where_tracked(config.tracking.mlflow, config.tracking.ui))
     return 0
 
 
@@ -70,18 +71,16 @@ def central(args: argparse.Namespace) -> int:
         tags=tags_of(args.tag),
     )
     if args.json:
-        print(result.model_dump_json())
+        show(result.model_dump_json())
         return 0
     from flexfleet.files.measure import Measure
 
     m, measure = result.metrics, Measure(resolved.data.task.metric.name)
     best = f"best {measure.with_unit(m['best']['full'])} after epoch {m['best']['round']}"
-    print(
-        f"{result.run_id}: {measure.name} {measure.with_unit(m['full'])} after {config.central.epochs} epochs, {best}"
-    )
-    print(f"curve: {result.report}")
+    show(f"{result.run_id}: {measure.name} {measure.with_unit(m['full'])} after {config.central.epochs} epochs, {best}")
+    show(f"curve: {result.report}")
     if config.tracking.mlflow:
-        print(where_tracked(config.tracking.mlflow, config.tracking.ui))
+        show(where_tracked(config.tracking.mlflow, config.tracking.ui))
     return 0
 
 
@@ -90,7 +89,7 @@ def check(args: argparse.Namespace) -> int:
     from flexfleet.steps.prepare import resolved_of
 
     answer = examine(resolved_of(args))
-    print(json.dumps(answer) if args.json else "ok: " + ", ".join(f"{k} {v}" for k, v in answer.items() if k != "ok"))
+    show(json.dumps(answer) if args.json else "ok: " + ", ".join(f"{k} {v}" for k, v in answer.items() if k != "ok"))
     return 0
 
 
@@ -101,10 +100,10 @@ def report(args: argparse.Namespace) -> int:
         loaded = load_all(args.runs)
         page = report_of(loaded, args.out)
     if args.json:
-        print(json.dumps({"report": str(page), "runs": [str(r) for r in args.runs]}))
+        show(json.dumps({"report": str(page), "runs": [str(r) for r in args.runs]}))
     else:
-        print(table_of(loaded))
-        print(f"report: {page}")
+        show(table_of(loaded))
+        show(f"report: {page}")
     return 0
 
 
@@ -119,25 +118,25 @@ def status(args: argparse.Namespace) -> int:
         config = config_of(args)
         rows = list_runs(Path(config.run.store))
         if not rows and not args.json:
-            print(f"{config.run.store} holds no run yet")
+            show(f"{config.run.store} holds no run yet")
     if not args.json:
         for row in rows:
             if "why" in row:
-                print(f"{row['run_id']:40} {row['status']:10} {row['why']}", flush=True)
+                show(f"{row['run_id']:40} {row['status']:10} {row['why']}")
                 continue
             measure, last = Measure(row["metric"] or ""), ""
             if row["avg"] is not None:
                 last = f"  avg {measure.with_unit(row['avg'])}  full {measure.with_unit(row['full'])}"
-            print(f"{row['run_id']:40} {row['status']:10} round {row['round']}/{row['stop']}{last}", flush=True)
+            show(f"{row['run_id']:40} {row['status']:10} round {row['round']}/{row['stop']}{last}")
     devices = [] if config is None else _invited(config)
     if args.json:
         about = {"runs": rows, "agents": devices} if devices else {"runs": rows}
-        print(json.dumps(rows[0] if args.run is not None else about))
+        show(json.dumps(rows[0] if args.run is not None else about))
         return 0
     for each in devices:
         did = f"{each['answers']} answered, {each['lost']} lost{', last ' + each['last'] if each['last'] else ''}"
         seen = f" seen {each['seen']}" if each["seen"] else ""
-        print(f"{each['name']:20} {each['state']:10}{seen}  {did}")
+        show(f"{each['name']:20} {each['state']:10}{seen}  {did}")
     return 0
 
 

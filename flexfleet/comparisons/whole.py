@@ -32,6 +32,7 @@ from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, Result, RunFile, row_of
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages, run
+from flexfleet.steps import keys
 from flexfleet.steps.own_code import check_sources
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.resumed import known_run, store_of
@@ -342,8 +343,8 @@ def pairs_of(runs: Sequence[Entry], id: str, out: Path) -> list[dict[str, str]]:
 
 
 def run_pair(pair: Mapping[str, str], shared: Path, out: Path, job_id: str) -> Result:
-    """Makes or resumes one run in its folder of the store, and copies the finished run without its ledger into
-    `out`."""
+    """Makes or resumes one run in its folder of the store, and copies the finished run, without its ledger and its key,
+    into `out`."""
     entry, id = entry_of(pair), pair["comparison"]
     result = run(
         Resolved.of(entry.config),
@@ -352,8 +353,8 @@ def run_pair(pair: Mapping[str, str], shared: Path, out: Path, job_id: str) -> R
         shared=shared / id / pair["shared"],
         tags={**tags(entry, id, pair["parent"]), **track.of_job(entry.config, job_id)},
     )
-    ledger = shutil.ignore_patterns("rounds", "states", ".lock")
-    shutil.copytree(Path(entry.config.run.store) / entry.name, out, ignore=ledger, dirs_exist_ok=True)
+    kept = shutil.ignore_patterns("rounds", "states", ".lock", str(Path(keys.BEFORE).parent))
+    shutil.copytree(Path(entry.config.run.store) / entry.name, out, ignore=kept, dirs_exist_ok=True)
     return result
 
 

@@ -22,7 +22,7 @@ from fl_engine.algorithms.pooled import Training
 from fl_engine.core.adapters import adapter
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, holds_password, masked
-from fl_engine.core.plain import check_plain, read_yaml
+from fl_engine.core.plain import check_plain, comment_of, read_yaml
 from fl_engine.core.registry import resolve
 from fl_engine.datasets import DATASETS
 from fl_engine.exchange import code
@@ -78,10 +78,13 @@ def pair_of(override: str) -> tuple[str, Any]:
     if not sign or not key.strip():
         raise ConfigError(f"--set takes a.b=value, got {short(override)}")
     try:
-        return key.strip(), read_yaml(text)
+        value, comment = read_yaml(text), comment_of(text)
     except yaml.YAMLError as error:
         said = masked(f"--set {override[:200]}: the value is not valid YAML: {error}")
         raise ConfigError(said) from error
+    if comment:
+        raise ConfigError(f"--set {short(override)}: for YAML, {short(comment)} is a comment: put the value in quotes")
+    return key.strip(), value
 
 
 MAPPINGS = ("kubernetes.pools", "tune.space")

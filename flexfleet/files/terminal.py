@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, masked, out_of_memory
-from fl_engine.core.plain import read_yaml
+from fl_engine.core.plain import comment_of, in_line, read_yaml
 from flexfleet.config.short import place
 from flexfleet.files.doctor import EXTRAS
 
@@ -122,10 +122,18 @@ def settle(args: argparse.Namespace) -> None:
         for other in args.set:
             if _sets(other, path):
                 raise ConfigError(f"{path} is given twice, by {option} and by --set {masked(other)}: leave one out")
-        args.set = [*args.set, f"{path}={text}"]
+        args.set = [*args.set, f"{path}={_whole(text)}"]
     files = getattr(args, "config", None)
     if isinstance(files, list) and len(files) > 1:
         log.info("configuration: %s", ", then on top ".join(map(str, files)))
+
+
+def _whole(text: str) -> str:
+    """The value of a short option for `--set`: in quotes where YAML would take its end for a comment."""
+    try:
+        return in_line(text) if comment_of(text) else text
+    except yaml.YAMLError:  # told where the value is read
+        return text
 
 
 def _sets(override: str, path: str) -> bool:

@@ -25,6 +25,7 @@ from fl_engine.core.errors import BadInput, ConfigError, Diverged, Stopped, mask
 from fl_engine.core.fields import Moves
 from fl_engine.core.plain import write_yaml
 from fl_engine.core.types import Pool
+from fl_engine.storage.store import FolderStore
 from flexfleet.comparisons.side_by_side import Command, side_by_side
 from flexfleet.comparisons.whole import RunsFailed
 from flexfleet.config import Config, Range, flatten, load_config, moves, public, set_path, shown
@@ -407,9 +408,9 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
         for part in path.split("."):
             here = here[part]
         set_path(changed, path, here)
-    (folder / "patch.yaml").write_text(write_yaml(changed, sort_keys=True))
+    FolderStore(folder).put("patch.yaml", write_yaml(changed, sort_keys=True).encode())
     trials = [(t.number, t.value, t.params) for t in sorted(complete, key=lambda t: t.number)]
-    (folder / "study.html").write_text(page(tuned, trials))
+    FolderStore(folder).put("study.html", page(tuned, trials).encode())
     tuned.write(folder / "tune.json")
     parent = _parent(config, study, {})
     if parent is not None and config.tracking.mlflow is not None:

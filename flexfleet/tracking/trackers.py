@@ -62,8 +62,9 @@ def client_of(uri: str) -> Any:
             "tracking.mlflow is set, but mlflow is not installed: pip install 'flexfleet[tracking]', "
             "or --set tracking.mlflow=null"
         ) from error
-    for noisy in ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry", "mlflow.tracking.fluent"):
+    for noisy in ("alembic", "mlflow.store.model_registry", "mlflow.tracking.fluent"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # each error of a database, with a traceback
     with _usable(uri):
         _create_sqlite(uri)
         return Shared(mlflow.MlflowClient(tracking_uri=address(uri)))
@@ -202,7 +203,7 @@ def _usable(uri: str) -> Iterator[None]:
     try:
         yield
     except _errors() as error:
-        kind = UnreachableAddress if _unreachable(error) else ConfigError
+        kind = UnreachableAddress if _unreachable(error) else EnvironmentFailure if _full(error) else ConfigError
         raise kind(f"tracking.mlflow = {masked(uri)!r} cannot be used: {first_line(error)}") from error
 
 
@@ -227,6 +228,10 @@ GONE = re.compile(
 def _unreachable(error: Exception) -> bool:
     said = str(error)
     return GONE.search(said) is not None and "CERTIFICATE_VERIFY_FAILED" not in said
+
+
+def _full(error: Exception) -> bool:
+    return re.search("readonly database|disk is full|No space left", str(error)) is not None
 
 
 def _errors() -> tuple[type[Exception], ...]:
@@ -262,13 +267,28 @@ class MLflow:
             if run_id is None:
                 run = self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags))
             else:
-                run = self._client.get_run(run_id)
+                run = self._known(run_id)
                 self._go_on(run, tags)
             self.run_id, self.experiment_id = str(run.info.run_id), str(run.info.experiment_id)
             self.parent: str | None = run.data.tags.get(PARENT, tags.get(PARENT))
             self._client.update_run(self.run_id, status="RUNNING")
             logged = self._client.get_metric_history(self.run_id, "seconds_round")
         self._last_step = max((int(m.step) for m in logged), default=0)
+
+    def _known(self, run_id: str) -> Any:
+        """Raises ConfigError for a run that is not there, as where the database is a new one."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self._client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            where = " (its path counts from the folder where the command is given)" if ":///" in self.uri else ""
+            raise ConfigError(
+                f"tracking.mlflow = {masked(self.uri)!r}{where} does not have the MLflow run {run_id}, in which this "
+                "run was begun: give the tracking.mlflow that has it, or go on without: --set tracking.mlflow=null"
+            ) from error
 
     def _begun(self, token: str | None) -> str | None:
         """The MLflow run of an earlier attempt that was killed before it could store the MLflow run's id."""

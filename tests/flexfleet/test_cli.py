@@ -433,7 +433,22 @@ def test_fetch_as_json(flexfleet: Any, tmp_path: Path, argv: tuple[str, ...]) ->
     assert found["source"]["digits"] == DATASETS["digits"].address
 
 
+def test_a_short_option_means_all_of_its_word(flexfleet: Any, quick: Sequence[str]) -> None:
+    done = flexfleet("run", "--run-id", "a", "--store-uri", "runs #1", sets=[*quick, "rounds.stop=1"])
+    assert done.code == 0, done.err
+    assert Path("runs #1/a/result.json").is_file()
+    assert not Path("runs").exists()
+
+
 # --------------------------------------------------------------------------------------------- other exit codes
+def test_a_reader_that_stops_reading_is_no_failure() -> None:
+    command = [sys.executable, "-m", "flexfleet.cli", "pool", "--algorithm", "all_large", "--model", "aep_mlp"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+        assert done.stdout is not None and done.stderr is not None
+        done.stdout.close()
+        assert (done.stderr.read(), done.wait()) == (b"", 0)
+
+
 def test_an_interruption_is_exit_code_130(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt

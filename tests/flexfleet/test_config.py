@@ -317,6 +317,17 @@ def test_an_override_whose_value_is_no_yaml_is_refused(given: str) -> None:
     assert "YAML" in text
 
 
+@pytest.mark.parametrize("value", ["/data/exp #3/runs", "#3", "[cpu] # all", "'a' #b"])
+def test_an_override_that_yaml_would_cut_off_is_refused(value: str) -> None:
+    assert f"'{value[value.index('#') :]}' is a comment: put the value in quotes" in refused(f"run.store={value}")
+
+
+@pytest.mark.parametrize("given", ['"/data/exp #3/runs"', "'/data/exp #3/runs'"])
+def test_a_value_in_quotes_may_hold_what_begins_a_comment(given: str) -> None:
+    assert load_config(None, [f"run.store={given}"]).run.store == "/data/exp #3/runs"
+    assert load_config(None, ["run.store=a#3"]).run.store == "a#3"
+
+
 @pytest.mark.parametrize("given", ["seed.x=3", "rounds.stop.x=3", "rounds..stop=3", "rounds.=3", ".stop=3"])
 def test_an_override_that_leads_nowhere_is_refused(given: str) -> None:
     assert given.split("=")[0] in refused("seed=1", "rounds.stop=2", given) or "unknown parameter" in refused(given)

@@ -28,7 +28,7 @@ from flexfleet.config.entries import Entry
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import Apoz, PoolFile
 from flexfleet.runs.check import check
-from flexfleet.steps import labels, share
+from flexfleet.steps import keys, labels, share
 from flexfleet.steps.partition import cut, partition, server_of
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
@@ -470,6 +470,16 @@ def test_a_comparison_searches_once(sets: list[str], tmp_path: Path) -> None:
         inputs[pair["label"]] = prepared.index(tmp_path / "out" / pair["label"] / "pretrain")["searched:Search"].inputs
     (shared,) = (tmp_path / "shared" / "c").iterdir()
     assert prepared.index(shared / "pretrain")["searched:Search"].inputs == inputs["a"] == inputs["b"] != inputs["wide"]
+
+
+def test_the_key_of_a_private_run_stays_in_its_store(quick: Sequence[str], tmp_path: Path) -> None:
+    private = ["algorithm.aggregation={name: private, noise_multiplier: 0.1}", "rounds.norm_bound=null"]
+    runs = [Entry("a", 0, load_config(None, [*quick, "algorithm.name=all_large", "rounds.stop=1", *private]))]
+    (pair,) = whole.below(whole.pairs_of(runs, "c", tmp_path / "shared"), None)
+    whole.run_pair(pair, tmp_path / "shared", tmp_path / "out", "")
+    assert (Path(runs[0].config.run.store) / runs[0].name / keys.BEFORE).is_file()
+    assert (tmp_path / "out/result.json").is_file()
+    assert not (tmp_path / "out" / keys.BEFORE).parent.exists()
 
 
 # ------------------------------------------------------------------------------------------- what the pool gets

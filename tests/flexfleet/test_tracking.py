@@ -21,7 +21,7 @@ import mlflow
 import mlflow.store.db.utils
 import pytest
 
-from fl_engine.core.errors import ConfigError, Stopped
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.testing.tracker import Memory
 from flexfleet.config import Config, flatten
@@ -303,8 +303,16 @@ def test_a_server_that_does_not_answer_is_a_configuration_error(monkeypatch: pyt
 
 
 def test_a_run_that_mlflow_no_longer_has_is_a_configuration_error(mlflow_uri: str) -> None:
-    with pytest.raises(ConfigError, match="0123456789abcdef"):
+    with pytest.raises(ConfigError, match=r"0123456789abcdef.* give the tracking.mlflow that has it, or go on without"):
         start(mlflow_uri, "0123456789abcdef0123456789abcdef")
+
+
+@pytest.mark.parametrize("cause", ["attempt to write a readonly database", "database or disk is full"])
+def test_a_database_that_takes_nothing_is_an_environment_error_that_says_why(cause: str) -> None:
+    said = f"(raised as a result of Query-invoked autoflush; consider)\n(sqlite3.OperationalError) {cause}\n[SQL: ...]"
+    with pytest.raises(EnvironmentFailure) as error, tracking._usable("sqlite:///a.db"):
+        raise mlflow.MlflowException(said)
+    assert str(error.value) == f"tracking.mlflow = 'sqlite:///a.db' cannot be used: (sqlite3.OperationalError) {cause}"
 
 
 # ------------------------------------------------------------------------------------------- a whole run in it
