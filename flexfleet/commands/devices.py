@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 
-from fl_engine.storage.store import FolderStore
 from flexfleet.files.terminal import show
 
 
@@ -36,6 +35,7 @@ def agent(args: argparse.Namespace) -> int:
 def profile(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    from fl_engine.storage.store import FolderStore
     from flexfleet.runs import profile as device
     from flexfleet.steps.agent_line import invitation_of
     from flexfleet.steps.prepare import resolved_of
