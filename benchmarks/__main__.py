@@ -274,16 +274,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument("--json", action="store_true", help="print one line of JSON for each workload on stdout")
     args = p.parse_args(argv)
+    asked = args.against.split(",")
+    if unknown := [peer for peer in asked if peer not in PEERS]:
+        p.error(f"--against: no peer {unknown[0]!r}; there are {', '.join(PEERS)}")
     options = [] if args.samples is None else ["--samples", str(args.samples)]
     options += [] if args.precision == "fp32" else ["--precision", args.precision]
     for name in args.workloads:
         if name == CODECS:
             report(speeds := codecs.compete(args.turns), codecs.table(speeds), args.json)
             continue
-        peers = [peer for peer in args.against.split(",") if peer in WORKLOADS[name].peers]
-        for peer in args.against.split(","):
-            if peer not in PEERS:
-                p.error(f"--against: no peer {peer!r}; there are {', '.join(PEERS)}")
+        peers = [peer for peer in asked if peer in WORKLOADS[name].peers]
+        for peer in asked:
             if peer not in peers:
                 note(f"{peer} does not run {name}")
         found = compete(name, peers, args.turns, args.seconds, options)

@@ -28,6 +28,7 @@ from functools import partial
 import torch
 
 from benchmarks import pools
+from benchmarks.workloads import count
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core.contracts import ModelFamily
@@ -137,8 +138,8 @@ def line(name: str, row: Times) -> str:
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", default="", help="part of a network's name")
-    p.add_argument("--batches", type=int, default=2, help="batches that are trained (default: 2)")
-    p.add_argument("--repeats", type=int, default=3, help="measurements of each (default: 3)")
+    p.add_argument("--batches", type=count, default=2, help="batches that are trained (default: 2)")
+    p.add_argument("--repeats", type=count, default=3, help="measurements of each (default: 3)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead: the rows by network")
     args = p.parse_args()
     torch.set_num_threads(1)

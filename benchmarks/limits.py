@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from benchmarks.workloads import count
 from fl_engine.aggregation.rules import Median
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.full_model import AllLarge
@@ -148,9 +149,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         prog="python -m benchmarks.limits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--updates", type=int, nargs="+", default=[100, 500, 2000], help="numbers of updates merged by mean")
-    p.add_argument("--median-updates", type=int, nargs="+", default=[100, 500, 1000])
-    p.add_argument("--rounds", type=int, default=10_000)
+    p.add_argument(
+        "--updates", type=count, nargs="+", default=[100, 500, 2000], help="numbers of updates merged by mean"
+    )
+    p.add_argument("--median-updates", type=count, nargs="+", default=[100, 500, 1000])
+    p.add_argument("--rounds", type=count, default=10_000)
     p.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
     args = p.parse_args(argv)
     torch.set_num_threads(1)
@@ -159,11 +162,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         counts = args.median_updates if robust else args.updates
         for way in ("memory", "store"):
             name, cases = f"{'median' if robust else 'mean'}, {way}", {}
-            for count in counts:
-                cases[count] = alone(of_updates, count, way, robust)
-                ratio = cases[count]["mb"] / cases[counts[0]]["mb"]
-                said = f"{cases[count]['mb']:.0f} MB ({ratio:.2f}), {cases[count]['seconds']:.0f} s"
-                print(f"{name}: {count} updates of 10 MB: {said}", file=sys.stderr)
+            for number in counts:
+                cases[number] = alone(of_updates, number, way, robust)
+                ratio = cases[number]["mb"] / cases[counts[0]]["mb"]
+                said = f"{cases[number]['mb']:.0f} MB ({ratio:.2f}), {cases[number]['seconds']:.0f} s"
+                print(f"{name}: {number} updates of 10 MB: {said}", file=sys.stderr)
             found["updates"][name] = cases
     found["clients"] = alone(of_clients, 10_000, 1000, 5)
     told = f"{found['clients']['seconds']:.2f} s a round, {found['clients']['mb']:.0f} MB"

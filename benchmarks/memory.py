@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.workloads import count
 from fl_engine.backends.in_process import check_device
 from fl_engine.core.contracts import ModelFamily, PublishedFor
 from fl_engine.core.samples import Task
@@ -70,7 +71,7 @@ def less(small: float, large: float) -> str:
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cpu", help="a torch device (default: cpu)")
-    p.add_argument("--batch", type=int, default=32, help="samples of the step (default: 32)")
+    p.add_argument("--batch", type=count, default=32, help="samples of the step (default: 32)")
     p.add_argument("--only", default="", help="part of a network's name")
     p.add_argument("--json", action="store_true", help="print one JSON object instead: MB by network and precision")
     args = p.parse_args()

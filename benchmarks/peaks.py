@@ -24,6 +24,7 @@ from functools import partial
 import torch
 
 from benchmarks import pools
+from benchmarks.workloads import count
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import prepare_process
@@ -90,7 +91,7 @@ def line(name: str, apoz: str, kd: bool, of: str, mb: Sequence[float]) -> str:
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", default="", help="part of a network's name")
-    p.add_argument("--batch", type=int, default=BATCH, help=f"samples of a step (default: {BATCH})")
+    p.add_argument("--batch", type=count, default=BATCH, help=f"samples of a step (default: {BATCH})")
     p.add_argument("--resident", action="store_true", help="measure processes too")
     p.add_argument("--json", action="store_true", help="print one JSON object a row instead")
     p.add_argument("--apoz", choices=("authors", "half"), default="authors", help="whose pool (default: authors)")

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.workloads import count
 from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.algorithms.multibranch import MultiBranch, in_tiers
 from fl_engine.core import seeds
@@ -204,7 +205,7 @@ def told(found: Mapping[str, Any]) -> str:
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    p.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds of each row (default: {ROUNDS})")
+    p.add_argument("--rounds", type=count, default=ROUNDS, help=f"rounds of each row (default: {ROUNDS})")
     args = p.parse_args()
     found = measured(args.rounds)
     print(json.dumps(found) if args.json else told(found))

@@ -99,6 +99,8 @@ def entries_of(
     check_kinds(common.get("config"), common.get("options"))
     if not isinstance(over, Mapping):
         raise ConfigError(f"over: a mapping is expected, {{'training.lr': [0.01, 0.1]}}, got {short(over)}")
+    if odd := [path for path in over if not isinstance(path, str)]:
+        raise ConfigError(f"over: the dotted name of a parameter is a text, got {short(odd[0])}")
     labels, config, options = labels_of(algorithms), common.get("config"), dict(common.get("options") or {})
     _no_fixed(options, "options")
     keywords = {"dataset": DATASET, "model": MODEL, **common}

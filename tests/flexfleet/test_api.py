@@ -394,6 +394,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "config as a number": (lambda: ff.run(config=3), "config: a file.* got int"),  # type: ignore[arg-type]
     "options of compare": (lambda: ff.compare(["flexfl"], options=3), "options: a mapping"),
     "to as a number": (lambda: ff.compare(["flexfl"], to=0.5), "to: a list of accuracies"),  # type: ignore[arg-type]
+    "over a number": (lambda: ff.compare(["flexfl"], over={3: [1]}), "over: the dotted name of a parameter is a text"),  # type: ignore[dict-item]
     "over as a list": (lambda: ff.compare(["flexfl"], over=["training.lr"]), "over: a mapping"),  # type: ignore[arg-type]
     "space as a list": (lambda: ff.tune(space=["training.lr"]), "space: a mapping"),  # type: ignore[arg-type]
     "nothing to load": (lambda: ff.load(None), "a folder or a name is expected"),  # type: ignore[arg-type]
