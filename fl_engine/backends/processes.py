@@ -7,11 +7,12 @@ writes the update, then its manifest. The coordinator tells a worker directly on
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from multiprocessing.connection import Connection, wait
@@ -24,7 +25,7 @@ import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shar
 
 from fl_engine.backends.in_process import by_cost, check_device, prepare_process
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import FlexfleetError
+from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, Stopped, first_line
 from fl_engine.core.system import told_exit, without_main
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.exchange import coding
@@ -39,6 +40,14 @@ log = logging.getLogger("flexfleet")
 
 ATTEMPTS = 2
 """When a worker dies, its orders go to another one, at most this many times."""
+LOOK_S = 1.0
+"""While no worker answers: seconds after which it is asked again whether to stop."""
+STOP_S = 60.0
+"""Seconds for which a run that is to stop waits for the clients in flight: a worker that hangs never answers."""
+SILENT_S = 600.0
+"""Seconds without an answer after which the log says so, then after each doubling."""
+END_S = 2.0
+"""Seconds within which a worker that is told to end does; then it is killed, as one that is stopped has to be."""
 
 
 @dataclass
@@ -56,9 +65,17 @@ class Processes:
     phases: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
-        self, site: Site, devices: Sequence[str], mailbox: Mailbox, code: tuple[Path, str] | None = None
+        self,
+        site: Site,
+        devices: Sequence[str],
+        mailbox: Mailbox,
+        code: tuple[Path, str] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`code`: the file of one's own wheel, and its sha256, which workers verify before they import from it."""
+        """`code`: the file of one's own wheel, and its sha256, which workers verify before they import from it.
+        `should_stop` is asked while no worker answers. Raises EnvironmentFailure where workers cannot be given the
+        data."""
+        self._should_stop = should_stop
         self._code = None if code is None else Handed(*code)
         self._site = site
         self._mailbox = mailbox
@@ -70,6 +87,7 @@ class Processes:
         self._workers = [self._start(device) for device in devices]
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+        """Raises Stopped where `should_stop` has said so for STOP_S and no worker answers."""
         groups, failures = accept_all(algorithm, plan.orders, self._site)
         yield from failures
         self._mailbox.put_orders(plan)
@@ -107,7 +125,10 @@ class Processes:
             worker.link.close()
             worker.process.terminate()
         for worker in self._workers:
-            worker.process.join()
+            worker.process.join(END_S)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
 
     def _start(self, device: str) -> _Worker:
         if self._code is not None:
@@ -119,14 +140,39 @@ class Processes:
             daemon=True,
             name=f"client on {device}",
         )
-        with without_main():
+        with without_main(), _shared_memory():
             process.start()
         there.close()
         return _Worker(process, here, device)
 
     def _finished(self) -> list[tuple[int, _Worker]]:
         busy = {worker.link: (place, worker) for place, worker in enumerate(self._workers) if worker.group}
-        return [busy[link] for link in wait(list(busy)) if isinstance(link, Connection)]
+        begun, asked, told_s = time.monotonic(), math.inf, SILENT_S
+        while not (ready := wait(list(busy), LOOK_S)):
+            now = time.monotonic()
+            asked = min(asked, now) if self._should_stop() else math.inf
+            if now - asked > STOP_S:
+                raise Stopped(
+                    f"stopped on request, without the clients in flight: no worker answers for {STOP_S:.0f} s"
+                )
+            if now - begun > told_s:
+                pids, told_s = ", ".join(str(worker.process.pid) for _, worker in busy.values()), 2 * told_s
+                log.warning("no client has answered for %.0f s: these processes train, or hang: %s", now - begun, pids)
+        return [busy[link] for link in ready if isinstance(link, Connection)]
+
+
+@contextmanager
+def _shared_memory() -> Iterator[None]:
+    """Names /dev/shm, through which tensors go to a worker, where it is too small: containers often have 64 MB."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "shared memory" not in str(error) and "/torch_" not in str(error):
+            raise
+        raise EnvironmentFailure(
+            f"the data do not fit into /dev/shm, through which worker processes get them ({first_line(error)}): give "
+            "it more room (docker run --shm-size=2g; in a pod an emptyDir of memory), or take run.backend=in_process"
+        ) from error
 
 
 def _tell(link: Connection, what: Any) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -14,9 +16,9 @@ import pytest
 import torch
 
 from fl_engine.algorithms import FlexFL
-from fl_engine.backends import BACKENDS, InProcess, Processes, Surroundings
+from fl_engine.backends import BACKENDS, InProcess, Processes, Surroundings, processes
 from fl_engine.core.contracts import Backend
-from fl_engine.core.errors import EnvironmentFailure, IntegrityError
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError, Stopped
 from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, RoundPlan, TaskContext, WorkOrder
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
@@ -103,14 +105,49 @@ def test_an_order_that_is_lost_is_no_clients_failure(workers: tuple[FlexFL, Proc
         list(backend.run(algorithm, plan))
 
 
+def test_a_worker_that_is_stopped_keeps_no_run_from_ending(
+    workers: tuple[FlexFL, Processes, Site], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    algorithm, backend, site = workers
+    for name, seconds in (("LOOK_S", 0.02), ("STOP_S", 0.2), ("SILENT_S", 0.1), ("END_S", 0.1)):
+        monkeypatch.setattr(processes, name, seconds)
+    worker = backend._workers[0].process
+    os.kill(worker.pid or 0, signal.SIGSTOP)
+    asked = time.monotonic() + 0.3
+    backend._should_stop = lambda: time.monotonic() > asked
+    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
+    with pytest.raises(Stopped, match="without the clients in flight: no worker answers"):
+        list(backend.run(algorithm, plan))
+    assert re.search(f"these processes train, or hang: .*{worker.pid}", caplog.text)
+    backend.close()
+    assert worker.exitcode == -signal.SIGKILL
+
+
+def test_a_run_that_is_to_stop_waits_for_the_clients_in_flight(workers: tuple[FlexFL, Processes, Site]) -> None:
+    algorithm, backend, site = workers
+    backend._should_stop = lambda: True
+    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
+    expected = [execute(algorithm, order, site) for order in plan.orders]
+    assert_same_outcomes(sorted(backend.run(algorithm, plan), key=lambda o: o.client), expected)
+
+
+def test_shared_memory_that_is_too_small_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "start", full)
+    with pytest.raises(EnvironmentFailure, match=r"do not fit into /dev/shm.*No space left.*run\.backend=in_process"):
+        Processes(tiny_site(FlexFL()), ("cpu",), Mailbox(FolderStore(tmp_path)))
+
+
 @pytest.mark.parametrize("lanes", [2, 3, 64])
 def test_side_by_side_every_backend_gives_the_same_bits(lanes: int, tmp_path: Path) -> None:
     algorithm = FlexFL(training=replace(TRAINING, fraction=0.6))
     site = replace(tiny_site(algorithm), numerics=Numerics("batched", lanes))
     plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
     expected = [execute(algorithm, order, site) for order in plan.orders]
-    with closing(Processes(site, ("cpu",), Mailbox(FolderStore(tmp_path)))) as processes:
-        for backend in (InProcess(site), InProcess(site, ("cpu", "cpu")), processes):
+    with closing(Processes(site, ("cpu",), Mailbox(FolderStore(tmp_path)))) as worker:
+        for backend in (InProcess(site), InProcess(site, ("cpu", "cpu")), worker):
             assert_same_outcomes(sorted(backend.run(algorithm, plan), key=lambda o: o.client), expected)
 
 
