@@ -65,7 +65,14 @@ class Artifact(BaseModel):
         try:
             return cls.model_validate_json(value)
         except ValidationError as error:
-            raise IntegrityError(f"{name} is not a valid {cls.__name__} file: {brief(error)}") from error
+            raise _invalid(name, cls.__name__, error) from error
+
+
+def _invalid(name: str, kind: str, error: ValidationError) -> IntegrityError:
+    """Says so where nothing else is wrong with a file than what a later version would have added."""
+    later = all(each["type"] == "extra_forbidden" or each["loc"] == ("schema_version",) for each in error.errors())
+    advice = ". Perhaps a later version of flexfleet wrote it: take that one" if later else ""
+    return IntegrityError(f"{name} is not a valid {kind} file: {brief(error)}{advice}")
 
 
 class Apoz(ApozScores, Artifact):
@@ -244,7 +251,7 @@ class BareHistory(History):
         try:
             return cls.model_validate(json.loads(value.decode(), object_hook=_without_lines))
         except ValidationError as error:
-            raise IntegrityError(f"{name} is not a valid History file: {brief(error)}") from error
+            raise _invalid(name, "History", error) from error
         except (ValueError, RecursionError) as error:
             raise IntegrityError(f"{name} is no JSON: {error}") from error
 

@@ -32,11 +32,17 @@ class Kept(Artifact):
 
 
 def find(store: Path, name: str, inputs: Mapping[str, Any], kind: type[T] | Any) -> T | None:
-    """The result kept for these inputs, if any. Raises IntegrityError, which names the file, if it is damaged."""
+    """The result kept for these inputs, if any; none where it is another user's, who lets nobody read it. Raises
+    IntegrityError, which names the file, if it is damaged."""
     path, digest = _place(store, name, inputs)
-    if not path.exists():
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
         return None
-    found = Kept.read(path)
+    except PermissionError as error:
+        log.info("%s is not taken over: %s: %s", name, error.filename, error.strerror)
+        return None
+    found = Kept.of(content, str(path))
     try:
         if found.inputs != digest or sha256(found.value.encode()) != found.sha256:
             raise ValueError("not what was written")

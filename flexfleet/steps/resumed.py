@@ -49,7 +49,11 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
     if not resume:
         raise ConfigError(f"{out} holds a run already: go on with --resume, or choose another --run-id")
     own_code.check_same(known.code_sha256, config, out)
-    began = configs.parse_schema(known.config)
+    try:
+        began = configs.parse_schema(known.config)
+    except ConfigError as error:
+        said = f"the parameters in {out / 'run.json'} are not those of this version of flexfleet ({error})"
+        raise ConfigError(f"{said}: go on with the version that it was begun with") from error
     before, now = configs.flatten(began), configs.flatten(config)
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     fixed = [k for k in changed if configs.moves(k) is Moves.RESULT]
