@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -337,8 +338,6 @@ class MLflow:
                 self._client.log_batch(self.run_id, params=chunk)
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        import time
-
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -358,7 +357,7 @@ class MLflow:
     def table(self, columns: Sequence[str], lines: Iterable[Mapping[str, Any]], name: str) -> None:
         """A table that MLflow's UI shows. Replaces the one of the same name (its own `log_table` appends)."""
         with tempfile.TemporaryDirectory() as scratch:
-            with open(Path(scratch) / name, "w") as file:
+            with open(Path(scratch) / name, "w", encoding="utf-8") as file:
                 file.write(f'{{"columns": {json.dumps(list(columns))}, "data": [')
                 for i, line in enumerate(lines):
                     file.write(",\n" * bool(i) + json.dumps([line.get(column) for column in columns]))
@@ -462,7 +461,10 @@ def log_outcome(
         known = client.get_run(run_id).data.metrics
         for key, value in metrics.items():
             if known.get(key) != value:  # logged again after a kill, it must not be a second point
-                client.log_metric(run_id, key, value)
+                before = client.get_metric_history(run_id, key) if key in known else ()
+                newest = max((each.timestamp for each in before), default=0)
+                # MLflow shows the latest point, which is not this one where a clock goes behind another's.
+                client.log_metric(run_id, key, value, timestamp=max(int(time.time() * 1000), newest + 1))
         for key, text in tags.items():
             client.set_tag(run_id, key, text)
         for path in files:

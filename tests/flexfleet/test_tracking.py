@@ -12,6 +12,7 @@ import shutil
 import sqlite3
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -30,7 +31,7 @@ from flexfleet.publish import publish
 from flexfleet.tracking import trackers as tracking
 from flexfleet.tracking.console import Console
 from flexfleet.tracking.record import token_of
-from flexfleet.tracking.trackers import MLflow, Several, check_address
+from flexfleet.tracking.trackers import MLflow, Several, check_address, log_outcome
 from tests.harness.mlflow_server import serving
 
 ROW = {
@@ -360,6 +361,19 @@ def test_a_run_is_one_flat_mlflow_run(flexfleet: Any, quick: Sequence[str], mlfl
     assert table_of(client, run_id)["round"] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
     assert client.get_run(run_id).data.metrics["final/avg"] == more.json["metrics"]["avg"], "the newest figures count"
     assert len(client.search_runs([experiment.experiment_id])) == 1
+
+
+def test_the_newest_final_figure_counts_also_where_a_clock_goes_behind(
+    mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, now = start(mlflow_uri).run_id, time.time()
+    for value, clock in ((0.5, now), (0.9, now - 7200), (0.9, now - 7200), (0.8, now + 60)):
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        log_outcome(mlflow_uri, run_id, {"final/avg": value}, {}, [])
+        assert mlflow.MlflowClient(mlflow_uri).get_run(run_id).data.metrics["final/avg"] == value
+    assert [each.value for each in mlflow.MlflowClient(mlflow_uri).get_metric_history(run_id, "final/avg")] == [
+        0.5, 0.9, 0.8
+    ]  # fmt: skip
 
 
 def test_an_mlflow_run_says_where_its_ledger_is(
