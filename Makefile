@@ -52,6 +52,8 @@ soak: setup
 
 lint: setup
 	$(BIN)/ruff check .
+	@# Files are read and written as UTF-8, whatever the machine's locale (the rule is one of ruff's preview).
+	$(BIN)/ruff check --preview --select PLW1514 fl_engine flexfleet components pipelines benchmarks
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 

@@ -175,7 +175,7 @@ def processor() -> str:
     from fl_engine.training.numerics import cpu_bf16
 
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -184,7 +184,7 @@ def processor() -> str:
 
 def _cpu_times() -> tuple[float, float]:
     try:
-        fields = [float(f) for f in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        fields = [float(f) for f in Path("/proc/stat").read_text("utf-8").splitlines()[0].split()[1:]]
     except OSError:  # not Linux: the share is unknown
         return 0.0, 0.0
     return sum(fields), fields[3] + fields[4]

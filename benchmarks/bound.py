@@ -133,7 +133,7 @@ def measured(name: str, settings: tuple[str, ...], bound: float | None, attack: 
     """Accuracies of the last round in %, and the numbers of updates, refused updates and attacks."""
     kept = STORE / name / f"{'off' if bound is None else f'{bound:g}'}, {attack or 'honest'}.json"
     with suppress(FileNotFoundError):
-        return dict(json.loads(kept.read_text()))
+        return dict(json.loads(kept.read_text("utf-8")))
     resolved, out = prepared(name, settings)
     found, algorithm = resolved.config, resolved.algorithm
     site = site_of(resolved, out / "partition", out / "pool")
@@ -156,7 +156,7 @@ def measured(name: str, settings: tuple[str, ...], bound: float | None, attack: 
         "caught": refused.count(bad) if attack else 0,
         "attacks": sum(line["client"] == bad for row in rows for line in row.clients) if attack else 0,
     }
-    kept.write_text(json.dumps(result))
+    kept.write_text(json.dumps(result), encoding="utf-8")
     return result
 
 
@@ -184,7 +184,7 @@ def main() -> None:
             caught = f"{on['caught']} of {on['attacks']} | {on['refused']} of {on['updates']}"
             print(f"| {title} | {on['avg']:.1f} | {caught} |", flush=True)
     OUT.parent.mkdir(parents=True, exist_ok=True)
-    OUT.write_text(json.dumps(found, indent=1) + "\n")
+    OUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -392,13 +392,13 @@ def run(campaign: Campaign | Suite) -> dict[str, Any]:
     code = subprocess.run(program, check=False).returncode
     if code != 0:
         raise SystemExit(f"{campaign.id} ended with {code}: fix the cause and start again; finished runs are kept")
-    found: dict[str, Any] = json.loads((STORE / campaign.id / "comparison.json").read_text())
+    found: dict[str, Any] = json.loads((STORE / campaign.id / "comparison.json").read_text("utf-8"))
     return found
 
 
 def tables(path: Path) -> dict[str, str]:
     """The sections of tables.md by the comparison's name, which is in their headings."""
-    found = re.split(r"^(?=## )", path.read_text(), flags=re.MULTILINE)[1:] if path.exists() else []
+    found = re.split(r"^(?=## )", path.read_text("utf-8"), flags=re.MULTILINE)[1:] if path.exists() else []
     return {text[3:].partition(":")[0].replace("\\", ""): text.strip() + "\n" for text in found}
 
 
@@ -409,7 +409,7 @@ def main(names: Sequence[str]) -> None:
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"no comparison {unknown[0]!r}; there are {', '.join(known)}")
     path = OUT / "results.json"
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    results: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
     texts = tables(OUT / "tables.md")
     for campaign in CAMPAIGNS:
         if names and campaign.id not in names:
@@ -417,11 +417,13 @@ def main(names: Sequence[str]) -> None:
         found = run(campaign)
         folder = STORE / campaign.id
         results[campaign.id] = {"command": shlex.join(campaign.command), "comparison": found}
-        text = (folder / "comparison.md").read_text().strip()
+        text = (folder / "comparison.md").read_text("utf-8").strip()
         texts[campaign.id] = text.replace("(comparison.svg)", f"({campaign.id}.svg)") + "\n"
         shutil.copyfile(folder / "comparison.svg", OUT / f"{campaign.id}.svg")
-        path.write_text(json.dumps({name: results[name] for name in known if name in results}, indent=1) + "\n")
-        (OUT / "tables.md").write_text("\n".join(texts[name] for name in known if name in texts))
+        path.write_text(
+            json.dumps({name: results[name] for name in known if name in results}, indent=1) + "\n", encoding="utf-8"
+        )
+        (OUT / "tables.md").write_text("\n".join(texts[name] for name in known if name in texts), encoding="utf-8")
         print(texts[campaign.id])
 
 

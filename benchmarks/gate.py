@@ -54,8 +54,8 @@ def family(pid: int) -> Iterator[tuple[dict[str, str], list[str]]]:
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            lines = (folder / "status").read_text().splitlines()
-            values = (folder / "stat").read_text().rpartition(")")[2].split()
+            lines = (folder / "status").read_text("utf-8").splitlines()
+            values = (folder / "stat").read_text("utf-8").rpartition(")")[2].split()
         except OSError:  # the process has ended meanwhile
             continue
         found[int(folder.name)] = dict(line.split(":", 1) for line in lines if ":" in line), values

@@ -187,16 +187,16 @@ def long_run(short: Path, out: Path, count: int = LONG) -> Path:
         if "rounds" not in path.parts:
             (out / path.relative_to(short)).parent.mkdir(parents=True, exist_ok=True)
             (out / path.relative_to(short)).write_bytes(path.read_bytes())
-    history = json.loads((out / "history.json").read_text())
+    history = json.loads((out / "history.json").read_text("utf-8"))
     known, made = history["rounds"], []
     for i in range(count):
         row = known[i % len(known)]
         metrics = {k: v * rng.uniform(0.8, 1.0) if isinstance(v, float) else v for k, v in row["metrics"].items()}
         counts = {k: v for k, v in row["metrics"].items() if k.startswith(("clients_", "bytes_"))}
         made.append({**row, "round": i, "metrics": metrics | counts})
-    (out / "history.json").write_text(json.dumps({**history, "rounds": made}, indent=1))
-    evaluation = json.loads((out / "evaluation.json").read_text())
-    (out / "evaluation.json").write_text(json.dumps({**evaluation, "rounds": count}))
+    (out / "history.json").write_text(json.dumps({**history, "rounds": made}, indent=1), encoding="utf-8")
+    evaluation = json.loads((out / "evaluation.json").read_text("utf-8"))
+    (out / "evaluation.json").write_text(json.dumps({**evaluation, "rounds": count}), encoding="utf-8")
     return out
 
 

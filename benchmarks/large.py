@@ -201,5 +201,5 @@ def point(megabytes: float, clients: int, way: str, stop: int = 2) -> dict[str, 
 
 def peak_of(pid: int | None) -> int:
     """The largest resident memory of another process so far, in bytes."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/status").read_text("utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

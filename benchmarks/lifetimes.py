@@ -107,14 +107,14 @@ def surroundings(folder: Path, delay_s: float) -> Iterator[Surroundings]:
 def seconds_of(process: int) -> float:
     """Of the processor, that a process has taken; 0 where it is gone."""
     with suppress(OSError):
-        told = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        told = Path(f"/proc/{process}/stat").read_text("utf-8").rpartition(")")[2].split()
         return (int(told[11]) + int(told[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0
 
 
 def resident_mb(process: int) -> float:
     with suppress(OSError):
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+        return int(Path(f"/proc/{process}/statm").read_text("utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
     return 0.0
 
 
@@ -123,7 +123,7 @@ def below(process: int) -> set[int]:
     parents: dict[int, list[int]] = {}
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
+            parent = int((each / "stat").read_text("utf-8").rpartition(")")[2].split()[1])
             parents.setdefault(parent, []).append(int(each.name))
     found, new = set[int](), parents.get(process, [])
     while new:

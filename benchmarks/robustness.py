@@ -98,7 +98,7 @@ def accuracies(case: Case) -> dict[str, dict[str, float]]:
     code = subprocess.run([sys.executable, "-m", "flexfleet.cli", *case.command[1:], *local], check=False).returncode
     if code != 0:
         raise SystemExit(f"{case.id} ended with {code}: fix the cause and start again; finished runs are kept")
-    found = json.loads((STORE / case.id / "comparison.json").read_text())["results"]
+    found = json.loads((STORE / case.id / "comparison.json").read_text("utf-8"))["results"]
     return {
         label: {figure: 100 * found[label]["last"][figure]["mean"] for figure in ("avg", "full")}
         for label in case.aggregations
@@ -152,7 +152,7 @@ def main() -> None:
     found["private"] = {
         label: {**figures, "epsilon": epsilon(case, label)} for label, figures in accuracies(case).items()
     }
-    (OUT / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    (OUT / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     draw(found, OUT / "robustness.svg")
     print("| bad clients | " + " | ".join(AGGREGATIONS) + " |\n" + "|---" * (1 + len(AGGREGATIONS)) + "|")
     for attack in ATTACKS:

@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {point.x:10.4g}  {1e3 * point.round_s:10.2f} ms, outside training {1e3 * point.outside_s:.2f} ms")
     args.out.mkdir(parents=True, exist_ok=True)
     values = {name: [vars(point) for point in points] for name, points in found.items()}
-    (args.out / "scaling.json").write_text(json.dumps(values, indent=1) + "\n")
+    (args.out / "scaling.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     draw(found, args.out / "scaling.svg")
     return 0
 

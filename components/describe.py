@@ -37,13 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--check", action="store_true", help="change nothing; exit with 2 if a file is out of date")
     args = p.parse_args(argv)
     wanted = {PARAMS: params_yaml(), FORM: form_json()}
-    stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
+    stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text("utf-8") != text]
     if args.check and stale:
         names = ", ".join(map(str, stale))
         print(f"error: out of date with the schema: {names}; run `python -m components.describe`", file=sys.stderr)
         return 2
     for path in stale:
-        path.write_text(wanted[path])
+        path.write_text(wanted[path], encoding="utf-8")
         print(path)
     return 0
 

@@ -166,7 +166,7 @@ def _credentials(registry: str) -> str:
     path = Path(os.environ.get("DOCKER_CONFIG", Path.home() / ".docker")) / "config.json"
     key = "https://index.docker.io/v1/" if registry == "docker.io" else registry
     try:
-        auth = json.loads(path.read_text())["auths"][key]["auth"]
+        auth = json.loads(path.read_text("utf-8"))["auths"][key]["auth"]
         base64.b64decode(auth, validate=True)
     except (OSError, ValueError, KeyError, TypeError):
         return ""
@@ -181,8 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = p.parse_args(argv).given
     path = Path(given) / "kustomization.yaml"
     if path.exists():
-        pinned, references = pin(path.read_text())
-        path.write_text(pinned)
+        pinned, references = pin(path.read_text("utf-8"))
+        path.write_text(pinned, encoding="utf-8")
         print("\n".join(references))
         return 0
     name, _, tag = given.rpartition(":")

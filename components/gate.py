@@ -38,7 +38,7 @@ def gate(
         folders = regress.folders_of(asked, [Path(run.path) for run in finished])
         verdict = patiently(lambda: regress.settle(asked, folders, out, regress.TASKS, pairs[0]["mlflow"]))
         shutil.copyfile(out / "regression.html", page.path)
-        Path(told.path).write_text(regress.card(verdict))
+        Path(told.path).write_text(regress.card(verdict), encoding="utf-8")
         metrics.log_metric("passed", int(verdict.passed))
         for check in verdict.checks:
             if check.against == "reference":

@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     licences.add_argument("environments", nargs="+", metavar="NAME=SITE_PACKAGES")
     args = p.parse_args(argv)
     if args.command == "check":
-        print(check(args.bill.read_bytes(), [lock.read_text() for lock in args.locks]), "packages")
+        print(check(args.bill.read_bytes(), [lock.read_text("utf-8") for lock in args.locks]), "packages")
     else:
         given = dict(word.partition("=")[::2] for word in args.environments)
         if bare := [name for name, path in given.items() if not path]:

@@ -54,7 +54,7 @@ def partition(
         check.check(resolved)
         overrides.write_config(asked, Path(config.path))
         mlflow_run = track.begin(asked, name, store, track.of_job(asked, job_id))
-        Path(started.path).write_text(track.card(asked, name, store.uri(), mlflow_run))
+        Path(started.path).write_text(track.card(asked, name, store.uri(), mlflow_run), encoding="utf-8")
         step(resolved, Path(parts.path))
         parts.metadata.update(metadata.of_partition(Path(parts.path)))
         versioned.hand_on(Path(parts.path), "partition", asked.publish.dvc, Path(pointer.path))

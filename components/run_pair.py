@@ -26,7 +26,7 @@ def run(
     from flexfleet.kubeflow.in_pod import ending, patiently
 
     with ending("comparison_id (of a night: night_id)"):
-        Path(which.path).write_text(f"# {pair['label']}\n\nalgorithm and seed: {pair['run']}\n")
+        Path(which.path).write_text(f"# {pair['label']}\n\nalgorithm and seed: {pair['run']}\n", encoding="utf-8")
         paths = (Path(shared.path), Path(finished.path))
         result = patiently(lambda: run_pair(pair, *paths, job_id))
         finished.metadata.update(metadata.of_model(paths[1], paths[1]))

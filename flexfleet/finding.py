@@ -141,7 +141,7 @@ def suites() -> dict[str, str]:
     from flexfleet.nightly.suite import path_of
 
     found = {one.name: f"compare --suite: {one.shows}" for one in listed()}
-    return found | {name: f"regress --suite: {_comment(path_of(name).read_text())}" for name in of_nights()}
+    return found | {name: f"regress --suite: {_comment(path_of(name).read_text('utf-8'))}" for name in of_nights()}
 
 
 LISTS: Mapping[str, Callable[[], dict[str, str]]] = {

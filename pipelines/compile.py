@@ -35,7 +35,7 @@ def compiled(name: str) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"{name}.yaml"
         compiler.Compiler().compile(PIPELINES[name], str(path))
-        text = path.read_text()
+        text = path.read_text("utf-8")
     spec, *platform = documents(text)
     form = spec["root"]["inputDefinitions"]["parameters"]
     for name, about in form.items():
@@ -54,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     stale = []
     for name in PIPELINES:
         path, text = COMPILED / f"{name}.yaml", retarget(compiled(name), os.environ)
-        if path.is_file() and path.read_text() == text:
+        if path.is_file() and path.read_text("utf-8") == text:
             continue
         stale.append(path)
         if not args.check:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
             print(path)
     if args.check and stale:
         names = ", ".join(map(str, stale))

@@ -18,7 +18,7 @@ class Field(NamedTuple):
 
 
 FILE = Path(__file__).with_name("form.json")
-KNOWN = json.loads(FILE.read_text())
+KNOWN = json.loads(FILE.read_text("utf-8"))
 NAMES: dict[str, list[str]] = KNOWN["names"]
 """The names of all algorithms, data sets and models."""
 FIELDS = {name: Field(**about) for name, about in KNOWN["fields"].items()} | {

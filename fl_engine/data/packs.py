@@ -87,7 +87,9 @@ def packed(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
                 raise DataError(f"{room}: cannot be written ({full}); make room, or let {folder} be written") from full
     try:
         arrays = _written(part, write)
-        (part / INDEX).write_text(Index(version=version, inputs=made_of, arrays=arrays).model_dump_json(indent=1))
+        (part / INDEX).write_text(
+            Index(version=version, inputs=made_of, arrays=arrays).model_dump_json(indent=1), encoding="utf-8"
+        )
         tensors = _mapped(part, arrays)  # before the move: another process may then replace the folder
         _replace(place, part)
         return tensors

@@ -192,7 +192,7 @@ def _machine() -> str:
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         with suppress(OSError):
-            parts.append(os.readlink(path) if path.endswith("pid") else Path(path).read_text().strip())
+            parts.append(os.readlink(path) if path.endswith("pid") else Path(path).read_text(encoding="utf-8").strip())
     return json.dumps(parts)
 
 

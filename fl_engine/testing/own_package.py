@@ -29,7 +29,7 @@ from importlib.resources import files
 
 
 def factor():
-    return float(files("theirs23").joinpath("factor.txt").read_text())
+    return float(files("theirs23").joinpath("factor.txt").read_text("utf-8"))
 """,
     "loss.py": """
 import torch.nn.functional as F
@@ -49,5 +49,5 @@ def write(folder: Path) -> Path:
     package = folder / NAME
     package.mkdir(parents=True)
     for name, text in FILES.items():
-        (package / name).write_text(text)
+        (package / name).write_text(text, encoding="utf-8")
     return package

@@ -125,7 +125,7 @@ def room_of_device(held: int, root: Path | None = None, proc: Path | None = None
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 

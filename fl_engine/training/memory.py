@@ -141,7 +141,7 @@ def restart_peak() -> tuple[int, int]:
     largest so far."""
     peak = resident_peak()
     try:
-        with open("/proc/self/clear_refs", "w") as file:
+        with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
             file.write("5")  # proc(5): sets VmHWM to VmRSS
     except OSError:
         return peak, peak
@@ -149,7 +149,7 @@ def restart_peak() -> tuple[int, int]:
 
 
 def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 

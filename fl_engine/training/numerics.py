@@ -119,7 +119,7 @@ def _tell_late() -> None:
 def cpu_bf16() -> tuple[str, ...]:
     """Which of `BF16` this processor has. Where it does not say (it is not Linux), none."""
     try:
-        lines = KNOWN_CPUS.read_text().splitlines()
+        lines = KNOWN_CPUS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return ()
     flags = {flag for line in lines if line.startswith("flags") for flag in line.partition(":")[2].split()}

@@ -156,15 +156,15 @@ def _readable(name: str, read: Callable[[], float]) -> Iterator[Power]:
 
 
 def _scaled(path: Path, factor: float) -> Callable[[], float]:
-    return lambda: factor * int(path.read_text())
+    return lambda: factor * int(path.read_text(encoding="utf-8"))
 
 
 def _product(millivolts: Path, milliamperes: Path) -> Callable[[], float]:
-    return lambda: 1e-6 * int(millivolts.read_text()) * int(milliamperes.read_text())
+    return lambda: 1e-6 * int(millivolts.read_text(encoding="utf-8")) * int(milliamperes.read_text(encoding="utf-8"))
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace").strip()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

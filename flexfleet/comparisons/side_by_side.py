@@ -118,7 +118,7 @@ def one_by_one(commands: Sequence[Command], at_once: int = 1) -> dict[str, int]:
 def _logging_to(command: Command) -> Iterator[TextIO]:
     """The command's log, into which flexfleet's log goes too."""
     command.log.parent.mkdir(parents=True, exist_ok=True)
-    with open(command.log, "a") as file:
+    with open(command.log, "a", encoding="utf-8") as file:
         file.write(_head(command))
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
@@ -192,7 +192,7 @@ def _passing_signals_on(running: dict[Command, tuple[subprocess.Popen[bytes], fl
 
 def last_words(path: Path) -> str:
     """The last line of a log's last command: its error line, if there is one."""
-    *_, text = path.read_text(errors="replace").rpartition(f"\n{BEGINS}")
+    *_, text = path.read_text(encoding="utf-8", errors="replace").rpartition(f"\n{BEGINS}")
     lines = [line for line in text.splitlines()[1:] if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or ["said nothing"])[-1].removeprefix("error: ").strip()

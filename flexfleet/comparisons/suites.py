@@ -145,7 +145,7 @@ def _read(name: str, before: tuple[str, ...]) -> Suite:
         raise ConfigError(f"the suite {before[0]} is like itself: {' -> '.join((*before, name))}")
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     try:
-        own = Suite.model_validate(read_yaml(path.read_text()))
+        own = Suite.model_validate(read_yaml(path.read_text("utf-8")))
     except OSError as error:
         raise ConfigError(f"cannot read the suite {path}: {error.strerror}") from error
     except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:

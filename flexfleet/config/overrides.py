@@ -142,7 +142,7 @@ def whole(value: Any) -> Any:
 def write_config(config: Config, path: Path) -> Path:
     """The whole configuration as YAML; `load_config` reads back an equal one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_yaml(config))
+    path.write_text(_yaml(config), encoding="utf-8")
     return path
 
 

@@ -60,7 +60,7 @@ def load_with_algorithm(files: Files = None, overrides: Sequence[str] = ()) -> t
 
 def _read(path: str | Path) -> dict[str, Any]:
     try:
-        values = read_yaml(Path(path).read_text()) or {}
+        values = read_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

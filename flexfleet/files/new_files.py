@@ -49,7 +49,7 @@ def write_new(files: Mapping[str, str], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, text in files.items():
-        with open(folder / name, "x") as file:
+        with open(folder / name, "x", encoding="utf-8") as file:
             file.write(text)
         paths.append(folder / name)
     return paths
@@ -63,4 +63,4 @@ def _exists(name: str) -> bool:
 
 
 def _template(name: str) -> str:
-    return resources.files("flexfleet.files").joinpath("new").joinpath(name).read_text()
+    return resources.files("flexfleet.files").joinpath("new").joinpath(name).read_text("utf-8")

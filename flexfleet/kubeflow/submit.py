@@ -177,7 +177,7 @@ def _uploaded(client: Any, name: str, version: str, text: str, namespace: str | 
     """Ids of pipeline and version; whether the version had to be uploaded."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"{name}.yaml"
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         # (The SDK's own look-up by name does not take a namespace.)
         same = json.dumps({"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": name}]})
         pipelines = client.list_pipelines(filter=same, namespace=namespace).pipelines or []

@@ -106,7 +106,11 @@ def _train(config: Config, site: Site, work: Work, x: torch.Tensor, y: torch.Ten
 def machine() -> dict[str, str]:
     """What memory and pace depend on: they are not compared with figures of other machines."""
     model = "unknown"
-    with open("/proc/cpuinfo") if os.path.exists("/proc/cpuinfo") else open(os.devnull) as file:
+    with (
+        open("/proc/cpuinfo", encoding="utf-8")
+        if os.path.exists("/proc/cpuinfo")
+        else open(os.devnull, encoding="utf-8") as file
+    ):
         model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), model)
     return {
         "cpu": model,

@@ -157,11 +157,10 @@ def take_folder(night: Night, resume: bool) -> None:
         raise ConfigError(f"{night.folder} exists already: go on with --resume, or choose another --id")
     night.folder.mkdir(parents=True, exist_ok=True)
     begun, at = night.folder / "commit", track.commit() or "unknown"
-    if begun.exists() and begun.read_text() != at:
-        raise ConfigError(
-            f"{night.folder} was begun with the code of commit {begun.read_text()}, this is {at}: choose another --id"
-        )
-    begun.write_text(at)
+    if begun.exists() and (before := begun.read_text("utf-8")) != at:
+        began = f"{night.folder} was begun with the code of commit {before}"
+        raise ConfigError(f"{began}, this is {at}: choose another --id")
+    begun.write_text(at, encoding="utf-8")
 
 
 def make(night: Night, jobs: int, resume: bool, mlflow_run_id: str | None = None) -> Folders:

@@ -109,7 +109,7 @@ def names() -> list[str]:
 def load(path: Path) -> Suite:
     """Raises ConfigError for what is wrong in the file."""
     try:
-        return Suite.model_validate(read_yaml(path.read_text()))
+        return Suite.model_validate(read_yaml(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"cannot read the suite {path}: {error.strerror}") from error
     except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:

@@ -87,7 +87,7 @@ def _write(path: Path, text: str) -> None:
     """For this user alone. Raises OSError, and leaves no part of the file."""
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with os.fdopen(opened, "w") as file:
+        with os.fdopen(opened, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError:
         path.unlink()

@@ -283,7 +283,7 @@ def sampler(seed: int) -> Any:
 
 def me() -> str:
     """A name of this process that no later process gets; a process number alone is used again."""
-    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    started = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     return f"{socket.gethostname()}:{os.getpid()}:{started}"
 
 
@@ -343,7 +343,7 @@ def drop(study: Any, trial: Any) -> None:
 
 def _alive(pid: str, started: str) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19] == started
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19] == started
     except OSError:
         return False
 

@@ -455,7 +455,7 @@ def work_in_graph(prepared: Path, id: str, worker: int, out: Path, job_id: str) 
             parent = _parent(config, search.open_study(config, folder, id, begun=True), {})
         with ending(parent):
             mine = work(config, folder, id, worker, prepared)
-    (out / "trials.json").write_text(json.dumps(mine))
+    (out / "trials.json").write_text(json.dumps(mine), encoding="utf-8")
     if alone_with_it:
         shutil.copyfile(folder / "study.log", out / "study.log")
     return mine
@@ -473,7 +473,7 @@ def report(prepared: Path, id: str, workers: Sequence[Path], out: Path, text: Pa
     out.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         shutil.copyfile(folder / name, out / name)
-    text.write_text(markdown(tuned, (out / "patch.yaml").read_text()))
+    text.write_text(markdown(tuned, (out / "patch.yaml").read_text("utf-8")), encoding="utf-8")
     shutil.copyfile(out / "study.html", html)
     return tuned
 

@@ -53,7 +53,7 @@ def push(paths: Mapping[str, Path], remote: str) -> dict[str, str]:
         with _explained(remote, EnvironmentFailure):
             repo.add([str(folder / name) for name in paths])
             repo.push(targets=[str(folder / name) for name in paths])
-        return {name: (folder / f"{name}.dvc").read_text() for name in paths}
+        return {name: (folder / f"{name}.dvc").read_text("utf-8") for name in paths}
 
 
 def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
@@ -62,7 +62,7 @@ def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
     wanted = {name: checksum(text) for name, text in pointers.items()}
     with _scratch(remote) as (repo, folder):
         for name, text in pointers.items():
-            (folder / f"{name}.dvc").write_text(text)
+            (folder / f"{name}.dvc").write_text(text, encoding="utf-8")
         with _explained(remote, IntegrityError):
             repo.pull(targets=[str(folder / f"{name}.dvc") for name in pointers])
         for name, expected in wanted.items():
@@ -83,7 +83,7 @@ def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
 def hand_on(path: Path, name: str, remote: str | None, pointer: Path) -> None:
     """Pushes a step's output, and writes its pointer for the following tasks; an empty file if there is no remote."""
     pointer.parent.mkdir(parents=True, exist_ok=True)
-    pointer.write_text("" if remote is None else push({name: path}, remote)[name])
+    pointer.write_text("" if remote is None else push({name: path}, remote)[name], encoding="utf-8")
 
 
 def push_run(out: Path, remote: str) -> dict[str, str]:
@@ -92,7 +92,7 @@ def push_run(out: Path, remote: str) -> dict[str, str]:
     pointers = push({name: out / name for name in OF_RUN}, remote)
     for name, text in pointers.items():
         (out / POINTERS).mkdir(exist_ok=True)
-        (out / POINTERS / f"{name}.dvc").write_text(text)
+        (out / POINTERS / f"{name}.dvc").write_text(text, encoding="utf-8")
     return {"dvc.remote": remote, **{f"dvc.{name}": checksum(text) for name, text in pointers.items()}}
 
 
@@ -122,7 +122,7 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
         got = artifacts.download_artifacts(
             run_id=mlflow_run_id, artifact_path=POINTERS, dst_path=scratch, tracking_uri=address(uri)
         )
-        pointers = {path.stem: path.read_text() for path in sorted(Path(got).iterdir())}
+        pointers = {path.stem: path.read_text("utf-8") for path in sorted(Path(got).iterdir())}
     for name, text in pointers.items():
         if (says := checksum(text)) != (tag := tags.get(f"dvc.{name}")):
             raise IntegrityError(f"{name}: its pointer says md5 {says}, the run's tag {tag}")
@@ -194,7 +194,7 @@ def _pointed_to(pointer: Path) -> Path:
         raise DataError(f"dataset.root = {pointer} does not exist: give a .dvc file, a folder, or repo@rev:path")
     from dvc.repo import Repo
 
-    wanted = checksum(pointer.read_text(errors="replace"))
+    wanted = checksum(pointer.read_text(encoding="utf-8", errors="replace"))
     cached = _cached(wanted)
     if cached.exists():
         return cached

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -302,6 +304,15 @@ def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
         load_config(written(tmp_path, "seed: !!python/object/apply:os.getpid []\n"))
     with pytest.raises(ConfigError):
         load_config(written(tmp_path, "run: {store: 2026-01-01}\n"))
+
+
+def test_a_file_is_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_bytes("tracking: {experiment: Übung für Gerät}".encode())
+    reads = f"from flexfleet.config import load_config; print(ascii(load_config({str(path)!r}).tracking.experiment))"
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", reads], env=env, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == (ascii("Übung für Gerät"), "")
 
 
 # -------------------------------------------------------------------------------------------------------- set

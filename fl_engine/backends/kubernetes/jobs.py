@@ -116,7 +116,7 @@ def template(path: str | None) -> Resource:
     """Raises ConfigError where the file is missing or holds no Job with a container `client` that can be filled in."""
     file = Path(path) if path else TEMPLATE
     try:
-        found: Resource = read_yaml(file.read_text())
+        found: Resource = read_yaml(file.read_text("utf-8"))
         names = [c["name"] for c in found["spec"]["template"]["spec"]["containers"]]
         if found["kind"] != "Job" or "client" not in names:
             raise ConfigError(f"{file}: a Job with a container `client` is expected, got {found['kind']} with {names}")
