@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,11 +26,14 @@ NOBODY = -1
 @dataclass(frozen=True)
 class Local:
     """`mean` and `sd` of the clients' accuracies, in [0, 1], each client counted once, and how many `clients` these
-    are: those to which test samples were dealt. `sd` is that of a sample (n - 1), and 0 of one client."""
+    are: those to which test samples were dealt. `sd` is that of a sample (n - 1), and 0 of one client. `histogram` says
+    by accuracy, in whole % from 0 to 100 and rounded down, how many clients have it; those that nobody has are left
+    out. So its size is bounded, however many clients there are."""
 
     mean: float
     sd: float
     clients: int
+    histogram: dict[int, int]
 
 
 def deal(labels: Ints, held: Ints, seed: int) -> Ints:
@@ -70,8 +74,13 @@ class LocalAccuracy:
     def of(self, level: str) -> Local | None:
         """Of a level that was watched on all test samples; None if no client has test samples."""
         dealt = self._owner != NOBODY
-        counts, right = np.bincount(self._owner[dealt]), self._right[level].numpy()[dealt]
-        found = np.bincount(self._owner[dealt], weights=right)[counts > 0] / counts[counts > 0]
+        counts, watched = np.bincount(self._owner[dealt]), self._right[level].numpy()[dealt]
+        right = np.bincount(self._owner[dealt], weights=watched)[counts > 0].astype(np.int64)
+        counts = counts[counts > 0]
+        found = right / counts
         if not len(found):
             return None
-        return Local(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else 0.0, len(found))
+        # In whole numbers: 100 x 0.29 is less than 29.
+        histogram = dict(sorted(Counter((100 * right // counts).tolist()).items()))
+        sd = statistics.stdev(found) if len(found) > 1 else 0.0
+        return Local(statistics.fmean(found), sd, len(found), histogram)

@@ -334,20 +334,25 @@ def summarise(
 
 
 def cases_of(results: Mapping[str, Summary]) -> tuple[Case, ...]:
-    """Who is first in each case; empty where all labels are of one, where each is one of its own, so that the cases are
-    what is compared, and with too few seeds."""
-    groups: dict[str, dict[str, Summary]] = {}
+    """Who is first in each case (`by_case`); empty with too few seeds."""
+    found = [(case, firsts(by_seed({label: results[label] for label in case.labels}))) for case in by_case(results)]
+    return tuple(case.model_copy(update={"first": first}) for case, first in found if first is not None)
+
+
+def by_case(results: Mapping[str, Summary]) -> list[Case]:
+    """The labels of each case, `first` left empty; no case where all labels are of one, and where each is one of its
+    own, so that the cases are what is compared."""
+    groups: dict[str, list[str]] = {}
     settings = {
         label: {key: value for key, value in r.varied.items() if key.startswith(CASE)}
         | {key: value for key, value in r.at.items() if key.startswith(FACTORS)}
         for label, r in results.items()
     }
-    for label, r in results.items():
-        groups.setdefault(plain(settings[label]), {})[label] = r
+    for label in results:
+        groups.setdefault(plain(settings[label]), []).append(label)
     if len(groups) in (1, len(results)):
-        return ()
-    found = [(tuple(group), firsts(by_seed(group))) for group in groups.values()]
-    return tuple(Case(settings=settings[labels[0]], labels=labels, first=f) for labels, f in found if f is not None)
+        return []
+    return [Case(settings=settings[labels[0]], labels=tuple(labels), first={}) for labels in groups.values()]
 
 
 def by_seed(results: Mapping[str, Summary]) -> dict[str, dict[str, list[float | None]]]:

@@ -15,7 +15,7 @@ from typing import Any
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.rounds.phases import BITS
 from fl_engine.storage.store import FolderStore
-from flexfleet.comparisons import first
+from flexfleet.comparisons import first, histograms
 from flexfleet.comparisons.comparison import (
     BY_OWNER,
     LOCAL,
@@ -24,6 +24,7 @@ from flexfleet.comparisons.comparison import (
     Reached,
     Runs,
     Spread,
+    by_case,
     clock,
     curve,
     further,
@@ -70,9 +71,10 @@ def tabulate(
     )
     comparison = comparison.model_copy(update={"central": central, "differences": apart})
     store, drawing = FolderStore(out), draw(runs, central)
+    local = histograms.draw(runs, by_case(comparison.results), colours(comparison))
     store.put("comparison.md", markdown(comparison).encode())
     store.put("comparison.svg", (drawing + "\n").encode())
-    store.put("comparison.html", page(comparison, drawing).encode())
+    store.put("comparison.html", page(comparison, drawing, local).encode())
     comparison.write(out / "comparison.json")
     return comparison if mlflow is None else track(comparison, mlflow, out)
 
@@ -431,8 +433,13 @@ def draw(runs: Runs, central: Central | None = None) -> str:
     )
 
 
-def page(c: Comparison, drawing: str) -> str:
-    """One HTML page that loads nothing from elsewhere."""
+def colours(c: Comparison) -> dict[str, str]:
+    """Of the labels, in the drawings and the tables."""
+    return {label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)}
+
+
+def page(c: Comparison, drawing: str, local: str | None = None) -> str:
+    """One HTML page that loads nothing from elsewhere. `local`: what `histograms.draw` gives."""
     return render(
         "flexfleet.comparisons",
         "comparison.html",
@@ -446,8 +453,8 @@ def page(c: Comparison, drawing: str) -> str:
         variants=variants(c),
         common=common(c),
         drawing=Drawing(drawing),
-        colours={REFERENCE: plots.GREY}
-        | {label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)},
+        local=None if local is None else Drawing(local),
+        colours={REFERENCE: plots.GREY} | colours(c),
         dash=NONE,
     )
 

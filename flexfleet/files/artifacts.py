@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -333,6 +333,10 @@ class LocalScore(BaseModel):
     clients: int = Field(ge=1)
 
 
+Histogram = dict[Annotated[int, Field(ge=0, le=100)], Annotated[int, Field(ge=1)]]
+"""By accuracy, in whole % and rounded down, how many clients have it (`fl_engine.training.local_accuracy`)."""
+
+
 class ClientFigures(BaseModel):
     """Of the metric that decides, over so many clients, each counted once (`fl_engine.rounds.at_clients`)."""
 
@@ -358,8 +362,9 @@ class OnClients(BaseModel):
 
 class EvaluationFile(Artifact):
     """evaluation.json: the final model on the whole test set. `avg` is the mean over the levels of the metric that
-    decides, `full` the largest model's; `local` is each level's local accuracy, where the task has classes;
-    `on_clients` is the evaluation at the clients, where evaluate.on asks for it."""
+    decides, `full` the largest model's; `local` is each level's local accuracy, where the task has classes, and
+    `local_histogram` how it is distributed over the clients (empty in files of older versions); `on_clients` is the
+    evaluation at the clients, where evaluate.on asks for it."""
 
     rounds: int
     test_samples: int
@@ -367,13 +372,14 @@ class EvaluationFile(Artifact):
     full: float
     levels: dict[str, LevelScore] = Field(min_length=1)
     local: dict[str, LocalScore] = {}
+    local_histogram: dict[str, Histogram] = {}
     on_clients: OnClients | None = None
 
     @model_serializer(mode="wrap")
     def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without local accuracies, or figures of clients, the file has no such key."""
-        fields: dict[str, Any] = handler(self)
-        return {name: value for name, value in fields.items() if name not in ("local", "on_clients") or value}
+        fields, absent = handler(self), ("local", "local_histogram", "on_clients")
+        return {name: value for name, value in fields.items() if name not in absent or value}
 
     @property
     def metric(self) -> str:
@@ -408,6 +414,9 @@ class EvaluationFile(Artifact):
     def _local_of_all_levels(self) -> EvaluationFile:
         if self.local and list(self.local) != list(self.levels):
             raise ValueError(f"local is of the levels {list(self.local)}, expected {list(self.levels)}")
+        counted = {name: sum(each.values()) for name, each in self.local_histogram.items()}
+        if counted and counted != (told := {name: each.clients for name, each in self.local.items()}):
+            raise ValueError(f"local_histogram counts so many clients of each level: {counted}, expected {told}")
         return self
 
 

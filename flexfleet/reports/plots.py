@@ -28,7 +28,7 @@ from fl_engine.data import figures
 from fl_engine.data import partitioning as partition
 from fl_engine.rounds.at_clients import PREFIX
 from fl_engine.storage.checkpoints import Row
-from flexfleet.files.artifacts import Apoz, LocalScore, PoolFile
+from flexfleet.files.artifacts import Apoz, PoolFile
 from flexfleet.files.measure import ACCURACY, Measure
 from flexfleet.reports.curves import MOST_POINTS, band, thinned
 
@@ -97,7 +97,7 @@ def learning_curves(runs: Sequence[Series], name: str = "learning-curves", measu
         _axes(axes, "round", measure.title, whole_x=True)
         _legend(figure, runs, looks, band=len(runs) <= MOST_BANDS)
 
-    return _drawing(name, f"Test {measure.name} over the rounds, a line for each run", 3.8, paint)
+    return drawing(name, f"Test {measure.name} over the rounds, a line for each run", 3.8, paint)
 
 
 def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-metric", measure: Measure = ACCURACY) -> str:
@@ -118,7 +118,7 @@ def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-metric", mea
         axes.xaxis.set_major_formatter(_mb)
         _legend(figure, runs, looks, band=False)
 
-    return _drawing(name, f"Test {measure.name} against the megabytes sent, a line for each run", 3.8, paint)
+    return drawing(name, f"Test {measure.name} against the megabytes sent, a line for each run", 3.8, paint)
 
 
 Points = Sequence[tuple[int, float, Sequence[float]]]
@@ -178,7 +178,7 @@ def comparison(
     over = "over the rounds, against the megabytes sent and" if timed else "over the rounds and"
     against = "over the simulated time" if timed else "against the megabytes sent"
     alt = f"Test {measure.name} {over} {against}, a line for each algorithm"
-    return _drawing(name, alt, 4.0, paint, width=14 if timed else 10.5)
+    return drawing(name, alt, 4.0, paint, width=14 if timed else 10.5)
 
 
 def _nth(points: Points, n: Literal[0, 1]) -> list[float]:
@@ -233,7 +233,7 @@ def study(
         "What each parameter mattered": shares,
         **{f"Values of the trials over {labels[path]}": slice(path) for path in names},
     }
-    return [_drawing(f"{name}-{i}", alt, 3.0, paint, width=5.0) for i, (alt, paint) in enumerate(paints.items())]
+    return [drawing(f"{name}-{i}", alt, 3.0, paint, width=5.0) for i, (alt, paint) in enumerate(paints.items())]
 
 
 # ------------------------------------------------------------------------------------------------ one run
@@ -276,7 +276,7 @@ def pool_widths(pool: PoolFile, apoz: Apoz | None = None, name: str = "pool") ->
         _put_legend(figure, handles, [m.name for m in reversed(pool.levels)])
 
     alt = "Width kept in every prunable layer, a line for each level of the pool" + (", and APoZ" if scores else "")
-    return _drawing(name, alt, 4.6 if scores else 3.4, paint)
+    return drawing(name, alt, 4.6 if scores else 3.4, paint)
 
 
 def of_levels(
@@ -304,24 +304,7 @@ def of_levels(
         _axes(axes, along, measure.title, whole_x=True)
         _put_legend(figure, handles, shown)
 
-    return _drawing(name, f"Test {measure.name} over the {along}s, a line for each level", 3.2, paint)
-
-
-def local_accuracy(local: Mapping[str, LocalScore], levels: Sequence[str], name: str = "local") -> str:
-    """Each level's mean over the clients as a point, the standard deviation as a bar on both sides. `levels`: the whole
-    pool, smallest first, coloured as in its drawing."""
-    colours = level_colours(levels)
-
-    def paint(figure: Any) -> None:
-        axes = figure.add_subplot()
-        for i, (level, found) in enumerate(local.items()):
-            axes.errorbar(i, 100 * found.mean, 100 * found.sd, fmt="o", color=colours[level], capsize=6, markersize=6)
-        axes.set_xticks(range(len(local)), list(local))
-        axes.set_xlim(-0.6, len(local) - 0.4)
-        axes.grid(axis="x", visible=False)
-        _axes(axes, "level", "local accuracy (%)")
-
-    return _drawing(name, "Local accuracy of each level: mean and standard deviation over the clients", 2.4, paint)
+    return drawing(name, f"Test {measure.name} over the {along}s, a line for each level", 3.2, paint)
 
 
 ON_CLIENTS = {"mean": "-", "p10": "--", "worst": ":"}
@@ -344,7 +327,7 @@ def on_clients(rows: Sequence[Row], name: str = "on-clients", measure: Measure =
         _axes(axes, "round", f"clients' {title}", whole_x=True)
         _put_legend(figure, handles, ["mean", "10th percentile", "worst"])
 
-    return _drawing(name, f"The clients' {measure.name} on samples of their own over the rounds", 2.8, paint)
+    return drawing(name, f"The clients' {measure.name} on samples of their own over the rounds", 2.8, paint)
 
 
 def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
@@ -372,12 +355,12 @@ def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
             base = top
         _axes(axes, "round", "clients" if step == 1 else f"clients\n(means of {step} rounds)", whole_x=True)
         axes.set_ylim(0, 1.08 * max(1, *base))
-        axes.yaxis.set_major_locator(_whole())
+        axes.yaxis.set_major_locator(whole())
         axes.margins(x=0)
         axes.grid(axis="x", visible=False)
         _put_legend(figure, [Patch(color=colour) for _, colour in parts.values()], list(parts))
 
-    return _drawing(name, "Clients that trained, pruned or failed in each round", 2.4, paint)
+    return drawing(name, "Clients that trained, pruned or failed in each round", 2.4, paint)
 
 
 EVENNESS = {
@@ -403,7 +386,7 @@ def evenness(rows: Sequence[Row], name: str = "uniformity") -> str:
         axes.set_ylim(bottom=0)
         _put_legend(figure, handles, [EVENNESS[key][0] for key in shown])
 
-    return _drawing(name, "How evenly the clients finish in each round, by the simulated clock", 2.4, paint)
+    return drawing(name, "How evenly the clients finish in each round, by the simulated clock", 2.4, paint)
 
 
 def partition_map(counts: Sequence[Sequence[int]], name: str = "partition", label: str = "class") -> str:
@@ -465,17 +448,18 @@ def _axes(axes: Any, x: str, y: str, whole_x: bool = False) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     if whole_x:
-        axes.xaxis.set_major_locator(_whole())
+        axes.xaxis.set_major_locator(whole())
 
 
 def _mb(x: float, _: int) -> str:
     return f"{x:,.0f}" if x >= 10 else f"{x:.3g}"
 
 
-def _whole() -> Any:
+def whole(most: int = 10) -> Any:
+    """Ticks at whole numbers, about so many at most."""
     from matplotlib.ticker import MaxNLocator
 
-    return MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
+    return MaxNLocator(most, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
 
 
 def _line(**look: Any) -> Any:
@@ -498,14 +482,21 @@ def _legend(figure: Any, runs: Sequence[Series], looks: Sequence[Mapping[str, An
 def _put_legend(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """Above the axes, in as many columns as fit the figure's width. The figure has room for one row, and grows by the
     others."""
-    short = [t if len(t) <= LABEL_CHARS else t[: LABEL_CHARS - 1] + "…" for t in labels]
+    short = [shortened(label) for label in labels]
     room = round(LINE_CHARS * figure.get_figwidth())
     columns = max(1, min(len(short), room // (max(map(len, short)) + 7)))
     figure.set_figheight(figure.get_figheight() + LEGEND_ROW * (math.ceil(len(short) / columns) - 1))
-    # Texts are set afterwards: matplotlib leaves out labels that start with "_".
-    legend = figure.legend(handles, ["x"] * len(short), loc="outside upper left", ncols=columns)
-    for text, label in zip(legend.get_texts(), short, strict=True):
+    write(figure.legend(handles, ["x"] * len(short), loc="outside upper left", ncols=columns), short)
+
+
+def write(legend: Any, labels: Sequence[str]) -> None:
+    """Sets a legend's texts once it is made: matplotlib leaves out labels that start with "_"."""
+    for text, label in zip(legend.get_texts(), labels, strict=True):
         text.set_text(label)
+
+
+def shortened(label: str) -> str:
+    return label if len(label) <= LABEL_CHARS else label[: LABEL_CHARS - 1] + "…"
 
 
 def _style(values: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -518,7 +509,7 @@ def _style(values: Mapping[str, Any]) -> AbstractContextManager[None]:
     return context
 
 
-def _drawing(name: str, alt: str, height: float, paint: Callable[[Any], None], width: float = 6.4) -> str:
+def drawing(name: str, alt: str, height: float, paint: Callable[[Any], None], width: float = 6.4) -> str:
     """An SVG of `width` x `height` inches, higher where a legend has several rows. `alt` says what it shows to those
     who do not see it."""
     with _style(STYLE):

@@ -42,6 +42,7 @@ from flexfleet.files.artifacts import (
 )
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots, precisions
+from flexfleet.reports.local_accuracy import Shown, local_accuracy
 from flexfleet.reports.page import Drawing, render
 
 NEEDED = {
@@ -339,7 +340,7 @@ def _page(runs: Sequence[Run]) -> str:
         drawings = {
             "pool": None if alone else plots.pool_widths(run.pool, run.apoz, f"pool-{i}"),
             "levels": plots.of_levels(run.rows, levels, f"levels-{i}", run.measure),
-            "local": plots.local_accuracy(local, levels, f"local-{i}") if (local := run.evaluation.local) else None,
+            "local": _local(run.evaluation, plots.level_colours(levels), f"local-{i}"),
             "on_clients": plots.on_clients(run.rows, f"on-clients-{i}", run.measure) if told else None,
             "clients": plots.clients_per_round(run.rows, f"clients-{i}"),
             "uniformity": None if run.uniformity is None else plots.evenness(run.rows, f"uniformity-{i}"),
@@ -382,6 +383,15 @@ def _page(runs: Sequence[Run]) -> str:
         bands=len(runs) <= plots.MOST_BANDS,
         dash=NONE,
     )
+
+
+def _local(evaluation: EvaluationFile, colours: Mapping[str, str], name: str) -> str | None:
+    """A panel for each level, the largest first; None where the run has no local accuracies."""
+    shown = {
+        level: Shown(colours[level], score.mean, score.sd, evaluation.local_histogram.get(level, {}))
+        for level, score in reversed(evaluation.local.items())
+    }
+    return local_accuracy([("", {level: each}) for level, each in shown.items()], name) if shown else None
 
 
 def _confusion(run: Run) -> list[tuple[str, list[list[tuple[int, float]]]]]:

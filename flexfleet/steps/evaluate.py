@@ -4,7 +4,6 @@ clients measured themselves (`evaluate.on: clients`) is taken from the last roun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 
@@ -64,7 +63,8 @@ def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path,
         avg=average(scores),
         full=scores[pool[-1].name].value,
         levels={n: told(n, s, sizes[n]) for n, s in scores.items()},
-        local={name: LocalScore(**asdict(found)) for name, found in of_clients.items()},
+        local={n: LocalScore(mean=f.mean, sd=f.sd, clients=f.clients) for n, f in of_clients.items()},
+        local_histogram={name: found.histogram for name, found in of_clients.items()},
         on_clients=None if at_clients is None else OnClients.model_validate(at_clients),
     ).write(out / "evaluation.json")
 

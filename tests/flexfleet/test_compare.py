@@ -248,6 +248,7 @@ def test_local_accuracies_and_both_rounds_are_those_of_the_runs(compared: Compar
             assert level.sd.mean == pytest.approx(statistics.fmean(one.local[name].sd for one in summary.runs))
             assert level.mean.mean == pytest.approx(statistics.fmean(one.local[name].mean for one in summary.runs))
     page = (compared.folder / "comparison.html").read_text()
+    assert page.count("<h2>Local accuracy over the clients</h2>") == page.count('id="local"') == 1
     for one in (one for summary in found.results.values() for one in summary.runs):
         row = f"<td>{one.rounds}</td>", f"<td>{100 * one.full:.2f} %</td><td>{one.best['round']:.0f}</td>"
         assert all(cells in page for cells in row)

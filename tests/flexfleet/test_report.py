@@ -191,6 +191,11 @@ def page_of(runs: Sequence[Path], tmp_path: Path) -> str:
     return out.read_text("utf-8")
 
 
+def drawing_of(html: str, name: str) -> str:
+    """The `<svg>` element with this id."""
+    return html[html.index(f'id="{name}"') :].partition("</svg>")[0]
+
+
 def summary_of(html: str) -> list[dict[str, str]]:
     body = html[html.index('id="summary"') : html.index("</table>")]
     return [dict(re.findall(r'data-of="([^"]+)">([^<]*)<', line)) for line in body.split("<tr>")[2:]]
@@ -241,12 +246,14 @@ def test_how_evenly_clients_finish_is_told_where_a_run_says_it(two: list[Path], 
     assert len(plots.evenness(long)) < 60_000 and "communication" not in plots.evenness(long)
 
 
-def with_local(folder: Path) -> Path:
-    """Local accuracies of 10 clients: .5, .6, ... and a standard deviation of .0625."""
+def with_local(folder: Path, histogram: dict[int, int] | None = None) -> Path:
+    """Local accuracies of 10 clients: .5, .6, ... and a standard deviation of .0625; of a version that keeps no
+    histogram, or with this one for every level."""
     path = folder / "evaluation.json"
     found = EvaluationFile.read(path)
     local = {name: LocalScore(mean=(5 + i) / 10, sd=0.0625, clients=10) for i, name in enumerate(found.levels)}
-    found.model_copy(update={"local": local}).write(path)
+    histograms = {} if histogram is None else dict.fromkeys(found.levels, histogram)
+    found.model_copy(update={"local": local, "local_histogram": histograms}).write(path)
     return folder
 
 
@@ -258,10 +265,20 @@ def test_local_accuracies_are_told_where_a_run_has_them(two: list[Path], tmp_pat
     for row in ("70.00 &plusmn; 6.25", "60.00 &plusmn; 6.25", "50.00 &plusmn; 6.25"):
         assert html.count(f"<td>{row}</td>") == 1
     assert 'id="local-0"' in html and 'id="local-1"' not in html
-    drawing = plots.local_accuracy(EvaluationFile.read(two[0] / "evaluation.json").local, list(POOL))
-    colours = plots.level_colours(list(POOL))
+    drawing, colours = drawing_of(html, "local-0"), plots.level_colours(list(POOL))
     reported = EvaluationFile.read(two[0] / "evaluation.json").levels
     assert {level for level, colour in colours.items() if colour in drawing} == set(reported)
+    assert "how many clients" not in html and ">clients<" not in drawing, "of an older version: no histogram"
+
+
+def test_local_accuracies_are_drawn_over_the_clients_where_a_run_keeps_them(two: list[Path], tmp_path: Path) -> None:
+    with_local(two[0], {45: 2, 52: 7, 100: 1})
+    html = page_of(two, tmp_path)
+    drawing = drawing_of(html, "local-0")
+    assert html.count("how many clients") == 1 and html.count("means over 10 clients") == 1
+    order = [drawing.index(f">{level}</text>") for level in ("M3", "M2", "M1")]
+    assert order == sorted(order), "a panel for each level, the largest first"
+    assert drawing.count("opacity: 0.35") == 3 and ">clients</text>" in drawing
 
 
 def test_further_metrics_are_told_where_a_run_has_them(two: list[Path], tmp_path: Path) -> None:
@@ -297,6 +314,21 @@ def test_local_accuracies_of_other_levels_are_refused(two: list[Path]) -> None:
     path.write_text(json.dumps(found))
     with pytest.raises(IntegrityError, match=r"evaluation.json.*local is of the levels"):
         r.load(two[0])
+
+
+def test_a_histogram_of_other_clients_or_levels_is_refused(two: list[Path]) -> None:
+    path = with_local(two[0], {45: 2, 52: 7, 100: 1}) / "evaluation.json"
+    text = path.read_text()
+    r.load(two[0])
+    for damage in ({"45": 2, "52": 7}, {"45": 2, "52": 7, "101": 1}, {"45": 10, "52": 0}, None):
+        found = json.loads(text)
+        if damage is None:
+            del found["local_histogram"]["M1"]
+        else:
+            found["local_histogram"]["M1"] = damage
+        path.write_text(json.dumps(found))
+        with pytest.raises(IntegrityError, match=r"evaluation.json.*local_histogram"):
+            r.load(two[0])
 
 
 def test_a_table_without_single_levels_has_no_footnote(two: list[Path]) -> None:

@@ -184,6 +184,10 @@ def test_evaluate_judges_every_level_on_each_clients_distribution(
     assert list(found.local) == list(found.levels)
     for each in found.local.values():
         assert 0 < each.mean <= 1 and 0 < each.sd < 1 and 1 < each.clients <= 6
+    for name, histogram in found.local_histogram.items():
+        rounded_down = sum(percent * clients for percent, clients in histogram.items()) / found.local[name].clients
+        assert rounded_down <= 100 * found.local[name].mean < rounded_down + 1
+    assert list(found.local_histogram) == list(found.levels)
     told = {name: each.model_dump() for name, each in found.local.items()}
     assert finished_template[1].json["metrics"]["local"] == told
 

@@ -90,7 +90,7 @@ ARTIFACTS: dict[str, Artifact] = {
     "history.json": History(rounds=(ROW,), model_sha256="2" * 64, seconds=0.1),
     "evaluation.json": EvaluationFile(
         rounds=1, test_samples=9, avg=0.5, full=0.6, levels={"M1": LevelScore(accuracy=0.5, loss=1.0, params=40)},
-        local={"M1": LocalScore(mean=0.5, sd=0.1, clients=3)},
+        local={"M1": LocalScore(mean=0.5, sd=0.1, clients=3)}, local_histogram={"M1": {40: 1, 55: 2}},
     ),
     "confusion.json": ConfusionFile(levels={"M1": ((1, 2), (3, 4))}),
     "result.json": Result(

@@ -51,7 +51,7 @@ def test_a_class_that_no_client_holds_is_dealt_to_nobody() -> None:
     labels = [0, 2, 1, 2]
     assert deal(np.array(labels), np.array([[1], [1], [0]]), 0).tolist() == [0, NOBODY, 0, NOBODY]
     right = {0: [1.0, 0.0, 0.5], 1: [0.0, 1.0, 2.0], 2: [1.0, 0.0, 0.0]}
-    assert watched([right[label] for label in labels], labels, [[1], [1], [0]]) == Local(1.0, 0.0, 1)
+    assert watched([right[label] for label in labels], labels, [[1], [1], [0]]) == Local(1.0, 0.0, 1, {100: 1})
 
 
 def test_the_model_chooses_among_the_classes_of_the_client() -> None:
@@ -63,13 +63,22 @@ def test_the_model_chooses_among_the_classes_of_the_client() -> None:
     assert found is not None and found.clients == 2
     assert found.mean == pytest.approx(7 / 8)
     assert found.sd == pytest.approx(1 / 4 / math.sqrt(2))
+    assert found.histogram == {75: 1, 100: 1}
 
 
 def test_each_client_counts_once_however_many_samples_it_has() -> None:
     """Client 0: 8 samples, all right; client 1: 2 samples, both wrong. The mean is 1/2, not 8/10."""
     outputs = [[1.0, 0.0, 0.0]] * 8 + [[0.0, 1.0, 0.0]] * 2
     found = watched(outputs, [0] * 8 + [2] * 2, [[4, 0], [0, 1], [0, 1]])
-    assert found == Local(0.5, pytest.approx(math.sqrt(0.5)), 2)  # type: ignore[arg-type]
+    assert found == Local(0.5, pytest.approx(math.sqrt(0.5)), 2, {0: 1, 100: 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("right", [0, 1, 29, 57, 58, 99, 100])
+def test_a_whole_percentage_counts_as_itself(right: int) -> None:
+    """Of 100 samples: 100 x 0.29 is 28.999999999999996, and 29 % all the same."""
+    outputs = [[1.0, 0.0]] * right + [[0.0, 1.0]] * (100 - right)
+    found = watched(outputs, [0] * 100, [[1], [1]])
+    assert found is not None and found.histogram == {right: 1}
 
 
 def test_no_client_with_test_samples_has_no_local_accuracy() -> None:
@@ -113,6 +122,10 @@ def test_clients_that_hold_all_classes_choose_among_all(labels: Ints, clients: i
     assert found is not None and found.clients == len(of_clients)
     assert found.mean == pytest.approx(np.mean(of_clients))
     assert found.sd == pytest.approx(np.std(of_clients, ddof=1) if len(of_clients) > 1 else 0)
+    assert list(found.histogram) == sorted(found.histogram) and sum(found.histogram.values()) == found.clients
+    counted = [percent for percent, clients in found.histogram.items() for _ in range(clients)]
+    below = np.array(sorted(of_clients)) * 100 - counted
+    assert (below > -1e-9).all() and (below < 1).all(), "rounded down"
     if clients == 1:
         assert found.mean == pytest.approx(right.mean())
 

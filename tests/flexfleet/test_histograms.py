@@ -1,0 +1,107 @@
+"""Local accuracies over the clients: which bars are drawn, and which labels over each other."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexfleet.comparisons import histograms
+from flexfleet.comparisons.first import Case
+from flexfleet.files.artifacts import LocalScore
+from flexfleet.reports import plots
+from flexfleet.reports.local_accuracy import MOST_OVER, Panel, Shown, bars, heights, local_accuracy, over_each_other
+
+pytestmark = pytest.mark.pictures
+
+
+@pytest.mark.parametrize(
+    ("histogram", "edges"),
+    [
+        (dict.fromkeys(range(70, 100), 4), list(range(70, 101, 2))),  # 120 clients: at most 21 bars for 30 %
+        (dict.fromkeys(range(30, 100), 2), list(range(30, 101, 5))),  # 140: at most 23 for 70 %
+        (dict.fromkeys(range(30, 100), 50), list(range(30, 101))),  # 3,500: 118
+        ({40: 1, 61: 1, 72: 1, 95: 1}, [40, 50, 60, 70, 80, 90, 100]),  # 4: at most 4; the widest bars
+        ({percent: 30 for percent in range(40, 101, 10)}, [40, 50, 60, 70, 80, 90, 100]),  # ten test samples each
+        ({100: 5}, [99, 100]),
+    ],
+)
+def test_the_more_clients_the_narrower_the_bars(histogram: dict[int, float], edges: list[int]) -> None:
+    assert bars([histogram]) == edges
+
+
+def test_the_last_bar_holds_100_percent() -> None:
+    assert heights({0: 1, 89: 2, 90: 3, 99: 4, 100: 5}, [0, 90, 100]).tolist() == [3, 12]
+
+
+HISTOGRAM = st.dictionaries(st.integers(0, 100), st.integers(1, 1000), min_size=1)
+
+
+@given(st.lists(HISTOGRAM, min_size=1, max_size=4))
+def test_every_client_is_in_a_bar(given: list[dict[int, int]]) -> None:
+    edges = bars(given)
+    assert edges[0] >= 0 and edges[-1] <= 100 and len({b - a for a, b in pairwise(edges)}) == 1
+    for histogram in given:
+        assert heights(histogram, edges).sum() == sum(histogram.values())
+
+
+def shown(colour: str = "#0072b2", histogram: dict[int, float] | None = None) -> Shown:
+    return Shown(colour, 0.75, 0.1, {70: 1, 80: 1} if histogram is None else histogram)
+
+
+def test_many_labels_or_two_of_one_colour_get_panels_of_their_own() -> None:
+    few = [("easy", {str(i): shown(plots.PALETTE[i]) for i in range(MOST_OVER)}), ("hard", {"x": shown()})]
+    assert over_each_other(few) == few
+    more: list[tuple[str, Panel]] = [("easy", {str(i): shown(plots.PALETTE[i]) for i in range(MOST_OVER + 1)})]
+    assert over_each_other(more) == [("", {label: each}) for label, each in more[0][1].items()]
+    alike = [("easy", {"a": shown(), "b": shown()})]
+    assert over_each_other(alike) == [("", {"a": shown()}), ("", {"b": shown()})]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_every_panel_has_its_labels_and_the_lowest_ones_have_the_axis(count: int) -> None:
+    """Names may hold dollars and begin with "_"; a title stands above."""
+    panels = [(f"case {i}", {f"_a$x${i}": shown(), f"b{i}": shown("#d55e00", {})}) for i in range(count)]
+    drawing = local_accuracy(panels, "mine", columns=2)
+    for i in range(count):
+        assert all(f">{text}</text>" in drawing for text in (f"case {i}", f"_a$x${i}", f"b{i}"))
+    assert drawing.count(">local accuracy (%)</text>") == min(count, 2)
+    assert drawing.count("opacity: 0.35") == count, "b has no histogram"
+    assert drawing == local_accuracy(panels, "mine", columns=2) and 'id="mine"' in drawing
+
+
+def run(mean: float, sd: float, histogram: dict[int, int] | None) -> Any:
+    """With a full model `large`, the last of the pool; histogram None: of an older version. Negative mean: without
+    local accuracies."""
+    score = LocalScore(mean=abs(mean), sd=sd, clients=9)
+    evaluation = SimpleNamespace(
+        local={} if mean < 0 else {"small": LocalScore(mean=0, sd=0, clients=9), "large": score},
+        local_histogram={} if histogram is None else {"small": {0: 9}, "large": histogram},
+    )
+    levels = [SimpleNamespace(name="small"), SimpleNamespace(name="large")]
+    return SimpleNamespace(pool=SimpleNamespace(levels=levels), evaluation=evaluation)
+
+
+def test_a_label_is_the_mean_over_its_seeds() -> None:
+    two = [run(0.5, 0.1, {50: 1, 60: 2}), run(0.75, 0.3, {60: 1, 99: 2})]
+    assert histograms.of_full(two, "red") == Shown("red", 0.625, 0.2, {50: 0.5, 60: 1.5, 99: 1.0})
+    assert histograms.of_full([two[0], run(0.75, 0.3, None)], "red") == Shown("red", 0.625, 0.2, {})
+    assert histograms.of_full([two[0], run(-1, 0.3, None)], "red") is None
+
+
+def test_cases_get_panels_and_older_runs_no_bars() -> None:
+    new, old, none = [run(0.5, 0.1, {50: 9})], [run(0.5, 0.1, None)], [run(-1, 0, None)]
+    colours = dict(zip("abcd", plots.PALETTE, strict=False))
+    assert histograms.draw({"a": old, "b": none}, [], colours) is None, "nothing that the table does not say"
+    drawing = histograms.draw({"a": new, "b": old, "c": none}, [], colours)
+    assert drawing is not None and drawing.count("opacity: 0.35") == 1
+    assert ">a</text>" in drawing and ">b</text>" in drawing and ">c</text>" not in drawing
+    groups = (("a", "b"), ("c", "d"), ("e",))
+    cases = [Case(settings={"partition.alpha": i}, labels=each, first={}) for i, each in enumerate(groups)]
+    drawing = histograms.draw(dict.fromkeys("abcd", new) | {"e": none}, cases, colours | {"e": "black"})
+    assert drawing is not None and drawing.count("opacity: 0.35") == 4
+    assert all(f">partition.alpha {i}</text>" in drawing for i in (0, 1)) and "alpha 2" not in drawing
