@@ -67,10 +67,15 @@ def carry_out_all(
 ) -> None:
     """Looks at the free memory, trains, and writes the answers into `store`. `room`: bytes that training may take, by
     those that a client holds before. Raises as `answer`, also where it cannot be said what is free."""
-    if told.observe == "cgroup":
-        site = replace(site, free=_free(told, site.pool, site.numerics, failures, room))
     mailbox = Mailbox(store, key=lambda order: bytes.fromhex(told.keys[order.client]), lengths=told.lengths)
-    carry_out(algorithm, site, mailbox, told.round, told.clients, told.device, True, told.evaluates)
+    turns = [told.clients]
+    if told.observe == "cgroup":  # orders that wait would hold memory that nobody counts
+        at_once = site.numerics.lanes if site.numerics.strategy == "batched" else 1
+        turns = [told.clients[first : first + at_once] for first in range(0, len(told.clients), at_once)]
+    for clients in turns:
+        if told.observe == "cgroup":
+            site = replace(site, free=_free(told, site.pool, len(clients), failures, room))
+        carry_out(algorithm, site, mailbox, told.round, clients, told.device, True, told.evaluates)
 
 
 def _site(told: Assignment, store: Store) -> tuple[Algorithm, Site]:
@@ -114,9 +119,9 @@ def _site(told: Assignment, store: Store) -> tuple[Algorithm, Site]:
     return algorithm, site
 
 
-def _free(told: Assignment, pool: Pool, numerics: Numerics, failures: int, room: Callable[[int], int]) -> float:
-    """What each client of this pod or device has free now, in % of the full model's parameters. Those that train side
-    by side share its room."""
+def _free(told: Assignment, pool: Pool, at_once: int, failures: int, room: Callable[[int], int]) -> float:
+    """What each of so many clients of this pod or device has free now, in % of the full model's parameters: an equal
+    share of the room, so that they may all train side by side."""
     peaks = told.memory
     if peaks is None:
         raise ClientError("observe=cgroup, but the assignment does not say how much memory training takes")
@@ -125,7 +130,6 @@ def _free(told: Assignment, pool: Pool, numerics: Numerics, failures: int, room:
             f"the assignment says how much memory {len(peaks.levels)} levels take, the run's pool has {len(pool)}: "
             "start the run anew, so that both are of one version"
         )
-    at_once = min(len(told.clients), numerics.lanes) if numerics.strategy == "batched" else 1
     heap.trim()  # what an earlier order has left is free
     left = room(peaks.base) // at_once
     free = memory.free(left, peaks, pool, failures)

@@ -20,10 +20,12 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import key_of, manifest_bytes, payload_bytes
 from fl_engine.fleet import devices
 from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.store import MemoryStore
 from fl_engine.testing.tiny import tiny_site
 from fl_engine.training import cgroup, memory
 from fl_engine.training.memory import Peaks
 from fl_engine.training.numerics import SINGLE, Numerics
+from flexfleet.steps import answer as steps
 from flexfleet.steps.answer import _free
 
 TOKEN = "FwoGZXIvYXdzE" + "a/B+" * 370
@@ -109,17 +111,34 @@ def test_peaks_of_another_pool_are_refused() -> None:
     told = Assignment(round=0, clients=(4,), keys={4: "ab"}, observe="cgroup", memory=Peaks(10, (15, 20)))
     pool = tiny_site(FlexFL()).pool
     with pytest.raises(ClientError, match="how much memory 2 levels take, the run's pool has 5: start the run anew"):
-        _free(told, pool, SINGLE, 0, cgroup.room)
+        _free(told, pool, 1, 0, cgroup.room)
     with pytest.raises(ClientError, match="does not say how much memory training takes"):
-        _free(told.model_copy(update={"memory": None}), pool, SINGLE, 0, cgroup.room)
+        _free(told.model_copy(update={"memory": None}), pool, 1, 0, cgroup.room)
 
 
 @pytest.mark.parametrize(
-    ("numerics", "at_once"), [(SINGLE, 1), (Numerics("batched", 2), 2), (Numerics("batched", 64), 4)]
+    ("numerics", "turns"),
+    [(SINGLE, (1, 1, 1, 1)), (Numerics("batched", 3), (3, 1)), (Numerics("batched", 64), (4,))],
 )
-def test_clients_that_train_side_by_side_share_their_pods_room(numerics: Numerics, at_once: int) -> None:
-    peaks, pool = Peaks(10, (20, 30, 40, 50, 60)), tiny_site(FlexFL()).pool
-    keys = dict.fromkeys(range(4), "ab")
-    told = Assignment(round=0, clients=tuple(keys), keys=keys, observe="cgroup", memory=peaks)
-    found = _free(told, pool, numerics, 0, lambda base: 100 if base == 10 else 0)
-    assert found == memory.free(100 // at_once, peaks, pool)
+def test_orders_side_by_side_share_the_room_and_others_look_when_it_is_their_turn(
+    numerics: Numerics, turns: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So those that wait hold nothing that nobody counts. What is free is another thing each time."""
+    peaks, site = Peaks(10, (20, 30, 40, 50, 60)), replace(tiny_site(FlexFL()), numerics=numerics)
+    told = Assignment(
+        round=0, clients=(5, 1, 2, 8), keys=dict.fromkeys((5, 1, 2, 8), "ab"), observe="cgroup", memory=peaks
+    )
+    looks = iter([100, 60, 31, 7])
+    trained: list[tuple[tuple[int, ...], float | None]] = []
+    monkeypatch.setattr(steps, "carry_out", lambda _a, site, _b, _r, clients, *_: trained.append((clients, site.free)))
+    steps.carry_out_all(told, MemoryStore(), FlexFL(), site, 0, lambda base: next(looks) if base == 10 else 0)
+    assert [len(clients) for clients, _ in trained] == list(turns)
+    assert [client for clients, _ in trained for client in clients] == [5, 1, 2, 8]
+    rooms = [100, 60, 31, 7]
+    assert [free for _, free in trained] == [
+        memory.free(room // count, peaks, site.pool) for room, count in zip(rooms, turns, strict=False)
+    ]
+    simulated = told.model_copy(update={"observe": "simulated"})
+    trained.clear()
+    steps.carry_out_all(simulated, MemoryStore(), FlexFL(), site)
+    assert trained == [((5, 1, 2, 8), None)], "as before: what several are sent is read once"
