@@ -79,6 +79,7 @@ def _in_pods_that_stay(of: Surroundings) -> Iterator[Backend]:
             held,
             should_stop=of.should_stop,
             code=code,
+            memory=of.memory,
         )
         with _tidied(pods) as pods:
             yield pods

@@ -50,6 +50,8 @@ class Assignment(BaseModel):
     observe: Literal["simulated", "cgroup"] = "simulated"
     memory: Peaks | None = None
     """For `cgroup`: bytes that a client takes before it trains, and at the peak of training each level of the pool."""
+    failures: Index = 0
+    """For `cgroup`: how many pods that held the order were killed. (A pod of a round is told by its Job.)"""
     require_numerics: bool = False
     code: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """The sha256 of the wheel with the run's own code, in the store (`exchange.code`)."""

@@ -174,10 +174,12 @@ def _carry_out(
         if site is None or site[0] != letter.site:
             site = None  # before the next one is loaded
             site = (letter.site, *prepared(told, store))
-        failures = int(line.known.begun == loan.id)
+        failures = told.failures + int(line.known.begun == loan.id)
         if told.observe == "cgroup":
             line.remember(begun=loan.id)
-        carry_out_all(told, store, site[1], site[2], failures, cgroup.room_of_device)
+        # A cluster's pod has a limit: where that cannot be read, what the node has free says nothing.
+        room = cgroup.room if line.known.plain else cgroup.room_of_device
+        carry_out_all(told, store, site[1], site[2], failures, room)
     except (SystemExit, KeyboardInterrupt):  # ended, not killed
         line.remember(begun="")
         raise

@@ -21,6 +21,7 @@ from fl_engine.exchange.assignment import Assignment
 from fl_engine.exchange.letters import Beat, Letter, Loan
 from fl_engine.storage.s3 import UrlStore
 from fl_engine.storage.store import FolderStore
+from fl_engine.training import cgroup
 from flexfleet.cli import dispatch
 from flexfleet.steps import agent
 from flexfleet.steps.agent_line import Line, known_of
@@ -165,6 +166,21 @@ def test_an_order_that_killed_the_device_begins_again_one_level_lower(
         with pytest.raises((Killed, SystemExit)):
             agent._carry_out(again, letter, loan, None)
     assert seen == failures
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["device", "pod"])
+def test_a_pod_needs_a_memory_limit_and_is_told_how_often_its_order_has_killed_pods(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool
+) -> None:
+    """A pod that does not see its limit would count all that its node has free."""
+    seen = list[tuple[int, Any]]()
+    monkeypatch.setattr(agent, "prepared", lambda *_: (None, None))
+    monkeypatch.setattr(agent, "carry_out_all", lambda *args: seen.append(args[-2:]))
+    line.remember(plain=plain)
+    told = {"observe": "cgroup", "store": str(tmp_path), "failures": 3}
+    loan = LOAN.model_copy(update={"assignment": LOAN.assignment.model_copy(update=told)})
+    agent._carry_out(line, line.read(), loan, None)
+    assert seen == [(3, cgroup.room if plain else cgroup.room_of_device)]
 
 
 def test_a_device_that_missed_letters_ends(line: Line, post: Post) -> None:

@@ -606,7 +606,10 @@ class Odd(AllLarge):
             ["tune.space={training.lr: {low: 2, high: 1}, training.momentum: {low: 2, high: 1}}"],
             r"tune\.space\.training\.lr: low and high .*; tune\.space\.training\.momentum: low and high .*",
         ),
-        (["kubernetes.lifetime=run", "kubernetes.observe=cgroup"], r"kubernetes: lifetime=run keeps pods .*"),
+        (
+            ["kubernetes.lifetime=run", "kubernetes.pools={weak: {memory: auto}}"],
+            r"kubernetes: lifetime=run keeps pods .*",
+        ),
         ([f"algorithm.name={__name__}:Odd"], "algorithm: low is to be below high"),
     ],
 )

@@ -19,6 +19,8 @@ import pytest
 from fl_engine.exchange.assignment import Assignment
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.places import open_store
+from fl_engine.training.memory import Peaks
+from flexfleet.files.artifacts import PoolFile
 from flexfleet.steps.answer import answer
 from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
@@ -26,6 +28,8 @@ from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
 from tests.harness.moto_server import moto
+
+MIB = 2**20
 
 
 def _load(name: str) -> ModuleType:
@@ -118,12 +122,13 @@ Rounds = Callable[..., Path]
 
 @pytest.fixture
 def rounds(tiny: tuple[str, ...], prepared: Path, tmp_path: Path) -> Rounds:
-    """`rounds("name", "a.b=c", ..., resume=False)`: the rounds of a run of that name; gives its folder."""
+    """`rounds("name", "a.b=c", ..., resume=False, watcher=None)`: the rounds of a run of that name; gives its
+    folder."""
 
-    def run(name: str, *sets: str, resume: bool = False) -> Path:
+    def run(name: str, *sets: str, resume: bool = False, watcher: Any = None) -> Path:
         resolved = Resolved.load(None, (*tiny, *sets))
-        out = tmp_path / "runs" / name
-        federate(resolved, prepared / "partition", prepared / "pool", out, run_id=name, resume=resume)
+        out, (parts, pool) = tmp_path / "runs" / name, (prepared / "partition", prepared / "pool")
+        federate(resolved, parts, pool, out, run_id=name, resume=resume, watcher=watcher)
         return out
 
     return run
@@ -147,6 +152,18 @@ def expected(tiny: tuple[str, ...], prepared: Path, tmp_path_factory: pytest.Tem
 def remote(s3: str, tmp_path: Path) -> tuple[str, ...]:
     """Settings of a run on the cluster, its ledger under a prefix of its own."""
     return ("run.backend=kubernetes", f"run.remote=s3://runs/{tmp_path.name}-{os.getpid()}")
+
+
+@pytest.fixture
+def peaks(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Peaks:
+    """A coordinator that has found that a client takes 100 MiB, and training a level 40 MiB and 60 for its share of the
+    parameters on top: the smallest takes more than half of what the largest takes."""
+    from flexfleet.steps import federate as step
+
+    levels = PoolFile.read(prepared / "pool" / "pool.json").levels
+    found = Peaks(100 * MIB, tuple(140 * MIB + int(60 * MIB * level.share) for level in levels))
+    monkeypatch.setattr(step, "peaks_of", lambda *_: found)
+    return found
 
 
 @pytest.fixture(scope="session")

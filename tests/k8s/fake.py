@@ -101,6 +101,13 @@ class Cluster:
     placed: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     """Processes of pods that somebody else made, by the pod's name."""
 
+    def say(self, cgroup: dict[str, str]) -> None:
+        """These are the files of pods' cgroups from here on, also of those that run."""
+        self.cgroup = cgroup
+        for name in list(self.running):
+            for file, text in cgroup.items():
+                (self.folder / name / file).write_text(text)
+
     # --------------------------------------------------------------------------------------------- API server
     def ask(self, method: str, path: str, query: dict[str, list[str]], body: Resource | None) -> tuple[int, Resource]:
         match = PATH.fullmatch(path)

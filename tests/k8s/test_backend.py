@@ -135,18 +135,6 @@ def test_another_machine_goes_on_with_what_the_store_holds(
 MIB = 2**20
 
 
-@pytest.fixture
-def peaks(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Peaks:
-    """A coordinator that has found that a client takes 100 MiB, and training a level 40 MiB and 60 for its share of the
-    parameters on top: the smallest takes more than half of what the largest takes."""
-    from flexfleet.steps import federate as step
-
-    levels = PoolFile.read(prepared / "pool" / "pool.json").levels
-    found = Peaks(100 * MIB, tuple(140 * MIB + int(60 * MIB * level.share) for level in levels))
-    monkeypatch.setattr(step, "peaks_of", lambda *_: found)
-    return found
-
-
 def test_a_device_prunes_to_what_its_pod_has_left_and_steps_down_after_it_was_killed(
     cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, prepared: Path, peaks: Peaks
 ) -> None:

@@ -178,6 +178,7 @@ class Agents:
             clients = [client for client in waiting if told.keys[client] == key(r.plan.order_of[client]).hex()]
             if not clients:
                 continue
+            r.killed.update(dict.fromkeys(clients, told.failures))
             held = self._lend_to(agent, r, clients, loan.id)
             held.alone = len(told.clients) == 1
             if agent.beat is not None and agent.beat.loan == loan.id:
@@ -249,6 +250,7 @@ class Agents:
             self._post.verb,
             self._keeper.device(clients[0]),
             self._memory,
+            max(r.killed[client] for client in clients),
         )
         lent = Loan(id=loan, seconds=self._options.deadline_s, assignment=told)
         self._say(agent, lent, run=self._run, site=self._site)
@@ -310,8 +312,7 @@ class Agents:
                 why, failed = ended
                 if failed:
                     self._rest(agent)
-                if failed and not held.alone:  # one of them may have taken the others with it
-                    r.alone.update(held.clients)
+                    r.alone.update(held.clients)  # one of them may have taken the others with it
                 failures = [ClientFailure(r.plan.round, client, LOST, why) for client in held.clients]
                 yield from self._lost(r, agent, failures, counts=failed and held.alone)
             elif agent.revoked:

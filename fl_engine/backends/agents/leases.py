@@ -32,8 +32,12 @@ def why_ended(
             return f"{agent.name} was ended", again and not keeper.drains
     lost = keeper.lost(agent.name, max(agent.heard, held.since))
     if lost is not None:
-        agent.away = True
-        return f"{agent.name} is lost: {lost.reason}", lost.counts and held.taken
+        if not held.taken:
+            post.hear(agent)  # it may have begun, and been killed before anybody looked
+        agent.away, failed = True, lost.counts and held.taken
+        if failed and held.alone:
+            r.killed.update(held.clients)
+        return f"{agent.name} is lost: {lost.reason}", failed
     if len(held.boots) > STARTS:
         return f"{agent.name} has begun {len(held.boots)} times: something kills it", True
     if agent.looked - held.since > options.deadline_s:

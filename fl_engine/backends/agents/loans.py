@@ -32,10 +32,12 @@ def assignment(
     verb: Verb | None,
     device: str = "cpu",
     memory: Peaks | None = None,
+    failures: int = 0,
 ) -> Assignment:
     """Of one or several orders of a round. `names`: by client, the keys of its order in the store; `key`: what signs
     their answers; `code`: the sha256 of the run's own; `verb`: how devices upload, None where they have the store
-    itself; `device`: the torch device that trains; `memory`: what training each level takes, for observe=cgroup."""
+    itself; `device`: the torch device that trains; `memory`: what training each level takes, for observe=cgroup;
+    `failures`: how many pods were killed that held one of them."""
     store, first = mailbox.store, orders[0]
     told = Assignment(
         round=first.round,
@@ -45,6 +47,7 @@ def assignment(
         device=device,
         observe=options.observe,
         memory=memory,
+        failures=failures,
         require_numerics=options.require_numerics,
         code=code,
         code_signature=code and signature(key(first), code, first.round),

@@ -27,8 +27,10 @@ class OpenRound:
     """By client: how often its order has failed."""
     tried: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     """By client, the devices that failed its order: they get it again only where no other device is there."""
+    killed: Counter[int] = field(default_factory=Counter)
+    """By client: how many pods have ended by themselves that held its order alone, most often for lack of memory."""
     alone: set[int] = field(default_factory=set)
-    """Clients whose order was lost together with others: it is lent by itself from then on."""
+    """Clients whose order a device failed: it is lent by itself from then on."""
     gone: set[tuple[str, int]] = field(default_factory=set)
     """Devices and clients: the device was ended once while it held the client's order."""
     said: float = -math.inf

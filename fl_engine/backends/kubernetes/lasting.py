@@ -24,6 +24,7 @@ from fl_engine.exchange.letters import safe
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.lease import Lease
 from fl_engine.storage.store import MemoryStore, Store
+from fl_engine.training.memory import Peaks
 
 log = logging.getLogger("flexfleet")
 
@@ -60,6 +61,7 @@ class Lasting:
         cluster: Cluster | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         code: str | None = None,
+        memory: Peaks | None = None,
     ) -> None:
         self._ground = Ground(options, run_id, mailbox, cluster)
         self._options, self._mailbox, self._home, self._held = self._ground.options, mailbox, home, held
@@ -72,9 +74,10 @@ class Lasting:
             attempts=options.attempts,
             wait_s=float(options.pending_s * options.attempts + GRACE_S),
             endpoint=options.endpoint,
+            observe=options.observe,
             require_numerics=options.require_numerics,
         )
-        self._agents = Agents(waits, run_id, fleet, mailbox, post, should_stop, code, held.check, crew)
+        self._agents = Agents(waits, run_id, fleet, mailbox, post, should_stop, code, held.check, crew, memory)
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         """Raises Stopped where fewer than the quorum answer, where no pod takes an order, and where `should_stop` says

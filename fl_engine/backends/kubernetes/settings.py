@@ -139,11 +139,10 @@ class KubernetesConfig(Section):
     def _pods_that_stay_fit_every_order(self) -> KubernetesConfig:
         if self.lifetime == "round":
             return self
-        auto = [f"pools.{tier}.memory=auto" for tier, pool in self.pools.items() if pool.memory == "auto"]
-        if others := [*auto, *(["observe=cgroup"] if self.observe == "cgroup" else [])]:
+        if auto := [tier for tier, pool in self.pools.items() if pool.memory == "auto"]:
             raise ValueError(
-                f"lifetime=run keeps pods for all rounds, and {others[0]} makes each round's for what it is sent: name "
-                "the memory, as 2Gi, or leave lifetime=round"
+                f"lifetime=run keeps pods for all rounds, and pools.{auto[0]}.memory=auto makes each round's for what "
+                "it is sent: name the memory, as 2Gi, or leave lifetime=round"
             )
         return self
 
