@@ -7,7 +7,6 @@ writes the update, then its manifest. The coordinator tells a worker directly on
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 import signal
 import time
@@ -43,7 +42,8 @@ ATTEMPTS = 2
 LOOK_S = 1.0
 """While no worker answers: seconds after which it is asked again whether to stop."""
 STOP_S = 60.0
-"""Seconds for which a run that is to stop waits for the clients in flight: a worker that hangs never answers."""
+"""A run that is to stop waits for the clients in flight, but so many seconds for workers that use no processor time:
+one that hangs never answers."""
 SILENT_S = 600.0
 """Seconds without an answer after which the log says so, then after each doubling."""
 END_S = 2.0
@@ -87,7 +87,7 @@ class Processes:
         self._workers = [self._start(device) for device in devices]
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
-        """Raises Stopped where `should_stop` has said so for STOP_S and no worker answers."""
+        """Raises Stopped where `should_stop` says so and no worker does anything for STOP_S."""
         groups, failures = accept_all(algorithm, plan.orders, self._site)
         yield from failures
         self._mailbox.put_orders(plan)
@@ -147,18 +147,31 @@ class Processes:
 
     def _finished(self) -> list[tuple[int, _Worker]]:
         busy = {worker.link: (place, worker) for place, worker in enumerate(self._workers) if worker.group}
-        begun, asked, told_s = time.monotonic(), math.inf, SILENT_S
+        pids = [worker.process.pid for _, worker in busy.values()]
+        begun = since = time.monotonic()
+        used, told_s = None, SILENT_S
         while not (ready := wait(list(busy), LOOK_S)):
-            now = time.monotonic()
-            asked = min(asked, now) if self._should_stop() else math.inf
-            if now - asked > STOP_S:
+            before, used, now = used, [_processor_time(pid) for pid in pids], time.monotonic()
+            if used != before or None in used or not self._should_stop():
+                since = now
+            if now - since > STOP_S:
                 raise Stopped(
-                    f"stopped on request, without the clients in flight: no worker answers for {STOP_S:.0f} s"
+                    "stopped on request, without the clients in flight, whose processes do nothing for "
+                    f"{STOP_S:.0f} s: resume with --resume"
                 )
             if now - begun > told_s:
-                pids, told_s = ", ".join(str(worker.process.pid) for _, worker in busy.values()), 2 * told_s
-                log.warning("no client has answered for %.0f s: these processes train, or hang: %s", now - begun, pids)
+                named, told_s = ", ".join(map(str, pids)), 2 * told_s
+                log.warning("no client has answered for %.0f s: these processes train, or hang: %s", now - begun, named)
         return [busy[link] for link in ready if isinstance(link, Connection)]
+
+
+def _processor_time(pid: int | None) -> int | None:
+    """What a process has used, in the clock's ticks; None where the system does not say."""
+    try:
+        used = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
+        return int(used[11]) + int(used[12])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 @contextmanager
@@ -167,7 +180,7 @@ def _shared_memory() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "shared memory" not in str(error) and "/torch_" not in str(error):
+        if "/torch_" not in str(error) or "No space left on device" not in str(error):
             raise
         raise EnvironmentFailure(
             f"the data do not fit into /dev/shm, through which worker processes get them ({first_line(error)}): give "

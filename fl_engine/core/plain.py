@@ -66,10 +66,14 @@ def read_yaml(text: str) -> Any:
 
 
 def comment_of(text: str) -> str:
-    """The end of a YAML value that is a comment; empty: it has none. Raises yaml.YAMLError."""
-    node = yaml.compose(text, _Yaml)
-    rest = (text if node is None else text[node.end_mark.index :]).strip()
-    return rest if rest.startswith("#") else ""
+    """The first comment in YAML; empty: it has none. Raises yaml.YAMLError."""
+    end = 0
+    for token in yaml.scan(text, _Yaml):
+        between = text[end : token.start_mark.index]
+        if "#" in between:
+            return between[between.index("#") :].strip()
+        end = token.end_mark.index
+    return ""
 
 
 def write_yaml(value: Any, *, sort_keys: bool = False) -> str:

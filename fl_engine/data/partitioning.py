@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -433,6 +433,12 @@ def draw(counts: Ints, path: Path, word: str = "class") -> None:
     """
     if path.suffix not in (".svg", ".png"):
         raise PartitionError(f"a heat map is written as .svg or .png, got {path.name!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figures.save(heat_map(counts, word), path, "svg" if path.suffix == ".svg" else "png", dpi=150)
+
+
+def heat_map(counts: Ints, word: str = "class") -> Any:
+    """The `matplotlib.figure.Figure` that `draw` writes."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -465,5 +471,4 @@ def draw(counts: Ints, path: Path, word: str = "class") -> None:
     totals.tick_params(labelbottom=False)
     totals.margins(x=0)
     figure.colorbar(image, cax=figure.add_subplot(grid[1, 1]), label="samples")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figures.save(figure, path, "svg" if path.suffix == ".svg" else "png", dpi=150)
+    return figure

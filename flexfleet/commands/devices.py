@@ -35,7 +35,6 @@ def agent(args: argparse.Namespace) -> int:
 def profile(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from fl_engine.storage.store import FolderStore
     from flexfleet.runs import profile as device
     from flexfleet.steps.agent_line import invitation_of
     from flexfleet.steps.prepare import resolved_of
@@ -50,6 +49,6 @@ def profile(args: argparse.Namespace) -> int:
     )
     text = device.text(found)
     if args.out is not None:
-        FolderStore(args.out.absolute().parent).put(args.out.name, text.encode())
+        args.out.write_text(text, encoding="utf-8")
     show(json.dumps(asdict(found)) if args.json else text.rstrip())
     return 0

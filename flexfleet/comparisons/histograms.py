@@ -11,6 +11,9 @@ from flexfleet.comparisons.first import Case
 from flexfleet.reports.local_accuracy import Shown, local_accuracy, over_each_other
 from flexfleet.reports.report import Run
 
+MOST = 24
+"""Panels in a page: each takes a tenth of a second and 10 kB."""
+
 
 def draw(runs: Runs, cases: Sequence[Case], colours: Mapping[str, str]) -> str | None:
     """The full models', since labels have other levels: a panel for each case (without cases: one), or for each label
@@ -20,7 +23,9 @@ def draw(runs: Runs, cases: Sequence[Case], colours: Mapping[str, str]) -> str |
         return None
     groups = [(str(case), case.labels) for case in cases] or [("", tuple(runs))]
     panels = [(title, {label: shown[label] for label in labels if label in shown}) for title, labels in groups]
-    return local_accuracy(over_each_other([(title, panel) for title, panel in panels if panel]), columns=2)
+    apart = over_each_other([(title, panel) for title, panel in panels if panel])
+    told = f"<p>The first {MOST} of {len(apart)} panels; the reports of the runs have the others.</p>"
+    return local_accuracy(apart[:MOST], columns=2) + (told if len(apart) > MOST else "")
 
 
 def of_full(runs: Sequence[Run], colour: str) -> Shown | None:

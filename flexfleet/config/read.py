@@ -83,7 +83,10 @@ def pair_of(override: str) -> tuple[str, Any]:
         said = masked(f"--set {override[:200]}: the value is not valid YAML: {error}")
         raise ConfigError(said) from error
     if comment:
-        raise ConfigError(f"--set {short(override)}: for YAML, {short(comment)} is a comment: put the value in quotes")
+        raise ConfigError(
+            f"--set {short(key.strip())}: the value holds what is a comment for YAML, from '#' on: put all of it in "
+            "quotes, or leave that out"
+        )
     return key.strip(), value
 
 

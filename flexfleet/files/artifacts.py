@@ -70,7 +70,11 @@ class Artifact(BaseModel):
 
 def _invalid(name: str, kind: str, error: ValidationError) -> IntegrityError:
     """Says so where nothing else is wrong with a file than what a later version would have added."""
-    later = all(each["type"] == "extra_forbidden" or each["loc"] == ("schema_version",) for each in error.errors())
+    later = all(
+        each["type"] == "extra_forbidden"
+        or (each["loc"] == ("schema_version",) and isinstance(each["input"], int) and each["input"] > 1)
+        for each in error.errors()
+    )
     advice = ". Perhaps a later version of flexfleet wrote it: take that one" if later else ""
     return IntegrityError(f"{name} is not a valid {kind} file: {brief(error)}{advice}")
 

@@ -37,7 +37,7 @@ def find(store: Path, name: str, inputs: Mapping[str, Any], kind: type[T] | Any)
     path, digest = _place(store, name, inputs)
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as error:
         log.info("%s is not taken over: %s: %s", name, error.filename, error.strerror)

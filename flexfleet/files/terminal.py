@@ -129,9 +129,10 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def _whole(text: str) -> str:
-    """The value of a short option for `--set`: in quotes where YAML would take its end for a comment."""
+    """The value of a short option for `--set`: a text in quotes where YAML would take its end for a comment."""
     try:
-        return in_line(text) if comment_of(text) else text
+        cut = comment_of(text) and isinstance(read_yaml(text), str) and text.lstrip()[:1] not in ('"', "'")
+        return in_line(text) if cut else text
     except yaml.YAMLError:  # told where the value is read
         return text
 

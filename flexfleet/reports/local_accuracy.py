@@ -1,10 +1,11 @@
-"""Draws local accuracies (`fl_engine.training.local_accuracy`) as FedRolex's Figure 3.5 does: a histogram over the
+"""Draws local accuracies (`fl_engine.training.local_accuracy`) as FedRolex' Figure 3.5 does: a histogram over the
 clients. Above it stands what Table 3.3 prints, the mean and the standard deviation.
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ STRIP = 0.16
 """The height of a mean above the bars, as a share of the highest bar."""
 LEGEND_ROW = 0.22
 """In inches."""
+TITLE = 50
+"""Characters in a line of a panel's title."""
 MOST_OVER = 3
 """With more histograms over each other nobody can follow one."""
 
@@ -76,7 +79,9 @@ def local_accuracy(panels: Sequence[tuple[str, Panel]], name: str = "local", col
             handles = [Patch(color=shown.colour) for shown in panel.values()]
             above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0}
             look = {"alignment": "left", "handlelength": 0.9}
-            legend = axes.legend(handles, ["x"] * len(panel), title=title or None, **above, **look)
+            legend = axes.legend(
+                handles, ["x"] * len(panel), title=textwrap.fill(title, TITLE) or None, **above, **look
+            )
             plots.write(legend, [plots.shortened(label) for label in panel])
             last = i + columns >= len(panels)
             axes.tick_params(labelbottom=last)
@@ -91,7 +96,7 @@ def local_accuracy(panels: Sequence[tuple[str, Panel]], name: str = "local", col
 
     labels = ", ".join(dict.fromkeys(label for _, panel in panels for label in panel))
     alt = f"Local accuracy over the clients: histogram, mean and standard deviation of {labels}"
-    above = LEGEND_ROW * (over + any(title for title, _ in panels))
+    above = LEGEND_ROW * (over + max(len(textwrap.wrap(title, TITLE)) for title, _ in panels))
     height = 0.35 + rows * (above + (1.0 if counted else 0.1) + 0.12 * over)
     return plots.drawing(name, alt, height, paint, width=6.4 if columns == 1 else 10.5)
 

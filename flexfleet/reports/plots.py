@@ -13,11 +13,9 @@ import html
 import io
 import math
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -391,10 +389,10 @@ def evenness(rows: Sequence[Row], name: str = "uniformity") -> str:
 
 def partition_map(counts: Sequence[Sequence[int]], name: str = "partition", label: str = "class") -> str:
     """Label x client heat map; `counts` has a row for each label and a column for each client."""
-    with tempfile.TemporaryDirectory() as scratch, _style(PLAIN):
-        path = Path(scratch) / "partition.svg"
-        partition.draw(np.array(counts, dtype=np.int64), path, label)
-        return _inline(path.read_text("utf-8"), name, f"How many samples of each {label} each client holds")
+    with _style(PLAIN):
+        out = io.StringIO()
+        figures.save(partition.heat_map(np.array(counts, dtype=np.int64), label), out, "svg")
+        return _inline(out.getvalue(), name, f"How many samples of each {label} each client holds")
 
 
 # ---------------------------------------------------------------------------------------- what they share

@@ -232,7 +232,8 @@ def _unreachable(error: Exception) -> bool:
 
 
 def _full(error: Exception) -> bool:
-    return re.search("readonly database|disk is full|No space left", str(error)) is not None
+    said = "readonly database|read-only transaction|Read-only file system|disk is full|No space left|quota exceeded"
+    return re.search(said, str(error)) is not None
 
 
 def _errors() -> tuple[type[Exception], ...]:
@@ -285,7 +286,8 @@ class MLflow:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            where = " (its path counts from the folder where the command is given)" if ":///" in self.uri else ""
+            relative = self.uri.startswith(SQLITE) and address(self.uri) != self.uri
+            where = " (its path counts from the folder where the command is given)" if relative else ""
             raise ConfigError(
                 f"tracking.mlflow = {masked(self.uri)!r}{where} does not have the MLflow run {run_id}, in which this "
                 "run was begun: give the tracking.mlflow that has it, or go on without: --set tracking.mlflow=null"

@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -116,16 +118,26 @@ def test_a_worker_that_is_stopped_keeps_no_run_from_ending(
     asked = time.monotonic() + 0.3
     backend._should_stop = lambda: time.monotonic() > asked
     plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
-    with pytest.raises(Stopped, match="without the clients in flight: no worker answers"):
+    with pytest.raises(Stopped, match="without the clients in flight, whose processes do nothing for"):
         list(backend.run(algorithm, plan))
     assert re.search(f"these processes train, or hang: .*{worker.pid}", caplog.text)
     backend.close()
     assert worker.exitcode == -signal.SIGKILL
 
 
-def test_a_run_that_is_to_stop_waits_for_the_clients_in_flight(workers: tuple[FlexFL, Processes, Site]) -> None:
+def test_a_run_that_is_to_stop_waits_for_clients_that_train(
+    workers: tuple[FlexFL, Processes, Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long they take: the time of their processes goes on."""
     algorithm, backend, site = workers
-    backend._should_stop = lambda: True
+    ticks, asked = count(), list[bool]()
+    for name, seconds in (("LOOK_S", 0.02), ("STOP_S", 0.0)):
+        monkeypatch.setattr(processes, name, seconds)
+    monkeypatch.setattr(processes, "_processor_time", lambda _: next(ticks))
+    backend._should_stop = lambda: asked.append(True) or True
+    worker = backend._workers[0].process
+    os.kill(worker.pid or 0, signal.SIGSTOP)
+    threading.Timer(0.5, lambda: os.kill(worker.pid or 0, signal.SIGCONT)).start()
     plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
     expected = [execute(algorithm, order, site) for order in plan.orders]
     assert_same_outcomes(sorted(backend.run(algorithm, plan), key=lambda o: o.client), expected)

@@ -328,12 +328,18 @@ def test_an_override_whose_value_is_no_yaml_is_refused(given: str) -> None:
     assert "YAML" in text
 
 
-@pytest.mark.parametrize("value", ["/data/exp #3/runs", "#3", "[cpu] # all", "'a' #b"])
-def test_an_override_that_yaml_would_cut_off_is_refused(value: str) -> None:
-    assert f"'{value[value.index('#') :]}' is a comment: put the value in quotes" in refused(f"run.store={value}")
+CUT = ["run.store=/data/exp #3/runs", "run.store=#3", "run.devices=[cpu] # all", "run.store='a' #b", "run=store: a #3",
+       "run.devices=- cpu\n- cpu # b", "run={store: a, # c\n devices: [cpu]}"]  # fmt: skip
 
 
-@pytest.mark.parametrize("given", ['"/data/exp #3/runs"', "'/data/exp #3/runs'"])
+@pytest.mark.parametrize("given", CUT)
+def test_an_override_that_yaml_would_cut_off_is_refused(given: str) -> None:
+    text = refused(given)
+    assert given.partition("=")[0] in text
+    assert "a comment for YAML, from '#' on: put all of it in quotes, or leave that out" in text
+
+
+@pytest.mark.parametrize("given", ['"/data/exp #3/runs"', "'/data/exp #3/runs'", "|-\n  /data/exp #3/runs"])
 def test_a_value_in_quotes_may_hold_what_begins_a_comment(given: str) -> None:
     assert load_config(None, [f"run.store={given}"]).run.store == "/data/exp #3/runs"
     assert load_config(None, ["run.store=a#3"]).run.store == "a#3"
