@@ -118,6 +118,8 @@ class Nursery:
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
         self._count = 0
+        self._unread = 0
+        """Answers that nobody has read: a signal's handler has ended the request."""
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(scratch)],
@@ -132,8 +134,11 @@ class Nursery:
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._lock:
             self._process.stdin.write(json.dumps(order) + "\n")
+            self._unread += 1
             self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            while self._unread:
+                answer = self._process.stdout.readline()
+                self._unread -= 1
         if not answer:
             raise RuntimeError("the nursery has ended: see its messages on stderr")
         return json.loads(answer)
@@ -210,16 +215,21 @@ def prepared(scratch: Path) -> dict[str, Callable[[list[str]], int]]:
 def _serve(scratch: Path) -> None:
     import tests.harness.faults  # noqa: F401
 
-    known = prepared(scratch)
+    known, codes = prepared(scratch), dict[int, int]()
     for line in sys.stdin:
         order = json.loads(line)
         if "poll" in order:
-            ended, status = os.waitpid(order["poll"], os.WNOHANG)
-            print(json.dumps(os.waitstatus_to_exitcode(status) if ended else None), flush=True)
+            pid = order["poll"]
+            if pid not in codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+            print(json.dumps(codes.get(pid)), flush=True)
             continue
         child = os.fork()
         if not child:
             _live(order, known)
+        codes.pop(child, None)  # another process's, which had this id before
         print(child, flush=True)
 
 
