@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -21,6 +18,7 @@ import pytest
 from fl_engine.exchange.letters import Beat, Invitation, Letter
 from fl_engine.storage.store import FolderStore, Store
 from tests.harness.moto_server import moto
+from tests.harness.way import Way
 
 SLOW = ("--faults", "slow=1x30")
 """Each client really sleeps for a while after it has trained, so that an order can be met half-way."""
@@ -173,66 +171,6 @@ def test_a_device_that_is_ended_is_back_at_work_when_it_is_started_again(scene: 
 
 
 # ------------------------------------------------------------------------------------------- over the network
-class Way:
-    """What devices call the server: a port that passes everything on, except for processes that are cut off."""
-
-    def __init__(self, to: tuple[str, int]) -> None:
-        self._to, self.cut = to, set[int]()
-        self._open: dict[int, list[socket.socket]] = {}
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
-        self.pids: Callable[[], list[int]] = list
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def cut_off(self, pid: int) -> None:
-        self.cut.add(pid)
-        for connection in self._open.pop(pid, []):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def let_back(self, pid: int) -> None:
-        self.cut.discard(pid)
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                here, address = self._server.accept()
-            except OSError:
-                return
-            pid = self._owner(address[1])
-            if pid in self.cut:
-                here.close()
-                continue
-            there = socket.create_connection(self._to)
-            self._open.setdefault(pid, []).extend((here, there))
-            for a, b in ((here, there), (there, here)):
-                threading.Thread(target=self._pass, args=(a, b), daemon=True).start()
-
-    def _owner(self, port: int) -> int:
-        """The device's process that has called from this port."""
-        for line in Path("/proc/net/tcp").read_text().splitlines():
-            parts = line.split()
-            if parts[1] == f"0100007F:{port:04X}":
-                for pid in self.pids():
-                    with suppress(OSError):
-                        for each in Path(f"/proc/{pid}/fd").iterdir():
-                            if os.readlink(each) == f"socket:[{parts[9]}]":
-                                return pid
-        return 0
-
-    @staticmethod
-    def _pass(source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(2**16):
-                target.sendall(data)
-        for each in (source, target):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._server.close()
-
-
 @pytest.fixture
 def bucket() -> Iterator[tuple[Any, tuple[str, int], dict[str, str]]]:
     keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
@@ -256,12 +194,12 @@ def test_a_device_that_is_cut_off_half_way_through_an_order(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     with ExitStack() as opened:
-        way = opened.enter_context(closing(Way(address)))
+        devices: dict[str, Any] = {}
+        way = opened.enter_context(closing(Way(address, lambda: [child.pid for child in list(devices.values())])))
         place = tmp_path.name  # the server of another case may have the same bucket
         sets = [*quick, f"run.remote=s3://runs/{place}", f"agents.endpoint={way.url}"]
         letters = S3Store(f"s3://runs/{place}/.agents")
-        scene = opened.enter_context(closing(Scene(nursery, tmp_path, sets, letters, env)))
-        way.pids = lambda: [child.pid for child in scene.devices.values()]
+        scene = opened.enter_context(closing(Scene(nursery, tmp_path, sets, letters, env, devices)))
         files = scene.invite("--count", "2")
         for file in files:
             text = file.read_text()

@@ -3,10 +3,12 @@
     python -m tests.harness.kills --kills 300 --seed 1 --only moto-processes,folder-whole --json
 
 SIGKILL hits the coordinator (at any time, within its rounds, or at a fault point inside the run store), a worker, a
-pod, or a pod that stays, which may also hang for longer than its lease (an agent). A kill counts only if the process
-died of it. A killed coordinator is started again by the same command, with --resume. In the end the model, history.json
-and MLflow have to be those of an undisturbed run, and no temporary files, processes or objects may be left. Exit code
-0: all of that holds; 1: it does not, and the folders of those runs stay.
+pod, a pod that stays, which may also hang for longer than its lease, or a device (`run.backend=agents`), which may also
+be stopped, or cut off from the store in the middle of a request, for a while or for good (`invited`). All of these are
+called kills here. One counts only if the process died of it, was stopped, or was cut off in such a request. A killed
+coordinator is started again by the same command, with --resume. In the end the model, history.json and MLflow have to
+be those of an undisturbed run, no temporary files, processes or objects may be left, and the devices have to be there,
+idle. Exit code 0: all of that holds; 1: it does not, and the folders of those runs stay.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ PER_RUN = (3, 8)
 """The least and the most times that one run is killed before it may finish."""
 WAYS = ("any_time", "in_round", "fault_point", "fault_point")
 """The ways to kill a coordinator; each start draws one. `fault_point` is twice as likely, as there are many of them."""
+SPARED = {"device": 0.5}
+"""By what runs clients: how often a start's coordinator is not killed, so that more befalls the clients."""
 HUNG_S = 7.0
 """Seconds that a pod hangs: longer than its lease (`world.STAYING`)."""
 POD_S = 0.3
 """About how many seconds a pod runs."""
-HANGS_S = 300.0
+HANGS_S = 600.0
 ROUND = re.compile(r"^\S+ round \d+/", re.MULTILINE)
 """A line of the coordinator's log that reports a committed round."""
 
@@ -62,8 +66,10 @@ class Tally:
     """The results of one variant's kills."""
 
     landed: Counter[str] = field(default_factory=Counter)
-    """Number of kills by way: any_time, in_round, fault_point, worker, pod, agent."""
+    """Number of kills by way: any_time, in_round, fault_point, worker, pod, staying, killed, stopped, cut off (of a
+    device)."""
     points: Counter[str] = field(default_factory=Counter)
+    """Fault points, and in which requests devices were cut off."""
     lost: int = 0
     """Kills after which the same command did not resume the run."""
     wrong: list[str] = field(default_factory=list)
@@ -131,7 +137,7 @@ def a_worker(child: Child, normal: Undisturbed, rng: random.Random, again: bool)
     return child.poll() is None
 
 
-def an_agent(child: Child, at: Place, hit: set[str], rng: random.Random) -> bool:
+def a_pod_that_stays(child: Child, at: Place, hit: set[str], rng: random.Random) -> bool:
     """Kills a pod that stays, or has it hang for longer than its lease; returns whether that befell it. No pod is hit
     twice; the one that takes its place may be."""
     if rng.random() < 0.6:
@@ -147,6 +153,17 @@ def an_agent(child: Child, at: Place, hit: set[str], rng: random.Random) -> bool
         process.send(signal.SIGCONT)
         return True
     return False
+
+
+def a_device(child: Child, at: Place, normal: Undisturbed, rng: random.Random) -> str:
+    """Something befalls a device and lasts (`Devices.hit`): other faults meet the run meanwhile. Returns what; empty:
+    the coordinator ended first."""
+    devices = at.devices
+    assert devices is not None
+    while lasts(child, rng.uniform(0, normal.round_s)) and until(child, lambda: bool(devices.well())):
+        if fate := devices.hit(rng, lambda condition, seconds: until(child, condition, seconds)):
+            return fate
+    return ""
 
 
 def a_pod(
@@ -182,13 +199,18 @@ def undisturbed(world: World, variant: Variant) -> Undisturbed:
     counts = at.folder / "operations.json"
     started = time.monotonic()
     child = at.start({"counts": str(counts)})
-    until(child, lambda: rounds_told(child) > 0)
-    first = time.monotonic()
-    done = child.wait(HANGS_S)
-    assert done.code == 0, done.err
-    found = outcome(at, done)
-    pace = (time.monotonic() - first) / world.rounds
-    result = Undisturbed(found, leftovers(at), json.loads(counts.read_text()), first - started, pace)
+    try:
+        until(child, lambda: rounds_told(child) > 0)
+        first = time.monotonic()
+        done = child.wait(HANGS_S)
+        assert done.code == 0, done.err
+        found = outcome(at, done)
+        pace = (time.monotonic() - first) / world.rounds
+        result = Undisturbed(found, leftovers(at), json.loads(counts.read_text()), first - started, pace)
+    finally:
+        child.kill()
+        child.wait()
+        at.close()
     at.remove()
     return result
 
@@ -199,11 +221,12 @@ def disturbed(at: Place, normal: Undisturbed, most: int, rng: random.Random, tal
     tally.runs += 1
     while True:
         tally.starts += 1
-        way = rng.choice(WAYS) if left else ""
+        spared = SPARED.get(at.variant.clients, 0.0)
+        way = rng.choice(WAYS) if left and not (spared and rng.random() < spared) else ""
         point = _point(normal, rng) if way == "fault_point" else None
         child = at.start(point)
         try:
-            left -= _clients(child, at, normal, left - bool(way), hit, rng, tally)
+            left -= _clients(child, at, normal, left - bool(way), 0.7 if way else 0.95, hit, rng, tally)
             if way == "any_time":
                 at_any_time(child, normal, rng)
             elif way == "in_round":
@@ -234,25 +257,29 @@ def verdict(at: Place, normal: Undisturbed, done: Done) -> list[str]:
 
 
 def _clients(
-    child: Child, at: Place, normal: Undisturbed, most: int, hit: set[str], rng: random.Random, tally: Tally
-) -> int:
-    """Kills some of the processes in which clients run, in some starts none. Returns how many."""
+    child: Child, at: Place, normal: Undisturbed, most: int, often: float, hit: set[str], rng: random.Random,
+    tally: Tally,
+) -> int:  # fmt: skip
+    """Kills some of the processes in which clients run, in some starts none; after each, another one with the
+    probability `often`. Returns how many."""
     kind, killed = at.variant.clients, 0
-    while kind and killed < most and rng.random() < 0.7:
-        if not HIT[kind](child, at, normal, hit, rng, killed > 0):
+    while kind and killed < most and rng.random() < often:
+        found = HIT[kind](child, at, normal, hit, rng, killed > 0)
+        if not found:
             break
-        tally.landed[kind] += 1
+        tally.landed[kind if found is True else found] += 1
         killed += 1
     return killed
 
 
-Hit = Callable[[Child, Place, Undisturbed, set[str], random.Random, bool], bool]
+Hit = Callable[[Child, Place, Undisturbed, set[str], random.Random, bool], bool | str]
 HIT: dict[str, Hit] = {
     "worker": lambda child, at, normal, hit, rng, again: a_worker(child, normal, rng, again),
     "pod": lambda child, at, normal, hit, rng, again: a_pod(child, at, hit, rng),
-    "agent": lambda child, at, normal, hit, rng, again: an_agent(child, at, hit, rng),
+    "staying": lambda child, at, normal, hit, rng, again: a_pod_that_stays(child, at, hit, rng),
+    "device": lambda child, at, normal, hit, rng, again: a_device(child, at, normal, rng),
 }
-"""By what runs clients."""
+"""By what runs clients: whether one was hit, or what befell it."""
 
 
 def _whens(operation: str) -> tuple[str, ...]:
@@ -274,13 +301,19 @@ def campaign(world: World, variant: Variant, kills: int, seed: int) -> tuple[Tal
     tally.wrong += [f"the undisturbed run left {line}" for line in normal.left]
     while tally.kills < kills:
         assert tally.starts < 10 * kills + 20, f"{variant.name}: the kills do not land: {tally}"
-        at = place(world, variant)
+        at, begun, before = place(world, variant), time.monotonic(), tally.kills
         try:
             wrong = disturbed(at, normal, kills - tally.kills, rng, tally)
         except Lost as error:
             tally.lost += 1
             wrong = [str(error)]
             world.cluster.objects.clear()  # a lost run does not clean up
+        finally:
+            at.close()
+        if at.devices is not None:
+            tally.points += at.devices.cuts
+        took = time.monotonic() - begun
+        say(f"{at.folder.name}: {tally.kills - before} kills, {took:.0f} s: {'wrong' if wrong else 'identical'}")
         if wrong:
             again = f"python -m tests.harness.kills --kills {kills} --rounds {world.rounds} --seed {seed} "
             again += f"--only {variant.name}"

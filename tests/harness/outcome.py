@@ -87,7 +87,9 @@ def leftovers(place: Place) -> list[str]:
     while (alive := marked(place.token)) and time.monotonic() < until:
         time.sleep(0.05)
     lines += [f"process: {pid}" for pid in alive]
-    if place.variant.clients in ("pod", "agent"):
+    if place.devices is not None:
+        lines += place.devices.wrong(place.letter)
+    if place.variant.clients in ("pod", "staying"):
         lines += [f"in the cluster: {kind} {name}" for kind, name in fake.leftovers(place.world.cluster)]
         lines += [f"pod that runs: {name}" for name in sorted(place.world.cluster.running)]
     return lines + _mlflow_runs(place.folder / "mlflow.db")

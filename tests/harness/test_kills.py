@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+import re
 import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -19,19 +23,21 @@ from typing import Any
 import pytest
 
 from fl_engine.storage.store import FolderStore
-from tests.harness import faults, kills, outcome
+from tests.harness import faults, invited, kills, outcome
 from tests.harness.processes import Done
 from tests.harness.world import BUCKET, VARIANTS, Place, Variant, World, missing, opened, place
 
 ROUNDS = 3
-FOLDER, MOTO = (next(v for v in VARIANTS if v.name == f"{store}-in_process") for store in ("folder", "moto"))
+FOLDER, MOTO, AGENTS = (
+    next(v for v in VARIANTS if v.name == name) for name in ("folder-in_process", "moto-in_process", "moto-agents")
+)
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     with opened(ROUNDS) as found:
         yield found
-        for left in found.folder.parent.glob("*-in_process-*"):
+        for left in found.folder.parent.glob("*-*-*"):
             shutil.rmtree(left)
 
 
@@ -65,6 +71,38 @@ def test_runs_that_are_killed_come_to_what_undisturbed_ones_come_to(
     assert list(found["variants"]) == names
     for name, variant in found["variants"].items():
         assert variant["kills"] == sum(variant["landed"].values()) > 0 and name in said
+
+
+# -------------------------------------------------------------------------------------------------------- devices
+@pytest.fixture(scope="module")
+def with_devices(world: World) -> kills.Undisturbed:
+    found = kills.undisturbed(world, AGENTS)
+    assert found.left == []
+    return found
+
+
+def test_devices_give_the_model_of_one_process(normal: kills.Undisturbed, with_devices: kills.Undisturbed) -> None:
+    assert with_devices.outcome.model == normal.outcome.model
+
+
+@pytest.mark.parametrize("how", invited.HOWS)
+def test_a_device_that_is_cut_off_for_good_in_an_upload_changes_nothing(
+    world: World, with_devices: kills.Undisturbed, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    drawn = {"FATES": ("cut off",), "HOWS": (how,), "MOMENTS": {"an upload": (b"/leases/",)}, "FOR_GOOD": 1.0}
+    for name, value in {**drawn, "AFTER": 2, "MEETS_S": 300.0}.items():
+        monkeypatch.setattr(invited, name, value)
+    at, rng = place(world, AGENTS), random.Random(0)
+    try:
+        child = at.start()
+        assert kills.a_device(child, at, with_devices, rng) == "cut off"
+        assert at.devices is not None
+        assert at.devices.cuts == Counter([f"{how} in an upload, for good"])
+        done = child.wait(kills.HANGS_S)
+        assert kills.verdict(at, with_devices, done) == []
+        assert re.search(r"device-\d is silent for \d+ s; asking again", done.err)
+    finally:
+        at.close()
 
 
 # --------------------------------------------------------------------------------------------------- fault points
@@ -210,6 +248,48 @@ def test_a_process_an_upload_and_an_object_of_the_cluster_that_stay_are_reported
     process.communicate()
     world.cluster.objects.clear()
     assert outcome.leftovers(at)[1:] == ["runs in MLflow: none"]
+
+
+def test_a_device_that_ends_hangs_or_meets_an_unnamed_error_is_reported(
+    world: World, with_devices: kills.Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = place(world, AGENTS)
+    try:
+        done = at.start().wait()
+        assert kills.verdict(at, with_devices, done) == [] and at.devices is not None
+        ended, hangs, errs = sorted(at.devices.running)
+        at.devices.running[ended].kill()
+        at.devices.running[ended].wait()
+        at.devices.running[hangs].send(signal.SIGSTOP)
+        at.devices.back[hangs] = time.time()  # it should be back
+        (at.folder / "logs" / f"{errs}-1.err").open("a").write("Traceback (most recent call last):\n")
+        monkeypatch.setattr(invited, "IDLE_S", 0.5)
+        found = kills.verdict(at, with_devices, done)
+        assert [line.partition(":")[0] for line in found] == [
+            f"{errs}-1.err", f"{ended} has ended with -9", f"{hangs} is not idle 0 s after the run"
+        ]  # fmt: skip
+        at.devices.back[hangs] = math.inf
+        assert len(kills.verdict(at, with_devices, done)) == 2, "nobody waits for one that is lost for good"
+    finally:
+        at.close()
+
+
+def test_a_request_to_the_nursery_that_a_signal_ends_leaves_the_next_ones_their_answers(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        def readline(self) -> str:
+            raise SystemExit(143)
+
+    one, other = (world.nursery.start("flexfleet", "list", "models", cwd=tmp_path) for _ in range(2))
+    stdout = world.nursery._process.stdout
+    for child in (other, one):
+        monkeypatch.setattr(world.nursery._process, "stdout", Interrupted())
+        with pytest.raises(SystemExit):
+            child.poll()
+        monkeypatch.setattr(world.nursery._process, "stdout", stdout)
+        assert child.wait(kills.HANGS_S).code == 0
+        assert "small_cnn" in child.wait().out
 
 
 def test_a_store_that_forgets_what_it_was_given_is_found_out(world: World, normal: kills.Undisturbed) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 import boto3.session
 
+from tests.harness import invited
+from tests.harness.invited import Devices
 from tests.harness.processes import QUICK, ROOT, Child, Nursery
 from tests.k8s import fake
 
@@ -42,8 +44,8 @@ PODS = 8
 
 @dataclass(frozen=True)
 class Variant:
-    """A configuration whose runs are killed. `clients`: what runs clients: "" (the coordinator), worker, pod, or agent
-    (a pod that stays)."""
+    """A configuration whose runs are killed. `clients`: what runs clients: "" (the coordinator), worker, pod, staying
+    (a pod that stays), or device (an agent that was invited)."""
 
     name: str
     store: str
@@ -58,7 +60,8 @@ def _on(store: str) -> tuple[Variant, ...]:
         Variant(f"{store}-in_process", store, "", ("rounds.keep_updates=true",)),
         Variant(f"{store}-processes", store, "worker", WORKERS),
         Variant(f"{store}-kubernetes", store, "pod", ON_CLUSTER),
-        Variant(f"{store}-agents", store, "agent", (*ON_CLUSTER, *STAYING)),
+        Variant(f"{store}-staying", store, "staying", (*ON_CLUSTER, *STAYING)),
+        Variant(f"{store}-agents", store, "device", invited.SETTINGS),
     )
 
 
@@ -140,8 +143,10 @@ class Place:
     variant: Variant
     folder: Path
     token: str
-    """Marks all processes of the run, in their environment."""
+    """Marks all processes of the run, in their environment, but for its devices, which may outlive it."""
     starts: int = 0
+    devices: Devices | None = None
+    """Invited and started with the first start."""
 
     @property
     def out(self) -> Path:
@@ -163,7 +168,10 @@ class Place:
         sets = [*world.sets, *v.sets, f"tracking.mlflow=sqlite:///{self.folder / 'mlflow.db'}"]
         if v.store != "folder":
             sets.append(f"run.remote=s3://{BUCKET}/{self.prefix.rstrip('/')}")
-        if v.clients in ("pod", "agent"):
+        if v.clients == "device":
+            self.devices = self.devices or Devices(world.nursery, self.folder, sets, world.environment(v.store))
+            sets.append(f"agents.endpoint={self.devices.way.url}")
+        if v.clients in ("pod", "staying"):
             env["KUBECONFIG"] = str(world.kubeconfig)
         if v.whole:
             argv = ["flexfleet", "run", "--json", "--run-id", "a"]
@@ -176,7 +184,19 @@ class Place:
         log = self.folder / "logs" / f"{self.starts}.err"
         return world.nursery.start(*argv, "--resume", cwd=self.folder, sets=sets, env=env, log=log, faults=given)
 
+    def letter(self, key: str) -> bytes:
+        """What lies under a key of the devices' letters."""
+        found = self.s3.get_object(Bucket=BUCKET, Key=f"{self.prefix}.agents/{key}")["Body"].read()
+        assert isinstance(found, bytes)
+        return found
+
+    def close(self) -> None:
+        """Ends its devices."""
+        if self.devices is not None:
+            self.devices.end()
+
     def remove(self) -> None:
+        self.close()
         shutil.rmtree(self.folder)
 
 

@@ -1,0 +1,183 @@
+"""The devices of one run (`run.backend=agents`), and what befalls them: each is killed, stopped or cut off for a while,
+or for good, as long as one is left.
+
+They are invited once and stay while coordinators come and go. They reach the object store by a `Way` alone, without
+credentials. A device that is killed is started again by the same command, after a while.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from fl_engine.exchange.letters import BEAT, Beat
+from tests.harness.processes import LOOK_S, Child, Nursery
+from tests.harness.way import Cut, How, Way
+
+COUNT = 3
+LEASE_S = 4.0
+SETTINGS = (
+    "run.backend=agents",
+    f"agents.lease_s={LEASE_S:g}",
+    "agents.attempts=100",
+    "rounds.faults=slow=1x4",
+)
+"""A device may be hit at any order, so that only an order's own failures could end it; each client really sleeps for a
+while after it has trained, so that many are hit half-way."""
+FATES = ("killed", "stopped", "cut off", "cut off")
+HOWS: tuple[How, ...] = ("refused", "hangs", "breaks")
+MOMENTS = {
+    "a download": (b"/orders/", b"/site/"),
+    "an upload": (b"/leases/",),
+    "a look for a letter": (b"letter.json",),
+    "a beat": (b"beat.json",),
+}
+"""The requests in which a device is cut off, by what their keys contain."""
+AFTER = 4.5
+"""Up to 10 to this power bytes of such a request pass: some end before that, and the cut begins after them."""
+FOR_GOOD = 0.25
+"""How often what befalls a device has no end."""
+WHILE_S = (0.3, 2 * LEASE_S)
+"""The least and the most seconds that it lasts otherwise: some devices are back before their lease has ended."""
+MEETS_S = 10.0
+"""Seconds to wait for the request in which a device is to be cut off."""
+SILENCE_S = 3600
+"""Seconds without a word from the server after which a device ends: more than a run lasts, for the case that the
+harness itself is killed."""
+IDLE_S = 120.0
+"""Seconds within which a device says that it is idle, once the run is over and nothing befalls it any more. It takes a
+tenth of the time that it was idle, and what hangs has to time out first."""
+
+
+@dataclass
+class Devices:
+    nursery: Nursery
+    folder: Path
+    sets: Sequence[str]
+    """Of the run, but for `agents.endpoint`."""
+    env: Mapping[str, str]
+    """What leads to the server, with credentials: for who invites."""
+    running: dict[str, Child] = field(default_factory=dict)
+    back: dict[str, float] = field(default_factory=dict)
+    """Unix time at which what last befell a device ends; infinite: never."""
+    cuts: Counter[str] = field(default_factory=Counter)
+    """How, and in which request, devices were cut off."""
+    _starts: Counter[str] = field(default_factory=Counter)
+    _timers: list[threading.Timer] = field(default_factory=list)
+    _ended: bool = False
+
+    def __post_init__(self) -> None:
+        server = urlsplit(self.env["AWS_ENDPOINT_URL"])
+        assert server.hostname and server.port
+        self.way = Way((server.hostname, server.port), lambda: [child.pid for child in list(self.running.values())])
+        sets = [*self.sets, f"agents.endpoint={self.way.url}"]
+        argv = ("invite", "--json", "--count", str(COUNT))
+        done = self.nursery.start("flexfleet", *argv, cwd=self.folder, sets=sets, env=self.env).wait()
+        assert done.code == 0, done.err
+        self._files = {Path(name).stem: self.folder / name for name in done.json["invitations"]}
+        for name in self._files:
+            self._start(name)
+
+    def _start(self, name: str) -> None:
+        if self._ended:
+            return
+        self._starts[name] += 1
+        given = ("agent", "--invite", str(self._files[name]), "--folder", str(self.folder / f"device-{name}"))
+        given += ("--silence", str(SILENCE_S))
+        log = self.folder / "logs" / f"{name}-{self._starts[name]}.err"
+        none = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"), "")
+        self.running[name] = self.nursery.start("flexfleet", *given, cwd=self.folder, env=none, log=log)
+
+    def well(self) -> list[str]:
+        """Devices that nothing befalls now."""
+        return sorted(name for name in list(self.running) if self.back.get(name, 0.0) < time.time())
+
+    def hit(self, rng: random.Random, until: Callable[[Callable[[], bool], float], bool]) -> str:
+        """Something befalls one of the devices that are well, and lasts when this returns. Gives what it is; empty:
+        nothing did. `until` waits for a condition for so many seconds, and says whether it has come about."""
+        lost = sum(math.isinf(end) for end in self.back.values())
+        for_good = rng.random() < FOR_GOOD and lost + 1 < COUNT
+        name, fate, lasts_s = rng.choice(self.well()), rng.choice(FATES), rng.uniform(*WHILE_S)
+        seconds = math.inf if for_good else lasts_s
+        child = self.running[name]
+        if fate == "cut off":
+            moment, how = rng.choice(sorted(MOMENTS)), rng.choice(HOWS)
+            self.way.cut_off(child.pid, Cut(how, MOMENTS[moment], int(10 ** rng.uniform(0, AFTER)), seconds))
+            if not until(lambda: self.way.has_begun(child.pid), MEETS_S):
+                self.way.let_back(child.pid)
+                return ""
+            self.cuts[f"{how} in {moment}" + ", for good" * for_good] += 1
+        elif fate == "killed":
+            del self.running[name]
+            child.kill()
+            if _end(child) != -signal.SIGKILL:
+                self.running[name] = child  # it had ended by itself: `wrong` says so
+                return ""
+            self._later(seconds, lambda: self._start(name))
+        else:
+            child.send(signal.SIGSTOP)
+            self._later(seconds, lambda: child.send(signal.SIGCONT))
+        self.back[name] = time.time() + seconds
+        return fate
+
+    def _later(self, seconds: float, act: Callable[[], object]) -> None:
+        if math.isinf(seconds):
+            return
+        timer = threading.Timer(seconds, act)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    def wrong(self, read: Callable[[str], bytes]) -> list[str]:
+        """A line for each device that has ended by itself, met an error that it does not name, or is not idle when the
+        run is over. `read` gives what lies under a key of the devices' letters."""
+        for timer in self._timers:
+            timer.join()
+        lines = [f"{path.name}: a traceback" for path in sorted((self.folder / "logs").glob("device-*.err"))
+                 if "Traceback" in path.read_text()]  # fmt: skip
+        for name, child in sorted(self.running.items()):
+            end = time.monotonic() + IDLE_S
+            while (code := child.poll()) is None and not self._is_idle(name, read) and time.monotonic() < end:
+                time.sleep(LOOK_S * 10)
+            if code is not None:
+                lines.append(f"{name} has ended with {code}: {child.err[-500:].strip()}")
+            elif not self._is_idle(name, read):
+                lines.append(f"{name} is not idle {IDLE_S:.0f} s after the run: {child.err[-500:].strip()}")
+        return lines
+
+    def _is_idle(self, name: str, read: Callable[[str], bytes]) -> bool:
+        """Whether it has said so since it is well; one that never will be needs not."""
+        back = self.back.get(name, 0.0)
+        if math.isinf(back):
+            return True
+        try:
+            beat = Beat.model_validate_json(read(f"{name}/{BEAT}"))
+        except Exception:  # none yet, or half of one
+            return False
+        return beat.state == "idle" and beat.at > back
+
+    def end(self) -> None:
+        self._ended = True
+        for timer in self._timers:
+            timer.cancel()
+            timer.join()
+        for child in self.running.values():
+            child.kill()  # also one that is stopped
+        for child in self.running.values():
+            _end(child)
+        self.way.close()
+
+
+def _end(child: Child) -> int:
+    """Waits for it, and gives its exit code."""
+    while (code := child.poll()) is None:
+        time.sleep(LOOK_S)
+    return code
