@@ -84,6 +84,7 @@ LONG = {
         "faults",
         "kinds",
         "lasting",
+        "lasting_memory",
         "lost_nodes",
         "own_code",
         "own_methods",
