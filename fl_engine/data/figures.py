@@ -7,7 +7,7 @@ from typing import IO, Any, Literal
 
 
 def save(
-    figure: Any, to: Path | IO[str], kind: Literal["svg", "png"], dpi: float | Literal["figure"] = "figure"
+    figure: Any, to: Path | IO[str] | IO[bytes], kind: Literal["svg", "png"], dpi: float | Literal["figure"] = "figure"
 ) -> None:
     """Writes a `matplotlib.figure.Figure`. A fixed salt and no date, so that an equal figure gives equal bytes."""
     import matplotlib

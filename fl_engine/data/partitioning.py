@@ -15,6 +15,7 @@ Every sample ends in exactly one place, but for a shared proxy's. Randomness com
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -429,12 +430,19 @@ def draw(counts: Ints, path: Path, word: str = "class") -> None:
     """Writes a heat map of `counts` (labels, clients), with every client's total above it, as .svg or .png. `word` is
     the word for a label.
 
-    Raises PartitionError for another file ending.
+    Raises PartitionError for another file ending, and OSError, which names the file, where it cannot be written: then
+    there is none.
     """
     if path.suffix not in (".svg", ".png"):
         raise PartitionError(f"a heat map is written as .svg or .png, got {path.name!r}")
+    drawn, out = heat_map(counts, word), io.StringIO() if path.suffix == ".svg" else io.BytesIO()
+    figures.save(drawn, out, "svg" if path.suffix == ".svg" else "png", dpi=150)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figures.save(heat_map(counts, word), path, "svg" if path.suffix == ".svg" else "png", dpi=150)
+    try:
+        path.write_bytes(out.getvalue() if isinstance(out, io.BytesIO) else out.getvalue().encode())
+    except OSError as error:
+        path.unlink(missing_ok=True)  # half of it, where the disk is full
+        raise OSError(error.errno, error.strerror, str(path)) from error  # that of a write names no file
 
 
 def heat_map(counts: Ints, word: str = "class") -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import PartitionError
-from fl_engine.data import figures, local
+from fl_engine.data import local
 from fl_engine.data import partitioning as partitions
 from fl_engine.data.files import fingerprint
 from fl_engine.data.held_out import hold_out
@@ -20,7 +19,7 @@ from fl_engine.data.rules import Ints
 from fl_engine.datasets import kept
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import LazyServer, ServerSite
-from fl_engine.storage.store import FolderStore, canonical, sha256
+from fl_engine.storage.store import canonical, sha256
 from flexfleet.config import Config, cut_seed
 from flexfleet.files import terminal as common
 from flexfleet.steps.labels import keep_clusters, noisy
@@ -48,9 +47,7 @@ def partition(resolved: Resolved, out: Path) -> Path:
     if resolved.config.noise.labels:
         _ = resolved.family  # raises where the network does not fit the data
         parts = noisy(resolved.config, resolved.data, parts, held_out(resolved.config, parts)[1])
-    drawn = io.StringIO()
-    figures.save(partitions.heat_map(parts.counts, parts.label), drawn, "svg")
-    FolderStore(out).put("partition.svg", drawn.getvalue().encode())
+    partitions.draw(parts.counts, out / "partition.svg", parts.label)
     return partitions.save(parts, out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import subprocess
@@ -515,6 +516,21 @@ def test_draw_writes_the_same_picture_twice(tmp_path: Path) -> None:
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(PartitionError, match=r"as \.svg or \.png, got 'd\.pdf'"):
         p.draw(counts, tmp_path / "d.pdf")
+
+
+def test_a_full_disk_leaves_no_half_drawing_and_the_error_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, value: bytes) -> None:
+        path.open("wb").write(value[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    path = tmp_path / "partition.svg"
+    with pytest.raises(OSError, match="No space left on device") as error:
+        p.draw(np.array([[3, 1], [2, 4]]), path)
+    assert error.value.filename == str(path)
+    assert not path.exists()
 
 
 def test_the_map_of_a_hundred_thousand_clients_is_drawn_at_once(tmp_path: Path) -> None:
