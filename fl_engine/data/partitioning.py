@@ -435,11 +435,17 @@ def draw(counts: Ints, path: Path, word: str = "class") -> None:
     """
     if path.suffix not in (".svg", ".png"):
         raise PartitionError(f"a heat map is written as .svg or .png, got {path.name!r}")
-    drawn, out = heat_map(counts, word), io.StringIO() if path.suffix == ".svg" else io.BytesIO()
-    figures.save(drawn, out, "svg" if path.suffix == ".svg" else "png", dpi=150)
+    if path.suffix == ".svg":
+        text = io.StringIO()
+        figures.save(heat_map(counts, word), text, "svg", dpi=150)
+        content = text.getvalue().encode()
+    else:
+        image = io.BytesIO()
+        figures.save(heat_map(counts, word), image, "png", dpi=150)
+        content = image.getvalue()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.write_bytes(out.getvalue() if isinstance(out, io.BytesIO) else out.getvalue().encode())
+        path.write_bytes(content)
     except OSError as error:
         path.unlink(missing_ok=True)  # half of it, where the disk is full
         raise OSError(error.errno, error.strerror, str(path)) from error  # that of a write names no file

@@ -31,7 +31,7 @@ def test_a_file_of_a_later_version_is_said_to_be_one(tmp_path: Path, more: dict[
         RunFile.read(run_file(tmp_path, **more))
 
 
-@pytest.mark.parametrize("more", [{"run_id": 3}, {"run_id": 3, "newthing": 1}])
+@pytest.mark.parametrize("more", [{"run_id": 3}, {"run_id": 3, "newthing": 1}, {"schema_version": 0}])
 def test_a_damaged_file_is_not(tmp_path: Path, more: dict[str, Any]) -> None:
     with pytest.raises(IntegrityError) as error:
         RunFile.read(run_file(tmp_path, **more))
@@ -61,6 +61,8 @@ def test_what_another_user_keeps_for_himself_is_computed_again(tmp_path: Path, m
     def refused(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
+    (tmp_path / "file").write_text("")
+    assert kept.find(tmp_path / "file", "x", {"a": 1}, int) is None
     monkeypatch.setattr(Path, "read_bytes", refused)
     assert kept.find(tmp_path, "x", {"a": 1}, int) is None
     assert kept.kept(tmp_path, "x", {"a": 1}, int, lambda: 4) == 4

@@ -308,7 +308,15 @@ def test_a_run_that_mlflow_no_longer_has_is_a_configuration_error(mlflow_uri: st
         start(mlflow_uri, "0123456789abcdef0123456789abcdef")
 
 
-@pytest.mark.parametrize("cause", ["attempt to write a readonly database", "database or disk is full"])
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "attempt to write a readonly database",
+        "database or disk is full",
+        "Disk quota exceeded",
+        "a read-only transaction",
+    ],
+)
 def test_a_database_that_takes_nothing_is_an_environment_error_that_says_why(cause: str) -> None:
     said = f"(raised as a result of Query-invoked autoflush; consider)\n(sqlite3.OperationalError) {cause}\n[SQL: ...]"
     with pytest.raises(EnvironmentFailure) as error, tracking._usable("sqlite:///a.db"):
