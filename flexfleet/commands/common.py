@@ -9,11 +9,13 @@ from fl_engine.core.errors import ConfigError, masked
 
 
 def resumes_by_name(args: argparse.Namespace) -> None:
+    """Raises ConfigError where `--resume` does not say which run."""
     if args.resume and args.run_id is None:
         raise ConfigError("--resume needs --run-id: the name of the run to go on with, a folder of the run store")
 
 
 def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
+    """The values of a repeatable `key=value` option, by key. Raises ConfigError."""
     pairs = [text.partition("=") for text in texts]
     wrong = [text for text, (key, sign, _) in zip(texts, pairs, strict=True) if not key or not sign]
     if wrong:

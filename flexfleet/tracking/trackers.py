@@ -204,7 +204,9 @@ def _usable(uri: str) -> Iterator[None]:
     try:
         yield
     except _errors() as error:
-        kind = UnreachableAddress if _unreachable(error) else EnvironmentFailure if _full(error) else ConfigError
+        kind = (
+            UnreachableAddress if _unreachable(error) else EnvironmentFailure if _refuses_writes(error) else ConfigError
+        )
         raise kind(f"tracking.mlflow = {masked(uri)!r} cannot be used: {first_line(error)}") from error
 
 
@@ -231,7 +233,8 @@ def _unreachable(error: Exception) -> bool:
     return GONE.search(said) is not None and "CERTIFICATE_VERIFY_FAILED" not in said
 
 
-def _full(error: Exception) -> bool:
+def _refuses_writes(error: Exception) -> bool:
+    """Whether a database can be read and takes nothing: it is read-only, or its disk or quota is full."""
     said = "readonly database|read-only transaction|Read-only file system|disk is full|No space left|quota exceeded"
     return re.search(said, str(error)) is not None
 
