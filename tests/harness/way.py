@@ -208,5 +208,6 @@ class Way:
                 return
             cutting.begun = time.monotonic()
             broken = [] if cutting.cut.how == "hangs" else self._open.pop(pid, [])
-        for connection in broken:
+        # The one that is cut ends last: a device that has noticed has no other connection left.
+        for connection in sorted(broken, key=lambda each: each is cutting.within):
             connection.end()
