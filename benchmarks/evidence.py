@@ -379,8 +379,8 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
         Suite("fedaiot/aep", "fedopt-low,fedopt-high", seed, "fedopt", "algorithm.server.lr=0.001")
         for seed in (0, 1, 2)
     ),
-    Suite("fedaiot/aep-code", "fedavg-low,fedavg-high,fedavg-30,fp16", 0),
-    *(Suite("fedaiot/aep-code", "fedavg-low,fedavg-high", seed) for seed in (1, 2)),
+    *(Suite("fedaiot/aep-code", "fedavg-low,fedavg-high", seed) for seed in (0, 1, 2)),
+    Suite("fedaiot/aep-code", "fedavg-30,fp16", 0, "clients_and_precision"),
 )
 
 
