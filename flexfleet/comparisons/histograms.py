@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from flexfleet.comparisons.comparison import Runs
+from flexfleet.comparisons.curves import Runs
 from flexfleet.comparisons.first import Case
 from flexfleet.reports.local_accuracy import Shown, local_accuracy, over_each_other
 from flexfleet.reports.report import Run

@@ -22,16 +22,13 @@ from flexfleet.comparisons.comparison import (
     Central,
     Comparison,
     Reached,
-    Runs,
     Spread,
     by_case,
-    clock,
-    curve,
     further,
-    read,
-    summarise,
 )
+from flexfleet.comparisons.curves import Runs, clock, curve
 from flexfleet.comparisons.differences import TITLE, as_rows, differences
+from flexfleet.comparisons.summarise import read, summarise
 from flexfleet.config.entries import Entry, varied
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
@@ -60,7 +57,7 @@ def tabulate(
     central: Central | None = None,
 ) -> Comparison:
     """Writes FILES into `out` (`folders`: the finished run folders by run id; `central`: the reference), then logs them
-    to the comparison's MLflow run, if there is one. Raises what `comparison.read` raises."""
+    to the comparison's MLflow run, if there is one. Raises what `summarise.read` raises."""
     labels, seeds = list(dict.fromkeys(e.label for e in entries)), list(dict.fromkeys(e.seed for e in entries))
     differ = varied(entries)
     runs = read(labels, seeds, folders, differ)

@@ -20,7 +20,8 @@ from pathlib import Path
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore
-from flexfleet.comparisons import comparison, whole
+from flexfleet.comparisons import curves, whole
+from flexfleet.comparisons.comparison import MB
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry
 from flexfleet.config.names import plain
@@ -266,13 +267,13 @@ def _machine(night: Night, runs_in: str) -> dict[str, str]:
 def _values(runs: Sequence[Run], to: float) -> dict[str, tuple[float, ...]]:
     """A run that does not reach the accuracy counts as one round more than the longest had."""
     longest = 1 + max(len(run.rows) for run in runs)
-    until = [comparison.first(run.rows, to) for run in runs]
-    sent = [comparison.sent(run.rows) for run in runs]
+    until = [curves.first(run.rows, to) for run in runs]
+    sent = [curves.sent(run.rows) for run in runs]
     out = {
         "full": tuple(run.evaluation.full for run in runs),
         "rounds": tuple(float(n + 1 if n >= 0 else longest) for n in until),
         "mb": tuple(
-            (sum(each[: n + 1]) if n >= 0 else sum(each) * longest / len(each)) / comparison.MB
+            (sum(each[: n + 1]) if n >= 0 else sum(each) * longest / len(each)) / MB
             for n, each in zip(until, sent, strict=True)
         ),
         **{name: tuple(max(row.metrics[name] for row in run.rows) for run in runs) for name in MEMORY},
@@ -281,8 +282,8 @@ def _values(runs: Sequence[Run], to: float) -> dict[str, tuple[float, ...]]:
 
 
 def _curve(runs: Sequence[Run]) -> tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]:
-    avg = [] if runs[0].single else comparison.curve(runs, "avg")
-    full = comparison.curve(runs, "full")
+    avg = [] if runs[0].single else curves.curve(runs, "avg")
+    full = curves.curve(runs, "full")
     means = {round: tuple(each) for round, _, each in avg}
     return tuple((round, mb, means.get(round, ()), tuple(each)) for round, mb, each in full)
 

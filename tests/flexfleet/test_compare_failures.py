@@ -16,7 +16,7 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.storage.store import sha256
-from flexfleet.comparisons import comparison, side_by_side, tabulate
+from flexfleet.comparisons import side_by_side, summarise, tabulate
 from flexfleet.comparisons import whole as compare_module
 from flexfleet.files.artifacts import Apoz, RunFile
 from flexfleet.steps import share
@@ -221,7 +221,7 @@ def test_runs_that_differ_are_not_tabulated(compared: Compared) -> None:
 
     def wrong() -> str:
         with pytest.raises(ConfigError) as error:
-            comparison.read(LABELS, SEEDS, folders)
+            summarise.read(LABELS, SEEDS, folders)
         return str(error.value)
 
     others = {"training.lr": 0.1, "partition.alpha": 0.3, "rounds.stop": 2, "rounds.evaluate_every": 3}
@@ -236,7 +236,7 @@ def test_runs_that_differ_are_not_tabulated(compared: Compared) -> None:
         "tune.trials": 3,
     }.items():
         undo = change("flexfl-s1", path, value)  # as after --resume --set kubernetes.poll_s=2.0
-        assert comparison.read(LABELS, SEEDS, folders)
+        assert summarise.read(LABELS, SEEDS, folders)
         undo()
     undo = change("flexfl-s1", "algorithm.kd_weight", 0)
     assert "the runs of flexfl differ in more than the seed: algorithm.kd_weight" in wrong()
@@ -259,7 +259,7 @@ def test_another_partition_is_not_tabulated(compared: Compared) -> None:
     file.model_copy(update={"partition_sha256": other}).write(run / "run.json")
     folders = {f"{label}-s0": compared.folder / f"{label}-s0" for label in LABELS}
     with pytest.raises(ConfigError, match=r"seed 0 .* the partition itself \(sha256\)"):
-        comparison.read(LABELS, (0,), folders)
+        summarise.read(LABELS, (0,), folders)
 
 
 def test_other_code_is_not_tabulated(compared: Compared) -> None:
@@ -268,13 +268,13 @@ def test_other_code_is_not_tabulated(compared: Compared) -> None:
     whole = RunFile.read(file)
     whole.model_copy(update={"code_sha256": "c" * 64}).write(file)
     with pytest.raises(ConfigError, match=r"flexfl differ .* the code of run.code .* cccccccccccc \(seed 1\)"):
-        comparison.read(LABELS, SEEDS, folders)
+        summarise.read(LABELS, SEEDS, folders)
     for seed, digest in enumerate("ab"):
         known = RunFile.read(folders[f"flexfl-s{seed}"] / "run.json").model_copy(update={"code_sha256": None})
         names = {"mine:A": digest * 64, f"mine:B{seed}": digest * 64}
         known.model_copy(update={"sources": names}).write(folders[f"flexfl-s{seed}"] / "run.json")
     with pytest.raises(ConfigError) as error:
-        comparison.read(LABELS, SEEDS, folders)
+        summarise.read(LABELS, SEEDS, folders)
     said = "the source of mine:A (sha256): aaaaaaaaaaaa (seed 0), bbbbbbbbbbbb (seed 1)"
     assert str(error.value) == f"the runs of flexfl differ in more than the seed: {said}"
 
@@ -291,18 +291,18 @@ def test_other_data_are_not_tabulated(compared: Compared) -> None:
 
     for seed in SEEDS:
         change(f"flexfl-s{seed}", "partition", alpha=0.3)
-    assert comparison.read(LABELS, SEEDS, folders, ["partition.alpha"]), "each seed cuts its own samples"
+    assert summarise.read(LABELS, SEEDS, folders, ["partition.alpha"]), "each seed cuts its own samples"
     manifest = folders["flexfl-s0"] / "partition" / "partition.json"
     before = manifest.read_bytes()
     manifest.write_text(json.dumps(json.loads(before) | {"data_sha256": "f" * 64}))
     change("flexfl-s0", "partition")
     with pytest.raises(ConfigError, match=r"seed 0 .* the data \(sha256\): ffffffffffff \(flexfl\), "):
-        comparison.read(LABELS, SEEDS, folders, ["partition.alpha"])
+        summarise.read(LABELS, SEEDS, folders, ["partition.alpha"])
     manifest.write_bytes(before)
     for name in folders:
         change(name, "dataset", train_samples=None, test_samples=None)
     with pytest.raises(ConfigError, match=r"flexfl differ in more than the seed: the data \(sha256\): "):
-        comparison.read(LABELS, SEEDS, folders, ["partition.alpha"])
+        summarise.read(LABELS, SEEDS, folders, ["partition.alpha"])
 
 
 def test_runs_of_an_earlier_version_are_compared_by_what_they_ran_with(compared: Compared) -> None:
@@ -313,13 +313,13 @@ def test_runs_of_an_earlier_version_are_compared_by_what_they_ran_with(compared:
     old = {key: dict(of) if isinstance(of, dict) else of for key, of in known.config.items() if key != "agents"}
     del old["dataset"]["pad"], old["partition"]["cap"]
     known.model_copy(update={"config": old}).write(file)
-    runs = comparison.read(LABELS, (0,), folders, ["partition.cap"])
-    found = comparison.summarise("a", (0,), runs, varied=["partition.cap"])
+    runs = summarise.read(LABELS, (0,), folders, ["partition.cap"])
+    found = summarise.summarise("a", (0,), runs, varied=["partition.cap"])
     assert found.results["flexfl"].varied == found.results["all_large"].varied == {"partition.cap": False}
     manifest.write_text(json.dumps(json.loads(manifest.read_bytes()) | {"data_sha256": "f" * 64}))
     known.model_copy(update={"config": old, "partition_sha256": sha256(manifest.read_bytes())}).write(file)
     with pytest.raises(ConfigError, match=r"the partition itself .*; the data \(sha256\): ffffffffffff \(flexfl\)"):
-        comparison.read(LABELS, (0,), folders)
+        summarise.read(LABELS, (0,), folders)
 
 
 def test_other_numerics_are_noted(compared: Compared) -> None:
@@ -328,7 +328,7 @@ def test_other_numerics_are_noted(compared: Compared) -> None:
     file.model_copy(update={"numerics": file.numerics | {"torch": "0.1"}}).write(
         compared.folder / "flexfl-s0" / "run.json"
     )
-    found = comparison.summarise("a", (0,), comparison.read(LABELS, (0,), folders))
+    found = summarise.summarise("a", (0,), summarise.read(LABELS, (0,), folders))
     assert "numerics" in tabulate.text(found)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.storage.checkpoints import Row
-from flexfleet.comparisons import comparison, tabulate
-from flexfleet.comparisons.comparison import Comparison, Spread, Summary
+from flexfleet.comparisons import curves, tabulate
+from flexfleet.comparisons.comparison import Central, Comparison, LocalSpread, OneRun, Score, Spread, Summary, spread
 from flexfleet.files.measure import highest
 from flexfleet.reports import plots, report
 
@@ -46,7 +46,7 @@ def test_the_highest_value_until_half_of_the_rounds_four_fifths_and_all() -> Non
 
 def test_rounds_mb_and_seconds_to_an_accuracy() -> None:
     """SLOW reaches 40 % in round 2 after 2 MB, FAST in round 1 after 2 MB."""
-    found = comparison.reached((0, 1), (SLOW, FAST), 0.4)
+    found = curves.reached((0, 1), (SLOW, FAST), 0.4)
     assert (found.accuracy, found.seeds) == (0.4, (0, 1))
     assert near(found.rounds, 1.5, 0.5**0.5)
     assert near(found.mb, 2, 0)
@@ -55,23 +55,23 @@ def test_rounds_mb_and_seconds_to_an_accuracy() -> None:
 
 
 def test_an_accuracy_that_some_seeds_reach_or_none() -> None:
-    some = comparison.reached((5, 7), (SLOW, FAST), 0.55)
+    some = curves.reached((5, 7), (SLOW, FAST), 0.55)
     assert (some.seeds, some.rounds, some.mb) == ((7,), Spread(mean=3, std=None), Spread(mean=6, std=None))
-    none = comparison.reached((5, 7), (SLOW, FAST), 0.8)
+    none = curves.reached((5, 7), (SLOW, FAST), 0.8)
     assert (none.seeds, none.rounds, none.mb, none.seconds, none.seconds_simulated) == ((), None, None, None, None)
     # What is not evaluated is not known: round 3 of SLOW may have been there, round 4 is the first that is.
-    assert comparison.reached((0,), (SLOW,), 0.45).rounds == Spread(mean=4, std=None)
-    assert comparison.reached((0,), (SLOW,), 0.5).rounds == Spread(mean=4, std=None), "the accuracy itself counts"
+    assert curves.reached((0,), (SLOW,), 0.45).rounds == Spread(mean=4, std=None)
+    assert curves.reached((0,), (SLOW,), 0.5).rounds == Spread(mean=4, std=None), "the accuracy itself counts"
 
 
 def test_the_simulated_clock_is_optional() -> None:
-    assert comparison.simulated(SLOW) == 50
+    assert curves.simulated(SLOW) == 50
     untimed = rows((0.5, 1), (0.6, 1), simulated=False)
-    assert comparison.simulated(untimed) is None
-    assert comparison.simulated((*SLOW[:1], *untimed)) is None, "a part of the rounds is no sum"
-    assert comparison.reached((0,), (untimed,), 0.5).seconds_simulated is None
+    assert curves.simulated(untimed) is None
+    assert curves.simulated((*SLOW[:1], *untimed)) is None, "a part of the rounds is no sum"
+    assert curves.reached((0,), (untimed,), 0.5).seconds_simulated is None
     idle = untimed[0].model_copy(update={"metrics": untimed[0].metrics | {"clients_trained": 0.0}})
-    assert comparison.simulated((*SLOW[:1], idle)) == 10, "nobody trained: nobody was waited for"
+    assert curves.simulated((*SLOW[:1], idle)) == 10, "nobody trained: nobody was waited for"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_the_accuracies_to_reach_where_none_are_given(best: float, targets: tupl
         rows: tuple[Row, ...]
 
     runs: Any = {"a": [Fake(rows((best / 2, 1)))], "b": [Fake(rows((best, 1), (best / 3, 1)))]}
-    assert comparison.default_targets(runs) == targets
+    assert curves.default_targets(runs) == targets
 
 
 def test_names_are_one_cell_of_a_markdown_table() -> None:
@@ -99,10 +99,10 @@ def test_names_are_one_cell_of_a_markdown_table() -> None:
 
 
 def test_means_and_sample_standard_deviations() -> None:
-    assert near(comparison.spread([1.0, 2.0, 6.0]), 3, 7**0.5)
-    assert comparison.spread([4.0]) == Spread(mean=4.0, std=None)
-    assert comparison.spread([]) is None
-    assert comparison.spread([1.0, None]) is None
+    assert near(spread([1.0, 2.0, 6.0]), 3, 7**0.5)
+    assert spread([4.0]) == Spread(mean=4.0, std=None)
+    assert spread([]) is None
+    assert spread([1.0, None]) is None
     assert tabulate.cell(Spread(mean=0.8523, std=0.0051), 100) == "85.23 ± 0.51"
     assert tabulate.cell(Spread(mean=1234.5, std=None)) == "1,234.50"
     assert tabulate.cell(None) == report.NONE
@@ -112,7 +112,7 @@ def test_means_and_sample_standard_deviations() -> None:
 def summary(runs: tuple[tuple[Row, ...], ...], to: tuple[float, ...], even: float | None = None) -> Summary:
     """Of runs with the seeds 0, 1, ..."""
     nothing, seeds = Spread(mean=0.0, std=None), tuple(range(len(runs)))
-    score = comparison.Score(round=nothing, avg=None, full=nothing)
+    score = Score(round=nothing, avg=None, full=nothing)
     return Summary(
         algorithm="all_large",
         settings={},
@@ -123,10 +123,10 @@ def summary(runs: tuple[tuple[Row, ...], ...], to: tuple[float, ...], even: floa
         mb_up=nothing,
         waste=nothing,
         seconds=nothing,
-        seconds_simulated=comparison.spread([comparison.simulated(each) for each in runs]),
+        seconds_simulated=spread([curves.simulated(each) for each in runs]),
         uniformity=None if even is None else Spread(mean=even, std=0.25),
-        reached=tuple(comparison.reached(seeds, runs, target) for target in to),
-        reached_avg=tuple(comparison.reached(seeds, runs, target, "avg") for target in to),
+        reached=tuple(curves.reached(seeds, runs, target) for target in to),
+        reached_avg=tuple(curves.reached(seeds, runs, target, "avg") for target in to),
         runs=(),
     )
 
@@ -219,9 +219,9 @@ def test_local_accuracies_have_columns_and_a_table_where_a_run_has_them() -> Non
     old = compared(a=summary((SLOW,), ()))
     assert not any("ocal" in table.title or "local" in table.head for table in tabulate.tables(old))
     assert not any("local" in name for name in tabulate.metrics(old)) and "local:" not in tabulate.text(old)
-    mean, sd, clients = (comparison.spread(each) for each in ([0.8, 0.9], [0.05, 0.15], [10, 12]))
+    mean, sd, clients = (spread(each) for each in ([0.8, 0.9], [0.05, 0.15], [10, 12]))
     assert mean is not None and sd is not None and clients is not None
-    told = {"local": {"M1": comparison.LocalSpread(mean=mean, sd=sd, clients=clients)}, "local_full": mean}
+    told = {"local": {"M1": LocalSpread(mean=mean, sd=sd, clients=clients)}, "local_full": mean}
     both = compared(a=summary((SLOW,), ()), b=summary((SLOW,), ()).model_copy(update=told))
     (table,) = [table for table in tabulate.tables(both) if "Local" in table.title]
     assert table.rows == (("b", "M1", "85.00 ± 10.00", "11 ± 1"),)
@@ -242,11 +242,11 @@ def test_further_metrics_have_a_column_where_a_run_has_them() -> None:
     assert "full mae" not in tabulate.tables(compared(a=alone))[0].head
     assert "mae" not in tabulate.text(compared(a=alone))
     runs = [
-        comparison.OneRun.model_construct(levels={"M1": {"accuracy": 0.1, "mae": 9.0}, "M2": {"accuracy": 0.2, **more}})
+        OneRun.model_construct(levels={"M1": {"accuracy": 0.1, "mae": 9.0}, "M2": {"accuracy": 0.2, **more}})
         for more in ({"mae": 2.0, "top5": 0.5}, {"mae": 4.0, "top5": 0.75})
     ]
     nothing = Spread(mean=0.0, std=None)
-    central = comparison.Central(
+    central = Central(
         seeds=(0,), settings={"central.epochs": 3}, full=nothing, best=nothing, best_epoch=nothing, highest=(),
         seconds=nothing, further={"mae": Spread(mean=0.5, std=None)},
     )  # fmt: skip
@@ -265,7 +265,7 @@ def test_further_metrics_have_a_column_where_a_run_has_them() -> None:
 
 
 def test_the_best_and_the_last_round_are_named() -> None:
-    score = comparison.Score(round=Spread(mean=3, std=None), avg=None, full=Spread(mean=0.5, std=None))
+    score = Score(round=Spread(mean=3, std=None), avg=None, full=Spread(mean=0.5, std=None))
     last = score.model_copy(update={"round": Spread(mean=5, std=None), "full": Spread(mean=0.3, std=None)})
     c = compared(a=summary((SLOW,), ()).model_copy(update={"best": score, "last": last}))
     table = tabulate.tables(c)[0]
@@ -292,6 +292,6 @@ def test_the_clock_of_a_curve_is_the_mean_over_the_seeds() -> None:
         rows: tuple[Row, ...]
 
     runs: Any = [Fake(SLOW), Fake(later)]
-    assert comparison.clock(runs, "full") == [15, 30, 60, 75]
+    assert curves.clock(runs, "full") == [15, 30, 60, 75]
     untimed: Any = [Fake(rows((0.5, 1), simulated=False))]
-    assert comparison.clock(untimed, "full") == []
+    assert curves.clock(untimed, "full") == []
