@@ -39,11 +39,20 @@ from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import RunFile, history_of
 from flexfleet.files.live import counted_warnings
 from flexfleet.files.signals import stop_on_signals
-from flexfleet.steps import invitations, keys, own_code, warm_start
+from flexfleet.steps import invitations, keys, own_code
 from flexfleet.steps.partition import folders_sum, simulated
 from flexfleet.steps.peaks import peaks_of
 from flexfleet.steps.prepare import Resolved, resolved_of
-from flexfleet.steps.resumed import devices_decide, fetch_run, known_run, same, same_noise, same_place, store_of
+from flexfleet.steps.resumed import (
+    devices_decide,
+    fetch_run,
+    known_run,
+    same,
+    same_noise,
+    same_place,
+    same_start,
+    store_of,
+)
 from flexfleet.steps.site import given_weights, initial_state, site_of, tell_unused, trace_of
 from flexfleet.tracking import record as track
 from flexfleet.tracking.console import Console
@@ -122,7 +131,7 @@ def _federate(
     if config.evaluate.on == "clients":
         at_clients.check(algorithm, site.family, site.pool)
     if known:
-        warm_start.check_unchanged(resolved, pool_dir, out)
+        same_start(resolved, pool_dir, out)
     rules = replace(site.rules, algorithm=algorithm, seed=None if devices_decide(config) else config.seed)
     private, apart = privacy.is_private(algorithm), config.run.apart
     if known and private:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from fl_engine.aggregation import privacy
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError
+from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure, FlexfleetError, IntegrityError
 from fl_engine.core.fields import Moves
+from fl_engine.models.build import INIT
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.places import open_store
-from fl_engine.storage.store import FolderStore, Store
+from fl_engine.storage.store import FolderStore, Store, encode, sha256
 from fl_engine.training.numerics import differing
 from flexfleet import config as configs
 from flexfleet.config import Config
-from flexfleet.files.artifacts import RunFile
-from flexfleet.steps import own_code
+from flexfleet.files.artifacts import PoolFile, RunFile
+from flexfleet.steps import own_code, warm_start
+from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking import record as track
+
+log = logging.getLogger("flexfleet")
 
 
 def store_of(config: Config, run_id: str, out: Path) -> Store:
@@ -89,6 +94,20 @@ def same_place(known: RunFile, config: Config, run_id: str, out: Path) -> None:
         raise ConfigError(
             f"{out} was started with run.remote = {before}{was}, and with run.remote = {now}{here} no round is "
             f"committed: give the place{named} that it was started with, or copy what is there"
+        )
+
+
+def same_start(resolved: Resolved, pool: Path, out: Path) -> None:
+    """Raises ConfigError where `model.init`, or the network, has other weights now than those that the folder of the
+    pool has. A source that is not here (any more), or that does not answer, is taken to be the same."""
+    try:
+        weights = resolved.start
+    except (DataError, EnvironmentFailure) as error:
+        log.info("model.%s cannot be compared with the weights that the run was started from: %s", INIT, error)
+        return
+    if weights is not None:
+        warm_start.check_same(
+            PoolFile.read(pool / "pool.json").weights_sha256, sha256(encode(weights)), resolved.config, out
         )
 
 

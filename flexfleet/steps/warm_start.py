@@ -12,14 +12,12 @@ import logging
 import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fl_engine.core.contracts import GivesWeights, ModelFamily
 from fl_engine.core.errors import (
     BadInput,
     ConfigError,
     DataError,
-    EnvironmentFailure,
     IntegrityError,
     ModelError,
     masked,
@@ -29,13 +27,10 @@ from fl_engine.core.types import FULL, Params
 from fl_engine.models.build import INIT
 from fl_engine.models.export import ABOUT, About
 from fl_engine.preparation.weights import fitting, mismatch, names_of
-from fl_engine.storage.store import decode, encode, sha256
+from fl_engine.storage.store import decode, sha256
 from flexfleet.config import Config
-from flexfleet.files.artifacts import BareHistory, PoolFile
+from flexfleet.files.artifacts import BareHistory
 from flexfleet.tracking.trackers import address, client_of
-
-if TYPE_CHECKING:
-    from flexfleet.steps.prepare import Resolved
 
 log = logging.getLogger("flexfleet")
 
@@ -65,19 +60,6 @@ def start(config: Config, family: ModelFamily) -> Params | None:
         raise ConfigError(f"model.{INIT}: {where}: {error}") from error
     log.info("the rounds start from %s", where)
     return weights
-
-
-def check_unchanged(resolved: Resolved, pool: Path, out: Path) -> None:
-    """For a run that goes on: raises ConfigError where `model.init`, or the network, has other weights now than those
-    that the folder of its pool has. A source that is not here (any more), or that does not answer, is taken to be the
-    same."""
-    try:
-        weights = resolved.start
-    except (DataError, EnvironmentFailure) as error:
-        log.info("model.%s cannot be compared with the weights that the run was started from: %s", INIT, error)
-        return
-    if weights is not None:
-        check_same(PoolFile.read(pool / "pool.json").weights_sha256, sha256(encode(weights)), resolved.config, out)
 
 
 def check_same(before: str | None, now: str | None, config: Config, out: Path) -> None:
