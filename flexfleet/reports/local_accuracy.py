@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flexfleet.reports import plots
+from flexfleet.reports.figure import drawing, shortened, whole, write
 
 WIDTHS = (1, 2, 5, 10)
 """Of a bar, in %."""
@@ -82,15 +82,15 @@ def local_accuracy(panels: Sequence[tuple[str, Panel]], name: str = "local", col
             legend = axes.legend(
                 handles, ["x"] * len(panel), title=textwrap.fill(title, TITLE) or None, **above, **look
             )
-            plots.write(legend, [plots.shortened(label) for label in panel])
+            write(legend, [shortened(label) for label in panel])
             last = i + columns >= len(panels)
             axes.tick_params(labelbottom=last)
             axes.set_xlabel("local accuracy (%)" if last else "")
             axes.set_ylabel("clients" if counted and i % columns == 0 else "")
         axes.set_xlim(*_range(every, edges))
         axes.set_ylim(0 if counted else top, top * (1 + STRIP * (over + 0.3)))
-        axes.xaxis.set_major_locator(plots.whole())
-        axes.yaxis.set_major_locator(plots.whole(4))
+        axes.xaxis.set_major_locator(whole())
+        axes.yaxis.set_major_locator(whole(4))
         if not counted:
             axes.set_yticks([])
 
@@ -98,7 +98,7 @@ def local_accuracy(panels: Sequence[tuple[str, Panel]], name: str = "local", col
     alt = f"Local accuracy over the clients: histogram, mean and standard deviation of {labels}"
     above = LEGEND_ROW * (over + max(len(textwrap.wrap(title, TITLE)) for title, _ in panels))
     height = 0.35 + rows * (above + (1.0 if counted else 0.1) + 0.12 * over)
-    return plots.drawing(name, alt, height, paint, width=6.4 if columns == 1 else 10.5)
+    return drawing(name, alt, height, paint, width=6.4 if columns == 1 else 10.5)
 
 
 def bars(histograms: Sequence[Mapping[int, float]]) -> list[int]:

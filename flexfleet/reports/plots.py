@@ -1,27 +1,22 @@
 """Drawings of runs as SVG text that can stand inside one HTML page.
 
-Every function returns one `<svg>` element. Its ids start with the `name` given, so that several drawings share a page
-without clashing; the same measurements give the same bytes. Texts stay texts: they take the page's font, and can be
-searched and read aloud. Accuracies are drawn in %, other metrics as they are; a MB is 1e6 bytes, rounds count from 1.
+Every function returns one `<svg>` element (`reports.figure`), its ids starting with the `name` given. Accuracies are
+drawn in %, other metrics as they are; a MB is 1e6 bytes, rounds count from 1.
 
 Raises EnvironmentFailure where matplotlib is not installed.
 """
 
 from __future__ import annotations
 
-import html
 import io
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
-from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.data import figures
 from fl_engine.data import partitioning as partition
 from fl_engine.rounds.at_clients import PREFIX
@@ -29,6 +24,7 @@ from fl_engine.storage.checkpoints import Row
 from flexfleet.files.artifacts import Apoz, PoolFile
 from flexfleet.files.measure import ACCURACY, Measure
 from flexfleet.reports.curves import MOST_POINTS, band, thinned
+from flexfleet.reports.figure import PLAIN, drawing, inline, line, name_axes, put_legend, style, whole
 
 Series = tuple[str, Sequence[Row]]
 """A run's label and its rounds."""
@@ -42,36 +38,6 @@ GREY = "#7a828c"
 MOST_BANDS = 6
 """With more runs the bands hide each other."""
 MOST_BARS = 120
-LABEL_CHARS = 48
-LINE_CHARS = 78 / 6.4
-"""Of a legend, to an inch."""
-LEGEND_ROW = 0.2
-"""The height of a legend's row in inches."""
-
-PLAIN = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # a name may hold dollars
-    "savefig.facecolor": "none",
-    "font.size": 10,
-}
-STYLE = PLAIN | {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#9aa1a9",
-    "axes.labelcolor": "#3c434b",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e4e7ea",
-    "xtick.color": "#9aa1a9",
-    "ytick.color": "#9aa1a9",
-    "xtick.labelcolor": "#3c434b",
-    "ytick.labelcolor": "#3c434b",
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "legend.handlelength": 2.2,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 4,
-}
 
 
 # ------------------------------------------------------------------------------------------- several runs
@@ -92,7 +58,7 @@ def learning_curves(runs: Sequence[Series], name: str = "learning-curves", measu
                     levels = [_levels(r, measure).values() for r in scored]
                     low, high = ([measure.scale * f(v) for v in levels] for f in (min, max))
                     axes.fill_between(*band(x, low, high), color=look["color"], alpha=0.14, linewidth=0)
-        _axes(axes, "round", measure.title, whole_x=True)
+        name_axes(axes, "round", measure.title, whole_x=True)
         _legend(figure, runs, looks, band=len(runs) <= MOST_BANDS)
 
     return drawing(name, f"Test {measure.name} over the rounds, a line for each run", 3.8, paint)
@@ -111,7 +77,7 @@ def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-metric", mea
             dash = "--" if single(scored, measure) else "-"
             curve = thinned([mb for mb, _ in points], _values(scored, "avg", measure))
             axes.plot(*curve, linestyle=dash, **look)
-        _axes(axes, "MB sent, down + up", measure.title)
+        name_axes(axes, "MB sent, down + up", measure.title)
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(_mb)
         _legend(figure, runs, looks, band=False)
@@ -154,24 +120,24 @@ def comparison(
                 if seeds.shape[1] > 1:
                     low, high = seeds.min(axis=1), seeds.max(axis=1)
                     axes.fill_between(*band(x, low, high), color=look["color"], alpha=0.13, linewidth=0)
-        _axes(left, "round", measure.title, whole_x=True)
-        _axes(right, "MB sent, down + up", "")
+        name_axes(left, "round", measure.title, whole_x=True)
+        name_axes(right, "MB sent, down + up", "")
         right.set_xlim(left=0)
         right.xaxis.set_major_formatter(_mb)
         for axes in last:
-            _axes(axes, "simulated seconds", "")
+            name_axes(axes, "simulated seconds", "")
             axes.set_xlim(left=0)
             axes.xaxis.set_major_formatter(_mb)
-        handles = [*(_line(**look) for look in looks), _line(color=GREY)]
-        handles += [_line(color=GREY, linestyle="--", linewidth=1.2)]
+        handles = [*(line(**look) for look in looks), line(color=GREY)]
+        handles += [line(color=GREY, linestyle="--", linewidth=1.2)]
         names = [*(label for label, _, _ in curves), "avg", "full"]
         if reference is not None:
             for axes in (left, right, *last):
                 axes.axhline(measure.scale * reference[1], color=GREY, linestyle=":", linewidth=1.2)
-            handles, names = [*handles, _line(color=GREY, linestyle=":", linewidth=1.2)], [*names, reference[0]]
+            handles, names = [*handles, line(color=GREY, linestyle=":", linewidth=1.2)], [*names, reference[0]]
         if any(len(point[2]) > 1 for _, _, full in curves for point in full):
             handles, names = [*handles, Patch(color=GREY, alpha=0.25, linewidth=0)], [*names, "range of seeds"]
-        _put_legend(figure, handles, names)
+        put_legend(figure, handles, names)
 
     over = "over the rounds, against the megabytes sent and" if timed else "over the rounds and"
     against = "over the simulated time" if timed else "against the megabytes sent"
@@ -202,7 +168,7 @@ def study(
         numbers, values = [t[0] for t in trials], [measure.scale * t[1] for t in trials]
         axes.plot(numbers, values, linestyle="", marker="o", color=PALETTE[0], alpha=0.7)
         axes.step(numbers, list(accumulate(values, max)), where="post", color=PALETTE[1])
-        _axes(axes, "trial", f"{value}; line: the best so far", whole_x=True)
+        name_axes(axes, "trial", f"{value}; line: the best so far", whole_x=True)
 
     def shares(figure: Any) -> None:
         axes = figure.add_subplot()
@@ -210,7 +176,7 @@ def study(
         axes.set_yticks(range(len(names)), [labels[path] for path in names])
         axes.set_xlim(0, 1)
         axes.invert_yaxis()
-        _axes(axes, "importance", "")
+        name_axes(axes, "importance", "")
 
     def slice(path: str) -> Callable[[Any], None]:
         def paint(figure: Any) -> None:
@@ -222,7 +188,7 @@ def study(
                 axes.set_xscale("log")
                 axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")  # its own writes formulas
                 axes.xaxis.set_minor_formatter(lambda x, _: "")
-            _axes(axes, labels[path], value)
+            name_axes(axes, labels[path], value)
 
         return paint
 
@@ -252,8 +218,8 @@ def pool_widths(pool: PoolFile, apoz: Apoz | None = None, name: str = "pool") ->
             share = [100 * m.widths[g] / pool.groups[g] for g in groups]
             look = {"color": colours[m.name], "linewidth": 2, "linestyle": "-" if m.dispatched else (0, (4, 1.5))}
             top.stairs(share, edges, baseline=None, **look)
-            handles.append(_line(**look))
-        _axes(top, "", "width kept (%)")
+            handles.append(line(**look))
+        name_axes(top, "", "width kept (%)")
         top.set_ylim(0, 105)
         axes = [top]
         if scores:
@@ -261,7 +227,7 @@ def pool_widths(pool: PoolFile, apoz: Apoz | None = None, name: str = "pool") ->
             below.bar(range(n), [scores.get(g, math.nan) for g in groups], color="#b9c2cc", width=0.7)
             if reference is not None and len(reference) == n:
                 below.plot(range(n), [100 * a for a in reference], "x", color="#3c434b", markersize=5)
-            _axes(below, "", "APoZ (%)")
+            name_axes(below, "", "APoZ (%)")
             below.set_ylim(0, 100)
             top.tick_params(labelbottom=False)
             axes.append(below)
@@ -271,7 +237,7 @@ def pool_widths(pool: PoolFile, apoz: Apoz | None = None, name: str = "pool") ->
         some = range(0, n, math.ceil(n / 24))
         turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if n > 6 else {}
         axes[-1].set_xticks(list(some), [groups[i] for i in some], **turned)
-        _put_legend(figure, handles, [m.name for m in reversed(pool.levels)])
+        put_legend(figure, handles, [m.name for m in reversed(pool.levels)])
 
     alt = "Width kept in every prunable layer, a line for each level of the pool" + (", and APoZ" if scores else "")
     return drawing(name, alt, 4.6 if scores else 3.4, paint)
@@ -298,9 +264,9 @@ def of_levels(
             few = "o" if len(having) < FEW else ""
             look = {"color": colours[level], "marker": few, "linewidth": _thin(len(having))}
             axes.plot(*thinned([r.round + 1 for r in having], _values(having, key, measure)), **look)
-            handles.append(_line(**look))
-        _axes(axes, along, measure.title, whole_x=True)
-        _put_legend(figure, handles, shown)
+            handles.append(line(**look))
+        name_axes(axes, along, measure.title, whole_x=True)
+        put_legend(figure, handles, shown)
 
     return drawing(name, f"Test {measure.name} over the {along}s, a line for each level", 3.2, paint)
 
@@ -320,10 +286,10 @@ def on_clients(rows: Sequence[Row], name: str = "on-clients", measure: Measure =
             look = {"color": PALETTE[0], "marker": few, "linestyle": dash, "linewidth": _thin(len(having))}
             values = _values(having, f"{PREFIX}{figure_of}", measure)
             axes.plot(*thinned([r.round + 1 for r in having], values), **look)
-            handles.append(_line(**look))
+            handles.append(line(**look))
         title = f"{measure.name} ({measure.unit})" if measure.unit else measure.name
-        _axes(axes, "round", f"clients' {title}", whole_x=True)
-        _put_legend(figure, handles, ["mean", "10th percentile", "worst"])
+        name_axes(axes, "round", f"clients' {title}", whole_x=True)
+        put_legend(figure, handles, ["mean", "10th percentile", "worst"])
 
     return drawing(name, f"The clients' {measure.name} on samples of their own over the rounds", 2.8, paint)
 
@@ -351,12 +317,12 @@ def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
             top = base + np.add.reduceat(counts, starts) / np.diff(np.append(starts, len(rows)))
             axes.stairs(top, edges, baseline=base, fill=True, color=colour, linewidth=0)
             base = top
-        _axes(axes, "round", "clients" if step == 1 else f"clients\n(means of {step} rounds)", whole_x=True)
+        name_axes(axes, "round", "clients" if step == 1 else f"clients\n(means of {step} rounds)", whole_x=True)
         axes.set_ylim(0, 1.08 * max(1, *base))
         axes.yaxis.set_major_locator(whole())
         axes.margins(x=0)
         axes.grid(axis="x", visible=False)
-        _put_legend(figure, [Patch(color=colour) for _, colour in parts.values()], list(parts))
+        put_legend(figure, [Patch(color=colour) for _, colour in parts.values()], list(parts))
 
     return drawing(name, "Clients that trained, pruned or failed in each round", 2.4, paint)
 
@@ -379,20 +345,20 @@ def evenness(rows: Sequence[Row], name: str = "uniformity") -> str:
             few = "o" if len(having) < FEW else ""
             look = {"color": EVENNESS[key][1], "marker": few, "linewidth": _thin(len(having))}
             axes.plot(*thinned([r.round + 1 for r in having], [r.metrics[key] for r in having]), **look)
-            handles.append(_line(**look))
-        _axes(axes, "round", "uniformity (s)", whole_x=True)
+            handles.append(line(**look))
+        name_axes(axes, "round", "uniformity (s)", whole_x=True)
         axes.set_ylim(bottom=0)
-        _put_legend(figure, handles, [EVENNESS[key][0] for key in shown])
+        put_legend(figure, handles, [EVENNESS[key][0] for key in shown])
 
     return drawing(name, "How evenly the clients finish in each round, by the simulated clock", 2.4, paint)
 
 
 def partition_map(counts: Sequence[Sequence[int]], name: str = "partition", label: str = "class") -> str:
     """Label x client heat map; `counts` has a row for each label and a column for each client."""
-    with _style(PLAIN):
+    with style(PLAIN):
         out = io.StringIO()
         figures.save(partition.heat_map(np.array(counts, dtype=np.int64), label), out, "svg")
-        return _inline(out.getvalue(), name, f"How many samples of each {label} each client holds")
+        return inline(out.getvalue(), name, f"How many samples of each {label} each client holds")
 
 
 # ---------------------------------------------------------------------------------------- what they share
@@ -442,94 +408,16 @@ def _thin(points: int) -> float:
     return 1.8 if points <= 100 else 1.3
 
 
-def _axes(axes: Any, x: str, y: str, whole_x: bool = False) -> None:
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    if whole_x:
-        axes.xaxis.set_major_locator(whole())
-
-
 def _mb(x: float, _: int) -> str:
     return f"{x:,.0f}" if x >= 10 else f"{x:.3g}"
-
-
-def whole(most: int = 10) -> Any:
-    """Ticks at whole numbers, about so many at most."""
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(most, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
-
-
-def _line(**look: Any) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], **look)
 
 
 def _legend(figure: Any, runs: Sequence[Series], looks: Sequence[Mapping[str, Any]], band: bool) -> None:
     """A line per run, and what the kinds of line mean where more than one is drawn."""
     from matplotlib.patches import Patch
 
-    handles = [_line(**look) for look in looks]
-    key = {"avg": _line(color=GREY), "full": _line(color=GREY, linestyle="--", linewidth=1.2)}
+    handles = [line(**look) for look in looks]
+    key = {"avg": line(color=GREY), "full": line(color=GREY, linestyle="--", linewidth=1.2)}
     if band:
         key["range of levels"] = Patch(color=GREY, alpha=0.25, linewidth=0)
-    _put_legend(figure, [*handles, *key.values()], [*(label for label, _ in runs), *key])
-
-
-def _put_legend(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Above the axes, in as many columns as fit the figure's width. The figure has room for one row, and grows by the
-    others."""
-    short = [shortened(label) for label in labels]
-    room = round(LINE_CHARS * figure.get_figwidth())
-    columns = max(1, min(len(short), room // (max(map(len, short)) + 7)))
-    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * (math.ceil(len(short) / columns) - 1))
-    write(figure.legend(handles, ["x"] * len(short), loc="outside upper left", ncols=columns), short)
-
-
-def write(legend: Any, labels: Sequence[str]) -> None:
-    """Sets a legend's texts once it is made: matplotlib leaves out labels that start with "_"."""
-    for text, label in zip(legend.get_texts(), labels, strict=True):
-        text.set_text(label)
-
-
-def shortened(label: str) -> str:
-    return label if len(label) <= LABEL_CHARS else label[: LABEL_CHARS - 1] + "…"
-
-
-def _style(values: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """matplotlib's defaults with `values`, whatever the user's own matplotlibrc says."""
-    try:
-        from matplotlib import style
-    except ImportError as error:
-        raise EnvironmentFailure("drawing needs matplotlib: pip install 'flexfleet[tracking]'") from error
-    context: AbstractContextManager[None] = style.context(dict(values), after_reset=True)
-    return context
-
-
-def drawing(name: str, alt: str, height: float, paint: Callable[[Any], None], width: float = 6.4) -> str:
-    """An SVG of `width` x `height` inches, higher where a legend has several rows. `alt` says what it shows to those
-    who do not see it."""
-    with _style(STYLE):
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(width, height), layout="constrained")
-        paint(figure)
-        out = io.StringIO()
-        figures.save(figure, out, "svg")
-    return _inline(out.getvalue(), name, alt)
-
-
-def _inline(document: str, name: str, alt: str) -> str:
-    """The `<svg>` element of an SVG document: as wide as there is room, ids and style rules for this drawing alone."""
-    body = re.sub(r"<metadata>.*?</metadata>", "", document[document.index("<svg") :], flags=re.DOTALL)
-    # Inside tags only: a label may say anything.
-    body = re.sub(r"<[^>]+>", lambda tag: re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{name}-", tag[0]), body)
-    body = body.replace("*{stroke", f"#{name} *{{stroke", 1)
-    _, _, rest = body.partition(">")
-    box = re.search(r'viewBox="0 0 ([\d.]+) [\d.]+"', body)
-    assert box is not None, "matplotlib always writes a viewBox"
-    size = f"width:100%;max-width:{1.5 * float(box[1]):.0f}px"  # points: texts never get larger than 15 px
-    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    start = f'<svg {names} id="{name}" {box[0]} style="{size}" role="img" aria-label="{html.escape(alt)}">'
-    return start + rest.strip()
+    put_legend(figure, [*handles, *key.values()], [*(label for label, _ in runs), *key])
