@@ -29,6 +29,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from fl_engine.aggregation.privacy import is_private
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import pooled, terms
@@ -91,7 +92,8 @@ class FedX(Terms):
     q_max: Mapping[str, Bits] = field(default_factory=dict, hash=False)
     """By tier, the most bits that its devices compute with; where a tier is missing, 16."""
     seconds: Positive | None = None
-    """mu: a local round takes at most so long on the simulated clock, without the transfer; null: no limit."""
+    """mu: a local round takes at most so long on the simulated clock, without the transfer; null: no limit. How long it
+    takes follows from the clients' sample counts, so that a private aggregation refuses it where it is searched."""
     delta: NotNegative = 0.01
     """Of the candidates whose accuracy is at most this much below the best one's, a tier takes the one with the fewest
     encoded bits; 0: the most accurate (Eq. 2)."""
@@ -177,7 +179,13 @@ class FedX(Terms):
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
     ) -> PooledState:
-        """Raises ConfigError where a tier of the fleet has no sub-network, or its devices cannot hold it."""
+        """Raises ConfigError where a tier of the fleet has no sub-network, or its devices cannot hold it, and where the
+        search would tell what a private aggregation hides."""
+        if self.seconds is not None and not self.assigned and is_private(self):
+            raise ConfigError(
+                "with algorithm.seconds the search goes by how many samples clients hold, which a private aggregation "
+                "hides: set algorithm.seconds=null, or say in algorithm.assigned what each tier is sent"
+            )
         tiers = by_tier(pool)
         for device in {device.tier: device for device in fleet}.values() if tiers else ():
             if device.tier not in tiers:

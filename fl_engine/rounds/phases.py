@@ -19,7 +19,8 @@ With `simulated_wait` (a trace's, until somebody is online) they add up to `seco
 the round, or no update is merged. Encoding and decoding take no time there. Asynchronous rounds overlap, and have
 neither.
 
-bits_down, bits_up  eight for each byte of `bytes_down` and `bytes_up`: what travels, as its codec makes it
+bits_down, bits_up  eight for each byte of `bytes_down` and `bytes_up`: what travels to the clients, and the updates
+                    that are merged, as their codecs make it
 model_bytes_down, model_bytes_up
                     of the weights that were sent to the clients whose updates are merged, or that failed, and of these
                     updates, as models have them; left out where they are `bytes_down` and `bytes_up`

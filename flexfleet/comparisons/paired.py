@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -58,6 +59,7 @@ def two_sided(t: float, freedom: int) -> float:
     return max(0.0, 1.0 - inside)
 
 
+@cache
 def t_quantile(share: float, freedom: int) -> float:
     """The value that Student's t stays below with this probability, 0.5 to 1, found by halving."""
     low, high = 0.0, 1.0

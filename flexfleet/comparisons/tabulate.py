@@ -369,6 +369,7 @@ def notes(c: Comparison) -> list[str]:
         lines.append("(2/3): the mean over the seeds that reach it; the others would make it longer.")
     if any(r.seconds_simulated is not None for r in c.results.values()):
         lines.append("simulated s: on the fleet's devices, by their speed and bandwidth.")
+    lines.append("MB up: of the updates that were merged; those that were refused, or came too late, are not counted.")
     lines.append("real s: as measured here, whatever ran beside.")
     if any(r.phases for r in c.results.values()):
         lines.append("Phases: means over the rounds. Real seconds on the server: plan, encode (what it sends), train "

@@ -17,12 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
+
+from flexfleet.comparisons.paired import t_quantile
 
 ALPHA = 0.002
 """The share of nights that noise alone fails, for normally distributed figures. Real figures have longer tails: in
@@ -143,22 +145,6 @@ def noise(now: Sequence[float], before: Sequence[float], known: Sequence[Sequenc
         return math.inf
     squares = sum((value - fmean(values)) ** 2 for values in known for value in values)
     return t_quantile(1 - alpha, freedom) * math.sqrt(squares / freedom * (1 / len(now) + 1 / len(before)))
-
-
-def t_quantile(p: float, freedom: int) -> float:
-    """Student's t: exact for one and two degrees of freedom, else Cornish and Fisher's expansion (Abramowitz and
-    Stegun, 26.7.5): for p up to 0.9999 within 2 % from five on, up to a tenth too small for three and four."""
-    if freedom == 1:
-        return math.tan(math.pi * (p - 0.5))
-    if freedom == 2:
-        return (2 * p - 1) * math.sqrt(2 / (4 * p * (1 - p)))
-    z, n = NormalDist().inv_cdf(p), freedom
-    return z + sum((
-        (z**3 + z) / (4 * n),
-        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2),
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3),
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4),
-    ))  # fmt: skip
 
 
 def false_alarms(

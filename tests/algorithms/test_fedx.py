@@ -168,6 +168,14 @@ def test_a_tier_that_cannot_hold_its_sub_network_is_named() -> None:
         start_of(algorithm, tiny_site(algorithm))
 
 
+def test_a_private_aggregation_searches_no_sub_network_by_how_long_clients_train() -> None:
+    algorithm = fedx(seconds=0.5, aggregation=Private())
+    with pytest.raises(ConfigError, match=r"set algorithm\.seconds=null"):
+        start_of(algorithm, tiny_site(algorithm))
+    for known in (replace(algorithm, seconds=None), replace(algorithm, assigned=SOME)):
+        assert start_of(known, tiny_site(known))
+
+
 SELECTIONS = (Uniform(), Uniform(model="random"), Uniform(model="largest"), Oort(), ResourceTable(), Curiosity())
 
 

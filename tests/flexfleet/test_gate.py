@@ -14,18 +14,12 @@ from scipy import stats
 from fl_engine.core.errors import ConfigError
 from flexfleet.files.artifacts import History
 from flexfleet.nightly import gate, regress, suite
-from flexfleet.nightly.gate import Before, judge, noise, t_quantile
+from flexfleet.nightly.gate import Before, judge, noise
 from flexfleet.nightly.pace import machine
 from flexfleet.nightly.suite import Figures
 
 THRESHOLDS = {"avg": 0.01, "full": 0.01, "rounds": 0.15, "mb": 0.15, "peak_mb_rounds": 0.1, "pace": 0.2}
 DIGITS = suite.path_of("digits")
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 5, 8, 21, 60])
-@pytest.mark.parametrize("p", [0.9, 0.99, 0.9995, 0.9999])
-def test_students_t(freedom: int, p: float) -> None:
-    assert t_quantile(p, freedom) == pytest.approx(stats.t.ppf(p, freedom), rel=0.02)
 
 
 def test_noise_by_hand() -> None:
