@@ -6,6 +6,7 @@ writes the update, then its manifest. The coordinator tells a worker directly on
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import signal
@@ -133,14 +134,14 @@ class Processes:
     def _start(self, device: str) -> _Worker:
         if self._code is not None:
             self._code.check()  # the worker checks it too, but ends without a word
-        here, there = self._context.Pipe()
-        process = self._context.Process(
-            target=_serve,
-            args=(self._code, self._site, self._mailbox, device, there),
-            daemon=True,
-            name=f"client on {device}",
-        )
-        with without_main(), _shared_memory():
+        with without_main(), _told():
+            here, there = self._context.Pipe()
+            process = self._context.Process(
+                target=_serve,
+                args=(self._code, self._site, self._mailbox, device, there),
+                daemon=True,
+                name=f"client on {device}",
+            )
             process.start()
         there.close()
         return _Worker(process, here, device)
@@ -175,10 +176,18 @@ def _processor_time(pid: int | None) -> int | None:
 
 
 @contextmanager
-def _shared_memory() -> Iterator[None]:
-    """Names /dev/shm, through which tensors go to a worker, where it is too small: containers often have 64 MB."""
+def _told() -> Iterator[None]:
+    """Names what a worker lacks when it starts: open files, or room in /dev/shm, through which tensors go to it
+    (containers often have 64 MB)."""
     try:
         yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise EnvironmentFailure(
+            f"no worker process can be started ({error.strerror}): raise the limit of open files (ulimit -n), or give "
+            "fewer run.devices"
+        ) from error
     except RuntimeError as error:
         if "/torch_" not in str(error) or "No space left on device" not in str(error):
             raise

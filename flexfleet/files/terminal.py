@@ -118,6 +118,8 @@ def settle(args: argparse.Namespace) -> None:
     if getattr(args, "quiet", False) or getattr(args, "verbose", False):
         for name in ("flexfleet", "fl_engine"):
             logging.getLogger(name).setLevel(logging.WARNING if args.quiet else logging.DEBUG)
+        if args.quiet:
+            logging.getLogger().setLevel(logging.WARNING)  # libraries tell things too
     for option, (path, text) in getattr(args, "given", {}).items():
         for other in args.set:
             if _sets(other, path):
@@ -156,6 +158,7 @@ def _sets(override: str, path: str) -> bool:
 def start_logging() -> None:
     """Logs go to stderr: stdout belongs to results."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # it tells where it found the credentials, every time
 
 
 def run_main(main: Callable[[Sequence[str] | None], int]) -> None:

@@ -42,6 +42,8 @@ JOB = "kfp."
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Tag of an experiment: MLflow's UI then shows runs and their charts, not its pages for language models."""
 SQLITE = "sqlite:///"
+IN_ADDRESSES = re.compile(r"\?|%[0-9A-Fa-f]{2}")
+"""What SQLAlchemy reads in the address of a SQLite file: the start of options, and a character by its number."""
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
 """Of addresses that MLflow takes, besides those of its plugins."""
 MLFLOW_BATCH = 1000
@@ -67,8 +69,9 @@ def client_of(uri: str) -> Any:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # each error of a database, with a traceback
     with _usable(uri):
+        called = address(uri)
         _create_sqlite(uri)
-        return Shared(mlflow.MlflowClient(tracking_uri=address(uri)))
+        return Shared(mlflow.MlflowClient(tracking_uri=called))
 
 
 # ------------------------------------------------------------------------------------------------- the platform
@@ -94,8 +97,14 @@ def platform_experiment(uri: str | None) -> str | None:
 def address(uri: str) -> str:
     """The address with which MLflow is called: with the password of the environment's address, which configurations do
     not have; and with the whole path of a SQLite file, because MLflow keeps the connections of an address for the whole
-    process, also after the process has changed its folder."""
+    process, also after the process has changed its folder. Raises ConfigError for a folder that no address can name."""
     if uri.startswith(SQLITE) and not uri.startswith((f"{SQLITE}/", f"{SQLITE}:")) and uri != SQLITE:
+        folder = os.getcwd()
+        if found := IN_ADDRESSES.search(folder):
+            raise ConfigError(
+                f"tracking.mlflow = {uri!r} cannot be used: it is in {folder}, and {found[0]!r} means something else "
+                f"in an address: give {SQLITE}/PATH with a path without it, or change to another folder"
+            )
         return SQLITE + os.path.abspath(uri.removeprefix(SQLITE))
     return os.environ["MLFLOW_TRACKING_URI"] if is_platforms(uri) and masked(uri) == uri else uri
 
@@ -164,6 +173,7 @@ def check_address(uri: str) -> None:
         refuse("it names no host")
     try:
         if uri.startswith(SQLITE) and (named := uri.removeprefix(SQLITE).partition("?")[0]) and named[0] != ":":
+            address(uri)
             if Path(named).is_dir():
                 refuse(f"{named} is a folder, the file of a database is expected")
             _need_folder(Path(named).parent, refuse)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -150,6 +151,17 @@ def test_shared_memory_that_is_too_small_is_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "start", full)
     with pytest.raises(EnvironmentFailure, match=r"do not fit into /dev/shm.*No space left.*run\.backend=in_process"):
         Processes(tiny_site(FlexFL()), ("cpu",), Mailbox(FolderStore(tmp_path)))
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path: Path) -> None:
+    site, mailbox = tiny_site(FlexFL()), Mailbox(FolderStore(tmp_path))
+    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        free = stack.enter_context((tmp_path / "a").open("w", encoding="utf-8")).fileno()
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (low, high))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, high))
+        with pytest.raises(EnvironmentFailure, match=r"Too many open files.*ulimit -n.*fewer run\.devices"):
+            Processes(site, ("cpu",), mailbox)
 
 
 @pytest.mark.parametrize("lanes", [2, 3, 64])

@@ -95,6 +95,20 @@ def test_a_link_in_the_place_of_the_lock_is_refused_and_its_target_is_left_alone
     assert not (tmp_path / "nowhere").exists(), "nor is it made"
 
 
+@pytest.mark.parametrize("folder", ["way/run", "way"])
+def test_what_is_in_the_way_of_a_folder_is_named(folder: str, tmp_path: Path) -> None:
+    way = tmp_path / "way"
+    way.write_text("keep me")
+    with pytest.raises(ConfigError, match=rf"{folder} cannot be made: .*way is a file"), alone(tmp_path / folder):
+        pass
+    assert way.read_text() == "keep me"
+    way.unlink()
+    way.symlink_to(tmp_path / "nowhere")
+    told = rf"{folder} cannot be made: .*way is a link to .*nowhere, which is not there"
+    with pytest.raises(ConfigError, match=told), alone(tmp_path / folder):
+        pass
+
+
 def test_the_lock_says_who_holds_it(tmp_path: Path) -> None:
     refused = pytest.raises(ConfigError, match=r"is being run by another process: \d+ on")
     with alone(tmp_path), refused, alone(tmp_path):

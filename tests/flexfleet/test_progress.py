@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import logging
 import re
@@ -16,6 +17,7 @@ from fl_engine.training import numerics
 from flexfleet.api.running import shown as shown_in_python
 from flexfleet.comparisons import side_by_side
 from flexfleet.files.live import CLEAR, Live, counted_warnings, span
+from flexfleet.files.terminal import settle
 from flexfleet.tracking.console import Console, brief, told
 
 log = logging.getLogger("flexfleet")
@@ -246,6 +248,21 @@ def test_a_log_hears_of_a_long_round_once_a_minute(caplog: pytest.LogCaptureFixt
     assert [message.split(" clients")[0] for message in caplog.messages] == [
         "round 1/3: 60 of 200", "round 1/3: 120 of 200"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_quiet_silences_libraries_too(terminal: Terminal, quiet: bool) -> None:
+    root, library = logging.getLogger(), logging.getLogger("somebody.else")
+    levels = {each: each.level for each in (root, logging.getLogger("fl_engine"))}
+    try:
+        root.setLevel(logging.INFO)
+        settle(argparse.Namespace(quiet=quiet, verbose=False))
+        library.info("told")
+        library.warning("warned")
+    finally:
+        for each, level in levels.items():
+            each.setLevel(level)
+    assert ("told" in terminal.getvalue(), "warned" in terminal.getvalue()) == (not quiet, True)
 
 
 def test_quiet_shows_no_line(terminal: Terminal) -> None:

@@ -31,7 +31,7 @@ from flexfleet.publish import publish
 from flexfleet.tracking import trackers as tracking
 from flexfleet.tracking.console import Console
 from flexfleet.tracking.record import token_of
-from flexfleet.tracking.trackers import MLflow, Several, check_address, log_outcome
+from flexfleet.tracking.trackers import MLflow, Several, check_address, client_of, log_outcome
 from tests.harness.mlflow_server import serving
 
 ROW = {
@@ -289,6 +289,20 @@ def test_a_check_refuses_what_it_may_not_look_at(addresses: Path, monkeypatch: p
     monkeypatch.setattr(Path, "stat", closed)
     with pytest.raises(ConfigError, match=r"closed/.* cannot be looked at: Permission denied"):
         check_address(uri)
+
+
+@pytest.mark.parametrize("name", ["q?x", "p%41"])
+def test_a_folder_that_no_address_can_name_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLAlchemy opens `q` and `pA/mlflow.db`."""
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    told = rf"cannot be used: it is in .*{re.escape(name)}, and '(\?|%41)' means something else in an address"
+    for ask in (check_address, client_of):
+        with pytest.raises(ConfigError, match=told):
+            ask("sqlite:///mlflow.db")
+    assert [path.name for path in tmp_path.rglob("*")] == [name], "nothing is written"
 
 
 @pytest.mark.parametrize("uri", RIGHT)
