@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -17,22 +18,23 @@ from fl_engine.training.lanes import beside
 
 def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable[[float], None]:
     """A function of the learning rate that updates all weights which have a gradient, as `torch.optim.SGD` or `Adam`
-    does. Its state is kept in `moments`, by kind and weight.
+    does. Weights are (n, ...) for n lanes. Its state is kept in `moments`, by kind and weight.
 
     It calls the functions behind torch's classes: the classes themselves import torch's compiler, which takes 1.5 s in
     every pod on a fast core.
     """
     o = optimizer
     named = list(weights.items())
+    # On a CPU, torch's fused kernels are wrong for float16 weights (torch 2.13: with momentum, from 16 elements on).
+    half = any(w.dtype == torch.float16 for w in weights.values())
+    shared = any(len(w) > 1 and w.device.type == "cpu" for w in weights.values())
+    fused = not half and not (shared and isinstance(o, SGD) and not _is_exact(o.momentum))
 
     @torch.no_grad()
     def step(rate: float) -> None:
         used = [name for name, w in named if w.grad is not None]
         moved, gradients = [weights[name] for name in used], [g for _, w in named if (g := w.grad) is not None]
-        # On a CPU, torch's fused kernels are wrong for float16 weights (torch 2.13: with momentum, from 16 elements
-        # on).
-        fused = not moved or moved[0].dtype == torch.float32
-        if not fused and rate > torch.finfo(torch.float16).max:
+        if half and rate > torch.finfo(torch.float16).max:
             raise ModelError(f"the learning rate {rate:g} is more than float16 can hold: set a smaller one")
         if isinstance(o, SGD):
             buffers = [moments.get(f"momentum/{name}") for name in used]
@@ -53,6 +55,13 @@ def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable
         )  # fmt: skip
 
     return step
+
+
+def _is_exact(momentum: float) -> bool:
+    """Whether a product with it is never rounded: it is 0 or a power of two. On a CPU, torch's fused kernel rounds that
+    product in the last elements of a tensor, which fill no register, and not in the others. The last elements of lanes
+    that share a tensor are those of the last lane: the bits of a lane would depend on its place."""
+    return math.frexp(momentum)[0] in (0.0, 0.5)
 
 
 def forget(moments: Params) -> None:

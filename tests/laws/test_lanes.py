@@ -86,6 +86,7 @@ def terms(family: ModelFamily) -> dict[str, LocalTask]:
     half = prefix(family.layout(), 0.5)
     return {
         "plain": TASK,
+        "momentum": replace(TASK, optimizer=SGD(0.05, 0.9, 1e-3)),
         "adam": replace(TASK, optimizer=Adam(0.01), drop_last=True),
         "half": replace(TASK, spec=half),
         "distilled": replace(TASK, distillation=Distillation((prefix(family.layout(), 0.3), half), 10.0, 3.0)),
@@ -123,12 +124,14 @@ def test_a_lane_has_the_same_bits_whoever_is_beside_it(name: str) -> None:
     samples=st.integers(2, 20),
     count=st.integers(2, 40),
     norm=st.sampled_from(["batch", "static"]),
+    momentum=st.sampled_from([0.0, 0.25, 0.9]) | st.floats(0, 1, exclude_max=True),
 )
 def test_in_any_shape(
-    chw: tuple[int, int, int], classes: int, width: float, batch: int, samples: int, count: int, norm: str
-) -> None:
+    chw: tuple[int, int, int], classes: int, width: float, batch: int, samples: int, count: int, norm: str,
+    momentum: float,
+) -> None:  # fmt: skip
     family = SmallCNN(chw, classes, width, norm)  # type: ignore[arg-type]
-    task = replace(TASK, batch_size=batch, epochs=1)
+    task = replace(TASK, optimizer=SGD(0.05, momentum, 1e-3), batch_size=batch, epochs=1)
     assert_same(family, [job(family, task, i, samples) for i in range(count)], count // 2)
 
 
@@ -139,10 +142,13 @@ def test_in_any_shape(
     batch=st.integers(1, 33),
     samples=st.integers(2, 40),
     count=st.integers(2, 12),
+    momentum=st.sampled_from([0.5, 0.9]),
 )
-def test_with_series_of_any_length(series: tuple[int, int], width: float, batch: int, samples: int, count: int) -> None:
+def test_with_series_of_any_length(
+    series: tuple[int, int], width: float, batch: int, samples: int, count: int, momentum: float
+) -> None:
     family = WisdmLSTM(series, 5, width)
-    task = replace(TASK, batch_size=batch, epochs=1)
+    task = replace(TASK, optimizer=SGD(0.05, momentum, 1e-3), batch_size=batch, epochs=1)
     assert_same(family, [job(family, task, i, samples) for i in range(count)], count // 2)
 
 
