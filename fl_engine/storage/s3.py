@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from urllib.parse import urlsplit
 
 import urllib3
 from pydantic import BaseModel, ConfigDict
@@ -102,8 +103,9 @@ class S3Store:
     """A store under `s3://bucket/prefix`. Every value carries its sha256 as metadata, verified when it is read; one
     that came through a presigned URL has none, and is vouched for by what names it (a manifest).
 
-    `get`, `put`, `list` and `delete` raise EnvironmentFailure where the server refuses or cannot be reached, after
-    retries; `ca_bundle` and region come from the environment too.
+    All that asks or signs raises EnvironmentFailure where the server refuses, its certificate is refused or there are
+    no credentials, Unreachable where nobody answers, after retries, and ConfigError for an address that is none.
+    `ca_bundle` and region come from the environment too.
     """
 
     at_once = AT_ONCE
@@ -197,8 +199,8 @@ class S3Store:
             return _again(read)
 
     def list(self, prefix: str) -> list[str]:
-        pages = self._client.get_paginator("list_objects_v2")
         with self._explained(prefix):
+            pages = self._client.get_paginator("list_objects_v2")
             found = [
                 item["Key"].removeprefix(self._prefix)
                 for page in pages.paginate(
@@ -238,9 +240,9 @@ class S3Store:
     def presign(self, key: str, seconds: int, endpoint: str | None = None) -> str:
         """A URL that reads `key`, good for `seconds`; `endpoint` is what devices call the server, where that
         differs. To write, there is `upload`."""
-        client = self._client_of(endpoint or self._endpoint, SIGNING if self._settings == OWN else "")
         where = {"Bucket": self._bucket, "Key": self._prefix + key}
-        url: str = client.generate_presigned_url("get_object", Params=where, ExpiresIn=seconds)
+        with self._explained(key):  # a role's credentials are renewed where they have run out
+            url: str = self._signer(endpoint).generate_presigned_url("get_object", Params=where, ExpiresIn=seconds)
         return url
 
     def upload(self, key: str, size: int, seconds: int, verb: Verb, endpoint: str | None = None) -> Upload:
@@ -251,22 +253,27 @@ class S3Store:
                 f"{self.uri(key)} may have {size / 1e9:.2f} GB, and S3 takes {MOST_AT_ONCE / 1e9:.2f} GB in one "
                 "upload: set codec.up={name: half}, or take a smaller network"
             )
-        client = self._client_of(endpoint or self._endpoint, SIGNING if self._settings == OWN else "")
         where = {"Bucket": self._bucket, "Key": self._prefix + key}
         if verb == "PUT":
             headers = {"Content-Type": FIXED["Content-Type"]}
             given = {**where, "ContentType": FIXED["Content-Type"], "ContentLength": size}
-            url = client.generate_presigned_url("put_object", Params=given, ExpiresIn=seconds)
+            with self._explained(key):
+                url = self._signer(endpoint).generate_presigned_url("put_object", Params=given, ExpiresIn=seconds)
             return Upload(verb=verb, url=url, fields=headers, size=size)
         conditions = [{name: value} for name, value in FIXED.items()]
-        form = client.generate_presigned_post(
-            **where, Fields=FIXED, Conditions=[*conditions, ["content-length-range", 1, size]], ExpiresIn=seconds
-        )
+        with self._explained(key):
+            form = self._signer(endpoint).generate_presigned_post(
+                **where, Fields=FIXED, Conditions=[*conditions, ["content-length-range", 1, size]], ExpiresIn=seconds
+            )
         return Upload(verb=verb, url=form["url"], fields=form["fields"], size=size)
+
+    def _signer(self, endpoint: str | None) -> Any:
+        return self._client_of(endpoint or self._endpoint, SIGNING if self._settings == OWN else "")
 
     @contextmanager
     def _explained(self, key: str) -> Iterator[None]:
         from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, SSLError
+        from botocore.exceptions import ConnectionError as NoConnection
 
         try:
             yield
@@ -278,7 +285,7 @@ class S3Store:
             kind = Unreachable if status >= 500 or status in (408, 429) else Refused
             raise kind(_why(error, self.uri(key))) from error
         except (BotoCoreError, urllib3.exceptions.HTTPError) as error:
-            gone = isinstance(error, HTTPClientError | urllib3.exceptions.HTTPError)
+            gone = isinstance(error, HTTPClientError | NoConnection | urllib3.exceptions.HTTPError)
             refused = isinstance(error, SSLError | urllib3.exceptions.SSLError)
             raise (Unreachable if gone and not refused else EnvironmentFailure)(
                 f"{self.uri(key)} cannot be reached: {error}. Check AWS_ENDPOINT_URL, the credentials and the network"
@@ -427,8 +434,9 @@ def _etag(answer: urllib3.BaseHTTPResponse) -> str | None:
 def _connect(endpoint: str | None, settings: str, hasty: bool) -> Any:
     import boto3.session
     from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
 
-    named = endpoint or endpoint_of(settings)
+    named = http_address("endpoint", endpoint) if endpoint else endpoint_of(settings)
     config = Config(
         signature_version="s3v4",
         retries={"mode": "standard", "total_max_attempts": 1 if hasty else ATTEMPTS},
@@ -442,7 +450,15 @@ def _connect(endpoint: str | None, settings: str, hasty: bool) -> Any:
     region = setting("AWS_REGION", settings) or setting("AWS_DEFAULT_REGION", settings) or "us-east-1"
     given = _credentials(settings) or _credentials(OWN)
     session = boto3.session.Session(*given or ())  # without own ones: wherever boto3 finds them
-    return session.client("s3", endpoint_url=named, region_name=region, config=config)
+    try:
+        return session.client("s3", endpoint_url=named, region_name=region, config=config)
+    except BotoCoreError:  # of which some are ValueErrors
+        raise
+    except ValueError as error:  # a host's name that botocore does not take, or an address in its own settings
+        raise ConfigError(
+            f"{masked(str(error))}: the S3 server's address (AWS_ENDPOINT_URL) is http://host:port or "
+            "https://host:port, with letters, digits, hyphens and dots in the host's name"
+        ) from None
 
 
 def _credentials(prefix: str) -> tuple[str, str, str | None] | None:
@@ -461,8 +477,23 @@ def setting(name: str, settings: str = OWN) -> str | None:
 
 
 def endpoint_of(settings: str = OWN) -> str | None:
-    """The server's address; None: Amazon's."""
-    return setting("AWS_ENDPOINT_URL_S3", settings) or setting("AWS_ENDPOINT_URL", settings)
+    """The server's address; None: Amazon's. Raises ConfigError for one that is none. Nobody is asked."""
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+        if address := setting(name, settings):
+            return http_address(name, address)
+    return None
+
+
+def http_address(name: str, address: str) -> str:
+    """The address. Raises ConfigError, which says its `name`, where it is none."""
+    try:
+        parts = urlsplit(address)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets, a port that is no number
+        good = False
+    if not good:
+        raise ConfigError(f"{name} is http://host:port or https://host:port, got {masked(address)!r}")
+    return address
 
 
 def _pauses() -> Iterator[float | None]:

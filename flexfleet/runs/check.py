@@ -28,6 +28,7 @@ from fl_engine.preparation.weights import giver
 from fl_engine.rounds import at_clients, buffer
 from fl_engine.rounds.run import Run
 from fl_engine.storage.places import check_place
+from fl_engine.storage.s3 import endpoint_of, http_address
 from fl_engine.training import own
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import settled
@@ -139,6 +140,11 @@ def _check_places(config: Config, algorithm: Algorithm) -> None:
     """What addresses say by themselves: no server is asked."""
     for name, where in (("run.remote", config.run.remote), ("run.secrets", config.run.secrets)):
         check_place(name, where)
+    if config.run.remote is not None and "://" in config.run.remote:
+        endpoint_of()
+        named = {"kubernetes": config.kubernetes.endpoint, "agents": config.agents.endpoint}.get(config.run.backend)
+        if named is not None:
+            http_address(f"{config.run.backend}.endpoint", named)
     if privacy.is_private(algorithm) or config.run.apart:
         keys.check_folder(config)
     if config.tracking.mlflow is not None:

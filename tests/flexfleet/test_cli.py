@@ -273,6 +273,23 @@ def test_check_finds_bad_input(flexfleet: Any, what: str, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "sets", "said"),
+    [
+        ("s3.flexfleet:8333", [], "AWS_ENDPOINT_URL is http://host:port or https://host:port, got 's3.flexfleet:8333'"),
+        ("http://s3", ["run.backend=kubernetes", "kubernetes.endpoint=s3:1"], "kubernetes.endpoint is http://host"),
+        ("http://s3", ["run.backend=agents", "agents.endpoint=s3:1"], "agents.endpoint is http://host"),
+    ],
+)
+def test_check_finds_an_address_that_is_none(
+    flexfleet: Any, monkeypatch: pytest.MonkeyPatch, given: str, sets: list[str], said: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", given)
+    sets = ["tracking.mlflow=null", *sets]
+    assert said in refused(flexfleet("check", "--json", sets=[*sets, "run.remote=s3://runs/x"]))
+    assert flexfleet("check", "--json", sets=["tracking.mlflow=null", "run.remote=there"]).code == 0, "a folder"
+
+
 STOPPED = ("unknown parameter", "more clients than samples", "alpha of zero", "Gamma too large")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from fl_engine.core import errors
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, GateFailed, IntegrityError, Stopped, Unreachable
+from fl_engine.storage import s3
 from fl_engine.storage.store import FolderStore
 from flexfleet.files.artifacts import History
 from flexfleet.kubeflow import in_pod
@@ -107,6 +108,15 @@ def test_what_another_try_does_not_mend_is_not_tried_again(clock: Clock, error: 
     with pytest.raises(type(error)):
         patiently(failing(clock, (1, error)))
     assert clock.slept == []
+
+
+def test_a_server_that_refuses_connections_is_tried_again(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "ATTEMPTS", 1)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "k")
+    with pytest.raises(Unreachable):
+        patiently(lambda: s3.S3Store("s3://runs/x", "http://127.0.0.1:9").list("lease/"))
+    assert clock.slept == list(in_pod.WAITS_S)
 
 
 class Outage(FolderStore):
