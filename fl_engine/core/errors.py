@@ -13,6 +13,7 @@
     ├── GateFailed           5   a figure is worse than it was, beyond what noise explains
     ├── EnvironmentFailure   6   this machine cannot do it: a package, a device, other numerics
     │   ├── Unreachable          a server does not answer, for longer than a call waits: another try may mend it
+    │   ├── InUse                another coordinator has the run, or the invited devices: it may let go later
     │   └── Refused              a store answered, and refuses this one thing
     └── ClientError         42   a client cannot do its order, and trying again will not help
 
@@ -98,6 +99,10 @@ class EnvironmentFailure(FlexfleetError):
 
 class Unreachable(EnvironmentFailure):
     """A server does not answer, for longer than a call waits. It may be back later."""
+
+
+class InUse(EnvironmentFailure):
+    """Another coordinator has the run, or the invited devices. It may let go later."""
 
 
 class UnreachableAddress(ConfigError, Unreachable):

@@ -30,7 +30,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, Replaced
+from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, IntegrityError, InUse, Replaced
 from fl_engine.storage.store import Store
 
 log = logging.getLogger("flexfleet")
@@ -100,8 +100,8 @@ class Lease:
 @contextmanager
 def held(store: Store, ttl_s: float | None = None) -> Iterator[Lease]:
     """The lease of the run in `store`, until the block ends. `ttl_s`: how long a holder may be silent, else TTL_S; 0
-    for who knows by another lease that there is no other holder any more. Raises ConfigError where another coordinator
-    has it, and EnvironmentFailure where the store cannot keep two apart."""
+    for who knows by another lease that there is no other holder any more. Raises InUse where another coordinator has
+    it, and EnvironmentFailure where the store cannot keep two apart."""
     lease = _acquire(store, TTL_S if ttl_s is None else ttl_s)
     threading.Thread(target=lease._beat, daemon=True, name="lease").start()
     try:
@@ -128,7 +128,7 @@ def _acquire(store: Store, ttl_s: float) -> Lease:
 
 
 def _wait_for(store: Store, number: int, machine: str, ttl_s: float) -> None:
-    """Returns when this lease may be taken over. Raises ConfigError when its holder lives."""
+    """Returns when this lease may be taken over. Raises InUse when its holder lives."""
     first = now = _content(store, number)
     silent, told = 0.0, False
     while True:
@@ -137,7 +137,7 @@ def _wait_for(store: Store, number: int, machine: str, ttl_s: float) -> None:
             return
         who = holder or SOMEBODY
         if now is not None and now != first:
-            raise ConfigError(f"{store.uri()} is being run by {who}: wait for it, or stop it first")
+            raise InUse(f"{store.uri()} is being run by {who}: wait for it, or stop it first")
         gone = holder is not None and holder.machine == machine and not _alive(holder.pid)
         if gone or silent >= ttl_s:
             log.warning("going on in the place of %s, which has not let go", who)

@@ -14,7 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from fl_engine.core.errors import BadInput, EnvironmentFailure, GateFailed, IntegrityError, Stopped, Unreachable, masked
+from fl_engine.core.errors import (
+    BadInput,
+    EnvironmentFailure,
+    GateFailed,
+    IntegrityError,
+    InUse,
+    Stopped,
+    Unreachable,
+    masked,
+)
 from flexfleet.files.terminal import told_of
 
 log = logging.getLogger("flexfleet")
@@ -30,7 +39,7 @@ KINDS = {
 }
 """The word for each class of errors."""
 WAITS_S = (10.0, 30.0, 90.0, 270.0)
-"""Seconds that a task waits before each new try, if a server did not answer."""
+"""Seconds that a task waits before each new try, if a server did not answer or another coordinator has the run."""
 FRESH_S = 600.0
 """Seconds of work after which a failing call has all its tries again."""
 
@@ -60,14 +69,15 @@ def _advice(kind: str, again: str) -> str:
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """Calls again, a few times and each time later, while a server does not answer. `call` has to resume what an
+    """Calls again, a few times and each time later, while a server does not answer, or while another coordinator has
+    the run: where that one's node is cut off, it ends soon, and nobody else would go on. `call` has to resume what an
     earlier try began. Raises what the last try raises."""
     tries = 0
     while True:
         began = time.monotonic()
         try:
             return call()
-        except Unreachable as error:
+        except (Unreachable, InUse) as error:
             tries = 0 if time.monotonic() - began > FRESH_S else tries
             if tries == len(WAITS_S):
                 raise

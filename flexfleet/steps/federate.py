@@ -79,8 +79,9 @@ def federate(
     `mlflow_run_id`: an MLflow run that was begun for this run. `observer` gets all measurements, `watcher` each round
     before it is committed. `locked`: the caller holds the lock of `out` (`alone`).
 
-    Raises ConfigError if `out` holds a run and `resume` is not given, if that run has another configuration, or if it
-    is running; EnvironmentFailure if this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
+    Raises ConfigError if `out` holds a run and `resume` is not given, if that run has another configuration, or if a
+    process of this machine has it; InUse if a coordinator elsewhere has it; EnvironmentFailure if this machine would
+    compute other bits; Stopped on SIGTERM or Ctrl-C.
     """
     run_id = plain(out.absolute().name if run_id is None else run_id, "run_id")
     store = store_of(resolved.config, run_id, out)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from fl_engine.core import errors
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, GateFailed, IntegrityError, Stopped, Unreachable
-from fl_engine.storage import s3
-from fl_engine.storage.store import FolderStore
+from fl_engine.core.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    GateFailed,
+    IntegrityError,
+    InUse,
+    Stopped,
+    Unreachable,
+)
+from fl_engine.storage import lease, s3
+from fl_engine.storage.store import FolderStore, MemoryStore
 from flexfleet.files.artifacts import History
 from flexfleet.kubeflow import in_pod
 from flexfleet.kubeflow.in_pod import ending, patiently
@@ -31,6 +40,7 @@ RETRY = "Retry of this run in Kubeflow's UI, or another run with the same run_id
         (IntegrityError("x is damaged"), 4, "damaged file", RETRY),
         (GateFailed("full is worse"), 5, "gate", "The report is with the task before"),
         (Unreachable("s3 is gone"), 6, "environment", RETRY),
+        (InUse("is being run by process 1"), 6, "environment", RETRY),
         (ModuleNotFoundError(name="optuna"), 6, "environment", "pip install 'flexfleet[tune]'"),
         (KeyError("x"), 1, "bug", RETRY),
     ],
@@ -117,6 +127,31 @@ def test_a_server_that_refuses_connections_is_tried_again(clock: Clock, monkeypa
     with pytest.raises(Unreachable):
         patiently(lambda: s3.S3Store("s3://runs/x", "http://127.0.0.1:9").list("lease/"))
     assert clock.slept == list(in_pod.WAITS_S)
+
+
+def test_a_task_goes_on_when_the_coordinator_that_has_the_run_lets_go(
+    clock: Clock, memory_store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its pod was deleted by force, and it still works on a node that is cut off from the cluster."""
+    monkeypatch.setattr(lease, "BEAT_S", 0.02)
+    monkeypatch.setattr(lease, "POLL_S", 0.01)
+    with ExitStack() as cut_off:
+        cut_off.enter_context(lease.held(memory_store))
+        monkeypatch.setattr(lease, "_machine", lambda: "another")
+
+        def sleep(seconds: float) -> None:
+            clock.slept.append(seconds)
+            if len(clock.slept) == 2:
+                cut_off.close()
+
+        def work() -> int:
+            with lease.held(memory_store) as mine:
+                return mine.number
+
+        monkeypatch.setattr(clock, "sleep", sleep)
+        assert patiently(work) == 2
+    assert clock.slept == list(in_pod.WAITS_S[:2])
+    assert "is being run by process" in caplog.text and "trying again in 10 s (1 of 4)" in caplog.text
 
 
 class Outage(FolderStore):

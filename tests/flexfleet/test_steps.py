@@ -409,7 +409,7 @@ def test_a_ledger_in_a_folder_that_others_reach_has_a_lease_and_what_the_run_is(
         later = living.model_copy(update={"beats": 1}).model_dump_json()
         others.submit(lambda: (time.sleep(1), path.write_text(later)))
         done = rounds(tmp_path / "other" / "a", "--resume", sets=sets)
-    assert done.code == 2 and "is being run by process 1" in done.err
+    assert done.code == 6 and "is being run by process 1" in done.err
     path.write_text(holder.model_dump_json())
     assert rounds(tmp_path / "other" / "a", "--resume", sets=sets).code == 0
     model = (tmp_path / "other" / "a" / "model.safetensors").read_bytes()

@@ -16,6 +16,9 @@ import pytest
 import yaml
 
 from fl_engine.backends.kubernetes import jobs
+from fl_engine.core.errors import ConfigError, FlexfleetError
+from fl_engine.storage import lease
+from fl_engine.storage.store import MemoryStore
 from flexfleet.config import load_config
 from tests.k8s import valid
 
@@ -61,6 +64,19 @@ def test_the_first_run_is_valid_and_its_settings_are(version: str) -> None:
     (container,) = job["spec"]["template"]["spec"]["containers"]
     config = load_config(None, [word.removeprefix("--set=") for word in container["args"]])
     assert (config.run.backend, config.run.remote) == ("kubernetes", "s3://flexfleet/runs")
+
+
+def test_the_first_run_is_given_up_for_wrong_parameters_and_not_for_another_coordinator() -> None:
+    """One that is cut off from the cluster still has the run when its Job starts the next pod."""
+    (rule,) = (r for r in first_run()["spec"]["podFailurePolicy"]["rules"] if r["action"] == "FailJob")
+    store = MemoryStore()
+    with lease.held(store), pytest.MonkeyPatch.context() as patch, pytest.raises(FlexfleetError) as held:
+        patch.setattr(lease, "_machine", lambda: "another")
+        patch.setattr(lease, "BEAT_S", 0.02)
+        with lease.held(store):
+            pass
+    codes = rule["onExitCodes"]["values"]
+    assert ConfigError.exit_code in codes and held.value.exit_code not in codes
 
 
 def test_the_s3_server_does_what_runs_ask_of_it() -> None:

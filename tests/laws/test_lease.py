@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fl_engine.core.contracts import Tracker
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, Stopped
+from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, InUse, Stopped
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
@@ -49,7 +49,7 @@ def test_the_second_says_who_the_first_is(memory_store: Store) -> None:
         who = rf"is being run by process {os.getpid()} on .* \(since .*\): wait for it, or stop it first"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lease, "_machine", lambda: "another")
-            with pytest.raises(ConfigError, match=who), lease.held(memory_store):
+            with pytest.raises(InUse, match=who), lease.held(memory_store):
                 pass
         first.check()
     with lease.held(memory_store) as second:
@@ -109,7 +109,7 @@ def test_a_store_that_answers_late_or_badly_takes_the_lease_from_nobody_alive(
 
         monkeypatch.setattr(memory_store, "get", late)
         monkeypatch.setattr(lease, "_machine", lambda: "another")
-        with pytest.raises(ConfigError, match=r"is being run by process"), lease.held(memory_store):
+        with pytest.raises(InUse, match=r"is being run by process"), lease.held(memory_store):
             pass
 
 
@@ -134,7 +134,7 @@ def test_an_outage_of_the_store_for_both_is_no_silence_of_the_holder(
         timers = [threading.Timer(0.1, answers.clear), threading.Timer(0.9, answers.set)]
         for timer in timers:
             timer.start()
-        with pytest.raises(ConfigError, match=r"is being run by process"), lease.held(memory_store):
+        with pytest.raises(InUse, match=r"is being run by process"), lease.held(memory_store):
             pass
         for timer in timers:
             timer.join()
@@ -150,7 +150,7 @@ def test_of_many_that_start_at_once_one_proceeds(kind: str, memory_store: Store,
             with lease.held(store) as mine:
                 ended.wait()
                 return mine
-        except ConfigError as error:
+        except InUse as error:
             ended.wait()
             return str(error)
 

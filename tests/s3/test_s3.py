@@ -17,7 +17,7 @@ import pytest
 import torch
 from botocore.exceptions import ClientError
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, InUse
 from fl_engine.storage import lease, s3
 from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.s3 import S3Store, UrlStore
@@ -282,7 +282,7 @@ def test_a_run_that_another_coordinator_is_at_is_refused_and_says_who_it_is(
     resolved = Resolved.load(None, (*quick, f"run.remote=s3://{BUCKET}/{server}-held"))
     with lease.held(S3Store(f"s3://{BUCKET}/{server}-held/a")), monkeypatch.context() as patch:
         patch.setattr(lease, "_machine", lambda: "another")
-        with pytest.raises(ConfigError, match=rf"{server}-held/a is being run by process {os.getpid()} on"):
+        with pytest.raises(InUse, match=rf"{server}-held/a is being run by process {os.getpid()} on"):
             run(resolved, "a", resume=True)
     assert run(resolved, "a", resume=True).status == "finished"
     assert S3Store(f"s3://{BUCKET}/{server}-held/a").list("lease/") == ["lease/00002.json"]
