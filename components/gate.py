@@ -34,6 +34,7 @@ def gate(
 
     with ending("night_id"):
         asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
+        regress.check_pairs(asked, pairs)
         out = Path(night.path)
         folders = regress.folders_of(asked, [Path(run.path) for run in finished])
         verdict = patiently(lambda: regress.settle(asked, folders, out, regress.TASKS, pairs[0]["mlflow"]))

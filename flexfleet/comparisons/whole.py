@@ -47,6 +47,10 @@ CarryOut = Callable[[Sequence[Command], int], dict[str, int]]
 """Carries out commands, so many at a time, and gives their exit codes by name."""
 
 
+COMMIT = "commit"
+"""Key of the commit of the code that makes a whole night: in the night's store, and in its pairs."""
+
+
 class RunsFailed(FlexfleetError):
     """Some runs of a comparison did not finish; the exit code is the first one's."""
 
@@ -344,8 +348,11 @@ def pairs_of(runs: Sequence[Entry], id: str, out: Path) -> list[dict[str, str]]:
 
 def run_pair(pair: Mapping[str, str], shared: Path, out: Path, job_id: str) -> Result:
     """Makes or resumes one run in its folder of the store, and copies the finished run, without its ledger and its key,
-    into `out`."""
+    into `out`. Raises ConfigError if the run is one of a night that was begun with another code: nodes may have other
+    images of the same name."""
     entry, id = entry_of(pair), pair["comparison"]
+    if COMMIT in pair:
+        track.check_code(pair[COMMIT], id)
     result = run(
         Resolved.of(entry.config),
         entry.name,

@@ -171,4 +171,5 @@ def _go_on(parameters: Mapping[str, Any], run_id: str) -> str:
     key, name = name_of(parameters, run_id)
     if not key:
         return ""
-    return f"what is done is kept: flexfleet submit {NAMED[key]} --param {key}={name}, with the same settings, goes on"
+    again = "settings and the same image" if key == "night_id" else "settings"  # one commit makes a whole night
+    return f"what is done is kept: flexfleet submit {NAMED[key]} --param {key}={name}, with the same {again}, goes on"

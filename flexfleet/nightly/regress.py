@@ -14,23 +14,21 @@ import datetime
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, IntegrityError
-from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore
 from flexfleet.comparisons import curves, whole
 from flexfleet.comparisons.comparison import MB
-from flexfleet.config import Config
 from flexfleet.config.entries import Entry
 from flexfleet.config.names import plain
 from flexfleet.files.artifacts import Artifact, BareHistory, RunFile
 from flexfleet.files.measure import Measure
 from flexfleet.nightly import gate, suite
 from flexfleet.nightly.gate import Before, Check
+from flexfleet.nightly.night import Night, keep_commit
 from flexfleet.nightly.pace import machine, pace
-from flexfleet.nightly.suite import Figures, OfLabel, Suite
+from flexfleet.nightly.suite import Figures, OfLabel
 from flexfleet.publish import publish
 from flexfleet.reports import plots
 from flexfleet.reports.page import Drawing, render
@@ -80,34 +78,6 @@ class Verdict(Artifact):
         return [check for check in self.checks if check.failed]
 
 
-@dataclass(frozen=True)
-class Night:
-    """A night to run: its suite, its runs and its reference."""
-
-    path: Path
-    suite: Suite
-    id: str
-    runs: Mapping[str, Sequence[Entry]]
-    """By case, seed by seed."""
-
-    @property
-    def name(self) -> str:
-        return self.path.stem
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(entry.seed for entry in next(iter(self.runs.values()))))
-
-    @property
-    def config(self) -> Config:
-        """The configuration of any run, for the places where files are kept and runs are tracked."""
-        return next(iter(self.runs.values()))[0].config
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.config.run.store).with_name(self.id)
-
-
 Folders = Mapping[tuple[str, str], Path]
 """Finished runs' folders by case and run id."""
 
@@ -153,15 +123,11 @@ def update(night: Night, *, jobs: int = 1, resume: bool = False) -> Figures:
 
 
 def take_folder(night: Night, resume: bool) -> None:
-    """Raises ConfigError if a night of that name exists and cannot be resumed."""
+    """Raises ConfigError if a night of that name exists and cannot be resumed, also by this code (`keep_commit`)."""
     if night.folder.exists() and not resume:
         raise ConfigError(f"{night.folder} exists already: go on with --resume, or choose another --id")
+    keep_commit(night)
     night.folder.mkdir(parents=True, exist_ok=True)
-    begun, at = night.folder / "commit", track.commit() or "unknown"
-    if begun.exists() and (before := begun.read_text("utf-8")) != at:
-        began = f"{night.folder} was begun with the code of commit {before}"
-        raise ConfigError(f"{began}, this is {at}: choose another --id")
-    begun.write_text(at, encoding="utf-8")
 
 
 def make(night: Night, jobs: int, resume: bool, mlflow_run_id: str | None = None) -> Folders:
@@ -212,9 +178,21 @@ def _verdict(night: Night, figures: Figures, out: Path, mlflow_run_id: str | Non
 # ------------------------------------------------------------------------------------------ as tasks of a graph
 def pairs_of(night: Night, shared: Path, job_id: str) -> list[dict[str, str]]:
     """Checks all runs, begins the night's MLflow run, writes what the runs of a case and seed share into `shared`, and
-    gives what `run_pair` takes."""
-    pairs = [p for case, runs in night.runs.items() for p in whole.pairs_of(runs, f"{night.id}-{case}", shared)]
+    gives what `run_pair` takes. Raises ConfigError for a night that was begun with another code (`keep_commit`)."""
+    commit = keep_commit(night)
+    pairs = [
+        {**pair, whole.COMMIT: commit}
+        for case, runs in night.runs.items()
+        for pair in whole.pairs_of(runs, f"{night.id}-{case}", shared)
+    ]
     return whole.below(pairs, begin(night, track.of_job(night.config, job_id)))
+
+
+def check_pairs(night: Night, pairs: Sequence[Mapping[str, str]]) -> None:
+    """Raises ConfigError unless the runs of these `pairs_of` were made with this code: what judges them says of which
+    commit they are."""
+    for commit in {pair.get(whole.COMMIT) for pair in pairs}:
+        track.check_code(commit, night.id)
 
 
 def folders_of(night: Night, finished: Sequence[Path]) -> Folders:
@@ -381,10 +359,7 @@ def begin(night: Night, given: Mapping[str, str], run_id: str | None = None) -> 
     at = track.commit()
     about = {"flexfleet.kind": "regression", "flexfleet.suite": night.name, **({track.COMMIT: at} if at else {})}
     if run_id is None:
-        remote = config.run.remote
-        store = FolderStore(night.folder) if remote is None else open_store(f"{remote.rpartition('/')[0]}/{night.id}")
-        runs = [store for entries in night.runs.values() for store in whole.stores_of(entries)]
-        about[TOKEN] = track.lasting_token("regression", store, runs)
+        about[TOKEN] = track.lasting_token("regression", night.store, night.stores)
     return track.tracker(config, night.id, {**about, **given}, run_id)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import fl_engine
-from fl_engine.core.errors import masked
+from fl_engine.core.errors import ConfigError, masked
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.config import Config
 from flexfleet.files.artifacts import RunFile
@@ -61,6 +61,24 @@ def tracker(config: Config, name: str, tags: Mapping[str, str], run_id: str | No
 def commit() -> str | None:
     """The commit of the code: the image's (FLEXFLEET_COMMIT), else the checkout's; None if there is neither."""
     return os.environ.get("FLEXFLEET_COMMIT") or _git("rev-parse", "HEAD")
+
+
+def code() -> str:
+    """What names the code that a night is made with: its commit, or `unknown`."""
+    return commit() or "unknown"
+
+
+def check_code(before: str | None, what: str) -> str:
+    """Gives `code`. Raises ConfigError if `what` was begun with another one. `before`: what it was begun with; None: a
+    version that kept none."""
+    now = code()
+    if before != now:
+        began = f"the code of commit {before}" if before else "an earlier version, which kept no commit of its code"
+        raise ConfigError(
+            f"{what} was begun with {began}, this is {now}: go on with that code, or choose another --id (in the "
+            "pipeline, night_id)"
+        )
+    return now
 
 
 def commits(before: str | None, now: str | None) -> tuple[str, ...]:

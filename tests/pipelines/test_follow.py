@@ -89,7 +89,7 @@ def test_a_run_that_fails_says_why_and_how_to_go_on(kubeflow: tuple[Any, str]) -
     found, lines = follow(host, run_id)
     assert (found.state, found.exit_code) == ("FAILED", 1)
     assert lines[-2] == "federate: exit code 137" == found.error
-    assert "flexfleet submit train --param run_id=mine" in lines[-1]
+    assert "flexfleet submit train --param run_id=mine, with the same settings, goes on" in lines[-1]
 
 
 def test_a_run_that_is_terminated_has_an_exit_code_of_its_own(kubeflow: tuple[Any, str]) -> None:
@@ -98,7 +98,8 @@ def test_a_run_that_is_terminated_has_an_exit_code_of_its_own(kubeflow: tuple[An
     server.ask("POST", f"/apis/v2beta1/runs/{found_id}:terminate", {}, b"")
     found, lines = follow(host, found_id)
     assert (found.state, found.exit_code) == ("CANCELED", 3)
-    assert any("terminated" in line for line in lines) and f"night_id=night-{found_id}" in lines[-1]
+    assert any("terminated" in line for line in lines)
+    assert f"--param night_id=night-{found_id}, with the same settings and the same image, goes on" in lines[-1]
 
 
 # ------------------------------------------------------------------------------------------------- the command's end

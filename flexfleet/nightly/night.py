@@ -1,0 +1,72 @@
+"""A night: its suite, its runs, the places where they are kept, and the commit of the code that makes it.
+
+One commit makes a whole night, however often it is resumed: else models of one commit would be judged, and could become
+champion, as those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_engine.storage.places import open_store
+from fl_engine.storage.store import FolderStore, Store
+from flexfleet.comparisons.whole import COMMIT, stores_of
+from flexfleet.config import Config
+from flexfleet.config.entries import Entry
+from flexfleet.nightly.suite import Suite
+from flexfleet.tracking import record as track
+
+
+@dataclass(frozen=True)
+class Night:
+    """A night to run: its suite, its runs and its reference."""
+
+    path: Path
+    suite: Suite
+    id: str
+    runs: Mapping[str, Sequence[Entry]]
+    """By case, seed by seed."""
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(entry.seed for entry in next(iter(self.runs.values()))))
+
+    @property
+    def config(self) -> Config:
+        """The configuration of any run, for the places where files are kept and runs are tracked."""
+        return next(iter(self.runs.values()))[0].config
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run.store).with_name(self.id)
+
+    @property
+    def store(self) -> Store:
+        """The night's folder, or its place in `run.remote`, beside those of its comparisons."""
+        remote = self.config.run.remote
+        return FolderStore(self.folder) if remote is None else open_store(f"{remote.rpartition('/')[0]}/{self.id}")
+
+    @property
+    def stores(self) -> list[Store]:
+        """The stores that hold the runs' ledgers."""
+        return [store for entries in self.runs.values() for store in stores_of(entries)]
+
+
+def keep_commit(night: Night) -> str:
+    """Keeps the commit of the code in the night's store, before any of its runs begins, and gives it.
+
+    Raises ConfigError for a night that was begun with another code. That includes a night with runs and without a
+    commit: the version that began it kept none, so it was not this code.
+    """
+    store = night.store
+    if COMMIT not in store.list(COMMIT):
+        if any(run.list(key) for run in night.stores for key in ("run.json", track.RUN_KEY)):
+            track.check_code(None, store.uri())
+        store.create(COMMIT, track.code().encode())
+    return track.check_code(store.get(COMMIT).decode(), store.uri())

@@ -1,0 +1,110 @@
+"""A night is made by the code of one commit: what begins, resumes, makes and judges it asks for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from components.gate import gate
+from fl_engine.core.errors import ConfigError
+from flexfleet.comparisons import whole
+from flexfleet.nightly import regress
+from flexfleet.nightly.night import Night, keep_commit
+from flexfleet.tracking.record import RUN_KEY
+
+Code = Callable[[str], None]
+Nights = Callable[[], Night]
+OTHER = "was begun with the code of commit aaaa, this is bbbb: go on with that code, or choose another --id"
+EARLIER = "was begun with an earlier version, which kept no commit of its code, this is bbbb"
+
+
+@pytest.fixture
+def code(monkeypatch: pytest.MonkeyPatch) -> Code:
+    """Sets the commit of the code, as an image does."""
+    return lambda commit: monkeypatch.setenv("FLEXFLEET_COMMIT", commit)
+
+
+@pytest.fixture
+def suite(tmp_path: Path, tiny_suite: dict[str, Any]) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**tiny_suite, "cases": {"quick": {"algorithms": "all_large", "to": 0.2}}}))
+    return path
+
+
+@pytest.fixture(params=["volume", "remote"])
+def night(request: pytest.FixtureRequest, tmp_path: Path, suite: Path) -> Nights:
+    """The night n in a new pod: on a volume that all pods have, or in `run.remote`, and each has its own folder."""
+    pods = iter(range(9))
+
+    def in_a_pod() -> Night:
+        where = [f"run.store={tmp_path}/volume"]
+        if request.param == "remote":
+            where = [f"run.store={tmp_path}/pod{next(pods)}", f"run.remote={tmp_path}/remote"]
+        return regress.prepare(str(suite), "n", ["tracking.mlflow=null", *where], update=True)
+
+    return in_a_pod
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_night_is_resumed_by_the_commit_that_began_it_alone(night: Nights, code: Code, tmp_path: Path) -> None:
+    code("aaaa")
+    assert keep_commit(night()) == keep_commit(night()) == "aaaa"
+    code("bbbb")
+    before = files(tmp_path)
+    with pytest.raises(ConfigError, match=OTHER):
+        regress.pairs_of(night(), tmp_path / "shared", "job")
+    with pytest.raises(ConfigError, match=OTHER):
+        regress.take_folder(asked := night(), resume=True)
+    assert files(tmp_path) == before, "what is refused leaves nothing"
+    code("aaaa")
+    regress.take_folder(asked, resume=True)
+
+
+@pytest.mark.parametrize("key", ["run.json", RUN_KEY])
+def test_a_night_with_runs_and_no_commit_was_begun_by_an_earlier_version(night: Nights, code: Code, key: str) -> None:
+    """Earlier versions kept no commit, so none of them is this code. Where no run has begun, nothing is of theirs."""
+    code("bbbb")
+    last = night().stores[-1]
+    last.put(key, b"{}")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=EARLIER):
+            keep_commit(night())
+    last.delete(key)
+    night().store.put("regression.token", b"t")
+    assert keep_commit(night()) == "bbbb"
+
+
+def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_them(
+    suite: Path, code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One pod may get another image of the same name than the first task's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(regress, "champion_of", lambda *_: None)
+    monkeypatch.setattr(regress, "reference_of", lambda _: SimpleNamespace())
+    code("aaaa")
+    asked = regress.prepare(str(suite), "n", ["tracking.mlflow=null"])
+    pairs = regress.pairs_of(asked, tmp_path / "shared", "job")
+    regress.check_pairs(asked, pairs)
+
+    def judge(pairs: list[dict[str, str]]) -> str:
+        given: Any = SimpleNamespace(path=str(tmp_path / "out"))
+        with pytest.raises(SystemExit) as ended:
+            gate.python_func(str(suite), "", "runs", "n", "job", {}, pairs, [], given, given, given, given)
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    code("bbbb")
+    with pytest.raises(ConfigError, match=f"n-quick {OTHER}"):
+        whole.run_pair(pairs[0], tmp_path / "shared", tmp_path / "out", "job")
+    assert not list((tmp_path / "runs").rglob("run.json")) and not (tmp_path / "out").exists()
+    assert f"n {OTHER}" in judge(pairs)
+    old = [{key: value for key, value in pair.items() if key != whole.COMMIT} for pair in pairs]
+    assert f"n {EARLIER}" in judge(old), "its first task was of an earlier version"
