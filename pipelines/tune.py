@@ -6,8 +6,8 @@ the best setting against the default and puts it on a page.
 
 Several workers share the study through the database that `tune.storage` or a Secret names. The other workers, or the
 next pod, take over the trials of a killed pod. One worker without a database resumes from its folder, if that outlives
-a pod (a volume); else the study begins again. Caching is off, for the reasons given in
-pipelines/train.py.
+a pod (a volume); else the study begins again: a trial with the number and the inputs of an earlier one takes that one's
+rounds from the bucket, all others train. Caching is off, for the reasons given in pipelines/train.py.
 """
 
 from typing import Any

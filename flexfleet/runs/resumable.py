@@ -1,6 +1,7 @@
-"""Step 4 if something else restarts it: a retry of Kubeflow, or `dvc repro` after an interruption.
+"""Step 4 if something else restarts it: a retry of Kubeflow, `dvc repro` after an interruption, or a study that has
+lost its folder.
 
-Both need a small folder with the outcome, and the rounds in a place that outlives a killed attempt. DVC also needs an
+All need a small folder with the outcome, and the rounds in a place that outlives a killed attempt. DVC also needs an
 outcome that depends on its inputs alone, and deletes a stage's folder before it runs the stage. So `main` keeps the
 rounds in another folder beside that one. Its name is made from everything that the model's bits depend on - parameters,
 partition, pool, traces, folders of clients, numerics, the engine's code and one's own - so the same inputs find an
@@ -17,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import fl_engine
+from fl_engine.aggregation import privacy
 from fl_engine.core.fields import Moves
 from fl_engine.exchange.code import store_key
 from fl_engine.fleet.traces import digest
 from fl_engine.storage.store import sha256
-from fl_engine.training.numerics import Numerics, describe, settled
+from fl_engine.training.numerics import Numerics, describe, describe_noise, settled
 from flexfleet.config import flatten, moves
 from flexfleet.config.sources import sources
 from flexfleet.files import terminal as common
@@ -30,6 +32,7 @@ from flexfleet.steps.federate import federate
 from flexfleet.steps.own_code import sha256_of
 from flexfleet.steps.partition import folders_sum, simulated
 from flexfleet.steps.prepare import Resolved, resolved_of
+from flexfleet.steps.resumed import devices_decide
 from flexfleet.steps.site import site_of
 
 OUTCOME = ("run.json", "history.json", "model.safetensors")
@@ -71,8 +74,23 @@ def federate_for_dvc(resolved: Resolved, partition: Path, pool: Path, out: Path)
     return out
 
 
+def name_in(out: Path, resolved: Resolved) -> str:
+    """The name of a run whose folder may be lost while its ledger is kept in `run.remote`: that of its folder `out`,
+    which has its partition and pool, and `digest_of`. So a new folder of the same name and the same inputs finds the
+    ledger, and one of other inputs gets a ledger of its own. A run that has begun keeps its name."""
+    if (out / "run.json").exists():
+        return RunFile.read(out / "run.json").run_id
+    return f"{out.name}-{digest_of(resolved, out / 'partition', out / 'pool')}"
+
+
 def identity(resolved: Resolved, partition: Path, pool: Path) -> str:
-    """Algorithm, seed, and a digest of everything that the model depends on."""
+    """Algorithm, seed, and `digest_of`."""
+    config = resolved.config
+    return f"{config.algorithm['name']}-s{config.seed}-{digest_of(resolved, partition, pool)}"
+
+
+def digest_of(resolved: Resolved, partition: Path, pool: Path) -> str:
+    """12 hexadecimal digits, made from everything that the model depends on."""
     config = resolved.config
     # The end of the rounds may change in a resumed run, but a run with more rounds has no outcome for fewer rounds.
     parameters = {k: v for k, v in flatten(config).items() if moves(k) in (Moves.RESULT, Moves.LENGTH)}
@@ -90,12 +108,15 @@ def identity(resolved: Resolved, partition: Path, pool: Path) -> str:
         parts["own code"] = code
     if found := sources(config):
         parts["sources"] = found
+    if privacy.is_private(resolved.algorithm):
+        parts["noise"] = describe_noise()
+    if devices_decide(config):
+        parts["devices decide"] = True
     if config.fleet.trace is not None and config.fleet.trace.files:
         parts["trace"] = digest(config.fleet.trace)
     if config.partition.folders is not None and not config.run.apart:
         parts["folders"] = folders_sum(simulated(resolved, site_of(resolved, partition, pool)))
-    whole = sha256(json.dumps(parts, sort_keys=True).encode())
-    return f"{config.algorithm['name']}-s{config.seed}-{whole[:12]}"
+    return sha256(json.dumps(parts, sort_keys=True).encode())[:12]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

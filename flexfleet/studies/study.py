@@ -35,6 +35,7 @@ from flexfleet.files import terminal as common
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, PoolFile
 from flexfleet.runs.check import check
+from flexfleet.runs.resumable import name_in
 from flexfleet.runs.whole import need_packages
 from flexfleet.steps.evaluate import SMALLER
 from flexfleet.steps.federate import federate
@@ -310,8 +311,8 @@ def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolve
 
 
 def _resolved(config: Config, seed: int, out: Path | None = None) -> Resolved:
-    """The run of a seed; if ledgers are in `run.remote`, its ledger is under the names of the study and of its folder
-    `out`."""
+    """The run of a seed; if ledgers are in `run.remote`, its ledger is there in the folder `<study>/trials` or
+    `<study>/held-out`, as `out` is in the study's."""
     own: dict[str, Any] = {"seed": seed}
     if out is not None and config.run.remote is not None:
         where = f"{config.run.remote.rstrip('/')}/{out.parent.parent.name}/{out.parent.name}"
@@ -340,7 +341,10 @@ def _rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: An
     except BadInput as error:
         raise type(error)(str(error).replace("--run-id", "--id")) from error
     if known is None or not (out / "history.json").exists():
-        federate(resolved, out / "partition", out / "pool", out, resume=True, tags=dict(tags), observer=observer)
+        # Without its folder a study begins again: its runs get the numbers of earlier ones, whose ledgers are kept.
+        name = out.name if resolved.config.run.remote is None else name_in(out, resolved)
+        steps = out / "partition", out / "pool", out
+        federate(resolved, *steps, run_id=name, resume=True, tags=dict(tags), observer=observer)
     last, metric = BareHistory.read(out / "history.json").rounds[-1]["metrics"], resolved.config.tune.metric
     if metric not in last:  # histories leave out what is not finite
         raise Diverged(f"the model has diverged: {metric} of the last round is no finite number. {SMALLER}")

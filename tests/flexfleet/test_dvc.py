@@ -254,6 +254,24 @@ def test_the_identity_depends_on_what_decides_the_model(job: tuple[Config, Path,
     assert name() != before
 
 
+def test_the_identity_depends_on_what_draws_the_noise_and_on_who_decides_what_is_trained(
+    job: tuple[Config, Path, Path], quick: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was begun with others is refused."""
+    _, parts, pool = job
+    private = "algorithm.aggregation={name: private, noise_multiplier: 0.1}", "rounds.norm_bound=null"
+
+    def name(*sets: str) -> str:
+        return resumable.identity(Resolved.load(ROOT / "params.yaml", [*quick, *sets]), parts, pool)
+
+    with monkeypatch.context() as patch:
+        before = name(), name(*private)
+        patch.setattr(resumable, "describe_noise", lambda: {"numpy": "another"})
+        assert name() == before[0] and name(*private) != before[1]
+    assert name("run.backend=agents") == name()
+    assert name("run.backend=agents", "agents.observe=cgroup") != name("agents.observe=cgroup")
+
+
 def test_the_identity_depends_on_the_content_of_files_and_code_that_are_named(
     job: tuple[Config, Path, Path], quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

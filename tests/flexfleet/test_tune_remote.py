@@ -1,0 +1,140 @@
+"""A study whose ledgers are kept in `run.remote` and whose folder is lost: it begins again, and no run of it meets the
+ledger of another run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine.backends import InProcess
+from fl_engine.core.errors import Unreachable
+from fl_engine.training.numerics import describe
+from flexfleet.config import Config, load_config
+from flexfleet.files.artifacts import BareHistory, RunFile
+from flexfleet.kubeflow import in_pod
+from flexfleet.runs import resumable
+from flexfleet.steps import federate as federation
+from flexfleet.steps.federate import federate
+from flexfleet.studies import search
+from flexfleet.studies import study as steps
+
+SPACE = "tune.space={training.lr: {low: 0.01, high: 0.1}}"
+
+
+@pytest.fixture
+def config(quick: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.delenv("FLEXFLEET_TUNE_STORAGE", raising=False)
+    monkeypatch.setattr(in_pod, "WAITS_S", (0.0,))
+    places = (f"run.store={tmp_path}/pod", f"run.remote={tmp_path}/remote")
+    sets = ("algorithm.name=all_large", "fleet.tiers=1:1:8", "rounds.stop=1", "tune.trials=3", "tune.held_out=[7]")
+    return load_config(None, (*quick, *places, *sets, SPACE))
+
+
+@pytest.fixture
+def pod(config: Config, tmp_path: Path) -> Callable[[], Any]:
+    """The only worker of the study s, in a new pod: an earlier pod's folder is lost. Gives the study."""
+    steps.prepare(config, "s", tmp_path / "prepared", "job")
+    outs = (tmp_path / f"out{i}" for i in range(9))
+
+    def work() -> Any:
+        shutil.rmtree(tmp_path / "pod", ignore_errors=True)
+        out = next(outs)
+        in_pod.patiently(lambda: steps.work_in_graph(tmp_path / "prepared", "s", 0, out, "job"))
+        return search.open_study(config, out, "s", begun=True)
+
+    return work
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each round that is trained."""
+    rounds, real = list[int](), InProcess.run
+
+    def run(self: Any, algorithm: Any, plan: Any, *more: Any) -> Any:
+        rounds.append(plan.round)
+        return real(self, algorithm, plan, *more)
+
+    monkeypatch.setattr(InProcess, "run", run)
+    return rounds
+
+
+def values(study: Any) -> dict[int, tuple[float, float]]:
+    """Of finished trials, by number: what was drawn, and what came of it."""
+    return {t.number: (t.params["training.lr"], t.value) for t in study.trials if t.state.name == "COMPLETE"}
+
+
+def ledgers(tmp_path: Path, kind: str = "trials") -> list[str]:
+    return sorted(path.parent.parent.name for path in tmp_path.glob(f"remote/s/{kind}/*/site/run.json"))
+
+
+def test_a_study_that_draws_other_values_under_the_same_numbers_trains_them(
+    pod: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[int]
+) -> None:
+    """The first pod gave trial 1 back, since MLflow did not answer: from then on it drew what no other pod draws."""
+    outages = iter([False, True])
+
+    def flaky(*given: Any, **named: Any) -> Path:
+        if next(outages, False):
+            raise Unreachable("MLflow does not answer")
+        return federate(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "federate", flaky)
+        first = values(pod())
+    assert (sorted(first), len(trained)) == ([0, 2, 3], 3)
+    second = values(pod())
+    assert (sorted(second), len(trained)) == ([0, 1, 2], 5), "the default's rounds are taken from the bucket"
+    assert second[0] == first[0] and second[2][0] != first[2][0]
+    assert [name.rpartition("-")[0] for name in ledgers(tmp_path)] == ["0-s0", "1-s0", "2-s0", "2-s0", "3-s0"]
+
+
+def test_a_study_that_draws_the_same_values_takes_their_rounds_from_the_bucket(
+    pod: Callable[[], Any], trained: list[int]
+) -> None:
+    first = values(pod())
+    assert len(trained) == 3
+    assert values(pod()) == first and len(trained) == 3
+
+
+def test_a_study_trains_again_where_another_machine_computes_other_bits(
+    pod: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, trained: list[int]
+) -> None:
+    """No machine of its kind could go on with the rounds in the bucket."""
+    pod()
+    for module in (federation, resumable):
+        here: Any = module
+        monkeypatch.setattr(here, "describe", lambda *given: {**describe(*given), "torch": "another"})
+    pod()
+    assert len(trained) == 6
+
+
+def test_of_runs_with_the_same_name_each_has_a_ledger_of_its_own(
+    config: Config, pod: Callable[[], Any], tmp_path: Path, trained: list[int]
+) -> None:
+    """On held-out seeds, in the last task, the best trial of two studies may have the same number."""
+    out, scores = tmp_path / "pod" / "s" / "held-out" / "best-t2-s7", []
+    for lr in (0.02, 0.1, 0.02):
+        run = steps._resolved(search.applied(config, {"training.lr": lr}), 7, out)
+        steps._prepare(run, tmp_path / "prepared", out)
+        scores.append(steps._rounds(run, out, {}))
+        shutil.rmtree(tmp_path / "pod")
+    assert (scores[0], len(trained), len(ledgers(tmp_path, "held-out"))) == (scores[2], 2, 2)
+
+
+def test_a_run_that_an_earlier_version_began_keeps_its_ledger(config: Config, tmp_path: Path) -> None:
+    """Its name there was that of its folder alone."""
+    out = tmp_path / "pod" / "s" / "held-out" / "default-s7"
+    begun, longer = (
+        steps._resolved(config.model_copy(update={"rounds": config.rounds.model_copy(update={"stop": stop})}), 7, out)
+        for stop in (1, 2)
+    )
+    steps._prepare(begun, tmp_path / "prepared", out)
+    federate(begun, out / "partition", out / "pool", out)
+    (out / "history.json").unlink()  # as a kill within its rounds leaves it
+    steps._rounds(longer, out, {})
+    assert len(BareHistory.read(out / "history.json").rounds) == 2
+    assert ledgers(tmp_path, "held-out") == [RunFile.read(out / "run.json").run_id] == ["default-s7"]
