@@ -42,7 +42,7 @@ from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError, PoolError, nearest
 from fl_engine.core.fields import STRICT, Count, Fraction, Index, NotNegative, Positive
-from fl_engine.core.search import Interval
+from fl_engine.core.search import Interval, around
 from fl_engine.core.types import (
     Codecs,
     Device,
@@ -220,13 +220,13 @@ class FedX(Terms):
         return tuned(self.fine_tuning, self.aggregation, state, merged, plan, server)
 
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:
-        """The server's fine-tuning, where there is one."""
-        if self.fine_tuning is None:
-            return {}
-        return {
-            "fine_tuning.gamma": Interval(low=1e-6, high=1.0, log=True),
-            "fine_tuning.lr": Interval(low=1e-4, high=0.1, log=True),
-        }
+        """The server's fine-tuning, where there is one, and its regulariser, where that is not switched off."""
+        tuning, found = self.fine_tuning, dict[str, Interval]()
+        if tuning is not None and tuning.gamma > 0:
+            found["fine_tuning.gamma"] = around(tuning.gamma, 1e-6, 1.0, log=True)
+        if tuning is not None:
+            found["fine_tuning.lr"] = around(tuning.lr, 1e-4, 0.1, log=True)
+        return found
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, NotNegative, Positive, Share
-from fl_engine.core.search import Interval
+from fl_engine.core.search import Interval, around
 from fl_engine.core.slicing import count_params
 from fl_engine.core.types import FULL, Distillation, LocalTask, Pool, PoolModel, Prepared, TaskContext, WorkOrder
 from fl_engine.preparation.apoz import measured
@@ -176,12 +176,19 @@ class FlexFL(Terms):
     # ---------------------------------------------------------------------------------------------- a search
     def search_space(self, pool: Pool) -> dict[str, Interval]:
         """gamma of each dispatched model below the full one, up to a fifth from what its target size gives and never
-        across to the next one's; lambda; Gamma."""
+        across to the next one's; lambda and Gamma, where they are not switched off. Nothing, where the full model is
+        alone."""
+        if len(pool) == 1:
+            return {}
         solved, found = [m.gamma for m in pool if m.dispatched and m.gamma is not None], dict[str, Interval]()
         middles = [math.sqrt(a * b) for a, b in pairwise(solved)]
         for i, (gamma, low, high) in enumerate(zip(solved, [0.0, *middles], [*middles, math.inf], strict=True)):
             found[f"gammas.{i}"] = Interval(max(gamma / 1.2, low), min(gamma * 1.2, high), log=True, start=gamma)
-        return found | {"kd_weight": Interval(0.1, 100.0, log=True), "adaptive_size": Interval(2.0, 20.0)}
+        if self.kd_weight > 0:
+            found["kd_weight"] = around(self.kd_weight, 0.1, 100.0, log=True)
+        if self.adaptive_size is not None:
+            found["adaptive_size"] = around(self.adaptive_size, 2.0, 20.0)
+        return found
 
 
 def _check_adaptive(adaptive_size: float, sizes: Sequence[float]) -> None:

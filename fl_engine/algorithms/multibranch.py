@@ -65,7 +65,7 @@ from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, Index, NotNegative
-from fl_engine.core.search import Interval
+from fl_engine.core.search import Interval, around
 from fl_engine.core.slicing import count_params
 from fl_engine.core.types import (
     Device,
@@ -143,7 +143,7 @@ class MultiBranch(Terms):
 
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:
         """The paper's section 5.4.2 varies mu."""
-        return {"mu": Interval(low=0.0, high=4.0)}
+        return {"mu": around(self.mu, 0.0, 4.0)}
 
 
 # --------------------------------------------------------------------------------------------------- the network

@@ -11,7 +11,8 @@ from fl_engine.core.types import Pool
 
 @dataclass(frozen=True)
 class Interval:
-    """A search draws the values of one hyper-parameter from `low` to `high`, or one of `choices`."""
+    """A search draws the values of one hyper-parameter from `low` to `high`, or one of `choices`. The configured value
+    is among them: the first trial has it."""
 
     low: float | None = None
     high: float | None = None
@@ -25,10 +26,16 @@ class Interval:
     """The values of a parameter of a closed set; they stand alone."""
 
 
+def around(value: float, low: float, high: float, *, log: bool = False) -> Interval:
+    """From `low` to `high`, or to the configured value where that lies beyond."""
+    return Interval(min(low, value), max(high, value), log=log)
+
+
 @runtime_checkable
 class Searched(Protocol):
     """An algorithm that has a search space of its own."""
 
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:
         """By the path of a field: `kd_weight`, or `gammas.0` for the first entry of a list. `pool` is that of the
-        algorithm as it is configured."""
+        algorithm as it is configured. A parameter that is switched off there is left out: a search that drew values
+        for it would switch it on."""

@@ -65,6 +65,7 @@ from fl_engine.storage.store import FolderStore, decode, encode
 from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import KINDS
 from fl_engine.testing.models import kept_mask
+from fl_engine.testing.searches import check_search
 from fl_engine.testing.tiny import (
     SEED,
     TinyNet,
@@ -190,6 +191,9 @@ class AlgorithmSuite:
             bounds = bounds_of(algorithm, coded=update.encoded is not None)
             assert update.metrics.keys() == bounds.keys()
             assert all(low <= update.metrics[name] <= high for name, (low, high) in bounds.items())
+
+    def test_a_search_begins_with_what_is_configured(self, algorithm: Algorithm, family: ModelFamily) -> None:
+        check_search(algorithm, family)
 
     # --- plan
     @law

@@ -29,7 +29,8 @@ from fl_engine.core.contracts import Algorithm
 from fl_engine.exchange.client import Site
 from fl_engine.testing.algorithms import AlgorithmSuite
 from fl_engine.testing.own import OBJECTIVE, OPTIMISER
-from fl_engine.testing.tiny import TRAINING, on_devices_alone
+from fl_engine.testing.searches import check_search
+from fl_engine.testing.tiny import TRAINING, TinyNet, on_devices_alone
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +61,12 @@ class TestAlgorithms(AlgorithmSuite):
     def most_orders(self, algorithm: Algorithm, site: Site) -> int:
         levels = 3 if isinstance(algorithm, Decoupled) else 1  # k devices for each
         return levels * super().most_orders(algorithm, site)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_a_search_begins_with_what_is_configured(name: str) -> None:
+    """As it is by default: with the server's fine-tuning too."""
+    check_search(ALGORITHMS[name](), TinyNet())
 
 
 class TestAllLargeOnEveryDevice(AlgorithmSuite):

@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_engine.algorithms import DepthFL
+from fl_engine.algorithms import DepthFL, HeteroFL
 from fl_engine.backends import InProcess
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.fields import STRICT
-from fl_engine.core.types import FULL, ClientUpdate, Header, Outcome, Params, RoundPlan, SubmodelSpec
+from fl_engine.core.fields import STRICT, NotNegative, Positive
+from fl_engine.core.search import Interval
+from fl_engine.core.types import FULL, ClientUpdate, Header, Outcome, Params, Pool, RoundPlan, SubmodelSpec
 from fl_engine.datasets import digits
+from fl_engine.testing.algorithms import AlgorithmSuite
 from fl_engine.testing.backends import BackendSuite
 from fl_engine.testing.codecs import CodecSuite
 from fl_engine.testing.datasets import DatasetSuite
@@ -114,3 +116,56 @@ def test_a_data_set_with_a_part_that_is_no_image_of_bytes(part: str) -> None:
     DatasetSuite().test_images_use_the_range_of_a_byte(data)
     with pytest.raises(AssertionError):
         DatasetSuite().test_images_use_the_range_of_a_byte(replace(data, **{part: getattr(data, part) // 255}))
+
+
+@dataclass(frozen=True)
+class SwitchesOn(HeteroFL):
+    """Draws values for `extra` where it is 0 too, which is off."""
+
+    extra: NotNegative = 1.0
+
+    def search_space(self, pool: Pool) -> dict[str, Interval]:
+        return {"extra": Interval(0.1, 10.0)}
+
+
+@dataclass(frozen=True)
+class Begins(HeteroFL):
+    """Does not say what it makes of null."""
+
+    rate: Positive | None = None
+
+    def search_space(self, pool: Pool) -> dict[str, Interval]:
+        return {"rate": Interval(0.001, 1000.0, log=True)}
+
+
+@dataclass(frozen=True)
+class Entry(HeteroFL):
+    """`widths` begins with 0.5."""
+
+    def search_space(self, pool: Pool) -> dict[str, Interval]:
+        return {"widths.0": Interval(0.1, 0.4)}
+
+
+@dataclass(frozen=True)
+class Chosen(HeteroFL):
+    def search_space(self, pool: Pool) -> dict[str, Interval]:
+        return {"weighting": Interval(choices=("uniform",))}
+
+
+@pytest.mark.parametrize("kind", [SwitchesOn, Begins, Entry, Chosen])
+def test_a_search_space_without_what_is_configured(kind: type[Algorithm]) -> None:
+    with pytest.raises(AssertionError, match="and is searched in"):
+        AlgorithmSuite().test_a_search_begins_with_what_is_configured(kind(), TinyNet())
+
+
+@dataclass(frozen=True)
+class Whole(HeteroFL):
+    extra: NotNegative = 1.0
+
+    def search_space(self, pool: Pool) -> dict[str, Interval]:
+        found = {"widths.0": Interval(0.1, 0.5), "weighting": Interval(choices=("uniform", "examples"))}
+        return found | ({"extra": Interval(0.001, 1000.0)} if self.extra > 0 else {})
+
+
+def test_a_search_space_with_what_is_configured() -> None:
+    AlgorithmSuite().test_a_search_begins_with_what_is_configured(Whole(), TinyNet())
