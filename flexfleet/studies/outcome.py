@@ -135,12 +135,13 @@ def _lines(tuned: Tuned) -> list[str]:
         lines.append(f"default: {tuned.measure.with_unit(tuned.default_value)} with {said(tuned.default)}")
     if tuned.held_out["seeds"]:
         b, d = tuned.held_out["best"], tuned.held_out["default"]
-        spread = stdev(x - y for x, y in zip(b, d, strict=True)) if len(b) > 1 else 0.0
         seeds = ", ".join(str(int(s)) for s in tuned.held_out["seeds"])
+        which, spread = f"held-out seed {seeds}", "one seed: no spread"
+        if len(b) > 1:
+            which = f"held-out seeds {seeds}"
+            spread = f"+- {measure.said(stdev(x - y for x, y in zip(b, d, strict=True)))}"
         against = f"{tuned.measure.with_unit(mean(b))} against {tuned.measure.with_unit(mean(d))}"
-        lines.append(
-            f"held-out seeds {seeds}: {against}, {points(tuned, tuned.gain)} (+- {tuned.measure.said(spread)})"
-        )
+        lines.append(f"{which}: {against}, {points(tuned, tuned.gain)} ({spread})")
     return lines
 
 
