@@ -10,6 +10,9 @@ from fl_engine.core.types import Codecs, Device, Pool
 
 log = logging.getLogger("flexfleet")
 
+LEAST = 1e-9
+"""Points that a device lacks which has just the size of a model: it needs more than that."""
+
 
 def round_size(fraction: float, clients: int) -> int:
     """k = max(1, f * K) (FlexFL Alg. 2 line 7)."""
@@ -19,6 +22,13 @@ def round_size(fraction: float, clients: int) -> int:
 def holds(device: Device, share: float) -> bool:
     """Whether a device can hold a model of this share of the full one when it has the most free."""
     return device.most > 100 * share
+
+
+def lacks(device: Device, share: float) -> float:
+    """How many points (% of the full model) a device that has the most free has too few to hold a model of this share
+    of the full one; above 0 exactly where it does not hold it."""
+    points = 100 * share - device.most
+    return points if holds(device, share) else max(points, LEAST)
 
 
 def able(devices: Iterable[Device], share: float) -> list[Device]:

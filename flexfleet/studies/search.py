@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from threading import Event, Thread
 from typing import Any
 
@@ -23,7 +24,8 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import BadInput, ConfigError, Stopped, Unreachable, brief, first_line, masked
 from fl_engine.core.search import Interval, Searched
 from fl_engine.core.types import Pool
-from fl_engine.fleet.devices import holding
+from fl_engine.fleet import devices
+from fl_engine.selection.capacity import lacks
 from flexfleet.config import Config, Range, algorithm, parse, set_path
 
 log = logging.getLogger("flexfleet")
@@ -34,7 +36,8 @@ BEAT = "beat"
 """Attribute of a running trial that its worker changes every BEAT_S seconds."""
 BEAT_S = 15.0
 SILENT_S = 90.0
-"""Seconds after which a worker of another machine counts as gone, if its trial still has the same beat."""
+"""Seconds after which a worker whose process cannot be seen, as on another machine, counts as gone, if its trial still
+has the same beat."""
 LOCKED_S = 60
 """Seconds that a worker waits for the others' transactions on an SQLite file."""
 TRIED = "tried"
@@ -65,8 +68,8 @@ def space_of(config: Config, pool: Pool) -> dict[str, Range]:
     check_whole(space)
     if not space:
         raise ConfigError(
-            f"tune.space is empty, and {config.algorithm['name']} declares no search space of its own: say what to "
-            "search, a.b: {low, high}"
+            f"tune.space is empty, and {config.algorithm['name']} declares no search space of its own as it is "
+            "configured: say what to search, a.b: {low, high}"
         )
     return space
 
@@ -109,9 +112,15 @@ def unchanged(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[st
 
 
 def defaults(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[str, Any]:
-    """The first trial: the `unchanged` values. A value outside the space is left out, so that it is drawn."""
-    values = unchanged(config, space, pool)
-    return {path: here for path, here in values.items() if _within(here, space[path])}
+    """The first trial: the `unchanged` values. A value outside the space is left out, so that it is drawn, which the
+    log says: a space may well exclude the default."""
+    values = {path: here for path, here in unchanged(config, space, pool).items() if _within(here, space[path])}
+    if drawn := [f"{path} ({configured(config, path)})" for path in space if path not in values]:
+        log.info(
+            "trial 0 is not the default: what is configured lies outside the search space, so it draws %s",
+            ", ".join(drawn),
+        )
+    return values
 
 
 def configured(config: Config, path: str) -> Any:
@@ -191,11 +200,19 @@ def _wrong(config: Config, values: Values) -> str | None:
 
 def excess(pool: Pool, config: Config, family: ModelFamily) -> dict[str, float]:
     """By how many points (% of the full model) each level is larger than its tier can hold; 0 or less: it fits. Level i
-    belongs to tier i if there are as many levels as tiers; else only the smallest level has to fit the weakest tier."""
-    levels = sorted(100 * m.share for m in pool if m.dispatched)
-    tiers = sorted((holding(tier, family) for tier in config.fleet.tiers), key=lambda tier: tier.memory)
-    pairs = zip(levels, tiers, strict=True) if len(levels) == len(tiers) else zip(levels[:1], tiers[:1], strict=True)
-    return {f"size/{tier.name}": level - tier.memory for level, tier in pairs}
+    belongs to tier i if there are as many levels as tiers; else only the smallest level has to fit the weakest tier.
+
+    The full model is left out, since no search makes it smaller; so is a level that is sent alone: its method ignores
+    memory on purpose, or asks only devices that hold it, and refuses a fleet that has none."""
+    levels = sorted(model.share for model in pool if model.dispatched)
+    if len(levels) == 1:
+        return {}
+    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
+    tiers = sorted({device.tier: device for device in fleet}.values(), key=lambda device: device.most)
+    if len(levels) != len(tiers):
+        levels, tiers = levels[:1], tiers[:1]
+    pairs = zip(levels, tiers, strict=True)
+    return {f"size/{device.tier}": lacks(device, level) for level, device in pairs if level < 1}
 
 
 # ------------------------------------------------------------------------------------------------------ the study
@@ -281,10 +298,22 @@ def sampler(seed: int) -> Any:
     return optuna.samplers.TPESampler(seed=seed % 2**32)
 
 
+TOKEN = token_hex(8)
+"""Of this process, instead of when it began, where there is no /proc (macOS)."""
+
+
 def me() -> str:
     """A name of this process that no later process gets; a process number alone is used again."""
-    started = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    return f"{socket.gethostname()}:{os.getpid()}:{started}"
+    return f"{socket.gethostname()}:{os.getpid()}:{_began('self') or TOKEN}"
+
+
+def _began(pid: str) -> str | None:
+    """When a process of this machine began, in ticks of the machine's clock; None if there is none of this number, and
+    where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        return None
 
 
 # ----------------------------------------------------------------------------------------------- workers that end
@@ -292,8 +321,8 @@ def clear_stale(study: Any, seen: dict[int, tuple[Any, float]] | None = None) ->
     """Marks trials whose worker is gone as failed, so that their values are tried again. Gives their numbers.
 
     A worker of this machine is gone if its process is gone; one of another machine is gone if its trial's beat has not
-    changed for SILENT_S. `seen`, kept from call to call, is which beat each trial had and since when, so that clocks of
-    two machines are never compared.
+    changed for SILENT_S, and so is one of this machine where there is no /proc (macOS). `seen`, kept from call to call,
+    is which beat each trial had and since when, so that clocks of two machines are never compared.
     """
     from optuna.trial import TrialState
 
@@ -304,7 +333,7 @@ def clear_stale(study: Any, seen: dict[int, tuple[Any, float]] | None = None) ->
         if before != signs:
             seen[trial.number], since = (signs, now), now
         host, _, rest = str(signs[0] or "").partition(":")
-        ended = host == socket.gethostname() and not _alive(*rest.split(":"))
+        ended = host == socket.gethostname() and _ended(*rest.split(":"))
         if (ended or now - since >= SILENT_S) and give_back(study, trial, trial.user_attrs.get(TRIED, 0) + 1):
             gone.append(trial.number)
     return gone
@@ -341,11 +370,9 @@ def drop(study: Any, trial: Any) -> None:
     study.tell(trial, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
 
 
-def _alive(pid: str, started: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19] == started
-    except OSError:
-        return False
+def _ended(pid: str, began: str) -> bool:
+    """Whether a process of this machine is known to be gone. Nothing is known where there is no /proc."""
+    return _began("self") is not None and _began(pid) != began
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from fl_engine.algorithms.pooled import Training
 from fl_engine.core.errors import ClientError, ConfigError
 from fl_engine.core.types import FULL, Device, LocalTask, SubmodelSpec, TaskContext, WorkOrder
 from fl_engine.selection import Curiosity, Oort, ResourceTable, Uniform
-from fl_engine.selection.capacity import round_size
+from fl_engine.selection.capacity import holds, lacks, round_size
 from fl_engine.testing.tiny import (
     SEED,
     TinyNet,
@@ -118,6 +118,18 @@ def test_a_capacity_equal_to_the_size_is_too_little() -> None:
     fleet = tuple(Device(c, "half", 50.0, 0.0) for c in range(6))
     picks = [picked(ResourceTable(), {}, fleet, pool, seeds.rng(0, "t", r), 3) for r in range(40)]
     assert {level for each in picks for _, level in each} == {0}
+
+
+@pytest.mark.parametrize(
+    ("share", "limits", "points"),
+    [(0.45, None, -5.0), (0.6, None, 10.0), (0.5, None, 1e-9), (0.6, (20.0, 65.0), -5.0), (0.65, (20.0, 65.0), 1e-9)],
+)
+def test_what_a_device_lacks_is_above_0_where_it_does_not_hold_a_model(
+    share: float, limits: tuple[float, float] | None, points: float
+) -> None:
+    device = Device(0, "half", 50.0, 8.0, limits)
+    assert lacks(device, share) == pytest.approx(points, abs=1e-12)
+    assert holds(device, share) == (lacks(device, share) <= 0)
 
 
 def test_a_fleet_that_can_hold_nothing_is_an_error() -> None:

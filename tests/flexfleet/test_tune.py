@@ -18,12 +18,10 @@ import optuna
 import pytest
 import yaml
 
-from fl_engine.algorithms import FedRolex, HeteroFL
+from fl_engine.algorithms import HeteroFL
 from fl_engine.core.errors import BadInput, ConfigError, Diverged, Stopped, Unreachable
 from fl_engine.core.search import Interval
 from fl_engine.core.types import FULL, Pool, PoolModel
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.testing.tiny import tiny_pool
 from flexfleet import cli
 from flexfleet.comparisons.side_by_side import Command
 from flexfleet.config import Config, Range, load_config
@@ -124,23 +122,6 @@ def test_values_go_to_their_places_and_lists_are_whole() -> None:
     assert (found.algorithm["gammas"], found.training.lr) == ([0.9, 1.5], 0.1)
     with pytest.raises(ConfigError, match=r"of algorithm\.gammas \[1\] are searched"):
         search.applied(Config(), {"algorithm.gammas.1": 1.5})
-
-
-def test_a_level_has_to_fit_its_tier() -> None:
-    family = SmallCNN((1, 8, 8), 10)
-    assert search.excess(POOL, Config(), family) == {  # tiers of 35, 60 and 110 %
-        "size/weak": pytest.approx(-5), "size/medium": pytest.approx(-10), "size/strong": pytest.approx(-10)
-    }  # fmt: skip
-    two = (member("S", 0.4, None), member("L", 1.0, None))
-    assert search.excess(two, Config(), family) == {"size/weak": pytest.approx(5)}
-
-
-def test_a_tier_of_a_width_holds_what_that_takes_of_the_network() -> None:
-    """1/16 of the small CNN on the digits takes more than 1/256 of its parameters."""
-    config = load_config(None, ("algorithm.name=fedrolex", "fleet.tiers=real_world"))
-    family = SmallCNN((1, 8, 8), 10)
-    found = search.excess(tiny_pool(FedRolex(widths=(1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)), family), config, family)
-    assert len(found) == 5 and all(points < 0 for points in found.values())
 
 
 @pytest.mark.parametrize(
@@ -702,9 +683,17 @@ def test_parameters_are_a_table_on_the_page_and_in_markdown() -> None:
     assert '<th scope="row">kd_weight</th><td>10</td><td>31.42</td><td>0.1 to 100, log</td><td>25%</td>' in rows[3]
     assert '<th scope="row">training.nesterov</th><td>\N{EN DASH}</td><td>a|b</td><td>True, a|b</td>' in rows[2]
     assert '<th scope="row">mean</th><td>81.00</td><td>83.50</td><td>+2.50</td>' in rows[-1]
+    assert "held-out seeds 7, 8: 83.50 % against 81.00 %, +2.50 points (+- 0.71)" in html
     assert "<h1>+2.50 points over the default</h1>" in html
     text = markdown(FOUND, "a: 1\n")
     assert "| kd\\_weight | 10 | 31.42 | 0.1 to 100, log | 25% |" in text and "| a\\|b |" in text
+
+
+def test_one_held_out_seed_has_no_spread() -> None:
+    one = FOUND.model_copy(update={"held_out": {"seeds": [7], "default": [0.80], "best": [0.83]}, "gain": 0.03})
+    line = "held-out seed 7: 83.00 % against 80.00 %, +3.00 points (one seed: no spread)"
+    assert told(one, Path("runs/a")).splitlines()[-2] == line
+    assert line in page(one, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
 
 
 def test_the_page_is_one_column_where_it_is_narrow() -> None:

@@ -1,0 +1,170 @@
+"""Where a search begins, which sizes it takes, and how workers know of each other without /proc."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine.algorithms import FedAvg, FedRolex, QuantizedFedAvg
+from fl_engine.core.types import FULL, Pool, PoolModel
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.testing.tiny import tiny_pool
+from flexfleet.config import Config, load_config
+from flexfleet.steps.partition import server_of
+from flexfleet.steps.prepare import Resolved
+from flexfleet.studies import search
+from flexfleet.studies.study import tune
+
+FAMILY = SmallCNN((1, 8, 8), 10)
+ON_DIGITS = ("dataset.name=digits", "model.name=small_cnn", "algorithm.use_apoz=false")
+
+
+def of_shares(*shares: float) -> Pool:
+    return tuple(PoolModel(f"M{i}", FULL, 1, share, 1, True, True) for i, share in enumerate(shares, 1))
+
+
+def flexfl(*sets: str) -> tuple[Config, Pool]:
+    """FlexFL without anything measured, and its pool."""
+    resolved = Resolved.of(load_config(None, (*ON_DIGITS, *sets)))
+    return resolved.config, resolved.algorithm.pool(resolved.family, {}, server_of(resolved))
+
+
+def tiers(**memory: float) -> str:
+    each = ", ".join(f"{{name: {name}, share: {1 / len(memory)}, memory: {most}}}" for name, most in memory.items())
+    return f"fleet.tiers=[{each}]"
+
+
+# ------------------------------------------------------------------------------------------------- the first trial
+@pytest.mark.parametrize(
+    ("sets", "searched"),
+    [
+        ((), {"kd_weight": 10.0, "adaptive_size": 10.0}),
+        (("algorithm.kd_weight=0.0",), {"adaptive_size": 10.0}),
+        (("algorithm.adaptive_size=null",), {"kd_weight": 10.0}),
+        (("algorithm.kd_weight=0.01", "algorithm.adaptive_size=24.0"), {"kd_weight": 0.01, "adaptive_size": 24.0}),
+    ],
+    ids=["default", "without teachers", "without adaptive models", "far from the default"],
+)
+def test_the_first_trial_has_what_is_configured_and_what_is_switched_off_stays_off(
+    sets: tuple[str, ...], searched: dict[str, float]
+) -> None:
+    config, pool = flexfl(*sets)
+    gammas = {f"algorithm.gammas.{i}": m.gamma for i, m in enumerate(m for m in pool if m.dispatched) if m.gamma}
+    space = search.space_of(config, pool)
+    assert len(gammas) == 2
+    expected = gammas | {f"algorithm.{name}": value for name, value in searched.items()}
+    assert list(space) == list(expected)
+    assert search.defaults(config, space, pool) == expected
+
+
+def test_the_full_model_alone_has_nothing_to_search() -> None:
+    config, pool = flexfl("algorithm.targets=[100.0]")
+    with pytest.raises(Exception, match="flexfl declares no search space of its own as it is configured: say what to"):
+        search.space_of(config, pool)
+
+
+def test_where_the_space_leaves_out_the_default_the_log_says_what_the_first_trial_draws(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = "{training.lr: {low: 0.1, high: 1.0}, algorithm.kd_weight: {low: 1, high: 20}}"
+    config = load_config(None, (f"tune.space={given}",))
+    with caplog.at_level(logging.INFO):
+        assert search.defaults(config, config.tune.space, of_shares(1.0)) == {"algorithm.kd_weight": 10.0}
+    (said,) = (r.getMessage() for r in caplog.records)
+    assert said == (
+        "trial 0 is not the default: what is configured lies outside the search space, so it draws training.lr (0.05)"
+    )
+    caplog.clear()
+    inside = load_config(None, (f"tune.space={given}", "training.lr=0.2"))
+    with caplog.at_level(logging.INFO):
+        assert search.defaults(inside, inside.tune.space, of_shares(1.0)).keys() == inside.tune.space.keys()
+    assert caplog.records == []
+
+
+# ------------------------------------------------------------------------------------------------- sizes
+def test_a_level_has_to_fit_its_tier() -> None:
+    """Tiers of 35, 60 and 110 %. A device needs more than the size of a model, and no search shrinks the full one."""
+    assert search.excess(of_shares(0.3, 0.5, 1.0), Config(), FAMILY) == {
+        "size/weak": pytest.approx(-5), "size/medium": pytest.approx(-10)
+    }  # fmt: skip
+    assert search.excess(of_shares(0.3, 0.6, 0.9), Config(), FAMILY) == {
+        "size/weak": pytest.approx(-5), "size/medium": pytest.approx(1e-9), "size/strong": pytest.approx(-20)
+    }  # fmt: skip
+    assert search.excess(of_shares(0.4, 1.0), Config(), FAMILY) == {"size/weak": pytest.approx(5)}
+
+
+def test_a_full_model_that_no_tier_holds_does_not_make_every_trial_impossible() -> None:
+    """It is never sent: devices of exactly 100 % are sent the next smaller one."""
+    config = load_config(None, (tiers(small=35.0, middle=60.0, large=100.0),))
+    assert search.excess(of_shares(0.3, 0.5, 1.0), config, FAMILY).keys() == {"size/small", "size/middle"}
+
+
+def test_tiers_with_limits_hold_what_they_have_at_most() -> None:
+    """AdaptiveFL's: 23.8 % on average and 32.7 at most, 47.6 and 56.5. FlexFL's models take 25 and 50 %."""
+    config, pool = flexfl("fleet.tiers=adaptivefl")
+    found = search.excess(pool, config, FAMILY)
+    assert found == {"size/weak": pytest.approx(-7.96, abs=0.5), "size/medium": pytest.approx(-6.25, abs=0.5)}
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), QuantizedFedAvg(), QuantizedFedAvg(level="medium")])
+def test_a_model_that_is_sent_alone_has_no_tier(algorithm: Any) -> None:
+    pool = tiny_pool(algorithm, FAMILY)
+    assert pool[0].share > 0.35, "the weak tier cannot hold it"
+    assert search.excess(pool, Config(), FAMILY) == {}
+
+
+def test_a_tier_of_a_width_holds_what_that_takes_of_the_network() -> None:
+    """1/16 of the small CNN on the digits takes more than 1/256 of its parameters."""
+    config = load_config(None, ("algorithm.name=fedrolex", "fleet.tiers=real_world"))
+    found = search.excess(tiny_pool(FedRolex(widths=(1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.99)), FAMILY), config, FAMILY)
+    assert len(found) == 5 and all(points < 0 for points in found.values())
+
+
+# ------------------------------------------------------------------------------------------------- whole studies
+@pytest.fixture
+def without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing says when a process began, as on macOS."""
+    read = Path.read_text
+
+    def read_text(self: Path, *args: Any, **more: Any) -> str:
+        if self.match("/proc/*/stat"):
+            raise FileNotFoundError(2, "No such file or directory", str(self))
+        return read(self, *args, **more)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+
+
+@pytest.mark.usefixtures("without_proc")
+def test_a_study_of_the_full_model_finds_a_best_also_without_proc(quick: tuple[str, ...], tmp_path: Path) -> None:
+    sets = ("algorithm.name=fedavg", "tune.space={training.lr: {low: 0.01, high: 0.2, log: true}}", "tune.trials=2")
+    more = ("rounds.stop=1", "tune.held_out=[]", "tracking.mlflow=null", f"run.store={tmp_path}")
+    given = tuple(each for each in quick if not each.startswith("algorithm."))
+    config = load_config(None, (*given, *sets, *more))
+    found = tune(config, "a")
+    assert found.trials["complete"] == 2 and found.default_value is not None
+    assert search.open_study(config, tmp_path / "a", "a").trials[0].params == {"training.lr": config.training.lr}
+
+
+@pytest.mark.usefixtures("without_proc")
+def test_without_proc_a_worker_of_this_machine_is_known_by_its_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, seen, clock = search.open_study(Config(), tmp_path, "a"), dict[int, Any](), [0.0]
+    monkeypatch.setattr(search.time, "monotonic", lambda: clock[0])
+    mine, beating, silent = (study.ask() for _ in range(3))
+    host = os.uname().nodename
+    for trial, worker in ((mine, search.me()), (beating, f"{host}:1:of-another"), (silent, f"{host}:2:of-another")):
+        trial.set_user_attr(search.WORKER, worker)
+        trial.suggest_float("training.lr", 0.1, 1.0)
+    assert search.me() == f"{host}:{os.getpid()}:{search.TOKEN}", "no process has the name of an earlier one"
+    gone = []
+    for i in range(3):
+        for trial in (mine, beating):
+            trial.set_user_attr(search.BEAT, i)
+        gone.append(search.clear_stale(study, seen))
+        clock[0] += search.SILENT_S / 2
+    assert gone == [[], [], [silent.number]]
