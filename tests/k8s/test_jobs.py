@@ -170,6 +170,78 @@ def test_a_template_whose_pods_tolerate_everything_is_taken(tmp_path: Path) -> N
     assert jobs.wanted(job).endswith("tolerating every taint")
 
 
+def leaves(of: Any, *path: str | int) -> dict[tuple[str | int, ...], Any]:
+    """By path, what lies at the ends of a document."""
+    inner = list(of.items()) if isinstance(of, dict) else list(enumerate(of)) if isinstance(of, list) else []
+    if not inner:
+        return {path: of}
+    return {where: what for key, value in inner for where, what in leaves(value, *path, key).items()}
+
+
+CLIENT = ("spec", "template", "spec", "containers", 1)
+FILLED_IN = {
+    ("metadata", "name"), ("spec", "completions"), ("spec", "parallelism"), ("spec", "activeDeadlineSeconds"),
+    ("spec", "template", "spec", "volumes", 0, "secret", "secretName"), (*CLIENT, "image"),
+    (*CLIENT, "resources", "requests", "memory"), (*CLIENT, "resources", "limits", "memory"),
+}  # fmt: skip
+"""Of `own_template`, which gives cpu and the node's label other values than the settings do."""
+
+
+def own_template() -> dict[str, Any]:
+    """With something of its own wherever something is filled in."""
+    found: dict[str, Any] = yaml.safe_load(jobs.TEMPLATE.read_text())
+    found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "team"
+    found["metadata"]["annotations"] = {"kueue.x-k8s.io/job-min-parallelism": "1", jobs.ATTEMPT: "ours counts"}
+    found["spec"] |= {"suspend": True, "activeDeadlineSeconds": 7}
+    pod = found["spec"]["template"]
+    pod["metadata"]["annotations"] = {"sidecar.istio.io/inject": "false"}
+    client, sidecar = pod["spec"]["containers"][0], {"name": "proxy", "image": "proxy:1", "resources": {}}
+    client["resources"] = {
+        "requests": {"cpu": "ours counts", "memory": "1", "ephemeral-storage": "1Gi"},
+        "limits": {"cpu": "2", "memory": "1", "ephemeral-storage": "2Gi", "nvidia.com/gpu": "1"},
+        "claims": [{"name": "gpu"}],
+    }
+    client["args"] = ["--of-its-own"]
+    client["volumeMounts"].append({"name": "cache", "mountPath": "/cache"})
+    pod["spec"] |= {
+        "containers": [sidecar, client],
+        "initContainers": [{"name": "fetch", "image": "fetch:1"}],
+        "nodeSelector": {"disk": "ssd", "room": "ours counts"},
+        "runtimeClassName": "gvisor",
+        "imagePullSecrets": [{"name": "registry"}],
+        "priorityClassName": "low",
+        "affinity": {"nodeAffinity": {}},
+    }
+    pod["spec"]["volumes"].append({"name": "cache", "emptyDir": {}})
+    return found
+
+
+@pytest.mark.parametrize("round", [3, None])
+def test_a_template_of_ones_own_keeps_all_that_is_not_filled_in(tmp_path: Path, round: int | None) -> None:
+    path, own = tmp_path / "job.yaml", own_template()
+    path.write_text(json.dumps(own))
+    pools = {FLEET[0].tier: NodePool(selector={"room": "7"}, taint="flexfleet.io/edge", cpu="500m", memory="3Gi")}
+    options = KubernetesConfig(
+        pools=pools, data="pvc:images", state_key="secret:key", image="ours:1", template=str(path), deadline_s=900
+    )
+    (group,) = jobs.groups(orders([0]), FLEET, options)
+    made = jobs.job(jobs.template(str(path)), options, "run", round, group, 0, OWNER, "/data")
+    there, filled_in = leaves(made), set(FILLED_IN)
+    if round is None:  # pods that stay
+        filled_in.add(("spec", "backoffLimitPerIndex"))
+    wanted = {where: what for where, what in leaves(own).items() if where not in filled_in and what != "ours counts"}
+    assert {where: there.get(where) for where in wanted} == wanted
+    pod = made["spec"]["template"]["spec"]
+    client = pod["containers"][1]
+    assert pod["nodeSelector"] == {"disk": "ssd", "room": "7"}
+    assert made["metadata"]["annotations"][jobs.ATTEMPT] == "0"
+    assert client["resources"]["requests"] == {"cpu": "500m", "memory": "3Gi", "ephemeral-storage": "1Gi"}
+    assert client["resources"]["limits"]["memory"] == "3Gi" and client["image"] == "ours:1"
+    assert made["spec"].get("activeDeadlineSeconds") == (None if round is None else 900)
+    assert "ephemeral-storage 1Gi, nvidia.com/gpu 1" in jobs.wanted(made)
+    valid.validate(made, "1.33")
+
+
 def test_a_pool_of_a_misspelt_tier_is_refused_and_one_of_another_fleet_is_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

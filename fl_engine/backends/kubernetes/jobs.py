@@ -170,15 +170,12 @@ def job(
     out = copy.deepcopy(of)
     name, own = job_name(run, round, group, attempt), labels(run, round, group.tier)
     pool = options.pools.get(group.tier, NodePool())
+    said = {CLIENTS: json.dumps(group.pods), ATTEMPT: str(attempt), SETTINGS: settings_sum(of, options)}
     out["metadata"] |= {
         "name": name,
         "namespace": options.namespace,
-        "labels": {**out["metadata"].get("labels", {}), **own},
-        "annotations": {
-            CLIENTS: json.dumps(group.pods),
-            ATTEMPT: str(attempt),
-            SETTINGS: settings_sum(of, options),
-        },
+        "labels": _with(out["metadata"].get("labels"), own),
+        "annotations": _with(out["metadata"].get("annotations"), said),
         "ownerReferences": [owner],
     }
     spec = out["spec"]
@@ -190,13 +187,18 @@ def job(
     if round is None:
         staying(out, options, group)
     pod = spec["template"]
-    pod["metadata"] = {**pod.get("metadata", {}), "labels": {**pod.get("metadata", {}).get("labels", {}), **own}}
+    meta = pod.get("metadata") or {}
+    pod["metadata"] = {**meta, "labels": _with(meta.get("labels"), own)}
     _place(pod["spec"], pool, group.host)
     container = next(c for c in pod["spec"]["containers"] if c["name"] == "client")
     memory = memory or pool.memory
-    amounts = {"cpu": pool.cpu, "memory": memory}
     container["image"] = pool.image or options.image
-    container["resources"] = {"requests": amounts, "limits": {"memory": memory}}
+    resources = container.get("resources") or {}
+    container["resources"] = {
+        **resources,
+        "requests": _with(resources.get("requests"), {"cpu": pool.cpu, "memory": memory}),
+        "limits": _with(resources.get("limits"), {"memory": memory}),
+    }
     secret = next(v for v in pod["spec"]["volumes"] if v["name"] == "assignment")
     secret["secret"]["secretName"] = name
     if not any(mount.get("subPath") == COMMON for mount in container["volumeMounts"]):
@@ -214,6 +216,11 @@ def job(
         container["volumeMounts"].append({"name": "state-key", "mountPath": STATE_KEY, "readOnly": True} | entry)
         container["env"].append({"name": "FLEXFLEET_STATE_KEY", "value": STATE_KEY})
     return out
+
+
+def _with(of: Resource | None, own: Resource) -> Resource:
+    """What the template has, and our own, which counts where both name a key."""
+    return {**(of or {}), **own}
 
 
 def staying(out: Resource, options: KubernetesConfig, group: Group) -> None:
@@ -236,7 +243,7 @@ def _place(pod: Resource, pool: NodePool, host: str | None) -> None:
     }
     selector = {key: value for key, value in where.items() if value is not None}
     if selector:
-        pod["nodeSelector"] = {**pod.get("nodeSelector", {}), **selector}
+        pod["nodeSelector"] = _with(pod.get("nodeSelector"), selector)
     if pool.taint:
         toleration = {"key": pool.taint, "operator": "Exists", "effect": "NoSchedule"}
         pod["tolerations"] = [*pod.get("tolerations", []), toleration]
@@ -291,7 +298,9 @@ def wanted(job: Resource) -> str:
     """The resources that the Job's pods ask a node for."""
     pod = job["spec"]["template"]["spec"]
     container = next(c for c in pod["containers"] if c["name"] == "client")
-    asked = [f"{name} {amount}" for name, amount in container["resources"].get("requests", {}).items()]
+    requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+    of_limits = {name: amount for name, amount in limits.items() if name not in requests}  # Kubernetes requests as much
+    asked = [f"{name} {amount}" for name, amount in (requests | of_limits).items()]
     asked += [f"{label}={value}" for label, value in pod.get("nodeSelector", {}).items()]
     tolerated = [t.get("key", "every taint") for t in pod.get("tolerations", []) if t.get("effect") != "NoExecute"]
     asked += [f"tolerating {key}" for key in tolerated]
