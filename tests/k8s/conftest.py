@@ -15,7 +15,9 @@ from typing import Any
 
 import boto3.session
 import pytest
+import yaml
 
+from fl_engine.backends.kubernetes.jobs import TEMPLATE
 from fl_engine.exchange.assignment import Assignment
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.places import open_store
@@ -28,6 +30,7 @@ from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
 from tests.harness.moto_server import moto
+from tests.k8s import kueue
 
 MIB = 2**20
 
@@ -152,6 +155,16 @@ def expected(tiny: tuple[str, ...], prepared: Path, tmp_path_factory: pytest.Tem
 def remote(s3: str, tmp_path: Path) -> tuple[str, ...]:
     """Settings of a run on the cluster, its ledger under a prefix of its own."""
     return ("run.backend=kubernetes", f"run.remote=s3://runs/{tmp_path.name}-{os.getpid()}")
+
+
+@pytest.fixture
+def in_a_queue(tmp_path: Path) -> str:
+    """A setting: Jobs that name a queue of Kueue's."""
+    template = yaml.safe_load(TEMPLATE.read_text())
+    template["metadata"]["labels"][kueue.LABEL] = "team"
+    path = tmp_path / "queued.yaml"
+    path.write_text(yaml.safe_dump(template))
+    return f"kubernetes.template={path}"
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """A Kubernetes API server of a few kinds, with a kubelet that really runs the pods' commands, as subprocesses.
 
 What is posted is validated against the published schemas. `script` decides what befalls a pod, `refuse` which pods are
-not made, `room` how many have a node at a time; the server can be told to answer the next requests with an error or a
-warning, or to break the connection.
+not made, `room` how many have a node at a time, `admits` when a queue lets a Job begin (kueue.py); the server can be
+told to answer the next requests with an error or a warning, or to break the connection.
 
 Pods that somebody else made (`Cluster.place`) may be in other namespaces; in them commands can be run (pods/exec).
 """
@@ -32,7 +32,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
-from tests.k8s import valid
+from tests.k8s import kueue, valid
 
 Resource = dict[str, Any]
 VERSION = "1.33"
@@ -85,6 +85,10 @@ class Cluster:
     """(job, index) to why no pod is made for now; empty: one is."""
     room: threading.Semaphore | None = None
     """Pods that have a node at a time; the others are unschedulable. None: no limit."""
+    admits: Callable[[Resource], bool] = lambda job: True
+    """Whether the queue of a Job that has one admits it now; asked again and again."""
+    preempted: set[str] = field(default_factory=set)
+    """Pods, by uid, that ended because a queue has stopped their Job."""
     grace_s: float = 0.0
     """A pod that has a node is gone so long after it was deleted."""
     back: threading.Event = field(default_factory=threading.Event)
@@ -143,6 +147,8 @@ class Cluster:
         made = json.loads(json.dumps(body))
         made["metadata"]["uid"] = str(uuid.uuid4())
         made["status"] = {}
+        if kind == "jobs":
+            kueue.receive(made)
         if kind == "secrets":
             told = {name: base64.b64encode(text.encode()).decode() for name, text in made.get("stringData", {}).items()}
             made["data"] = {**made.get("data", {}), **told}
@@ -207,19 +213,19 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------- Job controller, kubelet
     def _run_job(self, job: Resource) -> None:
-        spec, started = job["spec"], time.monotonic()
+        spec, began = job["spec"], time.monotonic()
         results: dict[int, bool] = {}
         turns = threading.Semaphore(spec["parallelism"])
 
         def one(index: int) -> None:
-            if self._acquire(turns, job) and self._allowed(job, index):
+            if self._acquire(turns, job) and kueue.admitted(self, job) and self._allowed(job, index):
                 till_its_end(index)
             turns.release()
 
         def till_its_end(index: int) -> None:
             failures = before = 0
-            while self.alive(job):
-                end = self._pod(job, index, before, failures, started)
+            while self.alive(job) and kueue.admitted(self, job):
+                end = self._pod(job, index, before, failures)
                 before += 1
                 if end == "ignored":
                     continue
@@ -235,9 +241,11 @@ class Cluster:
         threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(spec["completions"])]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            left = started + spec.get("activeDeadlineSeconds", threading.TIMEOUT_MAX / 2) - time.monotonic()
-            thread.join(max(0.0, left))
+        most = spec.get("activeDeadlineSeconds", threading.TIMEOUT_MAX / 2)
+        while any(thread.is_alive() for thread in threads) and time.monotonic() < began + most:
+            time.sleep(0.02)
+            if kueue.suspended(job):
+                began = time.monotonic()
         with self.lock:
             late = any(thread.is_alive() for thread in threads)
             good = len(results) == spec["completions"] and all(results.values())
@@ -246,16 +254,20 @@ class Cluster:
             job["status"]["conditions"] = [over]
             job["over"] = True
 
-    def _acquire(self, some: threading.Semaphore, job: Resource) -> bool:
-        """False: the Job ended first."""
-        while self.alive(job) and "over" not in job:
+    def _acquire(self, some: threading.Semaphore, job: Resource, pod: Resource | None = None) -> bool:
+        """False: the Job ended first, or the pod."""
+        while self._goes_on(job, pod):
             if some.acquire(timeout=0.02):
                 return True
         return False
 
+    def _goes_on(self, job: Resource, pod: Resource | None = None) -> bool:
+        ended = pod is not None and pod["metadata"]["uid"] in self.preempted
+        return self.alive(job) and "over" not in job and not ended
+
     def _allowed(self, job: Resource, index: int) -> bool:
         """Waits until a pod may be made, and says in an event why not; False: the Job ended first."""
-        while self.alive(job) and "over" not in job:
+        while self._goes_on(job):
             why = self.refuse(job, index)
             if not why:
                 return True
@@ -274,7 +286,7 @@ class Cluster:
             time.sleep(0.05)
         return False
 
-    def _pod(self, job: Resource, index: int, before: int, failures: int, started: float) -> str:
+    def _pod(self, job: Resource, index: int, before: int, failures: int) -> str:
         """One pod from start to end: ok, failed, final (no retry) or ignored (does not count)."""
         fate = self.script(job, index, before)
         template = job["spec"]["template"]
@@ -296,7 +308,14 @@ class Cluster:
         with self.lock:
             if not self.alive(job):
                 return "final"
+            if kueue.suspended(job):
+                return "ignored"
             self.objects["pods", pod["metadata"]["name"]] = pod
+        end = self._waits(job, pod, index, fate)
+        return "ignored" if pod["metadata"]["uid"] in self.preempted else end
+
+    def _waits(self, job: Resource, pod: Resource, index: int, fate: str) -> str:
+        """Until it has a node, and what it does there."""
         status = pod["status"]
         if fate in ("image", "unschedulable"):
             if fate == "image":
@@ -306,13 +325,13 @@ class Cluster:
                 message = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector"
                 condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
                 status["conditions"] = [condition]
-            return self._linger(job)
+            return self._linger(job, pod)
         if self.room is None:
             return self._on_a_node(job, pod, index, fate)
         message = "0/2 nodes are available: 1 Insufficient cpu, 1 node(s) had untolerated taint {other: }."
         condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
         status["conditions"] = [condition]
-        if not self._acquire(self.room, job):
+        if not self._acquire(self.room, job, pod):
             return "final"
         try:
             del status["conditions"]
@@ -326,12 +345,12 @@ class Cluster:
             status |= {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True"}]}
             return "ignored"
         while ("secrets", job["metadata"]["name"]) not in self.objects:  # a kubelet tries again to mount it
-            if not self.alive(job) or "over" in job:
+            if not self._goes_on(job, pod):
                 return "final"
             time.sleep(0.01)
         status |= {"phase": "Running", "containerStatuses": [{"state": {"running": {}}}]}
         if fate == "hang":
-            return self._linger(job)
+            return self._linger(job, pod)
         if fate in ("unreachable", "terminating"):
             with self.lock:
                 self._lose(pod, fate)
@@ -362,8 +381,8 @@ class Cluster:
             pod["metadata"] |= {"deletionTimestamp": now(), "deletionGracePeriodSeconds": 0}
         pod["status"]["conditions"] = conditions
 
-    def _linger(self, job: Resource) -> str:
-        while self.alive(job) and "over" not in job:
+    def _linger(self, job: Resource, pod: Resource) -> str:
+        while self._goes_on(job, pod):
             time.sleep(0.05)
         return "final"
 
@@ -404,13 +423,13 @@ class Cluster:
             command = in_container(pod["spec"], self.image, env, mounts)
             env = dict(os.environ)
         with self.slots:
-            if not self.alive(job):
+            if not self._goes_on(job, pod):
                 return 137, ""
             process = self.running[pod["metadata"]["name"]] = self.start(
                 command, {**env, "HOME": str(place)}, place / "log"
             )
             while (code := process.poll()) is None:
-                if not self.alive(job) or "over" in job:
+                if not self._goes_on(job, pod):
                     process.kill()
                 time.sleep(0.02)
             del self.running[pod["metadata"]["name"]]

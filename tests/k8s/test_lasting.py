@@ -35,6 +35,7 @@ from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.places import open_store
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import MemoryStore
+from tests.k8s import kueue
 from tests.k8s.fake import leftovers, telling
 from tests.k8s.staying import Drained, Staying, threads_on
 
@@ -235,6 +236,36 @@ def test_an_order_that_drained_pods_give_back_uses_up_no_attempt(
     sets = (*STAY, "rounds.stop=1", "kubernetes.attempts=1", "kubernetes.lease_s=3")
     assert model(rounds("given", *remote, *sets)) == expected(1)
     assert len(given_back) == 3 and len(set(given_back)) == 1
+
+
+def test_an_order_of_a_pod_that_a_queue_has_stopped_for_others_uses_up_no_attempt(
+    cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote, expected: Expected, in_a_queue: str
+) -> None:
+    """Though the Job is suspended for longer than the lease. It stays, and its pod says that it was killed for as long
+    as it takes to end."""
+    cluster.grace_s, stopped, since = 1.0, list[str](), list[float]()
+
+    def at_work(pod: Staying, told: Any) -> None:
+        with cluster.lock:
+            if not stopped:
+                stopped.extend(kueue.preempt(cluster, cluster.objects["jobs", pod.name.rsplit("-", 2)[0]]))
+                since.append(time.monotonic())
+        if pod.name in stopped:
+            pod.dead.wait(60)
+
+    pods.at_work = staticmethod(at_work)
+    cluster.admits = lambda job: not since or time.monotonic() > since[0] + 8
+    sets = (*STAY, "rounds.stop=1", "kubernetes.attempts=1", "kubernetes.lease_s=5", in_a_queue)
+    assert model(rounds("stopped", *remote, *sets)) == expected(1)
+    assert len(stopped) == 1 and len(jobs_of(cluster)) == 3
+
+
+def test_a_run_whose_jobs_are_never_admitted_stops_and_says_why(
+    cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote, in_a_queue: str
+) -> None:
+    cluster.admits = lambda job: False
+    with pytest.raises(Stopped, match=f"no pod takes orders: .*not started after 1 s: {waiting.SUSPENDED}"):
+        rounds("never", *remote, *STAY, "kubernetes.attempts=1", "kubernetes.pending_s=1", in_a_queue)
 
 
 @pytest.mark.parametrize("how", ["unreachable", "terminating"])

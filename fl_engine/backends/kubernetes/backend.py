@@ -18,7 +18,7 @@ from typing import Literal
 
 from fl_engine.backends.kubernetes import jobs, waiting
 from fl_engine.backends.kubernetes.cluster import Cluster, Resource
-from fl_engine.backends.kubernetes.ground import DATA_FOLDER, Ground
+from fl_engine.backends.kubernetes.ground import DATA_FOLDER, RENEW_S, Ground
 from fl_engine.backends.kubernetes.jobs import Group
 from fl_engine.backends.kubernetes.settings import GRACE_S, KubernetesConfig, NodePool
 from fl_engine.backends.kubernetes.waiting import Live
@@ -59,6 +59,8 @@ class _Round:
     live: list[Live] = field(default_factory=list)
     attempt: int = 0
     """The attempt of the next Jobs: their names end with it."""
+    told: dict[str, float] = field(default_factory=dict)
+    """By Job: when its Secret was written, if this coordinator has."""
     moved: float = 0.0
     """When a pod last started or ended."""
     nodes: Counter[int] = field(default_factory=Counter)
@@ -208,11 +210,12 @@ class Kubernetes:
                 log.info("round %d: the Job %s was made with other settings: deleted", r.plan.round + 1, name)
                 other.add(name)
             elif clients & r.open_:
-                if self._cluster.get("secrets", name) is None:  # a coordinator was killed before it was made
-                    if not clients <= r.open_:  # the Secrets of clients that have answered through another Job are gone
+                missing = self._cluster.get("secrets", name) is None  # a coordinator was killed before it was made
+                if missing or jobs.suspended(job):
+                    if not clients <= r.open_:  # the orders of clients that have answered are gone
                         other.add(name)
                         continue
-                    self._cluster.create("secrets", self._secret(r, job))
+                    self._tell(r, job)
                 log.info("round %d: waiting for the Job %s that is there already", r.plan.round + 1, name)
                 r.watch(self._live(job))
         if r.live:
@@ -222,8 +225,7 @@ class Kubernetes:
         self._withdraw(r, other)
 
     def _live(self, job: Resource) -> Live:
-        now = time.monotonic()
-        return waiting.live(job, now, now + self._options.deadline_s + GRACE_S)
+        return waiting.live(job, time.monotonic(), self._options.deadline_s + GRACE_S)
 
     def _launch(self, r: _Round, clients: set[int]) -> None:
         orders = [o for o in r.plan.orders if o.client in clients]
@@ -239,14 +241,28 @@ class Kubernetes:
             body["spec"]["parallelism"] = most
             job = self._ground.create_job(body, self._labels(r.plan))
             self._cluster.create("secrets", jobs.secret(job, texts, common))
+            r.told[job["metadata"]["name"]] = time.monotonic()
             r.watch(self._live(job))
         r.attempt += bool(made)
 
-    def _secret(self, r: _Round, job: Resource) -> Resource:
-        """The Secret for the pods of a Job that is there already."""
-        pods = tuple(tuple(clients) for clients in jobs.pods_of(job))
-        group = Group(self._fleet[pods[0][0]].tier, pods, 0)
-        return jobs.secret(job, *self._told(r.plan, group, r.names))
+    def _tell(self, r: _Round, job: Resource) -> None:
+        """Writes the Secret for the pods of a Job that is there already, in place of one with older URLs."""
+        pods, name = tuple(tuple(clients) for clients in jobs.pods_of(job)), job["metadata"]["name"]
+        secret = jobs.secret(job, *self._told(r.plan, Group(self._fleet[pods[0][0]].tier, pods, 0), r.names))
+        self._cluster.delete("secrets", name)
+        self._cluster.create("secrets", secret)
+        r.told[name] = time.monotonic()
+
+    def _renew(self, r: _Round, found: Mapping[str, Resource], now: float) -> None:
+        """While a Job is suspended, writes its Secret anew: when it is admitted, its URLs last until its deadline."""
+        every = min(RENEW_S, self._options.pending_s)
+        for job in r.live:
+            there = found.get(job.name)
+            if there is None or not (job.suspended and job.clients) or now - r.told.get(job.name, -math.inf) <= every:
+                continue
+            # An earlier coordinator's Job may have clients that have answered: their orders are gone.
+            if all(client in r.names for pod in jobs.pods_of(there) for client in pod):
+                self._tell(r, there)
 
     def _withdraw(self, r: _Round, names: set[str]) -> None:
         """Deletes these Jobs and waits until their pods are gone, so that others do not queue behind them. A pod on a
@@ -347,8 +363,9 @@ class Kubernetes:
                 yield outcome
             now = time.monotonic()
             for job in r.live:
-                if waiting.hear(job, pods, now):
+                if waiting.hear(job, found.get(job.name), pods, now):
                     r.moved = now
+            self._renew(r, found, now)
             if now - looked > EVENTS_EVERY_S and any(job.clients and job.lacks_pods() for job in r.live):
                 looked = now
                 events = self._ground.refusals()

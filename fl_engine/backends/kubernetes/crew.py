@@ -28,7 +28,7 @@ from fl_engine.backends.agents.post import Post
 from fl_engine.backends.agents.roster import Member
 from fl_engine.backends.kubernetes import jobs, waiting
 from fl_engine.backends.kubernetes.cluster import Resource
-from fl_engine.backends.kubernetes.ground import DATA_FOLDER, Ground
+from fl_engine.backends.kubernetes.ground import DATA_FOLDER, RENEW_S, Ground
 from fl_engine.backends.kubernetes.jobs import Group
 from fl_engine.backends.kubernetes.settings import NodePool
 from fl_engine.backends.kubernetes.waiting import Live, Loss
@@ -42,8 +42,6 @@ MOST_PODS = 200
 """Of a Job, or fewer where a Secret does not hold so many invitations: with temporary credentials URLs are long."""
 MOST_ORDERS = 100
 """That a pod holds at once: a letter holds no more."""
-RENEW_S = 600.0
-"""Seconds after which a Job's Secret gets fresh URLs, for pods that start again."""
 YIELD_S = 10.0
 """Seconds between two Jobs that give way: the pods of the first have to end."""
 EVENTS_EVERY_S, SAY_EVERY_S = 2.0, 30.0
@@ -156,6 +154,8 @@ class Crew:
                 loss, state = one.losses.get(index), one.live.states.get(index)
                 if loss is not None:
                     return Lost(loss.reason, not loss.node)
+                if one.live.suspended:
+                    return Lost(f"{one.live.tier}: {waiting.SUSPENDED}", False)
                 if state is not None and state.phase == "Failed":
                     return Lost(f"{one.live.tier}: {state.reason or 'the pod failed'}", not state.disrupted)
         return None
@@ -197,7 +197,7 @@ class Crew:
         there = {job["metadata"]["name"]: job for job in self._cluster.select("jobs", self._labels)}
         pods = self._cluster.select("pods", self._labels)
         for place, one in self._standing.items():
-            moved = {(place, index) for index in waiting.hear(one.live, pods, now)}
+            moved = {(place, index) for index in waiting.hear(one.live, there.get(one.name), pods, now)}
             if moved - self._fell:
                 self.moved = now
             over = {index for index, state in one.live.states.items() if state.over and not state.disrupted}

@@ -14,6 +14,9 @@ from fl_engine.storage.s3 import S3Store, Verb
 from fl_engine.storage.store import Store
 
 DATA_FOLDER = "/data"
+RENEW_S = 600.0
+"""Seconds after which a Job's Secret gets fresh URLs, for pods that start later. One that starts while it is written
+anew waits for it."""
 
 
 def image_for(options: KubernetesConfig, store: Store) -> str:

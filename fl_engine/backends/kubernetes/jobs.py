@@ -317,6 +317,13 @@ def failed_indexes(job: Resource) -> set[int]:
     return found
 
 
+def suspended(job: Resource) -> bool:
+    """Whether a queue such as Kueue has not admitted the Job yet, or has stopped it for others: its pods are deleted,
+    and its deadline does not run. What Kubernetes says of it in the status lags behind what the queue wants."""
+    said = {condition["type"]: condition["status"] for condition in (job.get("status") or {}).get("conditions") or []}
+    return job["spec"].get("suspend") is True or said.get("Suspended") == "True"
+
+
 def ended(job: Resource) -> str | None:
     """Why the Job is over (`Complete`, `DeadlineExceeded`, ...); None: it is not."""
     for condition in (job.get("status") or {}).get("conditions") or []:

@@ -67,7 +67,7 @@ class KubernetesConfig(Section):
     image: str | None = None
     """null: that of the environment variable FLEXFLEET_IMAGE, which the pipelines set to the one that tasks run in."""
     template: str | None = None
-    """The Job's YAML; null: fl_engine/backends/kubernetes/client-job.yaml."""
+    """The Job's YAML; null: fl_engine/backends/kubernetes/client-job.yaml, which says what is filled in."""
     pools: dict[str, NodePool] = Field(default={})
     """By device tier; one that is not named gets the defaults of a pool."""
     placement: Literal["pool", "device"] = "pool"
@@ -123,7 +123,7 @@ class KubernetesConfig(Section):
     orders that it was given together goes to others."""
     pending_s: Count = 600
     """A pod that has not started after so many seconds counts as failed (no node fits, the image cannot be pulled). For
-    one that waits for room or quota alone they begin anew whenever a pod of the round starts or ends."""
+    one that waits for room, quota or a queue alone they begin anew whenever a pod of the round starts or ends."""
     poll_s: Positive = 1.0
     """Seconds between two looks at Jobs, pods and answers."""
 

@@ -7,6 +7,9 @@ for its namespace's quota, or for its turn in its Job. A stuck pod is given up a
 given up when no pod of the round has started or ended for `pending_s`: then nothing moves. For a pod that should come
 after one that failed, the same holds with the longest that Kubernetes lets it wait on top of `pending_s`.
 
+All pods of a suspended Job queue. Its queue has not admitted it, or has stopped it for a more important one: then its
+pods were ended, which is no failure of theirs, and come anew when it is admitted.
+
 A lost node sends no status any more, so its pods' status stands still, and their Job starts no other pods. One sees it
 in one of two ways: the node's controller calls a pod not ready whose containers were ready, or the pod is being deleted
 and nobody confirms it. Where all pods that a Job may run at a time are on lost nodes, no other index gets its turn.
@@ -28,6 +31,7 @@ TERMINATING_S = 60.0
 REFUSED_FOR_GOOD = "violates PodSecurity"
 """What events say of pods that will never start, however long one waits (a full quota is none of these)."""
 QUOTA = "exceeded quota"
+SUSPENDED = "the Job is suspended: its queue does not admit it"
 BACK_OFF_S, LONGEST_BACK_OFF_S = 10.0, 600.0
 """Seconds after which a Job replaces the first pod of an index that fails, twice as many after each further one; and
 the most (Kubernetes' Job controller)."""
@@ -45,10 +49,13 @@ class Live:
     wanted: str
     """The resources that its pods ask a node for."""
     at_once: int
-    """How many pods it runs at a time."""
+    """How many pods it runs at a time: a queue may admit it with fewer than it asked for."""
     back_off: float
     """The most seconds that it waits before it replaces a pod that has failed."""
+    lasts: float
+    """Seconds after which it is given up, from when it was made or admitted."""
     until: float
+    suspended: bool
     clients: dict[int, int]
     """Clients that have not answered, with their index; a client that is asked again belongs to the later Job."""
     since: dict[int, float]
@@ -68,6 +75,8 @@ class Live:
 
     def lacks_pods(self) -> bool:
         """Whether a pod is missing that should be there."""
+        if self.suspended:
+            return False
         here = sum(not state.over for state in self.states.values())
         wanted = {index for index in self.clients.values() if index in self.states}
         failed = any(self.states[index].phase == "Failed" for index in wanted)
@@ -82,7 +91,7 @@ class Live:
         """Why the index's pod failed, or what it waits for; empty: nothing to report."""
         state = self.states.get(index)
         if state is None:
-            return self._refusal()
+            return SUSPENDED if self.suspended else self._refusal()
         asks = f" (the pod asks for {self.wanted})" if state.reason.startswith("Unschedulable") else ""
         return state.reason + asks
 
@@ -95,7 +104,7 @@ class Live:
         return f"{refusal}, after one that failed: {self.reason(index)}" if refusal else ""
 
 
-def live(job: Resource, now: float, until: float) -> Live:
+def live(job: Resource, now: float, lasts: float) -> Live:
     """Before the first state of its pods is known."""
     meta, pods = job["metadata"], jobs.pods_of(job)
     return Live(
@@ -106,7 +115,9 @@ def live(job: Resource, now: float, until: float) -> Live:
         wanted=jobs.wanted(job),
         at_once=job["spec"]["parallelism"],
         back_off=min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** min(10, _retries(job["spec"]))),
-        until=until,
+        lasts=lasts,
+        until=now + lasts,
+        suspended=jobs.suspended(job),
         clients={client: index for index, pod in enumerate(pods) for client in pod},
         since=dict.fromkeys(range(len(pods)), now),
     )
@@ -118,13 +129,25 @@ def _retries(spec: Resource) -> int:
     return int(limits.get("backoffLimitPerIndex", limits["backoffLimit"]))
 
 
-def hear(job: Live, pods: Iterable[Resource], now: float) -> set[int]:
-    """Records the state of the Job's pods; gives the indices of those that have started or ended since the last
-    time."""
+def hear(job: Live, found: Resource | None, pods: Iterable[Resource], now: float) -> set[int]:
+    """Records the state of the Job and of its pods; gives the indices of those that have started or ended since the
+    last time. `found`: the Job as it is, None where it is gone."""
     moved = set[int]()
     queued = {index for index in job.since if job.queues(index)}
     ending, here = {}, jobs.newest(pods, job.name)
-    for index in [i for i, state in job.states.items() if not state.over and i not in {s.index for s in here}]:
+    failed = set[int]() if found is None else jobs.failed_indexes(found)
+    if found is not None:
+        job.suspended, job.at_once = jobs.suspended(found), found["spec"]["parallelism"]
+    if job.suspended:
+        job.until = now + job.lasts
+
+    def over(state: PodState) -> bool:
+        """Whether it stays so. Of a suspended Job other pods come but after those that are done."""
+        return state.over if not job.suspended else state.phase == "Succeeded" or state.index in failed
+
+    if job.suspended:
+        here = [state for state in here if over(state)]
+    for index in [i for i, state in job.states.items() if not over(state) and i not in {s.index for s in here}]:
         # Its pod is gone, and no status said that it ended.
         del job.states[index]
         job.since[index] = now
