@@ -136,12 +136,10 @@ def _lines(tuned: Tuned) -> list[str]:
     if tuned.held_out["seeds"]:
         b, d = tuned.held_out["best"], tuned.held_out["default"]
         seeds = ", ".join(str(int(s)) for s in tuned.held_out["seeds"])
-        which, spread = f"held-out seed {seeds}", "one seed: no spread"
-        if len(b) > 1:
-            which = f"held-out seeds {seeds}"
-            spread = f"+- {measure.said(stdev(x - y for x, y in zip(b, d, strict=True)))}"
+        apart = [x - y for x, y in zip(b, d, strict=True)]
+        spread = f"+- {measure.said(stdev(apart))}" if len(apart) > 1 else "one seed: no spread"
         against = f"{tuned.measure.with_unit(mean(b))} against {tuned.measure.with_unit(mean(d))}"
-        lines.append(f"{which}: {against}, {points(tuned, tuned.gain)} ({spread})")
+        lines.append(f"held-out seeds {seeds}: {against}, {points(tuned, tuned.gain)} ({spread})")
     return lines
 
 

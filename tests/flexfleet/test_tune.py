@@ -691,7 +691,7 @@ def test_parameters_are_a_table_on_the_page_and_in_markdown() -> None:
 
 def test_one_held_out_seed_has_no_spread() -> None:
     one = FOUND.model_copy(update={"held_out": {"seeds": [7], "default": [0.80], "best": [0.83]}, "gain": 0.03})
-    line = "held-out seed 7: 83.00 % against 80.00 %, +3.00 points (one seed: no spread)"
+    line = "held-out seeds 7: 83.00 % against 80.00 %, +3.00 points (one seed: no spread)"
     assert told(one, Path("runs/a")).splitlines()[-2] == line
     assert line in page(one, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
 
