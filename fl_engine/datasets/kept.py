@@ -4,26 +4,30 @@
     <root>/<fingerprint>/data.json           name, task, mean, std
 
 `dataset.name: sha256:<fingerprint>` names them in a configuration, and `dataset.root` is the root. A folder is written
-once and never changed.
+once and never changed. The fingerprint has neither the data's name nor what else a task measures (top-5 accuracy), so
+equal arrays with another name or task lie in a folder `<fingerprint>-<the beginning of data.json's SHA-256>`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError, DataError, IntegrityError
+from fl_engine.core.errors import ConfigError, DataError, FlexfleetError, IntegrityError
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data, Task
 from fl_engine.data.files import fingerprint
-from fl_engine.storage.store import FolderStore, canonical, decode, encode
+from fl_engine.storage.store import FolderStore, canonical, decode, encode, sha256
 
 PREFIX = "sha256:"
 TENSORS, ABOUT = "data.safetensors", "data.json"
 PARTS = ("train_x", "train_y", "test_x", "test_y")
-HEX = 64
+HEX, MORE = 64, 12
+"""Digits of a fingerprint, and of the hash of data.json."""
+NAME = re.compile(rf"([0-9a-f]{{{HEX}}})(-[0-9a-f]{{{MORE}}})?")
 
 
 def is_kept(name: str) -> bool:
@@ -36,20 +40,37 @@ def keep(data: Data, root: Path, tasks: dict[str, type]) -> str:
     module. Raises DataError for a task that cannot be written down."""
     found = fingerprint(data)
     folder = FolderStore(root / found)
-    about = {"name": data.name, "task": _told(data.task, tasks), "mean": data.mean, "std": data.std}
+    about = canonical({"name": data.name, "task": _told(data.task, tasks), "mean": data.mean, "std": data.std})
+    if folder.list(ABOUT) and not _says(folder.get(ABOUT), data, tasks):
+        found = f"{found}-{sha256(about)[:MORE]}"
+        folder = FolderStore(root / found)
     if not folder.list(ABOUT):
         tensors = {part: getattr(data, part).contiguous() for part in PARTS}
         if data.natural_client is not None:
             tensors["natural_client"] = data.natural_client
         folder.put(TENSORS, encode(tensors))
-        folder.put(ABOUT, canonical(about))  # last: with this file the folder is complete
+        folder.put(ABOUT, about)  # last: with this file the folder is complete
     return PREFIX + found
+
+
+def _says(stored: bytes, data: Data, tasks: dict[str, type]) -> bool:
+    """Whether a data.json has the name and the task of these data. Options that the task did not have yet when it was
+    written have their defaults. A damaged one is no other: `read` names it."""
+    try:
+        about = json.loads(stored)
+        there = about["name"], _told(_task_of(about["task"], tasks), tasks)
+    except FlexfleetError:  # a task that cannot be imported here
+        return False
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return True
+    return canonical(there) == canonical((data.name, _told(data.task, tasks)))
 
 
 def read(root: Path, name: str, tasks: dict[str, type]) -> Data:
     """The data that `keep` named. Raises DataError where there are none, IntegrityError where they are damaged."""
     wanted = name.removeprefix(PREFIX)
-    if len(wanted) != HEX or set(wanted) - set("0123456789abcdef"):
+    form = NAME.fullmatch(wanted)
+    if form is None:
         raise ConfigError(f"dataset.name = {name!r}: after {PREFIX} the {HEX} digits of a fingerprint are expected")
     path = root / wanted
     if not (path / ABOUT).is_file():
@@ -72,7 +93,7 @@ def read(root: Path, name: str, tasks: dict[str, type]) -> Data:
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, DataError) as error:
         raise IntegrityError(f"{path} holds no data: {error}. Remove it and give the data again") from error
-    if (found := fingerprint(data)) != wanted:
+    if (found := fingerprint(data)) != form[1]:
         raise IntegrityError(f"{path} is damaged: it holds the data {found[:12]}. Remove it and give the data again")
     return data
 

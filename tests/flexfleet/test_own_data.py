@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from PIL import Image
 
 import flexfleet as ff
 from fl_engine.core.errors import IntegrityError
+from fl_engine.core.samples import Data
+from fl_engine.data.files import fingerprint
 from fl_engine.datasets import kept
 from fl_engine.tasks import TASKS, Classification, Regression
 from flexfleet.config import parse
@@ -406,6 +409,49 @@ def test_data_are_kept_once_and_read_back_whole(tmp_path: Path) -> None:
         (folder / kept.ABOUT).write_text(text)
         with pytest.raises(IntegrityError, match="holds no data"):
             kept.read(tmp_path, name, TASKS)
+
+
+def test_equal_arrays_with_another_task_or_name_are_other_data(tmp_path: Path) -> None:
+    first = Data("first", Classification(10), *[torch.arange(40.0).view(20, 2), torch.arange(20) % 10] * 2)
+    second, third = replace(first, name="second", task=Classification(10, top5=True)), replace(first, name="third")
+    names = [kept.keep(data, tmp_path, TASKS) for data in (first, second, third)]
+    assert len(set(names)) == 3 and names == [kept.keep(data, tmp_path, TASKS) for data in (first, second, third)]
+    assert names[0] == f"sha256:{fingerprint(first)}", "as ever"
+    for name, data in zip(names, (first, second, third), strict=True):
+        assert kept.is_kept(name)
+        back = kept.read(tmp_path, name, TASKS)
+        assert (back.name, back.task) == (data.name, data.task) and fingerprint(back) == fingerprint(first)
+    with pytest.raises(ff.ConfigError, match="64 digits"):
+        kept.read(tmp_path, f"{names[1]}/..", TASKS)
+
+
+def test_data_that_an_earlier_version_kept_are_the_same_data(tmp_path: Path) -> None:
+    """Whose task had fewer options."""
+    data = ff.from_arrays(NUMBERS, LABELS)
+    name = kept.keep(data, tmp_path, TASKS)
+    path = tmp_path / name.removeprefix(kept.PREFIX) / kept.ABOUT
+    about = json.loads(path.read_text())
+    del about["task"]["top5"]
+    path.write_text(json.dumps(about, indent=1))
+    assert kept.keep(data, tmp_path, TASKS) == name
+    path.write_text("damaged")
+    assert kept.keep(data, tmp_path, TASKS) == name
+    with pytest.raises(IntegrityError, match="holds no data"):
+        kept.read(tmp_path, name, TASKS)
+
+
+def test_a_second_run_of_equal_arrays_measures_what_its_own_task_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    x, y = torch.from_numpy(BYTES[:, None].copy()), torch.arange(60) % 6
+    first = Data("first", Classification(6), x, y, x, y, (0.5,), (0.3,))
+    second = replace(first, name="second", task=Classification(6, top5=True))
+    options = {"tracking.mlflow": None, "partition.proxy": 0.0, "partition.minimum": 5, "training.batch_size": 10}
+    common: dict[str, Any] = {"algorithm": "fedavg", "clients": 2, "rounds": 1, "local_epochs": 1, "progress": False}
+    ran = [ff.run(data, options=options, **common) for data in (first, second)]
+    assert ["top5/full" in result.history for result in ran] == [False, True]
+    assert ran[0].model_sha256 == ran[1].model_sha256
 
 
 def test_processes_and_a_later_command_have_the_same_data(
