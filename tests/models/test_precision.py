@@ -265,6 +265,22 @@ def test_a_detector_has_them_too(tmp_path: Path) -> None:
     assert {each.agreement for each in found.precisions.values()} == {None}
 
 
+def test_answers_are_compared_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All boxes of a large test set at once take gigabytes. The figure is that of the whole."""
+    data, at_once, observe = tiny_boxes(), list[int](), Detection.observe
+    answers = torch.randn(len(data.test_y), data.task.outputs, 4, 4, generator=torch.Generator().manual_seed(0))
+
+    def counted(task: Detection, outputs: Tensor, y: Tensor) -> Tensor:
+        at_once.append(len(y))
+        return observe(task, outputs, y)
+
+    monkeypatch.setattr(Detection, "observe", counted)
+    whole = precisions._value(data, answers)
+    monkeypatch.setattr(precisions, "OBSERVED", 7)
+    assert precisions._value(data, answers) == whole
+    assert at_once[0] == len(data.test_y) <= 128 and max(at_once[1:]) == 7 and sum(at_once[1:]) == len(data.test_y)
+
+
 def test_samples_are_normalised_in_fp32(tmp_path: Path) -> None:
     """Numbers around 1000 that differ by 0.1 are the same number in fp16."""
     x = 1000 + 0.1 * numbers(48, 18)
