@@ -29,6 +29,7 @@ from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import made_up, take
 from fl_engine.core.types import TaskContext, WorkOrder
 from fl_engine.tasks import Classification
@@ -69,13 +70,20 @@ def tensors(family: ModelFamily, trial: Trial) -> int:
     return found["peak"] + sum(t.nbytes for t in (*sent.values(), x, y))
 
 
+def images(family: ModelFamily) -> Data:
+    """Of the kind that the pools are for."""
+    x, y = torch.zeros(1, *family.input_shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    channels = family.input_shape[0]
+    return Data("made up", Classification(pools.CLASSES), x, y, x, y, (0.5,) * channels, (0.25,) * channels)
+
+
 def measured(family: ModelFamily, algorithm: FlexFL, batch: int, resident: bool) -> dict[str, list[float]]:
     """MB of M1, M2 and M3, by what is measured."""
     of_levels = trials(family, replace(algorithm, training=Training(fraction=1.0, batch_size=batch)), batch)
     found = {"tensors": [tensors(family, trial) / 1e6 for trial in of_levels]}
     if resident:
-        goal, prepare = Classification(pools.CLASSES), partial(prepare_process, ("cpu",), flush_denormal=True)
-        peaks = memory.level_peaks(family, goal, of_levels, memory.BATCHES * batch, SINGLE, prepare)
+        prepare = partial(prepare_process, ("cpu",), flush_denormal=True)
+        peaks = memory.level_peaks(family, images(family), of_levels, memory.BATCHES * batch, SINGLE, prepare)
         found["resident"] = [need / 1e6 for need in peaks.needs]
         found["with idle"] = [peak / 1e6 for peak in peaks.levels]
     return found

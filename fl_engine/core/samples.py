@@ -271,7 +271,9 @@ class Data:
         shape = _feature_view(x)
         mean = torch.tensor(self.mean, device=x.device).view(shape)
         std = torch.tensor(self.std, device=x.device).view(shape)
-        return ((x.float() / 255 if x.dtype == torch.uint8 else x) - mean) / std
+        # In place, since all samples of a client are normalised at once, and results between would lie in memory too.
+        centred = x.float().div_(255).sub_(mean) if x.dtype == torch.uint8 else x - mean
+        return centred.div_(std)
 
 
 def batch_layout(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -36,26 +36,51 @@ def check(sampler: Sampler, augment: Sequence[Augmentation], goal: Task, x: Tens
             )
 
 
-def orders(goal: Task, tasks: Sequence[LocalTask], targets: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """For each epoch and each of its steps, int64 (B, n): which samples of the concatenated data each lane sees."""
-    task, counts = tasks[0], [y.shape[0] for y in targets]
-    sizes, first = list(workload.batches(task, counts[0])), torch.tensor([0, *accumulate(counts[:-1])])
-    used, generator = sum(sizes), torch.Generator()
-    drawn: list[Tensor] = []  # lane by lane, all epochs of each
-    for own, y in zip(tasks, targets, strict=True):
-        generator.manual_seed(seeds.derive(own.seed, "order"))
-        here = y.cpu()
-        drawn += [own.sampler.epoch(goal, here, generator) for _ in range(task.epochs)]
-    if [order.shape[0] for order in drawn] != [count for count in counts for _ in range(task.epochs)]:
-        raise _strange(task.sampler)
-    if any(count != used for count in counts):
-        drawn = [order[:used] for order in drawn]
-    chosen = torch.stack(drawn).view(len(tasks), task.epochs, used)
-    least, most = chosen.flatten(1).aminmax(dim=1)
-    if any(low < 0 or high >= count for low, high, count in zip(least.tolist(), most.tolist(), counts, strict=True)):
-        raise _strange(task.sampler)  # such an index would take a sample of another lane
-    chosen += first[:, None, None]
-    return [torch.split(of_epoch, sizes) for of_epoch in chosen.permute(1, 2, 0).contiguous()]
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The lanes' samples one after the other, as `torch.cat` gives them. What lies so in memory already is not copied:
+    the samples of one lane, or those of several that were gathered and normalised together."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    row = first[0].numel()
+    places = [first.storage_offset() + row * at for at in _starts(parts)]
+    same = (first.dtype, first.shape[1:], first.untyped_storage().data_ptr())
+    if all(
+        (part.dtype, part.shape[1:], part.untyped_storage().data_ptr()) == same
+        and part.is_contiguous()
+        and part.storage_offset() == place
+        for part, place in zip(parts, places, strict=True)
+    ):
+        return first.as_strided((sum(map(len, parts)), *first.shape[1:]), (row, *first.stride()[1:]))
+    return torch.cat(list(parts))
+
+
+def _starts(parts: Sequence[Tensor]) -> list[int]:
+    return [0, *accumulate(len(part) for part in parts[:-1])]
+
+
+def orders(
+    goal: Task, tasks: Sequence[LocalTask], targets: Sequence[Tensor], *, shared: bool = False
+) -> Iterator[Sequence[Tensor]]:
+    """Epoch by epoch, for each step, int64 (B, n): which of the samples that are held together (`joined`) each lane
+    sees. `shared`: all lanes see the same samples, which are held once. Epochs are drawn when they are asked for, since
+    all of them may take more memory than the samples. Raises ModelError for what a sampler may not draw."""
+    counts = [y.shape[0] for y in targets]
+    sizes = list(workload.batches(tasks[0], counts[0]))
+    first, used = torch.tensor([0] * len(targets) if shared else _starts(targets)), sum(sizes)
+    generators = [torch.Generator().manual_seed(seeds.derive(own.seed, "order")) for own in tasks]
+    here = [y.cpu() for y in targets]
+    for _ in range(tasks[0].epochs):
+        drawn = [own.sampler.epoch(goal, y, g) for own, y, g in zip(tasks, here, generators, strict=True)]
+        if [order.shape[0] for order in drawn] != counts:
+            raise _strange(tasks[0].sampler)
+        chosen = torch.stack([order[:used] for order in drawn])
+        least, most = chosen.aminmax(dim=1)
+        bounds = zip(least.tolist(), most.tolist(), counts, strict=True)
+        if any(low < 0 or high >= count for low, high, count in bounds):
+            raise _strange(tasks[0].sampler)  # such an index would take a sample of another lane
+        chosen += first[:, None]
+        yield torch.split(chosen.T.contiguous(), sizes)
 
 
 def _strange(sampler: Sampler) -> ModelError:

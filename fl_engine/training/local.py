@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import islice
 from operator import attrgetter
 
 import torch
@@ -58,21 +60,28 @@ class Trained:
     samples: int
 
 
-def train(family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numerics = SINGLE) -> list[Trained]:
+def train(
+    family: ModelFamily,
+    goal: Task,
+    jobs: Sequence[Job],
+    numerics: Numerics = SINGLE,
+    most_steps: int | None = None,
+) -> list[Trained]:
     """Trains each job from its own copy of the weights: side by side, which needs jobs of equal `kind`, or one after
     the other with `single` numerics.
 
     With `drop_last`, a last batch smaller than `batch_size` is dropped unless it is the only one. Otherwise a client
     with few samples would train nothing, as in the authors' code, whose loader yields no batch there. The bits depend
-    on the job and the numerics alone: all randomness comes from `task.seed`.
+    on the job and the numerics alone: all randomness comes from `task.seed`. `most_steps`: an epoch ends after so many,
+    for measurements. Raises ModelError for what cannot be trained.
     """
     if any(len(job.y) == 0 for job in jobs):
         raise ModelError("a client without samples cannot train")
     if numerics.strategy == "single" or not can_share(jobs[0].task):
-        return [trained for job in jobs for trained in _train(family, goal, [job], numerics)]
+        return [trained for job in jobs for trained in _train(family, goal, [job], numerics, most_steps)]
     if len(jobs) == 1:  # a single lane has other bits than one of several, so a copy runs beside it
-        return _train(family, goal, [*jobs, *jobs], numerics)[:1]
-    return _train(family, goal, jobs, numerics)
+        return _train(family, goal, [*jobs, *jobs], numerics, most_steps)[:1]
+    return _train(family, goal, jobs, numerics, most_steps)
 
 
 def can_share(task: LocalTask) -> bool:
@@ -93,10 +102,12 @@ def kind(layout: ParamLayout, task: LocalTask, samples: int, remembered: frozens
 _rest = attrgetter(*(f.name for f in fields(LocalTask) if f.name not in ("spec", "seed")))
 
 
-def _train(family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numerics) -> list[Trained]:
+def _train(
+    family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numerics, most_steps: int | None
+) -> list[Trained]:
     with opened(family, goal, jobs, numerics) as session:
         for _ in range(jobs[0].task.epochs):
-            session.epoch()
+            session.epoch(most_steps)
     return session.trained()
 
 
@@ -124,9 +135,9 @@ class Session:
         self._tasks, self._state = [job.task for job in jobs], lanes.stack([job.start for job in jobs], self._device)
         weights = {name: t.requires_grad_() for name, t in self._state.items() if not is_statistic(name)}
         self._weights = list(weights.values())
-        alone = len(jobs) == 1  # no copy: in central training these are all samples
-        self._x = jobs[0].x if alone else torch.cat([job.x for job in jobs])
-        self._y = jobs[0].y if alone else torch.cat([job.y for job in jobs])
+        shared = all(job.x is jobs[0].x and job.y is jobs[0].y for job in jobs)
+        held = jobs[:1] if shared else jobs
+        self._x, self._y = batches.joined([job.x for job in held]), batches.joined([job.y for job in held])
         self._moments: Params = {}
         self._own = own.parameters_of(weights) if own.is_own(task) else {}
         """One's own code is given these instead of the weights (1, ...), whose memory they share."""
@@ -149,13 +160,15 @@ class Session:
             self._objective = own.objective(
                 family, goal, task, jobs[0].start, self._y, self._state, self._own, numerics, dropped, borrowed
             )
-        self._orders = batches.orders(goal, self._tasks, [job.y for job in jobs])
+        self._draw = partial(batches.orders, goal, self._tasks, [job.y for job in jobs], shared=shared)
+        self._orders = self._draw()
 
-    def epoch(self) -> None:
-        task, order = self._tasks[0], self._orders[self.done]
+    def epoch(self, most_steps: int | None = None) -> None:
+        """One epoch, or the first steps of it."""
+        task, order = self._tasks[0], next(self._orders)
         if isinstance(task.optimizer, Adam) and task.optimizer.reset:
             steps.forget(self._moments)
-        for chosen_bn in order:
+        for chosen_bn in order[:most_steps]:
             rate = task.schedule.rate(task.optimizer.lr, self.steps, len(order), task.epochs)
             chosen = chosen_bn.to(self._device)
             x, y = batches.gathered(self._goal, self._x, self._y, chosen, self._tasks, self.steps)
@@ -206,7 +219,7 @@ class Session:
             or set(streams) != set(self._streams)
             or (SCALE in moments) != (self._scale is not None)
             or set(counted) != {"loss", "done", "steps", "samples"}
-            or int(counted["done"]) > len(self._orders)
+            or int(counted["done"]) > self._tasks[0].epochs
         ):
             raise ModelError(
                 "the snapshot is of another training: its network, dropout or epochs differ from this task's; resume "
@@ -225,6 +238,7 @@ class Session:
             stream.set_state(streams[name])
         self.total.copy_(counted["loss"])
         self.done, self.steps, self.samples = (int(counted[name]) for name in ("done", "steps", "samples"))
+        self._orders = islice(self._draw(), self.done, None)
 
 
 def _in_half(job: Job) -> Job:

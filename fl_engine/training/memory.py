@@ -21,10 +21,11 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.fields import STRICT
-from fl_engine.core.samples import Task
+from fl_engine.core.samples import Data, Task
 from fl_engine.core.slicing import full_shapes, is_statistic, made_up, shapes, take
 from fl_engine.core.system import of_posix
 from fl_engine.core.types import LocalTask, Params, Pool, SubmodelSpec
@@ -66,33 +67,36 @@ class Trial:
 
 def level_peaks(
     family: ModelFamily,
-    goal: Task,
+    data: Data,
     trials: Sequence[Trial],
     samples: int,
     numerics: Numerics,
     prepare: Callable[[], None],
 ) -> Peaks:
-    """Measures each trial in a process of its own, which holds `samples` samples of a client and trains three batches
-    of them. `prepare` is called there first, and sets the process up as a client's. Raises EnvironmentFailure where
-    such a process dies: it is killed for lack of memory, or training fails in it."""
-    found = [measured(family, goal, trial, samples, numerics, prepare) for trial in trials]
+    """Measures each trial in a process of its own, which normalises `samples` made-up samples like those of `data`, as
+    a client does, and trains three batches of them. `prepare` is called there first, and sets the process up as a
+    client's. Raises EnvironmentFailure where such a process dies: it is killed for lack of memory, or training fails in
+    it."""
+    found = [measured(family, data, trial, samples, numerics, prepare) for trial in trials]
     base = max(before for before, _ in found)
     return Peaks(base, tuple(base + peak - before for before, peak in found))
 
 
 def measured(
-    family: ModelFamily, goal: Task, trial: Trial, samples: int, numerics: Numerics, prepare: Callable[[], None]
+    family: ModelFamily, data: Data, trial: Trial, samples: int, numerics: Numerics, prepare: Callable[[], None]
 ) -> tuple[int, int]:
     """One trial of `level_peaks`: (resident memory before, and at the peak) in bytes. Raises as it does."""
     what = f"training {trial.name} once, to see how much memory it takes,"
     short = "give the coordinator as much memory as the largest level takes"
-    before, peak = answer_of(what, short, _measure, family, goal, trial, samples, numerics, prepare)
+    nothing = torch.arange(0)
+    kind = data.part(nothing, nothing)  # without samples, which would have to travel
+    before, peak = answer_of(what, short, _measure, family, kind, trial, samples, numerics, prepare)
     return int(before), int(peak)
 
 
 def _measure(
     family: ModelFamily,
-    goal: Task,
+    kind: Data,
     trial: Trial,
     samples: int,
     numerics: Numerics,
@@ -100,20 +104,27 @@ def _measure(
 ) -> tuple[int, int]:
     prepare()
     before = resident_peak()
-    sent, count = made_up_weights(family, trial.sent), min(samples, BATCHES * trial.task.batch_size)
-    job = made_up_job(family, goal, trial, samples, sent)
+    sent = made_up_weights(family, trial.sent)  # held while it trains, as a client holds its order
+    job = made_up_job(family, kind.task, trial, sent, kind.normalise(_made_up_like(family, kind, samples)))
     task = replace(job.task, epochs=1)
     if task.widths and task.sandwich is None:  # so few steps may not draw the largest
         task = replace(task, widths=(task.spec,))
-    train(family, goal, [replace(job, task=task, x=job.x[:count], y=job.y[:count])], numerics)
+    train(family, kind.task, [replace(job, task=task)], numerics, most_steps=BATCHES)
     return before, resident_peak()
 
 
-def made_up_job(family: ModelFamily, goal: Task, trial: Trial, samples: int, sent: Params) -> Job:
-    """What a client trains in a trial that was `sent` these weights, with so many made-up samples."""
+def made_up_job(family: ModelFamily, goal: Task, trial: Trial, sent: Params, x: Tensor) -> Job:
+    """What a client trains in a trial that was `sent` these weights and has these samples, with made-up targets."""
     received = take(sent, family.layout(), trial.task.spec, have=trial.sent)
+    return Job(trial.task, received, x, goal.examples(len(x), torch.Generator().manual_seed(0)))
+
+
+def _made_up_like(family: ModelFamily, kind: Data, samples: int) -> Tensor:
+    """Samples that are not normalised yet."""
     generator = torch.Generator().manual_seed(0)
-    return Job(trial.task, received, made_up(family, samples, generator), goal.examples(samples, generator))
+    if not kind.has_images:
+        return made_up(family, samples, generator)
+    return torch.randint(256, (samples, *family.input_shape), dtype=torch.uint8, generator=generator)
 
 
 def made_up_weights(family: ModelFamily, spec: SubmodelSpec) -> Params:

@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from fl_engine.core import workload
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.samples import Task
+from fl_engine.core.slicing import made_up
 from fl_engine.training import memory, power
 from fl_engine.training.apart import answer_of
 from fl_engine.training.local import Job, train
@@ -59,7 +62,8 @@ def _measure(
 
 
 def _pace(family: ModelFamily, goal: Task, trial: Trial, samples: int, numerics: Numerics, seconds: float) -> Pace:
-    whole = memory.made_up_job(family, goal, trial, samples, memory.made_up_weights(family, trial.sent))
+    x = made_up(family, samples, torch.Generator().manual_seed(0))
+    whole = memory.made_up_job(family, goal, trial, memory.made_up_weights(family, trial.sent), x)
     step = _cut(whole, 1)
     train(family, goal, [step], numerics)  # makes ready what the others use again
     started = time.perf_counter()

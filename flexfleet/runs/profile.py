@@ -122,7 +122,7 @@ def _levels(resolved: Resolved, room: int | None, seconds: float) -> tuple[list[
     room = _room() if room is None else room
     trials = trials_of(run, plan.orders)
     given = (samples, numerics, prepare)
-    found = [_peak(trial, partial(memory.measured, family, goal, trial, *given)) for trial in trials]
+    found = [_peak(trial, partial(memory.measured, family, resolved.data, trial, *given)) for trial in trials]
     if not any(found):
         raise EnvironmentFailure("no level of the pool can be trained here: the errors are above")
     base = max(before for before, _ in filter(None, found))

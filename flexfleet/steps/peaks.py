@@ -33,7 +33,7 @@ def peaks_of(run: Run, initial: Any) -> Peaks:
         samples = min(site.most, BATCHES * max(trial.task.batch_size for trial in trials))
     log.info("measuring how much memory training each of %d levels takes", len(trials))
     prepare = partial(prepare_process, ("cpu",), flush_denormal=site.numerics.flush_denormal)
-    found = level_peaks(site.family, data.task, trials, samples, site.numerics, prepare)
+    found = level_peaks(site.family, data, trials, samples, site.numerics, prepare)
     held = sum(part.nbytes for part in (data.train_x, data.train_y, data.test_x, data.test_y))
     for trial, need in zip(trials, found.needs, strict=True):
         log.info("training %s takes %.1f MiB", trial.name, need / 2**20)

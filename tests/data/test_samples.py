@@ -15,6 +15,7 @@ from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data, Measured, Metric
 from fl_engine.tasks import Classification, Regression
 from fl_engine.training.evaluation import score
+from fl_engine.training.step_memory import counted
 
 IMAGES = {
     "name": "made", "task": Classification(3), "train_x": torch.zeros(6, 1, 2, 2, dtype=torch.uint8),
@@ -205,3 +206,20 @@ def test_what_a_task_measures_has_names_that_results_can_hold(
     data = Data(**{**TABLE, "task": Measures()})
     with pytest.raises(DataError, match=f"^{re.escape(wrong)}"):
         score(nn.Linear(2, 1), data, ensemble=False)
+
+
+MEAN, STD = (0.1, 0.4, 0.9), (0.2, 0.3, 0.7)
+
+
+@pytest.mark.parametrize("kind", ["images", "floats"])
+def test_samples_are_normalised_in_one_copy_of_them(kind: str) -> None:
+    """And stay as they are. A device normalises all that it trains on at once."""
+    raw = torch.randint(256, (50, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    x = raw if kind == "images" else 40 * raw.float()
+    data = Data("x", Classification(2), x, torch.arange(50) % 2, x, torch.arange(50) % 2, MEAN, STD)
+    with counted("cpu") as found:
+        normalised = data.normalise(data.train_x)
+    assert 4 * x.numel() <= found["peak"] < 4.1 * x.numel()
+    given = raw.float() / 255 if kind == "images" else 40 * raw.float()
+    assert torch.equal(normalised, (given - torch.tensor(MEAN).view(1, 3, 1, 1)) / torch.tensor(STD).view(1, 3, 1, 1))
+    assert torch.equal(data.train_x, raw if kind == "images" else 40 * raw.float())

@@ -43,7 +43,7 @@ from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import TinyLSTM
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
-from fl_engine.training import lanes, strategy
+from fl_engine.training import batches, lanes, strategy
 from fl_engine.training.local import Job, kind, train
 from fl_engine.training.numerics import SINGLE, Numerics
 
@@ -348,3 +348,52 @@ def test_weights_that_do_not_fit_are_named() -> None:
     wrong.pop("classifier.bias")
     with pytest.raises(ModelError, match=r"classifier\.bias: missing"):
         network.bind(wrong, list)
+
+
+# ----------------------------------------------------------------------------------------- samples held together
+def test_samples_of_lanes_are_copied_only_where_they_lie_apart() -> None:
+    whole = torch.randn(9, 2, 3)
+    parts = torch.split(whole, [4, 1, 4])
+    here = whole.data_ptr()
+    assert batches.joined(parts).data_ptr() == here and torch.equal(batches.joined(parts), whole)
+    assert batches.joined(parts[1:]).data_ptr() == parts[1].data_ptr()
+    assert torch.equal(batches.joined(parts[1:]), whole[4:])
+    assert batches.joined(parts[:1]) is parts[0]
+    apart: list[list[Tensor]] = [
+        [whole[:4], whole[5:]],
+        [whole[5:], whole[:4]],
+        [whole[:4], whole[4:].clone()],
+        [whole[:4], whole[:4]],
+        [whole[:, :1], whole[:, 1:]],
+        [whole[::2], whole[1::2]],
+    ]
+    for each in apart:
+        assert torch.equal(batches.joined(each), torch.cat(each)) and batches.joined(each).data_ptr() != here
+
+
+def test_a_copy_beside_a_client_that_is_alone_holds_no_samples_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And sees the same ones, in the same order: those of lanes that have the samples each for itself."""
+    held: list[Tensor] = []
+    gathered = batches.gathered
+
+    def seen(goal: Any, x: Tensor, *others: Any) -> Any:
+        held.append(x)
+        return gathered(goal, x, *others)
+
+    monkeypatch.setattr(batches, "gathered", seen)
+    family = FAMILIES["small"]
+    one = job(family, TASK, 0)
+    (alone,) = train(family, Classification(4), [one], BATCHED)
+    assert all(x is one.x for x in held) and held
+    other = replace(one, x=one.x.clone())
+    held.clear()
+    beside, _ = train(family, Classification(4), [one, other], BATCHED)
+    assert len(held[0]) == 2 * len(one.x)
+    assert_same_bits(alone.params, beside.params)
+
+
+def test_most_steps_ends_each_epoch_early() -> None:
+    family = FAMILIES["small"]
+    for numerics in (SINGLE, BATCHED):
+        (found,) = train(family, Classification(4), [job(family, TASK, 0)], numerics, most_steps=2)
+        assert (found.steps, found.samples) == (4, 20), "of 3 steps in each of two epochs"

@@ -17,23 +17,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.algorithms import FedX, FjORD, FlexFL
+from fl_engine.algorithms import AllLarge, FedX, FjORD, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, made_up, take
-from fl_engine.core.types import Params, Pool
+from fl_engine.core.types import ClientUpdate, Params, Pool
+from fl_engine.exchange.client import Site, execute
+from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.preparation import assumed
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import TRAINING, tiny_site
+from fl_engine.testing.tiny import TRAINING, context_of, start_of, tiny_fleet, tiny_site
 from fl_engine.training import memory
+from fl_engine.training.apart import answer_of
 from fl_engine.training.local import Job, opened
 from fl_engine.training.memory import Peaks, Trial
-from fl_engine.training.numerics import SINGLE
+from fl_engine.training.numerics import SINGLE, Numerics
 from fl_engine.training.step_memory import counted
 from flexfleet.steps import peaks
 from flexfleet.steps.peaks import check_prunes, trials_of
@@ -114,6 +118,15 @@ GOAL = Classification(10)
 BATCH = 40
 
 
+def images(count: int) -> Data:
+    x = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(count) % 10
+    return Data("images", GOAL, x, y, x[:10], y[:10], (0.5,) * 3, (0.2,) * 3)
+
+
+DATA = images(10)
+
+
 def flexfl_trials(kd_weight: float = 10.0) -> tuple[Pool, list[Trial]]:
     """Of FlexFL's smallest, middle and largest level."""
     algorithm = FlexFL(training=Training(fraction=0.25, batch_size=BATCH), kd_weight=kd_weight, adaptive_size=None)
@@ -141,7 +154,7 @@ def test_measured_peaks_are_those_of_the_tensors_that_are_alive() -> None:
     the largest takes more than the smallest is within 40 %. They grow far less than the parameters do."""
     pool, (smallest, *_, largest) = flexfl_trials()
     held = bytearray(600 * 2**20)  # what a coordinator holds does not count
-    peaks = memory.level_peaks(VGG, GOAL, (smallest, largest), 3 * BATCH, SINGLE, PREPARE)
+    peaks = memory.level_peaks(VGG, DATA, (smallest, largest), 3 * BATCH, SINGLE, PREPARE)
     assert len(held) and peaks.base < 600 * 2**20
     expected = [predicted(trial) for trial in (smallest, largest)]
     for counted_bytes, need in zip(expected, peaks.needs, strict=True):
@@ -164,9 +177,43 @@ def test_teachers_and_the_batch_take_their_part() -> None:
 def test_a_process_that_dies_is_told_with_its_level() -> None:
     _, trials = flexfl_trials()
     with pytest.raises(EnvironmentFailure, match=r"training M1 once, .* ended with exit code 9"):
-        memory.level_peaks(VGG, GOAL, trials[:1], 10, SINGLE, partial(sys.exit, 9))
+        memory.level_peaks(VGG, DATA, trials[:1], 10, SINGLE, partial(sys.exit, 9))
     with pytest.raises(EnvironmentFailure, match=r"ended with signal 9: give the coordinator as much memory"):
-        memory.level_peaks(VGG, GOAL, trials[:1], 10, SINGLE, partial(signal.raise_signal, signal.SIGKILL))
+        memory.level_peaks(VGG, DATA, trials[:1], 10, SINGLE, partial(signal.raise_signal, signal.SIGKILL))
+
+
+CNN, SAMPLES = SmallCNN((3, 32, 32), 10), 3000
+
+
+def site_of_one_client(numerics: Numerics) -> tuple[Site, AllLarge]:
+    training = Training(fraction=1.0, epochs=2, batch_size=10, drop_last=False)
+    algorithm = AllLarge(training=training, eligible="all")
+    site = tiny_site(algorithm, CNN, data=images(SAMPLES), sizes=(SAMPLES,), fleet=tiny_fleet(1))
+    return replace(site, numerics=numerics), algorithm
+
+
+def client_at_work(numerics: Numerics) -> tuple[int, int]:
+    """In a process of its own that has read the data: (resident memory before, and at the peak of) a whole order."""
+    PREPARE()
+    site, algorithm = site_of_one_client(numerics)
+    (order,) = algorithm.plan(start_of(algorithm, site), context_of(site, 0)).orders
+    before = memory.resident_peak()
+    assert isinstance(execute(algorithm, order, site), ClientUpdate)
+    return before, memory.resident_peak()
+
+
+@pytest.mark.parametrize("numerics", [SINGLE, Numerics("batched", 8)], ids=["single", "batched"])
+def test_a_client_takes_what_was_planned_for_it(numerics: Numerics) -> None:
+    """Its 3,000 images are 37 MB of float32, which lie twice in memory while they are normalised."""
+    site, algorithm = site_of_one_client(numerics)
+    run = Run(algorithm, site, RoundsConfig(stop=1))
+    orders = algorithm.plan(start_of(algorithm, site), context_of(site, 0)).orders
+    (*_, whole) = trials_of(run, orders)
+    (planned,) = memory.level_peaks(CNN, site.data, [whole], SAMPLES, numerics, PREPARE).needs
+    before, peak = answer_of("a client", "", client_at_work, numerics)
+    print(f"took {(peak - before) / 1e6:.1f} MB, planned {planned / 1e6:.1f} MB")
+    assert peak - before < 1.03 * planned, "or a device with room for the plan alone runs out of memory"
+    assert planned < 1.2 * (peak - before)
 
 
 # ------------------------------------------------------------------------------------------------- what is tried

@@ -153,5 +153,21 @@ def test_a_sampler_of_ones_own_draws_as_many_as_there_are_and_no_others(draws: S
     """An index beyond the client's samples would be a sample of whoever trains beside it."""
     tasks, targets = [replace(TASK, sampler=Wrong(draws=tuple(draws)))] * 2, [torch.arange(4)] * 2
     with pytest.raises(ModelError, match=r"Wrong\.epoch gave invalid indices: for N samples it must give int64"):
-        orders(FOUR, tasks, targets)
-    assert len(orders(FOUR, [replace(TASK, sampler=Wrong(draws=(3, 3, 0, 1)))], targets[:1])) == 2
+        next(orders(FOUR, tasks, targets))
+    assert len(list(orders(FOUR, [replace(TASK, sampler=Wrong(draws=(3, 3, 0, 1)))], targets[:1]))) == 2
+
+
+def test_epochs_are_drawn_when_they_are_asked_for() -> None:
+    """All of a long training may take more memory than its samples."""
+    asked: list[int] = []
+
+    @dataclass(frozen=True)
+    class Counted(Shuffle):
+        def epoch(self, goal: Task, y: Tensor, generator: torch.Generator) -> Tensor:
+            asked.append(len(y))
+            return super().epoch(goal, y, generator)
+
+    drawn = orders(FOUR, [replace(TASK, epochs=1000, sampler=Counted())] * 2, [torch.arange(4), torch.arange(4)])
+    assert asked == []
+    next(drawn), next(drawn)
+    assert asked == [4] * 4, "two epochs of two lanes"
