@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import PoolError
+from fl_engine.core.samples import split
 from fl_engine.core.slicing import contains, count_params, full_shapes, runnable, shapes
 from fl_engine.core.types import FULL, Params, Pool, PoolModel, SubmodelSpec
 from fl_engine.core.widths import check_cuttable
@@ -54,11 +55,12 @@ def measure_apoz(family: ModelFamily, params: Params, x_nchw: Tensor, batch_size
 
         return hook
 
+    parts = split(x_nchw, batch_size, module)  # before anything is counted
     modules = dict(module.named_modules())
     for name in names:
         modules[name].register_forward_hook(count(name))
     with torch.no_grad():
-        for x in torch.split(x_nchw, batch_size):
+        for x in parts:
             module(x)
     layers = family.prunable()
     shares = [[zeros[n] / entries[n] for n in layer.activations] for layer in layers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -279,6 +279,21 @@ class Data:
 def batch_layout(x: Tensor) -> Tensor:
     """A batch as networks take it in memory: maps channels last, anything else row by row."""
     return x.contiguous(memory_format=torch.channels_last if x.dim() == IMAGE_AXES else torch.contiguous_format)
+
+
+def split(x: Tensor, batch_size: int, answer: Callable[[Tensor], object]) -> Sequence[Tensor]:
+    """Samples (N, ...) in batches for a network in evaluation, whose function is `answer`. A last batch of one sample
+    joins the batch before it where the network cannot answer it, as batch norm without running statistics cannot for
+    one value per channel."""
+    parts = torch.split(x, batch_size)
+    if len(parts) == 1 or len(parts[-1]) > 1:
+        return parts
+    try:
+        with torch.no_grad():
+            answer(parts[-1])
+    except ValueError:
+        return (*parts[:-2], x[-batch_size - 1 :])
+    return parts
 
 
 def _features(x: Tensor) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
-from fl_engine.core.samples import Data, batch_layout
+from fl_engine.core.samples import Data, batch_layout, split
 from fl_engine.core.slicing import runnable
 from fl_engine.core.types import FULL, Params
 
@@ -32,8 +32,12 @@ def pooled(family: ModelFamily, params: Params, data: Data, batch_size: int = 12
         else:
             found.append(x.flatten(1, -2).mean(1) if x.dim() > 2 else x)
 
+    def answer(x: Tensor) -> None:
+        module(batch_layout(data.normalise(x)))
+
+    parts = split(data.train_x, batch_size, answer)
     layers[-1].register_forward_pre_hook(look)
     with torch.no_grad():
-        for x in torch.split(data.train_x, batch_size):
-            module(batch_layout(data.normalise(x)))
+        for x in parts:
+            answer(x)
     return torch.cat(found).float().numpy()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fl_engine.core import seeds, workload
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import ModelError
+from fl_engine.core.errors import ModelError, first_line
 from fl_engine.core.samples import Task, batch_layout
 from fl_engine.core.slicing import is_statistic, largest, take
 from fl_engine.core.types import SGD, Adam, LocalTask, OwnOptimizer, ParamLayout, Params, SubmodelSpec
@@ -164,7 +164,7 @@ class Session:
         self._orders = self._draw()
 
     def epoch(self, most_steps: int | None = None) -> None:
-        """One epoch, or the first steps of it."""
+        """One epoch, or the first steps of it. Raises ModelError where a batch of one sample cannot be trained."""
         task, order = self._tasks[0], next(self._orders)
         if isinstance(task.optimizer, Adam) and task.optimizer.reset:
             steps.forget(self._moments)
@@ -172,7 +172,15 @@ class Session:
             rate = task.schedule.rate(task.optimizer.lr, self.steps, len(order), task.epochs)
             chosen = chosen_bn.to(self._device)
             x, y = batches.gathered(self._goal, self._x, self._y, chosen, self._tasks, self.steps)
-            loss_n = self._objective(batch_layout(x), y)
+            try:
+                loss_n = self._objective(batch_layout(x), y)
+            except ValueError as error:
+                if len(chosen) > 1 or "Expected more than 1" not in str(error):  # torch's words, of a norm of the batch
+                    raise
+                raise ModelError(
+                    f"a batch of one sample cannot be trained: {first_line(error)}; leave out a last batch that is not "
+                    "full (training.drop_last=true, central.drop_last=true), or set another batch_size"
+                ) from error
             for weight in (*self._weights, *self._own.values()):
                 weight.grad = None
             scale = self._scale

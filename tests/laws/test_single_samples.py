@@ -1,0 +1,139 @@
+"""A last batch of one sample: batch norm refuses one value per channel, so it joins another batch or is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.errors import ModelError
+from fl_engine.core.pool import measure_apoz
+from fl_engine.core.samples import Data, split
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import FULL, SGD, LocalTask
+from fl_engine.models.traced import from_module
+from fl_engine.preparation.confusion import measure_confusion
+from fl_engine.tasks import Classification
+from fl_engine.testing.tiny import TinyNet
+from fl_engine.training.activations import pooled
+from fl_engine.training.central import train_centrally
+
+SAMPLES = 65
+
+
+class Vectors(nn.Module):
+    """Its batch norm has running statistics, as torch's has by default: it is of the batch in training only."""
+
+    running = True
+
+    def __init__(self, outputs: int = 4) -> None:
+        super().__init__()
+        self.a, self.bn = nn.Linear(5, 16), nn.BatchNorm1d(16, track_running_stats=self.running)
+        self.relu, self.b = nn.ReLU(), nn.Linear(16, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.b(self.relu(self.bn(self.a(x))))
+        return found
+
+
+class OfTheBatch(Vectors):
+    running = False
+
+
+def family_of(network: type[nn.Module]) -> ModelFamily:
+    made: ModelFamily = from_module(network)((5,), 4)
+    return made
+
+
+def numbers(count: int = SAMPLES) -> Data:
+    x, y = torch.randn(count, 5, generator=torch.Generator().manual_seed(0)), torch.arange(count) % 4
+    return Data("numbers", Classification(4), x, y, x, y)
+
+
+def centrally(batch_size: int, drop_last: bool) -> list[Any]:
+    family = family_of(Vectors)
+    task = LocalTask(FULL, SGD(0.01), epochs=1, batch_size=batch_size, drop_last=drop_last, seed=0)
+    return list(train_centrally(family, numbers(), task, initial_params(family, 0)))
+
+
+def test_central_training_says_what_to_do_about_it() -> None:
+    said = r"a batch of one sample cannot be trained: Expected more than 1 value .*central\.drop_last=true.* batch_size"
+    with pytest.raises(ModelError, match=said):
+        centrally(32, drop_last=False)
+    assert len(centrally(32, drop_last=True)) == len(centrally(30, drop_last=False)) == 1
+
+
+def test_so_does_the_training_whose_mistakes_become_wrong_labels() -> None:
+    data = numbers(126)  # of which 101 are trained on
+    with pytest.raises(ModelError, match=r"a batch of one sample cannot be trained: .* another batch_size"):
+        measure_confusion(family_of(Vectors), data, seed=0, epochs=1, lr=1e-3, batch_size=100)
+    assert measure_confusion(family_of(Vectors), data, seed=0, epochs=1, lr=1e-3, batch_size=99).matrix.sum() == 25
+
+
+class Refuses(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("a mistake of one's own")
+
+
+def test_what_else_a_network_refuses_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TinyNet, "module", lambda *_: nn.Sequential(Refuses()))
+    family = TinyNet()
+    task = LocalTask(FULL, SGD(0.01), epochs=1, batch_size=1, drop_last=False, seed=0)
+    x, y = torch.zeros(2, *family.input_shape, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    data = Data("x", Classification(family.outputs), x, y, x, y, (0.5,), (0.5,))
+    with pytest.raises(ValueError, match="a mistake of one's own"):
+        list(train_centrally(family, data, task, {}))
+
+
+@pytest.mark.parametrize("network", [Vectors, OfTheBatch])
+def test_activations_are_measured_of_every_sample(network: type[nn.Module]) -> None:
+    """With statistics of the batch the last sample is measured beside the batch before it; else batches are of 32."""
+    family, data = family_of(network), numbers()
+    params = initial_params(family, 0)
+    module = family.module().eval()
+    module.load_state_dict(params)
+    sizes = [32, 33] if network is OfTheBatch else [32, 32, 1]
+    seen: list[Tensor] = []
+    module.b.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    with torch.no_grad():
+        for part in torch.split(data.train_x, sizes):
+            module(part)
+    wanted = torch.cat(seen)
+    assert np.array_equal(pooled(family, params, data, batch_size=32), wanted.numpy())
+    (found,) = measure_apoz(family, params, data.train_x, batch_size=32)
+    assert found == int((wanted == 0).sum()) / wanted.numel()
+
+
+def test_a_last_sample_joins_only_where_it_cannot_be_answered_alone() -> None:
+    x = torch.arange(9).view(9, 1)
+    asked: list[list[int]] = []
+
+    def answers(part: Tensor) -> None:
+        asked.append(part.flatten().tolist())
+
+    def refuses(part: Tensor) -> None:
+        raise ValueError
+
+    def sizes(count: int, batch: int, answer: Callable[[Tensor], object]) -> Sequence[int]:
+        parts = split(x[:count], batch, answer)
+        assert torch.equal(torch.cat(list(parts)), x[:count])
+        return [len(part) for part in parts]
+
+    assert sizes(9, 4, answers) == [4, 4, 1] and asked == [[8]]
+    assert sizes(9, 4, refuses) == [4, 5]
+    for answer in (answers, refuses):
+        assert sizes(8, 4, answer) == [4, 4] and sizes(1, 4, answer) == [1] and sizes(7, 4, answer) == [4, 3]
+    assert asked == [[8]], "only a last single one is tried"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
