@@ -211,7 +211,9 @@ class RunConfig(Section):
     forward and backward pass in float16, with a scaled loss; on a CPU bf16. fp16: weights, samples and gradients in
     float16, nothing scaled, and no training.weight_decay (FedAIoT's half precision); one client at a time, and slow on
     most CPUs. auto: bf16 where the processor or the GPU multiplies it, amp on GPUs of compute capability 7.x, else
-    fp32, as it is on the machine that coordinates; run.json says which, and a resumed run keeps it."""
+    fp32, as it is on the machine that coordinates; run.json says which, and a resumed run keeps it. On a CPU bf16 and
+    amp may round a client that trains side by side with others differently for other ones beside it (rarely):
+    strategy=single keeps the bits equal."""
 
     @property
     def apart(self) -> bool:
