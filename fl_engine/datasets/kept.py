@@ -35,6 +35,11 @@ def is_kept(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
+def holds(root: Path, name: str) -> bool:
+    """Whether the data of this name lie below `root`."""
+    return (root / name.removeprefix(PREFIX) / ABOUT).is_file()
+
+
 def keep(data: Data, root: Path, tasks: dict[str, type]) -> str:
     """Writes the data below `root` if they are not there; returns their name. `tasks`: by name, those that need no
     module. Raises DataError for a task that cannot be written down."""
@@ -73,10 +78,10 @@ def read(root: Path, name: str, tasks: dict[str, type]) -> Data:
     if form is None:
         raise ConfigError(f"dataset.name = {name!r}: after {PREFIX} the {HEX} digits of a fingerprint are expected")
     path = root / wanted
-    if not (path / ABOUT).is_file():
+    if not holds(root, name):
         raise DataError(
             f"{path} does not exist: these are data that were given in Python. Give them again, or set dataset.root to "
-            "the folder .data of the store where they were given"
+            "the folder .data of the store where they were given (flexfleet.load also finds it in the store of the run)"
         )
     folder = FolderStore(path)
     try:

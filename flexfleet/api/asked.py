@@ -29,6 +29,8 @@ from flexfleet.config.overrides import PARAMETERS, whole
 from flexfleet.config.read import MAPPINGS, giving_way, meet, names_first, parse
 
 MAIN = "__main__"
+OWN_DATA = ".data"
+"""Folder of the data that were given, in a store."""
 
 
 class Default(str):
@@ -165,7 +167,7 @@ def _dataset(value: Any, store: str) -> dict[str, Any]:
     if isinstance(value, str):
         return {"dataset.name": str(value)}
     if isinstance(value, Data):
-        root = (Path(store) / ".data").resolve()
+        root = (Path(store) / OWN_DATA).resolve()
         return {"dataset.name": kept.keep(value, root, TASKS), "dataset.root": str(root)}
     hint = ""
     if isinstance(value, tuple) or hasattr(value, "shape"):
@@ -175,6 +177,19 @@ def _dataset(value: Any, store: str) -> dict[str, Any]:
     elif hasattr(value, "__getitem__"):
         hint = ": flexfleet.from_torch(train)"
     raise ConfigError(f"dataset: a name or data are expected, got {type(value).__name__}{hint}")
+
+
+def with_own_data(config: Config, folder: Path) -> Config:
+    """Of the run in `folder`: where the data that were given are not any more where it began, but in the store that it
+    is in now, those, as after a move of the whole store. Their name is their fingerprint: no other samples have it."""
+    name, root = config.dataset.name, config.dataset.root
+    if not kept.is_kept(name) or (root is not None and kept.holds(Path(root), name)):
+        return config
+    stores = folder.parents  # more than one: a run of a comparison or a study lies deeper in its store
+    found = next((store / OWN_DATA for store in stores if kept.holds(store / OWN_DATA, name)), None)
+    if found is None:
+        return config
+    return config.model_copy(update={"dataset": config.dataset.model_copy(update={"root": str(found)})})
 
 
 def _model(value: Any, store: str) -> dict[str, Any]:

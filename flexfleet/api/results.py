@@ -28,6 +28,7 @@ from fl_engine.storage.store import decode
 from fl_engine.training.evaluation import weights_of
 from fl_engine.training.guest import guest
 from fl_engine.training.numerics import describe, differing, flushes
+from flexfleet.api.asked import with_own_data
 from flexfleet.api.tables import table, to_html
 from flexfleet.config import Config, codecs, parse_schema, parse_with_algorithm
 from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile
@@ -104,7 +105,8 @@ class Result:
         with code.enabled_within(), guest():
             own_code.enable(self._run, self.folder)
             if self._made is None:
-                self._made = Resolved(*parse_with_algorithm(own_code.stored(self._run)))
+                config, algorithm = parse_with_algorithm(own_code.stored(self._run))
+                self._made = Resolved(with_own_data(config, self.folder), algorithm)
             yield self._made
 
     @cached_property
@@ -241,9 +243,9 @@ class Result:
         progress: bool | None = None,
     ) -> Result:
         """Goes on with a run that was stopped, or makes more rounds: `rounds` in all, where `rounds.stop_simulated_s`
-        does not end it before. `mlflow_uri`: the address of its MLflow, where that has a password, which run.json
-        does not keep, or where the server has moved; MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD count as
-        they do for `run`."""
+        does not end it before. It goes on in `folder`, by that folder's name, also where it began with another one.
+        `mlflow_uri`: the address of its MLflow, where that has a password, which run.json does not keep, or where the
+        server has moved; MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD count as they do for `run`."""
         from flexfleet.api.running import resumed
 
         __tracebackhide__ = True

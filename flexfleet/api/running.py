@@ -12,7 +12,7 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.samples import Data
 from fl_engine.training.guest import guest
-from flexfleet.api.asked import Default, check_kinds, check_reach, config_of, plain
+from flexfleet.api.asked import Default, check_kinds, check_reach, config_of, plain, with_own_data
 from flexfleet.api.bar import Bar, in_notebook
 from flexfleet.api.callbacks import Callback, Watching
 from flexfleet.api.errors import told
@@ -100,17 +100,19 @@ def resumed(
     callbacks: Sequence[Callback],
     progress: bool | None,
 ) -> Result:
-    """The same run, gone on with."""
+    """The run in the folder, gone on with: by the folder's name, also where that is a copy or was renamed."""
     __tracebackhide__ = True
 
     def go() -> Result:
-        values = dict(own_code.recorded(RunFile.read(result.folder / "run.json")))
-        values["run"] = {**values["run"], "store": str(result.folder.parent)}
+        folder = result.folder if result.folder.name != ".." else result.folder.resolve()
+        values = dict(own_code.recorded(RunFile.read(folder / "run.json")))
+        values["run"] = {**values["run"], "store": str(folder.parent)}
         if rounds is not None:
             values["rounds"] = {**values["rounds"], "stop": plain(rounds, "rounds")}
         if mlflow_uri is not None:
             values["tracking"] = {**values["tracking"], "mlflow": plain(mlflow_uri, "mlflow_uri")}
-        return _run(parse_with_algorithm(values)[0], result.run_id, True, callbacks, progress)
+        config = with_own_data(parse_with_algorithm(values)[0], folder)
+        return _run(config, folder.name, True, callbacks, progress)
 
     return told(go)
 

@@ -18,7 +18,8 @@ from flexfleet.steps.resumed import store_of
 def describe(run: Path) -> dict[str, Any]:
     """status: `finished`, or `unfinished` (running or killed: no file says which, and resuming is safe). stop: after
     how many rounds the run ends; at most so many, where `rounds.stop_simulated_s` may end it before. metric: accuracy
-    if that is the metric of avg and full, else null."""
+    if that is the metric of avg and full, else null. run_id: the folder's name, with which the run goes on, also where
+    it began with another one."""
     if not (run / "run.json").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")
@@ -28,7 +29,7 @@ def describe(run: Path) -> dict[str, Any]:
     done = rows[-1].round + 1 if rows else 0
     end = config.rounds.end(row.metrics for row in rows)
     return {
-        "run_id": file.run_id,
+        "run_id": (run if run.name not in ("", "..") else run.resolve()).name,
         "status": "finished" if is_finished(config, run, rows) else "unfinished",
         "round": done,
         "stop": config.rounds.stop if end is None else end,

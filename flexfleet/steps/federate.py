@@ -52,6 +52,7 @@ from flexfleet.steps.resumed import (
     same_place,
     same_start,
     store_of,
+    tell_shared,
 )
 from flexfleet.steps.site import given_weights, initial_state, site_of, tell_unused, trace_of
 from flexfleet.tracking import record as track
@@ -174,6 +175,8 @@ def _federate(
     run.write(out / "run.json")
     mlflow = track.start(config, run, out, tags)
     if mlflow is not None:
+        if known:
+            tell_shared(known, run_id, out)
         track.inputs(mlflow, config, site.partition.data, run.partition_sha256, run.trace_sha256)
         run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
         run.write(out / "run.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from fl_engine.aggregation import privacy
 from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure, FlexfleetError, IntegrityError
@@ -38,11 +39,36 @@ def fetch_run(store: Store, out: Path) -> None:
     stored = store.get(track.RUN_KEY)
     if not (out / "run.json").exists():
         FolderStore(out).put("run.json", stored)
-    elif RunFile.read(out / "run.json").token != RunFile.of(stored, store.uri(track.RUN_KEY)).token:
+        return
+    here, there = out / "run.json", store.uri(track.RUN_KEY)
+    known, found = RunFile.read(here), RunFile.of(stored, there)
+    same_run = known.token == found.token
+    if not known.token and not found.token:  # nothing tracks them: the same where the same rounds follow from them
+        same_run = _computed_from(known, here) == _computed_from(found, there)
+    if not same_run:
         raise IntegrityError(
-            f"{out / 'run.json'} is of another run than {store.uri(track.RUN_KEY)}, which was begun elsewhere: remove "
-            f"{out} to go on with that one, or choose another --run-id"
+            f"{here} is of another run than {there}, which was begun elsewhere: remove {out} to go on with that one, "
+            "or choose another --run-id"
         )
+
+
+FILES = ("pool_sha256", "partition_sha256", "trace_sha256")
+"""Of the files that a run's rounds are computed from, in its record."""
+
+
+def _computed_from(run: RunFile, where: Path | str) -> dict[str, Any]:
+    parameters = configs.flatten(_began(run, where))
+    decide = {name: value for name, value in parameters.items() if configs.moves(name) is Moves.RESULT}
+    return decide | {name: getattr(run, name) for name in FILES}
+
+
+def _began(run: RunFile, where: Path | str) -> Config:
+    """The configuration in a record."""
+    try:
+        return configs.parse_schema(run.config)
+    except ConfigError as error:
+        said = f"the parameters in {where} are not those of this version of flexfleet ({error})"
+        raise ConfigError(f"{said}: go on with the version that it was begun with") from error
 
 
 def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
@@ -54,11 +80,7 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
     if not resume:
         raise ConfigError(f"{out} holds a run already: go on with --resume, or choose another --run-id")
     own_code.check_same(known.code_sha256, config, out)
-    try:
-        began = configs.parse_schema(known.config)
-    except ConfigError as error:
-        said = f"the parameters in {out / 'run.json'} are not those of this version of flexfleet ({error})"
-        raise ConfigError(f"{said}: go on with the version that it was begun with") from error
+    began = _began(known, out / "run.json")
     before, now = configs.flatten(began), configs.flatten(config)
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     fixed = [k for k in changed if configs.moves(k) is Moves.RESULT]
@@ -90,10 +112,24 @@ def same_place(known: RunFile, config: Config, run_id: str, out: Path) -> None:
     except FlexfleetError:
         elsewhere = True
     if elsewhere:
-        was, here, named = (f" as {known.run_id}", f" as {run_id}", " and the name") if renamed else ("", "", "")
+        was, here, named = "", "", ""
+        if renamed:
+            was, here, named = f" as {known.run_id}", f" as {run_id}", " and the name (the folder's)"
         raise ConfigError(
             f"{out} was started with run.remote = {before}{was}, and with run.remote = {now}{here} no round is "
             f"committed: give the place{named} that it was started with, or copy what is there"
+        )
+
+
+def tell_shared(known: RunFile, run_id: str, out: Path) -> None:
+    """Says where a folder goes on in the MLflow run of a run that had another name: it may be a copy of that one."""
+    if known.mlflow_run_id is not None and known.run_id != run_id:
+        log.warning(
+            "%s was begun as %s, and goes on in the MLflow run that it had then, %s: if this is a copy, the figures of "
+            "both get there; tracking.mlflow=null tracks nothing",
+            out,
+            known.run_id,
+            known.mlflow_run_id,
         )
 
 
@@ -124,7 +160,7 @@ def same_noise(known: RunFile, out: Path) -> None:
 def same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> None:
     """Raises IntegrityError where the pool, the data or the code are others than those that the run began with, and,
     unless `accept_numerics`, EnvironmentFailure where this machine would compute other bits."""
-    for name in ("pool_sha256", "partition_sha256", "trace_sha256"):
+    for name in FILES:
         if getattr(known, name) != getattr(run, name):
             raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
     if known.folders_sha256 not in (None, run.folders_sha256):

@@ -58,8 +58,12 @@ def push(paths: Mapping[str, Path], remote: str) -> dict[str, str]:
 
 def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
     """Fetches into `out` what the pointers name, and replaces what is there. Raises IntegrityError if the remote lacks
-    something or has other content, ConfigError for a text that is no pointer."""
+    something or has other content, ConfigError for a text that is no pointer, and for a remote whose folder is not
+    there."""
     wanted = {name: checksum(text) for name, text in pointers.items()}
+    if "://" not in remote and not Path(remote).is_dir():
+        counts = "" if Path(remote).is_absolute() else f" ({remote} counts from the folder where it was pushed)"
+        raise ConfigError(f"the folder of the DVC remote, {_address(remote)}, is not there{counts}: fetch where it is")
     with _scratch(remote) as (repo, folder):
         for name, text in pointers.items():
             (folder / f"{name}.dvc").write_text(text, encoding="utf-8")
@@ -93,15 +97,15 @@ def push_run(out: Path, remote: str) -> dict[str, str]:
     for name, text in pointers.items():
         (out / POINTERS).mkdir(exist_ok=True)
         (out / POINTERS / f"{name}.dvc").write_text(text, encoding="utf-8")
-    return {"dvc.remote": remote, **{f"dvc.{name}": checksum(text) for name, text in pointers.items()}}
+    return {"dvc.remote": _address(remote), **{f"dvc.{name}": checksum(text) for name, text in pointers.items()}}
 
 
 def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
     """Fetches what a run pushed into the new folder `out`, by the pointers in its MLflow run.
 
-    Raises ConfigError if MLflow does not know the run, if the run pushed nothing, or if `out` exists;
-    EnvironmentFailure if MLflow does not answer; IntegrityError if the remote has lost or changed something: then there
-    is nothing in `out`.
+    Raises ConfigError if MLflow does not know the run, if the run pushed nothing, if the remote is a folder that is not
+    there, or if `out` exists; EnvironmentFailure if MLflow does not answer; IntegrityError if the remote has lost or
+    changed something: then there is nothing in `out`.
     """
     client = client_of(uri)
     from mlflow import artifacts
@@ -241,11 +245,16 @@ def _scratch(remote: str) -> Iterator[tuple[Any, Path]]:
             yield repo, folder
 
 
+def _address(remote: str) -> str:
+    """What names the remote from everywhere: of a folder the whole path."""
+    return remote if "://" in remote else str(Path(remote).resolve())
+
+
 def _remote(remote: str) -> dict[str, Any]:
     """The remote's options. `verify`: DVC computes the md5 of what the remote sends."""
     check_place("publish.dvc", remote)
     if "://" not in remote:
-        return {"url": str(Path(remote).resolve()), "verify": True}
+        return {"url": _address(remote), "verify": True}
     given = {
         "endpointurl": setting("AWS_ENDPOINT_URL_S3") or setting("AWS_ENDPOINT_URL"),
         "access_key_id": setting("AWS_ACCESS_KEY_ID"),

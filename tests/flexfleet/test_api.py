@@ -126,6 +126,20 @@ def test_more_rounds_are_those_of_a_longer_run(result: ff.Result) -> None:
     assert len(short.history) == 2 and short.model_sha256 == result.model_sha256
 
 
+def test_a_copy_goes_on_in_its_own_folder_by_its_own_name(result: ff.Result, store: Path, tmp_path: Path) -> None:
+    def files(folder: Path) -> dict[str, bytes]:
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    before, models = files(result.folder), []
+    for copy in (store / "copy", tmp_path / "moved" / "other"):
+        shutil.copytree(result.folder, copy)
+        more = ff.load(copy / "rounds" / "..").resume(3, progress=False)
+        assert (more.folder, more.run_id, len(more.history)) == (copy.resolve(), copy.name, 3)
+        models.append(more.model_sha256)
+    assert files(result.folder) == before and len(set(models)) == 1
+    assert [path.name for path in (tmp_path / "moved").iterdir()] == ["other"]
+
+
 def test_a_clients_round_is_computed_again_from_its_order(result: ff.Result) -> None:
     line = json.loads((result.folder / "history.json").read_text())["rounds"][1]["clients"][0]
     again = result.replay(2, line["client"])

@@ -174,10 +174,32 @@ def test_a_run_that_was_renamed_is_not_begun_again(flexfleet: Any, quick: Sequen
         if more:
             text = refused(again)
             assert f"was started with run.remote = {remote} as far, and with run.remote = {remote} as far-b no" in text
-            assert "give the place and the name that it was started with, or copy what is there" in text
+            assert "give the place and the name (the folder's) that it was started with, or copy what is" in text
             shutil.copytree(remote / "far" / "rounds", remote / "far-b" / "rounds")
             again = flexfleet("run", "--json", "--run-id", f"{name}-b", "--resume", sets=sets)
         assert again.json["model_sha256"] == done.json["model_sha256"], again.err
+
+
+def test_a_run_without_a_token_is_not_mixed_with_another_of_its_name(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path
+) -> None:
+    """A copy whose name another run has in run.remote. Nothing tracks them, so neither has a token."""
+    remote, store = tmp_path / "ledgers", tmp_path / "copies"
+    sets = [*quick, f"run.store={store}", f"run.remote={remote}"]
+    assert flexfleet("run", "--run-id", "a", sets=[*quick, "rounds.stop=1"]).code == 0
+    other = [*quick, "seed=5", "rounds.stop=2", f"run.remote={remote}"]
+    assert flexfleet("run", "--run-id", "b", sets=other).code == 0
+    shutil.copytree("runs/a", store / "b")
+    kept = [path for path in (remote / "b").rglob("*") if path.is_file() and path.parent.name != "lease"]
+    before = {path: path.read_bytes() for path in kept}
+    text = refused(flexfleet("run", "--json", "--run-id", "b", "--resume", sets=[*sets, "rounds.stop=3"]), 4)
+    assert f"copies/b/run.json is of another run than {remote}/b/site/run.json" in text
+    assert {path: path.read_bytes() for path in kept} == before
+    shutil.rmtree(store)  # a copy of the run itself goes on with it
+    shutil.copytree("runs/b", store / "b")
+    more = flexfleet("run", "--json", "--run-id", "b", "--resume", sets=[*sets, "seed=5", "rounds.stop=3"])
+    assert more.code == 0, more.err
+    assert (remote / "b" / "rounds" / "00002").is_dir()
 
 
 def truncate(path: Path) -> None:
@@ -230,9 +252,12 @@ def test_status_of_a_damaged_run_names_the_file(flexfleet: Any, finished: Any) -
     assert "00001/metrics.json" in refused(flexfleet("status", "runs/a"), 4)
     damaged, sound = flexfleet("status", "--json").json["runs"]
     assert (damaged["run_id"], damaged["status"], damaged["round"]) == ("a", "unreadable", None)
-    assert "00001/metrics.json" in damaged["why"] and sound["status"] == "finished"
+    assert "00001/metrics.json" in damaged["why"]
+    assert (sound["run_id"], sound["status"]) == ("b", "finished")  # by the folder, with whose name the copy goes on
     first, second = flexfleet("status").out.splitlines()
-    assert first.split()[:2] == ["a", "unreadable"] and "00001/metrics.json" in first and "round 3/3" in second
+    assert first.split()[:2] == ["a", "unreadable"] and "00001/metrics.json" in first
+    assert second.split()[:2] == ["b", "finished"] and "round 3/3" in second
+    assert flexfleet("status", "runs/b/rounds/..", "--json").json == sound
 
 
 @pytest.mark.parametrize("where", ["federate", "evaluate", "conclude"])

@@ -471,6 +471,32 @@ def test_processes_and_a_later_command_have_the_same_data(
         ff.run(data, rounds=1, options={**options, "run.backend": "kubernetes"}, **common)
 
 
+@pytest.mark.parametrize("inside", [".", "compared"])
+def test_data_are_found_in_a_store_that_was_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str) -> None:
+    """Also those of a run that lies deeper in the store, as a comparison's do."""
+    monkeypatch.chdir(tmp_path)
+    options = {"tracking.mlflow": None, "partition.proxy": 0.2, "training.batch_size": 5, "partition.minimum": 5}
+    common: dict[str, Any] = {"algorithm": "heterofl", "clients": 4, "local_epochs": 1, "progress": False}
+    data = ff.from_arrays(BYTES, LABELS)
+    ff.run(data, rounds=1, run_id="own", store_uri="here", options=options, **common)
+    Path("here", inside).mkdir(exist_ok=True)
+    Path("here", "own").rename(Path("here", inside, "own"))
+    Path("here").rename("there")
+    found = ff.load(Path("there", inside, "own"))
+    with torch.no_grad():
+        assert found.model()(data.test_x).shape == (12, 3)
+    client = json.loads((found.folder / "history.json").read_text())["rounds"][0]["clients"][0]["client"]
+    assert found.replay(1, client).update is not None
+    more = ff.load(found).resume(2, progress=False)
+    assert more.status == "finished" and more.config["dataset"]["root"] == str((tmp_path / "there" / ".data").resolve())
+    whole = ff.run(data, rounds=2, run_id="whole", store_uri="there", options=options, **common)
+    assert more.model_sha256 == whole.model_sha256
+    (kept_in,) = Path("there", ".data").iterdir()
+    kept_in.rename(tmp_path / "away")
+    with pytest.raises(ff.DataError, match="does not exist: these are data that were given in Python"):
+        ff.load(found).model()
+
+
 def test_the_name_of_kept_data_is_not_taken_for_code() -> None:
     code = "fl_engine.algorithms.full_model:AllLarge"
     config = parse({"dataset": {"name": f"sha256:a{'0' * 63}"}, "algorithm": {"name": code}})

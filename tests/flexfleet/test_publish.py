@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -351,6 +352,25 @@ def test_what_the_remote_has_lost_or_changed_is_told(ran: Ran, tmp_path: Path) -
     assert not (tmp_path / "back").exists()
     with pytest.raises(ConfigError, match=r"not a \.dvc pointer: 'nothing'"):
         versioned.pull({"m.bin": "nothing"}, str(remote), tmp_path / "back")
+
+
+def test_a_remote_in_a_folder_is_found_from_any_other(
+    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ran.out, "run", ignore=shutil.ignore_patterns("rounds", "export"))
+    tags = versioned.push_run(Path("run"), "remote")
+    assert Path(tags["dvc.remote"]) == tmp_path.resolve() / "remote"
+    pointers = {path.stem: path.read_text() for path in Path("run", versioned.POINTERS).iterdir()}
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    brought = versioned.pull(pointers, tags["dvc.remote"], tmp_path / "back")
+    assert {path.name for path in brought} == set(versioned.OF_RUN)
+    here = re.escape(str(tmp_path.resolve() / "elsewhere" / "remote"))
+    with pytest.raises(ConfigError, match=rf"DVC remote, {here}, is not there \(remote counts from the folder where"):
+        versioned.pull(pointers, "remote", tmp_path / "again")  # as the tags of earlier versions have it
+    with pytest.raises(ConfigError, match=rf"DVC remote, {here}, is not there: fetch"):
+        versioned.pull(pointers, str(tmp_path.resolve() / "elsewhere" / "remote"), tmp_path / "again")
 
 
 def test_a_run_that_pushed_nothing_and_one_that_is_not_there(ran: Ran, flexfleet: Any) -> None:

@@ -445,6 +445,26 @@ def test_tracking_may_be_switched_off_and_on_at_a_resume(
     assert [(step, n) for key, step, n in logged(mlflow_uri) if key == "train_loss"] == [(i, 1) for i in (1, 2, 3, 4)]
 
 
+def test_a_copy_that_goes_on_in_the_mlflow_run_of_its_original_says_so(
+    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, no_drawings: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def again(name: str, stop: int, uri: str) -> list[str]:
+        sets = [*quick, f"tracking.mlflow={uri}", f"rounds.stop={stop}"]
+        caplog.clear()
+        done = flexfleet("run", "--json", "--run-id", name, *(["--resume"] if stop > 1 else []), sets=sets)
+        assert done.code == 0, done.err
+        return [line for line in caplog.messages if "MLflow run that it had then" in line]
+
+    assert again("a", 1, mlflow_uri) == []
+    for copy in ("b", "c"):
+        shutil.copytree("runs/a", f"runs/{copy}")
+    assert again("a", 2, mlflow_uri) == []
+    assert again("b", 2, "null") == []
+    (line,) = again("c", 2, mlflow_uri)
+    ((run,),) = asked(mlflow_uri, "select run_uuid from runs")
+    assert f"runs/c was begun as a, and goes on in the MLflow run that it had then, {run}" in line
+
+
 def test_a_night_and_the_comparison_of_its_runs_are_two_mlflow_runs(mlflow_uri: str) -> None:
     tokens = [[token_of(kind, runs) for runs in ("ab", "ba")] for kind in ("comparison", "regression")]
     found = [[MLflow(mlflow_uri, "test", "n", {tracking.TOKEN: each}).run_id for each in kind] for kind in tokens]

@@ -235,6 +235,27 @@ def test_parameters_without_use_and_other_types() -> None:
     assert "b.weight is float64, float32 is expected" in refused(lambda: body, whole=True)
 
 
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 3).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(3, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.last(x))
+
+
+class Bare(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :3]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("build", [Bare, Frozen])
+def test_a_network_without_weights_to_train(build: Any, whole: bool) -> None:
+    assert refused(build, whole=whole).startswith(f"{build.__name__} has no weights to train: ")
+
+
 def test_grouped_convolutions() -> None:
     def build() -> nn.Module:
         parts = {"a": nn.Conv1d(2, 8, 1), "g": nn.Conv1d(8, 8, 3, groups=2), "b": nn.Linear(8, 3)}

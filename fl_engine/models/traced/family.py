@@ -130,6 +130,8 @@ def _tried(name: str, module: nn.Module, input_shape: tuple[int, ...], outputs: 
     if not all(isinstance(n, int) and n > 0 for n in input_shape) or outputs < 1:
         raise ModelError(f"{name}: samples and outputs have positive sizes, got {input_shape} and {outputs}")
     graph.check_inputs(name, module)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ModelError(f"{name} has no weights to train: a parameter with requires_grad=True is expected")
     by_identity: dict[int, str] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
         other = by_identity.setdefault(id(parameter), path)
