@@ -10,22 +10,23 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TextIO
 
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.core.system import of_posix
 
 
 @contextmanager
 def alone(out: Path) -> Iterator[None]:
     """Keeps a second process from writing the same folder, which is made. The lock ends with the process, however that
-    ends. Raises ConfigError where a file, or a link to nowhere, is in the way, EnvironmentFailure on Windows, which has
-    no such lock."""
+    ends. Raises ConfigError where another process has it, EnvironmentFailure where a file, or a link to nowhere, is in
+    the way of the folder, and on Windows, which has no such lock."""
     fcntl = of_posix("fcntl")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         wrong = next(path for path in (*reversed(out.parents), out) if not path.is_dir())
         what = f"a link to {os.readlink(wrong)}, which is not there" if wrong.is_symlink() else "a file"
-        raise ConfigError(f"{out} cannot be made: {wrong} is {what}; delete it, or choose another folder") from error
+        told = f"{out} cannot be made: {wrong} is {what}; delete it, or choose another folder"
+        raise EnvironmentFailure(told) from error
     with _lock_file(out / ".lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.core.errors import ConfigError, FlexfleetError
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError
 from fl_engine.data.partitioning import read_manifest
 from flexfleet.config import Config
 from flexfleet.config.entries import entries
@@ -99,13 +99,16 @@ def test_a_link_in_the_place_of_the_lock_is_refused_and_its_target_is_left_alone
 def test_what_is_in_the_way_of_a_folder_is_named(folder: str, tmp_path: Path) -> None:
     way = tmp_path / "way"
     way.write_text("keep me")
-    with pytest.raises(ConfigError, match=rf"{folder} cannot be made: .*way is a file"), alone(tmp_path / folder):
+    with (
+        pytest.raises(EnvironmentFailure, match=rf"{folder} cannot be made: .*way is a file"),
+        alone(tmp_path / folder),
+    ):
         pass
     assert way.read_text() == "keep me"
     way.unlink()
     way.symlink_to(tmp_path / "nowhere")
     told = rf"{folder} cannot be made: .*way is a link to .*nowhere, which is not there"
-    with pytest.raises(ConfigError, match=told), alone(tmp_path / folder):
+    with pytest.raises(EnvironmentFailure, match=told), alone(tmp_path / folder):
         pass
 
 
