@@ -26,7 +26,8 @@ T = TypeVar("T")
 COMPLETE = "complete"
 """Type of a pydantic error whose message says by itself what arrived."""
 UNKNOWN = "unknown_option"
-"""Type of a pydantic error of an option that there is not; `known` in its context has those that there are."""
+"""Type of a pydantic error of an option that there is not. Its context has the `name` that was chosen, the options
+`known` of it, and the `others` that may be chosen and have this one."""
 
 
 def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
@@ -122,11 +123,13 @@ class Contract(Generic[T]):
         except ConfigError as error:
             raise _at("name", name, str(error)) from error
         options = {key: value for key, value in section.items() if key != "name"}
-        known = [field.name for field in fields(kind) if field.init and field.name != "name"]  # type: ignore[arg-type]
+        known = _options_of(kind)
         wrong: list[InitErrorDetails] = []
         for key, value in options.items():
             if key not in known:
-                said = PydanticCustomError(UNKNOWN, "unknown parameter", {"known": known})
+                others = [each for each, other in self.registry.items() if key in _options_of(other)]
+                about = {"name": name, "known": known, "others": others}
+                said = PydanticCustomError(UNKNOWN, "unknown parameter", about)
                 wrong.append({"type": said, "loc": (key,), "input": value})
         try:
             found: T = adapter(kind).validate_json(json.dumps({k: v for k, v in options.items() if k in known}))
@@ -151,6 +154,10 @@ class Contract(Generic[T]):
         return core_schema.no_info_plain_validator_function(
             self.parse, json_schema_input_schema=listed, serialization=written
         )
+
+
+def _options_of(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind) if field.init and field.name != "name"]
 
 
 def _at(key: str, value: Any, said: str) -> ValidationError:
