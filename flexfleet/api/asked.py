@@ -27,8 +27,8 @@ from flexfleet.config import Config, load_config, set_path
 from flexfleet.config.explain import short
 from flexfleet.config.overrides import PARAMETERS, whole
 from flexfleet.config.read import MAPPINGS, giving_way, meet, names_first, parse
+from flexfleet.config.sources import MAIN, cells, to_a_file
 
-MAIN = "__main__"
 OWN_DATA = ".data"
 """Folder of the data that were given, in a store."""
 
@@ -258,36 +258,14 @@ def name_of(value: Any, what: str) -> str:
     )
 
 
-def cells(config: Config) -> list[str]:
-    """The names in a configuration that only this process can resolve: what a cell or a script itself defines."""
-    found: list[str] = []
-
-    def walk(value: Any) -> None:
-        if isinstance(value, Mapping):
-            for each in value.values():
-                walk(each)
-        elif isinstance(value, list | tuple):
-            for each in value:
-                walk(each)
-        elif isinstance(value, str) and value.startswith(f"{MAIN}:"):
-            found.append(value)
-
-    walk(config.model_dump(mode="json"))
-    return found
-
-
 def check_reach(config: Config, jobs: int = 1) -> None:
     """Raises ConfigError where other processes have to import what only this one has, or to read data that they cannot
     reach."""
     where = {"processes": "worker processes", "kubernetes": "pods", "agents": "other devices"}.get(config.run.backend)
     if where is None and jobs > 1:
         where = f"{jobs} processes side by side"
-    if where and (own := cells(config)):
-        file = f"{own[0].partition(':')[2].lower()}.py"
-        raise ConfigError(
-            f"{own[0].removeprefix(f'{MAIN}:')} is defined in this notebook or script, which {where} cannot import: "
-            f"write it to a file, {file} (%%writefile {file} in a cell), import it from there, and give that"
-        )
+    if where and (own := cells(config.model_dump(mode="json"))):
+        raise ConfigError(to_a_file(own[0], where))
     if config.run.apart and kept.is_kept(config.dataset.name):
         raise ConfigError(
             f"the data lie in {config.dataset.root} on this machine, which {where} cannot reach: put that folder "

@@ -39,6 +39,26 @@ def _names(value: Any, key: str = "") -> Iterator[str]:
             yield value
 
 
+def cells(value: Any) -> list[str]:
+    """The names in a configuration, or in a part of it, that only this process can resolve: what a cell or a script
+    itself defines."""
+    if isinstance(value, Mapping):
+        return [name for each in value.values() for name in cells(each)]
+    if isinstance(value, list | tuple):
+        return [name for each in value for name in cells(each)]
+    return [value] if isinstance(value, str) and value.startswith(f"{MAIN}:") else []
+
+
+def to_a_file(name: str, who: str) -> str:
+    """Says of one of these names what to do where others (`who`) have to import it."""
+    own = name.removeprefix(f"{MAIN}:")
+    file = f"{own.lower()}.py"
+    return (
+        f"{own} is defined in this notebook or script, which {who} cannot import: write it to a file, {file} "
+        f"(%%writefile {file} in a cell), import it from there, and give that"
+    )
+
+
 def sources(config: Config, sections: Collection[str] | None = None) -> dict[str, str]:
     """By name, the sha256 of its module's file; of what a cell or a script itself defines, that of its source and of
     the functions and classes that it uses there, but not of numbers and other values. What is in the package of

@@ -33,6 +33,7 @@ from fl_engine.training import own
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import settled
 from flexfleet.config import Config
+from flexfleet.config.sources import cells, to_a_file
 from flexfleet.steps import keys
 from flexfleet.steps.partition import cut, held_out, most_of, simulated, site_of
 from flexfleet.steps.prepare import Resolved
@@ -66,6 +67,7 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
         jobs.check(config.kubernetes, [tier.name for tier in tiers])
     _check_places(config, algorithm)
     if publishes:
+        check_loadable(config)
         check_place("publish.dvc", config.publish.dvc)
     _check_rates(config)
     giver(algorithm.preparations)
@@ -104,6 +106,17 @@ def first_round(resolved: Resolved, parts: Partition, fleet: Sequence[Device]) -
     plan = algorithm.plan(start, run.context(0, run.begins(0, 0.0)))
     buffer.check_plan(run, start, plan, ())
     return run, start, plan
+
+
+def check_loadable(config: Config) -> None:
+    """Raises ConfigError where models are to be registered that another process cannot load, since their network is
+    defined in a notebook or a script: a registered model holds a copy of its network's module."""
+    own = cells(config.model)
+    if config.publish.models and config.tracking.mlflow is not None and own:
+        raise ConfigError(
+            f"publish.models: {to_a_file(own[0], 'those who load the registered models')}, or --set "
+            "tracking.mlflow=null, with which the levels are exported and not registered, or --set publish.models=false"
+        )
 
 
 def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) -> None:

@@ -25,7 +25,7 @@ from flexfleet.publish.publish import publish
 from flexfleet.reports import precisions
 from flexfleet.reports.precisions import EXPORT
 from flexfleet.reports.report import report
-from flexfleet.runs.check import check
+from flexfleet.runs.check import check, check_loadable
 from flexfleet.steps import keys
 from flexfleet.steps.evaluate import evaluate
 from flexfleet.steps.federate import federate
@@ -58,6 +58,7 @@ def run(
     """
     config = resolved.config
     need_packages(resolved)
+    check_loadable(config)  # also where a run goes on, which is not checked again
     out = Path(config.run.store) / plain(run_id, "run_id")
     if out.exists() and not resume:
         raise ConfigError(f"{out} exists already: go on with --resume, or choose another --run-id")

@@ -17,6 +17,7 @@ import mlflow
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fl_engine.core.errors import ConfigError, DataError, IntegrityError, Unreachable
 from fl_engine.core.samples import Data
@@ -31,6 +32,7 @@ from flexfleet.config import Config, load_config
 from flexfleet.files.artifacts import EvaluationFile, PoolFile, Result
 from flexfleet.nightly import regress, suite
 from flexfleet.publish import publish
+from flexfleet.runs.check import check
 from flexfleet.runs.whole import conclude, run
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking import versioned
@@ -444,6 +446,42 @@ def test_a_run_reads_its_data_from_there(repository: Path, tmp_path: Path, monke
     with pytest.raises(AttributeError):  # nothing was loaded
         _ = Resolved.load(None, [f"dataset.root={repository}@v1:set"]).data
     assert (seen[0] / "a.txt").read_text() == "one"
+
+
+def test_a_network_of_a_notebook_is_not_registered(
+    tmp_path: Path, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody could load it elsewhere. This is told before anything trains, also where a run goes on."""
+
+    class FromACell(nn.Module):
+        def __init__(self, num_classes: int) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, num_classes))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.body(x)
+
+    FromACell.__module__, FromACell.__qualname__ = "__main__", "FromACell"
+    monkeypatch.setattr(sys.modules["__main__"], "FromACell", FromACell, raising=False)
+    monkeypatch.chdir(tmp_path)
+    sets = [each for each in quick if not each.startswith("model.")]
+    sets += ["model.name=__main__:FromACell", "algorithm.name=heterofl", f"run.store={tmp_path}/runs"]
+    tracked = f"tracking.mlflow=sqlite:///{tmp_path}/mlflow.db"
+    published = ["publish.models=true", "publish.onnx=false"]
+    refused = Resolved.load(None, [*sets, tracked, *published])
+    said = "FromACell is defined in this notebook or script, .* cannot import: write it to a file, fromacell.py "
+    with pytest.raises(ConfigError, match=said):
+        check(refused)
+    with pytest.raises(ConfigError, match=said):
+        run(refused, "cell")
+    assert not (tmp_path / "runs" / "cell").exists()
+    run(Resolved.load(None, [*sets, tracked]), "cell")
+    with pytest.raises(ConfigError, match=said):
+        run(refused, "cell", resume=True)
+    check(refused, publishes=False)  # as trials, which register nothing
+    run(Resolved.load(None, [*sets, *published, "tracking.mlflow=null"]), "exported")
+    (level, *_) = sorted((tmp_path / "runs" / "exported" / "export").iterdir())
+    assert export.load(level)(torch.zeros(1, 1, 8, 8, dtype=torch.uint8)).shape == (1, 10), "in this process it loads"
 
 
 def test_decoupled_levels_are_exported_with_their_own_weights(tmp_path: Path, quick: tuple[str, ...]) -> None:
