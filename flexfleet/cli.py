@@ -170,7 +170,10 @@ def parser() -> argparse.ArgumentParser:
     c.set_defaults(call=host.fetch)
 
     c = add("status", "show how far runs are, and which invited devices are there")
-    c.add_argument("run", type=Path, nargs="?", metavar="RUN", help="folder of a run (default: all in run.store)")
+    c.add_argument(
+        "run", type=Path, nargs="?", metavar="RUN",
+        help="folder of a run, a comparison or a study (default: all in run.store)",
+    )  # fmt: skip
     c.set_defaults(call=runs.status)
 
     c = add("invite", "invite devices that carry out orders where they are (run.backend=agents); or revoke one")

@@ -109,29 +109,33 @@ def report(args: argparse.Namespace) -> int:
 
 def status(args: argparse.Namespace) -> int:
     from flexfleet.files.measure import Measure
-    from flexfleet.runs.status import describe, list_runs
+    from flexfleet.runs.status import describe, list_runs, runs_in
     from flexfleet.steps.prepare import config_of
 
+    config, one = None, False
     if args.run is not None:
-        rows, config = [describe(args.run)], None
+        rows = runs_in(args.run)
+        if one := not rows:
+            rows = [describe(args.run)]
     else:
         config = config_of(args)
         rows = list_runs(Path(config.run.store))
         if not rows and not args.json:
             show(f"{config.run.store} holds no run yet")
     if not args.json:
+        longest = max([40, *(len(row["run_id"]) for row in rows)])
         for row in rows:
             if "why" in row:
-                show(f"{row['run_id']:40} {row['status']:10} {row['why']}")
+                show(f"{row['run_id']:{longest}} {row['status']:10} {row['why']}")
                 continue
             measure, last = Measure(row["metric"] or ""), ""
             if row["avg"] is not None:
                 last = f"  avg {measure.with_unit(row['avg'])}  full {measure.with_unit(row['full'])}"
-            show(f"{row['run_id']:40} {row['status']:10} round {row['round']}/{row['stop']}{last}")
+            show(f"{row['run_id']:{longest}} {row['status']:10} round {row['round']}/{row['stop']}{last}")
     devices = [] if config is None else _invited(config)
     if args.json:
         about = {"runs": rows, "agents": devices} if devices else {"runs": rows}
-        show(json.dumps(rows[0] if args.run is not None else about))
+        show(json.dumps(rows[0] if one else about))
         return 0
     for each in devices:
         did = f"{each['answers']} answered, {each['lost']} lost{', last ' + each['last'] if each['last'] else ''}"

@@ -10,7 +10,7 @@ from fl_engine.core.errors import ConfigError, FlexfleetError
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from flexfleet import config as configs
 from flexfleet.config import Config
-from flexfleet.files.artifacts import BareHistory, Result, RunFile
+from flexfleet.files.artifacts import BareHistory, Result, RunFile, row_of
 from flexfleet.files.measure import measure_in
 from flexfleet.steps.resumed import store_of
 
@@ -24,7 +24,7 @@ def describe(run: Path) -> dict[str, Any]:
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")
     config = configs.parse_schema(file.config)
-    rows = Checkpoints(store_of(config, file.run_id, run)).rows(lines=False)
+    rows = Checkpoints(store_of(config, file.run_id, run)).rows(lines=False) or _of_ended_trial(run)
     scored = [row for row in rows if "avg" in row.metrics]
     done = rows[-1].round + 1 if rows else 0
     end = config.rounds.end(row.metrics for row in rows)
@@ -39,8 +39,16 @@ def describe(run: Path) -> dict[str, Any]:
     }
 
 
-OF_STUDY = ("trials", "held-out")
+TRIALS = "trials"
+OF_STUDY = (TRIALS, "held-out")
 """Folders of a study that hold its runs."""
+
+
+def _of_ended_trial(run: Path) -> list[Row]:
+    """The rounds of a study's trial whose ledger was deleted when it ended; none of any other run."""
+    if run.resolve().parent.name != TRIALS or not (run / "history.json").is_file():
+        return []
+    return [row_of(each) for each in BareHistory.read(run / "history.json").rounds]
 
 
 def is_finished(config: Config, run: Path, rows: Sequence[Row]) -> bool:
@@ -55,17 +63,35 @@ def is_finished(config: Config, run: Path, rows: Sequence[Row]) -> bool:
     if (run / "result.json").is_file():
         return Result.read(run / "result.json").model_sha256 == history.model_sha256
     # What the step federate alone wrote gets none: the other steps write elsewhere. Nor do the runs of a study.
-    return not (run / "pool").is_dir() or run.parent.name in OF_STUDY
+    return not (run / "pool").is_dir() or run.resolve().parent.name in OF_STUDY
 
 
 def list_runs(store: Path) -> list[dict[str, Any]]:
-    """All runs of a store, by name of their folder; one that cannot be read with status `unreadable`, and why."""
-    return [_described(path.parent) for path in sorted(store.glob("*/run.json"))]
+    """All runs of a store, by name of their folder, also those of comparisons (so of nights) and studies (`runs_in`);
+    one that cannot be read with status `unreadable`, and why."""
+    rows = []
+    for folder in sorted(store.glob("*")):
+        rows += [_described(folder, folder.name)] if _is_run(folder) else runs_in(folder)
+    return rows
 
 
-def _described(run: Path) -> dict[str, Any]:
+def runs_in(folder: Path) -> list[dict[str, Any]]:
+    """The runs of the comparison or the study in this folder, each with its place in the store as `run_id`:
+    `<comparison>/<label>-s<seed>`. None where it holds none, or is a run's own folder."""
+    if _is_run(folder):
+        return []
+    found = [each.parent for at in ("", *OF_STUDY) for each in sorted((folder / at).glob("*/run.json"))]
+    return [_described(run, f"{folder.resolve().name}/{run.relative_to(folder).as_posix()}") for run in found]
+
+
+def _is_run(folder: Path) -> bool:
+    return any(folder.glob("run.json"))  # no error of a folder that may not be looked into
+
+
+def _described(run: Path, place: str) -> dict[str, Any]:
     try:
-        return describe(run)
+        found = describe(run)
+        return {**found, "run_id": place} if "/" in place else found
     except FlexfleetError as error:
         unknown = dict.fromkeys(("round", "stop", "avg", "full", "metric"))
-        return {"run_id": run.name, "status": "unreadable", **unknown, "why": str(error)}
+        return {"run_id": place, "status": "unreadable", **unknown, "why": str(error)}

@@ -27,7 +27,7 @@ from flexfleet.comparisons.side_by_side import Command
 from flexfleet.config import Config, Range, load_config
 from flexfleet.config.overrides import write_config
 from flexfleet.files.artifacts import History, RunFile
-from flexfleet.runs.status import describe
+from flexfleet.runs.status import runs_in
 from flexfleet.studies import outcome, search
 from flexfleet.studies import study as steps
 from flexfleet.studies.outcome import Tuned, gained, markdown, page, told
@@ -242,8 +242,12 @@ def test_what_it_leaves_can_be_run_and_looked_at(done: tuple[Tuned, Path, Config
     assert drawn.count("<svg") == 2 + len(found.space), "a drawing each, so that they can stand below each other"
     assert found == Tuned.read(folder / "tune.json")
     assert [len(found.held_out[k]) for k in ("seeds", "default", "best")] == [1, 1, 1]
-    ran = [describe(path.parent) for path in folder.glob("held-out/*/run.json")]
-    assert [(each["status"], each["round"]) for each in ran] == [("finished", 2)] * 2
+    ran = {each["run_id"].removeprefix("a/"): each for each in runs_in(folder)}
+    ended = [each for place, each in ran.items() if each["status"] == "finished" and place.startswith("trials/")]
+    assert len(ended) == found.trials["complete"] and all(each["round"] == 2 for each in ended)
+    assert found.best_value == ran[f"trials/{found.best_trial}-s0"]["avg"], "though its ledger is deleted"
+    held_out = [each for place, each in ran.items() if place.startswith("held-out/")]
+    assert [(each["status"], each["round"]) for each in held_out] == [("finished", 2)] * 2
     assert found.gain == pytest.approx(found.held_out["best"][0] - found.held_out["default"][0])
 
 
