@@ -3,7 +3,8 @@
 `on_round` is called after a round was computed and evaluated, and before it is committed: once for each round that this
 process computes, and again for a round that is computed again after a kill. All values are copies. An error in a
 callback ends the run like a kill between two rounds: it can be resumed. `return STOP` commits the round and ends the
-run as `stopped`. With and without callbacks the model is the same, bit for bit.
+run as `stopped`; after the last round it changes nothing, and the run is `finished`. With and without callbacks the
+model is the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Stop:
 
 
 STOP = _Stop()
-"""What `on_round` returns to end the run."""
+"""What `on_round` returns to end the run before its last round."""
 
 
 @dataclass(frozen=True)

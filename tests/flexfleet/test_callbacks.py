@@ -96,9 +96,10 @@ def test_stop_commits_the_round_and_the_run_can_go_on(plain: ff.Result) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in stopped.params.values())
     with pytest.raises(ff.ConfigError, match="resume it"):
         stopped.confusion()
-    again = Diary()
+    again = Diary(stop=3)
     finished = stopped.resume(progress=False, callbacks=[again])
     assert finished.model_sha256 == plain.model_sha256
+    assert finished.status == "finished" and again.lines[-1] == ("end", "finished"), "STOP after the last round"
     assert [line[1] for line in again.lines if line[0] == "round"] == [3]
 
 
