@@ -18,27 +18,32 @@ from flexfleet.files import terminal as common
 
 DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
 
-  flexfleet run                                   FlexFL on the bundled digits
-  flexfleet run --algorithm all_large             its control
-  flexfleet report runs/a runs/b                  both in one page
-  flexfleet list algorithms                       what there is; also models, datasets, fleets, suites
-  flexfleet params rounds                         every parameter that has to do with rounds
-  flexfleet init                                  a params.yaml with all of them
+  flexfleet run                          FlexFL on the bundled digits
+  flexfleet run --algorithm all_large    its control
+  flexfleet report runs/a runs/b         both in one page
+  flexfleet list algorithms              what there is; also models, datasets,
+                                         fleets, suites
+  flexfleet params rounds                parameters that have to do with rounds
+  flexfleet init                         a params.yaml with all of them
   flexfleet compare --algorithms flexfl,all_large --seeds 0,1,2
 """
 
-COMPARE = """Several algorithms on the same task, with several seeds, side by side in one table and one page.
+COMPARE = """Several algorithms on the same task, with several seeds, side by side in one
+table and one page.
 
   flexfleet compare --algorithms flexfl,all_large --seeds 0,1,2 --jobs 2
-  flexfleet compare --algorithms flexfl,no_kd=flexfl --set no_kd:algorithm.kd_weight=0
-  flexfleet compare --algorithms even=flexfl,skewed=flexfl --set skewed:partition.alpha=0.1
+  flexfleet compare --algorithms flexfl,no_kd=flexfl \\
+      --set no_kd:algorithm.kd_weight=0
+  flexfleet compare --algorithms even=flexfl,skewed=flexfl \\
+      --set skewed:partition.alpha=0.1
   flexfleet compare --algorithms flexfl,all_large --over training.lr=0.01,0.1
   flexfleet compare --suites
   flexfleet compare --suite fedaiot/aep --id aep --jobs 2
 
---set a.b=value is for all runs, --set LABEL:a.b=value for one label (LABEL:algorithm.x=value for its algorithm). All
-other parameters (data, partition, fleet, training) are the same in all runs of a seed. Each run is a usual run in the
-folder <run.store>/<id>/<label>-s<seed>/.
+--set a.b=value is for all runs, --set LABEL:a.b=value for one label
+(LABEL:algorithm.x=value for its algorithm). All other parameters (data,
+partition, fleet, training) are the same in all runs of a seed. Each run is a
+usual run in the folder <run.store>/<id>/<label>-s<seed>/.
 """
 
 

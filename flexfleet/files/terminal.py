@@ -62,7 +62,8 @@ def add_config(p: argparse.ArgumentParser) -> None:
 
 def add_short(p: argparse.ArgumentParser, names: Iterable[str]) -> None:
     """Options with the short names of parameters (`flexfleet.config.short`)."""
-    group = p.add_argument_group("common parameters, short for --set; `flexfleet params` tells all with their defaults")
+    about = "short for --set; `flexfleet params` tells all with their defaults"
+    group = p.add_argument_group("common parameters", about)
     for name in names:
         group.add_argument(
             f"--{name.replace('_', '-')}", dest=name, action=_Given, default=argparse.SUPPRESS, metavar="VALUE",
