@@ -32,15 +32,15 @@ def init(args: argparse.Namespace) -> int:
     name: str | None = args.algorithm
     written = write_new(params_file() if name is None else algorithm_files(name, args.folder), args.folder)
     if args.json:
-        print(json.dumps({"files": [str(path) for path in written]}))
+        show(json.dumps({"files": [str(path) for path in written]}))
         return 0
-    print("\n".join(f"wrote {_printable(path)}" for path in written))
+    show("\n".join(f"wrote {_printable(path)}" for path in written))
     go = "" if args.folder == Path() else f"cd {shlex.quote(_printable(args.folder))} && "
     if name is None:
-        print(f"to run it: {go}flexfleet run")
+        show(f"to run it: {go}flexfleet run")
     else:
-        print(f"to test it: {go}pytest {written[-1].name}")
-        print(f"to run it: {go}flexfleet run --algorithm {name}:{class_name(name)}")
+        show(f"to test it: {go}pytest {written[-1].name}")
+        show(f"to run it: {go}flexfleet run --algorithm {name}:{class_name(name)}")
     return 0
 
 
@@ -66,7 +66,7 @@ def params(args: argparse.Namespace) -> int:
             hint = f" (did you mean {close[0]!r}?)" if close else "; flexfleet params shows all that are in use"
             raise ConfigError(f"no parameter, option or meaning holds {args.word!r}{hint}")
     if args.json:
-        print(json.dumps({"parameters": [{**asdict(row), "section": row.section} for row in chosen]}))
+        show(json.dumps({"parameters": [{**asdict(row), "section": row.section} for row in chosen]}))
     else:
         show("\n".join(_told(chosen)))
     return 0
@@ -92,7 +92,7 @@ def _told(rows: list[Parameter]) -> Iterator[str]:
 def list_(args: argparse.Namespace) -> int:
     about = LISTS[args.what]()
     if args.json:
-        print(json.dumps({args.what: about}))
+        show(json.dumps({args.what: about}))
         return 0
     longest = max(map(len, about))
     room = max(40, shutil.get_terminal_size((120, 24)).columns - longest - 2)
@@ -185,5 +185,5 @@ def completion(args: argparse.Namespace) -> int:
             if action.type is Path:
                 action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
     text = shtab.complete(script, shell=args.shell)
-    print(json.dumps({"shell": args.shell, "script": text}) if args.json else text)
+    show(json.dumps({"shell": args.shell, "script": text}) if args.json else text)
     return 0

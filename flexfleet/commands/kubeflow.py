@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from fl_engine.core.errors import ConfigError, FlexfleetError, masked
 from flexfleet.commands.common import tags_of
@@ -37,11 +38,16 @@ def submit(args: argparse.Namespace) -> int:
     if args.wait or not args.json:
         said = f"{submitted.pipeline} {submitted.version}{' (new)' if submitted.uploaded else ''}"
         where = "" if args.wait else f": {submitted.url or submitted.run_id}"  # which following begins with
-        print(said + where, file=sys.stderr if args.json else sys.stdout, flush=True)
+        _teller(args)(said + where)
     if args.wait:
         return follow(args, submitted.run_id, asdict(submitted))
     show(json.dumps(asdict(submitted)) if args.json else f"to follow it: {_follow_again(args, submitted.run_id)}")
     return 0
+
+
+def _teller(args: argparse.Namespace) -> Callable[[str], None]:
+    """What tells a line: on stdout, which belongs to one object where --json is given; then on stderr."""
+    return partial(print, file=sys.stderr, flush=True) if args.json else show
 
 
 def _follow_again(args: argparse.Namespace, run_id: str) -> str:
@@ -55,9 +61,8 @@ def follow(args: argparse.Namespace, run_id: str, about: dict[str, object]) -> i
     from flexfleet.kubeflow.follow import follow as watch
 
     again = f"to follow it again: {_follow_again(args, run_id)}"
-    out = sys.stderr if args.json else sys.stdout
     try:
-        followed = watch(run_id, host=args.host, tell=lambda line: print(line, file=out, flush=True))
+        followed = watch(run_id, host=args.host, tell=_teller(args))
     except KeyboardInterrupt:
         print(f"not followed any more; the run goes on. {again[0].upper()}{again[1:]}", file=sys.stderr)
         return 130

@@ -419,8 +419,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page, an .html file")
     args = p.parse_args(argv)
     page = report(args.runs, args.out)
-    print(table(args.runs))
-    print(f"report: {page}")
+    common.show(table(args.runs))
+    common.show(f"report: {page}")
     return 0
 
 

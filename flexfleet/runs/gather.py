@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = common.parsed(p, argv)
     steps = (args.partition, args.pretrain, args.pool, args.evaluation)
     result = finish(config_of(args), args.run, *steps, args.out)
-    print(table([args.out]))
-    print(f"report: {result.report}")
+    common.show(table([args.out]))
+    common.show(f"report: {result.report}")
     return 0
 
 

@@ -122,7 +122,7 @@ def digest_of(resolved: Resolved, partition: Path, pool: Path) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "", partition="partition", pool="model_pool")
     args = common.parsed(p, argv)
-    print(federate_for_dvc(resolved_of(args), args.partition, args.pool, args.out))
+    common.show(str(federate_for_dvc(resolved_of(args), args.partition, args.pool, args.out)))
     return 0
 
 

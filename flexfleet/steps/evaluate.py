@@ -93,7 +93,7 @@ def told(level: str, score: Score, params: int) -> LevelScore:
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "", run="federate", partition="partition", pool="model_pool")
     args = common.parsed(p, argv)
-    print(evaluate(resolved_of(args), args.run, args.partition, args.pool, args.out))
+    common.show(str(evaluate(resolved_of(args), args.run, args.partition, args.pool, args.out)))
     return 0
 
 

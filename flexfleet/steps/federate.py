@@ -304,17 +304,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     common.add_resume(p)
     common.add_faults(p)
     args = common.parsed(p, argv)
-    print(
-        federate(
-            resolved_of(args),
-            args.partition,
-            args.pool,
-            args.out,
-            resume=args.resume,
-            discard_damaged=args.discard_damaged,
-            accept_numerics=args.accept_numerics,
-        )
+    out = federate(
+        resolved_of(args),
+        args.partition,
+        args.pool,
+        args.out,
+        resume=args.resume,
+        discard_damaged=args.discard_damaged,
+        accept_numerics=args.accept_numerics,
     )
+    common.show(str(out))
     return 0
 
 

@@ -87,7 +87,7 @@ def build(
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "", pretrain="pretrain")
     args = common.parsed(p, argv)
-    print(model_pool(resolved_of(args), args.pretrain, args.out))
+    common.show(str(model_pool(resolved_of(args), args.pretrain, args.out)))
     return 0
 
 

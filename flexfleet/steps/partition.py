@@ -135,7 +135,7 @@ def server_of(resolved: Resolved) -> ServerContext:
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "")
     args = common.parsed(p, argv)
-    print(partition(resolved_of(args), args.out))
+    common.show(str(partition(resolved_of(args), args.out)))
     return 0
 
 

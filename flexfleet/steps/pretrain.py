@@ -200,7 +200,7 @@ def settings_of(resolved: Resolved, name: str, kind: Preparation) -> dict[str, A
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "", partition="partition")
     args = common.parsed(p, argv)
-    print(pretrain(resolved_of(args), args.partition, args.out))
+    common.show(str(pretrain(resolved_of(args), args.partition, args.out)))
     return 0
 
 

@@ -92,7 +92,7 @@ def _changed(config: Config, shared: Path) -> list[tuple[str, tuple[Any, Any]]]:
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "")
     args = common.parsed(p, argv)
-    print(share(resolved_of(args), args.out))
+    common.show(str(share(resolved_of(args), args.out)))
     return 0
 
 

@@ -458,8 +458,11 @@ def test_a_short_option_means_all_of_its_word(flexfleet: Any, quick: Sequence[st
 
 
 # --------------------------------------------------------------------------------------------- other exit codes
-def test_a_reader_that_stops_reading_is_no_failure() -> None:
-    command = [sys.executable, "-m", "flexfleet.cli", "pool", "--algorithm", "all_large", "--model", "aep_mlp"]
+@pytest.mark.parametrize(
+    "argv", [("pool", "--algorithm", "all_large", "--model", "aep_mlp"), ("list", "algorithms", "--json")]
+)
+def test_a_reader_that_stops_reading_is_no_failure(argv: Sequence[str]) -> None:
+    command = [sys.executable, "-m", "flexfleet.cli", *argv]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
         assert done.stdout is not None and done.stderr is not None
         done.stdout.close()
