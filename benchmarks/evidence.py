@@ -380,7 +380,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
         for seed in (0, 1, 2)
     ),
     *(Suite("fedaiot/aep-code", "fedavg-low,fedavg-high", seed) for seed in (0, 1, 2)),
-    Suite("fedaiot/aep-code", "fedavg-30,fp16", 0, "clients_and_precision"),
+    *(Suite("fedaiot/aep-code", "fedavg-30,fp16", seed, "clients_and_precision") for seed in (0, 1, 2)),
 )
 
 
