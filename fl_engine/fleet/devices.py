@@ -162,7 +162,7 @@ def fleet(
     members = [tier for tier, count in zip(tiers, counts, strict=True) for _ in range(count)]
     order = rng.permutation(clients)
     by_client = {int(c): tier for c, tier in zip(order, members, strict=True)}
-    return tuple(_device(c, by_client[c], float(rng.choice(by_client[c].sigma))) for c in range(clients))
+    return tuple(device_of(c, by_client[c], float(rng.choice(by_client[c].sigma))) for c in range(clients))
 
 
 def quotas(shares: Sequence[float], clients: int) -> list[int]:
@@ -203,7 +203,8 @@ def holding(t: Tier, family: ModelFamily) -> Tier:
     return replace(t, memory=max(t.memory, needs))
 
 
-def _device(client: int, tier: Tier, sigma: float) -> Device:
+def device_of(client: int, tier: Tier, sigma: float = 0.0) -> Device:
+    """A device of the tier. `sigma`: how far what it has free varies."""
     device = Device(client, tier.name, tier.memory, sigma, tier.limits)
     return replace(device, speed=tier.speed * 1e9, bandwidth=tier.bandwidth * 1e6 / 8)
 

@@ -21,6 +21,7 @@ from flexfleet.config import Config, parse_with_algorithm
 from flexfleet.config.names import new_name
 from flexfleet.config.names import plain as plain_name
 from flexfleet.files.artifacts import RunFile
+from flexfleet.runs.status import OF_STUDY
 from flexfleet.runs.whole import run as run_all
 from flexfleet.steps import own_code
 from flexfleet.steps.prepare import Resolved
@@ -105,13 +106,17 @@ def resumed(
 
     def go() -> Result:
         folder = result.folder if result.folder.name != ".." else result.folder.resolve()
-        values = dict(own_code.recorded(RunFile.read(folder / "run.json")))
+        run = RunFile.read(folder / "run.json")
+        values = dict(own_code.recorded(run))
         values["run"] = {**values["run"], "store": str(folder.parent)}
         if rounds is not None:
             values["rounds"] = {**values["rounds"], "stop": plain(rounds, "rounds")}
         if mlflow_uri is not None:
             values["tracking"] = {**values["tracking"], "mlflow": plain(mlflow_uri, "mlflow_uri")}
         config = with_own_data(parse_with_algorithm(values)[0], folder)
+        if config.run.remote is not None and run.run_id != folder.name and folder.parent.name in OF_STUDY:
+            study = folder.resolve().parent.parent.name
+            raise ConfigError(f"{folder} is a run of the study {study}, and goes on with it alone: resume the study")
         return _run(config, folder.name, True, callbacks, progress)
 
     return told(go)

@@ -24,7 +24,8 @@ def alone(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         wrong = next(path for path in (*reversed(out.parents), out) if not path.is_dir())
-        what = f"a link to {os.readlink(wrong)}, which is not there" if wrong.is_symlink() else "a file"
+        gone = "a file" if wrong.exists() else "not there"
+        what = f"a link to {os.readlink(wrong)}, which is {gone}" if wrong.is_symlink() else "a file"
         told = f"{out} cannot be made: {wrong} is {what}; delete it, or choose another folder"
         raise EnvironmentFailure(told) from error
     with _lock_file(out / ".lock") as lock:

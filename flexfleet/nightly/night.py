@@ -59,14 +59,19 @@ class Night:
 
 
 def keep_commit(night: Night) -> str:
-    """Keeps the commit of the code in the night's store, before any of its runs begins, and gives it.
+    """Keeps the commit of the code in the night's store, before any of its runs begins, and gives it. Raises what
+    `check_commit` raises."""
+    check_commit(night)
+    night.store.create(COMMIT, track.code().encode())
+    return check_commit(night)
 
-    Raises ConfigError for a night that was begun with another code. That includes a night with runs and without a
-    commit: the version that began it kept none, so it was not this code.
-    """
+
+def check_commit(night: Night) -> str:
+    """The commit of the code. Raises ConfigError for a night that was begun with another code. That includes a night
+    with runs and without a commit: the version that began it kept none, so it was not this code."""
     store = night.store
-    if COMMIT not in store.list(COMMIT):
-        if any(run.list(key) for run in night.stores for key in ("run.json", track.RUN_KEY)):
-            track.check_code(None, store.uri())
-        store.create(COMMIT, track.code().encode())
-    return track.check_code(store.get(COMMIT).decode(), store.uri())
+    if COMMIT in store.list(COMMIT):
+        return track.check_code(store.get(COMMIT).decode(), store.uri())
+    if any(run.list(key) for run in night.stores for key in ("run.json", track.RUN_KEY)):
+        track.check_code(None, store.uri())
+    return track.code()

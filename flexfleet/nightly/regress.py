@@ -26,7 +26,7 @@ from flexfleet.files.artifacts import Artifact, BareHistory, RunFile
 from flexfleet.files.measure import Measure
 from flexfleet.nightly import gate, suite
 from flexfleet.nightly.gate import Before, Check
-from flexfleet.nightly.night import Night, keep_commit
+from flexfleet.nightly.night import Night, check_commit, keep_commit
 from flexfleet.nightly.pace import machine, pace
 from flexfleet.nightly.suite import Figures, OfLabel
 from flexfleet.publish import publish
@@ -179,12 +179,10 @@ def _verdict(night: Night, figures: Figures, out: Path, mlflow_run_id: str | Non
 def pairs_of(night: Night, shared: Path, job_id: str) -> list[dict[str, str]]:
     """Checks all runs, begins the night's MLflow run, writes what the runs of a case and seed share into `shared`, and
     gives what `run_pair` takes. Raises ConfigError for a night that was begun with another code (`keep_commit`)."""
-    commit = keep_commit(night)
-    pairs = [
-        {**pair, whole.COMMIT: commit}
-        for case, runs in night.runs.items()
-        for pair in whole.pairs_of(runs, f"{night.id}-{case}", shared)
-    ]
+    check_commit(night)
+    pairs = [p for case, runs in night.runs.items() for p in whole.pairs_of(runs, f"{night.id}-{case}", shared)]
+    commit = keep_commit(night)  # after the checks: a night that they refuse can be begun with the mended code
+    pairs = [{**pair, whole.COMMIT: commit} for pair in pairs]
     return whole.below(pairs, begin(night, track.of_job(night.config, job_id)))
 
 

@@ -19,7 +19,7 @@ def describe(run: Path) -> dict[str, Any]:
     """status: `finished`, or `unfinished` (running or killed: no file says which, and resuming is safe). stop: after
     how many rounds the run ends; at most so many, where `rounds.stop_simulated_s` may end it before. metric: accuracy
     if that is the metric of avg and full, else null. run_id: the folder's name, with which the run goes on, also where
-    it began with another one."""
+    it began with another one; with a ledger in `run.remote` the name that the ledger has."""
     if not (run / "run.json").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")
@@ -28,8 +28,9 @@ def describe(run: Path) -> dict[str, Any]:
     scored = [row for row in rows if "avg" in row.metrics]
     done = rows[-1].round + 1 if rows else 0
     end = config.rounds.end(row.metrics for row in rows)
+    own = (run if run.name not in ("", "..") else run.resolve()).name
     return {
-        "run_id": (run if run.name not in ("", "..") else run.resolve()).name,
+        "run_id": own if config.run.remote is None else file.run_id,
         "status": "finished" if is_finished(config, run, rows) else "unfinished",
         "round": done,
         "stop": config.rounds.stop if end is None else end,

@@ -207,8 +207,11 @@ def excess(pool: Pool, config: Config, family: ModelFamily) -> dict[str, float]:
     levels = sorted(model.share for model in pool if model.dispatched)
     if len(levels) == 1:
         return {}
-    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
-    tiers = sorted({device.tier: device for device in fleet}.values(), key=lambda device: device.most)
+    named = config.fleet.tiers
+    configured = devices.named(named) if isinstance(named, str) else named
+    tiers = sorted(
+        (devices.device_of(0, devices.holding(tier, family)) for tier in configured), key=lambda device: device.most
+    )
     if len(levels) != len(tiers):
         levels, tiers = levels[:1], tiers[:1]
     pairs = zip(levels, tiers, strict=True)

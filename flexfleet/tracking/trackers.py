@@ -99,13 +99,14 @@ def address(uri: str) -> str:
     not have; and with the whole path of a SQLite file, because MLflow keeps the connections of an address for the whole
     process, also after the process has changed its folder. Raises ConfigError for a folder that no address can name."""
     if uri.startswith(SQLITE) and not uri.startswith((f"{SQLITE}/", f"{SQLITE}:")) and uri != SQLITE:
-        folder = os.getcwd()
-        if found := IN_ADDRESSES.search(folder):
+        named, sign, options = uri.removeprefix(SQLITE).partition("?")
+        path = os.path.abspath(named)
+        if found := IN_ADDRESSES.search(os.path.dirname(path)):
             raise ConfigError(
-                f"tracking.mlflow = {uri!r} cannot be used: it is in {folder}, and {found[0]!r} means something else "
-                f"in an address: give {SQLITE}/PATH with a path without it, or change to another folder"
+                f"tracking.mlflow = {uri!r} cannot be used: it is in {os.path.dirname(path)}, and {found[0]!r} means "
+                f"something else in an address: give {SQLITE}/PATH with a path without it, or change to another folder"
             )
-        return SQLITE + os.path.abspath(uri.removeprefix(SQLITE))
+        return SQLITE + path + sign + options
     return os.environ["MLFLOW_TRACKING_URI"] if is_platforms(uri) and masked(uri) == uri else uri
 
 

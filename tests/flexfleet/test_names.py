@@ -107,8 +107,11 @@ def test_what_is_in_the_way_of_a_folder_is_named(folder: str, tmp_path: Path) ->
     assert way.read_text() == "keep me"
     way.unlink()
     way.symlink_to(tmp_path / "nowhere")
-    told = rf"{folder} cannot be made: .*way is a link to .*nowhere, which is not there"
-    with pytest.raises(EnvironmentFailure, match=told), alone(tmp_path / folder):
+    told = rf"{folder} cannot be made: .*way is a link to .*nowhere, which is "
+    with pytest.raises(EnvironmentFailure, match=f"{told}not there"), alone(tmp_path / folder):
+        pass
+    (tmp_path / "nowhere").write_text("keep me")
+    with pytest.raises(EnvironmentFailure, match=f"{told}a file"), alone(tmp_path / folder):
         pass
 
 

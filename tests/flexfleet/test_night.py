@@ -68,6 +68,21 @@ def test_a_night_is_resumed_by_the_commit_that_began_it_alone(night: Nights, cod
     regress.take_folder(asked, resume=True)
 
 
+def test_a_night_that_its_checks_refuse_is_not_begun(
+    night: Nights, code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Any) -> None:
+        raise ConfigError("no such algorithm")
+
+    code("aaaa")
+    with monkeypatch.context() as patch:
+        patch.setattr(whole, "check_all", refuse)
+        with pytest.raises(ConfigError, match="no such algorithm"):
+            regress.pairs_of(night(), tmp_path / "shared", "job")
+    code("bbbb")
+    assert {pair[whole.COMMIT] for pair in regress.pairs_of(night(), tmp_path / "shared", "job")} == {"bbbb"}
+
+
 @pytest.mark.parametrize("key", ["run.json", RUN_KEY])
 def test_a_night_with_runs_and_no_commit_was_begun_by_an_earlier_version(night: Nights, code: Code, key: str) -> None:
     """Earlier versions kept no commit, so none of them is this code. Where no run has begun, nothing is of theirs."""

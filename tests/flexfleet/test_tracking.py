@@ -31,7 +31,7 @@ from flexfleet.publish import publish
 from flexfleet.tracking import trackers as tracking
 from flexfleet.tracking.console import Console
 from flexfleet.tracking.record import token_of
-from flexfleet.tracking.trackers import MLflow, Several, check_address, client_of, log_outcome
+from flexfleet.tracking.trackers import MLflow, Several, address, check_address, client_of, log_outcome
 from tests.harness.mlflow_server import serving
 
 ROW = {
@@ -303,6 +303,8 @@ def test_a_folder_that_no_address_can_name_is_refused(
         with pytest.raises(ConfigError, match=told):
             ask("sqlite:///mlflow.db")
     assert [path.name for path in tmp_path.rglob("*")] == [name], "nothing is written"
+    check_address("sqlite:///../mlflow.db")
+    assert address("sqlite:///../mlflow.db?timeout=9") == f"sqlite:///{tmp_path}/mlflow.db?timeout=9"
 
 
 @pytest.mark.parametrize("uri", RIGHT)

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from fl_engine.backends import InProcess
-from fl_engine.core.errors import Unreachable
+from fl_engine.core.errors import ConfigError, Unreachable
 from fl_engine.training.numerics import describe
+from flexfleet import load
 from flexfleet.config import Config, load_config
 from flexfleet.files.artifacts import BareHistory, RunFile
 from flexfleet.kubeflow import in_pod
 from flexfleet.runs import resumable
+from flexfleet.runs.status import describe as describe_run
 from flexfleet.steps import federate as federation
 from flexfleet.steps.federate import federate
 from flexfleet.studies import search
@@ -121,6 +123,9 @@ def test_of_runs_with_the_same_name_each_has_a_ledger_of_its_own(
         run = steps._resolved(search.applied(config, {"training.lr": lr}), 7, out)
         steps._prepare(run, tmp_path / "prepared", out)
         scores.append(steps._rounds(run, out, {}))
+        assert describe_run(out)["run_id"] == RunFile.read(out / "run.json").run_id, "the ledger has that name"
+        with pytest.raises(ConfigError, match="is a run of the study s, and goes on with it alone"):
+            load(out).resume(2)
         shutil.rmtree(tmp_path / "pod")
     assert (scores[0], len(trained), len(ledgers(tmp_path, "held-out"))) == (scores[2], 2, 2)
 

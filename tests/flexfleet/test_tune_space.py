@@ -97,6 +97,14 @@ def test_a_level_has_to_fit_its_tier() -> None:
     assert search.excess(of_shares(0.4, 1.0), Config(), FAMILY) == {"size/weak": pytest.approx(5)}
 
 
+def test_a_tier_that_has_no_client_counts_too() -> None:
+    """Two clients cannot be of three tiers."""
+    few = load_config(None, ("partition.clients=2",))
+    assert search.excess(of_shares(0.3, 0.7, 1.0), few, FAMILY) == {
+        "size/weak": pytest.approx(-5), "size/medium": pytest.approx(10)
+    }  # fmt: skip
+
+
 def test_a_full_model_that_no_tier_holds_does_not_make_every_trial_impossible() -> None:
     """It is never sent: devices of exactly 100 % are sent the next smaller one."""
     config = load_config(None, (tiers(small=35.0, middle=60.0, large=100.0),))
