@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from fl_engine.core.errors import ModelError
 from fl_engine.core.pool import measure_apoz
 from fl_engine.core.samples import Data, split
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import FULL, SGD, LocalTask
+from fl_engine.core.types import FULL, SGD, LocalTask, SubmodelSpec
 from fl_engine.models.traced import from_module
 from fl_engine.preparation.confusion import measure_confusion
 from fl_engine.tasks import Classification
@@ -80,9 +81,14 @@ class Refuses(nn.Module):
         raise ValueError("a mistake of one's own")
 
 
-def test_what_else_a_network_refuses_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TinyNet, "module", lambda *_: nn.Sequential(Refuses()))
-    family = TinyNet()
+@dataclass(frozen=True)
+class Refusing(TinyNet):
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        return nn.Sequential(Refuses())
+
+
+def test_what_else_a_network_refuses_is_told_as_it_is() -> None:
+    family = Refusing()
     task = LocalTask(FULL, SGD(0.01), epochs=1, batch_size=1, drop_last=False, seed=0)
     x, y = torch.zeros(2, *family.input_shape, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
     data = Data("x", Classification(family.outputs), x, y, x, y, (0.5,), (0.5,))
