@@ -202,6 +202,7 @@ def client_at_work(numerics: Numerics) -> tuple[int, int]:
     return before, memory.resident_peak()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("numerics", [SINGLE, Numerics("batched", 8)], ids=["single", "batched"])
 def test_a_client_takes_what_was_planned_for_it(numerics: Numerics) -> None:
     """Its 3,000 images are 37 MB of float32, which lie twice in memory while they are normalised."""
