@@ -152,11 +152,12 @@ def _draw_what_is_looked_at(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _leave_the_process_as_it_was() -> Iterator[None]:
-    """A run sets torch's thread count, what torch does with denormal numbers, and signal handlers; pytest's own Ctrl-C
-    should stay what it is. Tasks of one pipeline that run beside each other leave a `print` behind that indents."""
+    """A run sets torch's thread count (tests begin with one), what torch does with denormal numbers, signal handlers
+    and how much is logged; pytest's own Ctrl-C should stay what it is. Tasks of one pipeline that run beside each other
+    leave a `print` behind that indents."""
     threads = torch.get_num_threads()
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    loud = {name: logging.getLogger(name).level for name in ("flexfleet", "fl_engine")}
+    loud = {name: logging.getLogger(name).level for name in ("", "flexfleet", "fl_engine")}
     builtins.print = PRINT
     torch.set_num_threads(1)
     torch.set_flush_denormal(False)

@@ -134,7 +134,7 @@ class Processes:
     def _start(self, device: str) -> _Worker:
         if self._code is not None:
             self._code.check()  # the worker checks it too, but ends without a word
-        with without_main(), _told():
+        with without_main(), _explained():
             here, there = self._context.Pipe()
             process = self._context.Process(
                 target=_serve,
@@ -176,7 +176,7 @@ def _processor_time(pid: int | None) -> int | None:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _explained() -> Iterator[None]:
     """Names what a worker lacks when it starts: open files, or room in /dev/shm, through which tensors go to it
     (containers often have 64 MB)."""
     try:

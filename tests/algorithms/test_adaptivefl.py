@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,14 +34,6 @@ from fl_engine.testing.tiny import SEED, TRAINING, assert_same_orders, context_o
 VGG = VGG16((3, 32, 32), 10)
 SMALL = SmallCNN((1, 16, 16), 4, width=0.25)
 law = settings(max_examples=60, deadline=None)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @lru_cache(maxsize=1)

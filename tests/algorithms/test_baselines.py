@@ -4,7 +4,6 @@ against numbers worked out by hand."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -52,14 +51,6 @@ from fl_engine.testing.tiny import (
 from fl_engine.training.evaluation import published, weights_of
 
 VGG = VGG16((3, 32, 32), 10)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def context(site: Site, client: int, free: float) -> TaskContext:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,14 +44,6 @@ from fl_engine.testing.tiny import (
 
 law = settings(max_examples=60, deadline=None)
 S3, S2, S1, M3, M2, M1, L1 = range(7)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def pool_of(models: int, dispatched: Sequence[int] | None = None) -> Pool:

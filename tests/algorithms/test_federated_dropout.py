@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -40,14 +39,6 @@ from fl_engine.testing.tiny import (
 
 LAYOUT = TinyNet().layout()
 SIZES = {"conv": 8, "hidden": 32}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def channels(layout: ParamLayout, spec: SubmodelSpec, group: str) -> list[int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,14 +56,6 @@ LAYOUT = TINY.layout()
 SIZES = {"conv": 8, "hidden": 32}
 WIDTHS = (0.5, 0.71, 1.0)
 KINDS = [FedRolex, FederatedDropout]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def channels(layout: ParamLayout, spec: SubmodelSpec, group: str) -> list[int]:

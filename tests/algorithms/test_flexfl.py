@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,14 +57,6 @@ CIFAR = (3, 32, 32)
 TINY = TinyNet()
 THREE = Classification(3)
 law = settings(max_examples=20, deadline=None)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ==================================================================================== AdaPrune, Sec. III-C

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from benchmarks.pools import APOZ
 from fl_engine.algorithms import FlexFL
@@ -24,14 +22,6 @@ from fl_engine.testing.tiny import TinyNet, paper_pool, tiny_pool
 CIFAR = (3, 32, 32)
 NAMES = ["M1", "M2'", "M2", "M3'", "M3"]
 TARGETS = [25.0, 40.0, 50.0, 90.0]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ============================================================================================== the pool, Alg. 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +31,6 @@ from fl_engine.testing.tiny import TinyNet, assert_same_bits, tiny_pool
 CIFAR = (3, 32, 32)
 TINY = TinyNet()
 law = settings(max_examples=20, deadline=None)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ============================================================================================ APoZ, Eq. 1 and 2

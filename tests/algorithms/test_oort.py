@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,14 +37,6 @@ law = settings(max_examples=25, deadline=None)
 PACES: dict[str, Any] = {"step": 2, "delta": 5.0, "flat": 0.1, "sharp": 5.0}
 NO_PACE = Oort(pacer_start=100.0)
 """Nobody is too slow."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # --------------------------------------------------------------------------------------------------- the utility

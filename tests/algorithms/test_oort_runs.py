@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fl_engine.aggregation.rules import Private
 from fl_engine.algorithms import ALGORITHMS, AllLarge, FlexFL
@@ -45,14 +44,6 @@ from fl_engine.testing.tracker import Memory
 from flexfleet import config as configs
 from flexfleet.config import load_config
 from tests.harness.oort import POOL, after, answer, asked, context, fleet_of
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------------------------------------- models and time

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 
 from fl_engine.algorithms import AllLarge, FlexFL, pooled
@@ -33,14 +31,6 @@ from fl_engine.testing.tiny import (
 CIFAR = (3, 32, 32)
 TINY = TinyNet()
 law = settings(max_examples=20, deadline=None)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ==================================================================================================== selection

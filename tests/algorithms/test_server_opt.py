@@ -59,14 +59,6 @@ law = settings(max_examples=40, deadline=None)
 RULES: list[Adagrad | Adam | Yogi] = [Adagrad(), Adam(), Yogi()]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ============================================================================================= two rounds by hand
 # Four weights and the running means of a batch norm, one per channel. Channel 3 is not trained in the first round,
 # channel 2 not in the second.

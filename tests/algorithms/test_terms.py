@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -69,14 +68,6 @@ PART = SubmodelSpec.of({"conv": 2, "hidden": 16})
 """A quarter of the convolution's channels, half of the hidden ones."""
 LABELS = torch.tensor([0, 1, 3, 1, 0, 3, 3, 1])
 """Class 2 does not occur."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def samples() -> Tensor:

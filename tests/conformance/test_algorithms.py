@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from fl_engine.aggregation.privacy import Private
 from fl_engine.aggregation.rules import Aggregation
@@ -31,14 +29,6 @@ from fl_engine.testing.algorithms import AlgorithmSuite
 from fl_engine.testing.own import OBJECTIVE, OPTIMISER
 from fl_engine.testing.searches import check_search
 from fl_engine.testing.tiny import TRAINING, TinyNet, on_devices_alone
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class TestAlgorithms(AlgorithmSuite):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from fl_engine.algorithms import (
     ALGORITHMS,
@@ -20,14 +18,6 @@ from fl_engine.algorithms import (
 )
 from fl_engine.testing.terms import TRAINING, TermsSuite
 from fl_engine.testing.tiny import on_devices_alone
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class TestTerms(TermsSuite):

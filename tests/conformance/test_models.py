@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.models import MODELS
@@ -50,14 +47,6 @@ SMALL: dict[str, ModelFamily] = {
     "text_lstm": TextLSTM((6,), 7, embedding=5, hidden=6),
     "text_lstm, one answer": TextLSTM((5,), 3, vocabulary=7, answers="last", layers=3, embedding=3, hidden=4),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class TestModels(ModelSuite):

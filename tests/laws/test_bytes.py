@@ -32,14 +32,6 @@ from fl_engine.testing.tracker import Memory
 ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @dataclass
 class Remembering:
     """A backend that keeps what it was asked and what it answered; every client named in `failing` fails."""

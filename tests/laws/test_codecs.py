@@ -4,7 +4,7 @@ stranger sends instead is refused by name."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,14 +70,6 @@ BARE = ALGORITHM.plan(STATE, context_of(SITE, 0, SEED))
 HALF, DEFLATED = Codecs(Half(), Half()), Codecs(Deflated(), Deflated())
 BOTH = pytest.mark.parametrize("codecs", [HALF, DEFLATED, Codecs(up=Half()), Codecs(down=Half())], ids=str)
 SECRET = b"a run's own"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def plan_of(codecs: Codecs) -> RoundPlan:

@@ -4,7 +4,7 @@ batch, so that the parameters move by the gradient."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -42,14 +42,6 @@ from fl_engine.training.losses import distil_from_last, distil_mutually, mask_ab
 FAMILY = TinyNet()
 FOUR, TWO = Classification(4), Classification(2)
 START = initial_params(FAMILY, 1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def samples(count: int = 8) -> tuple[Tensor, Tensor]:

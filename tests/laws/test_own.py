@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -38,14 +38,6 @@ from fl_engine.training.numerics import Numerics
 
 HERE = __name__
 PLAIN = LocalTask(FULL, SGD(0.1, 0.5, 1e-4), epochs=2, batch_size=4, drop_last=True, seed=11)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def job_of(family: ModelFamily, task: LocalTask, count: int = 9) -> Job:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -318,14 +318,6 @@ def test_whatever_a_stream_holds_it_takes_no_more_memory_than_was_declared(codec
 # ------------------------------------------------------------------------------------------------- through a store
 QSGD = Codecs(Qsgd(bits=4), Qsgd(bits=4))
 WEIGHT = "conv1.conv.weight"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def changed(name: str, value: float) -> Callable[[Params], Params]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,11 +135,3 @@ def test_a_last_sample_joins_only_where_it_cannot_be_answered_alone() -> None:
     for answer in (answers, refuses):
         assert sizes(8, 4, answer) == [4, 4] and sizes(1, 4, answer) == [1] and sizes(7, 4, answer) == [4, 3]
     assert asked == [[8]], "only a last single one is tried"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

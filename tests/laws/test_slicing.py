@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -329,11 +328,3 @@ def test_fresh_networks_depend_on_the_seed_alone() -> None:
     assert_same_bits(initial_params(family, 5), first)
     other = initial_params(family, 6)
     assert all(not torch.equal(other[name], tensor) for name, tensor in first.items())
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
