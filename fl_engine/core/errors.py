@@ -105,8 +105,9 @@ class InUse(EnvironmentFailure):
     """Another coordinator has the run, or the invited devices. It may let go later."""
 
 
-class UnreachableAddress(ConfigError, Unreachable):
-    """One that has never answered yet: the parameter that names it may be wrong."""
+class UnreachableAddress(Unreachable, ConfigError):
+    """One that has never answered yet: the parameter that names it may be wrong, or the server may be starting. Exit
+    code 6, with which a Job tries again."""
 
 
 class Refused(EnvironmentFailure):

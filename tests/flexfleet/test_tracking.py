@@ -529,6 +529,16 @@ def test_an_address_that_cannot_be_used_is_said_without_sqlalchemy_too(monkeypat
         raise ConnectionError("refused")
 
 
+def test_a_server_that_does_not_answer_yet_is_tried_again_by_a_job(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod may start before MLflow's. Its Job (k8s/overlays/kind/run.yaml) ends for good with exit code 2 alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    done = flexfleet("run", "--run-id", "a", sets=[*quick, "tracking.mlflow=http://127.0.0.1:9"])
+    assert done.code == 6 and "tracking.mlflow = 'http://127.0.0.1:9' cannot be used: " in done.err
+
+
 def test_a_tracking_server_that_goes_away_stops_the_run_and_a_resumed_one_logs_what_is_missing(
     flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     no_drawings: None,
