@@ -1,7 +1,7 @@
 """The devices of one run (`run.backend=agents`), and what befalls them: each is killed, stopped or cut off for a while,
 or for good, as long as one is left.
 
-They are invited once and stay while coordinators come and go. They reach the object store by a `Way` alone, without
+They are invited once and stay while coordinators come and go. They reach the object store by a `Way`, without
 credentials. A device that is killed is started again by the same command, after a while.
 """
 
@@ -16,24 +16,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from fl_engine.exchange.letters import BEAT, Beat
+from tests.harness import cuts
+from tests.harness.cuts import Until
 from tests.harness.processes import LOOK_S, Child, Nursery
-from tests.harness.way import Cut, How, Way
+from tests.harness.way import Way
 
 COUNT = 3
-LEASE_S = 4.0
 SETTINGS = (
     "run.backend=agents",
-    f"agents.lease_s={LEASE_S:g}",
+    "agents.lease_s=4",
     "agents.attempts=100",
     "rounds.faults=slow=1x4",
 )
 """A device may be hit at any order, so that only an order's own failures could end it; each client really sleeps for a
 while after it has trained, so that many are hit half-way."""
 FATES = ("killed", "stopped", "cut off", "cut off")
-HOWS: tuple[How, ...] = ("refused", "hangs", "breaks")
 MOMENTS = {
     "a download": (b"/orders/", b"/site/"),
     "an upload": (b"/leases/",),
@@ -41,14 +40,6 @@ MOMENTS = {
     "a beat": (b"beat.json",),
 }
 """The requests in which a device is cut off, by what their keys contain."""
-AFTER = 4.5
-"""Up to 10 to this power bytes of such a request pass: some end before that, and the cut begins after them."""
-FOR_GOOD = 0.25
-"""How often what befalls a device has no end."""
-WHILE_S = (0.3, 2 * LEASE_S)
-"""The least and the most seconds that it lasts otherwise: some devices are back before their lease has ended."""
-MEETS_S = 10.0
-"""Seconds to wait for the request in which a device is to be cut off."""
 SILENCE_S = 3600
 """Seconds without a word from the server after which a device ends: more than a run lasts, for the case that the
 harness itself is killed."""
@@ -62,25 +53,22 @@ class Devices:
     nursery: Nursery
     folder: Path
     sets: Sequence[str]
-    """Of the run, but for `agents.endpoint`."""
+    """Of the run."""
     env: Mapping[str, str]
-    """What leads to the server, with credentials: for who invites."""
+    """What leads to the server by the way, with credentials: for who invites."""
+    way: Way
     running: dict[str, Child] = field(default_factory=dict)
     back: dict[str, float] = field(default_factory=dict)
     """Unix time at which what last befell a device ends; infinite: never."""
     cuts: Counter[str] = field(default_factory=Counter)
-    """How, and in which request, devices were cut off."""
+    """How, and in which request, they were cut off."""
     _starts: Counter[str] = field(default_factory=Counter)
     _timers: list[threading.Timer] = field(default_factory=list)
     _ended: bool = False
 
     def __post_init__(self) -> None:
-        server = urlsplit(self.env["AWS_ENDPOINT_URL"])
-        assert server.hostname and server.port
-        self.way = Way((server.hostname, server.port), lambda: [child.pid for child in list(self.running.values())])
-        sets = [*self.sets, f"agents.endpoint={self.way.url}"]
         argv = ("invite", "--json", "--count", str(COUNT))
-        done = self.nursery.start("flexfleet", *argv, cwd=self.folder, sets=sets, env=self.env).wait()
+        done = self.nursery.start("flexfleet", *argv, cwd=self.folder, sets=self.sets, env=self.env).wait()
         assert done.code == 0, done.err
         self._files = {Path(name).stem: self.folder / name for name in done.json["invitations"]}
         for name in self._files:
@@ -100,21 +88,17 @@ class Devices:
         """Devices that nothing befalls now."""
         return sorted(name for name in list(self.running) if self.back.get(name, 0.0) < time.time())
 
-    def hit(self, rng: random.Random, until: Callable[[Callable[[], bool], float], bool]) -> str:
+    def hit(self, rng: random.Random, until: Until) -> str:
         """Something befalls one of the devices that are well, and lasts when this returns. Gives what it is; empty:
-        nothing did. `until` waits for a condition for so many seconds, and says whether it has come about."""
+        nothing did."""
         lost = sum(math.isinf(end) for end in self.back.values())
-        for_good = rng.random() < FOR_GOOD and lost + 1 < COUNT
-        name, fate, lasts_s = rng.choice(self.well()), rng.choice(FATES), rng.uniform(*WHILE_S)
-        seconds = math.inf if for_good else lasts_s
+        seconds = cuts.how_long(rng, for_good=lost + 1 < COUNT)
+        name, fate = rng.choice(self.well()), rng.choice(FATES)
         child = self.running[name]
         if fate == "cut off":
-            moment, how = rng.choice(sorted(MOMENTS)), rng.choice(HOWS)
-            self.way.cut_off(child.pid, Cut(how, MOMENTS[moment], int(10 ** rng.uniform(0, AFTER)), seconds))
-            if not until(lambda: self.way.has_begun(child.pid), MEETS_S):
-                self.way.let_back(child.pid)
+            if not (told := cuts.cut_off(self.way, child.pid, MOMENTS, seconds, rng, until)):
                 return ""
-            self.cuts[f"{how} in {moment}" + ", for good" * for_good] += 1
+            self.cuts[told] += 1
         elif fate == "killed":
             del self.running[name]
             child.kill()
@@ -173,7 +157,6 @@ class Devices:
             child.kill()  # also one that is stopped
         for child in self.running.values():
             _end(child)
-        self.way.close()
 
 
 def _end(child: Child) -> int:

@@ -4,9 +4,10 @@
 
 SIGKILL hits the coordinator (at any time, within its rounds, or at a fault point inside the run store), a worker, a
 pod, a pod that stays, which may also hang for longer than its lease, or a device (`run.backend=agents`), which may also
-be stopped, or cut off from the store in the middle of a request, for a while or for good (`invited`). All of these are
-called kills here. One counts only if the process died of it, was stopped, or was cut off in such a request. A killed
-coordinator is started again by the same command, with --resume. In the end the model, history.json and MLflow have to
+be stopped (`invited`). Coordinators, pods that stay and devices are also cut off from the store in the middle of a
+request, for a while or for good (`cuts`). All of these are called kills here. One counts only if the process died of
+it, was stopped, or was cut off in such a request. A coordinator that is killed, or gives up since the store does not
+answer, is started again by the same command, with --resume. In the end the model, history.json and MLflow have to
 be those of an undisturbed run, no temporary files, processes or objects may be left, and the devices have to be there,
 idle. Exit code 0: all of that holds; 1: it does not, and the folders of those runs stay.
 """
@@ -14,7 +15,9 @@ idle. Exit code 0: all of that holds; 1: it does not, and the folders of those r
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import os
 import random
 import re
@@ -27,18 +30,39 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fl_engine.core.errors import EnvironmentFailure
+from tests.harness import cuts
 from tests.harness.outcome import Outcome, differences, leftovers, outcome
 from tests.harness.processes import LOOK_S, Child, Done, workers
+from tests.harness.way import How
 from tests.harness.world import VARIANTS, Place, Variant, World, missing, opened, place
 
 PER_RUN = (3, 8)
 """The least and the most times that one run is killed before it may finish."""
 WAYS = ("any_time", "in_round", "fault_point", "fault_point")
 """The ways to kill a coordinator; each start draws one. `fault_point` is twice as likely, as there are many of them."""
+MOMENTS = {
+    "its lease": (b"/lease/",),
+    "a state": (b"state.",),
+    "a commit": (b"COMMITTED",),
+    "a plan": (b"plan.json", b"closed.json"),
+    "any request": (b" /",),
+}
+"""The requests in which a coordinator is cut off, by what they contain."""
+OF_PODS = {
+    "a download": (b"/orders/", b"/site/"),
+    "an upload": (b"/leases/",),
+    "a look for a letter": (b"letter.json",),
+    "a beat": (b"beat.json",),
+}
+"""Those in which a pod that stays is."""
 SPARED = {"device": 0.5}
 """By what runs clients: how often a start's coordinator is not killed, so that more befalls the clients."""
 HUNG_S = 7.0
 """Seconds that a pod hangs: longer than its lease (`world.STAYING`)."""
+COORDINATOR = "coordinator cut off"
+GIVES_UP: tuple[How, ...] = ("refused", "breaks")
+"""How a coordinator is cut off for good: it gives up within a minute. Where nothing passes at all, it waits for ten."""
 POD_S = 0.3
 """About how many seconds a pod runs."""
 HANGS_S = 600.0
@@ -66,10 +90,10 @@ class Tally:
     """The results of one variant's kills."""
 
     landed: Counter[str] = field(default_factory=Counter)
-    """Number of kills by way: any_time, in_round, fault_point, worker, pod, staying, killed, stopped, cut off (of a
-    device)."""
+    """Number of kills by way: any_time, in_round, fault_point, worker, pod; killed, stopped or cut off of what stays;
+    and COORDINATOR."""
     points: Counter[str] = field(default_factory=Counter)
-    """Fault points, and in which requests devices were cut off."""
+    """Fault points, and in which requests processes were cut off."""
     lost: int = 0
     """Kills after which the same command did not resume the run."""
     wrong: list[str] = field(default_factory=list)
@@ -137,22 +161,37 @@ def a_worker(child: Child, normal: Undisturbed, rng: random.Random, again: bool)
     return child.poll() is None
 
 
-def a_pod_that_stays(child: Child, at: Place, hit: set[str], rng: random.Random) -> bool:
-    """Kills a pod that stays, or has it hang for longer than its lease; returns whether that befell it. No pod is hit
-    twice; the one that takes its place may be."""
-    if rng.random() < 0.6:
-        return a_pod(child, at, hit, rng, of_a_pod=lambda name: name)
-    running = at.world.cluster.running
+def a_coordinator_cut_off(child: Child, at: Place, normal: Undisturbed, rng: random.Random) -> str:
+    """Cuts the coordinator off from the store; gives how and in which request, empty: it ended first."""
+    assert at.way is not None
+    if not lasts(child, rng.uniform(0, normal.first_s + 2 * normal.round_s)):
+        return ""
+    seconds = cuts.how_long(rng)
+    hows = None if math.isfinite(seconds) else GIVES_UP
+    return cuts.cut_off(at.way, child.pid, MOMENTS, seconds, rng, functools.partial(until, child), hows)
+
+
+def a_pod_that_stays(child: Child, at: Place, hit: set[str], rng: random.Random, tally: Tally) -> str:
+    """Kills a pod that stays, stops it for longer than its lease, or cuts it off; returns what befell it, empty: the
+    coordinator ended first. No pod is hit twice; the one that takes its place may be."""
+    fate, running = rng.choice(("killed", "stopped", "cut off")), at.world.cluster.running
+    if fate == "killed":
+        return fate if a_pod(child, at, hit, rng, of_a_pod=lambda name: name) else ""
     while until(child, lambda: any(name not in hit for name in list(running))):
         name = rng.choice(sorted(set(running) - hit) or [""])
         if not lasts(child, rng.uniform(0, POD_S)) or (process := running.get(name)) is None:
             continue
         hit.add(name)
-        process.send(signal.SIGSTOP)
-        lasts(child, HUNG_S)
-        process.send(signal.SIGCONT)
-        return True
-    return False
+        if fate == "stopped":
+            process.send(signal.SIGSTOP)
+            lasts(child, HUNG_S)
+            process.send(signal.SIGCONT)
+            return fate
+        wait, seconds = functools.partial(until, child), cuts.how_long(rng)
+        if told := cuts.cut_off(at.way, process.pid, OF_PODS, seconds, rng, wait):
+            tally.points[told] += 1
+            return fate
+    return ""
 
 
 def a_device(child: Child, at: Place, normal: Undisturbed, rng: random.Random) -> str:
@@ -161,7 +200,7 @@ def a_device(child: Child, at: Place, normal: Undisturbed, rng: random.Random) -
     devices = at.devices
     assert devices is not None
     while lasts(child, rng.uniform(0, normal.round_s)) and until(child, lambda: bool(devices.well())):
-        if fate := devices.hit(rng, lambda condition, seconds: until(child, condition, seconds)):
+        if fate := devices.hit(rng, functools.partial(until, child)):
             return fate
     return ""
 
@@ -222,8 +261,9 @@ def disturbed(at: Place, normal: Undisturbed, most: int, rng: random.Random, tal
     while True:
         tally.starts += 1
         spared = SPARED.get(at.variant.clients, 0.0)
-        way = rng.choice(WAYS) if left and not (spared and rng.random() < spared) else ""
-        point = _point(normal, rng) if way == "fault_point" else None
+        ways = WAYS if at.way is None else (*WAYS, COORDINATOR)
+        way = rng.choice(ways) if left and not (spared and rng.random() < spared) else ""
+        point, cut = _point(normal, rng) if way == "fault_point" else None, ""
         child = at.start(point)
         try:
             left -= _clients(child, at, normal, left - bool(way), 0.7 if way else 0.95, hit, rng, tally)
@@ -231,17 +271,21 @@ def disturbed(at: Place, normal: Undisturbed, most: int, rng: random.Random, tal
                 at_any_time(child, normal, rng)
             elif way == "in_round":
                 in_a_round(child, normal, rng)
+            elif way == COORDINATOR:
+                cut = a_coordinator_cut_off(child, at, normal, rng)
             done = child.wait(HANGS_S)
         except TimeoutError as error:
             raise Lost(f"start {at.starts} hangs: {error}") from None
         finally:
             child.kill()
             child.wait()
-        if way and done.code == -signal.SIGKILL:
+        killed = way and done.code == -signal.SIGKILL
+        if killed or cut:
             left -= 1
             tally.landed[way] += 1
-            if point is not None:
-                tally.points[f"{point['when']} {point['operation']}"] += 1
+            if point is not None or cut:
+                tally.points[cut or f"{point['when']} {point['operation']}"] += 1
+        if killed or (cut and done.code == EnvironmentFailure.exit_code):
             continue
         return verdict(at, normal, done)
 
@@ -264,7 +308,7 @@ def _clients(
     probability `often`. Returns how many."""
     kind, killed = at.variant.clients, 0
     while kind and killed < most and rng.random() < often:
-        found = HIT[kind](child, at, normal, hit, rng, killed > 0)
+        found = HIT[kind](child, at, normal, hit, rng, tally, killed > 0)
         if not found:
             break
         tally.landed[kind if found is True else found] += 1
@@ -272,12 +316,12 @@ def _clients(
     return killed
 
 
-Hit = Callable[[Child, Place, Undisturbed, set[str], random.Random, bool], bool | str]
+Hit = Callable[[Child, Place, Undisturbed, set[str], random.Random, Tally, bool], bool | str]
 HIT: dict[str, Hit] = {
-    "worker": lambda child, at, normal, hit, rng, again: a_worker(child, normal, rng, again),
-    "pod": lambda child, at, normal, hit, rng, again: a_pod(child, at, hit, rng),
-    "staying": lambda child, at, normal, hit, rng, again: a_pod_that_stays(child, at, hit, rng),
-    "device": lambda child, at, normal, hit, rng, again: a_device(child, at, normal, rng),
+    "worker": lambda child, at, normal, hit, rng, tally, again: a_worker(child, normal, rng, again),
+    "pod": lambda child, at, normal, hit, rng, tally, again: a_pod(child, at, hit, rng),
+    "staying": lambda child, at, normal, hit, rng, tally, again: a_pod_that_stays(child, at, hit, rng, tally),
+    "device": lambda child, at, normal, hit, rng, tally, again: a_device(child, at, normal, rng),
 }
 """By what runs clients: whether one was hit, or what befell it."""
 

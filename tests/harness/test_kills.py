@@ -23,13 +23,14 @@ from typing import Any
 import pytest
 
 from fl_engine.storage.store import FolderStore
-from tests.harness import faults, invited, kills, outcome
+from tests.harness import cuts, faults, invited, kills, outcome
 from tests.harness.processes import Done
 from tests.harness.world import BUCKET, VARIANTS, Place, Variant, World, missing, opened, place
 
 ROUNDS = 3
-FOLDER, MOTO, AGENTS = (
-    next(v for v in VARIANTS if v.name == name) for name in ("folder-in_process", "moto-in_process", "moto-agents")
+FOLDER, MOTO, STAYING, AGENTS = (
+    next(v for v in VARIANTS if v.name == name)
+    for name in ("folder-in_process", "moto-in_process", "moto-staying", "moto-agents")
 )
 
 
@@ -85,13 +86,14 @@ def test_devices_give_the_model_of_one_process(normal: kills.Undisturbed, with_d
     assert with_devices.outcome.model == normal.outcome.model
 
 
-@pytest.mark.parametrize("how", invited.HOWS)
+@pytest.mark.parametrize("how", cuts.HOWS)
 def test_a_device_that_is_cut_off_for_good_in_an_upload_changes_nothing(
     world: World, with_devices: kills.Undisturbed, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    drawn = {"FATES": ("cut off",), "HOWS": (how,), "MOMENTS": {"an upload": (b"/leases/",)}, "FOR_GOOD": 1.0}
-    for name, value in {**drawn, "AFTER": 2, "MEETS_S": 300.0}.items():
-        monkeypatch.setattr(invited, name, value)
+    monkeypatch.setattr(invited, "FATES", ("cut off",))
+    monkeypatch.setattr(invited, "MOMENTS", {"an upload": (b"/leases/",)})
+    for name, value in {"HOWS": (how,), "FOR_GOOD": 1.0, "AFTER": 2, "MEETS_S": 300.0}.items():
+        monkeypatch.setattr(cuts, name, value)
     at, rng = place(world, AGENTS), random.Random(0)
     try:
         child = at.start()
@@ -101,6 +103,46 @@ def test_a_device_that_is_cut_off_for_good_in_an_upload_changes_nothing(
         done = child.wait(kills.HANGS_S)
         assert kills.verdict(at, with_devices, done) == []
         assert re.search(r"device-\d is silent for \d+ s; asking again", done.err)
+    finally:
+        at.close()
+
+
+# --------------------------------------------------------------------------------------- coordinators, and pods that stay
+@pytest.mark.parametrize("how", kills.GIVES_UP)
+def test_a_coordinator_that_is_cut_off_for_good_gives_up_and_the_same_command_goes_on(
+    world: World, normal: kills.Undisturbed, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(kills, "WAYS", ())
+    monkeypatch.setattr(kills, "GIVES_UP", (how,))
+    monkeypatch.setattr(kills, "MOMENTS", {"a state": (b"state.",)})
+    monkeypatch.setattr(kills, "PER_RUN", (1, 1))
+    for name, value in {"FOR_GOOD": 1.0, "AFTER": 2, "MEETS_S": 300.0}.items():
+        monkeypatch.setattr(cuts, name, value)
+    at, tally = place(world, MOTO), kills.Tally()
+    try:
+        assert kills.disturbed(at, replace(normal, first_s=0.0, round_s=0.0), 1, random.Random(0), tally) == []
+    finally:
+        at.close()
+    assert tally.points == Counter([f"{how} in a state, for good"]) and tally.starts == 2
+    said = (at.folder / "logs" / "1.err").read_text()
+    assert "cannot be reached" in said and "--resume" in said
+
+
+def test_a_pod_that_is_cut_off_for_good_in_an_upload_changes_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staying, rng, tally = kills.undisturbed(world, STAYING), random.Random(0), kills.Tally()
+    monkeypatch.setattr(kills, "OF_PODS", {"an upload": (b"/leases/",)})
+    for name, value in {"FOR_GOOD": 1.0, "AFTER": 2, "MEETS_S": 300.0}.items():
+        monkeypatch.setattr(cuts, name, value)
+    monkeypatch.setattr(rng, "choice", lambda of, choice=rng.choice: "cut off" if "cut off" in of else choice(of))
+    at = place(world, STAYING)
+    try:
+        child = at.start()
+        assert kills.a_pod_that_stays(child, at, set(), rng, tally) == "cut off"
+        done = child.wait(kills.HANGS_S)
+        assert kills.verdict(at, staying, done) == []
+        assert re.search(r"is silent for \d+ s; asking again", done.err)
     finally:
         at.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -14,12 +15,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import boto3.session
 
 from tests.harness import invited
 from tests.harness.invited import Devices
 from tests.harness.processes import QUICK, ROOT, Child, Nursery
+from tests.harness.way import Way
 from tests.k8s import fake
 
 RADOSGW = ROOT / "tests" / "s3" / "radosgw"
@@ -147,6 +150,8 @@ class Place:
     starts: int = 0
     devices: Devices | None = None
     """Invited and started with the first start."""
+    coordinator: Child | None = None
+    """The last one."""
 
     @property
     def out(self) -> Path:
@@ -162,15 +167,33 @@ class Place:
         """A boto3 client of the server that has the run's ledger; None if the ledger is in the folder."""
         return s3_of(self.world.environment(self.variant.store)) if self.variant.store != "folder" else None
 
+    @cached_property
+    def way(self) -> Way | None:
+        """By which coordinators, pods that stay and devices reach the server; None if the ledger is in the folder."""
+        if self.variant.store == "folder":
+            return None
+        server = urlsplit(self.world.environment(self.variant.store)["AWS_ENDPOINT_URL"])
+        assert server.hostname and server.port
+        return Way((server.hostname, server.port), self._on_the_way)
+
+    def _on_the_way(self) -> list[int]:
+        """The processes that may be cut off."""
+        found = [] if self.coordinator is None else [self.coordinator]
+        if self.devices is not None:
+            found += list(self.devices.running.values())
+        if self.variant.clients == "staying":
+            found += list(self.world.cluster.running.values())
+        return [child.pid for child in found]
+
     def start(self, faults: Mapping[str, Any] | None = None) -> Child:
         v, world = self.variant, self.world
         env = {"FLEXFLEET_COMMIT": "0" * 40, "FLEXFLEET_STARTED_BY": self.token, **world.environment(v.store)}
         sets = [*world.sets, *v.sets, f"tracking.mlflow=sqlite:///{self.folder / 'mlflow.db'}"]
-        if v.store != "folder":
+        if self.way is not None:
+            env["AWS_ENDPOINT_URL"] = self.way.url
             sets.append(f"run.remote=s3://{BUCKET}/{self.prefix.rstrip('/')}")
-        if v.clients == "device":
-            self.devices = self.devices or Devices(world.nursery, self.folder, sets, world.environment(v.store))
-            sets.append(f"agents.endpoint={self.devices.way.url}")
+            if v.clients == "device":
+                self.devices = self.devices or Devices(world.nursery, self.folder, sets, env, self.way)
         if v.clients in ("pod", "staying"):
             env["KUBECONFIG"] = str(world.kubeconfig)
         if v.whole:
@@ -182,7 +205,10 @@ class Place:
         self.starts += 1
         given = {"constants": SMALL, **(faults or {})}
         log = self.folder / "logs" / f"{self.starts}.err"
-        return world.nursery.start(*argv, "--resume", cwd=self.folder, sets=sets, env=env, log=log, faults=given)
+        self.coordinator = world.nursery.start(
+            *argv, "--resume", cwd=self.folder, sets=sets, env=env, log=log, faults=given
+        )
+        return self.coordinator
 
     def letter(self, key: str) -> bytes:
         """What lies under a key of the devices' letters."""
@@ -191,9 +217,11 @@ class Place:
         return found
 
     def close(self) -> None:
-        """Ends its devices."""
+        """Ends its devices, and closes the way."""
         if self.devices is not None:
             self.devices.end()
+        if self.way is not None:
+            self.way.close()
 
     def remove(self) -> None:
         self.close()
@@ -250,6 +278,7 @@ def _moto(_: Path) -> Iterator[dict[str, str]]:
     try:
         keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
         with moto_server.moto() as endpoint:
+            logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # requests that are cut off make it complain
             # moto does not check signatures.
             yield {"AWS_ENDPOINT_URL": endpoint, **keys, "FLEXFLEET_S3_UNCHECKED": "1"}
     finally:
