@@ -39,7 +39,7 @@ MOMENTS = {
     "a look for a letter": (b"letter.json",),
     "a beat": (b"beat.json",),
 }
-"""The requests in which a device is cut off, by what their keys contain."""
+"""The requests in which a device, or a pod that stays, is cut off, by what their keys contain."""
 SILENCE_S = 3600
 """Seconds without a word from the server after which a device ends: more than a run lasts, for the case that the
 harness itself is killed."""

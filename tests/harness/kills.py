@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fl_engine.core.errors import EnvironmentFailure
-from tests.harness import cuts
+from tests.harness import cuts, invited
 from tests.harness.outcome import Outcome, differences, leftovers, outcome
 from tests.harness.processes import LOOK_S, Child, Done, workers
 from tests.harness.way import How
@@ -49,13 +49,6 @@ MOMENTS = {
     "any request": (b" /",),
 }
 """The requests in which a coordinator is cut off, by what they contain."""
-OF_PODS = {
-    "a download": (b"/orders/", b"/site/"),
-    "an upload": (b"/leases/",),
-    "a look for a letter": (b"letter.json",),
-    "a beat": (b"beat.json",),
-}
-"""Those in which a pod that stays is."""
 SPARED = {"device": 0.5}
 """By what runs clients: how often a start's coordinator is not killed, so that more befalls the clients."""
 HUNG_S = 7.0
@@ -188,7 +181,7 @@ def a_pod_that_stays(child: Child, at: Place, hit: set[str], rng: random.Random,
             process.send(signal.SIGCONT)
             return fate
         wait, seconds = functools.partial(until, child), cuts.how_long(rng)
-        if told := cuts.cut_off(at.way, process.pid, OF_PODS, seconds, rng, wait):
+        if told := cuts.cut_off(at.way, process.pid, invited.MOMENTS, seconds, rng, wait):
             tally.points[told] += 1
             return fate
     return ""

@@ -107,7 +107,7 @@ def test_a_device_that_is_cut_off_for_good_in_an_upload_changes_nothing(
         at.close()
 
 
-# --------------------------------------------------------------------------------------- coordinators, and pods that stay
+# -------------------------------------------------------------------------------- coordinators, and pods that stay
 @pytest.mark.parametrize("how", kills.GIVES_UP)
 def test_a_coordinator_that_is_cut_off_for_good_gives_up_and_the_same_command_goes_on(
     world: World, normal: kills.Undisturbed, monkeypatch: pytest.MonkeyPatch, how: str
@@ -132,7 +132,7 @@ def test_a_pod_that_is_cut_off_for_good_in_an_upload_changes_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staying, rng, tally = kills.undisturbed(world, STAYING), random.Random(0), kills.Tally()
-    monkeypatch.setattr(kills, "OF_PODS", {"an upload": (b"/leases/",)})
+    monkeypatch.setattr(invited, "MOMENTS", {"an upload": (b"/leases/",)})
     for name, value in {"FOR_GOOD": 1.0, "AFTER": 2, "MEETS_S": 300.0}.items():
         monkeypatch.setattr(cuts, name, value)
     monkeypatch.setattr(rng, "choice", lambda of, choice=rng.choice: "cut off" if "cut off" in of else choice(of))
