@@ -16,8 +16,8 @@ from fl_engine.core.errors import ConfigError, brief
 from fl_engine.core.fields import Index
 from fl_engine.data.local import FORM
 from fl_engine.storage.places import open_store
-from fl_engine.storage.s3 import Upload, UrlStore
 from fl_engine.storage.store import Store
+from fl_engine.storage.urls import Upload, UrlStore
 from fl_engine.training.memory import Peaks
 
 SITE_FILES = ("run.json", "pool.json", "partition.json", "partition.safetensors")

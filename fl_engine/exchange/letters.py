@@ -38,8 +38,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fl_engine.core.errors import ClientError, ConfigError, IntegrityError, brief
 from fl_engine.exchange.assignment import Assignment
 from fl_engine.storage.pieces import Value
-from fl_engine.storage.s3 import Upload
 from fl_engine.storage.store import Store, canonical
+from fl_engine.storage.urls import Upload
 
 LETTER, BEAT = "letter.json", "beat.json"
 LETTER_BYTES = 2**22
@@ -84,7 +84,7 @@ class Signed(Note):
         return hmac.compare_digest(self._sum(key).encode(), self.signature.encode())
 
     def text(self, length: int = 0) -> bytes:
-        """As a file; with `length`, of exactly so many bytes, as `s3.Upload` by PUT asks for."""
+        """As a file; with `length`, of exactly so many bytes, as `urls.Upload` by PUT asks for."""
         return self.model_dump_json().encode().ljust(length)
 
 

@@ -109,7 +109,7 @@ class Order(Record):
 class Mailbox:
     """`rules` say what an update may be, and `key` gives the key with which a client signs its manifest; None: not
     checked, not signed (clients in this process). The coordinator signs with `own`. `lengths`: by store key, the only
-    length in bytes at which the store accepts it (see `s3.Upload`)."""
+    length in bytes at which the store accepts it (see `urls.Upload`)."""
 
     def __init__(
         self,

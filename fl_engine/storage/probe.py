@@ -25,7 +25,8 @@ from types import MappingProxyType
 import urllib3
 
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError, Refused
-from fl_engine.storage.s3 import S3Store, Upload, Verb, patient_pool, send
+from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.urls import Upload, Verb, patient_pool, send
 
 log = logging.getLogger("flexfleet")
 

@@ -23,9 +23,9 @@ from fl_engine.exchange.letters import Invitation, safe
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.storage.places import open_store
-from fl_engine.storage.s3 import UrlStore
 from fl_engine.storage.store import FolderStore
 from fl_engine.storage.throughput import PROBE, bits_per_second
+from fl_engine.storage.urls import UrlStore
 from fl_engine.training import cgroup, memory, pace, power
 from fl_engine.training.memory import Peaks, Trial
 from flexfleet.config import Config

@@ -33,8 +33,8 @@ from fl_engine.exchange.letters import (
     safe,
 )
 from fl_engine.storage.places import open_store
-from fl_engine.storage.s3 import Upload, UrlStore, patient_pool, why
 from fl_engine.storage.store import FolderStore, Store, sha256
+from fl_engine.storage.urls import Upload, UrlStore, patient_pool, why
 
 log = logging.getLogger("flexfleet")
 

@@ -19,8 +19,8 @@ from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, 
 from fl_engine.exchange import code
 from fl_engine.exchange.assignment import Assignment
 from fl_engine.exchange.letters import Beat, Letter, Loan
-from fl_engine.storage.s3 import UrlStore
 from fl_engine.storage.store import FolderStore
+from fl_engine.storage.urls import UrlStore
 from fl_engine.training import cgroup
 from flexfleet.cli import dispatch
 from flexfleet.steps import agent

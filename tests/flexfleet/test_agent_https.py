@@ -14,8 +14,8 @@ import pytest
 from fl_engine.backends.agents.post import Post
 from fl_engine.backends.agents.roster import Roster
 from fl_engine.exchange.letters import BEAT, BEAT_BYTES, LETTER, Beat
-from fl_engine.storage.s3 import Upload
 from fl_engine.storage.store import FolderStore
+from fl_engine.storage.urls import Upload
 from tests.harness.tls import certificates, serving
 
 SECRET = "X-Amz-Signature=planted"

@@ -18,7 +18,7 @@ from fl_engine.exchange.letters import Invitation, Probe
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier, simulated_seconds
 from fl_engine.storage import throughput
-from fl_engine.storage.s3 import Upload
+from fl_engine.storage.urls import Upload
 from fl_engine.training import memory, pace
 from fl_engine.training.memory import Trial
 from fl_engine.training.pace import Pace

@@ -29,8 +29,8 @@ from fl_engine.data.label_noise import made_wrong
 from fl_engine.exchange.assignment import COMMON, Assignment
 from fl_engine.exchange.server import LazyServer, ServerSite
 from fl_engine.models import export, precision
-from fl_engine.storage.s3 import Upload
 from fl_engine.storage.store import sha256
+from fl_engine.storage.urls import Upload
 from fl_engine.testing.tiny import TRAINING, tiny_pool, tiny_site
 from fl_engine.training.evaluation import Score
 from fl_engine.training.memory import Peaks

@@ -16,7 +16,7 @@ import boto3.session
 import pytest
 from botocore.config import Config
 
-from fl_engine.storage.s3 import Upload
+from fl_engine.storage.urls import Upload
 from tests.harness.attacks import __main__ as attacks
 from tests.harness.attacks import runs, settings, stored, updates, urls
 from tests.harness.attacks.servers import BUCKET, HONEST, OWN, PREFIX, SECONDS, World, served

@@ -23,8 +23,9 @@ from fl_engine.rounds.collect import Clients, collect
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.overlapping import HELD_BYTES, overlapped
-from fl_engine.storage.s3 import AT_ONCE, S3Store, UrlStore
+from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore, MemoryStore
+from fl_engine.storage.urls import AT_ONCE, UrlStore
 from fl_engine.testing.tiny import TRAINING, tiny_site
 
 

@@ -18,7 +18,7 @@ import pytest
 import urllib3.util.ssl_
 
 from fl_engine.core.errors import EnvironmentFailure, certificate_hint
-from fl_engine.storage.s3 import UrlStore
+from fl_engine.storage.urls import UrlStore
 from flexfleet import cli
 from tests.harness.tls import certificates, serving
 

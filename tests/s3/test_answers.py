@@ -16,7 +16,8 @@ from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, Submode
 from fl_engine.exchange.assignment import Assignment
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import key_of, manifest_bytes, payload_bytes
-from fl_engine.storage.s3 import S3Store, Verb
+from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.urls import Verb
 
 PLAN = RoundPlan(0, tuple(WorkOrder(0, client, SubmodelSpec(), {"w": torch.zeros(4)}, client, 0) for client in (0, 1)))
 GLACIER = {"Error": {"Code": "InvalidObjectState"}, "ResponseMetadata": {"HTTPStatusCode": 403}}

@@ -21,8 +21,9 @@ import pytest
 import urllib3
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
-from fl_engine.storage import probe, s3
-from fl_engine.storage.s3 import S3Store, Upload, UrlStore
+from fl_engine.storage import probe
+from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.urls import Upload, UrlStore, send
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/kubernetes.md"
 UNSIGNED = (
@@ -153,12 +154,12 @@ def test_a_server_that_cannot_be_reached_is_said(store: S3Store, monkeypatch: py
 def test_a_form_is_good_for_one_key_and_so_many_bytes(real: None, store: S3Store) -> None:
     upload = store.upload("update", 10, 60, "POST")
     pool = urllib3.PoolManager()
-    assert s3.send(pool, upload, b"0123456789").status == 201 and store.get("update") == b"0123456789"
-    assert s3.send(pool, upload, b"0123456789+").status == 400
-    assert s3.send(pool, upload, b"").status == 400
+    assert send(pool, upload, b"0123456789").status == 201 and store.get("update") == b"0123456789"
+    assert send(pool, upload, b"0123456789+").status == 400
+    assert send(pool, upload, b"").status == 400
     for changed in ({"key": "runs/other"}, {"acl": "public-read"}, {"x-amz-meta-sha256": "0"}, {"tagging": "<x/>"}):
         other = upload.model_copy(update={"fields": upload.fields | changed})
-        assert s3.send(pool, other, b"x").status == 403, changed
+        assert send(pool, other, b"x").status == 403, changed
     assert store.get("update") == b"0123456789"
 
 

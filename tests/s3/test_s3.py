@@ -17,10 +17,11 @@ import pytest
 import torch
 from botocore.exceptions import ClientError
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, InUse
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, InUse, Unreachable
 from fl_engine.storage import lease, s3
 from fl_engine.storage.pieces import laid_out
-from fl_engine.storage.s3 import S3Store, UrlStore
+from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.urls import Upload, UrlStore, Verb
 from flexfleet.runs.whole import run
 from flexfleet.steps.prepare import Resolved
 
@@ -115,7 +116,7 @@ def test_damage_is_seen_when_it_is_read_and_is_not_waited_for(store: S3Store, mo
 
 
 @pytest.mark.parametrize("verb", ["POST", "PUT"])
-def test_a_model_goes_up_by_url_without_a_copy(store: S3Store, verb: s3.Verb) -> None:
+def test_a_model_goes_up_by_url_without_a_copy(store: S3Store, verb: Verb) -> None:
     whole = laid_out({"w": torch.randn(500, 700), "b": torch.ones(3)})
     UrlStore({}, {"update": store.upload("update", len(whole), 60, verb)}).put("update", whole)
     assert store.get("update") == bytes(whole)
@@ -124,7 +125,7 @@ def test_a_model_goes_up_by_url_without_a_copy(store: S3Store, verb: s3.Verb) ->
 
 
 @pytest.mark.parametrize("verb", ["POST", "PUT"])
-def test_an_upload_that_is_sent_again_begins_anew(verb: s3.Verb) -> None:
+def test_an_upload_that_is_sent_again_begins_anew(verb: Verb) -> None:
     whole, seen = laid_out({"w": torch.arange(10**5)}), list[bytes]()
 
     class Busy(BaseHTTPRequestHandler):
@@ -141,9 +142,7 @@ def test_an_upload_that_is_sent_again_begins_anew(verb: s3.Verb) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/"
-        UrlStore({}, {"update": s3.Upload(verb=verb, url=url, fields={"key": "update"}, size=10**6)}).put(
-            "update", whole
-        )
+        UrlStore({}, {"update": Upload(verb=verb, url=url, fields={"key": "update"}, size=10**6)}).put("update", whole)
         server.shutdown()
     assert len(seen) == 2 and seen[0] == seen[1]
     assert seen[0] == bytes(whole) if verb == "PUT" else bytes(whole) in seen[0]
@@ -310,6 +309,15 @@ def scripted(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def refusal(status: int, code: str) -> ClientError:
     return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")
+
+
+def test_a_server_that_is_busy_for_longer_than_the_tries_last_refuses_nothing(
+    store: S3Store, scripted: list[Any]
+) -> None:
+    scripted += [refusal(503, "SlowDown")]
+    told = r"/key: after all tries the server answers PutObject with 503 SlowDown: .*; try again later$"
+    with pytest.raises(Unreachable, match=told):
+        store.create("key", b"mine")
 
 
 def test_a_creation_that_meets_another_request_is_tried_again(store: S3Store, scripted: list[Any]) -> None:

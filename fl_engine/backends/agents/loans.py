@@ -12,7 +12,8 @@ from fl_engine.exchange.code import signature, store_key
 from fl_engine.exchange.letters import Leased, lease_key
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import KeyOf, manifest_bytes, payload_bytes
-from fl_engine.storage.s3 import S3Store, Verb
+from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.urls import Verb
 from fl_engine.training.memory import Peaks
 
 

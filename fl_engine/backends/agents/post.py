@@ -25,9 +25,10 @@ from fl_engine.exchange.letters import (
     read_beat,
     safe,
 )
-from fl_engine.storage.s3 import S3Store, Upload, Verb
+from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import Store
 from fl_engine.storage.throughput import PROBE, PROBE_BYTES
+from fl_engine.storage.urls import Upload, Verb
 
 log = logging.getLogger("flexfleet")
 

@@ -10,8 +10,9 @@ from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage import probe
-from fl_engine.storage.s3 import S3Store, Verb
+from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import Store
+from fl_engine.storage.urls import Verb
 
 DATA_FOLDER = "/data"
 RENEW_S = 600.0

@@ -14,7 +14,8 @@ from unittest import mock
 import urllib3
 
 from fl_engine.storage import probe
-from fl_engine.storage.s3 import S3Store, Upload, Verb
+from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.urls import Upload, Verb
 from tests.harness.world import START, s3_of
 
 BUCKET, OTHER = "runs", "mlflow"

@@ -1,0 +1,239 @@
+"""What a device without keys sees of the run store on S3: URLs to read, and leave to upload, each good for one key and
+for a limited time. `s3.S3Store` signs them.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import secrets
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, TypeVar, cast
+
+import urllib3
+from pydantic import BaseModel, ConfigDict
+
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError, device_hint, printable
+from fl_engine.storage.pieces import Pieces, Value, digest
+
+T = TypeVar("T")
+
+READS = 4
+"""Tries of a download that breaks off."""
+SENDS = 3
+"""Tries of an upload that arrives damaged."""
+PIECE = 2**20
+"""Bytes that are read of a body at a time."""
+AT_ONCE = 8
+"""Requests that overlap (`overlapping`); boto3 and urllib3 keep a connection for each."""
+REFUSED = "CERTIFICATE_VERIFY_FAILED"
+"""What urllib3 says of a certificate that is not trusted."""
+FIXED = {
+    # As good as private, and the only ACL that Amazon's buckets accept now that ACLs are off by default. It lets the
+    # bucket's owner read the object where other credentials have signed.
+    "acl": "bucket-owner-full-control",
+    "Content-Type": "application/octet-stream",
+    # The answer then has the ETag, with every server.
+    "success_action_status": "201",
+}
+"""What the form of an upload says besides its key, and a client cannot change."""
+ETAG = re.compile(rb"<ETag>(?:\"|&quot;|&#34;)?([0-9a-f]{32})(?:\"|&quot;|&#34;)?</ETag>")
+
+
+Verb = Literal["POST", "PUT"]
+
+
+class Upload(BaseModel):
+    """Leave to write one key. POST: a form, whose policy fixes the key, ACL and type, and 1 to `size` bytes; PUT: a URL
+    signed for exactly `size` bytes and a type. Which of them a server enforces, `probe` sees."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    verb: Verb
+    url: str
+    fields: dict[str, str]
+    """Of the form; with PUT, headers."""
+    size: int
+    """In bytes."""
+
+
+class UrlStore:
+    """What a client without keys sees of a store: URLs of the keys that it may read, leave to write others. Raises
+    EnvironmentFailure where the server does not answer, after retries, and IntegrityError where it refuses.
+
+    `within_s`: for what is soon out of date and holds secrets: two tries of so many seconds, and no redirect; None:
+    patient."""
+
+    at_once = AT_ONCE
+
+    def __init__(self, reads: Mapping[str, str], writes: Mapping[str, Upload], within_s: float | None = None) -> None:
+        self._reads, self._writes = reads, writes
+        self._pool = patient_pool() if within_s is None else hasty_pool(within_s)
+        self._tries = READS if within_s is None else 1
+
+    def put(self, key: str, value: Value) -> None:
+        if (upload := self._writes.get(key)) is None:
+            raise IntegrityError(f"no leave was given to write {key}")
+        for _ in range(SENDS):
+            with self._explained(upload.verb, key, upload.url):
+                answer = send(self._pool, upload, value)
+                self._check(answer, upload.verb, key)
+            if _etag(answer) in (None, digest("md5", value).hex()):
+                return
+        raise IntegrityError(
+            f"{upload.verb} {self.uri(key)}: {SENDS} times other bytes arrived than the {len(value)} that were sent"
+        )
+
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        if (url := self._reads.get(key)) is None:
+            raise IntegrityError(f"no URL was given to read {key}")
+
+        def read() -> bytes:
+            answer = self._pool.request("GET", url, preload_content=False)
+            try:
+                self._check(answer, "GET", key)
+                return whole(answer, self.uri(key), limit)
+            finally:
+                answer.release_conn()
+
+        with self._explained("GET", key, url):
+            return again(read, (urllib3.exceptions.HTTPError,), self._tries)
+
+    def list(self, prefix: str) -> list[str]:
+        return sorted(key for key in self._reads if key.startswith(prefix))
+
+    def create(self, key: str, value: bytes) -> bool:
+        raise IntegrityError(f"a client creates nothing that others may, asked for {key}")
+
+    def delete(self, *keys: str) -> None:
+        raise IntegrityError(f"a client deletes nothing, asked for {', '.join(keys)}")
+
+    def sweep(self, prefix: str) -> None:
+        raise IntegrityError(f"a client deletes nothing, asked to sweep {prefix}")
+
+    def uri(self, key: str = "") -> str:
+        return f"the run store's {key}"
+
+    @contextmanager
+    def _explained(self, verb: str, key: str, url: str) -> Iterator[None]:
+        try:
+            yield
+        except urllib3.exceptions.HTTPError as error:
+            said = _without_query(str(error), url)
+            raise EnvironmentFailure(f"{verb} {self.uri(key)}: {said}{device_hint(said)}") from None
+
+    def _check(self, answer: urllib3.BaseHTTPResponse, verb: str, key: str) -> None:
+        if answer.status >= 300:
+            said = answer.data[:300].decode(errors="replace")
+            kind = EnvironmentFailure if answer.status >= 500 or answer.status == 429 else IntegrityError
+            raise kind(f"{verb} {self.uri(key)}: HTTP {answer.status} {said}")
+
+
+class Retry(urllib3.Retry):
+    """Does not ask again where a certificate is refused: it will be the next time too."""
+
+    def increment(
+        self,
+        method: str | None = None,
+        url: str | None = None,
+        response: urllib3.BaseHTTPResponse | None = None,
+        error: Exception | None = None,
+        _pool: Any = None,
+        _stacktrace: TracebackType | None = None,
+    ) -> Retry:
+        if isinstance(error, urllib3.exceptions.SSLError) and REFUSED in str(error):
+            raise urllib3.exceptions.MaxRetryError(_pool, url or "", error) from error
+        return super().increment(method, url, response, error, _pool, _stacktrace)
+
+
+def patient_pool() -> urllib3.PoolManager:
+    """Connections on which a request is made again that meets no answer, 429 or 5xx."""
+    retry = Retry(
+        6, backoff_factor=0.5, backoff_jitter=0.5, status_forcelist=(429, 500, 502, 503, 504),
+        allowed_methods=None, raise_on_status=False,
+    )  # fmt: skip
+    return urllib3.PoolManager(maxsize=AT_ONCE, retries=retry, timeout=urllib3.Timeout(connect=10, read=120))
+
+
+def hasty_pool(seconds: float) -> urllib3.PoolManager:
+    """Connections on which a request is made twice at most, and follows no redirect."""
+    retry = Retry(1, redirect=False, backoff_factor=0.1, allowed_methods=None, raise_on_status=False)
+    return urllib3.PoolManager(retries=retry, timeout=urllib3.Timeout(connect=seconds, read=seconds))
+
+
+def send(
+    pool: urllib3.PoolManager, upload: Upload, value: Value, headers: Mapping[str, str] = MappingProxyType({})
+) -> urllib3.BaseHTTPResponse:
+    """The answer to an upload, whatever it is; `headers`: more of them."""
+    if upload.verb == "PUT":
+        given = {**upload.fields, "Content-MD5": md5(value), "Content-Length": str(len(value)), **headers}
+        return pool.request("PUT", upload.url, body=cast(Any, value), headers=given, redirect=False)
+    form, kind = _form(upload.fields, value)
+    given = {"Content-Type": kind, "Content-Length": str(len(form)), **headers}
+    # Some servers answer a form that its policy does not allow with a redirect.
+    return pool.request("POST", upload.url, body=cast(Any, form), headers=given, redirect=False)
+
+
+def _form(fields: Mapping[str, str], value: Value) -> tuple[Pieces, str]:
+    """A form with a file as its last field, since what follows the file is not read; and its content type."""
+    boundary = secrets.token_hex(16)
+    told: dict[str, str | tuple[str, bytes, str]] = {**fields, "file": ("value", b"", FIXED["Content-Type"])}
+    empty, kind = urllib3.encode_multipart_formdata(told, boundary)
+    end = f"\r\n--{boundary}--\r\n".encode()
+    return Pieces((empty.removesuffix(end), *(value.parts if isinstance(value, Pieces) else (value,)), end)), kind
+
+
+def _etag(answer: urllib3.BaseHTTPResponse) -> str | None:
+    """The MD5 of what arrived; None where the server does not say it: its ETags are something else for some kinds of
+    encryption and storage. What is damaged then is seen when it is read, by the manifest's sha256."""
+    if answer.headers.get("x-amz-server-side-encryption", "").startswith("aws:kms"):
+        return None
+    said = re.fullmatch('"?([0-9a-f]{32})"?', answer.headers.get("ETag", ""))
+    if said is not None:
+        return said[1]
+    inside = ETAG.search(answer.data)
+    return None if inside is None else inside[1].decode()
+
+
+def again(read: Callable[[], T], errors: tuple[type[Exception], ...], tries: int) -> T:
+    """Repeats a read whose body broke off, as these errors say, and no other: a body that is too large or damaged is so
+    on every try."""
+    for attempt in range(tries - 1):
+        try:
+            return read()
+        except errors:
+            time.sleep(0.2 * 2**attempt)
+    return read()
+
+
+def whole(body: Any, name: str, limit: int | None) -> bytes:
+    """Reads at most one byte beyond the limit, whatever length the server has announced."""
+    value = bytearray()
+    while piece := body.read(PIECE if limit is None else min(PIECE, limit + 1 - len(value))):
+        value += piece
+        if limit is not None and len(value) > limit:
+            body.close()
+            raise IntegrityError(f"{name} holds more than the {limit} bytes that were expected")
+    return bytes(value)
+
+
+def md5(value: Value) -> str:
+    return base64.b64encode(digest("md5", value)).decode()
+
+
+def why(error: urllib3.exceptions.HTTPError) -> str:
+    """What is under an error of urllib3, in a line without the address, whose query may be a secret."""
+    reason = getattr(error, "reason", None)
+    under = reason.args[0] if isinstance(reason, urllib3.exceptions.SSLError) and reason.args else None
+    if isinstance(under, ssl.SSLCertVerificationError):
+        return f"its certificate is refused: {under.verify_message}{device_hint(under.verify_message)}"
+    return type(error).__name__ if reason is None else printable(str(reason).rpartition(": ")[2])
+
+
+def _without_query(text: str, url: str) -> str:
+    """A presigned URL's query is a secret."""
+    query = url.partition("?")[2]
+    return text.replace(query, "...") if query else text
