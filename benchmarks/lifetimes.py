@@ -29,6 +29,7 @@ from typing import Any
 
 import boto3.session
 
+from fl_engine.core.contracts import Tracker
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.places import open_store
 from flexfleet.steps.federate import federate
@@ -147,7 +148,7 @@ class Mark:
     """Resident memory of the largest of the clients' processes."""
 
 
-class Marks:
+class Marks(Tracker):
     """A tracker that looks around at every commit."""
 
     def __init__(self, around: Surroundings) -> None:
@@ -164,15 +165,6 @@ class Marks:
         largest = max(map(resident_mb, clients), default=0.0)
         where = time.process_time(), seconds_of(store), spent, self._around.requests()
         self.found.append(Mark(rows[-1][0], *where, largest))
-
-    def params(self, values: Mapping[str, Any]) -> None:
-        pass
-
-    def artifact(self, path: str) -> None:
-        pass
-
-    def finish(self, status: str) -> None:
-        pass
 
 
 def measured(around: Surroundings, folder: Path, name: str, sets: Sequence[str]) -> tuple[list[float], list[Mark]]:

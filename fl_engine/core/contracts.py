@@ -377,12 +377,14 @@ class Watcher(Protocol):
 
 
 class Tracker(Protocol):
-    """Receives what a run measures. `step` is the round, counted from 1."""
+    """Receives what a run measures. `step` is the round, counted from 1. A class that has it as its base writes only
+    the methods that it has a use for."""
 
-    def params(self, values: Mapping[str, Any]) -> None: ...
+    def params(self, values: Mapping[str, Any]) -> None:
+        return None
 
-    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None: ...
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        return None
 
-    def artifact(self, path: str) -> None: ...
-
-    def finish(self, status: str) -> None: ...
+    def finish(self, status: str) -> None:
+        return None

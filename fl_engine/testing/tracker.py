@@ -12,7 +12,6 @@ class Memory:
     def __init__(self) -> None:
         self.logged_params: dict[str, Any] = {}
         self.rows: dict[int, dict[str, float]] = {}
-        self.artifacts: list[str] = []
         self.status: str | None = None
 
     def params(self, values: Mapping[str, Any]) -> None:
@@ -20,9 +19,6 @@ class Memory:
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         self.rows.update({step: dict(values) for step, values in rows})
-
-    def artifact(self, path: str) -> None:
-        self.artifacts.append(path)
 
     def finish(self, status: str) -> None:
         self.status = status

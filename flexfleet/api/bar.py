@@ -32,9 +32,6 @@ class Bar:
             self._bar.set_postfix_str(brief(values), refresh=False)
             self._bar.update(number - self._bar.n)
 
-    def artifact(self, path: str) -> None:
-        pass
-
     def finish(self, status: str) -> None:
         if self._bar is not None:
             if status == "FINISHED":

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fl_engine.core.contracts import Tracker
 from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.samples import Data
 from fl_engine.training.guest import guest
@@ -157,7 +158,7 @@ def _run(
     return Result(folder)
 
 
-class _Beginning:
+class _Beginning(Tracker):
     """A tracker that tells the callbacks of the run's beginning: a run tells its parameters once, before its rounds."""
 
     def __init__(self, watching: Watching, folder: Path) -> None:
@@ -166,15 +167,6 @@ class _Beginning:
 
     def params(self, values: Mapping[str, Any]) -> None:
         self._watching.start(Result(self._folder))
-
-    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        pass
-
-    def artifact(self, path: str) -> None:
-        pass
-
-    def finish(self, status: str) -> None:
-        pass
 
 
 def barred(progress: bool | None) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.contracts import ModelFamily, Tracker
 from fl_engine.core.errors import BadInput, ConfigError, Stopped, Unreachable, brief, first_line, masked
 from fl_engine.core.search import Interval, Searched
 from fl_engine.core.types import Pool
@@ -416,14 +416,12 @@ def surplus(study: Any, trial: Any, wanted: int) -> bool:
     return len(before) >= wanted
 
 
-class Reporter:
-    """A tracker that reports a run's metric to its trial, and raises Pruned where the trial is behind."""
+class Reporter(Tracker):
+    """Reports a run's metric to its trial, and raises Pruned where the trial is behind. The trial has its
+    parameters, and its worker tells the study how it ended."""
 
     def __init__(self, trial: Any, metric: str) -> None:
         self._trial, self._metric = trial, metric
-
-    def params(self, values: Mapping[str, Any]) -> None:
-        """Nothing: the trial has its parameters."""
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         from optuna.exceptions import UpdateFinishedTrialError
@@ -436,9 +434,3 @@ class Reporter:
                     raise Taken("another worker tries these values again") from error
                 if self._trial.should_prune():
                     raise Pruned(f"pruned after round {step}")
-
-    def artifact(self, path: str) -> None:
-        """Nothing."""
-
-    def finish(self, status: str) -> None:
-        """Nothing: the worker tells the study."""

@@ -63,9 +63,6 @@ class Console:
             text = f"round {round + 1}/{self._total}: {answered} of {asked} clients have answered after {took}"
             self._live.show(text + self._left(round))
 
-    def artifact(self, path: str) -> None:
-        pass
-
     def finish(self, status: str) -> None:
         self._live.close()
 

@@ -395,10 +395,6 @@ class MLflow:
         with answering(self.uri):
             self._client.log_dict(self.run_id, dict(values), name)
 
-    def artifact(self, path: str) -> None:
-        with answering(self.uri):
-            self._client.log_artifact(self.run_id, path)
-
     def finish(self, status: str) -> None:
         with answering(self.uri):
             self._client.set_terminated(self.run_id, status)
@@ -453,10 +449,6 @@ class Several:
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         for t in self._trackers:
             t.metrics(rows)
-
-    def artifact(self, path: str) -> None:
-        for t in self._trackers:
-            t.artifact(path)
 
     def finish(self, status: str) -> None:
         for t in self._trackers:

@@ -51,11 +51,10 @@ def test_memory_keeps_everything() -> None:
     tracker.params({"seed": 1})
     tracker.metrics([(1, {"avg": 0.1}), (2, {"avg": 0.2})])
     tracker.metrics([(2, {"avg": 0.2}), (3, {"avg": 0.3})])
-    tracker.artifact("report.html")
     tracker.finish("FINISHED")
     assert tracker.logged_params == {"seed": 1}
     assert tracker.rows == {1: {"avg": 0.1}, 2: {"avg": 0.2}, 3: {"avg": 0.3}}
-    assert (tracker.artifacts, tracker.status) == (["report.html"], "FINISHED")
+    assert tracker.status == "FINISHED"
 
 
 def test_the_console_writes_a_line_per_round_into_a_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -64,7 +63,6 @@ def test_the_console_writes_a_line_per_round_into_a_log(caplog: pytest.LogCaptur
         console.params({"seed": 1})
         console.metrics([(1, ROW), (2, {k: v for k, v in ROW.items() if k not in ("avg", "full", "train_loss")})])
         console.metrics([(3, ROW | {"clients_pruned": 0.0, "clients_failed": 2.0})])
-        console.artifact("x")
         console.finish("FINISHED")
     first, second, third = caplog.messages
     for part in ("round 1/7", "avg 25.0 %", "full 50.0 %", "loss 2.000", "3 trained, 1 pruned", "1.5 s"):
@@ -89,11 +87,9 @@ def test_several_trackers_get_the_same() -> None:
     several = Several(trackers)
     several.params({"a": 1})
     several.metrics([(1, ROW)])
-    several.artifact("x")
     several.finish("KILLED")
     for tracker in trackers:
-        assert (tracker.logged_params, tracker.rows) == ({"a": 1}, {1: ROW})
-        assert (tracker.artifacts, tracker.status) == (["x"], "KILLED")
+        assert (tracker.logged_params, tracker.rows, tracker.status) == ({"a": 1}, {1: ROW}, "KILLED")
 
 
 # ----------------------------------------------------------------------------------------------------- MLflow
