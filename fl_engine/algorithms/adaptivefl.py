@@ -147,7 +147,7 @@ class AdaptiveFL(Terms):
         """On the device: available-resource-aware pruning (Sec. 3.2)."""
         sent = order.level
         inside = [i for i in range(sent + 1) if contains(ctx.layout, order.spec, ctx.pool[i].spec)]
-        trained = largest_fitting(order, ctx, inside, self.on_too_small)
+        trained = largest_fitting(ctx, inside, self.on_too_small)
         return local_task(self, order, ctx.pool[trained].spec)
 
     merge = terms.merge

@@ -126,7 +126,7 @@ class DepthFL(Terms):
         return replace(plan, orders=tuple(replace(o, memory=_memory(state, o)) for o in plan.orders))
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        level = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small)
+        level = largest_fitting(ctx, range(order.level + 1), self.on_too_small)
         progress = min(order.round, self.ramp) / self.ramp
         exits = ExitLoss(
             weights=(1.0,) * (level + 1),

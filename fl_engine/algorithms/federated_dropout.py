@@ -70,7 +70,7 @@ class FederatedDropout(Terms):
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         sent = order.level
-        level = largest_fitting(order, ctx, range(sent + 1), self.on_too_small)
+        level = largest_fitting(ctx, range(sent + 1), self.on_too_small)
         rng = seeds.rng(order.seed, "shrink")
         width = self.widths[level]
         spec = order.spec if level == sent else random_drop(ctx.layout, width, rng, inside=order.spec)

@@ -94,7 +94,7 @@ class FedRolex(Terms):
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         sent = order.level
-        level = largest_fitting(order, ctx, range(sent + 1), self.on_too_small)
+        level = largest_fitting(ctx, range(sent + 1), self.on_too_small)
         first = window_start(ctx.layout, self.widths[sent], order.round, self.overlap)
         width = self.widths[level]
         spec = order.spec if level == sent else rolling(ctx.layout, width, first)

@@ -52,7 +52,7 @@ class FjORD(Terms):
     selector, init, plan = pooled.selector, pooled.init, pooled.plan
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        largest = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small)
+        largest = largest_fitting(ctx, range(order.level + 1), self.on_too_small)
         widths = tuple(m.spec for m in ctx.pool[: largest + 1])
         return local_task(self, order, ctx.pool[largest].spec, widths=widths)
 

@@ -156,7 +156,7 @@ class FlexFL(Terms):
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         """On the device: AdaPrune (Sec. III-C), then self-distillation (Sec. III-D, Eq. 4)."""
         thresholds = self._nominal(ctx.pool) if self.rule == "authors" else None
-        trained = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small, thresholds)
+        trained = largest_fitting(ctx, range(order.level + 1), self.on_too_small, thresholds)
         smaller = ctx.pool[:trained]
         drops = self.teachers == "train" or (self.teachers == "authors" and order.round == 0)
         teachers = Distillation(tuple(m.spec for m in smaller), self.kd_weight, self.temperature, training=drops)

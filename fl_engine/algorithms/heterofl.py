@@ -54,7 +54,7 @@ class HeteroFL(Terms):
     selector, init, plan = pooled.selector, pooled.init, pooled.plan
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        level = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small)
+        level = largest_fitting(ctx, range(order.level + 1), self.on_too_small)
         return local_task(self, order, ctx.pool[level].spec, self.widths[level])
 
     merge = terms.merge

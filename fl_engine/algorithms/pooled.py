@@ -364,7 +364,6 @@ _before: tuple[object, LocalTask] | None = None
 
 
 def largest_fitting(
-    order: WorkOrder,
     ctx: TaskContext,
     among: Iterable[int],
     on_too_small: TooSmall,

@@ -69,7 +69,7 @@ class ScaleFL(Terms):
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         """Eq. 4 and 5: cross entropy of all exits, and what they learn from the last."""
-        level = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small)
+        level = largest_fitting(ctx, range(order.level + 1), self.on_too_small)
         spec = ctx.pool[level].spec
         exits = sum(1 for b in ctx.layout.blocks if b.startswith("exit_") and ctx.layout.has_block(spec, b))
         outputs = exits + ctx.layout.has_block(spec, ctx.layout.blocks[-1])
