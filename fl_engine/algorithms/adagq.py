@@ -141,7 +141,7 @@ class AdaGQ(Terms):
     def merge(
         self, state: AdaGQState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> AdaGQState:
-        merged = terms.merged(self, state, plan, answers, server)
+        merged = terms.merge(self, state, plan, answers, server)
         norm = distance(state.params, merged.params)
         if norm > 0:
             merged = replace(merged, first=state.first or norm, last=norm)

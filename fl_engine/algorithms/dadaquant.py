@@ -154,7 +154,7 @@ class DAdaQuant(Terms):
         self, state: DAdaQuantState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> DAdaQuantState:
         losses: list[float] = []
-        merged = terms.merged(self, state, plan, _heard(answers, losses), server)
+        merged = terms.merge(self, state, plan, _heard(answers, losses), server)
         if self.phi is not None and losses:
             average = averaged(losses, state.averages, self.psi)
             level, averages = doubled(state.level, (*state.averages, average), self.phi, self.q_max)

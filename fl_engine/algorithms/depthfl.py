@@ -140,7 +140,7 @@ class DepthFL(Terms):
         self, state: DepthState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> DepthState:
         if self.alpha == 0:
-            return terms.merged(self, state, plan, answers, server)
+            return terms.merge(self, state, plan, answers, server)
         memory = dict(state.memory)
         moved: Params = {}
         trained: Params = {}
@@ -167,7 +167,7 @@ class DepthFL(Terms):
                 yield answer
 
         unclipped = replace(self, aggregation=Mean())  # what is over the limit is cut off above
-        merged = terms.merged(unclipped, state, plan, remembering(), server)
+        merged = terms.merge(unclipped, state, plan, remembering(), server)
         h, params = dict(state.h), dict(merged.params)
         for name, change in moved.items():
             before = h.get(name, torch.zeros_like(state.params[name]))

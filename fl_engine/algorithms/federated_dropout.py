@@ -79,4 +79,4 @@ class FederatedDropout(Terms):
     def merge(
         self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> PooledState:
-        return terms.merged(self, state, plan, answers, server, moving=True)
+        return terms.merge(self, state, plan, answers, server, moving=True)

@@ -103,4 +103,4 @@ class FedRolex(Terms):
     def merge(
         self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> PooledState:
-        return terms.merged(self, state, plan, answers, server, moving=True)
+        return terms.merge(self, state, plan, answers, server, moving=True)

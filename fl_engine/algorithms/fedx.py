@@ -216,7 +216,7 @@ class FedX(Terms):
     def merge(
         self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> PooledState:
-        merged = terms.merged(self, state, plan, answers, server)
+        merged = terms.merge(self, state, plan, answers, server)
         return tuned(self.fine_tuning, self.aggregation, state, merged, plan, server)
 
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:

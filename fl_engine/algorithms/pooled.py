@@ -243,11 +243,6 @@ def plan_of(method: PooledMethod, state: PooledState, context: RoundContext, pic
     return RoundPlan(context.round, tuple(orders), wanted(method.training, context, len(picks)))
 
 
-def merge(method: PooledMethod, state: S, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext) -> S:
-    """Averages the updates by their clients' sample counts."""
-    return merged(method, state, plan, answers)
-
-
 def cutter(state: PooledState) -> Callable[[SubmodelSpec], Params]:
     """`take` from the global model; clients of one round share what they are sent."""
     cut: dict[SubmodelSpec, Params] = {}
@@ -294,21 +289,23 @@ def wanted(training: Training, context: RoundContext, picked: int) -> int:
 
 
 def by_examples(update: ClientUpdate) -> float:
+    """An update counts by its client's samples."""
     return update.num_examples
 
 
-def merged(
+def merge(
     method: PooledMethod,
     state: S,
     plan: RoundPlan,
     answers: Iterable[Outcome],
+    server: ServerContext,
     weight: Callable[[ClientUpdate], float] = by_examples,
     moving: bool = False,
 ) -> S:
     """What the aggregation makes of the updates - the per-element weighted mean over the clients that hold the element
     (FlexFL Sec. III-E) - then the server's step, and what the selector learns. Failures count for nothing.
 
-    `moving`: a pool model says how large a sub-model is, but not where in the network it lies.
+    `weight`: of an update. `moving`: a pool model says how large a sub-model is, but not where in the network it lies.
     """
     public = Public.of(plan, state.pool, moving=moving)
     aggregate = method.aggregation.start(state.params, state.layout, public)

@@ -183,12 +183,7 @@ def _outputs(layout: ParamLayout, params: Params, name: str) -> int:
     return params[name].shape[0 if axes[0].group is not None else -1]
 
 
-def merge(method: MergesOnTerms, state: S, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext) -> S:
-    """Averages the updates by the method's weighting."""
-    return merged(method, state, plan, answers, server)
-
-
-def merged(
+def merge(
     method: MergesOnTerms,
     state: S,
     plan: RoundPlan,
@@ -196,6 +191,6 @@ def merged(
     server: ServerContext,
     moving: bool = False,
 ) -> S:
-    """`pooled.merged` by the method's weighting."""
+    """`pooled.merge` by the method's weighting."""
     weight = weight_of(method, state.layout, server)
-    return pooled.merged(method, state, plan, answers, weight, moving=moving)
+    return pooled.merge(method, state, plan, answers, server, weight, moving)

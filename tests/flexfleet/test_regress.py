@@ -31,8 +31,8 @@ PLANTED = '''
 """FlexFL with what should not be."""
 import time
 from dataclasses import dataclass
+from fl_engine.algorithms import pooled
 from fl_engine.algorithms.flexfl import FlexFL
-from fl_engine.algorithms.pooled import merged
 
 KEPT = []
 
@@ -43,7 +43,7 @@ class NoDistillation(FlexFL):
 @dataclass(frozen=True)
 class ByCount(FlexFL):
     def merge(self, state, plan, answers, server):
-        return merged(self, state, plan, answers, lambda update: 1.0)
+        return pooled.merge(self, state, plan, answers, server, lambda update: 1.0)
 
 @dataclass(frozen=True)
 class Sleeping(FlexFL):
