@@ -8,8 +8,7 @@ it says neither the unit nor who is averaged over. Here times are seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from statistics import fmean
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,10 +76,3 @@ def measured(asked: Sequence[Times], answered: Sequence[Times], alone: bool) -> 
     if answered:
         found["uniformity_answered"] = uniformity([times.total for times in answered])
     return found
-
-
-def of_a_run(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of the metrics of all rounds: the mean of each of NAMES over the rounds that have it; one that no round has is
-    left out (an earlier version's run, or one in which nobody answered)."""
-    by_name = {name: [metrics[name] for metrics in rounds if metrics.get(name) is not None] for name in NAMES}
-    return {name: fmean(values) for name, values in by_name.items() if values}

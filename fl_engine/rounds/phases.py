@@ -83,8 +83,8 @@ def waste(rounds: Sequence[Mapping[str, float]]) -> float:
     return 1 - up / down if down else 0.0
 
 
-def of_a_run(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of the metrics of all rounds: the mean of each of NAMES over the rounds that have it; one that no round has is
-    left out (an earlier version's run)."""
-    by_name = {name: [metrics[name] for metrics in rounds if metrics.get(name) is not None] for name in NAMES}
+def means(rounds: Sequence[Mapping[str, float]], names: Iterable[str]) -> dict[str, float]:
+    """Of the metrics of all rounds: the mean of each of these over the rounds that have it; one that no round has is
+    left out (an earlier version's run, or one in which nobody answered)."""
+    by_name = {name: [metrics[name] for metrics in rounds if metrics.get(name) is not None] for name in names}
     return {name: fmean(values) for name, values in by_name.items() if values}

@@ -13,7 +13,7 @@ from typing import Any
 
 from fl_engine.algorithms import CONTRACT
 from fl_engine.core.errors import ConfigError
-from fl_engine.fleet.uniformity import NAMES, of_a_run
+from fl_engine.fleet.uniformity import NAMES
 from fl_engine.rounds import phases
 from fl_engine.training.numerics import differing
 from flexfleet.comparisons.alike import is_shared, other_code, other_data, other_partitions, unequal
@@ -162,7 +162,7 @@ def _summary(
 
 
 def _one(seed: int, run: Run) -> OneRun:
-    local = run.evaluation.local
+    local, metrics = run.evaluation.local, [row.metrics for row in run.rows]
     return OneRun(
         seed=seed,
         run_id=run.file.run_id,
@@ -185,8 +185,8 @@ def _one(seed: int, run: Run) -> OneRun:
         waste=run.waste,
         seconds=run.history.seconds,
         seconds_simulated=simulated(run.rows),
-        **of_a_run([row.metrics for row in run.rows]),
-        phases=phases.of_a_run([row.metrics for row in run.rows]),
+        **phases.means(metrics, NAMES),
+        phases=phases.means(metrics, phases.NAMES),
         model_sha256=run.history.model_sha256,
         mlflow_run_id=run.file.mlflow_run_id,
     )

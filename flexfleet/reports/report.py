@@ -21,10 +21,9 @@ from pydantic import ValidationError
 from fl_engine.core.errors import ConfigError, IntegrityError, brief, masked
 from fl_engine.core.fields import Moves
 from fl_engine.data.partitioning import Manifest, read_manifest
-from fl_engine.fleet.uniformity import of_a_run
 from fl_engine.models.precision import Precisions
 from fl_engine.rounds.at_clients import PREFIX
-from fl_engine.rounds.phases import waste
+from fl_engine.rounds.phases import means, waste
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, sha256
@@ -105,7 +104,7 @@ class Run:
     def uniformity(self) -> float | None:
         """How evenly the clients of a round finish, in simulated seconds, the mean over the rounds; None in folders
         that were made before this was measured."""
-        return of_a_run([row.metrics for row in self.rows]).get("uniformity")
+        return means([row.metrics for row in self.rows], ("uniformity",)).get("uniformity")
 
     @property
     def waste(self) -> float:

@@ -38,6 +38,9 @@ from flexfleet.steps.share import adopt
 from flexfleet.tracking import record as track
 from flexfleet.tracking import versioned
 
+MEANS = (*(name for name in uniformity.NAMES if name != uniformity.MEASURED), *phases.REPEATED)
+"""Of the rounds' metrics, those that are the same again when a run is repeated and of which a run tells the mean."""
+
 
 def run(
     resolved: Resolved,
@@ -146,8 +149,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
 
             metrics = {"final/avg": outcome.metrics["avg"], "final/full": outcome.metrics["full"]}
             metrics |= {name: outcome.metrics[name] for name in ("label_noise",) if name in outcome.metrics}
-            means = (*uniformity.NAMES, *phases.REPEATED)
-            metrics |= {f"final/{name}": outcome.metrics[name] for name in means if name in outcome.metrics}
+            metrics |= {f"final/{name}": outcome.metrics[name] for name in MEANS if name in outcome.metrics}
             metrics |= {f"final/local/{name}": of["mean"] for name, of in outcome.metrics.get("local", {}).items()}
             metrics |= of_clients(outcome.metrics)
             files = [str(page), str(out / "pool" / "pool.json"), str(written)]
@@ -182,8 +184,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
             **({} if not (further := evaluation.further) else {"further": further}),
             "best": {k: best[k] for k in ("round", "avg", "full")},
             "highest": highest_of(measured),
-            **{k: v for k, v in uniformity.of_a_run(measured).items() if k != uniformity.MEASURED},
-            **{k: v for k, v in phases.of_a_run(measured).items() if k in phases.REPEATED},
+            **phases.means(measured, MEANS),
             **({} if noise is None else {"label_noise": noise}),
             **({"precision": precisions.to_json(precise)} if precise else {}),
         },

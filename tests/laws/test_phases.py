@@ -18,7 +18,7 @@ from fl_engine.exchange.coding import PLAIN
 from fl_engine.fleet.uniformity import Times
 from fl_engine.rounds import loop, phases
 from fl_engine.rounds.ledger import ledger_in
-from fl_engine.rounds.phases import NAMES, ON_THE_SERVER, REPEATED, SIMULATED, of_a_run, of_the_last
+from fl_engine.rounds.phases import NAMES, ON_THE_SERVER, REPEATED, SIMULATED, means, of_the_last
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
@@ -148,7 +148,8 @@ def test_the_slowest_by_hand() -> None:
     assert of_the_last([]) == {}
 
 
-def test_the_phases_of_a_run_are_means_over_the_rounds_that_have_them() -> None:
+def test_the_figures_of_a_run_are_means_over_the_rounds_that_have_them() -> None:
     rounds = [{"seconds_encode": 1.0, "bits_up": 16.0, "avg": 0.5}, {"seconds_evaluate": 3.0}, {"seconds_encode": 2.0}]
-    assert of_a_run(rounds) == {"seconds_encode": 1.5, "seconds_evaluate": 3.0, "bits_up": 16.0}
+    assert means(rounds, NAMES) == {"seconds_encode": 1.5, "seconds_evaluate": 3.0, "bits_up": 16.0}
+    assert means(rounds, ("uniformity",)) == means([], NAMES) == {}, "an earlier version's"
     assert set(NAMES) > {*ON_THE_SERVER, *SIMULATED, *phases.BITS}

@@ -20,7 +20,7 @@ from fl_engine.core import measures
 from fl_engine.core.errors import IntegrityError
 from fl_engine.exchange.mailbox import Closed
 from fl_engine.fleet import faults
-from fl_engine.fleet.uniformity import MEASURED, NAMES, Times, measured, of_a_run, uniformity
+from fl_engine.fleet.uniformity import MEASURED, NAMES, Times, measured, uniformity
 from fl_engine.rounds import loop
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
@@ -103,12 +103,6 @@ def test_the_figures_of_a_round_by_hand() -> None:
     assert "uniformity_real" not in measured(in_time, in_time, alone=False), "they share their steps"
     assert "uniformity_answered" not in measured([late], [], alone=True), "nobody answered in time"
     assert measured([], [], alone=True) == {}
-
-
-def test_the_figures_of_a_run_are_means_over_the_rounds_that_have_them() -> None:
-    rounds = [{"uniformity": 1.0, "time_variance": 4.0, "avg": 0.5}, {"avg": 0.6}, {"uniformity": 4.0}]
-    assert of_a_run(rounds) == {"uniformity": 2.5, "time_variance": 4.0}
-    assert of_a_run([{"avg": 0.5}]) == of_a_run([]) == {}, "an earlier version's"
 
 
 def test_ten_thousand_clients_take_milliseconds() -> None:
