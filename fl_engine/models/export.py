@@ -170,7 +170,7 @@ def with_statistics(
     module = runnable(family, spec, dict(params)).eval()
     if not by_batch(module):
         return family, params
-    check(family, data, len(proxy))
+    check(family, len(proxy))
     samples = data.train_x[proxy]
     # Nearly equal batches: each counts alike, however small the last one is.
     batches = math.ceil(len(samples) / BATCH)
@@ -183,7 +183,7 @@ def with_statistics(
     return replace(cast(Any, family), norm="static"), found
 
 
-def check(family: ModelFamily, data: Data, proxy: int) -> None:
+def check(family: ModelFamily, proxy: int) -> None:
     """Raises ConfigError if statistics are needed but the proxy's size is 0, or the network cannot store them."""
     if not by_batch(family.module(FULL)):
         return

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from fl_engine.core.contracts import ClientContext, ClientMetric
-from fl_engine.core.fields import STRICT, Count, Fraction, NotNegative, Positive
+from fl_engine.core.fields import STRICT, Count, Fraction, NotNegative, Positive, Share
 from fl_engine.core.measures import LARGEST_LOSS
 from fl_engine.core.types import ClientUpdate, Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
 from fl_engine.core.workload import FORWARDS_PER_STEP
@@ -19,8 +19,6 @@ from fl_engine.selection import memory
 from fl_engine.selection.capacity import check_capacity, dispatched, tell_of_too_weak
 from fl_engine.selection.memory import ASKED, CLIENT
 from fl_engine.selection.pacer import Pacer
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def rms_loss(client: ClientContext) -> float:

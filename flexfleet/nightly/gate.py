@@ -19,16 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from flexfleet.comparisons.paired import t_quantile
 
 ALPHA = 0.002
 """The share of nights that noise alone fails, for normally distributed figures. Real figures have longer tails: in
-draws from the digits suite's 20 seeds, fewer than one night in a hundred fails (`false_alarms`; a test)."""
+draws from the digits suite's 20 seeds, fewer than one night in a hundred fails (a test)."""
 FEWEST_SEEDS = 3
 
 HIGHER = ("avg", "full")
@@ -145,27 +143,3 @@ def noise(now: Sequence[float], before: Sequence[float], known: Sequence[Sequenc
         return math.inf
     squares = sum((value - fmean(values)) ** 2 for values in known for value in values)
     return t_quantile(1 - alpha, freedom) * math.sqrt(squares / freedom * (1 / len(now) + 1 / len(before)))
-
-
-def false_alarms(
-    reference: Mapping[str, Values], thresholds: Mapping[str, float], seeds: int, nights: int, seed: int
-) -> float:
-    """Share of nights that fail although nothing has changed: each night draws `seeds` of the reference's seeds for
-    itself and as many for its champion, and is compared with this champion and with the rest."""
-    rng = np.random.default_rng(seed)
-    failed = 0
-    for _ in range(nights):
-        now: dict[str, dict[str, list[float]]] = {}
-        champion: dict[str, dict[str, list[float]]] = {}
-        rest: dict[str, dict[str, list[float]]] = {}
-        for label, values in reference.items():
-            orders: dict[int, Any] = {}
-            for metric, each in values.items():
-                # One draw for all metrics of the same runs.
-                order = orders.setdefault(len(each), rng.permutation(len(each)))
-                parts = np.split(order, [seeds, 2 * seeds])
-                for night, part in zip((now, champion, rest), parts, strict=True):
-                    night.setdefault(label, {})[metric] = [each[i] for i in part]
-        others = [Before("champion", champion, True), Before("reference", rest, True)]
-        failed += any(check.failed for check in judge(now, others, thresholds))
-    return failed / nights

@@ -53,7 +53,7 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
     if config.noise.labels:
         check_classes(data.task, data.name)
     if config.publish.models:
-        exports.check(family, data, len(parts.proxy_train) + len(parts.proxy_test))
+        exports.check(family, len(parts.proxy_train) + len(parts.proxy_test))
         if config.publish.onnx:
             exports.check_onnx(family, data)
         if "int8_static" in config.publish.precision and not config.partition.proxy:

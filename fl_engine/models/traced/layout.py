@@ -45,7 +45,7 @@ def derived(flow: Flow, names: Sequence[str], outputs: int) -> Derived:
         for path, layer in flow.layers.items()
     }
     owned = _owned(flow, called)
-    relus = _relus(flow, called, owned)
+    relus = _relus(flow, owned)
     return Derived(ParamLayout(groups, slots), _prunable(called, owned, relus), sizes, relus)
 
 
@@ -89,7 +89,7 @@ def _owned(flow: Flow, called: Mapping[Channels, str]) -> dict[str, Channels]:
     return owned
 
 
-def _relus(flow: Flow, called: Mapping[Channels, str], owned: Mapping[str, Channels]) -> dict[fx.Node, str]:
+def _relus(flow: Flow, owned: Mapping[str, Channels]) -> dict[fx.Node, str]:
     """Each ReLU becomes a child of the last layer before it that makes the same channels, so that it counts with them;
     one over the channels of several groups, or of none, a child of the network."""
     relus: dict[fx.Node, str] = {}
