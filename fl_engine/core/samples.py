@@ -281,6 +281,11 @@ def batch_layout(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last if x.dim() == IMAGE_AXES else torch.contiguous_format)
 
 
+def outputs_of(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a network puts out at each of its exits, the last one last. `out`: what it gave; without exits a tensor."""
+    return out if isinstance(out, tuple) else (out,)
+
+
 def split(x: Tensor, batch_size: int, answer: Callable[[Tensor], object]) -> Sequence[Tensor]:
     """Samples (N, ...) in batches for a network in evaluation, whose function is `answer`. A last batch of one sample
     joins the batch before it where the network cannot answer it, as batch norm without running statistics cannot for

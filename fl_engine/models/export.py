@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, brief
-from fl_engine.core.samples import Data
+from fl_engine.core.samples import Data, outputs_of
 from fl_engine.core.slicing import initial_params, runnable
 from fl_engine.core.types import FULL, Params, PoolModel, SubmodelSpec
 from fl_engine.models.build import FROM_DATA, build_model
@@ -101,8 +101,7 @@ class RawNetwork(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.normalised:
             x = ((x.to(torch.float32) / 255 if self.samples == "uint8" else x) - self.mean) / self.std
-        out = self.network(x)
-        exits: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
+        exits = outputs_of(self.network(x))
         return torch.stack(exits).mean(0) if self.ensemble else exits[-1]
 
 

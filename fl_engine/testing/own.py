@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_engine.algorithms.pooled import Training
+from fl_engine.core.samples import outputs_of
 from fl_engine.testing.kinds import KINDS
 
 OBJECTIVE, OPTIMISER = f"{__name__}:loss", f"{__name__}:sgd"
@@ -18,8 +19,7 @@ OBJECTIVE, OPTIMISER = f"{__name__}:loss", f"{__name__}:sgd"
 def loss(model: nn.Module, x: Tensor, y: Tensor, start: Mapping[str, Tensor]) -> Tensor:
     """The mean over the samples, at the last exit where there are several: cross entropy of classes (B,), the squared
     error of numbers (B, outputs), the tiny tasks' own loss of next tokens (B, T) and of boxes (B, most, 5)."""
-    out = model(x)
-    last = out[-1] if isinstance(out, tuple) else out
+    last = outputs_of(model(x))[-1]
     if y.dim() == 1:
         return F.cross_entropy(last, y, reduction="none").mean()
     if y.dim() == 2 and y.is_floating_point():

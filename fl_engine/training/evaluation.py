@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.samples import Data, Task, batch_layout, measured
+from fl_engine.core.samples import Data, Task, batch_layout, measured, outputs_of
 from fl_engine.core.slicing import runnable, take
 from fl_engine.core.types import ParamLayout, Params, Pool, PoolModel, SubmodelSpec
 
@@ -74,7 +74,7 @@ def evaluate_exits(
     tallies: list[_Tally] = []
     with torch.no_grad():
         for chunk in _batches(len(y), batch_size):
-            exits, wanted = _exits(network(_inputs(data, x, chunk, device))), y[chunk].to(device)
+            exits, wanted = outputs_of(network(_inputs(data, x, chunk, device))), y[chunk].to(device)
             tallies = tallies or [_Tally(data.task, device) for _ in exits]
             for tally, outputs in zip(tallies, exits, strict=True):
                 tally.add(outputs, wanted)
@@ -114,16 +114,12 @@ def _one_pass(
         for chunk in _batches(len(y), batch_size):
             inputs, wanted = _inputs(data, x, chunk, device), y[chunk].to(device)
             for i, (tally, (network, ensemble)) in enumerate(zip(tallies, networks, strict=True)):
-                exits = _exits(network(inputs))
+                exits = outputs_of(network(inputs))
                 outputs = torch.stack(exits).mean(0) if ensemble else exits[-1]
                 tally.add(outputs, wanted)
                 if watch is not None:
                     watch(i, outputs, chunk)
     return [tally.score() for tally in tallies]
-
-
-def _exits(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return out if isinstance(out, tuple) else (out,)
 
 
 class _Tally:
@@ -171,8 +167,8 @@ def losses_of(
     found = torch.empty(len(y), device=x.device)
     with torch.no_grad():
         for chunk in _batches(len(y), batch_size):
-            out = module(batch_layout(x[chunk]))
-            found[chunk] = goal.loss((out[-1] if isinstance(out, tuple) else out).float(), y[chunk]).float()
+            last = outputs_of(module(batch_layout(x[chunk])))[-1]
+            found[chunk] = goal.loss(last.float(), y[chunk]).float()
     return found
 
 

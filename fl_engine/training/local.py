@@ -18,7 +18,7 @@ from torch import Tensor
 from fl_engine.core import seeds, workload
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError, first_line
-from fl_engine.core.samples import Task, batch_layout
+from fl_engine.core.samples import Task, batch_layout, outputs_of
 from fl_engine.core.slicing import is_statistic, largest, take
 from fl_engine.core.types import SGD, Adam, LocalTask, OwnOptimizer, ParamLayout, Params, SubmodelSpec
 from fl_engine.training import batches, lanes, losses, own, steps
@@ -323,9 +323,9 @@ def _objective(
         with numerics.autocast(device):
             out = forward(x)
             with torch.no_grad():
-                soft = [rows(_last(teacher(x))).detach() for teacher in teachers]
+                soft = [rows(outputs_of(teacher(x))[-1]).detach() for teacher in teachers]
         seen.clear()
-        outputs = tuple(rows(each) for each in out) if isinstance(out, tuple) else (rows(out),)
+        outputs = tuple(rows(each) for each in outputs_of(out))
         if present is not None:
             held = present.repeat(len(x), 1)
             outputs = tuple(losses.mask_absent(each, held) for each in outputs)
@@ -347,10 +347,6 @@ def _objective(
         return loss.view(len(x), n).T.contiguous().mean(1)  # one row per lane: its sum does not depend on n
 
     return objective
-
-
-def _last(out: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return out[-1] if isinstance(out, tuple) else out
 
 
 def _student(
@@ -398,7 +394,7 @@ def _one_of_widths(
     def forward(x: Tensor) -> Tensor | tuple[Tensor, ...]:
         if task.sandwich is None:
             return run(int(torch.randint(len(networks), (1,), generator=draw)), x)
-        return tuple(_last(run(i, x)) for i in _in_sandwich(len(networks), task.sandwich.random, draw))
+        return tuple(outputs_of(run(i, x))[-1] for i in _in_sandwich(len(networks), task.sandwich.random, draw))
 
     return forward
 

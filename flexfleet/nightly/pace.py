@@ -17,6 +17,7 @@ import torch
 
 from fl_engine.aggregation import privacy
 from fl_engine.backends import InProcess
+from fl_engine.core.samples import outputs_of
 from fl_engine.core.slicing import runnable
 from fl_engine.exchange.client import Site, Work, accept
 from fl_engine.rounds import loop
@@ -96,8 +97,7 @@ def _train(config: Config, site: Site, work: Work, x: torch.Tensor, y: torch.Ten
         for batch in torch.split(torch.randperm(len(y)), t.batch_size):
             if len(batch) < t.batch_size and t.drop_last:
                 continue
-            out = network(x[batch])
-            loss = site.data.task.loss(out[-1] if isinstance(out, tuple) else out, y[batch]).mean()
+            loss = site.data.task.loss(outputs_of(network(x[batch]))[-1], y[batch]).mean()
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             optimizer.step()
