@@ -28,7 +28,7 @@ Region = tuple[slice | Tensor, ...]
 Kind = tuple[SubmodelSpec, tuple[str, ...]]
 """What updates hold: a sub-model, and the names that they bring of it."""
 
-HELD_BYTES = 2**20
+HELD_BACK_BYTES = 2**20
 """Bytes. Small updates of one kind are held back until together they are this large, then added at once."""
 
 ROWS_BYTES = 2**19
@@ -131,9 +131,9 @@ def limited(payload: Params, spec: SubmodelSpec, old: Params, regions: Regions, 
 
 
 class Mean:
-    """Streams: holds one running sum per element, however many updates arrive, and HELD_BYTES of updates. Of a large
-    update that waits in a file (`Spooled`) one tensor is in memory at a time. `result` ends it: sums become means one
-    tensor after the other, so that the whole model is never there as both."""
+    """Streams: holds one running sum per element, however many updates arrive, and HELD_BACK_BYTES of updates. Of a
+    large update that waits in a file (`Spooled`) one tensor is in memory at a time. `result` ends it: sums become means
+    one tensor after the other, so that the whole model is never there as both."""
 
     def __init__(self, old: Params, layout: ParamLayout) -> None:
         self._old = old
@@ -158,7 +158,7 @@ class Mean:
         kind = self._regions.fit(payload, spec)
         if kind != self._held_kind:
             self._flush()
-            self._held_kind, self._room = kind, max(1, HELD_BYTES // max(1, self._regions.size(kind)))
+            self._held_kind, self._room = kind, max(1, HELD_BACK_BYTES // max(1, self._regions.size(kind)))
         device = _device_of(payload)
         self._device = self._device or device
         if device != self._device:  # updates follow the first one to where it lies

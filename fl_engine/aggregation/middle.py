@@ -67,8 +67,8 @@ class Middle:
     With 0 it is the plain mean. With another share, where no value is left out, it is the smallest change that all
     holders agree on.
 
-    All updates are kept until the end (beyond `spool.HELD_BYTES` in a file), and are read in chunks of rows. Values are
-    sorted before they are added, so the result does not depend on the order of the updates, to the bit.
+    All updates are kept until the end (beyond `spool.IN_MEMORY_BYTES` in a file), and are read in chunks of rows.
+    Values are sorted before they are added, so the result does not depend on the order of the updates, to the bit.
     """
 
     def __init__(self, old: Params, layout: ParamLayout, trim: float) -> None:

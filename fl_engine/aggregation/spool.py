@@ -21,7 +21,7 @@ from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import Params
 from fl_engine.storage.pieces import bytes_of
 
-HELD_BYTES = 64 * 2**20
+IN_MEMORY_BYTES = 64 * 2**20
 """Bytes that stay in memory. It takes up to twice as much: the C library's heap does not put a large aligned block into
 a hole of the same size."""
 
@@ -72,7 +72,7 @@ class Spool:
     """Entries are numbered from 0, in the order in which they came. Raises EnvironmentFailure where the file cannot be
     written."""
 
-    def __init__(self, held_bytes: int = HELD_BYTES) -> None:
+    def __init__(self, held_bytes: int = IN_MEMORY_BYTES) -> None:
         self._left = held_bytes
         self._entries: list[Params | _Written] = []
         self._places: dict[Head, dict[str, _Place]] = {}

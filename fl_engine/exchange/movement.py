@@ -17,7 +17,7 @@ from fl_engine.storage.store import tensor_bytes
 SMALL = 2**15
 """Elements. Smaller tensors of several updates are measured in one call; torch may split larger ones among threads,
 and then adds in another order."""
-HELD_BYTES = 2**20
+WAITING_BYTES = 2**20
 """Bytes of updates that wait to be measured together."""
 
 Kind = tuple[SubmodelSpec, tuple[str, ...], SubmodelSpec, int, torch.device | None]
@@ -46,7 +46,7 @@ class Movements:
         self._found[update.client] = None
         self._held.append(update)
         self._bytes += tensor_bytes(update.payload)
-        if self._bytes > HELD_BYTES:
+        if self._bytes > WAITING_BYTES:
             self._measure()
 
     def all(self) -> dict[int, Moved]:

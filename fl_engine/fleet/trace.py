@@ -31,7 +31,7 @@ Rows = NDArray[np.int64]
 MOST_PIECES = 100_000
 """Of one order. What is left of its work after so many takes the time of the last one, so that a client that hardly
 moves cannot hold up the server."""
-HELD_BYTES = 2**25
+REMEMBERED_BYTES = 2**25
 """Of factors that are remembered, so that they are not drawn again for each client."""
 
 
@@ -73,7 +73,7 @@ class Varying:
     @cached_property
     def of(self) -> Callable[[int], Floats]:
         """`draw`, remembered."""
-        return lru_cache(maxsize=max(8, HELD_BYTES // (8 * self.clients)))(self.draw)
+        return lru_cache(maxsize=max(8, REMEMBERED_BYTES // (8 * self.clients)))(self.draw)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fl_engine.aggregation.spool import HELD_BYTES, Spool
+from fl_engine.aggregation.spool import IN_MEMORY_BYTES, Spool
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, changed
 from fl_engine.fleet.uniformity import Times
 from fl_engine.storage.store import tensor_bytes
@@ -14,7 +14,7 @@ class Answers:
     """Weights wait in a spool, so that many updates take no more memory than few. Reading is in client
     order, whatever order they came in: floating-point sums depend on it."""
 
-    def __init__(self, held_bytes: int = HELD_BYTES) -> None:
+    def __init__(self, held_bytes: int = IN_MEMORY_BYTES) -> None:
         self._spool = Spool(held_bytes)
         self._heads: dict[int, Outcome] = {}
         self._places: dict[int, int] = {}

@@ -16,20 +16,20 @@ from fl_engine.storage.store import Store
 T = TypeVar("T")
 R = TypeVar("R")
 
-HELD_BYTES = 64 * 2**20
+AT_ONCE_BYTES = 64 * 2**20
 """Bytes of values that are on their way at once, where there is more than one."""
 
 
 def overlapped(store: Store, size: int, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """What `work` makes of each item, in the items' order. `work` makes requests to `store`, and holds about `size`
-    bytes for it; so many items are under way as the store takes (`at_once`) and as hold HELD_BYTES, one after the other
-    where that is one.
+    bytes for it; so many items are under way as the store takes (`at_once`) and as hold AT_ONCE_BYTES, one after the
+    other where that is one.
 
     Items are taken, and results given, in the caller's thread, a little ahead of who asks for them. As from a plain
     loop, an error of `work` or of `items` comes after the results before it; what has not begun by then never does, and
     nothing goes on behind the caller's back. Ctrl-C and SystemExit alone wait for nobody.
     """
-    at_once = min(getattr(store, "at_once", 1), max(1, HELD_BYTES // max(1, size)))
+    at_once = min(getattr(store, "at_once", 1), max(1, AT_ONCE_BYTES // max(1, size)))
     if at_once == 1:
         yield from map(work, items)
         return

@@ -22,7 +22,7 @@ from fl_engine.exchange.server import ServerSite
 from fl_engine.rounds.collect import Clients, collect
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
-from fl_engine.storage.overlapping import HELD_BYTES, overlapped
+from fl_engine.storage.overlapping import AT_ONCE_BYTES, overlapped
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore, MemoryStore
 from fl_engine.storage.urls import AT_ONCE, UrlStore
@@ -61,7 +61,7 @@ def test_four_requests_are_answered_together() -> None:
     assert store.most == 4
 
 
-@pytest.mark.parametrize(("size", "most"), [(HELD_BYTES // 2, 2), (HELD_BYTES, 1), (100 * HELD_BYTES, 1)])
+@pytest.mark.parametrize(("size", "most"), [(AT_ONCE_BYTES // 2, 2), (AT_ONCE_BYTES, 1), (100 * AT_ONCE_BYTES, 1)])
 def test_large_values_do_not_lie_in_memory_beside_each_other(size: int, most: int) -> None:
     store = Waiting(together=most)
     for i in range(6):

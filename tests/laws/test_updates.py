@@ -683,7 +683,7 @@ def test_how_far_is_the_same_bits_in_whatever_order_of_axes() -> None:
 @pytest.mark.parametrize("held", [0, 2**20])
 def test_together_or_alone_updates_moved_as_far_to_the_bit(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
     """Of two kinds, one after the other, whether one waits for others or not."""
-    monkeypatch.setattr("fl_engine.exchange.movement.HELD_BYTES", held)
+    monkeypatch.setattr("fl_engine.exchange.movement.WAITING_BYTES", held)
     generator, plan, layout = torch.Generator().manual_seed(1), STATIC_PLAN, STATIC_SITE.layout
     movements, alone = Movements(plan, layout), {}
     for order in plan.orders:
