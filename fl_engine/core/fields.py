@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 """For `__pydantic_config__` of dataclasses that are built from a configuration."""
@@ -38,3 +38,15 @@ class Section(BaseModel):
     """A section of the configuration: nothing unknown, nothing converted, never changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class LeavesOut(BaseModel):
+    """Leaves out of a file what is empty of these fields: where there is nothing to tell, the file has the bytes that
+    it had before there were any. Other files have its checksum."""
+
+    left_out: ClassVar[tuple[str, ...]]
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {name: value for name, value in fields.items() if value or name not in self.left_out}

@@ -15,35 +15,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import ConfigDict, Field
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError
-from fl_engine.core.fields import Index
+from fl_engine.core.fields import Index, LeavesOut
 from fl_engine.core.samples import Data
 
 Ints = NDArray[np.int64]
 
 
-class NoiseFigures(BaseModel):
+class NoiseFigures(LeavesOut):
     """For `partition.json`: the requested share, how many labels of each client are wrong, and how many samples all
     clients hold out from training, whose labels are right."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    left_out = ("held_out",)
     share: Annotated[float, Field(gt=0, le=1)]
     wrong: tuple[Index, ...]
     held_out: Index = 0
-
-    @model_serializer(mode="wrap")
-    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Where clients hold out nothing, the file has the bytes that it had before they could."""
-        fields: dict[str, Any] = handler(self)
-        return {name: value for name, value in fields.items() if name != "held_out" or value}
 
     def reached(self, samples: int) -> float:
         """The share of the clients' training labels that are wrong. `samples`: how many all clients have."""

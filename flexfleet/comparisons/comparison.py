@@ -12,8 +12,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field
 
+from fl_engine.core.fields import LeavesOut
 from fl_engine.training.evaluation import OWNERS
 from flexfleet.comparisons.first import TITLES, Case, First, firsts
 from flexfleet.files.artifacts import Artifact, LocalScore
@@ -189,9 +190,10 @@ class Summary(_Part):
     runs: tuple[OneRun, ...]
 
 
-class Central(_Part):
+class Central(_Part, LeavesOut):
     """The reference: the same network, trained on all samples (`flexfleet central`), over the seeds given."""
 
+    left_out = ("further",)
     seeds: tuple[int, ...]
     settings: dict[str, Any]
     """The parameters of `central`, by dotted names."""
@@ -205,15 +207,11 @@ class Central(_Part):
     further: dict[str, Spread] = {}
     """The task's other metrics after the last epoch, by name; left out where it has none."""
 
-    @model_serializer(mode="wrap")
-    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = handler(self)
-        return {name: value for name, value in fields.items() if name != "further" or value}
 
-
-class Comparison(Artifact):
+class Comparison(Artifact, LeavesOut):
     """comparison.json, and what `flexfleet compare --json` prints."""
 
+    left_out = ("cases",)
     id: str
     labels: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -240,12 +238,6 @@ class Comparison(Artifact):
     central: Central | None = None
     notes: tuple[str, ...] = ()
     mlflow_run_id: str | None = None
-
-    @model_serializer(mode="wrap")
-    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Comparisons without cases keep the keys that they had before there were any."""
-        fields: dict[str, Any] = handler(self)
-        return {name: value for name, value in fields.items() if name != "cases" or value}
 
 
 def cases_of(results: Mapping[str, Summary]) -> tuple[Case, ...]:

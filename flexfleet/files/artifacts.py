@@ -12,7 +12,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
     field_validator,
     model_serializer,
@@ -22,6 +21,7 @@ from pydantic_core import to_json
 
 from fl_engine.codecs import codecs_of
 from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, brief
+from fl_engine.core.fields import LeavesOut
 from fl_engine.core.types import Codecs, Params, Pool, PoolModel, SubmodelSpec
 from fl_engine.preparation.apoz import ApozLayer, ApozScores
 from fl_engine.storage.checkpoints import Row
@@ -83,11 +83,12 @@ class Apoz(ApozScores, Artifact):
     """pretrain/apoz.json. `layers` is empty if the algorithm needs no APoZ."""
 
 
-class Level(BaseModel):
+class Level(LeavesOut):
     """One pool model. `flops` are multiply-adds per sample, `share` is of the full model's parameters, `bytes` those of
     its tensors as they are sent (the most, where a codec's depend on the numbers)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    left_out = ("tiers",)
     name: str
     params: int
     share: float
@@ -109,20 +110,15 @@ class Level(BaseModel):
     """The codecs of this level alone, as in a configuration; null: the run's."""
     bytes_up: int | None = None
     """Bytes of its tensors on the way back; null: nothing is coded, and they are `bytes` too."""
-    tiers: dict[str, dict[str, dict[str, Any]] | None] = {}
+    tiers: dict[str, dict[str, dict[str, Any]] | None] = Field(default={})
     """The tiers of the fleet whose devices are sent this level, each with its codecs (null: the run's); left out where
     no tier is named."""
 
-    @model_serializer(mode="wrap")
-    def _as_ever(self, handler: Any) -> dict[str, Any]:
-        """Levels without tiers keep the bytes that they had before there were any: run.json has a pool's checksum."""
-        fields: dict[str, Any] = handler(self)
-        return {name: value for name, value in fields.items() if name != "tiers" or value}
 
-
-class PoolFile(Artifact):
+class PoolFile(Artifact, LeavesOut):
     """pool/pool.json, smallest model first."""
 
+    left_out = ("weights_sha256",)
     algorithm: str
     model: str
     input_chw: tuple[int, ...]
@@ -134,12 +130,6 @@ class PoolFile(Artifact):
     weights_sha256: str | None = None
     """Of WEIGHTS; left out where the rounds start from fresh weights."""
     levels: tuple[Level, ...] = Field(min_length=1)
-
-    @model_serializer(mode="wrap")
-    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Pools without weights keep the bytes that they had before there were any: run.json has their checksum."""
-        fields: dict[str, Any] = handler(self)
-        return {name: value for name, value in fields.items() if name != "weights_sha256" or value is not None}
 
     def weights(self, folder: Path) -> Params | None:
         """Those in `folder`, where pool.json lies; None: fresh ones. Raises IntegrityError naming the file that is
@@ -364,12 +354,13 @@ class OnClients(BaseModel):
     tiers: dict[str, ClientFigures]
 
 
-class EvaluationFile(Artifact):
+class EvaluationFile(Artifact, LeavesOut):
     """evaluation.json: the final model on the whole test set. `avg` is the mean over the levels of the metric that
     decides, `full` the largest model's; `local` is each level's local accuracy, where the task has classes, and
     `local_histogram` how it is distributed over the clients (empty in files of older versions); `on_clients` is the
     evaluation at the clients, where evaluate.on asks for it."""
 
+    left_out = ("local", "local_histogram", "on_clients")
     rounds: int
     test_samples: int
     avg: float
@@ -378,12 +369,6 @@ class EvaluationFile(Artifact):
     local: dict[str, LocalScore] = {}
     local_histogram: dict[str, Histogram] = {}
     on_clients: OnClients | None = None
-
-    @model_serializer(mode="wrap")
-    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without local accuracies, or figures of clients, the file has no such key."""
-        fields, absent = handler(self), ("local", "local_histogram", "on_clients")
-        return {name: value for name, value in fields.items() if name not in absent or value}
 
     @property
     def metric(self) -> str:
