@@ -12,7 +12,7 @@ from fl_engine.core.heap import at_work
 from fl_engine.core.types import RoundContext, RoundPlan
 from fl_engine.exchange import coding
 from fl_engine.exchange.acceptance import History
-from fl_engine.rounds import at_clients, buffer, kept
+from fl_engine.rounds import at_clients, buffer, client_states
 from fl_engine.rounds.collect import Clients, collect
 from fl_engine.rounds.flights import Flight
 from fl_engine.rounds.phases import Stopwatch
@@ -56,7 +56,7 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
         due = buffer.due(run, before.state, plan, collected.answers, before.flying, begin, clients.flights)
     answers = collected.answers if due is None else due.answers
     state = run.algorithm.merge(before.state, plan if due is None else due.plan, answers, run.server)
-    states = kept.taken_in(before.states, answers, clients.states)
+    states = client_states.taken_in(before.states, answers, clients.states)
     record = recorded(run, plan, answers, begin) if due is None else buffer.recorded(run, plan, due, begin)
     metrics, train_phases = record.metrics, dict(clients.backend.phases)
     if run.trace is not None:
@@ -90,7 +90,7 @@ def asked(run: Run, before: Progress, context: RoundContext, clients: Clients, w
     plan = coding.sent(plan, run.site.pool, run.codecs, run.site.seed)
     watch.ends("encode" if any(order.encoded is not None for order in plan.orders) else "plan")
     plan = replace(plan, noise_seed=privacy.noise_seed(run.noise_key, context.round))
-    plan = kept.handed_out(run, plan, before.states, clients.states)
+    plan = client_states.handed_out(run, plan, before.states, clients.states)
     watch.ends("plan")
     return plan
 
