@@ -360,7 +360,7 @@ def run_pair(pair: Mapping[str, str], shared: Path, out: Path, job_id: str) -> R
         shared=shared / id / pair["shared"],
         tags={**tags(entry, id, pair["parent"]), **track.of_job(entry.config, job_id)},
     )
-    kept = shutil.ignore_patterns("rounds", "states", ".lock", str(Path(keys.BEFORE).parent))
+    kept = shutil.ignore_patterns("rounds", "states", ".lock", str(Path(keys.IN_RUN).parent))
     shutil.copytree(Path(entry.config.run.store) / entry.name, out, ignore=kept, dirs_exist_ok=True)
     return result
 

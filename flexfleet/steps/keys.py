@@ -28,8 +28,9 @@ log = logging.getLogger("flexfleet")
 
 SIZE = 32
 """Bytes of a key."""
-BEFORE = "secret/key"
-"""The key's place in the ledger's store, for runs of versions that did not keep it apart."""
+IN_RUN = "secret/key"
+"""The key's place in the run's folder, where nothing else is set; runs of versions that did not keep it apart had it
+there in the ledger's store."""
 SETTINGS = "FLEXFLEET_SECRETS_"
 """Prefix of the environment variables with the address and credentials of a bucket for keys."""
 
@@ -125,7 +126,7 @@ def place(config: Config, run_id: str, store: Store, out: Path) -> Place:
     if where is None and config.run.backend == "kubernetes":
         return InSecret(Cluster(config.kubernetes.namespace), jobs.run_label(run_id, store.uri()))
     if where is None:
-        return InStore(FolderStore(out.resolve()), BEFORE)
+        return InStore(FolderStore(out.resolve()), IN_RUN)
     return InStore(shared_place(config, run_id), "key")
 
 
@@ -212,22 +213,22 @@ def key_of_run(place: Place, store: Store, known: RunFile | None) -> bytes:
 
 def _move(store: Store, place: Place) -> None:
     """Moves the key of a run that began when keys were kept in its ledger's store."""
-    stays = isinstance(place, InStore) and place.store.uri(place.key) == store.uri(BEFORE)
-    if stays or BEFORE not in store.list(BEFORE):
+    stays = isinstance(place, InStore) and place.store.uri(place.key) == store.uri(IN_RUN)
+    if stays or IN_RUN not in store.list(IN_RUN):
         return
-    old = store.get(BEFORE)
+    old = store.get(IN_RUN)
     if len(old) != SIZE:
-        raise IntegrityError(f"{store.uri(BEFORE)} holds {len(old)} bytes, a key has {SIZE}: put it back")
+        raise IntegrityError(f"{store.uri(IN_RUN)} holds {len(old)} bytes, a key has {SIZE}: put it back")
     place.create(old)
     if place.read() != old:
         raise IntegrityError(
-            f"{place} holds another key than {store.uri(BEFORE)}, where this run began with its own: delete the former "
+            f"{place} holds another key than {store.uri(IN_RUN)}, where this run began with its own: delete the former "
             "where no run needs it, or set run.secrets to another place"
         )
-    store.delete(BEFORE)
+    store.delete(IN_RUN)
     log.warning(
         "the run's key was moved from %s to %s, out of reach of clients' URLs; a bucket with versions keeps the old "
         "object until its versions are deleted",
-        store.uri(BEFORE),
+        store.uri(IN_RUN),
         place,
     )

@@ -26,7 +26,7 @@ from flexfleet.steps import keys
 from flexfleet.steps import model_pool as model_pool_module
 from flexfleet.steps import partition as partition_module
 from flexfleet.steps import pretrain as pretrain_module
-from flexfleet.steps.keys import BEFORE, SIZE, InSecret, InStore
+from flexfleet.steps.keys import IN_RUN, SIZE, InSecret, InStore
 from flexfleet.steps.prepare import Resolved
 from tests.harness.moto_server import moto
 from tests.k8s import fake
@@ -81,7 +81,7 @@ def test_a_kill_at_any_write_loses_no_key(
     for writes in range(4):
         root, label = tmp_path / f"{writes}", f"a{writes}"
         if old:
-            memory_store.put(BEFORE, OLD)
+            memory_store.put(IN_RUN, OLD)
 
         def start(left: int, root: Path = root, label: str = label) -> bytes:
             shared = [left]
@@ -107,25 +107,25 @@ def test_a_kill_at_any_write_loses_no_key(
 def test_a_key_that_is_moved_is_told_of_and_read_back(
     cluster: Cluster, memory_store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory_store.put(BEFORE, OLD)
+    memory_store.put(IN_RUN, OLD)
     place = InSecret(cluster, "a")
     with monkeypatch.context() as patch:
         patch.setattr(Cluster, "create", lambda *_: {})
         with pytest.raises(IntegrityError, match="holds another key than memory/secret/key"):
             keys.key_of_run(place, memory_store, None)
-        assert memory_store.get(BEFORE) == OLD, "nothing is deleted before it is seen elsewhere"
+        assert memory_store.get(IN_RUN) == OLD, "nothing is deleted before it is seen elsewhere"
     assert keys.key_of_run(place, memory_store, record()) == OLD
     (told,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "moved from memory/secret/key to the Secret flexfleet-clients/a-keys" in told and "versions" in told
 
 
 def test_a_place_that_holds_another_runs_key_is_left_as_it_is(tmp_path: Path, memory_store: Store) -> None:
-    memory_store.put(BEFORE, OLD)
+    memory_store.put(IN_RUN, OLD)
     place = InStore(FolderStore(tmp_path), "a/key", "")
     place.create(bytes(SIZE))
     with pytest.raises(IntegrityError, match="another key"):
         keys.key_of_run(place, memory_store, None)
-    assert place.read() == bytes(SIZE) and memory_store.get(BEFORE) == OLD
+    assert place.read() == bytes(SIZE) and memory_store.get(IN_RUN) == OLD
 
 
 def test_a_secret_is_created_once_owned_by_nobody_and_says_how_to_be_rid_of_it(

@@ -477,9 +477,9 @@ def test_the_key_of_a_private_run_stays_in_its_store(quick: Sequence[str], tmp_p
     runs = [Entry("a", 0, load_config(None, [*quick, "algorithm.name=all_large", "rounds.stop=1", *private]))]
     (pair,) = whole.below(whole.pairs_of(runs, "c", tmp_path / "shared"), None)
     whole.run_pair(pair, tmp_path / "shared", tmp_path / "out", "")
-    assert (Path(runs[0].config.run.store) / runs[0].name / keys.BEFORE).is_file()
+    assert (Path(runs[0].config.run.store) / runs[0].name / keys.IN_RUN).is_file()
     assert (tmp_path / "out/result.json").is_file()
-    assert not (tmp_path / "out" / keys.BEFORE).parent.exists()
+    assert not (tmp_path / "out" / keys.IN_RUN).parent.exists()
 
 
 # ------------------------------------------------------------------------------------------- what the pool gets
