@@ -10,8 +10,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -72,14 +73,7 @@ def federate(
         for files in kept:
             files.prune()
         rows = ledger.checkpoints.rows(lines=False)
-        end = terms.end(row.metrics for row in rows)
-        if end is not None and first > end:
-            raise ConfigError(f"{_ends(terms, end)}, but {first} rounds are committed: a run cannot go back")
-        if rows and first == end and not any("avg" in row.metrics for row in rows):
-            ends = _ends(terms, end)
-            raise ConfigError(
-                f"{ends}, and the {first} rounds that are committed were not evaluated: set {ends.split()[0]} to more"
-            )
+        end = _end(terms, rows)
         tracker.metrics([(row.round + 1, row.metrics) for row in rows])
         pending: list[Row] = []
         last_commit = time.monotonic()
@@ -125,6 +119,29 @@ def federate(
     return progress.state
 
 
+def check_end(ledger: Ledger, terms: RoundsConfig, discard_damaged: bool = False) -> None:
+    """For callers that write before the rounds begin: raises the ConfigError with which `federate` would refuse to end
+    where these terms say. What is damaged is `federate`'s to tell."""
+    with suppress(IntegrityError):
+        last = _last_good(ledger) if discard_damaged else max(ledger.checkpoints.commits(), default=None)
+        if last is not None and (last + 1 >= terms.stop or terms.stop_simulated_s is not None):
+            _end(terms, list(islice(ledger.checkpoints.each_row(lines=False), last + 1)))
+
+
+def _end(terms: RoundsConfig, rows: Sequence[Row]) -> int | None:
+    """After how many rounds the run ends; None: not within those that are committed, whose measurements `rows` are.
+    Raises ConfigError where more are committed, or none was evaluated of those with which it ends."""
+    end, done = terms.end(row.metrics for row in rows), len(rows)
+    if end is not None and done > end:
+        raise ConfigError(f"{_ends(terms, end)}, but {done} rounds are committed: a run cannot go back")
+    if rows and done == end and not any("avg" in row.metrics for row in rows):
+        ends = _ends(terms, end)
+        raise ConfigError(
+            f"{ends}, and the {done} rounds that are committed were not evaluated: set {ends.split()[0]} to more"
+        )
+    return end
+
+
 def _ends(terms: RoundsConfig, end: int) -> str:
     """What ends the run after `end` rounds."""
     if end >= terms.stop:
@@ -158,7 +175,7 @@ def _resume(initial: Any, ledger: Ledger, terms: RoundsConfig, discard_damaged: 
     commits = ledger.checkpoints.commits()
     last = commits[-1] if commits else None
     if discard_damaged:
-        last = ledger.checkpoints.last_good(partial(flights.check, ledger.flights))
+        last = _last_good(ledger)
         if commits and last != commits[-1]:
             log.warning("going on after round %d, the last good commit", 0 if last is None else last + 1)
         ledger.checkpoints.discard_after(last)
@@ -173,6 +190,10 @@ def _resume(initial: Any, ledger: Ledger, terms: RoundsConfig, discard_damaged: 
     if terms.norm_bound is not None and HISTORY not in rest:
         log.info("an older version's commit, which does not say how far updates moved: rounds.norm_bound starts anew")
     return progress, last + 1
+
+
+def _last_good(ledger: Ledger) -> int | None:
+    return ledger.checkpoints.last_good(partial(flights.check, ledger.flights))
 
 
 def committed(initial: Any, ledger: Ledger, last: int | None, rows: Sequence[Row]) -> tuple[Progress, dict[str, Any]]:

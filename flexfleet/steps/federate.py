@@ -170,6 +170,7 @@ def _federate(
         others = (known.numerics,) if differing(known.numerics, run.numerics) else ()
         before = known.earlier_numerics + others
         run = run.model_copy(update={"earlier_numerics": before})
+    loop.check_end(ledger, config.rounds, discard_damaged)  # before anything is written that says the new end
     if wheel is not None:  # before the record that names it
         FolderStore(out).put(store_key(wheel.sha256), wheel.value)
     run.write(out / "run.json")

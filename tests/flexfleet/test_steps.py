@@ -393,6 +393,29 @@ def rounds(step: Step, chained: dict[str, Any], folder: Path, quick: Sequence[st
     return run
 
 
+def run_in_mlflow(uri: str, out: Path) -> Any:
+    run_id = RunFile.read(out / "run.json").mlflow_run_id
+    assert run_id is not None
+    return mlflow.MlflowClient(tracking_uri=uri).get_run(run_id)
+
+
+def test_fewer_rounds_than_are_committed_change_nothing(rounds: Step, tmp_path: Path, mlflow_uri: str) -> None:
+    sets = [f"tracking.mlflow={mlflow_uri}"]
+    assert rounds(tmp_path / "a", sets=[*sets, "rounds.stop=2"]).code == 0
+    record = (tmp_path / "a" / "run.json").read_bytes()
+    for damaged, more, said in (
+        (["--discard-damaged"], ["rounds.stop=1"], "rounds.stop = 1, but 2 rounds are committed: a run cannot go back"),
+        ([], ["rounds.stop=2", "rounds.stop_simulated_s=0.001"], "passes in round 1, but 2 rounds are committed"),
+    ):
+        done = rounds(tmp_path / "a", "--resume", *damaged, sets=[*sets, *more])
+        assert done.code == 2 and said in done.err
+        assert (tmp_path / "a" / "run.json").read_bytes() == record
+        assert run_in_mlflow(mlflow_uri, tmp_path / "a").info.status == "FINISHED"
+    (tmp_path / "a" / "rounds" / "00001" / "state.safetensors").write_bytes(b"")
+    done = rounds(tmp_path / "a", "--resume", "--discard-damaged", sets=[*sets, "rounds.stop=1"])
+    assert done.code == 0, "what is damaged does not count"
+
+
 def test_a_ledger_in_a_folder_that_others_reach_has_a_lease_and_what_the_run_is(
     rounds: Step, tmp_path: Path, folder: Path
 ) -> None:
