@@ -3,14 +3,17 @@
 The trainer, the data, the initial weights and the metrics are those of a federated run; an epoch takes the place of a
 round. The files are in `<run.store>/<run id>`, whatever `run.remote` is:
 
-    central.json the training's settings, fixed when it starts rounds/, metrics/ commits
-    (`fl_engine.storage.checkpoints`) from which it resumes after a kill history.json, model.safetensors the figures of
-    every epoch, and the weights after the last one evaluation.json, confusion.json the last model on the test samples
-    central.svg, result.json the curve, and the figures as `--json` prints them
+    central.json                        the training's settings, fixed when it starts
+    rounds/, metrics/                   commits (`fl_engine.storage.checkpoints`) from which it resumes after a kill
+    history.json, model.safetensors     the figures of every epoch, and the weights after the last one
+    evaluation.json, confusion.json     the last model on the test samples
+    central.svg                         the curve
+    result.json                         last, the figures as `--json` prints them
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping
@@ -122,11 +125,13 @@ def central(
         file = _file(config, run_id, fingerprint(data), weights_sha256, described, out, accept_numerics)
         file.write(out / "central.json")
         mlflow = _tracker(config, file, out, tags or {})
-        if mlflow is not None:
-            file = file.model_copy(update={"mlflow_run_id": mlflow.run_id})
-            file.write(out / "central.json")
-            mlflow.params({k: v for k, v in configs.shown(config).items() if k.startswith(TOLD)})
         with ending(mlflow):
+            if mlflow is not None:
+                file = file.model_copy(update={"mlflow_run_id": mlflow.run_id})
+                file.write(out / "central.json")
+                mlflow.dataset(config.dataset.name, file.data_sha256, config.dataset.name, "training and test data")
+                mlflow.file(track.environment(), "environment.json")
+                mlflow.params({k: v for k, v in configs.shown(config).items() if k.startswith(TOLD)})
             checkpoints = Checkpoints(FolderStore(out.resolve()))
             params = _train(config, resolved, family, start, numerics, device, checkpoints, mlflow, discard_damaged)
             return _finish(file, resolved, family, params, device, checkpoints, mlflow, out)
@@ -213,11 +218,7 @@ def _file(
 
 def _tracker(config: Config, file: CentralFile, out: Path, given: Mapping[str, str]) -> MLflow | None:
     about = {**track.tags(config, file.run_id, str(out.resolve())), "algorithm": "central", TOKEN: file.token, **given}
-    mlflow = track.tracker(config, f"central-s{config.seed}", about, file.mlflow_run_id)
-    if mlflow is not None:
-        mlflow.dataset(config.dataset.name, file.data_sha256, config.dataset.name, "training and test data")
-        mlflow.file(track.environment(), "environment.json")
-    return mlflow
+    return track.tracker(config, f"central-s{config.seed}", about, file.mlflow_run_id)
 
 
 def _train(
@@ -322,10 +323,11 @@ def _finish(
         mlflow_run_id=file.mlflow_run_id,
         report=str(out / "central.svg"),
     )
-    found.write(out / "result.json")
     if mlflow is not None:
         figures = {"final/avg": evaluation.avg, "final/full": evaluation.full}
-        files = [str(out / name) for name in ("result.json", "central.svg")]
-        log_outcome(mlflow.uri, mlflow.run_id, figures, {"model_sha256": history.model_sha256}, files)
+        with tempfile.TemporaryDirectory() as scratch:
+            files = [str(found.write(Path(scratch) / "result.json")), str(out / "central.svg")]
+            log_outcome(mlflow.uri, mlflow.run_id, figures, {"model_sha256": history.model_sha256}, files)
         mlflow.finish("FINISHED")
+    found.write(out / "result.json")  # last: a training with this file is finished
     return found

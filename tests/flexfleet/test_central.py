@@ -17,6 +17,7 @@ import pytest
 from torch import Tensor
 
 from fl_engine.core import seeds
+from fl_engine.core.errors import Unreachable
 from fl_engine.core.schedules import Cosine
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, Adam
@@ -133,6 +134,29 @@ def test_mlflow_has_it_beside_the_federated_runs(flexfleet: Any, quick: Any, mlf
     assert [point.step for point in points] == [1, 2, 3, 4]
     assert points[-1].value == one.data.metrics["final/full"] == central.json["metrics"]["full"]
     assert one.data.params["central.lr"] == "0.05" and "algorithm.name" not in one.data.params
+
+
+@pytest.mark.parametrize("place", ["runs.central.log_outcome", "tracking.trackers.MLflow.file"])
+def test_one_that_mlflow_did_not_take_is_failed_there_and_not_finished(
+    flexfleet: Any, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    sets = [*SETS[:-1], "central.epochs=1", f"tracking.mlflow={mlflow_uri}"]
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise Unreachable("MLflow does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"flexfleet.{place}", gone)
+        stopped = flexfleet("central", "--run-id", "c", sets=sets)
+    assert stopped.code == 6 and "does not answer" in stopped.err
+    assert not Path("runs/c/result.json").exists(), "a comparison would take it for finished"
+    client = mlflow.MlflowClient(mlflow_uri)
+    (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    assert run.info.status == "FAILED"
+    done = flexfleet("central", "--json", "--run-id", "c", "--resume", sets=sets)
+    assert done.code == 0 and Result.read(Path("runs/c/result.json")).metrics == done.json["metrics"]
+    run = client.get_run(run.info.run_id)
+    assert (run.info.status, run.data.metrics["final/full"]) == ("FINISHED", done.json["metrics"]["full"])
 
 
 def test_in_half_precision_it_is_another_training(flexfleet: Any) -> None:
