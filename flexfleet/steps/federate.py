@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from fl_engine.aggregation import privacy
 from fl_engine.backends import BACKENDS, Surroundings
 from fl_engine.core.contracts import Tracker, Watcher
-from fl_engine.core.errors import EnvironmentFailure, Replaced, Stopped
+from fl_engine.core.errors import Replaced
 from fl_engine.data.local import FORM, Form
 from fl_engine.exchange.assignment import site_files
 from fl_engine.exchange.client import Site
@@ -57,7 +57,7 @@ from flexfleet.steps.resumed import (
 from flexfleet.steps.site import given_weights, initial_state, site_of, tell_unused, trace_of
 from flexfleet.tracking import record as track
 from flexfleet.tracking.console import Console
-from flexfleet.tracking.trackers import MLflow, Several
+from flexfleet.tracking.trackers import MLflow, Several, ending
 
 
 def federate(
@@ -175,34 +175,34 @@ def _federate(
     if wheel is not None:  # before the record that names it
         FolderStore(out).put(store_key(wheel.sha256), wheel.value)
     run.write(out / "run.json")
-    mlflow = track.start(config, run, out, tags)
-    if mlflow is not None:
-        if known:
-            tell_shared(known, run_id, out)
-        track.inputs(mlflow, config, site.partition.data, run.partition_sha256, run.trace_sha256)
-        run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
-        run.write(out / "run.json")
-    form = Form.of(site.data) if site.most is not None else None
-    _put_site(ledger, out, partition_dir, pool_dir, wheel, form)
-
     done = max((round + 1 for round in ledger.checkpoints.commits()), default=0)
     console = Console(config.rounds.stop, done, stop_simulated_s=config.rounds.stop_simulated_s)
+    mlflow = track.start(config, run, out, tags)
     tracker = Several([console, *(t for t in (mlflow, observer) if t is not None)])
-    tracker.params(configs.shown(config))
-    first = [initial_state(resolved, site, given_weights(pool_dir, site.family))]
-    noise_key = privacy.noise_key(key, token) if private and key is not None else None
-    described = Run(
-        algorithm,
-        site,
-        config.rounds,
-        config.run.devices,
-        noise_key,
-        configs.codecs(config),
-        trace,
-        config.fleet.wait_s,
-        config.evaluate if config.evaluate.on == "clients" else None,
-    )
-    try:
+    with ending(tracker, Replaced):  # once replaced, MLflow shows the other coordinator's run
+        if mlflow is not None:
+            if known:
+                tell_shared(known, run_id, out)
+            track.inputs(mlflow, config, site.partition.data, run.partition_sha256, run.trace_sha256)
+            run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
+            run.write(out / "run.json")
+        form = Form.of(site.data) if site.most is not None else None
+        _put_site(ledger, out, partition_dir, pool_dir, wheel, form)
+
+        tracker.params(configs.shown(config))
+        first = [initial_state(resolved, site, given_weights(pool_dir, site.family))]
+        noise_key = privacy.noise_key(key, token) if private and key is not None else None
+        described = Run(
+            algorithm,
+            site,
+            config.rounds,
+            config.run.devices,
+            noise_key,
+            configs.codecs(config),
+            trace,
+            config.fleet.wait_s,
+            config.evaluate if config.evaluate.on == "clients" else None,
+        )
         with (
             counted_warnings(),
             stop_on_signals() as should_stop,
@@ -221,13 +221,7 @@ def _federate(
                 watcher=watcher,
                 heard=console.heard,
             )
-    except Replaced:
-        raise  # MLflow shows the other coordinator's run now
-    except BaseException as error:
-        with suppress(EnvironmentFailure):  # of the tracker: the first error is the one to report
-            tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
-        raise
-    return _finish(out, ledger, final, tracker, mlflow)
+        return _finish(out, ledger, final, tracker, mlflow)
 
 
 def _surroundings(

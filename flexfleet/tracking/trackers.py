@@ -401,14 +401,15 @@ class MLflow:
 
 
 @contextmanager
-def ending(mlflow: MLflow | None) -> Iterator[None]:
-    """Marks the MLflow run, if there is one, as killed or failed when the work inside does not finish."""
+def ending(tracker: Tracker | None, *silent: type[BaseException]) -> Iterator[None]:
+    """Tells the tracker, if there is one, that the run was killed or has failed when the work inside does not finish;
+    of the errors `silent` it is not told."""
     try:
         yield
     except BaseException as error:
-        if mlflow is not None:
+        if tracker is not None and not isinstance(error, silent):
             with suppress(EnvironmentFailure):  # the first error is the one to report
-                mlflow.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
+                tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
         raise
 
 

@@ -15,7 +15,7 @@ import mlflow
 import numpy as np
 import pytest
 
-from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.errors import ConfigError, IntegrityError, Unreachable
 from fl_engine.data import partitioning as partitions
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.lease import Holder
@@ -32,6 +32,7 @@ from flexfleet.steps import partition as partition_module
 from flexfleet.steps import pretrain as pretrain_module
 from flexfleet.steps import share as share_module
 from flexfleet.steps.prepare import Resolved
+from flexfleet.tracking.trackers import MLflow
 
 Step = Callable[..., Any]
 STEPS = [
@@ -399,6 +400,10 @@ def run_in_mlflow(uri: str, out: Path) -> Any:
     return mlflow.MlflowClient(tracking_uri=uri).get_run(run_id)
 
 
+def experiments_of(uri: str) -> list[str]:
+    return [each.experiment_id for each in mlflow.MlflowClient(tracking_uri=uri).search_experiments()]
+
+
 def test_fewer_rounds_than_are_committed_change_nothing(rounds: Step, tmp_path: Path, mlflow_uri: str) -> None:
     sets = [f"tracking.mlflow={mlflow_uri}"]
     assert rounds(tmp_path / "a", sets=[*sets, "rounds.stop=2"]).code == 0
@@ -437,6 +442,26 @@ def test_a_ledger_in_a_folder_that_others_reach_has_a_lease_and_what_the_run_is(
     assert rounds(tmp_path / "other" / "a", "--resume", sets=sets).code == 0
     model = (tmp_path / "other" / "a" / "model.safetensors").read_bytes()
     assert model == (folder / "run" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("call", ["dataset", "table"])
+def test_what_fails_before_and_after_the_rounds_fails_the_run_in_mlflow(
+    rounds: Step, tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    sets = [f"tracking.mlflow={mlflow_uri}", "rounds.stop=1"]
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise Unreachable("MLflow does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MLflow, call, gone)
+        done = rounds(tmp_path / "a", sets=sets)
+    assert done.code == 6 and "does not answer" in done.err
+    (run,) = mlflow.MlflowClient(tracking_uri=mlflow_uri).search_runs(experiments_of(mlflow_uri))
+    assert run.info.status == "FAILED"
+    assert rounds(tmp_path / "a", "--resume", sets=sets).code == 0
+    again = run_in_mlflow(mlflow_uri, tmp_path / "a").info
+    assert (again.run_id, again.status) == (run.info.run_id, "FINISHED")
 
 
 def test_one_that_was_replaced_leaves_the_run_in_mlflow_alone(
