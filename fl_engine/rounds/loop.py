@@ -67,7 +67,7 @@ def federate(
     waiting = ledger.flights if terms.mode == "buffered" else None
     clients = Clients(backend, mailbox, should_stop, states, waiting, watcher, heard)
     kept = [files for files in (states, waiting) if files is not None]
-    with _told_how_to_go_on(ledger):
+    with told_how_to_go_on(ledger):
         progress, first = _resume(initial, ledger, terms, discard_damaged)
         del initial
         for files in kept:
@@ -150,11 +150,14 @@ def _ends(terms: RoundsConfig, end: int) -> str:
 
 
 @contextmanager
-def _told_how_to_go_on(ledger: Ledger) -> Iterator[None]:
+def told_how_to_go_on(ledger: Ledger | None = None) -> Iterator[None]:
+    """An EnvironmentFailure inside says that the run can be resumed. `ledger`: where another coordinator may have
+    taken over, which is then the error; None: nobody can."""
     try:
         yield
     except IntegrityError:
-        ledger.checkpoints.check_lease()  # the coordinator that has taken over may have removed what is missing here
+        if ledger is not None:
+            ledger.checkpoints.check_lease()  # the coordinator that took over may have removed what is missing here
         raise
     except EnvironmentFailure as error:
         raise type(error)(f"{error}. What was committed stays: mend the cause, then go on with --resume") from error

@@ -30,7 +30,7 @@ from fl_engine.core.types import FULL, SGD, Adam, LocalTask, Params
 from fl_engine.data.files import fingerprint
 from fl_engine.data.local import LOCAL
 from fl_engine.models.build import build_model
-from fl_engine.rounds.loop import AUTO_COMMIT_S
+from fl_engine.rounds.loop import AUTO_COMMIT_S, told_how_to_go_on
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.store import FolderStore, encode, sha256
 from fl_engine.training.central import Epoch, train_centrally, weights_in
@@ -125,7 +125,7 @@ def central(
         file = _file(config, run_id, fingerprint(data), weights_sha256, described, out, accept_numerics)
         file.write(out / "central.json")
         mlflow = _tracker(config, file, out, tags or {})
-        with ending(mlflow):
+        with ending(mlflow), told_how_to_go_on():
             if mlflow is not None:
                 file = file.model_copy(update={"mlflow_run_id": mlflow.run_id})
                 file.write(out / "central.json")

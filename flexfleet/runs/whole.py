@@ -15,6 +15,7 @@ from fl_engine.core.system import of_posix
 from fl_engine.data.partitioning import MANIFEST, read_manifest
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
+from fl_engine.rounds.loop import told_how_to_go_on
 from fl_engine.storage.store import Store
 from flexfleet.config.names import plain
 from flexfleet.files.alone import alone
@@ -94,8 +95,9 @@ def run(
             watcher=watcher,
             locked=True,
         )
-        evaluate(resolved, out, out / "partition", out / "pool", out)
-        return conclude(resolved, out, store_of(config, run_id, out))
+        with told_how_to_go_on():
+            evaluate(resolved, out, out / "partition", out / "pool", out)
+            return conclude(resolved, out, store_of(config, run_id, out))
 
 
 def _reach(resolved: Resolved, run_id: str, out: Path) -> None:

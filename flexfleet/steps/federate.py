@@ -221,7 +221,8 @@ def _federate(
                 watcher=watcher,
                 heard=console.heard,
             )
-        return _finish(out, ledger, final, tracker, mlflow)
+        with loop.told_how_to_go_on(ledger):
+            return _finish(out, ledger, final, tracker, mlflow)
 
 
 def _surroundings(

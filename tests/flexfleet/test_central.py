@@ -149,6 +149,7 @@ def test_one_that_mlflow_did_not_take_is_failed_there_and_not_finished(
         patch.setattr(f"flexfleet.{place}", gone)
         stopped = flexfleet("central", "--run-id", "c", sets=sets)
     assert stopped.code == 6 and "does not answer" in stopped.err
+    assert "go on with --resume" in stopped.err
     assert not Path("runs/c/result.json").exists(), "a comparison would take it for finished"
     client = mlflow.MlflowClient(mlflow_uri)
     (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
