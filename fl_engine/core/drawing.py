@@ -14,6 +14,16 @@ _ONE = threading.RLock()
 """The random states below are of the whole process, not of a thread."""
 
 
+def drawn() -> dict[str, object]:
+    """The states of the three, by name; who draws changes one. They compare by ==."""
+    _, keys, *place = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "numpy": (np.asarray(keys).tobytes(), *place),
+        "random": random.getstate(),
+    }
+
+
 @contextmanager
 def drawing(seed: int, device: torch.device) -> Iterator[None]:
     """What torch, numpy and `random` draw without a generator of their own follows from `seed`; afterwards their states

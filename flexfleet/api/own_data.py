@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from fl_engine.core import seeds
+from fl_engine.core.drawing import drawn
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data, Task, need_no_mask
 from fl_engine.data.files import byte_statistics, moments, stratified
@@ -420,11 +420,6 @@ def _pixels(picture: Any, what: str, size: tuple[int, int] | None = None) -> Arr
     return found if found.ndim == 2 else np.moveaxis(found, 2, 0)
 
 
-def _state() -> tuple[Any, ...]:
-    legacy: Any = np.random.get_state()
-    return random.getstate(), legacy[1].tobytes(), legacy[2], torch.get_rng_state()
-
-
 def _read_items(given: Any, what: str) -> tuple[Array, Array]:
     try:
         count = len(given)
@@ -436,7 +431,7 @@ def _read_items(given: Any, what: str) -> tuple[Array, Array]:
     xs: list[Array] = []
     ys: list[Array] = []
     with guest():
-        before = _state()
+        before = drawn()
         for i in range(count):
             try:
                 x, y = given[i]
@@ -444,8 +439,8 @@ def _read_items(given: Any, what: str) -> tuple[Array, Array]:
                 raise DataError(f"{what}: item {i} is no (sample, target): {error}") from error
             xs.append(_array(x, f"{what}: item {i}"))
             ys.append(_array(y, f"{what}: target {i}"))
-        after = _state()
-    if any(not _same(a, b) for a, b in zip(before, after, strict=True)):
+        after = drawn()
+    if after != before:
         raise DataError(
             f"{what}: reading it draws random numbers, so its transform augments: leave that out, and augment on the "
             "clients (options={'training.augment': [...]})"
@@ -459,10 +454,6 @@ def _read_items(given: Any, what: str) -> tuple[Array, Array]:
     if len(targets) > 1:
         raise DataError(f"{what}: targets have the shapes {sorted(targets)[:3]}; each needs as many numbers")
     return np.stack(xs), np.stack(ys)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(torch.equal(a, b)) if isinstance(a, torch.Tensor) else a == b
 
 
 def _columns(given: Any, image: str, label: str) -> tuple[Array, Array]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -200,6 +202,20 @@ def test_control_flow_on_values() -> None:
 def test_a_graph_that_differs_in_training() -> None:
     said = refused(lambda: Odd(lambda m, x: m.b(torch.relu(m.a(x)) if m.training else m.a(x)), **layers()))
     assert "does something else in training than in evaluation" in said and "test_traced_refusals.py" in said
+
+
+@pytest.mark.parametrize(
+    ("draw", "whose"),
+    [(lambda: float(torch.rand(())), "torch"), (np.random.rand, "numpy"), (random.random, "random")],
+)
+def test_control_flow_on_random_numbers(draw: Callable[[], float], whose: str) -> None:
+    """Layers that are left out by chance (stochastic depth): a trace would leave them out always, or never."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.b(m.a(x)) if not m.training or draw() < 1 else m.b(-m.a(x))  # where it is traced always the first
+
+    said = refused(lambda: Odd(forward, **layers()))
+    assert f"draws from {whose}'s generator apart from what is traced" in said and "whole=true" in said
 
 
 def test_dropout_without_the_flag() -> None:

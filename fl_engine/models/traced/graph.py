@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fl_engine.core.drawing import drawn
 from fl_engine.core.errors import ModelError
 from fl_engine.models.traced.layers import is_torchs
 from fl_engine.models.traced.refusals import line_now, line_of_error, place_of, ways_out
@@ -61,6 +62,7 @@ def trace(name: str, module: nn.Module, x: Tensor) -> Traced:
 def _traced(name: str, module: nn.Module, training: bool) -> Traced:
     own = copy.deepcopy(module).train(training)
     own.__class__ = _of_one_input(type(own))
+    before = drawn()
     try:
         with _traced_len(own):
             graph = _Tracer().trace(own)
@@ -70,6 +72,12 @@ def _traced(name: str, module: nn.Module, training: bool) -> Traced:
             f"{name} cannot be cut into sub-models: its forward{line_of_error(error)} depends on values, or "
             f"calls what torch.fx cannot trace ({type(error).__name__}: {said}); {ways_out()}"
         ) from error
+    if moved := [each for each, state in drawn().items() if state != before[each]]:
+        raise ModelError(
+            f"{name} cannot be cut into sub-models: its forward draws from {moved[0]}'s generator apart from what is "
+            "traced, so what came out once would stay so in all rounds; let what is drawn follow from the samples, "
+            f"such as torch.rand_like(x), and decide by it in tensors, not by `if`; or {ways_out()}"
+        )
     for node in graph.nodes:  # layer(input=x)
         if node.op == "call_module" and not node.args and "input" in node.kwargs:
             options = dict(node.kwargs)
