@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -39,7 +39,10 @@ def check_cuttable(groups: Collection[str]) -> None:
 
 
 def kept(size: int, width: float, rounding: Rounding) -> int:
-    """How many of `size` channels a width ratio keeps, at least one. 0.29 * 100 is 29, whatever the float says."""
+    """How many of `size` channels a width ratio keeps, at least one. 0.29 * 100 is 29, whatever the float says. Raises
+    PoolError for another rounding."""
+    if rounding not in get_args(Rounding):
+        raise PoolError(f"rounding is {' or '.join(map(repr, get_args(Rounding)))}, got {rounding!r}")
     exact = width * size
     rounded = math.ceil(exact - 1e-9) if rounding == "ceil" else math.floor(exact + 1e-9)
     return min(size, max(1, rounded))

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,6 +108,12 @@ def test_a_larger_ratio_keeps_no_less(size: int, small: float, large: float) -> 
     for rounding in ("ceil", "floor"):
         assert 1 <= kept(size, small, rounding) <= kept(size, large, rounding) <= size
     assert kept(size, large, "ceil") - kept(size, large, "floor") in (0, 1)
+
+
+def test_another_rounding_is_refused() -> None:
+    wrong: Any = "cieling"
+    with pytest.raises(PoolError, match="rounding is 'ceil' or 'floor', got 'cieling'"):
+        prefix(SMALL.layout(), 0.5, wrong)
 
 
 @pytest.mark.parametrize("rounding", ["ceil", "floor"])
