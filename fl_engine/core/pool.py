@@ -3,7 +3,7 @@
 1. `measure_apoz`: A_i, the fraction of exact zeros after ReLU i over the proxy set (Eq. 1), mean over the ReLUs of
    a block (Eq. 2).
 2. `adjustment_weights`: AdjW_i = log size(l_i) / log max_j size(l_j) (Eq. 3).
-3. `widths_at`: layer i keeps int(s_i * out_i) channels, s_i = clamp(gamma * (1 - A_i * AdjW_i), 0.01, 1).
+3. `ratios_at`, `spec_of`: layer i keeps int(s_i * out_i) channels, s_i = clamp(gamma * (1 - A_i * AdjW_i), 0.01, 1).
 4. `solve`: the gamma whose model has a given size.
 
 Departs from the paper: Alg. 1 raises gamma by 0.01 until the size is within epsilon; the loop can step over epsilon
@@ -22,11 +22,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.contracts import Algorithm, ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
 from fl_engine.core.samples import split
 from fl_engine.core.slicing import contains, count_params, full_shapes, runnable, shapes
-from fl_engine.core.types import FULL, Params, Pool, PoolModel, SubmodelSpec
+from fl_engine.core.types import FULL, Params, Pool, PoolModel, Prepared, SubmodelSpec
 from fl_engine.core.widths import check_cuttable
 from fl_engine.core.workload import macs_of
 
@@ -193,6 +193,30 @@ def member(
     params = count_params(family, spec)
     share = params / count_params(family)
     return PoolModel(name, spec, params, share, macs_of(family, spec), dispatched, reported, **more)
+
+
+def pool_of(algorithm: Algorithm, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
+    """The algorithm's pool. Raises PoolError unless it is one: models of different names from the smallest to the
+    largest, which is reported."""
+    name, found = type(algorithm).__name__, algorithm.pool(family, prepared, server)
+    given: object = found
+    if not isinstance(given, tuple | list) or not given or not all(isinstance(each, PoolModel) for each in given):
+        said = repr(given) if not given else f"a {type(given).__name__}"
+        if isinstance(given, tuple | list) and given:
+            said += f" of {next(type(each).__name__ for each in given if not isinstance(each, PoolModel))}"
+        raise PoolError(f"{name}.pool: a tuple of one PoolModel or more is expected, smallest first, got {said}")
+    for small, large in pairwise(found):
+        if small.params > large.params:
+            raise PoolError(
+                f"{name}.pool: the smallest model comes first, got {small.name} ({small.params:,} parameters) before "
+                f"{large.name} ({large.params:,})"
+            )
+    names = [model.name for model in found]
+    if twice := [each for each in names if names.count(each) > 1]:
+        raise PoolError(f"{name}.pool: each model needs a name of its own, {twice[0]} is there twice")
+    if not found[-1].reported:
+        raise PoolError(f"{name}.pool: the largest model, {names[-1]}, has to be reported: its score is `full`")
+    return tuple(found)
 
 
 def ascending(pool: Pool) -> Pool:

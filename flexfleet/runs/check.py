@@ -15,6 +15,7 @@ from fl_engine.backends.kubernetes import jobs
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
+from fl_engine.core.pool import pool_of
 from fl_engine.core.slicing import initial_params, made_up, take
 from fl_engine.core.types import Device, OwnOptimizer, RoundPlan, TaskContext
 from fl_engine.data.partitioning import Partition
@@ -96,7 +97,7 @@ def first_round(resolved: Resolved, parts: Partition, fleet: Sequence[Device]) -
     # Nothing is prepared: without measured scores every layer has the same score. FlexFL's targets, Gamma and nesting
     # can still be checked.
     server = ServerSite(site_of(resolved, parts), config.run.devices[0])
-    pool = algorithm.pool(family, assumed(algorithm, family), server)
+    pool = pool_of(algorithm, family, assumed(algorithm, family), server)
     initial = resolved.start or initial_params(family, seeds.derive(config.seed, "init"))
     trained, held = held_out(config, parts)
     most = most_of(config)

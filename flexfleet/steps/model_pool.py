@@ -47,9 +47,9 @@ def build(
 ) -> PoolFile:
     """The pool, and how similar its pruning ratios are to those of the reference, if there is one. `weights`: those
     that the rounds start from; empty: fresh ones."""
-    pool = coding.sized(algorithm.pool(family, made, server), family, configs.codecs(config))
+    pool = coding.sized(pools.pool_of(algorithm, family, made, server), family, configs.codecs(config))
     references = {name: each.as_reference() for name, each in made.items() if isinstance(each, ApozScores)}
-    reference = algorithm.pool(family, {**made, **references}, server) if any(references.values()) else None
+    reference = pools.pool_of(algorithm, family, {**made, **references}, server) if any(references.values()) else None
     groups = [p.group for p in family.prunable()]
     layout = family.layout()
     return PoolFile(

@@ -7,17 +7,17 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from fl_engine.algorithms import FlexFL
+from fl_engine.algorithms import FlexFL, HeteroFL
 from fl_engine.algorithms.pooled import prefix_pool
 from fl_engine.core.contracts import ModelFamily, PreparationContext, ServerContext
-from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError
+from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError, PoolError
 from fl_engine.core.types import Pool, Prepared
 from fl_engine.data.partitioning import TENSORS
 from fl_engine.exchange import code
@@ -28,7 +28,7 @@ from flexfleet.config.entries import Entry
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import Apoz, PoolFile
 from flexfleet.runs.check import check
-from flexfleet.steps import keys, labels, share
+from flexfleet.steps import keys, labels, model_pool, share
 from flexfleet.steps.partition import cut, partition, server_of
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
@@ -507,6 +507,43 @@ def test_the_pool_may_ask_the_server(flexfleet: Any, quick: Sequence[str]) -> No
     done = flexfleet("pool", "--input", "1x8x8", "--classes", "10", sets=sets)
     assert done.code == 2
     assert "asks for the server's data" in done.err and "leave out --input" in done.err
+
+
+@dataclass(frozen=True)
+class Odd(HeteroFL):
+    how: str = ""
+
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Any:
+        pool = prefix_pool(family, (0.5, 1.0), "ceil")
+        unreported = replace(pool[-1], reported=False)
+        as_is: dict[str, Any] = {"none": None, "empty": (), "one": pool[0], "specs": (pool[0].spec,)}
+        as_is |= {"reversed": pool[::-1], "twice": (*pool, pool[-1]), "unreported": (pool[0], unreported)}
+        return as_is.get(self.how, list(pool))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("none", r"a tuple of one PoolModel or more is expected, smallest first, got None$"),
+        ("empty", r".*smallest first, got \(\)$"),
+        ("one", r".*smallest first, got a PoolModel$"),
+        ("specs", r".*smallest first, got a tuple of SubmodelSpec$"),
+        ("reversed", r"the smallest model comes first, got 1x \([\d,]+ parameters\) before 0.5x \([\d,]+\)$"),
+        ("twice", r"each model needs a name of its own, 1x is there twice$"),
+        ("unreported", r"the largest model, 1x, has to be reported"),
+    ],
+)
+def test_a_pool_of_ones_own_is_checked_before_anything_runs(quick: Sequence[str], how: str, said: str) -> None:
+    resolved = Resolved.load(None, [*quick, f"algorithm.name={HERE}:Odd", f"algorithm.how={how}"])
+    server = server_of(resolved)
+    with pytest.raises(PoolError, match=f"^Odd.pool: {said}"):
+        check(resolved)
+    with pytest.raises(PoolError, match=f"^Odd.pool: {said}"):
+        model_pool.build(resolved.config, resolved.algorithm, resolved.family, {}, server, {})
+
+
+def test_a_list_is_a_pool_too(quick: Sequence[str]) -> None:
+    assert check(Resolved.load(None, [*quick, f"algorithm.name={HERE}:Odd"]))["ok"]
 
 
 def test_the_pool_command_prepares_and_leaves_nothing(flexfleet: Any, sets: list[str], tmp_path: Path) -> None:
