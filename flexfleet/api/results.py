@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,7 +140,7 @@ class Result:
 
     @property
     def config(self) -> dict[str, Any]:
-        return dict(self._run.config)
+        return copy.deepcopy(self._run.config)  # the user may change what is handed out
 
     @property
     def status(self) -> str:
@@ -157,7 +158,7 @@ class Result:
     @property
     def metrics(self) -> dict[str, Any]:
         if self._result is not None:
-            return dict(self._result.metrics)
+            return copy.deepcopy(self._result.metrics)
         scored = self._scored
         if not scored:
             return {}
