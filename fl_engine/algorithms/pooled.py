@@ -18,7 +18,7 @@ from fl_engine.core import pool as pools
 from fl_engine.core import seeds
 from fl_engine.core.augmentation import Augmenting
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext, ServerOptimizer
-from fl_engine.core.errors import ClientError, PoolError
+from fl_engine.core.errors import ClientError, ModelError, PoolError
 from fl_engine.core.fields import Count, Fraction, NotNegative, Positive
 from fl_engine.core.samplers import Sampling, Shuffle
 from fl_engine.core.schedules import Constant, Scheduling
@@ -306,13 +306,20 @@ def merge(
     (FlexFL Sec. III-E) - then the server's step, and what the selector learns. Failures count for nothing.
 
     `weight`: of an update. `moving`: a pool model says how large a sub-model is, but not where in the network it lies.
+
+    Raises ModelError, naming round and client, for a weight that is not positive and finite.
     """
     public = Public.of(plan, state.pool, moving=moving)
     aggregate = method.aggregation.start(state.params, state.layout, public)
     selection, tables = method.selector(state.pool), state.tables
     for answer in answers:
         if isinstance(answer, ClientUpdate):
-            aggregate.add(answer.payload, answer.spec, weight(answer))
+            counts = weight(answer)
+            try:
+                aggregate.add(answer.payload, answer.spec, counts)
+            except ModelError as error:
+                where = f"{type(method).__name__}.merge, round {plan.round + 1}, client {answer.client}"
+                raise ModelError(f"{where}: {error}") from error
         tables = learned(selection, tables, plan, answer)
     moments, params = stepped(method.server, state.moments, state.params, aggregate)
     return replace(state, params=params, moments=moments, tables=tables)

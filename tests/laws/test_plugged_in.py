@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Any, ClassVar, cast
 
 import pytest
@@ -20,7 +20,7 @@ from fl_engine.algorithms import ALGORITHMS, CONTRACT, AllLarge, FedOpt, HeteroF
 from fl_engine.algorithms.pooled import PooledState, Training, local_task
 from fl_engine.core.augmentation import Flip
 from fl_engine.core.contracts import ModelFamily, ServerContext
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.samples import Task
 from fl_engine.core.types import LocalTask, Outcome, ParamLayout, Params, Pool, RoundPlan, TaskContext, WorkOrder
@@ -119,6 +119,24 @@ def test_every_algorithm_takes_ones_own(name: str) -> None:
     chosen = [each.name for each in fields(cast(Any, ALGORITHMS[name])) if each.name in own]
     built = configured(*(each for what in chosen for each in own[what][0]), name=name)
     assert chosen and all(getattr(built, what) == own[what][1] for what in chosen)
+
+
+@dataclass(frozen=True)
+class ByLoss(AllLarge):
+    def merge(self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext) -> Any:
+        return pooled.merge(self, state, plan, answers, server, lambda u: u.num_examples * u.metrics["loss"])
+
+
+def test_a_weight_of_0_is_told_with_round_and_client() -> None:
+    algorithm = ByLoss(training=TRAINING, eligible="all")
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    plan = algorithm.plan(state, context_of(site, 2, 7))
+    first, *others = (update_of(o, o.spec, o.payload) for o in plan.orders)
+    certain = replace(others[0], metrics={**others[0].metrics, "loss": 0.0})
+    said = f"^ByLoss.merge, round 3, client {certain.client}: an update's weight must be positive and finite, got 0.0$"
+    with pytest.raises(ModelError, match=said):
+        algorithm.merge(state, plan, [first, certain, *others[1:]], ServerSite(site))
 
 
 def test_what_is_plugged_in_is_what_merges() -> None:
