@@ -41,7 +41,7 @@ def partition(
     from flexfleet.runs import check
     from flexfleet.steps.partition import partition as step
     from flexfleet.steps.prepare import Resolved
-    from flexfleet.steps.resumed import store_of
+    from flexfleet.steps.resumed import check_begun, store_of
     from flexfleet.tracking import record as track
     from flexfleet.tracking import versioned
 
@@ -49,9 +49,11 @@ def partition(
         given = locals()
         asked = overrides.config_from({name: given[name] for name in overrides.PARAMETERS}, advanced)
         name = overrides.run_name(run_id, job_id, asked)
-        store = store_of(asked, name, overrides.run_folder(asked, name))
+        folder = overrides.run_folder(asked, name)
+        store = store_of(asked, name, folder)
         resolved = Resolved.of(asked)
         check.check(resolved)
+        check_begun(asked, name, folder)
         overrides.write_config(asked, Path(config.path))
         mlflow_run = track.begin(asked, name, store, track.of_job(asked, job_id))
         Path(started.path).write_text(track.card(asked, name, store.uri(), mlflow_run), encoding="utf-8")

@@ -7,6 +7,7 @@ what is wrong, what sort of error it is, and how to continue. Only a bug has a t
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 import traceback
@@ -38,6 +39,8 @@ KINDS = {
     EnvironmentFailure: "environment",
 }
 """The word for each class of errors."""
+OPTION = re.compile(r"--(run-)?id\b(?! \(in the pipeline)")
+"""The command line's word for the parameter that names what was begun; not where the error names the parameter too."""
 WAITS_S = (10.0, 30.0, 90.0, 270.0)
 """Seconds that a task waits before each new try, if a server did not answer or another coordinator has the run."""
 FRESH_S = 600.0
@@ -55,6 +58,7 @@ def ending(again: str) -> Iterator[None]:
         if not line:
             print(masked(traceback.format_exc()), end="", file=sys.stderr)
             line = f"{type(error).__name__}: {masked(str(error))}"
+        line = OPTION.sub(again, line)
         kind = next((word for kind, word in KINDS.items() if code == kind.exit_code), "bug")
         print(f"error, exit code {code} ({kind}): {' '.join(line.split())} {_advice(kind, again)}", file=sys.stderr)
         sys.exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from fl_engine.aggregation import privacy
 from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure, FlexfleetError, IntegrityError
 from fl_engine.core.fields import Moves
 from fl_engine.models.build import INIT
+from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.loop import check_end
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, encode, sha256
@@ -79,6 +82,23 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
     known = RunFile.read(out / "run.json")
     if not resume:
         raise ConfigError(f"{out} holds a run already: go on with --resume, or choose another --run-id")
+    _same_settings(known, config, out)
+    return known
+
+
+def check_begun(config: Config, run_id: str, out: Path) -> None:
+    """For a pipeline's first task: raises the ConfigError with which `federate` would refuse to go on with a run of
+    this name, with these settings or to this end, after the tasks before it were paid. Where the store cannot be
+    reached, `federate` tells."""
+    with suppress(EnvironmentFailure):
+        store = store_of(config, run_id, out)
+        known = track.known_file(store)
+        if known is not None:
+            _same_settings(known, config, out)
+            check_end(ledger_in(store), config.rounds)
+
+
+def _same_settings(known: RunFile, config: Config, out: Path) -> None:
     own_code.check_same(known.code_sha256, config, out)
     began = _began(known, out / "run.json")
     before, now = configs.flatten(began), configs.flatten(config)
@@ -92,7 +112,6 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
             f"{out} was started with run.backend = {began.run.backend}, with {config.run.backend} clients would decide "
             "by other rules what they train (observe): choose another --run-id"
         )
-    return known
 
 
 def same_place(known: RunFile, config: Config, run_id: str, out: Path) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from components.partition import partition
 from fl_engine.core import errors
 from fl_engine.core.errors import (
     ConfigError,
@@ -20,8 +24,10 @@ from fl_engine.core.errors import (
     Unreachable,
 )
 from fl_engine.storage import lease, s3
+from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.store import FolderStore, MemoryStore
-from flexfleet.files.artifacts import History
+from flexfleet.config import load_config, overrides
+from flexfleet.files.artifacts import History, RunFile
 from flexfleet.kubeflow import in_pod
 from flexfleet.kubeflow.in_pod import ending, patiently
 from flexfleet.runs.resumable import federate_in
@@ -57,10 +63,58 @@ def test_the_last_line_says_what_is_wrong_of_which_kind_and_how_to_go_on(
     assert bool(before) == (kind == "bug"), "a traceback is for what is a bug"
 
 
+def test_a_line_names_the_forms_field_and_not_the_command_lines_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for field, error, said in (
+        ("run_id", ConfigError("choose another --run-id"), "choose another run_id"),
+        ("study_id", ConfigError("choose another --id"), "choose another study_id"),
+        (
+            "night_id",
+            ConfigError("another --id (in the pipeline, night_id)"),
+            "another --id (in the pipeline, night_id)",
+        ),
+        ("run_id", ConfigError("give --ids"), "give --ids"),
+    ):
+        with pytest.raises(SystemExit), ending(field):
+            raise error
+        assert f": {said} " in capsys.readouterr().err
+
+
 def test_no_line_says_a_password(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), ending("run_id"):
         raise KeyError("https://me:pl4nted@host/x")
     assert "pl4nted" not in capsys.readouterr().err
+
+
+def test_the_first_task_refuses_what_the_rounds_would_refuse(
+    quick: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else partition, pre-training and pool are paid first."""
+    config = load_config(None, [*quick, "rounds.stop=3"])
+    given, advanced = overrides.parameters_of(config)
+    form = {name: given[name] for name in overrides.PARAMETERS} | {"store_uri": f"{tmp_path}/ledgers", "run_id": "a"}
+    outputs = {name: Mock(path=f"{tmp_path}/{name}", metadata={}) for name in ("config", "parts", "pointer", "started")}
+
+    def begin(**other: Any) -> dict[str, str]:
+        names: dict[str, str] = partition.python_func(job_id="1", advanced=advanced, **{**form, **other}, **outputs)
+        return names
+
+    assert begin()["run"] == "a", "there is none yet"
+    began = load_config(outputs["config"].path)
+    record = RunFile(run_id="a", config=began.model_dump(mode="json"), numerics={}, pool_sha256="", partition_sha256="")
+    store = FolderStore(overrides.run_folder(began, "a"))
+    store.put("run.json", record.model_dump_json().encode())
+    for round in (0, 1):
+        Checkpoints(store).commit(round, {}, {}, [Row(round=round, metrics={"avg": 1.0}, clients=())])
+    assert begin(rounds=2)["run"] == begin(rounds=4)["run"] == "a"
+    shutil.rmtree(outputs["parts"].path)
+    for other, said in (
+        ({"seed": 7}, "was started with another configuration (seed: 0 -> 7): choose another run_id"),
+        ({"rounds": 1}, "rounds.stop = 1, but 2 rounds are committed: a run cannot go back"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            begin(**other)
+        assert said in capsys.readouterr().err
+    assert not Path(outputs["parts"].path).exists()
 
 
 class Clock:
