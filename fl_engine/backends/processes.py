@@ -213,9 +213,9 @@ def _answer(link: Connection) -> Any:
 def _serve(code: None, site: Site, mailbox: Mailbox, device: str, link: Connection) -> None:
     """What a worker process runs, until the coordinator closes the connection or is gone. `code` is the first argument
     since a `Handed` wheel has to be there before the site is unpickled."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal: only the coordinator acts on it
+    # Ctrl-C and the end of a terminal reach all its processes: only the coordinator acts on them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     prepare_process((device,), flush_denormal=site.numerics.flush_denormal)
     while True:
         try:

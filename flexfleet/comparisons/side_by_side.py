@@ -20,6 +20,7 @@ from typing import TextIO
 
 from fl_engine.core.errors import FlexfleetError, Stopped
 from flexfleet.files.live import Live
+from flexfleet.files.signals import stopping
 
 log = logging.getLogger("flexfleet")
 
@@ -48,8 +49,8 @@ class Command:
 def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
     """Every command's exit code by its name (128 + n if signal n ended it).
 
-    On SIGTERM or Ctrl-C it passes the signal on to the running processes, starts no others, waits for their end, and
-    raises Stopped or KeyboardInterrupt. After any other error it leaves no process behind.
+    On SIGTERM, Ctrl-C or the end of the terminal it tells the running processes to stop, starts no others, waits for
+    their end, and raises Stopped or KeyboardInterrupt. After any other error it leaves no process behind.
     """
     codes: dict[str, int] = {}
     live = Live()
@@ -171,18 +172,20 @@ def _progress(command: Command) -> str:
 
 @contextmanager
 def _passing_signals_on(running: dict[Command, tuple[subprocess.Popen[bytes], float]]) -> Iterator[list[int]]:
-    """The signals received so far. A process ends gently on the first signal, and at once on a second Ctrl-C."""
+    """The signals passed on so far: SIGINT, else SIGTERM. A process ends gently on the first signal, and at once on a
+    second Ctrl-C."""
     received: list[int] = []
 
     def pass_on(signum: int, _: object) -> None:
-        received.append(signum)
+        told = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
+        received.append(told)
         for process, _started in list(running.values()):
-            process.send_signal(signum)
+            process.send_signal(told)
 
     if current_thread() is not main_thread():
         yield received
         return
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, pass_on) for number in stopping()}
     try:
         yield received
     finally:

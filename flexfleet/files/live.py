@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 log = logging.getLogger("flexfleet")
 
@@ -48,14 +48,12 @@ class Live:
             for handler in self._handlers:
                 handler.addFilter(self._before)
         width = shutil.get_terminal_size((80, 24)).columns - 1
-        sys.stderr.write(CLEAR + (text if len(text) <= width else f"{text[: max(0, width - 3)]}..."[:width]))
-        sys.stderr.flush()
+        _write(CLEAR + (text if len(text) <= width else f"{text[: max(0, width - 3)]}..."[:width]))
         self._shown = True
 
     def clear(self) -> None:
         if self._shown:
-            sys.stderr.write(CLEAR)
-            sys.stderr.flush()
+            _write(CLEAR)
             self._shown = False
 
     def close(self) -> None:
@@ -68,6 +66,12 @@ class Live:
         """Called before a line of the log is written."""
         self.clear()
         return True
+
+
+def _write(text: str) -> None:
+    with suppress(OSError):  # the terminal has been closed: the run is to end as one that is stopped
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def span(seconds: float) -> str:

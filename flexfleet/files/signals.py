@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C while a run goes on."""
+"""SIGTERM, Ctrl-C and a terminal that is closed while a run goes on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,20 @@ from threading import current_thread, main_thread
 from fl_engine.core.errors import Stopped
 
 
+def stopping() -> list[signal.Signals]:
+    """The signals that ask a run to stop: SIGTERM, Ctrl-C, and SIGHUP, which a terminal sends that is closed, unless it
+    is ignored (nohup)."""
+    found = [signal.SIGTERM, signal.SIGINT]
+    if hasattr(signal, "SIGHUP"):  # Windows has none
+        # None: the handler was not set by Python, and could not be set again.
+        found += [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) not in (signal.SIG_IGN, None))
+    return found
+
+
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """SIGTERM and the first Ctrl-C end the run after the client in flight; the second Ctrl-C ends it at once."""
+    """SIGTERM, a terminal that is closed and the first Ctrl-C end the run after the client in flight; the second Ctrl-C
+    ends it at once."""
     received: list[int] = []
 
     def request(signum: int, _: object) -> None:
@@ -31,7 +42,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
     if current_thread() is not main_thread():
         yield lambda: False
         return
-    before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
+    before = {number: signal.signal(number, request) for number in (*stopping(), signal.SIGALRM)}
     told, sys.unraisablehook = sys.unraisablehook, dropped
     try:
         yield lambda: bool(received)

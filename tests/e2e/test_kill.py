@@ -305,6 +305,18 @@ def test_a_second_ctrl_c_that_lands_where_python_drops_it_ends_all_the_same(caps
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("handler", "stops"), [(lambda *_: None, True), (signal.SIG_IGN, False)])
+def test_a_closed_terminal_stops_a_run_but_not_with_nohup(handler: Any, stops: bool) -> None:
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        with stop_on_signals() as asked:
+            signal.raise_signal(signal.SIGHUP)
+            assert asked() == stops
+        assert signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_ctrl_c_that_python_drops_ends_any_command(capsys: pytest.CaptureFixture[str]) -> None:
     """Before the rounds, and in commands that have none."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import logging
 import re
@@ -236,6 +237,18 @@ def test_a_long_line_is_cut_to_the_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     Live(Clock()).show("x" * 50)
     assert terminal.getvalue() == f"{CLEAR}{shown}"
+
+
+def test_a_terminal_that_was_closed_ends_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    live = Live(clock := Clock())
+    live.show("round 1/2")
+    monkeypatch.setattr(terminal, "write", gone)
+    clock.now += 60
+    live.show("round 2/2")
+    live.close()
 
 
 def test_a_log_hears_of_a_long_round_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,20 @@ def test_so_many_at_once_and_no_more(job: Any, at_once: int) -> None:
     assert max(together) == min(at_once, 4)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_passed_on_and_nothing_else_starts(job: Any, number: signal.Signals) -> None:
+@pytest.fixture
+def hangs_up() -> Iterator[None]:
+    """As in a terminal, and without an end of the tests where nobody handles it."""
+
+    def unhandled(*_: object) -> None:
+        raise AssertionError("nobody handles SIGHUP")
+
+    before = signal.signal(signal.SIGHUP, unhandled)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_passed_on_and_nothing_else_starts(job: Any, number: signal.Signals, hangs_up: None) -> None:
     before = signal.getsignal(number)
     jobs = [job("a", 60, "patient"), job("b", 60, "patient"), job("c", 60)]
     watch = (
@@ -78,7 +90,7 @@ def test_a_signal_is_passed_on_and_nothing_else_starts(job: Any, number: signal.
     )
     logs = [str(one.log) for one in jobs[:2]]
     killer = subprocess.Popen([sys.executable, "-c", watch, str(os.getpid()), str(int(number)), *logs])
-    with pytest.raises(Stopped if number == signal.SIGTERM else KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Stopped):
         side_by_side.side_by_side(jobs, 2)
     assert killer.wait() == 0
     assert not jobs[2].log.exists()
