@@ -1,6 +1,6 @@
 """Traces from files: rows of one's own (CSV or JSON lines), and FedScale's device and availability data as JSON.
 
-Rows, as CSV with a heading, or as JSON lines with the same names:
+Rows, as CSV with a heading (fields may be quoted), or as JSON lines with the same names:
 
     client,time,compute,bandwidth,online          {"client": 0, "time": 0, "compute": 2.0, "online": true}
     0,0,2.0,30,1
@@ -15,6 +15,8 @@ are loaded, so they are never read here: docs/guides/traces.md says how to conve
 
 from __future__ import annotations
 
+import csv
+import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -124,7 +126,11 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
                 columns = columns or []
                 if columns:
                     raise _at(path, number, f"{','.join(columns)} is expected, as in the heading, got JSON")
-                yield number, Row.model_validate_json(line)
+                row = Row.model_validate_json(line)
+                if line.count(":") != len(row.model_fields_set):  # the last of two would count
+                    names = [name for name, _ in json.loads(line, object_pairs_hook=list)]
+                    raise _at(path, number, f"{max(names, key=names.count)!r} is there twice")
+                yield number, row
             elif not columns:
                 raise _at(path, number, f"JSON is expected, as in the first line, got {_short(line)}")
             else:
@@ -154,7 +160,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _columns(path: Path, number: int, line: str) -> list[str]:
-    found = [word.strip() for word in line.split(",")]
+    found = _words(path, number, line)
     for name in found:
         if name not in COLUMNS:
             raise _at(path, number, f"no column is called {_short(name)!r}{nearest(name[:100], COLUMNS)}")
@@ -164,8 +170,17 @@ def _columns(path: Path, number: int, line: str) -> list[str]:
     return found
 
 
+def _words(path: Path, number: int, line: str) -> list[str]:
+    if '"' not in line:
+        return [word.strip() for word in line.split(",")]
+    try:
+        return [word.strip() for word in next(csv.reader([line], skipinitialspace=True, strict=True))]
+    except csv.Error as error:
+        raise _at(path, number, f"its quotes are not those of CSV ({error}): {_short(line)}") from None
+
+
 def _values(path: Path, number: int, columns: Sequence[str], line: str) -> dict[str, Any]:
-    words = [word.strip() for word in line.split(",")]
+    words = _words(path, number, line)
     if len(words) != len(columns):
         raise _at(path, number, f"{len(columns)} columns are expected, got {len(words)}")
     found: dict[str, Any] = {}

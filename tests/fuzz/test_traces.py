@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,11 @@ def test_columns_may_come_in_any_order_and_rates_be_left_out(tmp_path: Path) -> 
         ('{"client": 0, "time": 0, "online": 1}', "line 1: online: Input should be a valid boolean"),
         ('{"client": true, "time": 0, "online": true}', "line 1: client: "),
         ('{"client": 0, "time": 0, "online": true, "x": 1}', "line 1: x: Extra inputs"),
+        ('{"client": 0, "time": 0, "online": true}\n{"client": 0, "client": 1, "time": 5, "online": true}',
+         "line 2: 'client' is there twice"),
+        ('client,time,online\n"0",0,1\n"1,0,1\n', "line 3: its quotes are not those of CSV "),
+        ('client,time,online\n0,"0,5",1\n', "line 2: time: a number is expected, got '0,5'"),
+        ('"client","tiem","online"\n', r"line 1: no column is called 'tiem' \(did you mean 'time'\?\)"),
         (LINES.replace("\n", "\n0,0,1,1,1\n", 1), "line 2: JSON is expected"),
         (CSV + LINES, "line 7: client,time,compute,bandwidth,online is expected"),
         ("client,time,online\n" + "0" * 2000, "line 2: it is longer than 1000 bytes"),
@@ -116,6 +122,12 @@ def test_columns_may_come_in_any_order_and_rates_be_left_out(tmp_path: Path) -> 
 def test_what_is_no_row_is_told_with_its_line(tmp_path: Path, text: str | bytes, said: str) -> None:
     with pytest.raises(DataError, match=f"t.csv[:,] {said}"):
         rows(tmp_path / "t.csv", text)
+
+
+def test_fields_of_csv_may_be_quoted(tmp_path: Path) -> None:
+    plain = rows(tmp_path / "plain.csv", CSV)
+    quoted = rows(tmp_path / "quoted.csv", re.sub(r"[^,\n]+", r'"\g<0>"', CSV).replace(",", ", "))
+    assert all(np.array_equal(getattr(plain, of), getattr(quoted, of)) for of in ("first", "time", "online", "speed"))
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
