@@ -64,13 +64,13 @@ def from_arrays(
     """Samples x (N, ...) and targets y (N,) or (N, outputs), NumPy arrays or tensors. `test`: the share of the samples
     to test on, of each class alike, drawn with a constant seed; or (x, y) of the test part. `clients` (N,): whose each
     sample is, for `partition_rule="natural"`."""
-    x, y = _array(x, f"{name}: x"), _array(y, f"{name}: y")
+    x, y = _array(x, f"{name}: x"), _targets(y, f"{name}: y")
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
         raise DataError(f"{name}: x has the shape {x.shape}, y {y.shape}; one target is needed for each sample")
     owner = None if clients is None else _owners(clients, len(x), name)
     _check_test(test, name)
     if isinstance(test, tuple):
-        train, (test_x, test_y) = np.arange(len(x)), (_array(t, f"{name}: test") for t in test)
+        train, (test_x, test_y) = np.arange(len(x)), _test_part(test, name)
     else:
         train, held = _split(y, test, name)
         test_x, test_y = x[held], y[held]
@@ -92,7 +92,10 @@ def from_clients(
     pairs = [] if isinstance(parts, Mapping) or not isinstance(parts, Iterable) else list(parts)
     if any(not isinstance(pair, tuple | list) or len(pair) != PAIR for pair in pairs):
         raise DataError(f"{name}: one (x, y) for each client is expected")
-    arrays = [(_array(x, f"{name}: x of client {i}"), _array(y, f"{name}: y")) for i, (x, y) in enumerate(pairs)]
+    arrays = [
+        (_array(x, f"{name}: x of client {i}"), _targets(y, f"{name}: y of client {i}"))
+        for i, (x, y) in enumerate(pairs)
+    ]
     if not arrays:
         raise DataError(f"{name}: no client has data; one (x, y) for each client is expected")
     kept: list[tuple[Array, Array]] = []
@@ -112,7 +115,7 @@ def from_clients(
         kept.append((x[train], y[train]))
         held.append((x[out], y[out]))
     test_x, test_y = (
-        (_array(t, f"{name}: test") for t in test)
+        _test_part(test, name)
         if isinstance(test, tuple)
         else (np.concatenate([pair[of] for pair in held]) for of in (0, 1))
     )
@@ -218,16 +221,31 @@ def _readable(value: Any, what: str) -> Any:
     return value
 
 
-def _array(value: Any, what: str) -> Array:
+def _array(value: Any, what: str, targets: bool = False) -> Array:
     readable = _readable(value, what)
     try:
         found = np.asarray(readable)
     except ValueError as error:
         raise DataError(f"{what}: samples of different shapes cannot be one array: {error}") from error
     if found.dtype.kind not in "iufb":
-        hint = ". Labels that are words: numpy.unique(y, return_inverse=True)[1]" if found.dtype.kind in "USO" else ""
-        raise DataError(f"{what}: numbers are expected, got an array of {found.dtype}{hint}")
+        given = f"an array of {found.dtype}" if found.ndim else type(value).__name__
+        words = targets and found.dtype.kind in ("USO" if found.ndim else "US")
+        hint = ". Labels that are words: numpy.unique(y, return_inverse=True)[1]" if words else ""
+        raise DataError(f"{what}: numbers are expected, got {given}{hint}")
     return found
+
+
+def _targets(y: Any, what: str) -> Array:
+    """As `_array`; integers as int64, since NumPy joins int64 and uint64 to floats."""
+    found = _array(y, what, targets=True)
+    if found.dtype.kind == "u" and found.size and found.max() > np.iinfo(np.int64).max:
+        raise DataError(f"{what}: {found.max()} is no class: classes are 0, 1, 2, ...")
+    return found.astype(np.int64) if found.dtype.kind in "iu" else found
+
+
+def _test_part(test: tuple[Any, Any], name: str) -> tuple[Array, Array]:
+    x, y = test
+    return _array(x, f"{name}: test"), _targets(y, f"{name}: test")
 
 
 def _is_read_here(value: Any) -> bool:
@@ -356,7 +374,8 @@ def _samples(x: Array, name: str) -> Array:
         raise DataError(f"{name}: samples are numbers, got bool: x.astype(numpy.float32)")
     if x.dtype.kind != "f":
         return x if x.dtype == np.uint8 else x.astype(np.int64)
-    x = x.astype(np.float32)
+    with np.errstate(over="ignore"):  # what is too large is told below
+        x = x.astype(np.float32)
     if x.ndim == 4 and x.size and np.isfinite(x).all() and x.min() >= 0 and x.max() <= 1:
         whole = np.rint(x * 255)
         if np.abs(x * 255 - whole).max() <= NEAR:
@@ -370,7 +389,10 @@ def _measured(x: Array, name: str) -> tuple[tuple[float, ...], tuple[float, ...]
     if x.dtype.kind != "f":
         return (), ()
     if not np.isfinite(x).all():
-        raise DataError(f"{name}: samples hold NaN or infinity: fill in or leave out what is missing")
+        raise DataError(
+            f"{name}: samples hold NaN or infinity, or more than float32 can hold: fill in or leave out what is "
+            "missing, scale down what is too large"
+        )
     mean, std = moments(x, _feature_axis(x))
     return mean, tuple(each or 1.0 for each in std)
 
@@ -438,7 +460,7 @@ def _read_items(given: Any, what: str) -> tuple[Array, Array]:
             except (TypeError, ValueError) as error:
                 raise DataError(f"{what}: item {i} is no (sample, target): {error}") from error
             xs.append(_array(x, f"{what}: item {i}"))
-            ys.append(_array(y, f"{what}: target {i}"))
+            ys.append(_targets(y, f"{what}: target {i}"))
         after = drawn()
     if after != before:
         raise DataError(
@@ -461,7 +483,7 @@ def _columns(given: Any, image: str, label: str) -> tuple[Array, Array]:
     samples = [_array(each, f"{image}: row {i}") for i, each in enumerate(rows)]
     if len({each.shape for each in samples}) > 1:
         raise DataError(f"{image}: samples of different shapes; resize them first (given.map)")
-    return np.stack(samples), _array(labels, label)
+    return np.stack(samples), _targets(labels, label)
 
 
 def _column(given: Any, wanted: str) -> list[Any]:

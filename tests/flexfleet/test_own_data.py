@@ -289,6 +289,12 @@ def test_a_table_of_huggingface() -> None:
         (BYTES.reshape(60, 64), LABELS, {}, "uint8 samples are images"),
         (NUMBERS, LABELS - 1, {}, "expected classes 0..1, found -1"),
         ([[1.0], [1.0, 2.0]], [0, 1], {}, "samples of different shapes"),
+        (np.full((60, 5), 1e300), LABELS, {}, "or more than float32 can hold: .* scale down what is too large"),
+        (None, LABELS, {}, "x: numbers are expected, got NoneType$"),
+        ({"a": 1}, LABELS, {}, "x: numbers are expected, got dict$"),
+        ((row for row in NUMBERS), LABELS, {}, "x: numbers are expected, got generator$"),
+        (NUMBERS.astype(str), LABELS, {}, "x: numbers are expected, got an array of <U32$"),
+        (NUMBERS, np.full(60, 2**63 + 5, np.uint64), {}, "y: 9223372036854775813 is no class"),
         (NUMBERS, np.array(["a", "b"] * 30), {}, r"array of <U1. Labels that are words: numpy\.unique"),
         (NUMBERS, LABELS > 0, {}, r"y\.astype\(int\)"),
         (torch.zeros(60, 2, dtype=torch.bfloat16), LABELS, {}, "a dense tensor .* got one of strided, bfloat16"),
@@ -329,6 +335,15 @@ def test_targets_of_all_clients_and_of_the_test_part_are_of_one_kind(y: Any) -> 
 def test_labels_of_other_whole_numbers_are_alike() -> None:
     data = ff.from_clients([(NUMBERS, LABELS), (NUMBERS, LABELS.astype(np.uint8))])
     assert data.task == Classification(3)
+
+
+def test_labels_whose_types_numpy_joins_to_floats_stay_classes() -> None:
+    unsigned = LABELS.astype(np.uint64)
+    for parts in ([LABELS, unsigned], [unsigned, LABELS]):
+        data = ff.from_clients([(NUMBERS, y) for y in parts])
+        assert data.task == ff.from_clients([(NUMBERS, LABELS)] * 2).task and data.train_y.dtype == torch.int64
+    pairs = [(x, y) for x, y in zip(NUMBERS, [*LABELS[:30], *unsigned[30:]], strict=True)]
+    assert ff.from_torch(pairs).train_y.dtype == torch.int64
 
 
 def test_a_client_without_samples_is_refused_by_its_number() -> None:
