@@ -7,6 +7,7 @@ it compiles nothing and does not need the SDK's compiler.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
@@ -120,11 +121,11 @@ def _constant(value: str) -> dict[str, Any]:
 def _pairs(text: str) -> dict[str, str]:
     """`label=value,label=value`."""
     pairs = {}
-    for pair in filter(None, text.split(",")):
+    for pair in filter(str.strip, text.split(",")):
         label, sign, value = pair.partition("=")
-        if not sign:
+        if not sign or not label.strip():
             raise ConfigError(f"FLEXFLEET_TASK_NODES: label=value,... is expected, got {text!r}")
-        pairs[label] = value
+        pairs[label.strip()] = value.strip()
     return pairs
 
 
@@ -138,15 +139,18 @@ def _resources(compiled: Mapping[str, Any], environment: Mapping[str, str]) -> d
     resources = dict[str, Any]()
     for what, unit in (("cpu", 1), ("memory", 10**9)):
         variable = f"FLEXFLEET_{kind}_{what.upper()}"
-        least, _, most = (environment.get(variable) or SIZES[kind][what.upper()]).partition(":")
+        asked = environment.get(variable) or SIZES[kind][what.upper()]
+        least, _, most = (amount.strip() for amount in asked.partition(":"))
         for bound, amount in (("Request", least), ("Limit", most or least)):
             resources[f"{what}{bound}"] = found = _amount(amount, variable) / unit
             if bound == "Limit" and not found:
                 raise ConfigError(f"{variable}: a limit above 0 is expected, got {amount!r}")
             resources[f"resource{what.capitalize()}{bound}"] = amount
+        if resources[f"{what}Request"] > resources[f"{what}Limit"]:
+            raise ConfigError(f"{variable}: request:limit with a request up to the limit is expected, got {asked!r}")
     if kind == "TRAIN" and (accelerator := environment.get("FLEXFLEET_TRAIN_GPU")):
-        what, _, count = accelerator.partition("=")
-        if not what or not (count or "1").isdecimal():
+        what, _, count = (part.strip() for part in accelerator.partition("="))
+        if "/" not in what or not re.fullmatch("[1-9][0-9]*|", count):
             raise ConfigError(f"FLEXFLEET_TRAIN_GPU: kind=number is expected (nvidia.com/gpu=1), got {accelerator!r}")
         resources["accelerator"] = {
             "count": count or "1", "resourceCount": count or "1", "resourceType": what, "type": what

@@ -275,11 +275,23 @@ def test_a_task_that_trains_is_told_by_what_it_was_compiled_with() -> None:
 @pytest.mark.parametrize(
     ("variable", "value"),
     [("TRAIN_CPU", "two"), ("TASK_MEMORY", "1Gib"), ("TASK_MEMORY", "nan"), ("TASK_MEMORY", "-1Gi"), ("TASK_CPU", "0"),
-     ("TRAIN_GPU", "=1"), ("TRAIN_GPU", "a=b"), ("TASK_NODES", "fast")],
+     ("TRAIN_GPU", "=1"), ("TRAIN_GPU", "a=b"), ("TRAIN_GPU", "1"), ("TRAIN_GPU", "nvidia.com/gpu=0"),
+     ("TRAIN_GPU", "nvidia.com/gpu=\u0661"), ("TASK_NODES", "fast"), ("TASK_NODES", "=fast"),
+     ("TRAIN_CPU", "16:2"), ("TRAIN_MEMORY", "32Gi:16Gi")],
 )  # fmt: skip
 def test_what_is_none_of_its_kind_is_refused(variable: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"FLEXFLEET_{variable}: .* got '{value.partition(':')[0]}"):
         retarget(shipped("train"), {f"FLEXFLEET_{variable}": value})
+
+
+def test_blanks_around_what_a_cluster_is_described_by_are_no_part_of_it() -> None:
+    given = {"FLEXFLEET_TASK_NODES": "a=b, c=d", "FLEXFLEET_TASK_CPU": "1 : 2", "FLEXFLEET_TRAIN_GPU": " x.com/gpu = 2"}
+    spec, platform = documents(retarget(shipped("train"), given))
+    settings = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]["exec-federate"]
+    assert settings["nodeSelector"]["labels"] == {"a": "b", "c": "d"}
+    found = {key: each["container"]["resources"] for key, each in spec["deploymentSpec"]["executors"].items()}
+    assert (found["exec-report"]["resourceCpuRequest"], found["exec-report"]["resourceCpuLimit"]) == ("1", "2")
+    assert found["exec-federate"]["accelerator"]["resourceType"] == "x.com/gpu"
 
 
 # ----------------------------------------------------------------------------------------------------- compare
