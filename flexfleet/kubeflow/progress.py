@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,8 @@ def rounds_of(parameters: Mapping[str, Any], job_id: str, tell: Callable[[str], 
         return None
     store, mlflow = str(parameters.get("store_uri") or ""), str(parameters.get("mlflow_uri") or "")
     reasons = []
-    readers = {store: partial(_ledgers, store, key, name), mlflow: partial(_mlflow, mlflow, name, job_id)}
+    cases = _cases(str(parameters.get("suite") or "")) if key == "night_id" else None
+    readers = {store: partial(_ledgers, store, name, cases), mlflow: partial(_mlflow, mlflow, name, job_id)}
     for where, begin in readers.items():
         try:
             look = begin()
@@ -69,8 +70,16 @@ def rounds_of(parameters: Mapping[str, Any], job_id: str, tell: Callable[[str], 
     return None
 
 
-def _ledgers(store_uri: str, key: str, name: str) -> Look | None:
-    """None: the store is a folder of the tasks' pods, or of a volume that this machine does not have."""
+def _cases(name: str) -> list[str]:
+    """The cases of a suite: empty if it is one that only the tasks' image has."""
+    from flexfleet.nightly import suite
+
+    return list(suite.load(suite.path_of(name)).cases) if name in suite.names() else []
+
+
+def _ledgers(store_uri: str, name: str, cases: Sequence[str] | None) -> Look | None:
+    """`cases`: of a night, which has a folder for each, `<night_id>-<case>`; empty: they are not known here. None: the
+    store is a folder of the tasks' pods, or of a volume that this machine does not have."""
     if "://" not in store_uri and not (Path(store_uri).is_absolute() and Path(store_uri).is_dir()):
         return None
     from fl_engine.storage.checkpoints import Checkpoints
@@ -78,15 +87,18 @@ def _ledgers(store_uri: str, key: str, name: str) -> Look | None:
     from fl_engine.storage.store import Store
 
     store: Store = open_store(store_uri)
-    # A night has a folder for each case, <night_id>-<case>.
-    prefix = f"{name}-" if key == "night_id" else f"{name}/"
+    if cases is None:
+        prefixes = [f"{name}/"]
+    else:  # `night-` alone would also be night-2 beside night
+        prefixes = [f"{name}-{case}/" for case in cases] or [f"{name}-"]
     ledgers: dict[str, Checkpoints] = {}
     marks: dict[str, list[str]] = {}
     last: dict[str, int] = {}
 
     def look() -> list[Round]:
         seen: dict[str, list[str]] = {}
-        for commit in filter(None, map(COMMITTED.fullmatch, store.list(prefix))):
+        keys = (key for prefix in prefixes for key in store.list(prefix))
+        for commit in filter(None, map(COMMITTED.fullmatch, keys)):
             seen.setdefault(commit[1], []).append(commit[0])
         new = []
         for folder, commits in seen.items():
@@ -103,7 +115,7 @@ def _ledgers(store_uri: str, key: str, name: str) -> Look | None:
             last[folder] = max((row.round for row in rows), default=-1)
         return new
 
-    store.list(prefix)  # raises now if it cannot be read
+    store.list(prefixes[0])  # raises now if it cannot be read
     return look
 
 

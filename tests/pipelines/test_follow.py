@@ -261,25 +261,26 @@ def test_the_rounds_are_the_ledgers_where_it_can_be_read(kubeflow: tuple[Any, st
 @pytest.mark.parametrize(
     ("pipeline", "given", "folder"),
     [
-        ("compare", {}, "compare-r1/"),
-        ("nightly", {"night_id": "n"}, "n-"),
-        ("tune", {"study_id": "s"}, "s/"),
+        ("compare", {}, "compare-r1/skewed"),
+        ("nightly", {"night_id": "n"}, "n-skewed"),
+        ("tune", {"study_id": "s"}, "s/skewed"),
     ],
 )
 def test_the_rounds_of_several_runs_are_told_by_name(
     kubeflow: tuple[Any, str], tmp_path: Path, pipeline: str, given: dict[str, str], folder: str
 ) -> None:
-    """In a volume that is mounted here at the same place."""
+    """In a volume that is mounted here at the same place, with a night beside it whose name begins alike."""
     _, host = kubeflow
     run_id = submit(pipeline, {"store_uri": str(tmp_path), **given}, host=host).run_id
-    commit(f"{tmp_path}/{folder}x/flexfl-s0", 0, 1)
-    commit(f"{tmp_path}/{folder}x/flexfl-s1", 0)
-    commit(f"{tmp_path}/another/flexfl-s1", 5)
+    commit(f"{tmp_path}/{folder}/flexfl-s0", 0, 1)
+    commit(f"{tmp_path}/{folder}/flexfl-s1", 0)
+    commit(f"{tmp_path}/another/flexfl-s1", 0)
+    commit(f"{tmp_path}/n-2-skewed/flexfl-s1", 0)
     found, lines = follow(host, run_id)
     assert [line.partition("  avg")[0].partition("/40")[0] for line in lines if "  round" in line] == [
-        "x/flexfl-s0  round 1", "x/flexfl-s0  round 2", "x/flexfl-s1  round 1",
+        "skewed/flexfl-s0  round 1", "skewed/flexfl-s0  round 2", "skewed/flexfl-s1  round 1",
     ]  # fmt: skip
-    assert {run: row["round"] for run, row in found.rounds.items()} == {"x/flexfl-s0": 2, "x/flexfl-s1": 1}
+    assert {run: row["round"] for run, row in found.rounds.items()} == {"skewed/flexfl-s0": 2, "skewed/flexfl-s1": 1}
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["begun by this job", "begun by an earlier one"])
