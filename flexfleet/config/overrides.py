@@ -20,6 +20,10 @@ PARAMETERS = dict(SHORT)
 """The fields of a run form, and the parameters that they set. `advanced` sets all others by their dotted names."""
 STUDY = dict(short.STUDY)
 """What the form of a study also asks for."""
+NOT_EVERYWHERE = {"algorithm", "seed", *STUDY}
+"""Fields that some pipelines do not have."""
+REMOTE = {"run.remote": "store_uri"}
+"""What a `store_uri` with a scheme sets."""
 
 
 def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> Config:
@@ -41,9 +45,11 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
             continue
         value = mlflow_of(value) if name == "mlflow_uri" else whole(value)
         set_path(values, place(name, value), value)
-    names = {path: name for name, path in known.items()} | {"run.remote": "store_uri"}
+    names = {path: name for name, path in known.items()} | REMOTE
     for path, value in names_first(advanced.items()):
-        if path in names:
+        if path in names and names[path] in NOT_EVERYWHERE and names[path] not in parameters:
+            wrong.append(f"advanced: {path!r} cannot be set: this pipeline has no parameter {names[path]!r}")
+        elif path in names:
             wrong.append(f"advanced: {path!r} is the parameter {names[path]!r}, set it there")
         elif isinstance(value, Mapping) and path not in MAPPINGS:
             inner = next(iter(value), "name")
@@ -69,8 +75,15 @@ def mlflow_of(uri: Any) -> Any:
 
 def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> list[str]:
     """The values of a form as `a.b=value`, for a suite, which has its other settings in a file. Raises ConfigError for
-    a password."""
+    a password, and where `advanced` sets what is a field of the form."""
     no_passwords({"mlflow_uri": mlflow_uri, "store_uri": store_uri, **advanced})
+    names = {PARAMETERS[name]: name for name in ("mlflow_uri", "store_uri")} | REMOTE
+    for path in advanced:
+        dotted, sign, _ = path.partition("=")
+        if sign:
+            raise ConfigError(f"advanced takes dotted names, got {path!r}")
+        if dotted.strip() in names:
+            raise ConfigError(f"advanced: {path!r} is the parameter {names[dotted.strip()]!r}, set it there")
     values = {"tracking.mlflow": mlflow_of(mlflow_uri), place("store_uri", store_uri): store_uri, **advanced}
     return [f"{path}={in_line(whole(value))}" for path, value in values.items()]
 

@@ -135,6 +135,31 @@ def test_a_label_of_a_comparison_may_have_its_own_value_of_what_the_form_asks_fo
         comparison_from({}, {"partition.alpha": 0.1}, "a=flexfl", "0", "x")
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("run.store", "'run.store' is the parameter 'store_uri', set it there"),
+        (" run.remote", "' run.remote' is the parameter 'store_uri', set it there"),
+        ("tracking.mlflow", "'tracking.mlflow' is the parameter 'mlflow_uri', set it there"),
+        ("run.store=q", "advanced takes dotted names, got 'run.store=q'"),
+    ],
+)
+def test_the_form_of_a_night_has_one_place_for_a_value_too(path: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        sets_of("", "runs", {path: "y"})
+
+
+def test_a_way_out_is_named_where_the_form_has_it() -> None:
+    """A study has no seed, and a run no trials."""
+    form = {"algorithm": "flexfl", "trials": 3}
+    with pytest.raises(ConfigError, match="advanced: 'seed' cannot be set: this pipeline has no parameter 'seed'"):
+        config_from(form, {"seed": 3})
+    with pytest.raises(ConfigError, match="'tune.trials' is the parameter 'trials', set it there"):
+        config_from(form, {"tune.trials": 3})
+    with pytest.raises(ConfigError, match="advanced: 'tune.trials' cannot be set"):
+        config_from({"algorithm": "flexfl", "seed": 3}, {"tune.trials": 3})
+
+
 def test_run_names_and_folders() -> None:
     config = config_from({"store_uri": "/mnt/runs", "seed": 3}, {})
     assert run_name("", "8d1f", config) == "flexfl-s3-8d1f"
