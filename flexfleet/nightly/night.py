@@ -15,7 +15,7 @@ from fl_engine.storage.store import FolderStore, Store
 from flexfleet.comparisons.whole import COMMIT, stores_of
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry
-from flexfleet.nightly.suite import Suite
+from flexfleet.nightly.suite import Suite, task_of
 from flexfleet.tracking import record as track
 
 
@@ -36,6 +36,12 @@ class Night:
     @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(entry.seed for entry in next(iter(self.runs.values()))))
+
+    @property
+    def tasks(self) -> dict[str, str]:
+        """By `<case>/<label>`: the digest of what its figures are of."""
+        pairs = [(case, entry.label) for case, entries in self.runs.items() for entry in entries]
+        return {f"{case}/{label}": task_of(self.suite, case, label) for case, label in dict.fromkeys(pairs)}
 
     @property
     def config(self) -> Config:

@@ -96,12 +96,26 @@ def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) 
             resolved = Resolved.of(config)
             need_packages(resolved)
             check(resolved)
-    if not update and champion_of(night) is None and reference_of(night) is None:
-        raise ConfigError(
-            f"nothing to compare with: {path.with_suffix('.json')} does not exist and MLflow has no champion; make the "
-            "reference first, with --update"
-        )
+    if not update:
+        _check_before(night)
     return night
+
+
+def _check_before(night: Night) -> None:
+    path = night.path.with_suffix(".json")
+    known = [figures for figures in (champion_of(night), reference_of(night)) if figures is not None]
+    if not known:
+        raise ConfigError(
+            f"nothing to compare with: {path} does not exist and MLflow has no champion; make the reference first, "
+            "with --update"
+        )
+    before = {(name, of.task) for figures in known for name, of in figures.labels.items()}
+    if not night.tasks.items() & before:
+        raise ConfigError(
+            f"nothing to compare with: {night.path} has {', '.join(night.tasks)}; champion and {path} have "
+            f"{', '.join(sorted({name for name, _ in before})) or 'nothing'}, or other settings of the same name: take "
+            "back what was renamed or changed, or make the reference again, with --update"
+        )
 
 
 def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
@@ -218,7 +232,7 @@ def measure(night: Night, folders: Folders, turns: int, runs_in: str = PROCESSES
             runs = [load(folders[case, entry.name]) for entry in own]
             values = {**_values(runs, night.suite.cases[case].to), "pace": tuple(pace(own[0].config, first, turns))}
             labels[f"{case}/{label}"] = OfLabel(
-                task=suite.task_of(night.suite, case, label),
+                task=night.tasks[f"{case}/{label}"],
                 values=values,
                 curve=_curve(runs),
                 mlflow_runs=tuple(run.file.mlflow_run_id for run in runs if run.file.mlflow_run_id),
@@ -271,11 +285,8 @@ def reference_of(night: Night) -> Figures | None:
     if not path.exists():
         return None
     figures = Figures.read(path)
-    for case in night.runs:
-        for name, of_label in figures.labels.items():
-            of_case, _, label = name.partition("/")
-            if of_case == case and of_label.task != suite.task_of(night.suite, case, label):
-                raise ConfigError(f"{path} is of other settings than {night.path} has now: make it again with --update")
+    if any(name in figures.labels and figures.labels[name].task != task for name, task in night.tasks.items()):
+        raise ConfigError(f"{path} is of other settings than {night.path} has now: make it again with --update")
     return figures
 
 

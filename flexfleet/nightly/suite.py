@@ -19,7 +19,7 @@ from fl_engine.core.errors import ConfigError, brief, masked
 from fl_engine.core.fields import Moves
 from fl_engine.core.plain import in_line, read_yaml
 from flexfleet.config import Config, load_config, moves
-from flexfleet.config.entries import Entry, entries_for
+from flexfleet.config.entries import Entry, entries_for, labels_of
 from flexfleet.files.artifacts import Artifact
 from flexfleet.nightly.gate import FEWEST_SEEDS, METRICS
 from flexfleet.tracking.trackers import platform_experiment
@@ -146,6 +146,8 @@ def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id
 
 
 def task_of(suite: Suite, case: str, label: str) -> str:
+    """The digest of what a label's figures are of: settings, accuracy, and the algorithm where its name is not the
+    label (so the digests of labels without a name of their own are those of earlier versions)."""
     settings = {}
     for key, value in (suite.settings | suite.cases[case].settings).items():
         owner, sign, path = key.partition(":")
@@ -153,5 +155,7 @@ def task_of(suite: Suite, case: str, label: str) -> str:
             settings[key] = value
         elif owner.strip() == label and not path.strip().startswith("algorithm."):
             settings[path.strip()] = value
-    own = {"settings": settings, "to": suite.cases[case].to}
+    own: dict[str, Any] = {"settings": settings, "to": suite.cases[case].to}
+    if (name := labels_of(suite.cases[case].algorithms).get(label, label)) != label:
+        own["algorithm"] = name
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]

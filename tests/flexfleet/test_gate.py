@@ -117,6 +117,15 @@ def test_a_label_with_another_partition_has_another_task() -> None:
         assert suite.task_of(cases, "uneven", "flexfl") == before
 
 
+def test_a_label_with_another_algorithm_has_another_task() -> None:
+    asked = suite.load(DIGITS)
+    before = suite.task_of(asked, "skewed", "flexfl")
+    for algorithms, same in (("flexfl=flexfl", True), ("flexfl=heterofl", False)):
+        case = asked.cases["skewed"].model_copy(update={"algorithms": algorithms})
+        cases = asked.model_copy(update={"cases": {"skewed": case}})
+        assert (suite.task_of(cases, "skewed", "flexfl") == before) is same
+
+
 @pytest.fixture(scope="module")
 def reference() -> Figures:
     return Figures.read(DIGITS.with_suffix(".json"))

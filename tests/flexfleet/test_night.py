@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from fl_engine.core.errors import ConfigError
 from flexfleet.comparisons import whole
 from flexfleet.nightly import regress
 from flexfleet.nightly.night import Night, keep_commit
+from flexfleet.nightly.suite import Figures, OfLabel
 from flexfleet.tracking.record import RUN_KEY
 
 Code = Callable[[str], None]
@@ -103,7 +105,7 @@ def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_the
     """One pod may get another image of the same name than the first task's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(regress, "champion_of", lambda *_: None)
-    monkeypatch.setattr(regress, "reference_of", lambda _: SimpleNamespace())
+    monkeypatch.setattr(regress, "_check_before", lambda _: None)
     code("aaaa")
     asked = regress.prepare(str(suite), "n", ["tracking.mlflow=null"])
     pairs = regress.pairs_of(asked, tmp_path / "shared", "job")
@@ -123,3 +125,36 @@ def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_the
     assert f"n {OTHER}" in judge(pairs)
     old = [{key: value for key, value in pair.items() if key != whole.COMMIT} for pair in pairs]
     assert f"n {EARLIER}" in judge(old), "its first task was of an earlier version"
+
+
+def figures_of(night: Night) -> Figures:
+    labels = {
+        name: OfLabel(task=task, values={"full": (0.5, 0.6)}, curve=()) for name, task in night.tasks.items()
+    }
+    return Figures(suite=night.name, id="n", when="now", commit=None, machine={}, seeds=(0, 1, 2), labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("cases", "said"),
+    [
+        ({"quick": "all_large"}, None),
+        ({"quick": "all_large,heterofl", "more": "flexfl"}, None),
+        ({"slow": "all_large"}, "nothing to compare with: .* has slow/all_large; .* have quick/all_large, quick/mine,"),
+        ({"quick": "mine=heterofl"}, "is of other settings than"),
+        ({"quick": "mine=flexfl"}, None),
+        ({"quick": "other=flexfl"}, "has quick/other;"),
+    ],
+)
+def test_a_night_that_nothing_can_be_compared_with_is_not_begun(
+    suite: Path, tiny_suite: dict[str, Any], cases: dict[str, str], said: str | None
+) -> None:
+    """Its reference knows other cases and labels, or another algorithm behind a label. What is new may be added."""
+
+    def prepared(cases: dict[str, str], update: bool = False) -> Night:
+        asked = {case: {"algorithms": algorithms, "to": 0.2} for case, algorithms in cases.items()}
+        suite.write_text(yaml.safe_dump({**tiny_suite, "cases": asked}))
+        return regress.prepare(str(suite), "n", ["tracking.mlflow=null"], update)
+
+    figures_of(prepared({"quick": "all_large,mine=flexfl"}, update=True)).write(suite.with_suffix(".json"))
+    with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+        prepared(cases)
