@@ -6,6 +6,7 @@ champion, as those of another.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from flexfleet.config import Config
 from flexfleet.config.entries import Entry
 from flexfleet.nightly.suite import Suite, task_of
 from flexfleet.tracking import record as track
+
+log = logging.getLogger("flexfleet")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ def keep_commit(night: Night) -> str:
     """Keeps the commit of the code in the night's store, before any of its runs begins, and gives it. Raises what
     `check_commit` raises."""
     check_commit(night)
+    if track.commit() is None:
+        log.warning(
+            "the commit of this code is unknown: the night is bound to its files instead, and reports cannot name "
+            "commits. Build the image with COMMIT=$(git rev-parse HEAD) in the environment, or set FLEXFLEET_COMMIT"
+        )
     night.store.create(COMMIT, track.code().encode())
     return check_commit(night)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import fl_engine
+import flexfleet
 from fl_engine.core.errors import ConfigError, masked
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.config import Config
@@ -64,8 +65,19 @@ def commit() -> str | None:
 
 
 def code() -> str:
-    """What names the code that a night is made with: its commit, or `unknown`."""
-    return commit() or "unknown"
+    """What names the code that a night is made with: its commit, else a digest of its files, as in an image that was
+    built without COMMIT. Two such images of different code are so told apart."""
+    return commit() or f"unknown (files {_files_sha256()[:12]})"
+
+
+def _files_sha256() -> str:
+    """Of the code's Python files, by their names."""
+    lines = []
+    for package in (fl_engine, flexfleet):
+        folder = Path(str(package.__file__)).parent
+        for file in folder.rglob("*.py"):
+            lines.append(f"{package.__name__}/{file.relative_to(folder).as_posix()} {sha256(file.read_bytes())}")
+    return sha256("\n".join(sorted(lines)).encode())
 
 
 def check_code(before: str | None, what: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
+import fl_engine
 from components.gate import gate
 from fl_engine.core.errors import ConfigError
 from flexfleet.comparisons import whole
 from flexfleet.nightly import regress
 from flexfleet.nightly.night import Night, keep_commit
 from flexfleet.nightly.suite import Figures, OfLabel
+from flexfleet.tracking import record
 from flexfleet.tracking.record import RUN_KEY
 
 Code = Callable[[str], None]
@@ -68,6 +71,20 @@ def test_a_night_is_resumed_by_the_commit_that_began_it_alone(night: Nights, cod
     assert files(tmp_path) == before, "what is refused leaves nothing"
     code("aaaa")
     regress.take_folder(asked, resume=True)
+
+
+def test_code_without_a_commit_is_told_by_its_files(
+    night: Nights, code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in two images that were built without COMMIT."""
+    code("")
+    monkeypatch.setattr(record, "_git", lambda *_: None)
+    kept = keep_commit(night())
+    assert kept == keep_commit(night()) and "Build the image with COMMIT=" in caplog.text
+    shutil.copytree(Path(fl_engine.__file__).parent, other := tmp_path / "other", ignore=lambda *_: ["algorithms"])
+    monkeypatch.setattr(fl_engine, "__file__", str(other / "__init__.py"))
+    with pytest.raises(ConfigError, match=r"was begun with the code of commit unknown \(files .*, this is unknown \("):
+        keep_commit(night())
 
 
 def test_a_night_that_its_checks_refuse_is_not_begun(
