@@ -214,8 +214,8 @@ def _serve(code: None, site: Site, mailbox: Mailbox, device: str, link: Connecti
     """What a worker process runs, until the coordinator closes the connection or is gone. `code` is the first argument
     since a `Handed` wheel has to be there before the site is unpickled."""
     # Ctrl-C and the end of a terminal reach all its processes: only the coordinator acts on them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for name in {"SIGINT", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     prepare_process((device,), flush_denormal=site.numerics.flush_denormal)
     while True:
         try:
