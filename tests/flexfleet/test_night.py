@@ -145,9 +145,7 @@ def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_the
 
 
 def figures_of(night: Night) -> Figures:
-    labels = {
-        name: OfLabel(task=task, values={"full": (0.5, 0.6)}, curve=()) for name, task in night.tasks.items()
-    }
+    labels = {name: OfLabel(task=task, values={"full": (0.5, 0.6)}, curve=()) for name, task in night.tasks.items()}
     return Figures(suite=night.name, id="n", when="now", commit=None, machine={}, seeds=(0, 1, 2), labels=labels)
 
 
