@@ -557,3 +557,16 @@ def test_a_tracking_server_that_goes_away_stops_the_run_and_a_resumed_one_logs_w
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as data_base:
         logged = data_base.execute("select step, count(*) from metrics where key = 'avg' group by step").fetchall()
     assert logged == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_what_fails_after_the_rounds_says_how_to_go_on(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> None:
+        raise EnvironmentFailure("MLflow does not answer")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flexfleet.runs.whole.conclude", gone)
+    stopped = flexfleet("run", "--run-id", "a", sets=[*quick, "rounds.stop=1"])
+    assert stopped.code == 6 and "does not answer. What was committed stays" in stopped.err
+    assert stopped.err.count("--resume") == 1
