@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,8 @@ class Surroundings:
     agents: AgentsConfig = field(default_factory=AgentsConfig)
     post: Post | None = None
     """Where the letters of invited devices are."""
+    site_sums: Mapping[str, str] = field(default_factory=dict)
+    """By name, the sha256 of what the run has put under `site/` in the store (`Assignment.site`)."""
 
 
 @contextmanager
@@ -60,6 +62,7 @@ def _in_pods(of: Surroundings) -> Iterator[Backend]:
         of.memory,
         should_stop=of.should_stop,
         code=None if of.code is None else of.code[1],
+        site_sums=of.site_sums,
     )
     with _tidied(pods) as pods:
         yield pods
@@ -80,6 +83,7 @@ def _in_pods_that_stay(of: Surroundings) -> Iterator[Backend]:
             should_stop=of.should_stop,
             code=code,
             memory=of.memory,
+            site_sums=of.site_sums,
         )
         with _tidied(pods) as pods:
             yield pods
@@ -117,6 +121,7 @@ def _on_devices(of: Surroundings) -> Iterator[Backend]:
             code,
             held.check,
             memory=of.memory,
+            site_sums=of.site_sums,
         )
         yield devices
         devices.finish()

@@ -19,6 +19,7 @@ from pydantic import GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from fl_engine.core.adapters import adapter
+from fl_engine.core.allowed import check_module
 from fl_engine.core.errors import ConfigError, did_you_mean, nearest
 
 T = TypeVar("T")
@@ -31,7 +32,8 @@ UNKNOWN = "unknown_option"
 
 
 def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
-    """A registered thing, or the object that `package.module:NAME` points to."""
+    """A registered thing, or the object that `package.module:NAME` points to. Raises ConfigError where there is none,
+    or where this machine does not allow the package (`core.allowed`)."""
     if name in registry:
         return registry[name]
     module, sign, attribute = name.partition(":")
@@ -40,6 +42,7 @@ def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
             f"no {what} named {name!r}{did_you_mean(name, registry)}; there are {', '.join(registry)}; "
             "your own is given as package.module:NAME"
         )
+    check_module(module, f"{what} {name!r}")
     if os.getcwd() not in sys.path:  # a module of one's own lies where the command is typed
         sys.path.append(os.getcwd())
     try:

@@ -45,6 +45,8 @@ class Assignment(BaseModel):
     """The orders are those of the round's evaluation."""
     keys: dict[int, str]
     """By client, hexadecimal: what signs its answer."""
+    site: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = {}
+    """By name, the sha256 of each file under `site/`: whoever can write the store alone changes nothing in them."""
     device: str = "cpu"
     """Torch device."""
     observe: Literal["simulated", "cgroup"] = "simulated"

@@ -15,7 +15,6 @@ import hmac
 import importlib
 import importlib.util
 import io
-import os
 import shutil
 import sys
 import tempfile
@@ -25,15 +24,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fl_engine.core.allowed import ALLOWED as ALLOWED
+from fl_engine.core.allowed import OURS
+from fl_engine.core.allowed import check_allowed as check_allowed
+from fl_engine.core.allowed import enabled as _enabled
 from fl_engine.core.errors import ClientError, ConfigError, IntegrityError
 from fl_engine.storage.store import sha256
 
-ALLOWED = "FLEXFLEET_ALLOWED_CODE"
-"""On a device: the sha256 of the wheels that its owner lets run, with commas between them; `none`: no wheel runs; not
-set: what the coordinator has signed runs."""
 LARGEST = 64 * 2**20
 """Bytes of a package's files."""
-OURS = ("fl_engine", "flexfleet")
 COMPILED = (".so", ".pyd", ".dll", ".dylib")
 LEFT_OUT = ("__pycache__",)
 FIXED_TIME = (1980, 1, 1, 0, 0, 0)
@@ -128,18 +127,6 @@ def check_signed(key: bytes, digest: str, round: int, said: str | None) -> None:
         raise ClientError(f"the code {digest} is not signed by the coordinator: it is not imported")
 
 
-def check_allowed(digest: str) -> None:
-    """Raises ClientError where this device's owner does not let it run."""
-    said = os.environ.get(ALLOWED)
-    if said is None:
-        return
-    if digest not in {each.strip() for each in said.split(",")}:
-        raise ClientError(
-            f"the code {digest} is not allowed on this device ({ALLOWED} = {said[:200]}): its owner adds the sha256, "
-            "or the run does without this client"
-        )
-
-
 def check_content(value: bytes, digest: str, where: str) -> None:
     """Raises IntegrityError unless it is the wheel of this sha256."""
     if (found := sha256(value)) != digest:
@@ -147,8 +134,6 @@ def check_content(value: bytes, digest: str, where: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- importing it
-_enabled: dict[str, tuple[str, str]] = {}
-"""By the package's name: the sha256, and the file."""
 _folders: list[str] = []
 """Of all files, also of packages that are disabled: they may be enabled again."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -187,7 +187,7 @@ def _federate(
             run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
             run.write(out / "run.json")
         form = Form.of(site.data) if site.most is not None else None
-        _put_site(ledger, out, partition_dir, pool_dir, wheel, form)
+        site_sums = _put_site(ledger, out, partition_dir, pool_dir, wheel, form)
 
         tracker.params(configs.shown(config))
         first = [initial_state(resolved, site, given_weights(pool_dir, site.family))]
@@ -207,7 +207,9 @@ def _federate(
             counted_warnings(),
             stop_on_signals() as should_stop,
             BACKENDS[config.run.backend](
-                _surroundings(config, described, of_clients, first[0], ledger.mailbox, run_id, should_stop, out, wheel)
+                _surroundings(
+                    config, described, of_clients, first[0], ledger.mailbox, run_id, should_stop, out, wheel, site_sums
+                )
             ) as backend,
         ):
             final = loop.federate(
@@ -235,22 +237,35 @@ def _surroundings(
     should_stop: Callable[[], bool],
     out: Path,
     wheel: Wheel | None,
+    site_sums: Mapping[str, str],
 ) -> Surroundings:
     pods = config.kubernetes
     auto = config.run.backend == "kubernetes" and any(pool.memory == "auto" for pool in pods.pools.values())
     memory = peaks_of(run, initial) if devices_decide(config) or auto else None
     code = None if wheel is None else (out / store_key(wheel.sha256), wheel.sha256)
     post = invitations.post_of(config) if config.run.backend == "agents" else None
-    return Surroundings(site, mailbox, config.run.devices, run_id, pods, memory, should_stop, code, config.agents, post)
+    return Surroundings(
+        site,
+        mailbox,
+        config.run.devices,
+        run_id,
+        pods,
+        memory,
+        should_stop,
+        code,
+        config.agents,
+        post,
+        site_sums,
+    )
 
 
 def _put_site(
     ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path, wheel: Wheel | None, form: Form | None
-) -> None:
+) -> dict[str, str]:
     """Puts into the store what clients on other machines need to know: who holds which samples, or, with `form`, what
-    samples look like that clients have themselves."""
+    samples look like that clients have themselves. Gives the sha256 of each file, by name."""
     if ledger.checkpoints.lease is None and ledger.mailbox.key is None:
-        return
+        return {}
     run = RunFile.read(out / "run.json")
     unseen = {
         section: value for section, value in Config().model_dump(mode="json").items() if section in configs.PRIVATE
@@ -258,13 +273,17 @@ def _put_site(
     if wheel is not None:
         ledger.store.put(store_key(wheel.sha256), wheel.value)
     told = run.model_copy(update={"config": run.config | unseen})
-    ledger.store.put(track.RUN_KEY, (told.model_dump_json(indent=1) + "\n").encode())
+    found = {}
     for name in site_files(form is not None):
-        if name == FORM and form is not None:
-            ledger.store.put(f"site/{name}", form.model_dump_json().encode())
-        elif name != "run.json":
-            folder = pool_dir if name == "pool.json" else partition_dir
-            ledger.store.put(f"site/{name}", (folder / name).read_bytes())
+        if name == "run.json":
+            value = (told.model_dump_json(indent=1) + "\n").encode()
+        elif name == FORM and form is not None:
+            value = form.model_dump_json().encode()
+        else:
+            value = ((pool_dir if name == "pool.json" else partition_dir) / name).read_bytes()
+        ledger.store.put(f"site/{name}", value)
+        found[name] = sha256(value)
+    return found
 
 
 def _signing(key: bytes | None) -> tuple[KeyOf | None, KeyOf | None]:

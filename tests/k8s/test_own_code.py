@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import pytest
 
 from fl_engine.core.errors import ClientError, IntegrityError
 from fl_engine.exchange import code
-from fl_engine.exchange.assignment import Assignment
+from fl_engine.exchange.assignment import SITE_FILES, Assignment
 from fl_engine.storage.places import open_store
-from fl_engine.storage.store import Store
+from fl_engine.storage.store import Store, sha256
 from fl_engine.testing.own_package import SETS, write
 from fl_engine.training.numerics import flushes_now
 from flexfleet.files.artifacts import RunFile
@@ -139,9 +140,34 @@ def test_a_pod_takes_denormal_numbers_as_the_run_s_record_says(told: Assignment)
             del run["numerics"]["flush_denormal"]
             return json.dumps({**run, "numerics": {**run["numerics"], **recorded}}).encode()
 
-        _, site = prepared(told, Tampered(told.open(), changed))  # type: ignore[arg-type]
+        store = Tampered(told.open(), changed)
+        sums = told.site | {"run.json": sha256(store.get("site/run.json"))}
+        _, site = prepared(told.model_copy(update={"site": sums}), store)  # type: ignore[arg-type]
         assert site.numerics.flush_denormal is flushes_now() is recorded.get("flush_denormal", False)
     code.disable()
+
+
+def test_who_can_write_the_store_alone_makes_no_pod_import_anything(
+    told: Assignment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file that a pod is told of is the coordinator's, to the bit."""
+    (tmp_path / "installed_here.py").write_text("raise SystemExit('it was imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def changed(name: str, key: str, value: bytes) -> bytes:
+        if key != f"site/{name}":
+            return value
+        if name != "run.json":
+            return value + b" "
+        run = json.loads(value)
+        run["config"]["model"]["name"] = "installed_here:Net"
+        return json.dumps(run).encode()
+
+    for name in SITE_FILES:
+        store = Tampered(told.open(), partial(changed, name))
+        for sums, wrong in ((told.site, name), ({}, "run.json")):
+            with pytest.raises(IntegrityError, match=f"site/{wrong} is not what the coordinator wrote"):
+                prepared(told.model_copy(update={"site": sums}), store)  # type: ignore[arg-type]
 
 
 def test_an_owner_who_allows_nothing_is_obeyed(told: Assignment, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,16 +157,35 @@ def test_no_loan_of_an_earlier_run_of_the_same_name_counts(
     with pytest.raises(Stopped):
         scene.outcomes()
     before = device.taken[0][0]
-    loan = device.letter().loan
+    loan, more = device.letter().loan, {}
     assert loan is not None and loan.id == before
     if differs == "configuration":
-        scene.store.put("site/run.json", b'{"training": {"lr": 0.5}}')
+        more = {"site_sums": {"run.json": "1" * 64}}
     scene.until = 1000.0
-    scene.begin(b"n" * 32 if differs == "key" else b"k" * 32)
+    scene.begin(b"n" * 32 if differs == "key" else b"k" * 32, **more)
     device.answer(loan, scene.plan, scene.store)  # trained as the earlier run had it
     (outcome,) = scene.outcomes().values()
     assert isinstance(outcome, ClientUpdate) and "which has its order" not in caplog.text
     assert len(device.taken) == 2, "it was asked again"
+
+
+def test_what_lies_in_the_store_changes_nothing_that_devices_are_told(scene_of: Callable[..., Scene]) -> None:
+    """Whoever can write the store puts another record there before each round."""
+    scene = scene_of(1)
+    sums = {"run.json": "1" * 64, "pool.json": "2" * 64}
+    scene.begin(site_sums=sums)
+    told = []
+
+    def noted(device: Played, loan: Loan, worked: float) -> None:
+        told.append((loan.assignment.site, device.letter().site))
+        device.answer(loan, scene.plan, scene.store)
+
+    scene.device(noted)
+    for content in (b"{}", b'{"config": {"model": {"name": "os:abort"}}}'):
+        scene.store.put("site/run.json", content)
+        assert isinstance(scene.outcomes()[0], ClientUpdate)
+        scene.store.delete(*scene.store.list("rounds/"))
+    assert told == [(sums, told[0][1])] * 2
 
 
 def test_an_order_of_this_run_is_waited_for_and_its_letter_is_renewed(

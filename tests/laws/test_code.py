@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_engine.core.errors import BadInput, ClientError, ConfigError, IntegrityError
+from fl_engine.core.registry import resolve
 from fl_engine.exchange import code
 from fl_engine.storage.store import sha256
 
@@ -248,6 +249,29 @@ def test_an_owner_allows_hashes_or_none(monkeypatch: pytest.MonkeyPatch, said: s
     else:
         with pytest.raises(ClientError, match=f"the code {DIGEST} is not allowed on this device"):
             code.check_allowed(DIGEST)
+
+
+@pytest.mark.parametrize(
+    ("said", "runs"), [(None, True), ("none", False), (f"{'b' * 64},here9", True), ("here", False)]
+)
+def test_a_configuration_names_nothing_that_the_owner_does_not_allow(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str | None, runs: bool
+) -> None:
+    """Neither what is installed nor what lies in the working directory."""
+    monkeypatch.delenv(code.ALLOWED, raising=False)
+    if said is not None:
+        monkeypatch.setenv(code.ALLOWED, said)
+    (tmp_path / "here9.py").write_text("Net = 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "here9", raising=False)
+    assert resolve({}, "fl_engine.core.types:Device", "model").__name__ == "Device"  # type: ignore[attr-defined]
+    if runs:
+        assert resolve({}, "here9:Net", "model") == 1
+    else:
+        with pytest.raises(ConfigError, match=rf"model 'here9:Net' is not imported on this machine \({code.ALLOWED} ="):
+            resolve({}, "here9:Net", "model")
+        assert "here9" not in sys.modules
 
 
 def test_the_coordinator_signs_a_wheel_for_a_round() -> None:

@@ -39,7 +39,7 @@ from fl_engine.exchange.updates import KeyOf
 from fl_engine.storage.lease import BEAT_S
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.records import round_folder
-from fl_engine.storage.store import sha256
+from fl_engine.storage.store import canonical, sha256
 from fl_engine.training.memory import Peaks
 
 log = logging.getLogger("flexfleet")
@@ -62,7 +62,8 @@ bring fresh URLs."""
 class Agents:
     """`post`: where the devices' letters are. `mailbox` needs a key, with which answers are signed. `check` raises
     Replaced where another coordinator has the letters now. `keeper` sees to it that devices are there; None: people
-    do. `memory`: what training each level takes, for observe=cgroup."""
+    do. `memory`: what training each level takes, for observe=cgroup. `site_sums`: see `Assignment.site`; they are not
+    read from the store, which others may write."""
 
     durable = True
     phases: Mapping[str, float] = MappingProxyType({})
@@ -79,6 +80,7 @@ class Agents:
         check: Callable[[], None] = lambda: None,
         keeper: Keeper | None = None,
         memory: Peaks | None = None,
+        site_sums: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         if mailbox.key is None:
             raise ConfigError("devices sign their updates: the mailbox needs a key")
@@ -88,7 +90,7 @@ class Agents:
         self._should_stop, self._code, self._memory = should_stop, code, memory
         self._check, self._checked = check, -BEAT_S
         self._agents: dict[str, Agent] = {}
-        self._site = ""
+        self._site_sums, self._site = dict(site_sums), sha256(canonical(dict(site_sums)))
         self._own_data = mailbox.rules is not None and mailbox.rules.most is not None
         self._seats: Mapping[str, int] = {}
         """By device, the client that it is, where devices hold their own data (`seats`)."""
@@ -101,7 +103,6 @@ class Agents:
         names, clients = self._mailbox.put_orders(plan), [order.client for order in plan.orders]
         now = time.monotonic()
         r = OpenRound(plan, names, set(clients), deque(clients), moved=now, hopeful=now, said=now)
-        self._site = sha256(self._mailbox.store.get("site/run.json"))
         self._keeper.begin(plan)
         self._keep(r)
         self._meet()
@@ -251,6 +252,7 @@ class Agents:
             self._keeper.device(clients[0]),
             self._memory,
             max(r.killed[client] for client in clients),
+            self._site_sums,
         )
         lent = Loan(id=loan, seconds=self._options.deadline_s, assignment=told)
         self._say(agent, lent, run=self._run, site=self._site)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from fl_engine.backends.agents.settings import AgentsConfig
 from fl_engine.core.types import WorkOrder
@@ -34,17 +35,19 @@ def assignment(
     device: str = "cpu",
     memory: Peaks | None = None,
     failures: int = 0,
+    site_sums: Mapping[str, str] = MappingProxyType({}),
 ) -> Assignment:
     """Of one or several orders of a round. `names`: by client, the keys of its order in the store; `key`: what signs
     their answers; `code`: the sha256 of the run's own; `verb`: how devices upload, None where they have the store
     itself; `device`: the torch device that trains; `memory`: what training each level takes, for observe=cgroup;
-    `failures`: how many pods were killed that held one of them."""
+    `failures`: how many pods were killed that held one of them; `site_sums`: see `Assignment.site`."""
     store, first = mailbox.store, orders[0]
     told = Assignment(
         round=first.round,
         evaluates=first.evaluates,
         clients=tuple(order.client for order in orders),
         keys={order.client: key(order).hex() for order in orders},
+        site=dict(site_sums),
         device=device,
         observe=options.observe,
         memory=memory,

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from fl_engine.backends.kubernetes import jobs, waiting
@@ -86,7 +87,7 @@ class _Round:
 class Kubernetes:
     """`memory`: what training each level takes, for observe=cgroup and pools with memory=auto. `should_stop` is asked
     while pods are waited for.
-    `code`: the sha256 of the wheel with one's own code, which is in the store."""
+    `code`: the sha256 of the wheel with one's own code, which is in the store. `site_sums`: see `Assignment.site`."""
 
     durable = True
 
@@ -100,13 +101,14 @@ class Kubernetes:
         cluster: Cluster | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         code: str | None = None,
+        site_sums: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         ground = Ground(options, run_id, mailbox, cluster)
         self._ground, self._options, self._cluster = ground, ground.options, ground.cluster
         self._run, self._template, self._verb = ground.run, ground.template, ground.verb
         self._fleet = fleet
         self._mailbox = mailbox
-        self._memory, self._code = memory, code
+        self._memory, self._code, self._site_sums = memory, code, dict(site_sums)
         self._should_stop = should_stop
         self.phases: dict[str, float] = {}
         self._phase, self._entered = PHASES[0], 0.0
@@ -304,6 +306,7 @@ class Kubernetes:
                 evaluates=plan.evaluates,
                 clients=clients,
                 keys={client: key(orders[client]).hex() for client in clients},
+                site=self._site_sums,
                 device=pool.torch_device,
                 observe=o.observe,
                 memory=self._memory,

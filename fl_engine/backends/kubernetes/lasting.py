@@ -62,6 +62,7 @@ class Lasting:
         should_stop: Callable[[], bool] = lambda: False,
         code: str | None = None,
         memory: Peaks | None = None,
+        site_sums: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._ground = Ground(options, run_id, mailbox, cluster)
         self._options, self._mailbox, self._home, self._held = self._ground.options, mailbox, home, held
@@ -77,7 +78,9 @@ class Lasting:
             observe=options.observe,
             require_numerics=options.require_numerics,
         )
-        self._agents = Agents(waits, run_id, fleet, mailbox, post, should_stop, code, held.check, crew, memory)
+        self._agents = Agents(
+            waits, run_id, fleet, mailbox, post, should_stop, code, held.check, crew, memory, site_sums
+        )
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         """Raises Stopped where fewer than the quorum answer, where no pod takes an order, and where `should_stop` says
