@@ -87,10 +87,8 @@ def _ledgers(store_uri: str, name: str, cases: Sequence[str] | None) -> Look | N
     from fl_engine.storage.store import Store
 
     store: Store = open_store(store_uri)
-    if cases is None:
-        prefixes = [f"{name}/"]
-    else:  # `night-` alone would also be night-2 beside night
-        prefixes = [f"{name}-{case}/" for case in cases] or [f"{name}-"]
+    of_a_night = [f"{name}-{case}/" for case in cases or ()] or [f"{name}-"]  # which alone would also be of <name>-2
+    prefixes = [f"{name}/"] if cases is None else of_a_night
     ledgers: dict[str, Checkpoints] = {}
     marks: dict[str, list[str]] = {}
     last: dict[str, int] = {}

@@ -154,9 +154,9 @@ def test_a_way_out_is_named_where_the_form_has_it() -> None:
     form = {"algorithm": "flexfl", "trials": 3}
     with pytest.raises(ConfigError, match="advanced: 'seed' cannot be set: this pipeline has no parameter 'seed'"):
         config_from(form, {"seed": 3})
-    with pytest.raises(ConfigError, match="'tune.trials' is the parameter 'trials', set it there"):
+    with pytest.raises(ConfigError, match=r"'tune\.trials' is the parameter 'trials', set it there"):
         config_from(form, {"tune.trials": 3})
-    with pytest.raises(ConfigError, match="advanced: 'tune.trials' cannot be set"):
+    with pytest.raises(ConfigError, match=r"advanced: 'tune\.trials' cannot be set"):
         config_from({"algorithm": "flexfl", "seed": 3}, {"tune.trials": 3})
 
 
