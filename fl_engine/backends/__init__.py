@@ -84,6 +84,7 @@ def _in_pods_that_stay(of: Surroundings) -> Iterator[Backend]:
             code=code,
             memory=of.memory,
             site_sums=of.site_sums,
+            befalls=of.site.befalls,
         )
         with _tidied(pods) as pods:
             yield pods
@@ -122,6 +123,7 @@ def _on_devices(of: Surroundings) -> Iterator[Backend]:
             held.check,
             memory=of.memory,
             site_sums=of.site_sums,
+            befalls=of.site.befalls,
         )
         yield devices
         devices.finish()

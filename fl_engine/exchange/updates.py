@@ -44,7 +44,7 @@ from fl_engine.core.contracts import (
 from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief, printable
 from fl_engine.core.measures import bounds_of, evaluation_bounds, out_of_bounds
 from fl_engine.core.samples import Task
-from fl_engine.core.slicing import contains, largest, shapes
+from fl_engine.core.slicing import contains, largest, shapes, take
 from fl_engine.core.types import (
     HEAD,
     ClientFailure,
@@ -366,6 +366,20 @@ def _check_made(spec: SubmodelSpec, order: WorkOrder, samples: int, metrics: Map
     for name, count in work.items():
         if metrics[name] != count:
             raise Rejected("metrics", f"says {metrics[name]:g} {name}, the order makes {count:g}")
+
+
+def fits_nobody(order: WorkOrder, rules: Rules | None, algorithm: Algorithm) -> bool:
+    """Whether no client makes a sub-model of this order with what its simulated device has free. False where clients
+    measure that: only they know."""
+    if rules is None or rules.seed is None or order.evaluates:
+        return False
+    device = rules.fleet[order.client]
+    context = TaskContext(rules.layout, rules.pool, device, observe(device, rules.seed, order.round))
+    try:
+        take(order.payload, rules.layout, algorithm.task(order, context).spec, have=order.spec)
+    except (ClientError, ModelError):
+        return True
+    return False
 
 
 def _but_classes(spec: SubmodelSpec) -> SubmodelSpec:

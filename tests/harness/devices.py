@@ -20,7 +20,7 @@ from fl_engine.backends.agents.backend import Agents
 from fl_engine.backends.agents.post import Post
 from fl_engine.backends.agents.roster import Roster
 from fl_engine.backends.agents.settings import AgentsConfig
-from fl_engine.core.types import ClientUpdate, Device, Outcome, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan, Stage, SubmodelSpec, WorkOrder
 from fl_engine.exchange.letters import BEAT, LETTER, Beat, Invitation, Leased, Letter, Loan, State, read_letter
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import key_of
@@ -192,6 +192,20 @@ class Scene:
         """Leaves what is no answer, at once."""
         Leased(self.store, loan.id).put(f"rounds/00000/updates/{loan.assignment.clients[0]}.json", b"{}")
         device.done = loan.id
+
+    def fails(self, stage: Stage, reason: str, device: Played, loan: Loan, worked: float) -> None:
+        """Answers at once that its client has failed."""
+        keys = loan.assignment.keys
+        box = Mailbox(Leased(self.store, loan.id), key=lambda order: bytes.fromhex(keys[order.client]))
+        for client in loan.assignment.clients:
+            box.put_outcome(self.plan, ClientFailure(self.plan.round, client, stage, reason))
+        device.done = loan.id
+
+    def drops_out(self, device: Played, loan: Loan, worked: float) -> None:
+        self.fails("drop", "dropped out (rounds.faults)", device, loan, worked)
+
+    def does_not_fit(self, device: Played, loan: Loan, worked: float) -> None:
+        self.fails("prune", "too small for me", device, loan, worked)
 
     @staticmethod
     def unable(device: Played, loan: Loan, worked: float) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import pytest
 
+from fl_engine.algorithms import AllLarge
+from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import BACKENDS, Surroundings
 from fl_engine.backends.agents.backend import Agents
 from fl_engine.backends.agents.keeper import Invited
 from fl_engine.core.errors import EnvironmentFailure, Replaced, Stopped
-from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan
-from fl_engine.exchange.client import Site
-from fl_engine.exchange.letters import Leased, Loan
-from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.core.types import ClientFailure, ClientUpdate, Device, RoundPlan
+from fl_engine.exchange.client import Site, accept
+from fl_engine.exchange.letters import Loan
+from fl_engine.exchange.updates import fits_nobody
+from fl_engine.fleet.faults import Fault
+from fl_engine.testing.tiny import context_of, start_of, tiny_site
 from tests.harness.devices import Played, Scene
 
 
@@ -29,7 +34,7 @@ def account(scene: Scene, device: Played) -> Any:
     return scene.agents._agents[device.name].letter.account
 
 
-@pytest.mark.parametrize("fault", ["junk", "unable"])
+@pytest.mark.parametrize("fault", ["junk", "unable", "drops_out", "does_not_fit"])
 def test_a_bad_device_fails_no_client(scene_of: Callable[..., Scene], fault: str) -> None:
     """It answers at once, and the others are busy: without a rest it would be lent every order that waits."""
     scene = scene_of(12)
@@ -42,22 +47,42 @@ def test_a_bad_device_fails_no_client(scene_of: Callable[..., Scene], fault: str
     assert scene.agents._agents[bad.name].failures == len(bad.taken), "a bad answer ends no row of failures"
 
 
-@pytest.mark.parametrize("stage", ["train", "evaluate"])
+@pytest.mark.parametrize("stage", ["drop", "prune", "train", "evaluate"])
 def test_an_answer_that_every_device_gives_is_the_client_s_failure(
-    scene_of: Callable[..., Scene], stage: Literal["train", "evaluate"]
+    scene_of: Callable[..., Scene], stage: Literal["drop", "prune", "train", "evaluate"]
 ) -> None:
     scene = scene_of(1, attempts=3)
-
-    def cannot(device: Played, loan: Loan, worked: float) -> None:
-        keys = loan.assignment.keys
-        box = Mailbox(Leased(scene.store, loan.id), key=lambda order: bytes.fromhex(keys[order.client]))
-        box.put_outcome(scene.plan, ClientFailure(0, 0, stage, "the loss is not finite"))
-        device.done = loan.id
-
-    devices = [scene.device(cannot) for _ in range(4)]
+    devices = [scene.device(partial(scene.fails, stage, "the loss is not finite")) for _ in range(4)]
     (failure,) = scene.outcomes().values()
     assert failure == ClientFailure(0, 0, stage, "the loss is not finite")
     assert sorted(len(device.taken) for device in devices) == [0, 1, 1, 1], "three devices, each once"
+
+
+def test_who_is_to_drop_out_is_believed(scene_of: Callable[..., Scene]) -> None:
+    """`rounds.faults` say so of the second client, and every device would."""
+    scene = scene_of(2)
+    scene.begin(befalls=lambda order: Fault("drop", 0.5) if order.client else Fault("slow", 0.5, 2.0))
+    devices = [scene.device(scene.drops_out), *(scene.device(scene.honest(5.0)) for _ in range(2))]
+    found = scene.outcomes()
+    assert isinstance(found[0], ClientUpdate), "another device was asked"
+    dropping = [client for client in range(2) if client in {client for _, client in devices[0].taken}]
+    assert dropping and (isinstance(found[1], ClientFailure) or 1 not in dropping)
+    assert sum(client == 1 for device in devices for _, client in device.taken) == 1
+
+
+def test_whom_an_order_does_not_fit_follows_from_the_order() -> None:
+    """Where the fleet says what is free, as the client itself finds it; else only the client knows."""
+    fleet = tuple(Device(c, "strong", 120.0, 40.0) for c in range(6))
+    algorithm = AllLarge(training=Training(fraction=1.0), eligible="capable")
+    site = tiny_site(algorithm, fleet=fleet)
+    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, 0))
+    said = {order.client: isinstance(accept(algorithm, order, site), ClientFailure) for order in plan.orders}
+    assert set(said.values()) == {True, False}
+    assert {order.client: fits_nobody(order, site.rules, algorithm) for order in plan.orders} == said
+    for order in plan.orders:
+        assert not fits_nobody(order, replace(site.rules, seed=None), algorithm)
+        assert not fits_nobody(replace(order, evaluates=True), site.rules, algorithm)
+        assert not fits_nobody(order, None, algorithm)
 
 
 def test_an_order_goes_to_every_device_before_one_gets_it_again(scene_of: Callable[..., Scene]) -> None:

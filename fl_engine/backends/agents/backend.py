@@ -32,10 +32,11 @@ from fl_engine.backends.agents.post import Agent, Held, Post
 from fl_engine.backends.agents.settings import AgentsConfig
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped
-from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
+from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan, WorkOrder
 from fl_engine.exchange.letters import LEASES, Leased, Loan, pause
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.updates import KeyOf
+from fl_engine.exchange.updates import KeyOf, fits_nobody
+from fl_engine.fleet.faults import Fault
 from fl_engine.storage.lease import BEAT_S
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.records import round_folder
@@ -47,7 +48,8 @@ log = logging.getLogger("flexfleet")
 LOST: Literal["pod"] = "pod"
 """The stage of the failure of a client whose order no device has answered."""
 NOT_GOOD = ("train", "evaluate", "validate")
-"""Stages of answers that may be the device's fault, so that another one is asked."""
+"""Stages of answers that may be the device's fault, so that another one is asked. `drop` and `prune` may be lies: they
+count where they follow from the order."""
 LOOK_S = 2.0
 """The most seconds between two looks for answers."""
 AWAY_S = 60.0
@@ -63,7 +65,7 @@ class Agents:
     """`post`: where the devices' letters are. `mailbox` needs a key, with which answers are signed. `check` raises
     Replaced where another coordinator has the letters now. `keeper` sees to it that devices are there; None: people
     do. `memory`: what training each level takes, for observe=cgroup. `site_sums`: see `Assignment.site`; they are not
-    read from the store, which others may write."""
+    read from the store, which others may write. `befalls`: what `rounds.faults` make of an order."""
 
     durable = True
     phases: Mapping[str, float] = MappingProxyType({})
@@ -81,6 +83,7 @@ class Agents:
         keeper: Keeper | None = None,
         memory: Peaks | None = None,
         site_sums: Mapping[str, str] = MappingProxyType({}),
+        befalls: Callable[[WorkOrder], Fault | None] = lambda _: None,
     ) -> None:
         if mailbox.key is None:
             raise ConfigError("devices sign their updates: the mailbox needs a key")
@@ -88,7 +91,7 @@ class Agents:
         self._keeper = keeper or Invited(fleet)
         self._mailbox, self._post = mailbox, post
         self._should_stop, self._code, self._memory = should_stop, code, memory
-        self._check, self._checked = check, -BEAT_S
+        self._check, self._checked, self._befalls = check, -BEAT_S, befalls
         self._agents: dict[str, Agent] = {}
         self._site_sums, self._site = dict(site_sums), sha256(canonical(dict(site_sums)))
         self._own_data = mailbox.rules is not None and mailbox.rules.most is not None
@@ -113,7 +116,7 @@ class Agents:
             if self._keep(r):
                 self._meet()
             self._listen()
-            yield from self._answered(r)
+            yield from self._answered(r, algorithm)
             yield from self._ended(r)
             yield from self._absent(r)
             self._lend(r)
@@ -266,7 +269,16 @@ class Agents:
         return key_under(key, self._site, loan)
 
     # ------------------------------------------------------------------------------------------ how leases end
-    def _answered(self, r: OpenRound) -> Iterator[Outcome]:
+    def _follows(self, failure: ClientFailure, order: WorkOrder, algorithm: Algorithm) -> bool:
+        """Whether every device would answer so. What the device alone knows may be a lie: another one is asked."""
+        if failure.stage == "drop":
+            struck = None if order.evaluates else self._befalls(order)
+            return struck is not None and struck.kind == "drop"
+        if failure.stage == "prune":
+            return fits_nobody(order, self._mailbox.rules, algorithm)
+        return failure.stage not in NOT_GOOD
+
+    def _answered(self, r: OpenRound, algorithm: Algorithm) -> Iterator[Outcome]:
         """The answers under leases that run. Others are not looked at: their orders belong to other devices now."""
         folder = f"{round_folder(r.plan.round, r.plan.evaluates)}{LEASES.strip('/')}/"
         there = set(self._mailbox.store.list(folder))
@@ -284,7 +296,8 @@ class Agents:
 
             answers = overlapped(box.store, box.held_by(r.plan, clients), taken, clients)
             for client, outcome in zip(clients, answers, strict=True):
-                if isinstance(outcome, ClientFailure) and outcome.stage in NOT_GOOD:
+                order = r.plan.order_of[client]
+                if isinstance(outcome, ClientFailure) and not self._follows(outcome, order, algorithm):
                     self._rest(agent)
                     yield from self._lost(r, agent, [outcome], counts=True)
                     continue

@@ -19,9 +19,10 @@ from fl_engine.backends.kubernetes.ground import Ground
 from fl_engine.backends.kubernetes.settings import GRACE_S, KubernetesConfig
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped
-from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
+from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan, WorkOrder
 from fl_engine.exchange.letters import safe
 from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.fleet.faults import Fault
 from fl_engine.storage.lease import Lease
 from fl_engine.storage.store import MemoryStore, Store
 from fl_engine.training.memory import Peaks
@@ -63,6 +64,7 @@ class Lasting:
         code: str | None = None,
         memory: Peaks | None = None,
         site_sums: Mapping[str, str] = MappingProxyType({}),
+        befalls: Callable[[WorkOrder], Fault | None] = lambda _: None,
     ) -> None:
         self._ground = Ground(options, run_id, mailbox, cluster)
         self._options, self._mailbox, self._home, self._held = self._ground.options, mailbox, home, held
@@ -79,7 +81,7 @@ class Lasting:
             require_numerics=options.require_numerics,
         )
         self._agents = Agents(
-            waits, run_id, fleet, mailbox, post, should_stop, code, held.check, crew, memory, site_sums
+            waits, run_id, fleet, mailbox, post, should_stop, code, held.check, crew, memory, site_sums, befalls
         )
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
