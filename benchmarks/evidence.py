@@ -409,13 +409,14 @@ def main(names: Sequence[str]) -> None:
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"no comparison {unknown[0]!r}; there are {', '.join(known)}")
     path = OUT / "results.json"
-    results: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    texts = tables(OUT / "tables.md")
     for campaign in CAMPAIGNS:
         if names and campaign.id not in names:
             continue
         found = run(campaign)
         folder = STORE / campaign.id
+        # Read after the runs, which take hours: another process may have written what it has made meanwhile.
+        results: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        texts = tables(OUT / "tables.md")
         results[campaign.id] = {"command": shlex.join(campaign.command), "comparison": found}
         text = (folder / "comparison.md").read_text("utf-8").strip()
         texts[campaign.id] = text.replace("(comparison.svg)", f"({campaign.id}.svg)") + "\n"
