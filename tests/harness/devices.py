@@ -60,6 +60,8 @@ class Played:
     since: float = 0.0
     there: bool = True
     revoked: bool = False
+    takes: bool = True
+    """It says so when it has an order; else it beats all the time that it has none."""
 
     def __post_init__(self) -> None:
         self.key = self.key or self.invitation.key
@@ -96,9 +98,10 @@ class Played:
             if not self.taken or self.taken[-1][0] != loan.id:
                 self.taken.append((loan.id, loan.assignment.clients[0]))
                 self.since = self.clock.now
-                self.beat("working", loan.id)
+                if self.takes:
+                    self.beat("working", loan.id)
             self.act(self, loan, self.clock.now - self.since)
-        elif letter.number != self.told:
+        elif letter.number != self.told or not self.takes:
             self.beat("idle")
         self.told = letter.number
 
@@ -212,6 +215,15 @@ class Scene:
         """Says that it cannot."""
         device.done = loan.id
         device.beat("failed", loan.id, "no data here")
+
+    @staticmethod
+    def idle(device: Played, loan: Loan, worked: float) -> None:
+        """Beats that it has nothing to do, whatever its letter says."""
+        device.beat("idle")
+
+    @staticmethod
+    def sly(device: Played, loan: Loan, worked: float) -> None:
+        """Is silent until the order is another device's."""
 
     @staticmethod
     def hung(device: Played, loan: Loan, worked: float) -> None:

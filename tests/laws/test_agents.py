@@ -58,6 +58,28 @@ def test_an_answer_that_every_device_gives_is_the_client_s_failure(
     assert sorted(len(device.taken) for device in devices) == [0, 1, 1, 1], "three devices, each once"
 
 
+@pytest.mark.parametrize("fault", ["idle", "sly"])
+def test_devices_that_let_orders_lie_keep_nobody_from_getting_them(scene_of: Callable[..., Scene], fault: str) -> None:
+    """Two, whose beats are always the last, and an honest one that has nothing to do meanwhile."""
+    scene = scene_of(6, lease_s=5.0, wait_s=25.0)
+    scene.device(scene.honest(2.0))
+    for _ in range(2):
+        scene.device(getattr(scene, fault)).takes = False
+    found = scene.outcomes()
+    assert len(found) == 6 and all(isinstance(outcome, ClientUpdate) for outcome in found.values())
+    assert scene.clock.now < 1000 + 60
+
+
+def test_who_beats_and_takes_no_order_is_named(scene_of: Callable[..., Scene]) -> None:
+    scene = scene_of(1, lease_s=5.0, wait_s=25.0)
+    scene.device(scene.idle).takes = False
+    scene.device(scene.honest()).there = False
+    with pytest.raises(
+        Stopped, match=r"have not answered\. weak-1 beat, but took none: see what .* Invited are weak-1"
+    ):
+        scene.outcomes()
+
+
 def test_who_is_to_drop_out_is_believed(scene_of: Callable[..., Scene]) -> None:
     """`rounds.faults` say so of the second client, and every device would."""
     scene = scene_of(2)

@@ -324,9 +324,12 @@ class Agents:
             held = agent.held
             ended = None if held is None else why_ended(agent, held, r, self._options, self._post, self._keeper)
             if held is not None and ended is not None:
-                why, failed = ended
-                if failed:
+                why, failed, lay = ended
+                if failed or lay:  # one whose beat is new would get the next order first
                     self._rest(agent)
+                if lay:
+                    r.lay.setdefault(agent.name, held.since)
+                if failed:
                     r.alone.update(held.clients)  # one of them may have taken the others with it
                 failures = [ClientFailure(r.plan.round, client, LOST, why) for client in held.clients]
                 yield from self._lost(r, agent, failures, counts=failed and held.alone)
@@ -356,7 +359,7 @@ class Agents:
 
     @staticmethod
     def _rest(agent: Agent) -> None:
-        """The device has failed."""
+        """The device has failed, or has let an order lie."""
         agent.failures += 1
         agent.rests = time.monotonic() + min(LONGEST_REST_S, REST_S * 2 ** min(agent.failures - 1, 20))
 
@@ -388,6 +391,12 @@ class Agents:
                 r.open_.discard(failure.client)
                 yield failure
 
+    def _beat_only(self, r: OpenRound) -> str:
+        """Names the devices that live and take no order: they cannot read their letters, or lie."""
+        heard = {name: agent.heard for name, agent in self._agents.items()}
+        names = sorted(name for name, since in r.lay.items() if heard.get(name, -math.inf) > since)
+        return f"{', '.join(names)} beat, but took none: see what they log, or revoke them. " if names else ""
+
     def _check_waiting(self, r: OpenRound) -> None:
         """Says what the round waits for; raises Stopped where it waits in vain."""
         now = time.monotonic()
@@ -397,7 +406,7 @@ class Agents:
         if waited > self._options.wait_s and not self._can_go_on(r):
             raise Stopped(
                 f"round {r.plan.round + 1}: no device has taken an order for {waited:.0f} s; "
-                f"{len(r.open_)} of {len(r.plan.orders)} clients have not answered. "
+                f"{len(r.open_)} of {len(r.plan.orders)} clients have not answered. {self._beat_only(r)}"
                 f"{self._keeper.advice(sorted(self._agents), places)}, then go on with --resume"
             )
         if r.waiting and now - r.said > SAY_EVERY_S:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from fl_engine.backends.agents.keeper import Keeper
 from fl_engine.backends.agents.open_round import OpenRound
 from fl_engine.backends.agents.post import Agent, Held, Post
@@ -13,23 +15,30 @@ STARTS = 2
 it until the deadline."""
 
 
+class Ended(NamedTuple):
+    why: str
+    failed: bool
+    """The order has failed; else the device was just taken away."""
+    lay: bool = False
+    """The device was silent, or beat, and did not take the order."""
+
+
 def why_ended(
     agent: Agent, held: Held, r: OpenRound, options: AgentsConfig, post: Post, keeper: Keeper
-) -> tuple[str, bool] | None:
-    """Why the device's lease is over, and whether that is a failure, not just a device that was taken away; None: it
-    runs. Measured up to when the device's beat was last asked for: whoever waits for outcomes may have been at
-    something else since."""
+) -> Ended | None:
+    """Why the device's lease is over; None: it runs. Measured up to when the device's beat was last asked for: whoever
+    waits for outcomes may have been at something else since."""
     if agent.revoked:
-        return f"{agent.name} was revoked", False
+        return Ended(f"{agent.name} was revoked", False)
     if agent.beat is not None and agent.beat.loan == held.loan and agent.beat.state == "failed":
-        return f"{agent.name} could not carry out the order: {printable(agent.beat.said)}", True
+        return Ended(f"{agent.name} could not carry out the order: {printable(agent.beat.said)}", True)
     if agent.is_gone and held.taken:
         post.hear(agent)  # it may be back
         if agent.is_gone:
             before = {(agent.name, client) for client in held.clients}
             again = not r.gone.isdisjoint(before)
             r.gone |= before
-            return f"{agent.name} was ended", again and not keeper.drains
+            return Ended(f"{agent.name} was ended", again and not keeper.drains)
     lost = keeper.lost(agent.name, max(agent.heard, held.since))
     if lost is not None:
         if not held.taken:
@@ -37,13 +46,13 @@ def why_ended(
         agent.away, failed = True, lost.counts and held.taken
         if failed and held.alone:
             r.killed.update(held.clients)
-        return f"{agent.name} is lost: {lost.reason}", failed
+        return Ended(f"{agent.name} is lost: {lost.reason}", failed)
     if len(held.boots) > STARTS:
-        return f"{agent.name} has begun {len(held.boots)} times: something kills it", True
+        return Ended(f"{agent.name} has begun {len(held.boots)} times: something kills it", True)
     if agent.looked - held.since > options.deadline_s:
-        return f"{agent.name} has not answered after {options.deadline_s} s", held.taken
+        return Ended(f"{agent.name} has not answered after {options.deadline_s} s", held.taken, not held.taken)
     silent = agent.looked - held.heard
     if silent > options.lease_s:
         agent.away = True
-        return f"{agent.name} is silent for {silent:.0f} s", held.taken
+        return Ended(f"{agent.name} is silent for {silent:.0f} s", held.taken, not held.taken)
     return None

@@ -64,7 +64,7 @@ class Agent:
     """It has never been there, has ended, or has let an order lie; it gets one when its beat changes."""
     revoked: bool = False
     rests: float = 0.0
-    """It has failed, and gets no order before this time."""
+    """It has failed, or has let an order lie, and gets none before this time."""
     failures: int = 0
     """One after the other."""
     held: Held | None = None
