@@ -38,7 +38,7 @@ class Store(Protocol):
         """Writes the value unless the key exists; False where it does. Of several writers at once, one succeeds."""
 
     def get(self, key: str, limit: int | None = None) -> bytes:
-        """Raises IntegrityError where the key does not exist, or holds more than `limit` bytes."""
+        """Raises IntegrityError where the key does not exist, is no value, or holds more than `limit` bytes."""
 
     def list(self, prefix: str) -> list[str]:
         """Keys that start with `prefix`, sorted."""
@@ -112,12 +112,15 @@ class FolderStore:
         raise AssertionError("the last try returns or raises")
 
     def get(self, key: str, limit: int | None = None) -> bytes:
+        name = self.uri(key)
         try:
-            with self._explained(key), open(self.root / key, "rb") as file:
-                check_size(self.uri(key), os.fstat(file.fileno()).st_size, limit)
-                return file.read()
+            with self._explained(key), open(self.root / key, "rb", opener=_at_once) as file:
+                check_size(name, os.fstat(file.fileno()).st_size, limit)
+                value = file.read(-1 if limit is None else limit + 1)  # somebody may still write into it
         except FileNotFoundError:
-            raise IntegrityError(f"{self.uri(key)} is missing from the run store") from None
+            raise IntegrityError(f"{name} is missing from the run store") from None
+        check_size(name, len(value), limit)
+        return value
 
     def list(self, prefix: str) -> list[str]:
         base = self.root / prefix.rpartition("/")[0]
@@ -155,6 +158,21 @@ class FolderStore:
 
     def uri(self, key: str = "") -> str:
         return str(self.root / key)
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Opens a file. Raises IntegrityError for what is none: a stranger may have put it there, and would keep whoever
+    opens a pipe waiting."""
+    try:
+        opened = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        if error.errno in (errno.EISDIR, errno.ENXIO, errno.ELOOP):  # a folder, a socket, a link that leads to itself
+            raise IntegrityError(f"{path} is no file: {error.strerror}") from error
+        raise
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise IntegrityError(f"{path} is no file")
+    return opened
 
 
 def _is_there(folder: Path) -> bool:

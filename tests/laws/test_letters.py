@@ -91,6 +91,12 @@ def test_a_device_that_lies_about_its_beat_counts_as_silent(post: Post) -> None:
     assert not post.hear(agent), "the same beat is no second sign of life"
 
 
+def test_a_folder_in_the_place_of_a_beat_hides_no_other_device(post: Post) -> None:
+    post.invite("weak", None)
+    (Path(post.home.uri("weak-1")) / "beat.json").mkdir()
+    assert post.beat(post.roster.member("weak-1")) is None
+
+
 def test_only_a_beat_that_names_the_loan_prolongs_its_lease(post: Post) -> None:
     name = post.invite("weak", None).name
     agent: Agent = post.meet(post.roster.member(name))
