@@ -275,12 +275,20 @@ def check_state(aggregation: object, algorithm: object) -> None:
 
 
 def check_run(
-    algorithm: Algorithm, *, known: bool, reference: bool, shared: bool, timed: bool, ambient: bool, stranded: bool
+    algorithm: Algorithm,
+    *,
+    known: bool,
+    reference: bool,
+    shared: bool,
+    noisy: bool,
+    timed: bool,
+    ambient: bool,
+    stranded: bool,
 ) -> None:
     """Raises ConfigError where a run would show more of its clients than the noisy sum. `known`: the algorithm is one
-    of this package; `reference`: pre-training on all data; `shared`: the server holds samples of its clients; `timed`:
-    the simulated clock ends the run; `ambient`: pods with credentials of their own; `stranded`: a ledger that outlives
-    this machine, and a key that does not."""
+    of this package; `reference`: pre-training on all data; `shared`: the server holds samples of its clients;
+    `noisy`: some labels are wrong; `timed`: the simulated clock ends the run; `ambient`: pods with credentials of their
+    own; `stranded`: a ledger that outlives this machine, and a key that does not."""
     if not is_private(algorithm):
         return
     check_state(_private(algorithm), algorithm)
@@ -303,6 +311,11 @@ def check_run(
         raise ConfigError(
             "algorithm.aggregation is private, but the server's proxy would be samples of its clients, and what it "
             "computes from these has no noise: set partition.proxy_shared=false"
+        )
+    if noisy:
+        raise ConfigError(
+            "algorithm.aggregation is private, but which labels of a client become wrong would follow from a training "
+            "on all clients' data, which has no noise: set noise.labels=0"
         )
     if timed:
         raise ConfigError(

@@ -55,7 +55,14 @@ def algorithm(config: Config) -> Algorithm:
     reference, shared = config.pretrain.reference, config.partition.proxy_shared
     timed = config.rounds.stop_simulated_s is not None
     privacy.check_run(
-        built, known=ours, reference=reference, shared=shared, timed=timed, ambient=ambient, stranded=stranded
+        built,
+        known=ours,
+        reference=reference,
+        shared=shared,
+        noisy=config.noise.labels > 0,
+        timed=timed,
+        ambient=ambient,
+        stranded=stranded,
     )
     return built
 

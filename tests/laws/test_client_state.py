@@ -144,7 +144,7 @@ def test_private_aggregation_refuses_it() -> None:
     for refuse in (
         lambda: start_of(private, SITE),
         lambda: privacy.check_run(
-            private, known=True, reference=False, shared=False, timed=False, ambient=False, stranded=False
+            private, known=True, reference=False, shared=False, noisy=False, timed=False, ambient=False, stranded=False
         ),
     ):
         with pytest.raises(ConfigError, match="private, but PersonalHeads has its clients' states kept by the server"):

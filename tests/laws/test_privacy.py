@@ -488,6 +488,7 @@ PRIVATE = ("algorithm.aggregation={name: private}", "rounds.norm_bound=null")
         (["pretrain.reference=true"], "pretrain.reference=false"),
         (["rounds.stop_simulated_s=100.0"], "rounds.stop_simulated_s=null"),
         (["partition.proxy_shared=true"], "partition.proxy_shared=false"),
+        (["noise.labels=0.1"], "noise.labels=0"),
         (["run.backend=kubernetes", "kubernetes.access=ambient"], "kubernetes.access=presigned"),
         (["algorithm.name=tests.laws.test_privacy:OwnFlexFL"], "an algorithm of your own learns .*ALGORITHMS"),
     ],
