@@ -7,15 +7,17 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from fl_engine.core.errors import ConfigError, FlexfleetError, masked
 from flexfleet.commands.common import tags_of
 from flexfleet.files.terminal import show
 
+if TYPE_CHECKING:
+    from flexfleet.config import Config
+
 
 def submit(args: argparse.Namespace) -> int:
-    from flexfleet.steps.prepare import config_of
-
     if (args.pipeline is None) == (args.follow is None):
         raise ConfigError("submit takes the name of a pipeline to start, or --follow RUN_ID, one of the two")
     if args.follow is not None:
@@ -23,13 +25,13 @@ def submit(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from flexfleet.config import pair_of
-    from flexfleet.kubeflow.submit import given
+    from flexfleet.kubeflow.submit import given, read
     from flexfleet.kubeflow.submit import submit as start
 
-    own = fields_of(args.param)
+    own = read(args.pipeline, fields_of(args.param, args.set))
     submitted = start(
         args.pipeline,
-        given(args.pipeline, config_of(args), [pair_of(text)[0] for text in args.set]) | own,
+        given(args.pipeline, _config_of(args), [pair_of(text)[0] for text in args.set]) | own,
         host=args.host,
         namespace=args.namespace,
         experiment=args.experiment,
@@ -43,6 +45,18 @@ def submit(args: argparse.Namespace) -> int:
         return follow(args, submitted.run_id, asdict(submitted))
     show(json.dumps(asdict(submitted)) if args.json else f"to follow it: {_follow_again(args, submitted.run_id)}")
     return 0
+
+
+def _config_of(args: argparse.Namespace) -> Config:
+    """A night reads no file, as its suite says what is measured. Raises ConfigError."""
+    from flexfleet.config import load_config
+    from flexfleet.steps.prepare import config_of
+
+    if args.pipeline != "nightly":
+        return config_of(args)
+    if args.config:
+        raise ConfigError("--config: a suite says what is measured, so a night reads no file; leave it out")
+    return load_config(None, args.set)
 
 
 def _teller(args: argparse.Namespace) -> Callable[[str], None]:
@@ -77,11 +91,12 @@ def nightly(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from flexfleet.config.overrides import form_of
-    from flexfleet.kubeflow.submit import schedule
-    from flexfleet.nightly.regress import prepare
+    from flexfleet.kubeflow.submit import read, schedule
 
-    parameters = {"suite": args.suite, **form_of(args.set), **fields_of(args.param)}
-    prepare(args.suite, "nightly", [*args.set, "tracking.mlflow=null"])  # an error now, not at night
+    own = fields_of(args.param, args.set)
+    if "suite" in own:
+        raise ConfigError("--param suite: give it with --suite")
+    parameters = {"suite": args.suite, **form_of(args.set), **read("nightly", own)}
     scheduled = schedule(
         "nightly",
         parameters,
@@ -99,9 +114,16 @@ def nightly(args: argparse.Namespace) -> int:
     return 0
 
 
-def fields_of(texts: Sequence[str]) -> dict[str, str]:
-    """The values of --param."""
+def fields_of(texts: Sequence[str], sets: Sequence[str]) -> dict[str, str]:
+    """The values of --param, as texts. Raises ConfigError for one that is given twice, also by --set."""
+    from flexfleet.config.overrides import check_once
+
     found = tags_of(texts, "--param")
     if "advanced" in found:
         raise ConfigError("--param advanced: give each of its values with --set a.b=value")
+    if len(found) < len(texts):
+        names = [text.partition("=")[0] for text in texts]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"--param {twice} is given twice: leave one of them out")
+    check_once(found, sets)
     return found

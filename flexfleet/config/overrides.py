@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,16 @@ def form_of(sets: Sequence[str]) -> dict[str, Any]:
         "store_uri": advanced.pop("run.remote", None) or folder or Config().run.store,
         "advanced": advanced,
     }
+
+
+def check_once(fields: Iterable[str], sets: Sequence[str]) -> None:
+    """Raises ConfigError for a field of a form that is given, and that one of `sets` (`a.b=value`) sets too."""
+    named = _leaves(dict(pair_of(text) for text in sets))
+    for name in fields:
+        path = (PARAMETERS | STUDY).get(name, "")
+        for each in (path, *(remote for remote, field in REMOTE.items() if field == name)):
+            if each in named:
+                raise ConfigError(f"--param {name} and --set {each} give the same parameter: leave one of them out")
 
 
 def parameters_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:

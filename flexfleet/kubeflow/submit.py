@@ -11,15 +11,24 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fl_engine import __version__
 from fl_engine.core.errors import ConfigError, did_you_mean, nearest
+from fl_engine.core.quantities import need_plain
 from flexfleet.config import Config
-from flexfleet.config.overrides import PARAMETERS, parameters_of
+from flexfleet.config.overrides import (
+    PARAMETERS,
+    STUDY,
+    comparison_from,
+    config_from,
+    parameters_of,
+    run_name,
+    sets_of,
+)
 from flexfleet.config.passwords import no_passwords
 from flexfleet.kubeflow.retarget import documents, names, retarget, shipped
 from flexfleet.kubeflow.server import connected, link, pages
@@ -40,11 +49,44 @@ class Submitted:
 
 def form(name: str) -> dict[str, Any]:
     """The parameters of a pipeline, with their defaults. Raises ConfigError for one that is not shipped."""
+    return {name: about.get("defaultValue") for name, about in _fields(name).items()}
+
+
+def _fields(name: str) -> dict[str, Any]:
     if name not in names():
         raise ConfigError(f"no pipeline is named {name!r}{did_you_mean(name, names())}: {', '.join(names())}")
     spec, *_ = documents(shipped(name))
     given: dict[str, Any] = spec["root"]["inputDefinitions"]["parameters"]
-    return {name: about.get("defaultValue") for name, about in given.items()}
+    return given
+
+
+READ: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "STRING": ("a text", str),
+    "NUMBER_INTEGER": ("a whole number", int),
+    "NUMBER_DOUBLE": ("a number", float),
+}
+"""By Kubeflow's name of a parameter's type: the type for people, and what reads a value of it."""
+
+
+def read(name: str, texts: Mapping[str, str]) -> dict[str, Any]:
+    """The values of a pipeline's parameters that are given as texts. Raises ConfigError for a parameter that it does
+    not have, and for a text that is no value of the parameter's type."""
+    fields, values = _fields(name), dict[str, Any]()
+    for key, text in texts.items():
+        if key not in fields:
+            raise _unknown(name, key, fields)
+        what, value = READ[fields[key]["parameterType"]]
+        try:
+            need_plain([text] if value is not str else [])
+            values[key] = value(text)
+            json.dumps(values[key], allow_nan=False)
+        except ValueError:
+            raise ConfigError(f"the parameter {key} of the pipeline {name} is {what}, got {text!r}") from None
+    return values
+
+
+def _unknown(name: str, key: str, known: Collection[str]) -> ConfigError:
+    return ConfigError(f"the pipeline {name} has no parameter {key!r}{nearest(key, known)}")
 
 
 def given(name: str, config: Config, named: Collection[str]) -> dict[str, Any]:
@@ -76,8 +118,8 @@ def submit(
     """Starts a run of the pipeline `name`. `host`: None means the server that the KFP SDK finds (KF_PIPELINES_ENDPOINT,
     its own configuration). `namespace`: of the profile, if there are several users.
 
-    Raises ConfigError for an unknown pipeline or parameter, EnvironmentFailure if the server refuses or cannot be
-    reached.
+    Raises ConfigError for an unknown pipeline or parameter and for a value that its first task would refuse,
+    EnvironmentFailure if the server refuses or cannot be reached.
     """
     text, version = _checked(name, parameters)
     with connected(host) as client:
@@ -158,19 +200,49 @@ def schedule(
 
 
 def _checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
-    """The pipeline for this environment's cluster, and its version. Refuses a password in a parameter: Kubeflow would
-    store it."""
+    """The pipeline for this environment's cluster, and its version. Refuses a password in a parameter, which Kubeflow
+    would store, and what the pipeline's first task would refuse."""
     asked = form(name)
     advanced = dict(parameters.get("advanced") or {})
     no_passwords({**parameters, **advanced})
     for key in parameters:
         if key not in asked:
-            raise ConfigError(f"the pipeline {name} has no parameter {key!r}{nearest(key, asked)}")
+            raise _unknown(name, key, asked)
     for key, value in {**parameters, **advanced}.items():
         if isinstance(value, int) and abs(value) > MOST:
             raise ConfigError(f"{key} = {value}: Kubeflow rounds whole numbers above {MOST:,}; choose a smaller one")
+    _check_values(name, {**asked, **parameters, "advanced": advanced})
     text = retarget(shipped(name), os.environ)
     return text, f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _check_values(name: str, values: Mapping[str, Any]) -> None:
+    """Checks the values of a whole form, as the pipeline's first task does there; an empty `mlflow_uri` is the tasks'
+    own MLflow, of which nothing is known here. Raises ConfigError."""
+    advanced = values["advanced"]
+    if name == "nightly":
+        _check_night(values["suite"], values["night_id"], sets_of("", values["store_uri"], advanced))
+        return
+    known = {key: values[key] for key in PARAMETERS | STUDY if key in values}
+    known["mlflow_uri"] = known["mlflow_uri"] or None
+    if name == "compare":
+        id = values["comparison_id"] or "compare"
+        comparison_from(known, advanced, values["algorithms"], values["seeds"], id)
+    else:
+        run_name(values["study_id" if name == "tune" else "run_id"], "job", config_from(known, advanced))
+
+
+def _check_night(name: str, id: str, sets: list[str]) -> None:
+    from flexfleet.nightly import suite
+    from flexfleet.nightly.regress import prepare
+
+    suite.path_of(name)  # raises for a name that nobody knows
+    if name not in suite.names():
+        raise ConfigError(
+            f"the pipeline nightly takes a suite that comes with flexfleet ({', '.join(suite.names())}), since its "
+            f"image has no file of this machine; got {name!r}. `flexfleet regress` runs a suite of your own"
+        )
+    prepare(name, id or "night", [*sets, "tracking.mlflow=null"])
 
 
 def _uploaded(client: Any, name: str, version: str, text: str, namespace: str | None) -> tuple[str, str, bool]:

@@ -28,6 +28,7 @@ def checked(body: Any, model: str) -> Any:
     return kfp_server_api.ApiClient()._ApiClient__deserialize(body, model)
 
 
+TYPES: dict[str, Any] = {"STRING": str, "NUMBER_INTEGER": (int, float), "NUMBER_DOUBLE": (int, float), "STRUCT": dict}
 ENDED = ("SUCCEEDED", "SKIPPED", "FAILED", "CANCELED")
 
 
@@ -95,6 +96,7 @@ class Kubeflow:
                 checked(run, "V2beta1Run")
                 checked(run["runtime_config"], "V2beta1RuntimeConfig")
                 checked(run["pipeline_version_reference"], "V2beta1PipelineVersionReference")
+                self._typed(run)
                 return 200, self._begin(run)
             case "GET", ["runs"]:
                 assert query["experiment_id"] == ["e0"]
@@ -115,6 +117,7 @@ class Kubeflow:
                 checked(job, "V2beta1RecurringRun")
                 checked(job["trigger"], "V2beta1Trigger")
                 checked(job["runtime_config"], "V2beta1RuntimeConfig")
+                self._typed(job)
                 self.made += 1
                 self.recurring.append(job | {"recurring_run_id": f"j{self.made}"})
                 return 200, self.recurring[-1]
@@ -129,6 +132,16 @@ class Kubeflow:
                 self.recurring = left
                 return 200, {}
         return 404, {"error": f"no {method} {path}"}
+
+    def _typed(self, run: dict[str, Any]) -> None:
+        """Its parameters are fields of its pipeline, of their types."""
+        id = run["pipeline_version_reference"]["pipeline_version_id"]
+        (version,) = (each for each in self.versions if each["pipeline_version_id"] == id)
+        fields = version["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
+        for name, value in (run["runtime_config"].get("parameters") or {}).items():
+            kind = fields[name]["parameterType"]
+            fits = isinstance(value, TYPES[kind]) and not isinstance(value, bool)
+            assert fits and (kind != "NUMBER_INTEGER" or value == int(value)), f"{name} is no {kind}: {value!r}"
 
     def _begin(self, run: dict[str, Any]) -> dict[str, Any]:
         now = datetime.now(UTC).isoformat()

@@ -72,6 +72,26 @@ def test_the_command_gives_what_differs_from_the_defaults(
         (["compare"], ["algorithm={name: fedavg}"], "the pipeline compare has no field for algorithm.name = 'fedavg'"),
         (["nightly"], ["rounds.stop=3"], "the pipeline nightly has no field for rounds.stop = 3"),
         (["train", "--param", "advanced={}"], [], "--param advanced: give each of its values with --set a.b=value"),
+        (["train", "--param", "rounds=many"], [], "the parameter rounds of the pipeline train is a whole number, got"),
+        (["train", "--param", "rounds=1_0"], [], "the parameter rounds of the pipeline train is a whole number, got"),
+        (
+            ["train", "--param", "learning_rate=nan"],
+            [],
+            "the parameter learning_rate of the pipeline train is a number",
+        ),
+        (["train", "--param", "rounds=0"], [], "rounds.stop: input should be greater than or equal to 1, got 0"),
+        (["train", "--param", "dataset=nope"], [], "no data set named 'nope'"),
+        (["train", "--param", "run_id=a/b"], [], "run_id is a plain name"),
+        (["compare", "--param", "algorithms=flexfl,"], [], "algorithms"),
+        (["tune", "--param", "trials=0"], [], "tune.trials: input should be greater than or equal to 1, got 0"),
+        (["train", "--param", "rounds=5"], ["rounds.stop=7"], "--param rounds and --set rounds.stop give the same"),
+        (["train", "--param", "model=vgg16"], ["model={name: small_cnn}"], "--param model and --set model.name give"),
+        (["train", "--param", "store_uri=x"], ["run.remote=s3://b/x"], "--param store_uri and --set run.remote give"),
+        (["train", "--param", "rounds=5", "--param", "rounds=6"], [], "--param rounds is given twice"),
+        (["nightly"], ["algorithm.kd_weight=7"], "a suite says what is measured"),
+        (["nightly", "--config", "mine.yaml"], [], "a night reads no file"),
+        (["nightly", "--param", "suite=nope"], [], "no suite is named 'nope': digits"),
+        (["nightly", "--param", "suite=mine.yaml"], [], "takes a suite that comes with flexfleet (digits)"),
         (["train"], ["seed=9007199254740993"], "seed = 9007199254740993: Kubeflow rounds whole numbers above"),
     ],
 )
@@ -95,6 +115,30 @@ def test_what_the_configurations_file_says_beside_the_form_is_told(
     done = flexfleet("submit", "compare", "--host", host, "--param", "seeds=1,2")
     assert done.code == 0 and server.runs[0]["runtime_config"]["parameters"]["seeds"] == "1,2", done.err
     assert "the pipeline compare has no field for seed = 1, which the configuration's file says" in caplog.text
+
+
+def test_a_number_of_a_form_is_sent_as_one(kubeflow: tuple[Any, str], flexfleet: Any, tmp_path: Any,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    server, host = kubeflow
+    monkeypatch.chdir(tmp_path)
+    given = ("--param", "rounds=5", "--param", "learning_rate=0.01", "--param", "run_id=7")
+    done = flexfleet("submit", "train", "--host", host, *given)
+    assert done.code == 0, done.err
+    sent = server.runs[0]["runtime_config"]["parameters"]
+    assert (sent["rounds"], sent["learning_rate"], sent["run_id"]) == (5, 0.01, "7")
+
+
+def test_a_night_is_submitted_without_the_folders_parameters(
+    kubeflow: tuple[Any, str], flexfleet: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, host = kubeflow
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params.yaml").write_text("algorithm: {kd_weight: 5}\nfleet: {tiers: '8:1:1'}\n")
+    done = flexfleet("submit", "nightly", "--host", host, sets=["run.remote=s3://b/n", "publish.onnx=false"])
+    assert done.code == 0, done.err
+    assert server.runs[0]["runtime_config"]["parameters"] == {
+        "mlflow_uri": "", "store_uri": "s3://b/n", "advanced": {"publish.onnx": False}
+    }  # fmt: skip
 
 
 CONFIGS = st.fixed_dictionaries(
@@ -199,6 +243,9 @@ def test_the_nightly_is_made_once_and_replaced_by_its_name(
         (["--suite", "digit"], [], "no suite is named 'digit': digits"),
         ([], ["training.lr=1"], "a suite says what is measured"),
         ([], ["tracking.mlfow=x"], "unknown parameter 'tracking.mlfow'"),
+        (["--suite", "mine.yaml"], [], "takes a suite that comes with flexfleet (digits)"),
+        (["--param", "suite=nope"], [], "--param suite: give it with --suite"),
+        (["--param", "store_uri=x"], ["run.store=y"], "--param store_uri and --set run.store give the same parameter"),
         (["--param", "night_id=x"], [], "every night would go on with the same finished runs"),
         (["--param", "suit=x"], [], "the pipeline nightly has no parameter 'suit'"),
     ],
