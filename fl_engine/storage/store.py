@@ -166,7 +166,8 @@ def _at_once(path: str, flags: int) -> int:
     try:
         opened = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
-        if error.errno in (errno.EISDIR, errno.ENXIO, errno.ELOOP):  # a folder, a socket, a link that leads to itself
+        # A folder, a socket (on Linux, on macOS), a link that leads to itself.
+        if error.errno in (errno.EISDIR, errno.ENXIO, errno.EOPNOTSUPP, errno.ELOOP):
             raise IntegrityError(f"{path} is no file: {error.strerror}") from error
         raise
     if not stat.S_ISREG(os.fstat(opened).st_mode):

@@ -128,7 +128,8 @@ def _told_file(told: Assignment, store: Store, name: str) -> bytes:
     if found != expected:
         raise IntegrityError(
             f"{store.uri(key)} is not what the coordinator wrote: its sha256 is {found}, the assignment says "
-            f"{expected}; nothing of it is used. Start the coordinator anew, which writes the file"
+            f"{expected}; nothing of it is used. The run was resumed with other settings since, or by another version, "
+            "or somebody else has written the file: resume the run, which gives new orders"
         )
     return value
 

@@ -100,10 +100,19 @@ def test_several_clients_share_a_pod(cluster: Any, rounds: Rounds, remote: Remot
     assert all(job["spec"]["completions"] == 1 for job in cluster.created if job["kind"] == "Job")
 
 
+@pytest.mark.parametrize("stop", [1, 2])
 def test_a_killed_coordinator_finds_its_jobs_again(
-    cluster: Any, rounds: Rounds, remote: Remote, expected: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cluster: Any, rounds: Rounds, remote: Remote, expected: Expected, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, stop: int,
+) -> None:  # fmt: skip
+    """Where the run is to end has changed: pods that begin now would refuse what they are told of it, so their Jobs are
+    made anew."""
     from fl_engine.backends.kubernetes.backend import Kubernetes
+
+    caplog.set_level("INFO", logger="flexfleet")
+    taken = 0
+    while cluster.slots.acquire(blocking=False):  # no pod begins before the run is resumed
+        taken += 1
 
     class Killed(BaseException):
         pass
@@ -117,9 +126,19 @@ def test_a_killed_coordinator_finds_its_jobs_again(
             rounds("killed", *remote)
     before = [job["metadata"]["name"] for job in cluster.created if job["kind"] == "Job"]
     assert before
-    assert model(rounds("killed", *remote, resume=True)) == expected(1)
+    adopt = Kubernetes._adopt
+
+    def adopted(self: Kubernetes, r: Any) -> None:
+        adopt(self, r)
+        if r.plan.round == 0:
+            cluster.slots.release(taken)
+
+    monkeypatch.setattr(Kubernetes, "_adopt", adopted)
+    assert model(rounds("killed", *remote, f"rounds.stop={stop}", resume=True)) == expected(stop)
     after = [job["metadata"]["name"] for job in cluster.created if job["kind"] == "Job"]
     assert after[: len(before)] == before and len(set(after)) == len(after), "no Job was made twice"
+    anew = [name for name in before if f"the Job {name} was made with other settings: deleted" in caplog.text]
+    assert anew == (before if stop > 1 else []) and "failed" not in caplog.text
 
 
 def test_another_machine_goes_on_with_what_the_store_holds(

@@ -31,6 +31,7 @@ from fl_engine.exchange.code import signature, store_key
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import manifest_bytes, payload_bytes
 from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.store import canonical, sha256
 from fl_engine.training.memory import Peaks, needed
 
 log = logging.getLogger("flexfleet")
@@ -109,6 +110,7 @@ class Kubernetes:
         self._fleet = fleet
         self._mailbox = mailbox
         self._memory, self._code, self._site_sums = memory, code, dict(site_sums)
+        self._site = sha256(canonical(self._site_sums))
         self._should_stop = should_stop
         self.phases: dict[str, float] = {}
         self._phase, self._entered = PHASES[0], 0.0
@@ -201,14 +203,16 @@ class Kubernetes:
 
     def _adopt(self, r: _Round) -> None:
         """Watches Jobs of this round that an earlier coordinator left and that still run. Those that were made with
-        other settings are deleted: what is resumed may have been mended."""
-        settings, other = jobs.settings_sum(self._template, self._options), set()
+        other settings are deleted: what is resumed may have been mended, and their pods would refuse what they are told
+        of the run now."""
+        settings = {jobs.SETTINGS: jobs.settings_sum(self._template, self._options), jobs.SITE: self._site}
+        other = set()
         for job in sorted(self._cluster.select("jobs", self._labels(r.plan)), key=jobs.attempt_of):
             r.attempt = jobs.attempt_of(job) + 1
             name, clients = job["metadata"]["name"], {client for pod in jobs.pods_of(job) for client in pod}
             if job["metadata"].get("deletionTimestamp") or jobs.ended(job) is not None:
                 continue
-            if job["metadata"]["annotations"].get(jobs.SETTINGS) != settings:
+            if not settings.items() <= job["metadata"]["annotations"].items():
                 log.info("round %d: the Job %s was made with other settings: deleted", r.plan.round + 1, name)
                 other.add(name)
             elif clients & r.open_:
@@ -239,7 +243,9 @@ class Kubernetes:
         at_once = jobs.shares([len(group.pods) for group, _, _ in made], self._options.parallelism)
         for (group, texts, common), most in zip(made, at_once, strict=True):
             o, memory = self._options, self._memory_of(group, r.plan)
-            body = jobs.job(self._template, o, self._run, r.plan.label, group, r.attempt, owner, DATA_FOLDER, memory)
+            body = jobs.job(
+                self._template, o, self._run, r.plan.label, group, r.attempt, owner, DATA_FOLDER, memory, self._site
+            )
             body["spec"]["parallelism"] = most
             job = self._ground.create_job(body, self._labels(r.plan))
             self._cluster.create("secrets", jobs.secret(job, texts, common))

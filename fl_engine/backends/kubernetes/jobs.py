@@ -27,6 +27,8 @@ Resource = dict[str, Any]
 TEMPLATE = Path(__file__).with_name("client-job.yaml")
 RUN, ROUND, TIER = "flexfleet.io/run", "flexfleet.io/round", "flexfleet.io/tier"
 CLIENTS, ATTEMPT, SETTINGS = "flexfleet.io/clients", "flexfleet.io/attempt", "flexfleet.io/settings"
+SITE = "flexfleet.io/site"
+"""Annotation: the checksum of what the pods are told of the run (`Assignment.site`)."""
 LIFETIME, PLACE = "flexfleet.io/lifetime", "flexfleet.io/place"
 """Of Jobs whose pods stay for the run: a label, and an annotation with the tier or the node of their clients."""
 FAILURES = 100
@@ -164,13 +166,14 @@ def job(
     owner: Resource,
     data_folder: str,
     memory: str | None = None,
+    site: str = "",
 ) -> Resource:
     """The manifest. Its Secret has its name. `round` None: its pods stay for the whole run (`staying`). `memory`: of a
-    pod; None: what its node pool says."""
+    pod; None: what its node pool says. `site`: see SITE; empty for pods that stay, which are told by letter."""
     out = copy.deepcopy(of)
     name, own = job_name(run, round, group, attempt), labels(run, round, group.tier)
     pool = options.pools.get(group.tier, NodePool())
-    said = {CLIENTS: json.dumps(group.pods), ATTEMPT: str(attempt), SETTINGS: settings_sum(of, options)}
+    said = {CLIENTS: json.dumps(group.pods), ATTEMPT: str(attempt), SETTINGS: settings_sum(of, options), SITE: site}
     out["metadata"] |= {
         "name": name,
         "namespace": options.namespace,
