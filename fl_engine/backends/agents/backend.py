@@ -105,7 +105,7 @@ class Agents:
             return
         names, clients = self._mailbox.put_orders(plan), [order.client for order in plan.orders]
         now = time.monotonic()
-        r = OpenRound(plan, names, set(clients), deque(clients), moved=now, hopeful=now, said=now)
+        r = OpenRound(algorithm, plan, names, set(clients), deque(clients), moved=now, hopeful=now, said=now)
         self._keeper.begin(plan)
         self._keep(r)
         self._meet()
@@ -116,7 +116,7 @@ class Agents:
             if self._keep(r):
                 self._meet()
             self._listen()
-            yield from self._answered(r, algorithm)
+            yield from self._answered(r)
             yield from self._ended(r)
             yield from self._absent(r)
             self._lend(r)
@@ -278,7 +278,7 @@ class Agents:
             return fits_nobody(order, self._mailbox.rules, algorithm)
         return failure.stage not in NOT_GOOD
 
-    def _answered(self, r: OpenRound, algorithm: Algorithm) -> Iterator[Outcome]:
+    def _answered(self, r: OpenRound) -> Iterator[Outcome]:
         """The answers under leases that run. Others are not looked at: their orders belong to other devices now."""
         folder = f"{round_folder(r.plan.round, r.plan.evaluates)}{LEASES.strip('/')}/"
         there = set(self._mailbox.store.list(folder))
@@ -297,7 +297,7 @@ class Agents:
             answers = overlapped(box.store, box.held_by(r.plan, clients), taken, clients)
             for client, outcome in zip(clients, answers, strict=True):
                 order = r.plan.order_of[client]
-                if isinstance(outcome, ClientFailure) and not self._follows(outcome, order, algorithm):
+                if isinstance(outcome, ClientFailure) and not self._follows(outcome, order, r.algorithm):
                     self._rest(agent)
                     yield from self._lost(r, agent, [outcome], counts=True)
                     continue

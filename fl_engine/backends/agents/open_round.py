@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fl_engine.backends.agents.post import Agent
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.types import RoundPlan
 
 
 @dataclass
 class OpenRound:
+    algorithm: Algorithm
     plan: RoundPlan
     names: Mapping[int, list[str]]
     """By client, the keys of its order in the store."""
