@@ -239,8 +239,9 @@ def _check_night(name: str, id: str, sets: list[str]) -> None:
     suite.path_of(name)  # raises for a name that nobody knows
     if name not in suite.names():
         raise ConfigError(
-            f"the pipeline nightly takes a suite that comes with flexfleet ({', '.join(suite.names())}), since its "
-            f"image has no file of this machine; got {name!r}. `flexfleet regress` runs a suite of your own"
+            f"only a suite that comes with flexfleet ({', '.join(suite.names())}) can be started from here, got "
+            f"{name!r}: a file of this machine is not in the image; start a suite of your own image in Kubeflow's "
+            "UI, or run it here with `flexfleet regress`"
         )
     prepare(name, id or "night", [*sets, "tracking.mlflow=null"])
 

@@ -111,10 +111,16 @@ def _check_before(night: Night) -> None:
         )
     before = {(name, of.task) for figures in known for name, of in figures.labels.items()}
     if not night.tasks.items() & before:
+        same = sorted(night.tasks.keys() & {name for name, _ in before})
+        why = (
+            f"{', '.join(same)} have other settings now than when the figures before were made"
+            if same
+            else f"the suite has {', '.join(night.tasks)}, the figures before are of "
+            f"{', '.join(sorted({name for name, _ in before})) or 'nothing'}"
+        )
         raise ConfigError(
-            f"nothing to compare with: {night.path} has {', '.join(night.tasks)}; champion and {path} have "
-            f"{', '.join(sorted({name for name, _ in before})) or 'nothing'}, or other settings of the same name: take "
-            "back what was renamed or changed, or make the reference again, with --update"
+            f"nothing to compare with: {why}: take back what was renamed or changed in {night.path}, or make the "
+            "reference again, with --update"
         )
 
 
@@ -286,7 +292,10 @@ def reference_of(night: Night) -> Figures | None:
         return None
     figures = Figures.read(path)
     if any(name in figures.labels and figures.labels[name].task != task for name, task in night.tasks.items()):
-        raise ConfigError(f"{path} is of other settings than {night.path} has now: make it again with --update")
+        raise ConfigError(
+            f"{path} is of other settings than {night.path} has now (or of a version that did not tell apart the "
+            "algorithms behind labels): make it again with --update"
+        )
     return figures
 
 

@@ -71,11 +71,11 @@ def code() -> str:
 
 
 def _files_sha256() -> str:
-    """Of the code's Python files, by their names."""
+    """Of the packages' files, by their names: code, suites and their references."""
     lines = []
     for package in (fl_engine, flexfleet):
         folder = Path(str(package.__file__)).parent
-        for file in folder.rglob("*.py"):
+        for file in (each for ending in ("py", "yaml", "json") for each in folder.rglob(f"*.{ending}")):
             lines.append(f"{package.__name__}/{file.relative_to(folder).as_posix()} {sha256(file.read_bytes())}")
     return sha256("\n".join(sorted(lines)).encode())
 
@@ -85,7 +85,10 @@ def check_code(before: str | None, what: str) -> str:
     version that kept none."""
     now = code()
     if before != now:
-        began = f"the code of commit {before}" if before else "an earlier version, which kept no commit of its code"
+        if before in (None, "unknown"):
+            began = "an earlier version, which kept no commit of its code"
+        else:
+            began = f"the code of commit {before}"
         raise ConfigError(
             f"{what} was begun with {began}, this is {now}: go on with that code, or choose another --id (in the "
             "pipeline, night_id)"

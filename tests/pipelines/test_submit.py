@@ -91,7 +91,7 @@ def test_the_command_gives_what_differs_from_the_defaults(
         (["nightly"], ["algorithm.kd_weight=7"], "a suite says what is measured"),
         (["nightly", "--config", "mine.yaml"], [], "a night reads no file"),
         (["nightly", "--param", "suite=nope"], [], "no suite is named 'nope': digits"),
-        (["nightly", "--param", "suite=mine.yaml"], [], "takes a suite that comes with flexfleet (digits)"),
+        (["nightly", "--param", "suite=mine.yaml"], [], "only a suite that comes with flexfleet (digits)"),
         (["train"], ["seed=9007199254740993"], "seed = 9007199254740993: Kubeflow rounds whole numbers above"),
     ],
 )
@@ -243,7 +243,7 @@ def test_the_nightly_is_made_once_and_replaced_by_its_name(
         (["--suite", "digit"], [], "no suite is named 'digit': digits"),
         ([], ["training.lr=1"], "a suite says what is measured"),
         ([], ["tracking.mlfow=x"], "unknown parameter 'tracking.mlfow'"),
-        (["--suite", "mine.yaml"], [], "takes a suite that comes with flexfleet (digits)"),
+        (["--suite", "mine.yaml"], [], "only a suite that comes with flexfleet (digits)"),
         (["--param", "suite=nope"], [], "--param suite: give it with --suite"),
         (["--param", "store_uri=x"], ["run.store=y"], "--param store_uri and --set run.store give the same parameter"),
         (["--param", "night_id=x"], [], "every night would go on with the same finished runs"),

@@ -327,8 +327,8 @@ class Agents:
                 why, failed, lay = ended
                 if failed or lay:  # one whose beat is new would get the next order first
                     self._rest(agent)
-                if lay:
-                    r.lay.setdefault(agent.name, held.since)
+                if lay and agent.heard > held.since:
+                    r.idle.add(agent.name)
                 if failed:
                     r.alone.update(held.clients)  # one of them may have taken the others with it
                 failures = [ClientFailure(r.plan.round, client, LOST, why) for client in held.clients]
@@ -391,22 +391,19 @@ class Agents:
                 r.open_.discard(failure.client)
                 yield failure
 
-    def _beat_only(self, r: OpenRound) -> str:
-        """Names the devices that live and take no order: they cannot read their letters, or lie."""
-        heard = {name: agent.heard for name, agent in self._agents.items()}
-        names = sorted(name for name, since in r.lay.items() if heard.get(name, -math.inf) > since)
-        return f"{', '.join(names)} beat, but took none: see what they log, or revoke them. " if names else ""
-
     def _check_waiting(self, r: OpenRound) -> None:
         """Says what the round waits for; raises Stopped where it waits in vain."""
         now = time.monotonic()
-        if any(a.held is not None and a.held.taken for a in self._agents.values()):
+        if at_work := {a.name for a in self._agents.values() if a.held is not None and a.held.taken}:
             r.hopeful = now
+            r.idle -= at_work
         waited, places = now - max(r.hopeful, self._keeper.moved), sorted({*map(self._keeper.place, r.waiting)})
         if waited > self._options.wait_s and not self._can_go_on(r):
+            idle = ", ".join(sorted(r.idle & self._agents.keys()))  # they cannot read their letters, or lie
+            what = f"{idle} beat, but took none: see what they log, or revoke them. " if idle else ""
             raise Stopped(
                 f"round {r.plan.round + 1}: no device has taken an order for {waited:.0f} s; "
-                f"{len(r.open_)} of {len(r.plan.orders)} clients have not answered. {self._beat_only(r)}"
+                f"{len(r.open_)} of {len(r.plan.orders)} clients have not answered. {what}"
                 f"{self._keeper.advice(sorted(self._agents), places)}, then go on with --resume"
             )
         if r.waiting and now - r.said > SAY_EVERY_S:

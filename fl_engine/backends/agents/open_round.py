@@ -35,8 +35,8 @@ class OpenRound:
     """Clients whose order a device failed: it is lent by itself from then on."""
     gone: set[tuple[str, int]] = field(default_factory=set)
     """Devices and clients: the device was ended once while it held the client's order."""
-    lay: dict[str, float] = field(default_factory=dict)
-    """Devices that have let an order lie, with when they got the first one."""
+    idle: set[str] = field(default_factory=set)
+    """Devices that beat while they let an order lie, and have taken none since."""
     said: float = -math.inf
     """When it was last said what the round waits for."""
 
