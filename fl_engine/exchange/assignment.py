@@ -47,6 +47,8 @@ class Assignment(BaseModel):
     """By client, hexadecimal: what signs its answer."""
     site: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = {}
     """By name, the sha256 of each file under `site/`: whoever can write the store alone changes nothing in them."""
+    orders: dict[int, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = {}
+    """By client, the sha256 of its order's file, which names those of the tensors."""
     device: str = "cpu"
     """Torch device."""
     observe: Literal["simulated", "cgroup"] = "simulated"

@@ -109,7 +109,8 @@ class Order(Record):
 class Mailbox:
     """`rules` say what an update may be, and `key` gives the key with which a client signs its manifest; None: not
     checked, not signed (clients in this process). The coordinator signs with `own`. `lengths`: by store key, the only
-    length in bytes at which the store accepts it (see `urls.Upload`)."""
+    length in bytes at which the store accepts it (see `urls.Upload`). `expected`: by client, the sha256 of the order
+    that is read (`Assignment.orders`); None: the store is trusted."""
 
     def __init__(
         self,
@@ -118,12 +119,16 @@ class Mailbox:
         key: KeyOf | None = None,
         own: KeyOf | None = None,
         lengths: Mapping[str, int] = MappingProxyType({}),
+        expected: Mapping[int, str] | None = None,
     ) -> None:
         self.store = store
         self.rules = rules
         self.key = key
         self.own = own
         self.lengths = dict(lengths)
+        self._expected = expected
+        self.order_sums: dict[int, str] = {}
+        """By client, the sha256 of the order that was written last."""
         self._seen: dict[tuple[int, int], tuple[str, dict[str, float] | None]] = {}
         """By round and client: what `Closed` keeps of an answer; the metrics are None for a failure."""
         self._failed: dict[tuple[int, int], ClientFailure] = {}
@@ -167,7 +172,9 @@ class Mailbox:
             )
             unsaid = {"codecs", "header"} if o.codecs is None else set()
             unsaid |= set() if o.evaluates else {"evaluates"}
-            self.store.put(f"{folder}{o.client}.json", order.model_dump_json(exclude=unsaid).encode())
+            value = order.model_dump_json(exclude=unsaid).encode()
+            self.store.put(f"{folder}{o.client}.json", value)
+            self.order_sums[o.client] = sha256(value)
             names = (f"{o.client}.json", order.payload, order.memory)
             keys[o.client] = [folder + name for name in names if name is not None]
 
@@ -186,12 +193,15 @@ class Mailbox:
 
     def orders(self, round: int, clients: Iterable[int], evaluates: bool = False) -> dict[int, WorkOrder]:
         """By client. What several of them are sent is read once, and they share its tensors. Raises IntegrityError
-        where an order, or what it sends, is missing or damaged."""
+        where an order, or what it sends, is missing, damaged or not `expected`."""
         folder = f"{round_folder(round, evaluates)}orders/"
 
         def read(client: int) -> Order:
             name = f"{folder}{client}.json"
-            order = parsed(Order, self.store.get(name), self.store.uri(name))
+            value = self.store.get(name)
+            if self._expected is not None and self._expected.get(client) != sha256(value):
+                raise IntegrityError(f"{self.store.uri(name)} is not the order that the coordinator wrote")
+            order = parsed(Order, value, self.store.uri(name))
             if (order.round, order.client, order.evaluates) != (round, client, evaluates):
                 raise IntegrityError(f"{self.store.uri(name)} is of round {order.round}, client {order.client}")
             return order

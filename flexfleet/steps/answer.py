@@ -67,7 +67,12 @@ def carry_out_all(
 ) -> None:
     """Looks at the free memory, trains, and writes the answers into `store`. `room`: bytes that training may take, by
     those that a client holds before. Raises as `answer`, also where it cannot be said what is free."""
-    mailbox = Mailbox(store, key=lambda order: bytes.fromhex(told.keys[order.client]), lengths=told.lengths)
+    mailbox = Mailbox(
+        store,
+        key=lambda order: bytes.fromhex(told.keys[order.client]),
+        lengths=told.lengths,
+        expected=told.orders,
+    )
     turns = [told.clients]
     if told.observe == "cgroup":  # orders that wait would hold memory that nobody counts
         at_once = site.numerics.lanes if site.numerics.strategy == "batched" else 1

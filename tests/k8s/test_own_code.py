@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fl_engine.core.errors import ClientError, IntegrityError
+from fl_engine.core.types import RoundPlan, SubmodelSpec, WorkOrder
 from fl_engine.exchange import code
 from fl_engine.exchange.assignment import SITE_FILES, Assignment
+from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.places import open_store
-from fl_engine.storage.store import Store, sha256
+from fl_engine.storage.store import MemoryStore, Store, sha256
 from fl_engine.testing.own_package import SETS, write
 from fl_engine.training.numerics import flushes_now
 from flexfleet.files.artifacts import RunFile
-from flexfleet.steps.answer import answer, prepared
+from flexfleet.steps.answer import answer, carry_out_all, prepared
 from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.prepare import Resolved
@@ -168,6 +171,23 @@ def test_who_can_write_the_store_alone_makes_no_pod_import_anything(
         for sums, wrong in ((told.site, name), ({}, "run.json")):
             with pytest.raises(IntegrityError, match=f"site/{wrong} is not what the coordinator wrote"):
                 prepared(told.model_copy(update={"site": sums}), store)  # type: ignore[arg-type]
+
+
+def test_who_can_write_the_store_alone_changes_no_order(
+    told: Assignment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An order names a codec, and with it what is imported; and the weights that its client starts from."""
+    (tmp_path / "installed_here.py").write_text("raise SystemExit('it was imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    store = MemoryStore()
+    work = WorkOrder(told.round, told.clients[0], SubmodelSpec.of({}), {"w": torch.zeros(2)}, seed=1, level=0)
+    mailbox = Mailbox(store)
+    ((key, *_),) = mailbox.put_orders(RoundPlan(told.round, (work,))).values()
+    mine = told.model_copy(update={"clients": told.clients[:1], "orders": mailbox.order_sums, "evaluates": False})
+    order = json.loads(store.get(key)) | {"codecs": {"down": {"name": "installed_here:X"}, "up": {"name": "half"}}}
+    store.put(key, json.dumps(order).encode())
+    with pytest.raises(IntegrityError, match="is not the order that the coordinator wrote"):
+        carry_out_all(mine, store, *prepared(told, told.open()))
 
 
 def test_an_owner_who_allows_nothing_is_obeyed(told: Assignment, monkeypatch: pytest.MonkeyPatch) -> None:

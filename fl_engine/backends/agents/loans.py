@@ -48,6 +48,7 @@ def assignment(
         clients=tuple(order.client for order in orders),
         keys={order.client: key(order).hex() for order in orders},
         site=dict(site_sums),
+        orders={order.client: mailbox.order_sums[order.client] for order in orders},
         device=device,
         observe=options.observe,
         memory=memory,

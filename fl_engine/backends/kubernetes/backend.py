@@ -313,6 +313,7 @@ class Kubernetes:
                 clients=clients,
                 keys={client: key(orders[client]).hex() for client in clients},
                 site=self._site_sums,
+                orders={client: self._mailbox.order_sums[client] for client in clients},
                 device=pool.torch_device,
                 observe=o.observe,
                 memory=self._memory,
