@@ -70,6 +70,21 @@ def test_devices_that_let_orders_lie_keep_nobody_from_getting_them(scene_of: Cal
     assert scene.clock.now < 1000 + 60
 
 
+def test_a_device_that_was_slow_to_start_is_soon_asked_again(scene_of: Callable[..., Scene]) -> None:
+    """The only one; however many orders it has let lie."""
+    scene = scene_of(1, lease_s=5.0)
+    device = scene.device(scene.idle)
+    device.takes = False
+
+    def between() -> None:
+        if scene.clock.now > 1000 + 200:
+            device.takes, device.act = True, scene.honest(2.0)
+
+    scene.between = between
+    assert isinstance(scene.outcomes()[0], ClientUpdate)
+    assert scene.clock.now < 1000 + 200 + 20
+
+
 def test_who_beats_and_takes_no_order_is_named(scene_of: Callable[..., Scene]) -> None:
     scene = scene_of(1, lease_s=5.0, wait_s=25.0)
     scene.device(scene.idle).takes = False

@@ -326,7 +326,7 @@ class Agents:
             if held is not None and ended is not None:
                 why, failed, lay = ended
                 if failed or lay:  # one whose beat is new would get the next order first
-                    self._rest(agent)
+                    self._rest(agent, LONGEST_REST_S if failed else self._options.lease_s)
                 if lay and agent.heard > held.since:
                     r.idle.add(agent.name)
                 if failed:
@@ -358,10 +358,10 @@ class Agents:
             yield ClientFailure(r.plan.round, client, LOST, f"{why} (agents.wait_s)")
 
     @staticmethod
-    def _rest(agent: Agent) -> None:
-        """The device has failed, or has let an order lie."""
+    def _rest(agent: Agent, longest_s: float = LONGEST_REST_S) -> None:
+        """The device has failed, or has let an order lie; then it may just be slow to start."""
         agent.failures += 1
-        agent.rests = time.monotonic() + min(LONGEST_REST_S, REST_S * 2 ** min(agent.failures - 1, 20))
+        agent.rests = time.monotonic() + min(longest_s, REST_S * 2 ** min(agent.failures - 1, 20))
 
     def _lost(
         self, r: OpenRound, agent: Agent, failures: Sequence[ClientFailure], counts: bool
