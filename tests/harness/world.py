@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import threading
@@ -285,9 +286,22 @@ def _moto(_: Path) -> Iterator[dict[str, str]]:
         moto.s3.models.S3_UPLOAD_PART_MIN_SIZE = smallest
 
 
+def two_free_ports(first: int) -> int:
+    """A port at which nobody listens, nor at the one after it; not the same as of another process that asks now."""
+    begin = first + os.getpid() % 400 * 2
+    for port in range(begin, begin + 800, 2):
+        with (
+            suppress(OSError),
+            socket.create_server(("127.0.0.1", port)),
+            socket.create_server(("127.0.0.1", port + 1)),
+        ):
+            return port
+    raise AssertionError(f"no two free ports from {begin} on")
+
+
 @contextmanager
 def _radosgw(folder: Path) -> Iterator[dict[str, str]]:
-    port = 8000 + os.getpid() % 400 * 2
+    port = two_free_ports(8000)
     told = subprocess.run([RADOSGW, "start", folder, str(port)], capture_output=True, text=True, check=True).stdout
     small = ["config", "set", "rgw_multipart_min_part_size", "1"]
     try:

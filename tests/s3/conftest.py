@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import boto3.session
 import pytest
 
 from tests.harness.moto_server import moto
+from tests.harness.world import two_free_ports
 
 SCRIPT = Path(__file__).with_name("radosgw")
 BUCKET = "runs"
@@ -29,7 +29,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             if shutil.which("radosgw") is None:
                 pytest.skip("radosgw is not installed (tests/s3/radosgw says how)")
             folder = tmp_path_factory.mktemp("rgw")
-            port = 7000 + os.getpid() % 400 * 2
+            port = two_free_ports(7000)
             told = subprocess.run([SCRIPT, "start", folder, str(port)], capture_output=True, text=True, check=True)
             given = dict(pair.split("=", 1) for pair in told.stdout.removeprefix("export ").split())
             ends.callback(subprocess.run, [SCRIPT, "stop", folder], check=True)
