@@ -5,6 +5,7 @@ for a limited time. `s3.S3Store` signs them.
 from __future__ import annotations
 
 import base64
+import logging
 import re
 import secrets
 import ssl
@@ -21,6 +22,9 @@ from fl_engine.core.errors import EnvironmentFailure, IntegrityError, device_hin
 from fl_engine.storage.pieces import Pieces, Value, digest
 
 T = TypeVar("T")
+
+logging.getLogger("urllib3.connection").setLevel(logging.ERROR)
+"""An answer that is cut off in its head would be told with a traceback, and with the URL, whose query is a secret."""
 
 READS = 4
 """Tries of a download that breaks off."""
