@@ -31,13 +31,14 @@ def gate(
     from flexfleet.config.overrides import sets_of
     from flexfleet.kubeflow.in_pod import ending, patiently
     from flexfleet.nightly import regress
+    from flexfleet.nightly.figures import TASKS
 
     with ending("night_id"):
         asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
         regress.check_pairs(asked, pairs)
         out = Path(night.path)
         folders = regress.folders_of(asked, [Path(run.path) for run in finished])
-        verdict = patiently(lambda: regress.settle(asked, folders, out, regress.TASKS, pairs[0]["mlflow"]))
+        verdict = patiently(lambda: regress.settle(asked, folders, out, TASKS, pairs[0]["mlflow"]))
         shutil.copyfile(out / "regression.html", page.path)
         Path(told.path).write_text(regress.card(verdict), encoding="utf-8")
         metrics.log_metric("passed", int(verdict.passed))

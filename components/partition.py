@@ -53,7 +53,7 @@ def partition(
         store = store_of(asked, name, folder)
         resolved = Resolved.of(asked)
         check.check(resolved)
-        check_begun(asked, name, folder)
+        check_begun(asked, store, folder)
         overrides.write_config(asked, Path(config.path))
         mlflow_run = track.begin(asked, name, store, track.of_job(asked, job_id))
         Path(started.path).write_text(track.card(asked, name, store.uri(), mlflow_run), encoding="utf-8")

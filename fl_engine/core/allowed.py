@@ -11,7 +11,7 @@ ALLOWED = "FLEXFLEET_ALLOWED_CODE"
 a wheel nor a package; not set: what the coordinator has signed, and what its configuration names."""
 OURS = ("fl_engine", "flexfleet")
 
-enabled: dict[str, tuple[str, str]] = {}
+wheels: dict[str, tuple[str, str]] = {}
 """By a package's name, the wheel from which this process imports it: the sha256, and the file."""
 
 
@@ -20,8 +20,8 @@ def _listed() -> set[str] | None:
     return None if said is None else {each.strip() for each in said.split(",")}
 
 
-def check_allowed(digest: str) -> None:
-    """Raises ClientError where this device's owner does not let it run."""
+def check_wheel(digest: str) -> None:
+    """Raises ClientError where this machine's owner does not let the wheel of this sha256 run."""
     listed = _listed()
     if listed is not None and digest not in listed:
         raise ClientError(
@@ -34,7 +34,7 @@ def check_module(module: str, what: str) -> None:
     """`what` names something in the module. Raises ConfigError where this machine's owner does not let that be
     imported. A wheel that is enabled was checked before."""
     listed, package = _listed(), module.partition(".")[0]
-    if listed is None or package in OURS or package in enabled or package in listed - {"none"}:
+    if listed is None or package in OURS or package in wheels or package in listed - {"none"}:
         return
     raise ConfigError(
         f"{what} is not imported on this machine ({ALLOWED} = {os.environ[ALLOWED][:200]}): its owner adds "

@@ -198,12 +198,13 @@ def member(
 def pool_of(algorithm: Algorithm, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
     """The algorithm's pool. Raises PoolError unless it is one: models of different names from the smallest to the
     largest, which is reported."""
-    name, found = type(algorithm).__name__, algorithm.pool(family, prepared, server)
-    given: object = found
-    if not isinstance(given, tuple | list) or not given or not all(isinstance(each, PoolModel) for each in given):
-        said = repr(given) if not given else f"a {type(given).__name__}"
-        if isinstance(given, tuple | list) and given:
-            said += f" of {next(type(each).__name__ for each in given if not isinstance(each, PoolModel))}"
+    name = type(algorithm).__name__
+    given: Any = algorithm.pool(family, prepared, server)
+    found: Pool = tuple(given) if isinstance(given, tuple | list) else ()
+    wrong = [each for each in found if not isinstance(each, PoolModel)]
+    if wrong or not found:
+        kind = f"a {type(given).__name__}"
+        said = f"{kind} of {type(wrong[0]).__name__}" if wrong else kind if given else repr(given)
         raise PoolError(f"{name}.pool: a tuple of one PoolModel or more is expected, smallest first, got {said}")
     for small, large in pairwise(found):
         if small.params > large.params:
@@ -216,7 +217,7 @@ def pool_of(algorithm: Algorithm, family: ModelFamily, prepared: Prepared, serve
         raise PoolError(f"{name}.pool: each model needs a name of its own, {twice[0]} is there twice")
     if not found[-1].reported:
         raise PoolError(f"{name}.pool: the largest model, {names[-1]}, has to be reported: its score is `full`")
-    return tuple(found)
+    return found
 
 
 def ascending(pool: Pool) -> Pool:

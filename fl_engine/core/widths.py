@@ -19,6 +19,7 @@ from fl_engine.core.slicing import count_params
 from fl_engine.core.types import FULL, HEAD, ParamLayout, SubmodelSpec
 
 Rounding = Literal["ceil", "floor"]
+ROUNDINGS = get_args(Rounding)
 
 EXIT_TOLERANCE = 5.0
 """How far, in points, a level may exceed its target (as FlexFL's and AdaptiveFL's code allow)."""
@@ -41,8 +42,8 @@ def check_cuttable(groups: Collection[str]) -> None:
 def kept(size: int, width: float, rounding: Rounding) -> int:
     """How many of `size` channels a width ratio keeps, at least one. 0.29 * 100 is 29, whatever the float says. Raises
     PoolError for another rounding."""
-    if rounding not in get_args(Rounding):
-        raise PoolError(f"rounding is {' or '.join(map(repr, get_args(Rounding)))}, got {rounding!r}")
+    if rounding not in ROUNDINGS:
+        raise PoolError(f"rounding is {' or '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
     exact = width * size
     rounded = math.ceil(exact - 1e-9) if rounding == "ceil" else math.floor(exact + 1e-9)
     return min(size, max(1, rounded))

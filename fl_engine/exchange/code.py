@@ -24,10 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_engine.core.allowed import ALLOWED as ALLOWED
-from fl_engine.core.allowed import OURS
-from fl_engine.core.allowed import check_allowed as check_allowed
-from fl_engine.core.allowed import enabled as _enabled
+from fl_engine.core.allowed import OURS, wheels
 from fl_engine.core.errors import ClientError, ConfigError, IntegrityError
 from fl_engine.storage.store import sha256
 
@@ -144,7 +141,7 @@ def enable(value: bytes, digest: str, where: str, parent: str | None = None) -> 
     bytes than the sha256 says, ConfigError where the name is taken, or another package is missing."""
     check_content(value, digest, where)
     name = _name_in(value, where)
-    if _enabled.get(name, ("", ""))[0] == digest:
+    if wheels.get(name, ("", ""))[0] == digest:
         return
     taken = getattr(sys.modules.get(name), "__file__", None)
     if taken is not None and "site-packages" in Path(taken).parts:
@@ -161,7 +158,7 @@ def enable(value: bytes, digest: str, where: str, parent: str | None = None) -> 
     path.chmod(0o444)
     sys.path.insert(0, str(path))
     importlib.invalidate_caches()
-    _enabled[name] = digest, str(path)
+    wheels[name] = digest, str(path)
 
 
 def _folder() -> str:
@@ -173,8 +170,8 @@ def _folder() -> str:
 
 def disable(name: str | None = None) -> None:
     """Takes the package, or all, from Python's path again, and forgets what was imported of it."""
-    for each in list(_enabled) if name is None else [name]:
-        _, path = _enabled.pop(each, ("", ""))
+    for each in list(wheels) if name is None else [name]:
+        _, path = wheels.pop(each, ("", ""))
         if path in sys.path:
             sys.path.remove(path)
         for module in [m for m in sys.modules if m == each or m.startswith(f"{each}.")]:
@@ -192,20 +189,20 @@ def clear() -> None:
 @contextmanager
 def enabled_within() -> Iterator[None]:
     """What is enabled inside is taken from Python's path again, and what was enabled before is there again."""
-    before = dict(_enabled)
+    before = dict(wheels)
     try:
         yield
     finally:
-        for name in [name for name, wheel in _enabled.items() if before.get(name) != wheel]:
+        for name in [name for name, wheel in wheels.items() if before.get(name) != wheel]:
             disable(name)
-        for name in before.keys() - _enabled.keys():
-            _enabled[name] = before[name]
+        for name in before.keys() - wheels.keys():
+            wheels[name] = before[name]
             sys.path.insert(0, before[name][1])
 
 
 def enabled(digest: str) -> bool:
     """Whether this process imports from the wheel."""
-    return any(known == digest for known, _ in _enabled.values())
+    return any(known == digest for known, _ in wheels.values())
 
 
 def _name_in(value: bytes, where: str) -> str:

@@ -127,7 +127,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
                 if columns:
                     raise _at(path, number, f"{','.join(columns)} is expected, as in the heading, got JSON")
                 row = Row.model_validate_json(line)
-                if line.count(":") != len(row.model_fields_set):  # the last of two would count
+                if line.count(":") != len(row.model_fields_set):  # a name is there twice
                     names = [name for name, _ in json.loads(line, object_pairs_hook=list)]
                     raise _at(path, number, f"{max(names, key=names.count)!r} is there twice")
                 yield number, row

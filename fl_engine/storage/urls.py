@@ -24,7 +24,7 @@ from fl_engine.storage.pieces import Pieces, Value, digest
 T = TypeVar("T")
 
 logging.getLogger("urllib3.connection").setLevel(logging.ERROR)
-"""An answer that is cut off in its head would be told with a traceback, and with the URL, whose query is a secret."""
+"""It would warn of an answer whose head breaks off, with a traceback and with the URL, whose query is a secret."""
 
 READS = 4
 """Tries of a download that breaks off."""

@@ -16,6 +16,7 @@ from fl_engine.backends.in_process import prepare_process
 from fl_engine.backends.kubernetes.jobs import STATE_KEY
 from fl_engine.backends.processes import carry_out
 from fl_engine.core import heap
+from fl_engine.core.allowed import check_wheel
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief
 from fl_engine.core.types import Pool
@@ -169,7 +170,7 @@ def _import_code(told: Assignment, run: RunFile, store: Store) -> None:
     if told.code is None:
         return
     code.check_signed(bytes.fromhex(told.keys[told.clients[0]]), told.code, told.round, told.code_signature)
-    code.check_allowed(told.code)
+    check_wheel(told.code)
     key = code.store_key(told.code)
     code.enable(store.get(key), told.code, store.uri(key))
 

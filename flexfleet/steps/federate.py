@@ -250,12 +250,12 @@ def _surroundings(
         config.run.devices,
         run_id,
         pods,
-        memory,
-        should_stop,
-        code,
-        config.agents,
-        post,
-        site_sums,
+        memory=memory,
+        should_stop=should_stop,
+        code=code,
+        agents=config.agents,
+        post=post,
+        site_sums=site_sums,
     )
 
 

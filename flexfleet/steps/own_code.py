@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from fl_engine.core.allowed import check_wheel
 from fl_engine.core.errors import ConfigError, holds_password, masked
 from fl_engine.exchange import code
 from fl_engine.exchange.code import Wheel
@@ -59,9 +60,9 @@ def check_sources(before: Mapping[str, str], now: Mapping[str, str], out: Path) 
 
 def enable(run: RunFile, folder: Path) -> None:
     """Imports from the wheel in a run's folder, where it has one. Raises IntegrityError where that is damaged,
-    ClientError where this machine does not allow it (`code.ALLOWED`)."""
+    ClientError where this machine does not allow it (`core.allowed`)."""
     if run.code_sha256 is not None:
-        code.check_allowed(run.code_sha256)
+        check_wheel(run.code_sha256)
         code.enable_file(str(folder / code.store_key(run.code_sha256)), run.code_sha256)
 
 

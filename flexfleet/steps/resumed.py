@@ -86,14 +86,12 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
     return known
 
 
-def check_begun(config: Config, run_id: str, out: Path) -> None:
-    """For a pipeline's first task: raises the ConfigError with which `federate` would refuse to go on with a run of
-    this name, with these settings or to this end, after the tasks before it were paid. Where the store cannot be
-    reached, `federate` tells."""
+def check_begun(config: Config, store: Store, out: Path) -> None:
+    """For a pipeline's first task: raises the ConfigError with which `federate` would refuse, after the tasks before it
+    were paid, to go on with the run in `store` with these settings or to this end. Where the store cannot be reached,
+    `federate` tells."""
     with suppress(EnvironmentFailure):
-        store = store_of(config, run_id, out)
-        known = track.known_file(store)
-        if known is not None:
+        if (known := track.known_file(store)) is not None:
             _same_settings(known, config, out)
             check_end(ledger_in(store), config.rounds)
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import evidence
 from benchmarks.uniformity import told
 from flexfleet.comparisons.comparison import Comparison, by_seed
 from flexfleet.comparisons.first import firsts, rows
@@ -282,3 +283,25 @@ def test_which_attacks_the_bound_stops_is_as_measured() -> None:
         caught = [f"{run['caught']} of {run['attacks']}" for run in (flexfl, heterofl) if run["caught"]]
         said = f"| {row} | {flexfl['avg']:.1f} | {heterofl['avg']:.1f} | {'; '.join(caught) or 'none'} |"
         assert said in BOUND_PAGE
+
+
+def test_what_another_process_has_made_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two may make evidence side by side, each for hours."""
+    one, other = (campaign.id for campaign in evidence.CAMPAIGNS[:2])
+    monkeypatch.setattr(evidence, "OUT", tmp_path / "out")
+    monkeypatch.setattr(evidence, "STORE", tmp_path / "store")
+    for name in (one, other):
+        (tmp_path / "store" / name).mkdir(parents=True)
+        (tmp_path / "store" / name / "comparison.md").write_text(f"## {name}: of a test\n")
+        (tmp_path / "store" / name / "comparison.svg").write_text("<svg/>")
+
+    def run(campaign: Any) -> dict[str, Any]:
+        if campaign.id == one:
+            evidence.main([other])
+        return {"of": campaign.id}
+
+    monkeypatch.setattr(evidence, "run", run)
+    evidence.main([one])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {name: each["comparison"] for name, each in results.items()} == {one: {"of": one}, other: {"of": other}}
+    assert all(f"## {name}" in (tmp_path / "out" / "tables.md").read_text() for name in (one, other))

@@ -14,7 +14,7 @@ from scipy import stats
 
 from fl_engine.core.errors import ConfigError
 from flexfleet.files.artifacts import History
-from flexfleet.nightly import gate, regress, suite
+from flexfleet.nightly import figures, gate, regress, suite
 from flexfleet.nightly.gate import Before, Values, judge, noise
 from flexfleet.nightly.pace import machine
 from flexfleet.nightly.suite import Figures
@@ -206,8 +206,8 @@ def test_memory_and_pace_are_compared_with_nights_of_the_same_backend_alone(
     for backend in ("in_process", "processes"):
         runs = suite.runs_of(asked, "digits", asked.seeds, [f"run.backend={backend}"], "x")
         night = regress.Night(DIGITS, asked, "x", runs)
-        now = reference.model_copy(update={"machine": regress._machine(night, regress.PROCESSES)})
-        before = reference.model_copy(update={"machine": machine() | {"runs in": regress.PROCESSES} | given})
+        now = reference.model_copy(update={"machine": figures._machine(night, figures.PROCESSES)})
+        before = reference.model_copy(update={"machine": machine() | {"runs in": figures.PROCESSES} | given})
         checks, notes = regress.compared(night, now, None, before)
         same = given.get("backend", "in_process") == backend
         assert ("pace" in {check.metric for check in checks}) is same

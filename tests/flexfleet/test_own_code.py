@@ -13,6 +13,7 @@ import torch
 
 import flexfleet as ff
 from fl_engine.backends.processes import Processes
+from fl_engine.core.allowed import ALLOWED
 from fl_engine.core.errors import ClientError
 from fl_engine.exchange import code
 from fl_engine.storage.store import sha256
@@ -187,7 +188,7 @@ def test_a_run_whose_code_is_not_allowed_here_is_not_imported(
 ) -> None:
     run("a", "rounds.stop=1")
     code.disable()
-    monkeypatch.setenv(code.ALLOWED, "none")
+    monkeypatch.setenv(ALLOWED, "none")
     with pytest.raises(ClientError, match="is not allowed on this device"):
         ff.load("a").model()
 

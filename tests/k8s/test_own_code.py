@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from fl_engine.core.allowed import ALLOWED
 from fl_engine.core.errors import ClientError, IntegrityError
 from fl_engine.core.types import RoundPlan, SubmodelSpec, WorkOrder
 from fl_engine.exchange import code
@@ -55,7 +56,7 @@ def run(sets: tuple[str, ...], prepared: Path, tmp_path: Path) -> Callable[..., 
 def owned_by(cluster: Any, allowed: str) -> None:
     """The owner of the cluster's devices allows these hashes."""
     began = cluster.start
-    cluster.start = lambda command, env, log: began(command, {**env, code.ALLOWED: allowed}, log)
+    cluster.start = lambda command, env, log: began(command, {**env, ALLOWED: allowed}, log)
 
 
 def store_of(remote: Remote, name: str) -> Store:
@@ -191,9 +192,7 @@ def test_who_can_write_the_store_alone_changes_no_order(
 
 
 def test_an_owner_who_allows_nothing_is_obeyed(told: Assignment, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(code.ALLOWED, "none")
-    with pytest.raises(
-        ClientError, match=rf"the code {told.code} is not allowed on this device \({code.ALLOWED} = none"
-    ):
+    monkeypatch.setenv(ALLOWED, "none")
+    with pytest.raises(ClientError, match=rf"the code {told.code} is not allowed on this device \({ALLOWED} = none"):
         answer(told)
     assert not code.enabled(str(told.code))

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_engine.core.allowed import ALLOWED, check_wheel
 from fl_engine.core.errors import BadInput, ClientError, ConfigError, IntegrityError
 from fl_engine.core.registry import resolve
 from fl_engine.exchange import code
@@ -241,14 +242,14 @@ DIGEST = "a" * 64
     ("said", "runs"), [(None, True), (DIGEST, True), (f" {'b' * 64} , {DIGEST}", True), ("none", False), ("", False)]
 )
 def test_an_owner_allows_hashes_or_none(monkeypatch: pytest.MonkeyPatch, said: str | None, runs: bool) -> None:
-    monkeypatch.delenv(code.ALLOWED, raising=False)
+    monkeypatch.delenv(ALLOWED, raising=False)
     if said is not None:
-        monkeypatch.setenv(code.ALLOWED, said)
+        monkeypatch.setenv(ALLOWED, said)
     if runs:
-        code.check_allowed(DIGEST)
+        check_wheel(DIGEST)
     else:
         with pytest.raises(ClientError, match=f"the code {DIGEST} is not allowed on this device"):
-            code.check_allowed(DIGEST)
+            check_wheel(DIGEST)
 
 
 @pytest.mark.parametrize(
@@ -258,9 +259,9 @@ def test_a_configuration_names_nothing_that_the_owner_does_not_allow(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str | None, runs: bool
 ) -> None:
     """Neither what is installed nor what lies in the working directory."""
-    monkeypatch.delenv(code.ALLOWED, raising=False)
+    monkeypatch.delenv(ALLOWED, raising=False)
     if said is not None:
-        monkeypatch.setenv(code.ALLOWED, said)
+        monkeypatch.setenv(ALLOWED, said)
     (tmp_path / "here9.py").write_text("Net = 1\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -269,7 +270,7 @@ def test_a_configuration_names_nothing_that_the_owner_does_not_allow(
     if runs:
         assert resolve({}, "here9:Net", "model") == 1
     else:
-        with pytest.raises(ConfigError, match=rf"model 'here9:Net' is not imported on this machine \({code.ALLOWED} ="):
+        with pytest.raises(ConfigError, match=rf"model 'here9:Net' is not imported on this machine \({ALLOWED} ="):
             resolve({}, "here9:Net", "model")
         assert "here9" not in sys.modules
 

@@ -180,7 +180,8 @@ def test_what_a_server_refuses_is_explained(server: str, store: S3Store, monkeyp
 
 
 class _Broken(BaseHTTPRequestHandler):
-    """Answers by the plan: a status, `cut` for a body that breaks off, or `endless` for one that does not end."""
+    """Answers by the plan: a status, `head` or `cut` for a head or a body that breaks off, or `endless` for a body that
+    does not end."""
 
     plan: list[object] = []  # noqa: RUF012 - set by the test
     sent = 0
@@ -193,6 +194,10 @@ class _Broken(BaseHTTPRequestHandler):
             with suppress(OSError):
                 while _Broken.sent < 2**30:
                     _Broken.sent += self.wfile.write(bytes(2**16))
+            self.close_connection = True
+            return
+        if step == "head":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nx-am")
             self.close_connection = True
             return
         self.send_response(200 if step == "cut" else int(str(step)))
@@ -231,6 +236,13 @@ def test_answers_that_break_off_and_busy_servers_are_asked_again(broken: str) ->
     _Broken.plan = ["cut", 500, 429]
     assert UrlStore({"key": f"{broken}/key?secret=1"}, {}).get("key") == b"whole"
     assert not _Broken.plan
+
+
+def test_a_head_that_breaks_off_puts_no_url_into_the_log(broken: str, caplog: pytest.LogCaptureFixture) -> None:
+    """urllib3 warns of it with a traceback, and with the URL, whose query is a signature."""
+    _Broken.plan = ["head"]
+    assert UrlStore({"key": f"{broken}/key?X-Amz-Signature=secret"}, {}).get("key") == b"whole"
+    assert not _Broken.plan and "secret" not in caplog.text
 
 
 def test_of_a_body_without_a_length_no_more_is_read_than_its_limit(broken: str) -> None:

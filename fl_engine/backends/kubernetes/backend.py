@@ -244,8 +244,9 @@ class Kubernetes:
         for (group, texts, common), most in zip(made, at_once, strict=True):
             o, memory = self._options, self._memory_of(group, r.plan)
             body = jobs.job(
-                self._template, o, self._run, r.plan.label, group, r.attempt, owner, DATA_FOLDER, memory, self._site
-            )
+                self._template, o, self._run, r.plan.label, group, r.attempt, owner, DATA_FOLDER,
+                memory=memory, site=self._site,
+            )  # fmt: skip
             body["spec"]["parallelism"] = most
             job = self._ground.create_job(body, self._labels(r.plan))
             self._cluster.create("secrets", jobs.secret(job, texts, common))

@@ -81,7 +81,18 @@ class Lasting:
             require_numerics=options.require_numerics,
         )
         self._agents = Agents(
-            waits, run_id, fleet, mailbox, post, should_stop, code, held.check, crew, memory, site_sums, befalls
+            waits,
+            run_id,
+            fleet,
+            mailbox,
+            post,
+            should_stop,
+            code,
+            check=held.check,
+            keeper=crew,
+            memory=memory,
+            site_sums=site_sums,
+            befalls=befalls,
         )
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
