@@ -25,7 +25,7 @@ import pytest
 from fl_engine.storage.store import FolderStore
 from tests.harness import cuts, faults, invited, kills, outcome
 from tests.harness.processes import Done
-from tests.harness.world import BUCKET, VARIANTS, Place, Variant, World, missing, opened, place
+from tests.harness.world import BUCKET, SMALL, VARIANTS, Place, Variant, World, missing, opened, place
 
 ROUNDS = 3
 FOLDER, MOTO, STAYING, AGENTS = (
@@ -116,6 +116,7 @@ def test_a_coordinator_that_is_cut_off_for_good_gives_up_and_the_same_command_go
     monkeypatch.setattr(kills, "GIVES_UP", (how,))
     monkeypatch.setattr(kills, "MOMENTS", {"a state": (b"state.",)})
     monkeypatch.setattr(kills, "PER_RUN", (1, 1))
+    monkeypatch.setitem(SMALL, "fl_engine.storage.s3.ATTEMPTS", 3)  # it gives up sooner
     for name, value in {"FOR_GOOD": 1.0, "AFTER": 2, "MEETS_S": 300.0}.items():
         monkeypatch.setattr(cuts, name, value)
     at, tally = place(world, MOTO), kills.Tally()
