@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from fl_engine.backends.agents.backend import Agents
-from fl_engine.backends.agents.loans import assignment, key_under
+from fl_engine.backends.agents.loans import key_under, reachable
 from fl_engine.backends.agents.post import Post
 from fl_engine.backends.agents.roster import Member, Roster
 from fl_engine.backends.agents.settings import AgentsConfig
@@ -28,6 +28,8 @@ from fl_engine.backends.kubernetes.ground import Ground
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.errors import ClientError, Stopped
 from fl_engine.core.types import Device, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.exchange.assigning import assignment
+from fl_engine.exchange.assignment import SITE_FILES
 from fl_engine.exchange.letters import LETTER_BYTES, Letter, Loan
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import key_of
@@ -118,7 +120,8 @@ def test_a_letter_holds_as_many_orders_as_a_pod_may(s3: str, monkeypatch: pytest
     names = {o.client: [f"rounds/00007/orders/{o.client}.{kind}" for kind in ("json", "a" * 64)] for o in orders}
     key = key_under(key_of(b"k" * 32), "site", "ab" * 8)
     box.order_sums = {o.client: "d" * 64 for o in orders}
-    told = assignment(box, orders, names, "ab" * 8, key, AgentsConfig(), "c" * 64, "POST")
+    told = assignment(box, orders, key, AgentsConfig(), {name: "e" * 64 for name in SITE_FILES}, "c" * 64)
+    told = reachable(told, box, orders, names, "ab" * 8, AgentsConfig(), "POST")
     letter = Letter(name="run-0", number=1, loan=Loan(id="ab" * 8, seconds=60.0, assignment=told)).signed("ab" * 32)
     assert LETTER_BYTES / 4 < len(letter.text()) < LETTER_BYTES / 1.5
 

@@ -26,13 +26,14 @@ from typing import Any, Literal
 from fl_engine.backends.agents import seats
 from fl_engine.backends.agents.keeper import SAY_EVERY_S, Invited, Keeper
 from fl_engine.backends.agents.leases import why_ended
-from fl_engine.backends.agents.loans import assignment, key_under
+from fl_engine.backends.agents.loans import key_under, reachable
 from fl_engine.backends.agents.open_round import OpenRound
 from fl_engine.backends.agents.post import Agent, Held, Post
 from fl_engine.backends.agents.settings import AgentsConfig
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan, WorkOrder
+from fl_engine.exchange.assigning import assignment
 from fl_engine.exchange.letters import LEASES, Leased, Loan, pause
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import KeyOf, fits_nobody
@@ -243,20 +244,19 @@ class Agents:
     def _lend_to(self, agent: Agent, r: OpenRound, clients: Sequence[int], loan: str) -> Held:
         for client in clients:
             r.waiting.remove(client)
+        orders = [r.plan.order_of[client] for client in clients]
         told = assignment(
             self._mailbox,
-            [r.plan.order_of[client] for client in clients],
-            r.names,
-            loan,
+            orders,
             self._key(loan),
             self._options,
-            self._code,
-            self._post.verb,
-            self._keeper.device(clients[0]),
-            self._memory,
-            max(r.killed[client] for client in clients),
             self._site_sums,
+            self._code,
+            self._memory,
+            self._keeper.device(clients[0]),
+            max(r.killed[client] for client in clients),
         )
+        told = reachable(told, self._mailbox, orders, r.names, loan, self._options, self._post.verb)
         lent = Loan(id=loan, seconds=self._options.deadline_s, assignment=told)
         self._say(agent, lent, run=self._run, site=self._site)
         now = time.monotonic()

@@ -26,10 +26,9 @@ from fl_engine.backends.kubernetes.waiting import Live
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
-from fl_engine.exchange.assignment import SITE_FILES, URLS, Assignment
-from fl_engine.exchange.code import signature, store_key
+from fl_engine.exchange.assigning import assignment, of_the_run, uploads
+from fl_engine.exchange.assignment import URLS
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.updates import manifest_bytes, payload_bytes
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import canonical, sha256
 from fl_engine.training.memory import Peaks, needed
@@ -302,53 +301,31 @@ class Kubernetes:
 
     def _told(self, plan: RoundPlan, group: Group, names: Mapping[int, list[str]]) -> tuple[list[str], str]:
         """For each pod its assignment; and what all of them may read."""
-        orders = {o.client: o for o in plan.orders}
-        key, store, o = self._mailbox.key, self._mailbox.store, self._options
+        mailbox, options = self._mailbox, self._options
+        key, store = mailbox.key, mailbox.store
         assert key is not None
-        pool = o.pools.get(group.tier, NodePool())
-        assignments = []
+        device = options.pools.get(group.tier, NodePool()).torch_device
+        told = []
         for clients in group.pods:
-            told = Assignment(
-                round=plan.round,
-                evaluates=plan.evaluates,
-                clients=clients,
-                keys={client: key(orders[client]).hex() for client in clients},
-                site=self._site_sums,
-                orders={client: self._mailbox.order_sums[client] for client in clients},
-                device=pool.torch_device,
-                observe=o.observe,
-                memory=self._memory,
-                require_numerics=o.require_numerics,
-                code=self._code,
-                code_signature=self._code and signature(key(orders[clients[0]]), self._code, plan.round),
-            )
-            assignments.append(told)
+            orders = [plan.order_of[client] for client in clients]
+            told.append(assignment(mailbox, orders, key, options, self._site_sums, self._code, self._memory, device))
         if self._verb is None:
             ambient = {"store": store.uri()}
-            return [told.model_copy(update=ambient).model_dump_json() for told in assignments], "{}"
+            return [each.model_copy(update=ambient).model_dump_json() for each in told], "{}"
         assert isinstance(store, S3Store)
-        seconds = o.deadline_s + o.pending_s + GRACE_S
-        kept = {} if self._mailbox.rules is None else self._mailbox.rules.client_state
+        seconds = options.deadline_s + options.pending_s + GRACE_S
 
         def urls(keys: Iterable[str]) -> dict[str, str]:
-            return {k: store.presign(k, seconds, o.endpoint) for k in sorted(keys)}
+            return {k: store.presign(k, seconds, options.endpoint) for k in sorted(keys)}
 
-        reads = [{k for client in told.clients for k in names[client]} for told in assignments]
+        reads = [{k for client in each.clients for k in names[client]} for each in told]
         same = set.intersection(*reads)
         texts = []
-        for told, own in zip(assignments, reads, strict=True):
-            writes = {
-                k: store.upload(k, most, seconds, self._verb, o.endpoint)
-                for client in told.clients
-                for k, most in zip(
-                    self._mailbox.outcome_keys(plan.round, client, plan.evaluates),
-                    (payload_bytes(orders[client], kept), manifest_bytes(orders[client])),
-                    strict=True,
-                )
-            }
-            texts.append(told.model_copy(update={"reads": urls(own - same), "writes": writes}).model_dump_json())
-        site = {f"site/{name}" for name in SITE_FILES} | ({store_key(self._code)} if self._code else set())
-        return texts, URLS.dump_json(urls(same | site)).decode()
+        for each, own in zip(told, reads, strict=True):
+            orders = [plan.order_of[client] for client in each.clients]
+            writes = uploads(mailbox, orders, self._verb, seconds, options)
+            texts.append(each.model_copy(update={"reads": urls(own - same), "writes": writes}).model_dump_json())
+        return texts, URLS.dump_json(urls(same | set(of_the_run(mailbox, self._code)))).decode()
 
     # ------------------------------------------------------------------------------------------- waiting
     def _check_stop(self) -> None:
