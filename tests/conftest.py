@@ -70,8 +70,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 PRINT = builtins.print
-FIRST = ("docs", "pipelines", "flexfleet", "harness", "k8s", "s3")
-"""Folders whose files take longest: they begin, so that at the end both processes have work."""
+FIRST = ("harness/test_kills.py", "docs", "pipelines", "flexfleet", "harness", "k8s", "s3")
+"""What takes longest: it begins, so that at the end all processes have work. The kills wait, in one process, for half as
+long as all else takes."""
 LONG = {
     "benchmarks": ("contestants", "growth"),
     "docs": ("docs", "examples", "python"),
@@ -120,11 +121,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the long tests, and lets long files begin."""
-    folder = {item: item.path.parent.name for item in items}
     for item in items:
         if _is_long(item.path):
             item.add_marker("long")
-    items.sort(key=lambda item: FIRST.index(folder[item]) if folder[item] in FIRST else len(FIRST))
+    items.sort(key=lambda item: _place(item.path.relative_to(Path(__file__).parent)))
+
+
+def _place(file: Path) -> int:
+    """Among what begins; `file`: in tests/."""
+    return next((place for place, first in enumerate(FIRST) if file.is_relative_to(first)), len(FIRST))
 
 
 def pytest_collection_finish() -> None:
