@@ -71,8 +71,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 PRINT = builtins.print
 FIRST = ("harness/test_kills.py", "docs", "pipelines", "flexfleet", "harness", "k8s", "s3")
-"""What takes longest: it begins, so that at the end all processes have work. The kills wait, in one process, for half as
-long as all else takes."""
+"""What takes longest: it begins, so that at the end all processes have work. The kills wait, in one process, for half
+as long as all else takes."""
 LONG = {
     "benchmarks": ("contestants", "growth"),
     "docs": ("docs", "examples", "python"),

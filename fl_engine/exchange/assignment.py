@@ -17,6 +17,7 @@ from fl_engine.core.fields import Index
 from fl_engine.data.local import FORM
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import Store
+from fl_engine.storage.sums import Sum
 from fl_engine.storage.urls import Upload, UrlStore
 from fl_engine.training.memory import Peaks
 
@@ -45,10 +46,10 @@ class Assignment(BaseModel):
     """The orders are those of the round's evaluation."""
     keys: dict[int, str]
     """By client, hexadecimal: what signs its answer."""
-    site: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = {}
-    """By name, the sha256 of each file under `site/`: whoever can write the store alone changes nothing in them."""
-    orders: dict[int, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = {}
-    """By client, the sha256 of its order's file, which names those of the tensors."""
+    site: dict[str, Sum] = {}
+    """By name, the sum of each file under `site/`: whoever can write the store alone changes nothing in them."""
+    orders: dict[int, Sum] = {}
+    """By client, the sum of its order's file, which names those of the tensors."""
     device: str = "cpu"
     """Torch device."""
     observe: Literal["simulated", "cgroup"] = "simulated"

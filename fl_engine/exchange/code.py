@@ -30,6 +30,8 @@ from fl_engine.storage.store import sha256
 
 LARGEST = 64 * 2**20
 """Bytes of a package's files."""
+LARGEST_WHEEL = 2 * LARGEST
+"""Bytes of its wheel that are read at most."""
 COMPILED = (".so", ".pyd", ".dll", ".dylib")
 LEFT_OUT = ("__pycache__",)
 FIXED_TIME = (1980, 1, 1, 0, 0, 0)

@@ -42,10 +42,12 @@ from fl_engine.exchange.updates import (
     update_of,
 )
 from fl_engine.fleet.uniformity import Times
+from fl_engine.storage import sums
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.records import WAY_OUT, Record, parsed, round_folder
 from fl_engine.storage.store import Store, canonical, decode, sha256, tensor_bytes
+from fl_engine.storage.sums import sum_of
 
 log = logging.getLogger("flexfleet")
 
@@ -104,13 +106,15 @@ class Order(Record):
     codecs: dict[str, dict[str, Any]] | None = None
     header: dict[str, tuple[str, tuple[Index, ...]]] | None = None
     evaluates: bool = False
+    most: Index | None = None
+    """Bytes of the larger of the two files: no client reads more of one."""
 
 
 class Mailbox:
     """`rules` say what an update may be, and `key` gives the key with which a client signs its manifest; None: not
     checked, not signed (clients in this process). The coordinator signs with `own`. `lengths`: by store key, the only
-    length in bytes at which the store accepts it (see `urls.Upload`). `expected`: by client, the sha256 of the order
-    that is read (`Assignment.orders`); None: the store is trusted."""
+    length in bytes at which the store accepts it (see `urls.Upload`). `expected`: by client, the sum of the order that
+    is read (`Assignment.orders`); None: the store is trusted."""
 
     def __init__(
         self,
@@ -128,7 +132,7 @@ class Mailbox:
         self.lengths = dict(lengths)
         self._expected = expected
         self.order_sums: dict[int, str] = {}
-        """By client, the sha256 of the order that was written last."""
+        """By client, the sum of the order that was written last."""
         self._seen: dict[tuple[int, int], tuple[str, dict[str, float] | None]] = {}
         """By round and client: what `Closed` keeps of an answer; the metrics are None for a failure."""
         self._failed: dict[tuple[int, int], ClientFailure] = {}
@@ -145,7 +149,8 @@ class Mailbox:
         """Writes the orders for clients in other processes; gives the keys of each client's order. Tensors that several
         clients are sent are written once."""
         keys: dict[int, list[str]] = {}
-        files: dict[tuple[int, ...], str] = {}
+        files: dict[tuple[int, ...], tuple[str, int]] = {}
+        """By the tensors in it: a file's name and bytes."""
         folder = f"{_folder(plan)}orders/"
 
         def same(tensors: Params) -> tuple[int, ...]:
@@ -153,10 +158,12 @@ class Mailbox:
 
         def put_tensors(tensors: Params) -> None:
             value = laid_out(tensors)
-            files[same(tensors)] = f"{sha256(value)}.safetensors"
-            self.store.put(folder + files[same(tensors)], value)
+            name = f"{sha256(value)}.safetensors"
+            files[same(tensors)] = name, len(value)
+            self.store.put(folder + name, value)
 
         def put_order(o: WorkOrder) -> None:
+            payload, memory = (files[same(t)] if t else (None, 0) for t in (o.travels, o.memory))
             order = Order(
                 round=o.round,
                 client=o.client,
@@ -164,17 +171,18 @@ class Mailbox:
                 seed=o.seed,
                 level=o.level,
                 hints=dict(o.hints),
-                payload=files[same(o.travels)] if o.travels else None,
-                memory=files[same(o.memory)] if o.memory else None,
+                payload=payload[0],
+                memory=memory[0],
                 codecs=None if o.codecs is None else sections_of(o.codecs),
                 header=None if o.encoded is None else _told(coding.header_of(o.payload)),
                 evaluates=o.evaluates,
+                most=max(payload[1], memory[1]),
             )
             unsaid = {"codecs", "header"} if o.codecs is None else set()
             unsaid |= set() if o.evaluates else {"evaluates"}
             value = order.model_dump_json(exclude=unsaid).encode()
             self.store.put(f"{folder}{o.client}.json", value)
-            self.order_sums[o.client] = sha256(value)
+            self.order_sums[o.client] = sum_of(value)
             names = (f"{o.client}.json", order.payload, order.memory)
             keys[o.client] = [folder + name for name in names if name is not None]
 
@@ -198,23 +206,24 @@ class Mailbox:
 
         def read(client: int) -> Order:
             name = f"{folder}{client}.json"
-            value = self.store.get(name)
-            if self._expected is not None and self._expected.get(client) != sha256(value):
-                raise IntegrityError(f"{self.store.uri(name)} is not the order that the coordinator wrote")
+            if self._expected is None:
+                value = self.store.get(name)
+            else:
+                value = sums.read(self.store, name, self._expected.get(client))
             order = parsed(Order, value, self.store.uri(name))
             if (order.round, order.client, order.evaluates) != (round, client, evaluates):
                 raise IntegrityError(f"{self.store.uri(name)} is of round {order.round}, client {order.client}")
             return order
 
-        def tensors(file: str) -> Params:
-            value = self.store.get(folder + file)
+        def tensors(file: str, most: int | None) -> Params:
+            value = self.store.get(folder + file, most)
             if file != f"{sha256(value)}.safetensors":
                 raise IntegrityError(f"{self.store.uri(folder + file)} is damaged: its name is not its sha256")
             return decode(value, self.store.uri(folder + file))
 
         found = list(overlapped(self.store, 0, read, clients))
-        files = dict.fromkeys(file for o in found for file in (o.payload, o.memory) if file is not None)
-        known = {file: tensors(file) for file in files}
+        files = {file: o.most for o in found for file in (o.payload, o.memory) if file is not None}
+        known = {file: tensors(file, most) for file, most in files.items()}
         return {o.client: self._work(o, known, self.store.uri(f"{folder}{o.client}.json")) for o in found}
 
     @staticmethod

@@ -28,7 +28,8 @@ from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.sealing import key_from
 from fl_engine.fleet import devices, faults
-from fl_engine.storage.store import Store, sha256
+from fl_engine.storage import sums
+from fl_engine.storage.store import Store
 from fl_engine.training import cgroup, memory
 from fl_engine.training.numerics import Numerics, describe, differing
 from flexfleet import config as configs
@@ -87,7 +88,7 @@ def carry_out_all(
 def _site(told: Assignment, store: Store) -> tuple[Algorithm, Site]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "run.json").write_bytes(_told_file(told, store, "run.json"))
+        (folder / "run.json").write_bytes(sums.read(store, "site/run.json", told.site.get("run.json")))
         run = RunFile.read(folder / "run.json")
         _import_code(told, run, store)
         told_config, algorithm = configs.parse_with_algorithm(own_code.stored(run))
@@ -95,7 +96,7 @@ def _site(told: Assignment, store: Store) -> tuple[Algorithm, Site]:
         config, most = resolved.config, most_of(resolved.config)
         for file in site_files(most is not None):
             if file != "run.json":
-                (folder / file).write_bytes(_told_file(told, store, file))
+                (folder / file).write_bytes(sums.read(store, f"site/{file}", told.site.get(file)))
         if most is None:
             parts = partition.load(folder, resolved.data)
             data = partition.as_told(resolved.data, parts)
@@ -123,21 +124,6 @@ def _site(told: Assignment, store: Store) -> tuple[Algorithm, Site]:
     key = key_from(Path(os.environ.get("FLEXFLEET_STATE_KEY", STATE_KEY))) if sealed else None
     site = Site(family, pool, fleet, data, parts, config.seed, numerics, None, struck, sealed, key, held, most)
     return algorithm, site
-
-
-def _told_file(told: Assignment, store: Store, name: str) -> bytes:
-    """A file under `site/`. Raises IntegrityError for other bytes than the assignment says: whoever can write the store
-    would choose what is imported here."""
-    key = f"site/{name}"
-    value, expected = store.get(key), told.site.get(name)
-    found = sha256(value)
-    if found != expected:
-        raise IntegrityError(
-            f"{store.uri(key)} is not what the coordinator wrote: its sha256 is {found}, the assignment says "
-            f"{expected}; nothing of it is used. The run was resumed with other settings since, or by another version, "
-            "or somebody else has written the file: resume the run, which gives new orders"
-        )
-    return value
 
 
 def _free(told: Assignment, pool: Pool, at_once: int, failures: int, room: Callable[[int], int]) -> float:
@@ -172,7 +158,7 @@ def _import_code(told: Assignment, run: RunFile, store: Store) -> None:
     code.check_signed(bytes.fromhex(told.keys[told.clients[0]]), told.code, told.round, told.code_signature)
     check_wheel(told.code)
     key = code.store_key(told.code)
-    code.enable(store.get(key), told.code, store.uri(key))
+    code.enable(store.get(key, code.LARGEST_WHEEL), told.code, store.uri(key))
 
 
 def _numerics(run: RunFile) -> Numerics:

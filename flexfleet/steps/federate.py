@@ -28,6 +28,7 @@ from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.lease import Lease
 from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.store import FolderStore, Store, sha256
+from fl_engine.storage.sums import sum_of
 from fl_engine.training.evaluation import published
 from fl_engine.training.numerics import describe, describe_noise, differing
 from flexfleet import config as configs
@@ -263,7 +264,7 @@ def _put_site(
     ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path, wheel: Wheel | None, form: Form | None
 ) -> dict[str, str]:
     """Puts into the store what clients on other machines need to know: who holds which samples, or, with `form`, what
-    samples look like that clients have themselves. Gives the sha256 of each file, by name."""
+    samples look like that clients have themselves. Gives the sum of each file, by name."""
     if ledger.checkpoints.lease is None and ledger.mailbox.key is None:
         return {}
     run = RunFile.read(out / "run.json")
@@ -282,7 +283,7 @@ def _put_site(
         else:
             value = ((pool_dir if name == "pool.json" else partition_dir) / name).read_bytes()
         ledger.store.put(f"site/{name}", value)
-        found[name] = sha256(value)
+        found[name] = sum_of(value)
     return found
 
 

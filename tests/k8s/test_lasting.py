@@ -119,8 +119,8 @@ def test_a_letter_holds_as_many_orders_as_a_pod_may(s3: str, monkeypatch: pytest
     orders = [WorkOrder(7, 10**6 + i, SubmodelSpec.of({}), {}, seed=i, level=0) for i in range(crew.MOST_ORDERS)]
     names = {o.client: [f"rounds/00007/orders/{o.client}.{kind}" for kind in ("json", "a" * 64)] for o in orders}
     key = key_under(key_of(b"k" * 32), "site", "ab" * 8)
-    box.order_sums = {o.client: "d" * 64 for o in orders}
-    told = assignment(box, orders, key, AgentsConfig(), {name: "e" * 64 for name in SITE_FILES}, "c" * 64)
+    box.order_sums = {o.client: "d" * 64 + ":9999" for o in orders}
+    told = assignment(box, orders, key, AgentsConfig(), {name: "e" * 64 + ":99999" for name in SITE_FILES}, "c" * 64)
     told = reachable(told, box, orders, names, "ab" * 8, AgentsConfig(), "POST")
     letter = Letter(name="run-0", number=1, loan=Loan(id="ab" * 8, seconds=60.0, assignment=told)).signed("ab" * 32)
     assert LETTER_BYTES / 4 < len(letter.text()) < LETTER_BYTES / 1.5

@@ -19,7 +19,8 @@ from fl_engine.exchange import code
 from fl_engine.exchange.assignment import SITE_FILES, Assignment
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.places import open_store
-from fl_engine.storage.store import MemoryStore, Store, sha256
+from fl_engine.storage.store import MemoryStore, Store, check_size
+from fl_engine.storage.sums import sum_of
 from fl_engine.testing.own_package import SETS, write
 from fl_engine.training.numerics import flushes_now
 from flexfleet.files.artifacts import RunFile
@@ -106,8 +107,10 @@ class Tampered:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def get(self, key: str) -> bytes:
-        return self.change(key, self.inner.get(key))
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        value = self.change(key, self.inner.get(key))
+        check_size(key, len(value), limit)
+        return value
 
 
 def flipped(key: str, value: bytes) -> bytes:
@@ -145,7 +148,7 @@ def test_a_pod_takes_denormal_numbers_as_the_run_s_record_says(told: Assignment)
             return json.dumps({**run, "numerics": {**run["numerics"], **recorded}}).encode()
 
         store = Tampered(told.open(), changed)
-        sums = told.site | {"run.json": sha256(store.get("site/run.json"))}
+        sums = told.site | {"run.json": sum_of(store.get("site/run.json"))}
         _, site = prepared(told.model_copy(update={"site": sums}), store)  # type: ignore[arg-type]
         assert site.numerics.flush_denormal is flushes_now() is recorded.get("flush_denormal", False)
     code.disable()
@@ -162,16 +165,40 @@ def test_who_can_write_the_store_alone_makes_no_pod_import_anything(
         if key != f"site/{name}":
             return value
         if name != "run.json":
-            return value + b" "
+            return value[:-1] + b" "
         run = json.loads(value)
         run["config"]["model"]["name"] = "installed_here:Net"
-        return json.dumps(run).encode()
+        return json.dumps(run).encode().ljust(len(value))[: len(value)]
 
     for name in SITE_FILES:
-        store = Tampered(told.open(), partial(changed, name))
-        for sums, wrong in ((told.site, name), ({}, "run.json")):
-            with pytest.raises(IntegrityError, match=f"site/{wrong} is not what the coordinator wrote"):
-                prepared(told.model_copy(update={"site": sums}), store)  # type: ignore[arg-type]
+        store: Any = Tampered(told.open(), partial(changed, name))
+        with pytest.raises(IntegrityError, match=f"site/{name} is not what the coordinator wrote"):
+            prepared(told, store)
+        with pytest.raises(IntegrityError, match=r"site/run.json: the coordinator has not told its sha256"):
+            prepared(told.model_copy(update={"site": {}}), store)
+
+
+def test_who_can_write_the_store_alone_has_no_pod_read_more_than_the_coordinator_wrote(told: Assignment) -> None:
+    """Files of any size would fill a small device's memory, before their sha256 is known."""
+    longer: Any = Tampered(told.open(), lambda key, value: value + bytes(1) if key == f"site/{name}" else value)
+    for name in SITE_FILES:
+        said = rf"site/{name} holds {len(told.open().get(f'site/{name}')) + 1} bytes, at most"
+        with pytest.raises(IntegrityError, match=said):
+            prepared(told, longer)
+    store = MemoryStore()
+    mailbox = Mailbox(store)
+    (keys,) = mailbox.put_orders(RoundPlan(told.round, (order_of(told),))).values()
+    mine = told.model_copy(update={"clients": told.clients[:1], "orders": mailbox.order_sums, "evaluates": False})
+    site = prepared(told, told.open())
+    for key in keys:
+        longer = Tampered(store, lambda at, value: value + bytes(1) if at == key else value)  # noqa: B023
+        with pytest.raises(IntegrityError, match=rf"{key} holds {len(store.get(key)) + 1} bytes, at most"):
+            carry_out_all(mine, longer, *site)
+
+
+def order_of(told: Assignment) -> WorkOrder:
+    spec, payload = SubmodelSpec.of({}), {"w": torch.zeros(2)}
+    return WorkOrder(told.round, told.clients[0], spec, payload, seed=1, level=0, hints={"said": "a" * 200})
 
 
 def test_who_can_write_the_store_alone_changes_no_order(
@@ -181,13 +208,13 @@ def test_who_can_write_the_store_alone_changes_no_order(
     (tmp_path / "installed_here.py").write_text("raise SystemExit('it was imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
     store = MemoryStore()
-    work = WorkOrder(told.round, told.clients[0], SubmodelSpec.of({}), {"w": torch.zeros(2)}, seed=1, level=0)
-    mailbox = Mailbox(store)
+    mailbox, work = Mailbox(store), order_of(told)
     ((key, *_),) = mailbox.put_orders(RoundPlan(told.round, (work,))).values()
     mine = told.model_copy(update={"clients": told.clients[:1], "orders": mailbox.order_sums, "evaluates": False})
-    order = json.loads(store.get(key)) | {"codecs": {"down": {"name": "installed_here:X"}, "up": {"name": "half"}}}
-    store.put(key, json.dumps(order).encode())
-    with pytest.raises(IntegrityError, match="is not the order that the coordinator wrote"):
+    codecs = {"down": {"name": "installed_here:X"}, "up": {"name": "half"}}
+    order = json.dumps(json.loads(store.get(key)) | {"codecs": codecs, "hints": {}}).encode()
+    store.put(key, order.ljust(len(store.get(key))))
+    with pytest.raises(IntegrityError, match="is not what the coordinator wrote"):
         carry_out_all(mine, store, *prepared(told, told.open()))
 
 

@@ -222,7 +222,7 @@ def test_no_loan_of_an_earlier_run_of_the_same_name_counts(
     loan, more = device.letter().loan, {}
     assert loan is not None and loan.id == before
     if differs == "configuration":
-        more = {"site_sums": {"run.json": "1" * 64}}
+        more = {"site_sums": {"run.json": "1" * 64 + ":9"}}
     scene.until = 1000.0
     scene.begin(b"n" * 32 if differs == "key" else b"k" * 32, **more)
     device.answer(loan, scene.plan, scene.store)  # trained as the earlier run had it
@@ -234,7 +234,7 @@ def test_no_loan_of_an_earlier_run_of_the_same_name_counts(
 def test_what_lies_in_the_store_changes_nothing_that_devices_are_told(scene_of: Callable[..., Scene]) -> None:
     """Whoever can write the store puts another record there before each round."""
     scene = scene_of(1)
-    sums = {"run.json": "1" * 64, "pool.json": "2" * 64}
+    sums = {"run.json": "1" * 64 + ":9", "pool.json": "2" * 64 + ":9"}
     scene.begin(site_sums=sums)
     told = []
 
