@@ -70,6 +70,18 @@ def test_devices_that_let_orders_lie_keep_nobody_from_getting_them(scene_of: Cal
     assert scene.clock.now < 1000 + 60
 
 
+def test_however_many_devices_let_orders_lie_an_honest_one_is_asked_before_the_run_stops(
+    scene_of: Callable[..., Scene],
+) -> None:
+    """Ten, each of which keeps the order for a lease: all of them together longer than `wait_s`."""
+    scene = scene_of(1, lease_s=5.0, wait_s=15.0)
+    for _ in range(10):
+        scene.device(scene.idle).takes = False
+    scene.device(scene.honest(2.0))
+    assert isinstance(scene.outcomes()[0], ClientUpdate)
+    assert 1000 + 10 * 5 < scene.clock.now < 1000 + 10 * 5 + 60
+
+
 def test_a_device_that_was_slow_to_start_is_soon_asked_again(scene_of: Callable[..., Scene]) -> None:
     """The only one; however many orders it has let lie."""
     scene = scene_of(1, lease_s=5.0)

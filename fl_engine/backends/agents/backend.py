@@ -347,6 +347,12 @@ class Agents:
         answered."""
         return self._own_data and (r.plan.adopted > 0 or len(r.open_) < len(r.plan.orders))
 
+    def _may_take_one(self, r: OpenRound) -> bool:
+        """Whether a device is there that has not failed since its last answer, nor let an order lie: it is asked before
+        the run stops, however long others let orders lie."""
+        there = [a for a in self._agents.values() if not a.away and not a.revoked]
+        return any(self._suits(a, client, r, there) for a in there if not a.failures for client in r.open_)
+
     def _absent(self, r: OpenRound) -> Iterator[ClientFailure]:
         """Gives up clients whose own devices stay away, where nothing has moved for `wait_s`."""
         if not self._can_go_on(r) or time.monotonic() - r.hopeful <= self._options.wait_s:
@@ -398,7 +404,7 @@ class Agents:
             r.hopeful = now
             r.idle -= at_work
         waited, places = now - max(r.hopeful, self._keeper.moved), sorted({*map(self._keeper.place, r.waiting)})
-        if waited > self._options.wait_s and not self._can_go_on(r):
+        if waited > self._options.wait_s and not self._can_go_on(r) and not self._may_take_one(r):
             idle = ", ".join(sorted(r.idle & self._agents.keys()))  # they cannot read their letters, or lie
             what = f"{idle} beat, but took none: see what they log, or revoke them. " if idle else ""
             raise Stopped(
