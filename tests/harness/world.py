@@ -302,10 +302,10 @@ def two_free_ports(first: int) -> int:
 @contextmanager
 def _radosgw(folder: Path) -> Iterator[dict[str, str]]:
     port = two_free_ports(8000)
-    started = subprocess.run([RADOSGW, "start", folder, str(port)], capture_output=True, text=True)
-    assert started.returncode == 0, f"radosgw does not start: {started.stderr}"
     small = ["config", "set", "rgw_multipart_min_part_size", "1"]
     try:
+        started = subprocess.run([RADOSGW, "start", folder, str(port)], capture_output=True, text=True)
+        assert started.returncode == 0, f"radosgw does not start: {started.stderr}"
         subprocess.run(
             ["ceph", "--admin-daemon", folder / "client.admin.asok", *small], stdout=subprocess.DEVNULL, check=True
         )

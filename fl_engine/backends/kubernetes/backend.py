@@ -21,6 +21,7 @@ from fl_engine.backends.kubernetes import jobs, waiting
 from fl_engine.backends.kubernetes.cluster import Cluster, Resource
 from fl_engine.backends.kubernetes.ground import DATA_FOLDER, RENEW_S, Ground
 from fl_engine.backends.kubernetes.jobs import Group
+from fl_engine.backends.kubernetes.quorum import quorum_of, too_few, unanswered
 from fl_engine.backends.kubernetes.settings import GRACE_S, KubernetesConfig, NodePool
 from fl_engine.backends.kubernetes.waiting import Live
 from fl_engine.core.contracts import Algorithm
@@ -139,16 +140,14 @@ class Kubernetes:
             self._tidy(plan, set())
             return
         names = self._mailbox.put_orders(plan)
-        before = self._mailbox.ordered(plan.round, plan.evaluates) - len(plan.orders)  # adopted from before a restart
-        wanted = before + len(plan.orders) if plan.wanted is None else plan.wanted
-        enough = math.ceil(wanted * self._options.quorum - 1e-9)
-        answers, updates = before, plan.adopted
+        quorum = quorum_of(self._mailbox, plan, self._options.quorum)
+        answers, updates = quorum.before, plan.adopted
         lost: dict[int, ClientFailure] = {}
         self._enter("create")
         r = _Round(plan, names, {o.client for o in plan.orders}, moved=time.monotonic())
         self._adopt(r)
         for attempt in range(self._options.attempts):
-            if updates >= wanted:
+            if updates >= quorum.wanted:
                 break
             if attempt:
                 self._enter("create")
@@ -164,26 +163,22 @@ class Kubernetes:
                 answers += 1
                 updates += isinstance(outcome, ClientUpdate)
                 yield outcome
-                if updates >= wanted:
+                if updates >= quorum.wanted:
                     break
-            if not r.open_ or answers >= enough:
+            if not r.open_ or answers >= quorum.enough:
                 break
-            log.warning("round %d, attempt %d: %d of %d have answered", plan.round + 1, attempt + 1, answers, wanted)
-        stops = bool(r.open_) and answers < enough
+            said = "round %d, attempt %d: %d of %d have answered"
+            log.warning(said, plan.round + 1, attempt + 1, answers, quorum.wanted)
+        stops = bool(r.open_) and answers < quorum.enough
         self._enter("tidy")
         explains = lost.keys() & r.open_
         self._tidy(plan, waiting.stuck(r.live) if stops else set(), bool(explains))
         if stops:
-            why = "; ".join(sorted({f.reason for f in lost.values()})[:5])
             raise Stopped(
-                f"round {plan.round + 1}: {answers} of {wanted} clients have answered, {enough} are needed "
-                f"(kubernetes.quorum): {why}. What arrived is kept: mend the cause, then resume with --resume. To look "
-                f"at what failed: kubectl -n {self._options.namespace} describe jobs,pods "
-                f"-l {jobs.RUN}={self._run},{jobs.ROUND}={plan.label}"
+                f"{too_few(plan, answers, quorum, lost)}. To look at what failed: kubectl -n {self._options.namespace} "
+                f"describe jobs,pods -l {jobs.RUN}={self._run},{jobs.ROUND}={plan.label}"
             )
-        for client in sorted(r.open_):
-            late = ClientFailure(plan.round, client, "straggle", "the round had enough updates before this one")
-            yield lost.get(client, late)
+        yield from unanswered(plan, r.open_, lost)
 
     def finish(self) -> None:
         """Deletes everything of this run in the cluster, when the run is over."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -16,9 +15,10 @@ from fl_engine.backends.kubernetes import jobs
 from fl_engine.backends.kubernetes.cluster import Cluster
 from fl_engine.backends.kubernetes.crew import Crew
 from fl_engine.backends.kubernetes.ground import Ground
+from fl_engine.backends.kubernetes.quorum import quorum_of, too_few, unanswered
 from fl_engine.backends.kubernetes.settings import GRACE_S, KubernetesConfig
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped
+from fl_engine.core.errors import ConfigError, FlexfleetError
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan, WorkOrder
 from fl_engine.exchange.letters import safe
 from fl_engine.exchange.mailbox import Mailbox
@@ -112,19 +112,11 @@ class Lasting:
                     break
         if not open_:
             return
-        ordered = self._mailbox.ordered(plan.round, plan.evaluates)
-        before = max(ordered - len(plan.orders), 0)  # answers from before a restart
-        wanted = before + len(plan.orders) if plan.wanted is None else plan.wanted
-        answers, enough = before + len(plan.orders) - len(open_), math.ceil(wanted * self._options.quorum - 1e-9)
-        if answers < enough:
-            why = "; ".join(sorted({failure.reason for failure in lost.values()})[:5])
-            raise Stopped(
-                f"round {plan.round + 1}: {answers} of {wanted} clients have answered, {enough} are needed "
-                f"(kubernetes.quorum): {why}. What arrived is kept: mend the cause, then resume with --resume"
-            )
-        for client in sorted(open_):
-            late = ClientFailure(plan.round, client, "straggle", "the round had enough updates before this one")
-            yield lost.get(client, late)
+        quorum = quorum_of(self._mailbox, plan, self._options.quorum)
+        answers = quorum.before + len(plan.orders) - len(open_)
+        if answers < quorum.enough:
+            raise too_few(plan, answers, quorum, lost)
+        yield from unanswered(plan, open_, lost)
 
     def finish(self) -> None:
         """Ends the run's pods, and deletes everything of this run in the cluster, and the letters."""
