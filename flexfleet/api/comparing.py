@@ -18,7 +18,7 @@ from flexfleet.api.paired import Paired, paired
 from flexfleet.api.results import Result, in_store
 from flexfleet.api.running import shown
 from flexfleet.api.tables import table, to_html
-from flexfleet.comparisons import tabulate
+from flexfleet.comparisons import tables, tabulate
 from flexfleet.comparisons.comparison import Comparison as ComparisonFile
 from flexfleet.comparisons.comparison import OneRun, figure_of
 from flexfleet.comparisons.first import TITLES
@@ -131,7 +131,7 @@ class Comparison:
         return tabulate.text(self._file)
 
     def _repr_html_(self) -> str:
-        first = tabulate.tables(self._file)[0]
+        first = tables.tables(self._file)[0]
         page = f'<p><a href="{html.escape(str(self.report))}">report</a></p>'
         return f"<p>{html.escape(tabulate.title(self._file))}</p>{to_html(first.head, first.rows)}{page}"
 

@@ -11,6 +11,7 @@ from fl_engine.fleet.uniformity import NAMES
 from fl_engine.storage.checkpoints import Row
 from flexfleet.comparisons import curves, tabulate
 from flexfleet.comparisons.comparison import Central, Comparison, LocalSpread, OneRun, Score, Spread, Summary, spread
+from flexfleet.comparisons.tables import cell
 from flexfleet.files.measure import highest
 from flexfleet.reports import plots, report
 
@@ -103,9 +104,9 @@ def test_means_and_sample_standard_deviations() -> None:
     assert spread([4.0]) == Spread(mean=4.0, std=None)
     assert spread([]) is None
     assert spread([1.0, None]) is None
-    assert tabulate.cell(Spread(mean=0.8523, std=0.0051), 100) == "85.23 ± 0.51"
-    assert tabulate.cell(Spread(mean=1234.5, std=None)) == "1,234.50"
-    assert tabulate.cell(None) == report.NONE
+    assert cell(Spread(mean=0.8523, std=0.0051), 100) == "85.23 ± 0.51"
+    assert cell(Spread(mean=1234.5, std=None)) == "1,234.50"
+    assert cell(None) == report.NONE
 
 
 # ------------------------------------------------------------------------------------- tables of what it took
