@@ -96,6 +96,16 @@ def _require(name: str, root: Path, files: Sequence[str], how: str) -> None:
         )
 
 
+def warn_of_other_counts(data: Data, train: int, test: int) -> None:
+    """For a data set whose publisher prints no checksums: says that there are other numbers of samples than these."""
+    found = len(data.train_y), len(data.test_y)
+    if found != (train, test):
+        log.warning(
+            "%s: %d training and %d test samples are there, %d and %d were published: files are missing, or of another "
+            "version, so the split is another one too", data.name, *found, train, test,
+        )  # fmt: skip
+
+
 def read(path: Path, checksum: str | None = None, most: int | None = None) -> bytes:
     """The content of a file, which must match `checksum` (`md5:...`, `sha1:...`) if one is given.
 

@@ -30,7 +30,7 @@ import torch
 from fl_engine.core.errors import DataError
 from fl_engine.core.quantities import need_plain
 from fl_engine.core.samples import Data
-from fl_engine.data.files import random_split, read, require_by_hand
+from fl_engine.data.files import random_split, read, require_by_hand, warn_of_other_counts
 from fl_engine.tasks import Classification
 
 ABOUT = "CASAS, 2,000 tokens, 12 activities, 5 homes; no licence stated; about 230 MB, by hand"
@@ -50,6 +50,8 @@ EVENTS = 2000
 """The length of a sample."""
 PADDING = 0
 TEST_SHARE = 0.2
+PUBLISHED = (12_190, 3_048)
+"""Training and test samples."""
 MOST_SAMPLES = 50_000
 """The set has 15,238. Each takes 16 kB, and in a damaged file every line might begin one."""
 MOST_UNREADABLE = 0.01
@@ -130,7 +132,7 @@ def load(root: Path) -> Data:
         of_one[EVENTS - len(row) :] = token[np.frombuffer(row, dtype=np.intc)]
     y = np.array(labels, dtype=np.int64)
     train, test = random_split(len(rows), TEST_SHARE)
-    return Data(
+    data = Data(
         "casas",
         Classification(len(CLASSES)),
         torch.from_numpy(x[train]),
@@ -139,6 +141,8 @@ def load(root: Path) -> Data:
         torch.from_numpy(y[test]),
         natural_client=torch.from_numpy(np.array(homes, dtype=np.int64)[train]),
     )
+    warn_of_other_counts(data, *PUBLISHED)
+    return data
 
 
 def samples(stream: Iterable[Event]) -> Iterator[tuple[str, list[str]]]:

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import read, require_by_hand
+from fl_engine.data.files import read, require_by_hand, warn_of_other_counts
 from fl_engine.data.packs import packed
 from fl_engine.tasks import Classification
 
@@ -65,6 +65,8 @@ VERSION = 1
 CLASSES = 44
 MOST_BYTES = 2**25
 """The largest annotation file; the training one has about 6 MB."""
+PUBLISHED = (60_055, 8_035)
+"""Training and test segments."""
 MOST_SEGMENTS = 100_000
 
 RATE = 24_000
@@ -106,7 +108,9 @@ def load(root: Path) -> Data:
     require_by_hand("epic_sounds", root, [f"{AUDIO}/{video}.wav" for video in videos], HOW)
     inputs = [root / file for file in (*FILES[:2], *(f"{AUDIO}/{video}.wav" for video in videos))]
     arrays = packed(root / FOLDER / "packed", VERSION, inputs, partial(_pack, root / AUDIO, parts))
-    return Data("epic_sounds", Classification(CLASSES, top5=True), mean=(), std=(), **arrays)
+    data = Data("epic_sounds", Classification(CLASSES, top5=True), mean=(), std=(), **arrays)
+    warn_of_other_counts(data, *PUBLISHED)
+    return data
 
 
 def _pack(audio: Path, parts: Sequence[list[Segment]], folder: Path) -> None:

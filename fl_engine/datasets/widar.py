@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from fl_engine.core.errors import DataError
 from fl_engine.core.quantities import need_plain
 from fl_engine.core.samples import Data
-from fl_engine.data.files import read, require_by_hand
+from fl_engine.data.files import read, require_by_hand, warn_of_other_counts
 from fl_engine.tasks import Classification
 
 ABOUT = "Widar3.0, 22x20x20 velocity profiles, 9 gestures, 11,372 + 5,222; CC BY-NC 4.0; 3.3 GB, by hand"
@@ -39,6 +39,8 @@ GESTURES = (1, 4, 8, 11, 13, 15, 16, 17, 20)
 TRAINS = range(4, 15)
 """The training users' ranks by their number of samples of all 22 gestures, fewest first."""
 SHAPE = (22, 20, 20)
+PUBLISHED = (11_372, 5_222)
+"""Training and test samples."""
 CENTRE, SPREAD = 0.0025, 0.0119
 """Mean and deviation of the entries of all profiles, as in SenseFi and FedAIoT."""
 
@@ -70,7 +72,7 @@ def load(root: Path) -> Data:
     kept = [sample for sample in every if sample.gesture in GESTURES]
     train, test = ([s for s in kept if (s.user in trains) is train] for train in (True, False))
     (train_x, train_y), (test_x, test_y) = _read(train), _read(test)
-    return Data(
+    data = Data(
         "widar",
         Classification(len(GESTURES)),
         torch.from_numpy(train_x),
@@ -79,6 +81,8 @@ def load(root: Path) -> Data:
         torch.from_numpy(test_y),
         natural_client=torch.tensor([sample.user for sample in train], dtype=torch.int64),
     )
+    warn_of_other_counts(data, *PUBLISHED)
+    return data
 
 
 def listed(folder: Path) -> Iterator[Sample]:

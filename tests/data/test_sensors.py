@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.files import fingerprint, moments, random_split
-from fl_engine.datasets import DATASETS, aep, casas, data_root, uthar, visdrone, widar, wisdm
+from fl_engine.datasets import DATASETS, aep, casas, data_root, epic_sounds, uthar, visdrone, widar, wisdm
 from fl_engine.tasks import Regression
 from fl_engine.testing.datasets import DatasetSuite
 from tests.data import sensors
@@ -514,11 +515,11 @@ def test_real_wisdm_of_everybody_has_the_published_sum(device: str, samples: int
 @pytest.mark.parametrize(
     ("name", "train", "test"),
     [
-        ("casas", 12_190, 3_048),
-        ("epic_sounds", 60_055, 8_035),  # as published by its authors: FedAIoT has 40,175 test samples
-        ("uthar", 3_977, 500),
+        ("casas", *casas.PUBLISHED),
+        ("epic_sounds", *epic_sounds.PUBLISHED),  # by its authors: FedAIoT has 40,175 test samples
+        ("uthar", *uthar.SAMPLES),
         ("visdrone", 6_471, 1_610),
-        ("widar", 11_372, 5_222),
+        ("widar", *widar.PUBLISHED),
     ],
 )
 def test_real_files_have_the_published_numbers(name: str, train: int, test: int) -> None:
@@ -527,3 +528,22 @@ def test_real_files_have_the_published_numbers(name: str, train: int, test: int)
         pytest.skip(f"only the validation images are under {root}")
     data = DATASETS[name].load(root)
     assert (len(data.train_y), len(data.test_y)) == (train, test)
+
+
+@pytest.mark.parametrize("name", ["casas", "widar"])
+def test_files_that_are_missing_are_told_where_nothing_else_shows_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without some homes' or users' files the split is another one."""
+    reader: Any = {"casas": casas, "widar": widar}[name]
+    write, load = LOADS[name]
+    write(tmp_path)
+    data = load(tmp_path)
+    counts = len(data.train_y), len(data.test_y)
+    (line,) = [record.message for record in caplog.records if record.message.startswith(f"{name}: ")]
+    assert line.startswith(f"{name}: {counts[0]} training and {counts[1]} test samples are there, ")
+    assert "{} and {} were published".format(*reader.PUBLISHED) in line
+    caplog.clear()
+    monkeypatch.setattr(reader, "PUBLISHED", counts)
+    reader.load(tmp_path)
+    assert not caplog.records
