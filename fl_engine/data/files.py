@@ -6,6 +6,7 @@ its owner knows whether it may be deleted.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import http.client
@@ -178,15 +179,24 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
+OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Of a write that fails, not of what is read for it: a network or an archive."""
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yields a file to write, which replaces `path` unless an error is raised, so that `path` is never half written."""
+    """Yields a file to write, which replaces `path` unless an error is raised, so that `path` is never half written.
+    Raises OSError, which names `path`, where the disk takes no more."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = part_of(path)
     try:
         with part.open("wb") as out:
             yield out
         part.replace(path)
+    except OSError as error:
+        if error.filename is not None or error.errno not in OF_DISKS:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # that of a write names no file
     finally:
         part.unlink(missing_ok=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -216,6 +217,9 @@ def told_of(error: Exception) -> tuple[str, int] | None:
         return " ".join(str(error).split()), error.exit_code
     if isinstance(error, ModuleNotFoundError):
         return missing(str(error.name)), ours
+    if isinstance(error, shutil.Error) and isinstance(error.args[0], list):  # of a folder's copy: a list of what failed
+        (_, path, why), *more = error.args[0]
+        return f"{path}: {why}{f' (and {len(more)} more)' if more else ''}", ours
     if isinstance(error, OSError):
         return f"{error.filename or 'system'}: {error.strerror or error}", ours
     if out_of_memory(error):

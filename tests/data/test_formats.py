@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import io
@@ -317,6 +318,16 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
         out.write(b"ne")
         raise KeyboardInterrupt
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
+
+
+@pytest.mark.parametrize(("number", "named"), [(errno.ENOSPC, True), (errno.ECONNRESET, False)])
+def test_a_disk_that_is_full_is_told_with_the_file_and_a_network_is_not(
+    number: int, named: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(OSError, match=os.strerror(number)) as error, files.replacing(tmp_path / "file"):
+        raise OSError(number, os.strerror(number))
+    assert error.value.filename == (str(tmp_path / "file") if named else None)
+    assert not any(tmp_path.iterdir())
 
 
 def test_two_writers_of_a_file_do_not_write_into_one_another(tmp_path: Path) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import errno
+import shutil
+from pathlib import Path
 
 import pytest
 
 from flexfleet import cli
+from flexfleet.files.terminal import told_of
 from tests.harness.imports import dotted, modules
 
 
@@ -30,3 +34,17 @@ def test_nothing_but_show_prints_on_stdout() -> None:
         and not any(each.arg == "file" and ast.unparse(each.value) != "sys.stdout" for each in node.keywords)
     ]
     assert found == ["flexfleet.files.terminal"], "flexfleet.files.terminal.show"
+
+
+def test_a_folder_that_cannot_be_copied_is_told_by_a_file_and_the_reason(tmp_path: Path) -> None:
+    def full(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name in "ab":
+        (tmp_path / "from").mkdir(exist_ok=True)
+        (tmp_path / "from" / name).touch()
+    with pytest.raises(shutil.Error) as error:
+        shutil.copytree(tmp_path / "from", tmp_path / "to", copy_function=full)
+    told = told_of(error.value)
+    assert told is not None and told[1] == 6
+    assert told[0].startswith(f"{tmp_path / 'to'}/") and told[0].endswith("No space left on device (and 1 more)")
