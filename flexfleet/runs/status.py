@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError, FlexfleetError
+from fl_engine.core.errors import ConfigError, FlexfleetError, Unreachable
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from flexfleet import config as configs
 from flexfleet.config import Config
@@ -19,12 +19,13 @@ def describe(run: Path) -> dict[str, Any]:
     """status: `finished`, or `unfinished` (running or killed: no file says which, and resuming is safe). stop: after
     how many rounds the run ends; at most so many, where `rounds.stop_simulated_s` may end it before. metric: accuracy
     if that is the metric of avg and full, else null. run_id: the folder's name, with which the run goes on, also where
-    it began with another one; with a ledger in `run.remote` the name that the ledger has."""
+    it began with another one; with a ledger in `run.remote` the name that the ledger has. Raises Unreachable soon where
+    the ledger's server does not answer."""
     if not (run / "run.json").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")
     config = configs.parse_schema(file.config)
-    rows = Checkpoints(store_of(config, file.run_id, run)).rows(lines=False) or _of_ended_trial(run)
+    rows = Checkpoints(store_of(config, file.run_id, run, hasty=True)).rows(lines=False) or _of_ended_trial(run)
     scored = [row for row in rows if "avg" in row.metrics]
     done = rows[-1].round + 1 if rows else 0
     end = config.rounds.end(row.metrics for row in rows)
@@ -70,29 +71,41 @@ def is_finished(config: Config, run: Path, rows: Sequence[Row]) -> bool:
 def list_runs(store: Path) -> list[dict[str, Any]]:
     """All runs of a store, by name of their folder, also those of comparisons (so of nights) and studies (`runs_in`);
     one that cannot be read with status `unreadable`, and why."""
-    rows = []
-    for folder in sorted(store.glob("*")):
-        rows += [_described(folder, folder.name)] if _is_run(folder) else runs_in(folder)
-    return rows
+    folders = sorted(store.glob("*"))
+    return _described(run for each in folders for run in ([(each, each.name)] if _is_run(each) else _placed(each)))
 
 
 def runs_in(folder: Path) -> list[dict[str, Any]]:
     """The runs of the comparison or the study in this folder, each with its place in the store as `run_id`:
     `<comparison>/<label>-s<seed>`. None where it holds none, or is a run's own folder."""
-    if _is_run(folder):
-        return []
+    return [] if _is_run(folder) else _described(_placed(folder))
+
+
+def _placed(folder: Path) -> list[tuple[Path, str]]:
+    """The folders of the runs in a comparison or a study, each with its place in the store."""
     found = [each.parent for at in ("", *OF_STUDY) for each in sorted((folder / at).glob("*/run.json"))]
-    return [_described(run, f"{folder.resolve().name}/{run.relative_to(folder).as_posix()}") for run in found]
+    return [(run, f"{folder.resolve().name}/{run.relative_to(folder).as_posix()}") for run in found]
 
 
 def _is_run(folder: Path) -> bool:
     return any(folder.glob("run.json"))  # no error of a folder that may not be looked into
 
 
-def _described(run: Path, place: str) -> dict[str, Any]:
-    try:
-        found = describe(run)
-        return {**found, "run_id": place} if "/" in place else found
-    except FlexfleetError as error:
-        unknown = dict.fromkeys(("round", "stop", "avg", "full", "metric"))
-        return {"run_id": place, "status": "unreadable", **unknown, "why": str(error)}
+def _described(runs: Iterable[tuple[Path, str]]) -> list[dict[str, Any]]:
+    """A server that has not answered for one run is not asked for the others: each would wait as long."""
+    rows, gone = [], ""
+    for run, place in runs:
+        try:
+            if gone and _is_remote(run):
+                raise Unreachable(gone)
+            found = describe(run)
+            rows.append({**found, "run_id": place} if "/" in place else found)
+        except FlexfleetError as error:
+            gone = str(error) if isinstance(error, Unreachable) else gone
+            unknown = dict.fromkeys(("round", "stop", "avg", "full", "metric"))
+            rows.append({"run_id": place, "status": "unreadable", **unknown, "why": str(error)})
+    return rows
+
+
+def _is_remote(run: Path) -> bool:
+    return "://" in (configs.parse_schema(RunFile.read(run / "run.json").config).run.remote or "")

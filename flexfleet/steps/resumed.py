@@ -27,11 +27,12 @@ from flexfleet.tracking import record as track
 log = logging.getLogger("flexfleet")
 
 
-def store_of(config: Config, run_id: str, out: Path) -> Store:
-    """The store of the run's ledger: the run's folder, or a place in `run.remote`."""
+def store_of(config: Config, run_id: str, out: Path, hasty: bool = False) -> Store:
+    """The store of the run's ledger: the run's folder, or a place in `run.remote`. `hasty`: does not wait long for a
+    server that does not answer."""
     if config.run.remote is None:
         return FolderStore(out.resolve())
-    return open_store(f"{config.run.remote.rstrip('/')}/{run_id}")
+    return open_store(f"{config.run.remote.rstrip('/')}/{run_id}", hasty)
 
 
 def fetch_run(store: Store, out: Path) -> None:
