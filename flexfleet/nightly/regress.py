@@ -234,10 +234,10 @@ def champion_of(night: Night, own: str | None = None) -> Figures | None:
     uri = night.config.tracking.mlflow
     if uri is None:
         return None
+    client = client_of(uri)
     from mlflow import artifacts
     from mlflow.exceptions import MlflowException
 
-    client = client_of(uri)
     for case, entries in night.runs.items():
         for label in dict.fromkeys(entry.label for entry in entries):
             with answering(uri, "does not say who is champion"):

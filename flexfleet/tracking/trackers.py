@@ -53,11 +53,13 @@ CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate en
 
 
 def client_of(uri: str) -> Any:
-    """MLflow's client, made quiet: no bar for each small file, no line for each table and version, and no link to the
-    run on stdout, which would contain the address with its password. Creates a missing SQLite file. Raises ConfigError
-    if the address cannot be used, EnvironmentFailure without mlflow."""
+    """MLflow's client, made quiet: no bar for each small file, no line for each table and version, no link to the run
+    on stdout, which would contain the address with its password, and nothing sent to MLflow's makers. Creates a missing
+    SQLite file. Raises ConfigError if the address cannot be used, EnvironmentFailure without mlflow."""
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    # Read when MLflow is imported. Its telemetry is a thread that changes the environment, which fails calls meanwhile.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     try:
         import mlflow
     except ImportError as error:

@@ -13,9 +13,10 @@ import sqlite3
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -27,6 +28,7 @@ from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.testing.tracker import Memory
 from flexfleet.config import Config, flatten
 from flexfleet.files.artifacts import RunFile
+from flexfleet.nightly.regress import champion_of
 from flexfleet.publish import publish
 from flexfleet.tracking import trackers as tracking
 from flexfleet.tracking.console import Console
@@ -313,6 +315,35 @@ def test_a_server_that_does_not_answer_is_a_configuration_error(monkeypatch: pyt
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(ConfigError, match=r"tracking\.mlflow"):
         start("http://127.0.0.1:9")
+
+
+FIRST: dict[str, Callable[[], Any]] = {
+    "a run": lambda: client_of("http://nowhere"),
+    "a night": lambda: champion_of(SimpleNamespace(config=Config.model_validate(AT_NOWHERE))),  # type: ignore[arg-type]
+}
+AT_NOWHERE = {"tracking": {"mlflow": "http://nowhere"}}
+
+
+@pytest.mark.parametrize("who", FIRST)
+@pytest.mark.parametrize("wanted", [None, "false"])
+def test_mlflow_is_imported_without_its_telemetry_unless_somebody_wants_it(
+    who: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Looking:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "mlflow":
+                found.append(os.environ.get("MLFLOW_DISABLE_TELEMETRY"))
+                raise ImportError("is looked at only")
+
+    found = list[str | None]()
+    monkeypatch.delenv("MLFLOW_DISABLE_TELEMETRY")
+    if wanted is not None:
+        monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", wanted)
+    monkeypatch.delitem(sys.modules, "mlflow")
+    monkeypatch.setattr(sys, "meta_path", [Looking(), *sys.meta_path])
+    with pytest.raises(EnvironmentFailure, match="mlflow is not installed"):
+        FIRST[who]()
+    assert found == [wanted or "true"]
 
 
 def test_a_run_that_mlflow_no_longer_has_is_a_configuration_error(mlflow_uri: str) -> None:
