@@ -116,11 +116,11 @@ def test_figures() -> None:
     assert fleets == [[1, 1, 8], [1, 8, 1], [8, 1, 1], [4, 3, 3]]
     assert values("figure8", "algorithm.kd_weight") == [0, 5, 10, 20, 50] * 3
     found = runs("figure10")
-    assert set(found) == {"flexfl", "heterofl", "scalefl"}
-    for entry in found.values():
+    assert set(found) == {f"{row}-{of}" for row in ("flexfl", "heterofl", "scalefl") for of in ("mobilenetv2", "vgg16")}
+    for label, entry in found.items():
         config = entry.config
         assert (config.partition.clients, config.partition.alpha, config.rounds.stop_simulated_s) == (17, 0.1, 70000)
-        assert int(config.training.fraction * 17) == 10 and config.model["name"] == "mobilenetv2"
+        assert int(config.training.fraction * 17) == 10 and config.model["name"] == label.partition("-")[2]
         assert [round(17 * tier.share) for tier in config.fleet.tiers] == [4, 10, 3], "Table VIII"
 
 
