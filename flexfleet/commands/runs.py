@@ -85,10 +85,14 @@ def central(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
+    from flexfleet.files.live import kept_warnings
     from flexfleet.runs.check import check as examine
     from flexfleet.steps.prepare import resolved_of
 
-    answer = examine(resolved_of(args))
+    with kept_warnings() as warnings:
+        answer = examine(resolved_of(args))
+    if warnings and args.json:
+        answer["warnings"] = warnings
     show(json.dumps(answer) if args.json else "ok: " + ", ".join(f"{k} {v}" for k, v in answer.items() if k != "ok"))
     return 0
 

@@ -82,6 +82,26 @@ def span(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"
 
 
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def kept_warnings() -> Iterator[list[str]]:
+    """Yields the warnings that are logged inside, which are told as ever."""
+    kept, root = _Kept(), logging.getLogger()
+    root.addHandler(kept)
+    try:
+        yield kept.texts
+    finally:
+        root.removeHandler(kept)
+
+
 @contextmanager
 def counted_warnings() -> Iterator[None]:
     """Inside, a warning that differs from an earlier one only in its numbers is counted instead of told; the end tells

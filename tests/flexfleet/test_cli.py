@@ -313,6 +313,7 @@ def test_check_tells_which_tiers_and_levels_fit_nowhere(
     assert done.json["ok"]
     assert "a (3 of 6 devices, 20 %)" in caplog.text
     assert "no device can hold 1x (100 %): the strongest holds 60 %" in caplog.text
+    assert done.json["warnings"] == [record.getMessage() for record in caplog.records]
     caplog.clear()
     widths = "algorithm.widths=[0.0625,0.125,0.25,0.5,1.0]"
     real_world = ["fleet.tiers=real_world", "algorithm.name=fedrolex", widths]
