@@ -2,7 +2,9 @@
 
 A network that normalises by the current batch cannot score a single sample. So the statistics of every batch norm are
 computed once from the server's proxy data (HeteroFL's static batch norm, ICLR 2021, Sec. 3, uses the clients' data) and
-become part of the exported model. Its score on the test set then differs from that of the rounds; both are stored.
+become part of the exported model. So are those of a level that is scored with statistics collected for it
+(`PoolModel.static_bn`): a slice of those that the global network stores suits no level. The score on the test set then
+differs from that of the rounds; both are stored.
 
 A folder per level: `model.safetensors`; `submodel.json`, from which `load` builds the network again; `model.onnx`,
 which takes raw samples (images, numbers or tokens of any shape) and runs without this package.
@@ -25,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, brief
 from fl_engine.core.samples import Data, outputs_of
-from fl_engine.core.slicing import initial_params, runnable
+from fl_engine.core.slicing import initial_params, is_statistic, runnable
 from fl_engine.core.types import FULL, Params, PoolModel, SubmodelSpec
 from fl_engine.models.build import FROM_DATA, build_model
 from fl_engine.storage.store import FolderStore, decode, encode, sha256
@@ -71,7 +73,9 @@ class About(BaseModel):
     accuracy_trained: float
     """On the test set, as in the rounds."""
     accuracy_exported: float
-    """On the test set, with the statistics of the proxy data."""
+    """On the test set, as exported."""
+    proxy_statistics: bool | None = None
+    """Whether batch norm has statistics of the proxy data; None in files of earlier versions."""
     weights_sha256: str
 
 
@@ -132,8 +136,8 @@ def export(
 
     Raises ConfigError if statistics are needed but there is no proxy, or the network cannot store them.
     """
-    params = weights_of(published, family.layout(), member)
-    family, params = with_statistics(family, params, member.spec, data, proxy)
+    trained_weights = weights_of(published, family.layout(), member)
+    family, params = with_statistics(family, trained_weights, member, data, proxy)
     network = runnable(family, member.spec, params).eval()
     raw = RawNetwork(network, type_of(data), len(data.input_shape), data.mean, data.std, member.ensemble).eval()
     weights = encode(params)
@@ -153,6 +157,7 @@ def export(
         metric=data.task.metric.name,
         accuracy_trained=trained,
         accuracy_exported=score(network, data, member.ensemble).value,
+        proxy_statistics=params is not trained_weights,
         weights_sha256=sha256(weights),
     )
     store = FolderStore(out)
@@ -162,36 +167,38 @@ def export(
 
 
 def with_statistics(
-    family: ModelFamily, params: Params, spec: SubmodelSpec, data: Data, proxy: Tensor
+    family: ModelFamily, params: Params, member: PoolModel, data: Data, proxy: Tensor
 ) -> tuple[ModelFamily, Params]:
-    """The network with stored batch-norm statistics, and its weights with the statistics of the proxy samples. Both are
-    returned unchanged if the network needs no statistics."""
-    module = runnable(family, spec, dict(params)).eval()
-    if not by_batch(module):
+    """The network with stored batch-norm statistics, and the pool model's weights `params` with the statistics of the
+    proxy samples. Both are returned unchanged if `needs_statistics` says that it needs none. Raises as `check`."""
+    module = runnable(family, member.spec, dict(params)).eval()
+    if not needs_statistics(module, member.static_bn):
         return family, params
-    check(family, len(proxy))
+    check(family, len(proxy), member.static_bn)
+    stores_none = by_batch(module)
     samples = data.train_x[proxy]
     # Nearly equal batches: each counts alike, however small the last one is.
     batches = math.ceil(len(samples) / BATCH)
     collect_statistics(module, data, samples, "cpu", math.ceil(len(samples) / batches))
-    found = dict(params)
-    for name, norm in module.named_modules():
-        if isinstance(norm, _BatchNorm):
-            assert norm.running_mean is not None and norm.running_var is not None
-            found |= {f"{name}.running_mean": norm.running_mean, f"{name}.running_var": norm.running_var}
-    return replace(cast(Any, family), norm="static"), found
+    found = params | {name: tensor for name, tensor in module.state_dict().items() if is_statistic(name)}
+    return replace(cast(Any, family), norm="static") if stores_none else family, found
 
 
-def check(family: ModelFamily, proxy: int) -> None:
-    """Raises ConfigError if statistics are needed but the proxy's size is 0, or the network cannot store them."""
-    if not by_batch(family.module(FULL)):
+def check(family: ModelFamily, proxy: int, static_bn: bool) -> None:
+    """Raises ConfigError if statistics are needed (`needs_statistics`) but the proxy's size is 0, or the network cannot
+    store them."""
+    module = family.module(FULL)
+    if not needs_statistics(module, static_bn):
         return
+    stores_none = by_batch(module)
     if not proxy:
+        what = "normalises by its batch" if stores_none else "is scored with statistics collected for each level"
+        without = " and ".join(["model.norm=static"] * stores_none + ["algorithm.static_bn=false"] * static_bn)
         raise ConfigError(
-            "exporting a network that normalises by its batch takes statistics from the server's proxy data, and "
-            "there is none: set partition.proxy above 0, or partition.server_classes, or model.norm=static"
+            f"exporting a network that {what} takes statistics from the server's proxy data, and there is none: set "
+            f"partition.proxy above 0, or partition.server_classes, or {without}"
         )
-    if "norm" not in {f.name for f in fields(cast(Any, family))}:
+    if stores_none and "norm" not in {f.name for f in fields(cast(Any, family))}:
         raise ConfigError(
             f"{type(family).__name__} normalises by its batch and has no option norm=static, so it cannot be exported: "
             "where the network is yours, leave track_running_stats=False out of its batch norm"
@@ -220,6 +227,12 @@ def check_onnx(family: ModelFamily, data: Data) -> None:
 def by_batch(module: nn.Module) -> bool:
     """Whether a batch norm of it takes the statistics of the batch at hand, in evaluation too."""
     return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in module.modules())
+
+
+def needs_statistics(module: nn.Module, static_bn: bool) -> bool:
+    """Whether a batch norm of it has no statistics for use: it stores none, or with `static_bn` (see `PoolModel`) the
+    rounds score it with others than those that it stores."""
+    return by_batch(module) or (static_bn and any(isinstance(m, _BatchNorm) for m in module.modules()))
 
 
 def to_onnx(exported: Exported, data: Data, path: Path) -> Path:

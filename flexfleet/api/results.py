@@ -200,8 +200,9 @@ class Result:
 
     def model(self, level: str | None = None) -> nn.Module:
         """The network of a level (None: the largest), in evaluation mode: raw samples, as the data set has them, to
-        logits, or to the numbers of a regression. Batch norm that keeps no statistics gets those of the server's proxy
-        data, as in `publish`."""
+        logits, or to the numbers of a regression. Batch norm that keeps no statistics, or is scored with statistics
+        collected for each level (`static_bn`), gets those of the server's proxy data, as in `publish`.
+        Raises ConfigError where there is no such level, or no proxy."""
         with self._resolved() as resolved:
             pool = self._pool.pool()
             names = [member.name for member in pool]
@@ -213,7 +214,7 @@ class Result:
             parts = partitioning.load(self.folder / "partition", data)
             proxy = torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
             weights = weights_of(self.params, family.layout(), member)
-            family, weights = with_statistics(family, weights, member.spec, data, proxy)
+            family, weights = with_statistics(family, weights, member, data, proxy)
             network = runnable(family, member.spec, weights).eval()
         axes = len(data.input_shape)
         return RawNetwork(network, type_of(data), axes, data.mean, data.std, member.ensemble).eval()

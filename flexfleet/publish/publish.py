@@ -109,7 +109,8 @@ def precisions_of(config: Config, member: PoolModel) -> tuple[OnnxPrecision, ...
 def said(about: About) -> str:
     """Both values of a level's metric as text."""
     trained, exported = (Measure(about.metric).with_unit(v) for v in (about.accuracy_trained, about.accuracy_exported))
-    return f"{exported} with the proxy's statistics, {trained} in the rounds"
+    how = "with the proxy's statistics" if about.proxy_statistics else "as exported"
+    return f"{exported} {how}, {trained} in the rounds"
 
 
 def _card(about: About, found: Precisions | None) -> str:

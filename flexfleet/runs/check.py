@@ -53,15 +53,6 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
     parts = cut(resolved)
     if config.noise.labels:
         check_classes(data.task, data.name)
-    if config.publish.models:
-        exports.check(family, len(parts.proxy_train) + len(parts.proxy_test))
-        if config.publish.onnx:
-            exports.check_onnx(family, data)
-        if "int8_static" in config.publish.precision and not config.partition.proxy:
-            raise ConfigError(
-                "publish.precision: int8_static takes the ranges of activations from the server's proxy data, and "
-                "there is none: set partition.proxy above 0, or leave int8_static out"
-            )
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
     if config.run.backend == "kubernetes":
         tiers = devices.named(config.fleet.tiers) if isinstance(config.fleet.tiers, str) else config.fleet.tiers
@@ -77,6 +68,16 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
         settings_of(resolved, name, kind)
         need_proxy(name, kind, parts)
     run, _, plan = first_round(resolved, parts, fleet)
+    if config.publish.models:
+        static_bn = any(member.static_bn for member in run.site.pool if member.reported)
+        exports.check(family, len(parts.proxy_train) + len(parts.proxy_test), static_bn)
+        if config.publish.onnx:
+            exports.check_onnx(family, data)
+        if "int8_static" in config.publish.precision and not config.partition.proxy:
+            raise ConfigError(
+                "publish.precision: int8_static takes the ranges of activations from the server's proxy data, and "
+                "there is none: set partition.proxy above 0, or leave int8_static out"
+            )
     if config.evaluate.on == "clients":
         at_clients.check(algorithm, family, run.site.pool)
     simulated(resolved, run.site)  # reads the clients' folders, where there are any

@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch import nn
 
+from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.core.errors import ConfigError, DataError, IntegrityError, Unreachable
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import FULL
 from fl_engine.models import SmallCNN, export
 from fl_engine.models.traced import from_module
 from fl_engine.storage.store import FolderStore, decode
@@ -96,23 +96,24 @@ def test_the_statistics_are_those_of_the_proxy_by_hand(samples: int, close: floa
     family = SmallCNN((1, 8, 8), 10)
     data = Resolved.load(None, ["dataset.train_samples=200"]).data
     params, proxy = initial_params(family, 0), torch.arange(30, 30 + samples)
-    static, found = export.with_statistics(family, params, FULL, data, proxy)
+    member = replace(tiny_pool(HeteroFL(), family)[-1], static_bn=False)
+    static, found = export.with_statistics(family, params, member, data, proxy)
     x = data.normalise(data.train_x[proxy])
     y = torch.nn.functional.conv2d(x, params["conv1.conv.weight"], params["conv1.conv.bias"], padding=1)
     assert torch.allclose(found["conv1.bn.running_mean"], y.mean((0, 2, 3)), atol=1e-5)
     assert torch.allclose(found["conv1.bn.running_var"], y.var((0, 2, 3)), rtol=close)
     assert static == replace(family, norm="static")
-    again = export.with_statistics(static, found, FULL, data, proxy)
+    again = export.with_statistics(static, found, member, data, proxy)
     assert again[0] is static and again[1] is found, "a network that keeps statistics has them already"
     with pytest.raises(ConfigError, match=r"set partition.proxy above 0"):
-        export.with_statistics(family, params, FULL, data, proxy[:0])
+        export.with_statistics(family, params, member, data, proxy[:0])
 
 
 def test_a_network_that_cannot_keep_statistics_says_what_to_do() -> None:
     norm = torch.nn.BatchNorm1d(6, track_running_stats=False)
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 6), norm, torch.nn.Linear(6, 10))
     with pytest.raises(ConfigError, match=r"no option norm=static, .* leave track_running_stats=False out"):
-        export.check(from_module(module)((1, 8, 8), 10), proxy=40)
+        export.check(from_module(module)((1, 8, 8), 10), proxy=40, static_bn=False)
 
 
 def test_a_network_with_exits_is_exported_as_it_is_used(tmp_path: Path) -> None:
