@@ -68,12 +68,14 @@ def compare(
     resume: bool = False,
     options: Sequence[str] = (),
     night: str | None = None,
+    goes_on_as: str | None = None,
     central: Sequence[Path] = (),
     references: Sequence[Entry] = (),
     carry_out: CarryOut | None = None,
 ) -> Comparison:
     """Makes the runs that are not finished, `at_once` at a time, and writes the comparison. `options` are passed to
     each run (`--discard-damaged`). `night`: the id of the MLflow run of the nightly job that the comparison belongs to.
+    `goes_on_as`: the id by which the user's command goes on, default `id`: a night's comparisons have ids of their own.
     `central`: folders of finished central trainings, the reference in its tables; `references`: central trainings that
     are made together with the runs. `carry_out`: what makes the runs, default `side_by_side`.
 
@@ -81,6 +83,7 @@ def compare(
     KeyboardInterrupt when all processes have stopped.
     """
     folder = folder_of(runs)
+    goes_on = f"the same command with --id {goes_on_as or id} --resume goes on"
     check_jobs(at_once)
     if (folder / "run.json").exists():
         raise ConfigError(f"{folder} is the folder of a run, not of a comparison: choose another --id")
@@ -96,11 +99,11 @@ def compare(
         try:
             with ending(mlflow):
                 parent = mlflow.root if mlflow else None
-                _run(runs, id, folder, at_once, options, parent, references, carry_out or side_by_side)
+                _run(runs, id, folder, at_once, options, parent, references, carry_out or side_by_side, goes_on)
         except Stopped:
-            raise Stopped(f"stopped on request: {_go_on(id)}") from None
+            raise Stopped(f"stopped on request: {goes_on}") from None
         except KeyboardInterrupt:
-            log.warning("interrupted: %s", _go_on(id))
+            log.warning("interrupted: %s", goes_on)
             raise
         central = [*central, *(folder / entry.name for entry in references)]
         trained = reference.read(central, flatten(runs[0].config), varied(runs)) if central else None
@@ -196,6 +199,7 @@ def _run(
     parent: str | None,
     references: Sequence[Entry],
     carry_out: CarryOut,
+    goes_on: str,
 ) -> None:
     left = [entry for entry in runs if not finished(entry.config, folder / entry.name)]
     if len(left) < len(runs):
@@ -226,7 +230,7 @@ def _run(
         names = ", ".join(f"{name} ({logs[name]})" for name, _ in failed)
         raise RunsFailed(
             f"{done} of {len(runs)} runs are finished, failed: {names}. Nothing is tabulated while runs are missing: "
-            f"fix the cause, and {_go_on(id)}; or leave the algorithm or the seed out there",
+            f"fix the cause, and {goes_on}; or leave the algorithm or the seed out there",
             failed[0][1],
         )
 
@@ -375,7 +379,3 @@ def collect(pairs: Sequence[Mapping[str, str]], folders: Sequence[Path], out: Pa
 def entry_of(pair: Mapping[str, str]) -> Entry:
     config = parse(json.loads(pair["config"]))
     return Entry(pair["label"], config.seed, config)
-
-
-def _go_on(id: str) -> str:
-    return f"the same command with --id {id} --resume goes on"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fl_engine.core.errors import ConfigError
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store
 from flexfleet.comparisons.whole import COMMIT, stores_of
@@ -20,6 +21,9 @@ from flexfleet.nightly.suite import Suite, task_of
 from flexfleet.tracking import record as track
 
 log = logging.getLogger("flexfleet")
+
+TOKEN = "regression.token"
+"""Key of what names a night's MLflow run (`record.lasting_token`); earlier versions kept this and no commit."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,16 @@ def keep_commit(night: Night) -> str:
 
 def check_commit(night: Night) -> str:
     """The commit of the code. Raises ConfigError for a night that was begun with another code. That includes a night
-    with runs and without a commit: the version that began it kept none, so it was not this code."""
+    with runs and without a commit: the version that began it kept none, so it was not this code. Raises it too if the
+    place is another thing's: of a comparison, for example, whose id looks like a night's."""
     store = night.store
     if COMMIT in store.list(COMMIT):
         return track.check_code(store.get(COMMIT).decode(), store.uri())
     if any(run.list(key) for run in night.stores for key in ("run.json", track.RUN_KEY)):
         track.check_code(None, store.uri())
+    if others := [key for key in store.list("") if key != TOKEN]:
+        raise ConfigError(
+            f"{store.uri()} belongs to something else, not to a night: it holds {others[0]}. To go on with a night, "
+            "give the id that it was begun with; for a new one, choose another --id"
+        )
     return track.code()

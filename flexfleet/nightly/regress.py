@@ -129,7 +129,8 @@ def update(night: Night, *, jobs: int = 1, resume: bool = False) -> Figures:
 
 
 def take_folder(night: Night, resume: bool) -> None:
-    """Raises ConfigError if a night of that name exists and cannot be resumed, also by this code (`keep_commit`)."""
+    """Raises ConfigError if a night of that name exists and cannot be resumed, also by this code, and if the folder is
+    not a night's (`keep_commit`)."""
     if night.folder.exists() and not resume:
         raise ConfigError(f"{night.folder} exists already: go on with --resume, or choose another --id")
     keep_commit(night)
@@ -139,7 +140,8 @@ def take_folder(night: Night, resume: bool) -> None:
 def make(night: Night, jobs: int, resume: bool, mlflow_run_id: str | None = None) -> Folders:
     for case, entries in night.runs.items():
         to = (night.suite.cases[case].to,)
-        whole.compare(entries, f"{night.id}-{case}", to=to, at_once=jobs, resume=resume, night=mlflow_run_id)
+        id, parent = f"{night.id}-{case}", mlflow_run_id
+        whole.compare(entries, id, to=to, at_once=jobs, resume=resume, night=parent, goes_on_as=night.id)
     return {(case, e.name): Path(e.config.run.store) / e.name for case, runs in night.runs.items() for e in runs}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +14,10 @@ import yaml
 
 import fl_engine
 from components.gate import gate
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, Stopped
 from flexfleet.comparisons import whole
+from flexfleet.comparisons.side_by_side import Command
+from flexfleet.comparisons.whole import RunsFailed
 from flexfleet.nightly import regress
 from flexfleet.nightly.night import Night, keep_commit
 from flexfleet.nightly.suite import Figures, OfLabel
@@ -71,6 +73,40 @@ def test_a_night_is_resumed_by_the_commit_that_began_it_alone(night: Nights, cod
     assert files(tmp_path) == before, "what is refused leaves nothing"
     code("aaaa")
     regress.take_folder(asked, resume=True)
+
+
+@pytest.mark.parametrize("stop", [Stopped, KeyboardInterrupt, RunsFailed])
+def test_a_night_that_is_interrupted_names_its_own_id(
+    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stop: Any
+) -> None:
+    """Not that of the comparison of the case that it was at."""
+
+    def interrupted(jobs: Sequence[Command], _: int) -> dict[str, int]:
+        if stop is not RunsFailed:
+            raise stop
+        for job in jobs:
+            job.log.write_text("no memory")
+        return {job.name: 1 for job in jobs}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(regress, "REFERENCE_SEEDS", ())
+    monkeypatch.setattr(whole, "side_by_side", interrupted)
+    with pytest.raises(stop) as found:
+        regress.update(regress.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True))
+    assert "the same command with --id n --resume goes on" in f"{found.value}{caplog.text}"
+
+
+@pytest.mark.parametrize("kept", ["comparison.token", ".lock"])
+def test_what_is_not_a_night_is_not_resumed_as_one(night: Nights, code: Code, tmp_path: Path, kept: str) -> None:
+    """A comparison's folder, for example, whose id looks like a night's."""
+    code("aaaa")
+    night().store.put(kept, b"")
+    before = files(tmp_path)
+    with pytest.raises(ConfigError, match=rf"n belongs to something else, not to a night: it holds {kept}\. .* --id"):
+        regress.take_folder(night(), resume=True)
+    with pytest.raises(ConfigError, match="belongs to something else"):
+        keep_commit(night())
+    assert files(tmp_path) == before, "what is refused leaves nothing"
 
 
 def test_code_without_a_commit_is_told_by_its_files(
