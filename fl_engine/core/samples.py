@@ -238,6 +238,13 @@ class Data:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
+    def __repr__(self) -> str:
+        """One line, without the samples: name, numbers of samples, type and shape of one, and task."""
+        return (
+            f"<Data {self.name}: {len(self.train_x)} training and {len(self.test_x)} test samples, "
+            f"{_said(self.train_x)}, {self.task}>"
+        )
+
     def part(self, train: Tensor, test: Tensor) -> Data:
         """The training samples at these positions, and those at `test` as test samples. They are not checked again:
         what has to hold of the whole (an image with a box, targets that differ) need not hold of a part."""

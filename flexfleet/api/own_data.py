@@ -124,9 +124,12 @@ def from_clients(
     return _data(name, x, y, test_x, test_y, owner, mean, std)
 
 
-def from_folder(path: str | Path, *, test: float = 0.2, size: int | tuple[int, int] | None = None) -> Data:
+def from_folder(
+    path: str | Path, *, test: float = 0.2, size: int | tuple[int, int] | None = None, name: str | None = None
+) -> Data:
     """Images path/<class>/*.png (or jpg, bmp, webp); the classes are the folders' names in alphabetical order, without
-    those that begin with a dot. `size`: height and width that all are scaled to; None: all have the same already."""
+    those that begin with a dot. `size`: height and width that all are scaled to; None: all have the same already.
+    `name`: default the folder's."""
     if not isinstance(path, str | Path):
         raise DataError(f"a folder is expected, got {path!r}")
     root, wanted = Path(path), None if size is None else _size(size)
@@ -149,31 +152,37 @@ def from_folder(path: str | Path, *, test: float = 0.2, size: int | tuple[int, i
     first = found[0].shape[-2:]
     if apart := next((each.shape[-2:] for each in found if each.shape[-2:] != first), None):
         raise DataError(f"{root}: images of {first[0]}x{first[1]} and {apart[0]}x{apart[1]}: give size=(height, width)")
-    return from_arrays(np.stack(found), np.array(labels), test=test, name=root.resolve().name)
+    return from_arrays(np.stack(found), np.array(labels), test=test, name=root.resolve().name if name is None else name)
 
 
-def from_torch(train: Any, test: Any = 0.2) -> Data:
-    """From a torch `Dataset` of (sample, target), each of which is read once. `test`: another one, or a share.
+def from_torch(train: Any, test: Any = 0.2, *, name: str | None = None) -> Data:
+    """From a torch `Dataset` of (sample, target), each of which is read once. `test`: another one, or a share. `name`:
+    default that of its class.
 
     Augmentation belongs on the clients (`training.augment`): a data set whose transform draws random numbers is
     refused, since each sample would be the same draw in all rounds. That is seen where it draws from the generators of
     torch, NumPy or Python themselves, not where it has a generator of its own."""
     x, y = _read_items(train, "train")
-    if isinstance(test, float | int):
-        return from_arrays(x, y, test=test, name=type(train).__name__)
-    return from_arrays(x, y, test=_read_items(test, "test"), name=type(train).__name__)
+    part = test if isinstance(test, float | int) else _read_items(test, "test")
+    return from_arrays(x, y, test=part, name=type(train).__name__ if name is None else name)
 
 
 def from_huggingface(
-    train: Any, test: Any = 0.2, *, image: str = "image", label: str = "label", client: str | None = None
+    train: Any,
+    test: Any = 0.2,
+    *,
+    image: str = "image",
+    label: str = "label",
+    client: str | None = None,
+    name: str | None = None,
 ) -> Data:
     """From a `datasets.Dataset` with a column of images (or of lists of numbers) and one of labels; `client`: a column
-    that says whose each sample is. `test`: another one, or a share."""
+    that says whose each sample is. `test`: another one, or a share. `name`: default its own."""
     x, y = _columns(train, image, label)
     owner = None if client is None else _column(train, client)
-    name = str(getattr(getattr(train, "info", None), "dataset_name", None) or "huggingface")
+    known = str(getattr(getattr(train, "info", None), "dataset_name", None) or "huggingface")
     part = test if isinstance(test, float | int) else _columns(test, image, label)
-    return from_arrays(x, y, test=part, clients=owner, name=name)
+    return from_arrays(x, y, test=part, clients=owner, name=known if name is None else name)
 
 
 # ------------------------------------------------------------------------------------------------ putting together

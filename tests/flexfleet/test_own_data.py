@@ -30,6 +30,25 @@ LABELS = np.arange(60) % 3
 NUMBERS = DRAWN.normal(size=(60, 5)).astype(np.float32)
 
 
+def test_data_are_named_and_print_in_one_line(tmp_path: Path) -> None:
+    """However they come, by the same word, and without their arrays."""
+    for i, each in enumerate(BYTES):
+        (tmp_path / str(LABELS[i])).mkdir(exist_ok=True)
+        Image.fromarray(each).save(tmp_path / str(LABELS[i]) / f"{i}.png")
+    table = Table(image=list(BYTES), label=LABELS.tolist())
+    for data in (
+        ff.from_arrays(BYTES, LABELS, name="mine"),
+        ff.from_clients([(BYTES, LABELS)], name="mine"),
+        ff.from_folder(tmp_path, name="mine"),
+        ff.from_torch(list(zip(BYTES, LABELS, strict=True)), name="mine"),
+        ff.from_huggingface(table, name="mine"),
+    ):
+        wanted = "<Data mine: 48 training and 12 test samples, uint8 (1, 8, 8), Classification(classes=3, top5=False)>"
+        assert repr(data) == wanted
+    with pytest.raises(ff.DataError, match="a data set's name is a word, got ''"):
+        ff.from_huggingface(table, name="")
+
+
 def test_images_become_bytes_with_the_channel_in_front() -> None:
     grey = ff.from_arrays(BYTES, LABELS)
     assert grey.train_x.dtype == torch.uint8 and grey.train_x.shape == (48, 1, 8, 8) and grey.task == Classification(3)
