@@ -32,23 +32,23 @@ def gather(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: P
 def finish(
     given: Config, run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path
 ) -> Result:
-    """Makes a complete run folder in `out`, with report.html and result.json. `given` has the passwords of addresses,
-    which the run's own record leaves out."""
+    """Makes a complete run folder in `out`, with report.html and result.json. `given` says what is published, and has
+    the passwords of addresses, which the run's own record leaves out."""
     gather(run, partition, pretrain, pool, evaluation, out)
     file = RunFile.read(out / "run.json")
     own_code.enable(file, out)
     told, algorithm = parse_with_algorithm(own_code.stored(file))
-    config = _with_passwords(told, given)
+    config = _published(told, given)
     folder = Path(config.run.store) / file.run_id
     return conclude(Resolved(config, algorithm), out, store_of(config, file.run_id, folder if folder.is_dir() else out))
 
 
-def _with_passwords(config: Config, given: Config) -> Config:
+def _published(config: Config, given: Config) -> Config:
     """The configuration that the run had, not one that somebody has edited since; but with the passwords of those
-    addresses that are the same in both."""
+    addresses that are the same in both, and with what is to be published now, as of a finished run that goes on."""
     told = public(given)
     same = {name: getattr(given, name) for name in PRIVATE if getattr(told, name) == getattr(config, name)}
-    return config.model_copy(update=same)
+    return config.model_copy(update={**same, "publish": given.publish})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

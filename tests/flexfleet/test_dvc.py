@@ -102,6 +102,13 @@ def test_pretraining_depends_on_what_preparations_are_given() -> None:
     assert lacks(names, stages()["pretrain"]["params"], ".") == []
 
 
+def test_the_report_depends_on_what_is_published_and_is_given_it() -> None:
+    report = stages()["report"]
+    names = [name for name in flatten(Config()) if name.startswith("publish.")]
+    assert names and lacks(names, report["params"], ".") == []
+    assert "--config params.yaml" in report["cmd"]
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_depends_on_all_code_that_it_imports(name: str) -> None:
     stage = stages()[name]
@@ -149,6 +156,9 @@ def test_repro_runs_what_a_change_concerns(checkout: Repo) -> None:
 
     edit(root / "params.yaml", {"tracking": {"experiment": "another"}})
     assert changed(checkout) == set()
+    edit(root / "params.yaml", {"publish": {"models": True, "onnx": False}})
+    assert ran(checkout) == ["report"]
+    assert (root / "work" / "report" / "export" / "M1" / "model.safetensors").is_file()
     edit(root / "params.yaml", {"run": {"precision": "bf16"}})
     assert changed(checkout) == {"federate"}
     edit(root / "params.yaml", {"codec": {"up": {"name": "half"}}})

@@ -217,6 +217,22 @@ def test_chained_steps_are_what_run_does(
         assert (folder / ours).read_bytes() == (run / theirs).read_bytes(), ours
 
 
+@pytest.mark.usefixtures("no_drawings")
+def test_the_last_step_publishes_what_it_is_asked_for(
+    step: Step, chained: dict[str, Any], folder: Path, tmp_path: Path, quick: Sequence[str]
+) -> None:
+    """Not what the rounds were; for the rest the run is as it was."""
+    given = ("partition", folder / "partition"), ("pretrain", folder / "pretrain"), ("pool", folder / "pool")
+    argv = [f"--{option}={path}" for option, path in (*given, ("run", folder / "run"))]
+    argv += [f"--evaluation={folder / 'evaluate'}", f"--out={tmp_path / 'whole'}"]
+    sets = [*quick, "publish.models=true", "publish.onnx=false", "seed=7"]
+    done = step(gather_module.main, *argv, sets=sets)
+    assert done.code == 0, done.err
+    assert sorted(path.name for path in (tmp_path / "whole" / "export").iterdir()) == ["M1", "M2", "M3"]
+    kept = parse(RunFile.read(tmp_path / "whole" / "run.json").config)
+    assert (kept.publish.models, kept.seed) == (False, 0)
+
+
 # ---------------------------------------------------------------------------------------- what a step refuses
 def test_a_step_without_the_one_before_says_which(step: Step, quick: Sequence[str], tmp_path: Path) -> None:
     t = str(tmp_path)
