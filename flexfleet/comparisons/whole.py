@@ -83,7 +83,7 @@ def compare(
     KeyboardInterrupt when all processes have stopped.
     """
     folder = folder_of(runs)
-    goes_on = f"the same command with --id {goes_on_as or id} --resume goes on"
+    goes_on = go_on(goes_on_as or id)
     check_jobs(at_once)
     if (folder / "run.json").exists():
         raise ConfigError(f"{folder} is the folder of a run, not of a comparison: choose another --id")
@@ -379,3 +379,8 @@ def collect(pairs: Sequence[Mapping[str, str]], folders: Sequence[Path], out: Pa
 def entry_of(pair: Mapping[str, str]) -> Entry:
     config = parse(json.loads(pair["config"]))
     return Entry(pair["label"], config.seed, config)
+
+
+def go_on(id: str) -> str:
+    """How a comparison or a study goes on."""
+    return f"the same command with --id {id} --resume goes on"

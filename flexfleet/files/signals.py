@@ -24,7 +24,8 @@ def stopping() -> list[signal.Signals]:
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """SIGTERM, a terminal that is closed and the first Ctrl-C end the run after the client in flight; the second Ctrl-C
-    ends it at once."""
+    ends it at once. A signal that came when nobody looked any more goes to whoever handled it before, if somebody did.
+    """
     received: list[int] = []
 
     def request(signum: int, _: object) -> None:
@@ -53,5 +54,34 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.unraisablehook = told
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in received:
+        if callable(before[number]) and before[number] is not signal.default_int_handler:
+            before[number](number, None)
+
+
+@contextmanager
+def stopping_at_once() -> Iterator[None]:
+    """SIGTERM and a terminal that is closed end at once what is inside, as Ctrl-C does: raises Stopped. Further ones do
+    not disturb its end. Within `stop_on_signals` a run ends as that says."""
+    received: list[int] = []
+
+    def stop(signum: int, _: object) -> None:
+        received.append(signum)
+        if len(received) == 1:
+            raise KeyboardInterrupt  # not Stopped: libraries catch what is an Exception
+
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in stopping() if number != signal.SIGINT}
+    try:
+        yield
+    except KeyboardInterrupt:
+        if received:
+            raise Stopped("stopped on request") from None
+        raise
+    finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +22,21 @@ from typing import Any
 from pydantic import ValidationError
 
 from fl_engine.core.contracts import ModelFamily, Tracker
-from fl_engine.core.errors import BadInput, ConfigError, Stopped, Unreachable, brief, first_line, masked
+from fl_engine.core.errors import (
+    BadInput,
+    ConfigError,
+    EnvironmentFailure,
+    Stopped,
+    Unreachable,
+    brief,
+    first_line,
+    masked,
+)
 from fl_engine.core.search import Interval, Searched
 from fl_engine.core.types import Pool
 from fl_engine.fleet import devices
 from fl_engine.selection.capacity import lacks
+from flexfleet.comparisons.whole import go_on
 from flexfleet.config import Config, Range, algorithm, parse, set_path
 
 log = logging.getLogger("flexfleet")
@@ -46,6 +57,8 @@ INFEASIBLE, DIVERGED = "infeasible", "diverged"
 """Attributes of a trial without a value: why its values give no pool, and how its model diverged."""
 MOST_TRIED = 4
 """Values on which this many workers have died are not tried again: the values may be the cause (memory, say)."""
+GO_ON = re.compile("(go on|resume) with --resume")
+"""How the run of a trial says that it goes on, which it does with its study."""
 Values = Mapping[str, Any]
 
 
@@ -295,6 +308,19 @@ def answering(config: Config) -> Iterator[None]:
         raise Unreachable(f"the study's database ({where}) does not answer: {masked(first_line(error))}") from error
 
 
+@contextmanager
+def told_how_to_go_on(id: str) -> Iterator[None]:
+    """A stop or an EnvironmentFailure inside says how the study goes on."""
+    try:
+        yield
+    except (Stopped, EnvironmentFailure) as error:
+        said = GO_ON.sub(go_on(id), str(error))
+        raise type(error)(said if said != str(error) else f"{said}: {go_on(id)}") from error
+    except KeyboardInterrupt:
+        log.warning("interrupted: %s", go_on(id))
+        raise
+
+
 def sampler(seed: int) -> Any:
     import optuna
 
@@ -342,6 +368,13 @@ def clear_stale(study: Any, seen: dict[int, tuple[Any, float]] | None = None) ->
     return gone
 
 
+def tried(trial: Any, error: BaseException) -> int:
+    """How many workers have died with the trial's values, now that this one ends with `error`. A stop, a server that is
+    gone and a full disk would have met any values."""
+    elsewhere = isinstance(error, Stopped | KeyboardInterrupt | EnvironmentFailure | OSError)
+    return int(trial.user_attrs.get(TRIED, 0)) + (not elsewhere)
+
+
 def give_back(study: Any, trial: Any, tried: int) -> bool:
     """Marks the trial as failed, and puts its values first among those to try; False: another worker did that."""
     import optuna
@@ -353,6 +386,8 @@ def give_back(study: Any, trial: Any, tried: int) -> bool:
     values = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # drawn, or set before the trial
     if tried < MOST_TRIED and values:
         study.enqueue_trial(values, user_attrs={TRIED: tried})
+    elif values:
+        log.warning("%d workers have died on these values, which are not tried again: %s", tried, values)
     return True
 
 

@@ -21,19 +21,20 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Literal, get_args
 
-from fl_engine.core.errors import BadInput, ConfigError, Diverged, Stopped, masked
+from fl_engine.core.errors import BadInput, ConfigError, Diverged, masked
 from fl_engine.core.fields import Moves
 from fl_engine.core.plain import write_yaml
 from fl_engine.core.types import Pool
 from fl_engine.storage.store import FolderStore
 from flexfleet.comparisons.side_by_side import Command, side_by_side
-from flexfleet.comparisons.whole import RunsFailed
+from flexfleet.comparisons.whole import RunsFailed, go_on
 from flexfleet.config import Config, Range, flatten, load_config, moves, public, set_path, shown
 from flexfleet.config.names import plain
 from flexfleet.config.overrides import hand_over, write_config
 from flexfleet.files import terminal as common
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, PoolFile
+from flexfleet.files.signals import stopping_at_once
 from flexfleet.runs.check import check
 from flexfleet.runs.resumable import name_in
 from flexfleet.runs.whole import need_packages
@@ -73,13 +74,14 @@ POLL_S = 1.0
 def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
     """Runs the trials that a study still needs, with `tune.workers` processes, then the comparison on held-out seeds.
 
-    Raises ConfigError for an impossible search, Stopped after SIGTERM or if a worker was stopped.
+    Raises ConfigError for an impossible search; Stopped after SIGTERM, a terminal that was closed, or if a worker was
+    stopped. It and EnvironmentFailure say how to go on.
     """
     folder = Path(config.run.store) / plain(id, "a study's id")
     if folder.exists() and not resume:
         raise ConfigError(f"{folder} exists already: go on with --resume, or choose another --id")
     _examine(config)
-    with alone(folder), search.answering(config):
+    with alone(folder), search.told_how_to_go_on(id), stopping_at_once(), search.answering(config):
         _prepare_default(config, folder)
         with ending(_begin(config, folder, id, folder, {})):
             _work_all(config, folder, id)
@@ -185,7 +187,7 @@ def _work_all(config: Config, folder: Path, id: str) -> None:
     ]
     failed = [f"{name} ({folder / name}.log)" for name, code in side_by_side(workers, many).items() if code]
     if failed and len(_done(search.open_study(config, folder, id))) < config.tune.trials:
-        raise RunsFailed(f"workers ended before the study was done: {', '.join(failed)}; go on with --resume", 1)
+        raise RunsFailed(f"workers ended before the study was done: {', '.join(failed)}; {go_on(id)}", 1)
 
 
 # ------------------------------------------------------------------------------------------------------- trials
@@ -255,9 +257,7 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
     except (search.Taken, UpdateFinishedTrialError):
         taken = True
     except (Exception, KeyboardInterrupt) as error:
-        wished = isinstance(error, Stopped | KeyboardInterrupt)
-        tried = trial.user_attrs.get(search.TRIED, 0) + (not wished)
-        search.give_back(study, study.trials[trial.number], tried)
+        search.give_back(study, study.trials[trial.number], search.tried(trial, error))
         raise
     if taken:
         log.info("trial %d was silent for too long: another worker tries its values", trial.number)
@@ -452,7 +452,7 @@ def work_in_graph(prepared: Path, id: str, worker: int, out: Path, job_id: str) 
     folder = Path(config.run.store) / id
     out.mkdir(parents=True, exist_ok=True)
     alone_with_it = search.address(config) is None
-    with search.answering(config):
+    with stopping_at_once(), search.answering(config):
         if alone_with_it:
             parent = _begin(config, folder, id, prepared, of_job(config, job_id))
         else:
@@ -490,7 +490,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--worker", type=int, required=True)
     args = p.parse_args(argv)
     config = load_config(args.config)
-    with search.answering(config):
+    with stopping_at_once(), search.answering(config):
         work(config, args.study, args.id, args.worker)
     return 0
 

@@ -27,6 +27,7 @@ from flexfleet.comparisons.side_by_side import Command
 from flexfleet.config import Config, Range, load_config
 from flexfleet.config.overrides import write_config
 from flexfleet.files.artifacts import History, RunFile
+from flexfleet.files.signals import stop_on_signals, stopping_at_once
 from flexfleet.runs.status import runs_in
 from flexfleet.studies import outcome, search
 from flexfleet.studies import study as steps
@@ -482,7 +483,9 @@ def test_a_running_trial_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest
         study.tell(trial.number, state=optuna.trial.TrialState.FAIL)  # signs of what has ended are refused: no error
 
 
-def test_values_that_no_worker_survives_are_left_and_only_one_worker_gives_them_back(tmp_path: Path) -> None:
+def test_values_that_no_worker_survives_are_left_and_only_one_worker_gives_them_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     study = search.open_study(Config(), tmp_path, "a")
     study.enqueue_trial({"training.lr": 0.5})
     for tried in range(1, search.MOST_TRIED + 1):
@@ -491,6 +494,7 @@ def test_values_that_no_worker_survives_are_left_and_only_one_worker_gives_them_
         assert not search.give_back(study, study.trials[trial.number], tried)
     states = [t.state.name for t in study.trials]
     assert states == ["FAIL"] * search.MOST_TRIED
+    assert "4 workers have died on these values, which are not tried again: {'training.lr': 0.5}" in caplog.text
     assert [t.system_attrs["fixed_params"] for t in study.trials] == [{"training.lr": 0.5}] * search.MOST_TRIED
 
 
@@ -523,6 +527,80 @@ def test_a_trial_that_ends_its_worker_is_tried_again(
         work(untrained, tmp_path, "a", 0, done[1])
     assert work(untrained, tmp_path, "a", 0, done[1]) == [1, 2, 3, 4]
     assert drawn(untrained, tmp_path)[0] == pytest.approx(done[0].default)
+
+
+def test_values_are_not_left_for_a_server_that_is_gone_a_full_disk_or_a_stop(
+    untrained: Config, done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "MOST_TRIED", 1)
+    for error in (Unreachable("S3 is gone"), OSError("no space left"), Stopped("asked to")):
+
+        def broken(*_: Any, error: Exception = error) -> float:
+            raise error
+
+        with monkeypatch.context() as patch, pytest.raises(type(error), match=str(error)):
+            patch.setattr(steps, "_trial", broken)
+            work(untrained, tmp_path, "a", 0, done[1])
+    one = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"trials": 1})})
+    work(one, tmp_path, "a", 0, done[1])
+    assert drawn(one, tmp_path)[0] == pytest.approx(done[0].default)
+
+
+@pytest.fixture
+def begun(untrained: Config, done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Continues the study `a` of `untrained`, whose next trial does what the test says while it is prepared."""
+    shutil.copytree(done[1] / "default", tmp_path / "a" / "default")
+    monkeypatch.setattr(steps, "_prepare_default", lambda *_: None)
+    monkeypatch.setattr(steps, "_examine", lambda *_: None)
+    config = untrained.model_copy(update={"run": untrained.run.model_copy(update={"store": str(tmp_path)})})
+
+    def go_on(prepares: Callable[..., Any]) -> Any:
+        monkeypatch.setattr(steps, "_pools", prepares)
+        try:
+            tune(config, "a", resume=True)
+        finally:
+            begun.append(search.open_study(config, tmp_path, "a").trials[-1])
+
+    begun = list[Any]()
+    return go_on, begun
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_study_that_is_stopped_while_a_trial_is_prepared_says_how_it_goes_on(begun: Any, number: int) -> None:
+    def asked(*_: Any) -> None:
+        signal.raise_signal(number)
+        time.sleep(10)
+
+    def nobody(*_: Any) -> None:
+        raise AssertionError("nobody else handles the signal")
+
+    go_on, trials = begun
+    before = signal.signal(number, nobody)
+    try:
+        with pytest.raises(Stopped, match=r"^stopped on request: the same command with --id a --resume goes on$"):
+            go_on(asked)
+        assert signal.getsignal(number) is nobody
+    finally:
+        signal.signal(number, before)
+    assert (trials[0].state.name, trials[0].user_attrs[search.TRIED]) == ("WAITING", 0)
+
+
+@pytest.mark.parametrize("told", ["", ". What was committed stays: mend the cause, then go on with --resume"])
+def test_a_study_whose_server_is_gone_says_how_it_goes_on(begun: Any, told: str) -> None:
+    def gone(*_: Any) -> None:
+        raise Unreachable(f"s3://b/a cannot be reached{told}")
+
+    with pytest.raises(Unreachable) as error:
+        begun[0](gone)
+    assert str(error.value).startswith("s3://b/a cannot be reached") and str(error.value).count("--resume") == 1
+    assert str(error.value).endswith("the same command with --id a --resume goes on")
+
+
+def test_a_stop_that_comes_when_the_run_of_a_trial_has_ended_stops_the_study() -> None:
+    with pytest.raises(Stopped), stopping_at_once():
+        with stop_on_signals():
+            signal.raise_signal(signal.SIGTERM)
+        pytest.fail("the study would go on with the next trial")
 
 
 def test_a_trial_whose_training_on_the_server_diverges_is_an_outcome(
