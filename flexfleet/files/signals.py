@@ -56,9 +56,10 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
         sys.unraisablehook = told
         for number, handler in before.items():
             signal.signal(number, handler)
-    for number in received:
-        if callable(before[number]) and before[number] is not signal.default_int_handler:
-            before[number](number, None)
+    for late in received:
+        outer = before[signal.Signals(late)]
+        if callable(outer) and outer is not signal.default_int_handler:
+            outer(late, None)
 
 
 @contextmanager
