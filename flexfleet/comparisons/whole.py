@@ -30,6 +30,7 @@ from flexfleet.config.overrides import hand_over
 from flexfleet.config.sources import sources
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, Result, RunFile, row_of
+from flexfleet.files.begun import check_free, go_on
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages, run
 from flexfleet.steps import keys
@@ -87,8 +88,7 @@ def compare(
     check_jobs(at_once)
     if (folder / "run.json").exists():
         raise ConfigError(f"{folder} is the folder of a run, not of a comparison: choose another --id")
-    if folder.exists() and not resume:
-        raise ConfigError(f"{folder} exists already: go on with --resume, or choose another --id")
+    check_free(folder, resume, "--id")
     if central:
         reference.read(central, flatten(runs[0].config), varied(runs))
     check_all(runs)
@@ -379,8 +379,3 @@ def collect(pairs: Sequence[Mapping[str, str]], folders: Sequence[Path], out: Pa
 def entry_of(pair: Mapping[str, str]) -> Entry:
     config = parse(json.loads(pair["config"]))
     return Entry(pair["label"], config.seed, config)
-
-
-def go_on(id: str) -> str:
-    """How a comparison or a study goes on."""
-    return f"the same command with --id {id} --resume goes on"

@@ -21,6 +21,7 @@ from flexfleet.comparisons import whole
 from flexfleet.config.entries import Entry
 from flexfleet.config.names import plain
 from flexfleet.files.artifacts import Artifact, BareHistory, RunFile
+from flexfleet.files.begun import check_free
 from flexfleet.files.measure import Measure
 from flexfleet.nightly import gate, suite
 from flexfleet.nightly.figures import BACKEND, PROCESSES, Folders, measure
@@ -131,8 +132,7 @@ def update(night: Night, *, jobs: int = 1, resume: bool = False) -> Figures:
 def take_folder(night: Night, resume: bool) -> None:
     """Raises ConfigError if a night of that name exists and cannot be resumed, also by this code, and if the folder is
     not a night's (`keep_commit`)."""
-    if night.folder.exists() and not resume:
-        raise ConfigError(f"{night.folder} exists already: go on with --resume, or choose another --id")
+    check_free(night.folder, resume, "--id")
     keep_commit(night)
     night.folder.mkdir(parents=True, exist_ok=True)
 

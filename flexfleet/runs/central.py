@@ -42,6 +42,7 @@ from flexfleet.config.names import plain
 from flexfleet.config.sources import sources
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import Artifact, ConfusionFile, EvaluationFile, History, Result
+from flexfleet.files.begun import check_free, check_same
 from flexfleet.files.measure import Measure
 from flexfleet.files.signals import stop_on_signals
 from flexfleet.reports import plots
@@ -104,8 +105,7 @@ def central(
         )
     need_packages(resolved)
     out = Path(config.run.store) / plain(run_id, "run_id")
-    if out.exists() and not resume:
-        raise ConfigError(f"{out} exists already: go on with --resume, or choose another --run-id")
+    check_free(out, resume)
     if (out / "run.json").exists():
         raise ConfigError(f"{out} holds a federated run: choose another --run-id")
     data, family = resolved.data, _network(resolved)
@@ -192,13 +192,7 @@ def _file(
             numerics=numerics,
         )
     known = CentralFile.read(path)
-    keys = sorted(values.keys() | known.config.keys())
-    changed = [
-        f"{k}: {known.config.get(k)!r} -> {values.get(k)!r}" for k in keys if known.config.get(k) != values.get(k)
-    ]
-    if changed:
-        said = ", ".join(changed[:6])
-        raise ConfigError(f"{out} was started with another configuration ({said}): choose another --run-id")
+    check_same(out, known.config, values)
     if known.data_sha256 != data_sha256:
         raise IntegrityError(f"{out} was started with other data than the present ones: restore the old data")
     warm_start.check_same(known.weights_sha256, weights_sha256, config, out)

@@ -20,6 +20,7 @@ from fl_engine.storage.store import Store
 from flexfleet.config.names import plain
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, EvaluationFile, Result, RunFile
+from flexfleet.files.begun import check_free
 from flexfleet.files.measure import SHARES, highest
 from flexfleet.files.terminal import missing
 from flexfleet.publish.publish import publish
@@ -64,8 +65,7 @@ def run(
     need_packages(resolved)
     check_loadable(config)  # also where a run goes on, which is not checked again
     out = Path(config.run.store) / plain(run_id, "run_id")
-    if out.exists() and not resume:
-        raise ConfigError(f"{out} exists already: go on with --resume, or choose another --run-id")
+    check_free(out, resume)
     if (out / "central.json").exists():
         raise ConfigError(f"{out} holds a central training: choose another --run-id")
     if not (out / "run.json").exists():  # before there is a folder: what is refused leaves none

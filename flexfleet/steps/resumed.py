@@ -20,6 +20,7 @@ from fl_engine.training.numerics import differing
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.files.artifacts import PoolFile, RunFile
+from flexfleet.files.begun import check_same
 from flexfleet.steps import own_code, warm_start
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking import record as track
@@ -101,11 +102,7 @@ def _same_settings(known: RunFile, config: Config, out: Path) -> None:
     own_code.check_same(known.code_sha256, config, out)
     began = _began(known, out / "run.json")
     before, now = configs.flatten(began), configs.flatten(config)
-    changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
-    fixed = [k for k in changed if configs.moves(k) is Moves.RESULT]
-    if fixed:
-        lines = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in fixed[:6])
-        raise ConfigError(f"{out} was started with another configuration ({lines}): choose another --run-id")
+    check_same(out, before, now, lambda name: configs.moves(name) is Moves.RESULT)
     if devices_decide(began) != devices_decide(config):
         raise ConfigError(
             f"{out} was started with run.backend = {began.run.backend}, with {config.run.backend} clients would decide "

@@ -36,8 +36,8 @@ from fl_engine.core.search import Interval, Searched
 from fl_engine.core.types import Pool
 from fl_engine.fleet import devices
 from fl_engine.selection.capacity import lacks
-from flexfleet.comparisons.whole import go_on
 from flexfleet.config import Config, Range, algorithm, parse, set_path
+from flexfleet.files.begun import go_on
 
 log = logging.getLogger("flexfleet")
 

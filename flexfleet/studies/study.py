@@ -27,13 +27,14 @@ from fl_engine.core.plain import write_yaml
 from fl_engine.core.types import Pool
 from fl_engine.storage.store import FolderStore
 from flexfleet.comparisons.side_by_side import Command, side_by_side
-from flexfleet.comparisons.whole import RunsFailed, go_on
+from flexfleet.comparisons.whole import RunsFailed
 from flexfleet.config import Config, Range, flatten, load_config, moves, public, set_path, shown
 from flexfleet.config.names import plain
 from flexfleet.config.overrides import hand_over, write_config
 from flexfleet.files import terminal as common
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, PoolFile
+from flexfleet.files.begun import check_free, check_same, go_on
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.runs.check import check
 from flexfleet.runs.resumable import name_in
@@ -78,8 +79,7 @@ def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
     stopped. It and EnvironmentFailure say how to go on.
     """
     folder = Path(config.run.store) / plain(id, "a study's id")
-    if folder.exists() and not resume:
-        raise ConfigError(f"{folder} exists already: go on with --resume, or choose another --id")
+    check_free(folder, resume, "--id")
     _examine(config)
     with alone(folder), search.told_how_to_go_on(id), stopping_at_once(), search.answering(config):
         _prepare_default(config, folder)
@@ -154,10 +154,7 @@ def _check_same(study: Any, config: Config, folder: Path) -> None:
     if known is None:
         study.set_user_attr(CONFIG, now)
         return
-    changed = [key for key in sorted(now.keys() | known.keys()) if now.get(key) != known.get(key)]
-    if changed:
-        lines = ", ".join(f"{key}: {known.get(key)!r} -> {now.get(key)!r}" for key in changed[:6])
-        raise ConfigError(f"{folder} was started with another configuration ({lines}): choose another --id")
+    check_same(folder, known, now, name="--id")
 
 
 def _parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | None:

@@ -1,0 +1,36 @@
+"""What was begun before, as a command meets it: whether its folder is free, whether its settings are the same, and how
+it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fl_engine.core.errors import ConfigError
+
+
+def check_free(folder: Path, resume: bool, name: str = "--run-id") -> None:
+    """Raises ConfigError where there is a folder already and `resume` is not asked for. `name`: the option that names
+    another one."""
+    if folder.exists() and not resume:
+        raise ConfigError(f"{folder} exists already: go on with --resume, or choose another {name}")
+
+
+def check_same(
+    folder: Path,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    fixed: Callable[[str], bool] = lambda _: True,
+    name: str = "--run-id",
+) -> None:
+    """Raises ConfigError where a setting (by dotted name) that is `fixed` has another value than before."""
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key) and fixed(key)]
+    if changed:
+        lines = ", ".join(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed[:6])
+        raise ConfigError(f"{folder} was started with another configuration ({lines}): choose another {name}")
+
+
+def go_on(id: str) -> str:
+    """How a comparison, a study or a night goes on."""
+    return f"the same command with --id {id} --resume goes on"
