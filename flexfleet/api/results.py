@@ -59,7 +59,7 @@ class Result:
     history           a line for each round
     clients           a line for each client and round
     levels            a line for each sub-model: size, multiply-adds, and its score
-    params            the global model's weights by name
+    params            the global model's weights by name: a copy
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -187,8 +187,12 @@ class Result:
         return table(lines)
 
     # -------------------------------------------------------------------------------------------------- model
-    @cached_property
+    @property
     def params(self) -> Params:
+        return {name: tensor.clone() for name, tensor in self._params.items()}  # the user may change what is handed out
+
+    @cached_property
+    def _params(self) -> Params:
         if self._result is not None:
             return decode((self.folder / "model.safetensors").read_bytes(), str(self.folder / "model.safetensors"))
         last = max(self._ledger.checkpoints.commits(), default=None)
@@ -202,7 +206,9 @@ class Result:
         """The network of a level (None: the largest), in evaluation mode: raw samples, as the data set has them, to
         logits, or to the numbers of a regression. Batch norm that keeps no statistics, or is scored with statistics
         collected for each level (`static_bn`), gets those of the server's proxy data, as in `publish`.
-        Raises ConfigError where there is no such level, or no proxy."""
+        Its weights are a copy, so it may be trained further.
+
+        Raises ConfigError where there is no such level, or no proxy that it needs."""
         with self._resolved() as resolved:
             pool = self._pool.pool()
             names = [member.name for member in pool]
@@ -213,7 +219,8 @@ class Result:
             prepare_process(("cpu",), flush_denormal=flushes(self._run.numerics))
             parts = partitioning.load(self.folder / "partition", data)
             proxy = torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
-            weights = weights_of(self.params, family.layout(), member)
+            views = weights_of(self._params, family.layout(), member)
+            weights = {name: tensor.clone() for name, tensor in views.items()}
             family, weights = with_statistics(family, weights, member, data, proxy)
             network = runnable(family, member.spec, weights).eval()
         axes = len(data.input_shape)
@@ -254,7 +261,7 @@ class Result:
         try:
             return resumed(self, rounds, mlflow_uri, callbacks, progress)
         finally:  # what was read before is not so any more
-            for name in ("_run", "_config", "_ledger", "_rows", "_pool", "_result", "params"):
+            for name in ("_run", "_config", "_ledger", "_rows", "_pool", "_result", "_params"):
                 self.__dict__.pop(name, None)
             self._made = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,12 +122,31 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> ff.Result:
         return ff.run(model=Net, algorithm="heterofl", **common)
 
 
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_the_network_of_a_result_is_the_exported_one(result: ff.Result) -> None:
     stored = result.params["bn.running_mean"]
     for level in result.levels["name"]:
         folder = result.folder / "export" / level
         ours, theirs = result.model(level).state_dict(), export.load(folder).state_dict()
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert same(ours, theirs)
         assert export.read(folder).proxy_statistics
         mean = ours["network.bn.running_mean"]
         assert not torch.allclose(mean, stored[: len(mean)], rtol=0.05)
+
+
+def test_training_a_network_further_changes_no_other_and_not_the_result(result: ff.Result) -> None:
+    largest, smallest = result.model(), result.model(result.levels["name"][0])
+    before, stored = copied(largest.state_dict()), copied(result.params)
+    for handed_out in (smallest.parameters(), result.model().parameters(), result.params.values()):
+        with torch.no_grad():
+            for tensor in handed_out:
+                tensor.fill_(9.0)
+        assert same(largest.state_dict(), before) and same(result.model().state_dict(), before)
+        assert same(result.params, stored)
