@@ -77,6 +77,16 @@ def stages() -> dict[str, Any]:
     return found
 
 
+def test_dvc_keeps_all_that_a_stage_writes() -> None:
+    """Git ignores work/: what DVC does not keep either, `dvc push` leaves out and `dvc metrics diff` cannot compare."""
+    written = {}
+    for stage in stages().values():
+        for each in (*stage["outs"], *stage.get("metrics", ())):
+            written |= each if isinstance(each, dict) else {each: {}}
+    assert "work/evaluate/evaluation.json" in written and "work/report" in written
+    assert [name for name, options in written.items() if not options.get("cache", True)] == []
+
+
 def lacks(names: Iterable[str], listed: Iterable[str], mark: str) -> list[str]:
     """Those of `names` that are not listed, nor in something that is; `mark` stands between its name and theirs."""
     within = tuple(f"{each}{mark}" for each in listed)
