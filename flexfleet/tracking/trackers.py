@@ -46,6 +46,8 @@ IN_ADDRESSES = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 """What SQLAlchemy reads in the address of a SQLite file: the start of options, and a character by its number."""
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
 """Of addresses that MLflow takes, besides those of its plugins."""
+FEW_TRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""MLflow's settings where nobody wants to wait for its server: its own are 7 and 120 seconds."""
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
 CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate entry|Cannot insert duplicate key")
@@ -405,14 +407,27 @@ class MLflow:
 @contextmanager
 def ending(tracker: Tracker | None, *silent: type[BaseException]) -> Iterator[None]:
     """Tells the tracker, if there is one, that the run was killed or has failed when the work inside does not finish;
-    of the errors `silent` it is not told."""
+    of the errors `silent` it is not told. A server that is gone is not waited for: it may be why the work ended."""
     try:
         yield
     except BaseException as error:
         if tracker is not None and not isinstance(error, silent):
-            with suppress(EnvironmentFailure):  # the first error is the one to report
+            with _few_tries(), suppress(EnvironmentFailure):  # the first error is the one to report
                 tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
         raise
+
+
+@contextmanager
+def _few_tries() -> Iterator[None]:
+    """MLflow's calls inside take seconds where its server is gone, not minutes."""
+    before = {name: os.environ[name] for name in FEW_TRIES if name in os.environ}
+    os.environ |= {name: min(most, before.get(name) or most, key=int) for name, most in FEW_TRIES.items()}
+    try:
+        yield
+    finally:
+        for name in FEW_TRIES:
+            del os.environ[name]
+        os.environ |= before
 
 
 def _chunks(items: list[Any], size: int) -> list[list[Any]]:

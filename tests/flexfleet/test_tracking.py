@@ -601,3 +601,20 @@ def test_what_fails_after_the_rounds_says_how_to_go_on(
     stopped = flexfleet("run", "--run-id", "a", sets=[*quick, "rounds.stop=1"])
     assert stopped.code == 6 and "does not answer. What was committed stays" in stopped.err
     assert stopped.err.count("--resume") == 1
+
+
+@pytest.mark.parametrize(("given", "tries"), [(None, 2), ("1", 1), ("9", 2)])
+def test_a_server_is_not_waited_for_to_tell_it_that_a_run_has_failed(
+    given: str | None, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Looking(Memory):
+        def finish(self, status: str) -> None:
+            found.append((status, in_mlflow.get()))
+
+    found, in_mlflow = list[Any](), mlflow.environment_variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES
+    monkeypatch.delenv(in_mlflow.name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(in_mlflow.name, given)
+    with pytest.raises(OSError, match="no space"), tracking.ending(Looking()):
+        raise OSError("no space left")
+    assert found == [("FAILED", tries)] and os.environ.get(in_mlflow.name) == given
