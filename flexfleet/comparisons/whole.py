@@ -39,7 +39,8 @@ from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.resumed import known_run, store_of
 from flexfleet.steps.share import fits, settings, share
 from flexfleet.tracking import record as track
-from flexfleet.tracking.trackers import PARENT, TOKEN, MLflow, ending, platform_of
+from flexfleet.tracking.server import PARENT, platform_of
+from flexfleet.tracking.trackers import TOKEN, MLflow, ending
 
 log = logging.getLogger("flexfleet")
 

@@ -126,7 +126,7 @@ def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
     # MLflow's own retries take minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    from flexfleet.tracking.trackers import client_of
+    from flexfleet.tracking.server import client_of
 
     client = client_of(uri)
     from mlflow.exceptions import MlflowException

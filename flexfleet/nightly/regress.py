@@ -35,7 +35,8 @@ from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking import record as track
-from flexfleet.tracking.trackers import TOKEN, MLflow, address, answering, client_of, ending, log_outcome
+from flexfleet.tracking.server import address, answering, client_of
+from flexfleet.tracking.trackers import TOKEN, MLflow, ending, log_outcome
 
 PASSED, JUDGED = "flexfleet.passed", "flexfleet.judged"
 """Tags of a night's run: the verdict, and a digest of the runs that were judged."""

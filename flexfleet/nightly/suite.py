@@ -22,7 +22,7 @@ from flexfleet.config import Config, load_config, moves
 from flexfleet.config.entries import Entry, entries_for, labels_of
 from flexfleet.files.artifacts import Artifact
 from flexfleet.nightly.gate import FEWEST_SEEDS, METRICS
-from flexfleet.tracking.trackers import platform_experiment
+from flexfleet.tracking.server import platform_experiment
 
 MAY_SET = (Moves.EXECUTION, Moves.PLACE)
 """What `--set` may change: nothing in it changes a figure, except that run.backend changes memory, which is compared

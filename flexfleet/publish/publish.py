@@ -43,7 +43,7 @@ from flexfleet.files.measure import Measure
 from flexfleet.reports import precisions
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking.record import experiment
-from flexfleet.tracking.trackers import answering, client_of, platform_of
+from flexfleet.tracking.server import answering, client_of, platform_of
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 MODEL = "model_sha256"

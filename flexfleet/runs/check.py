@@ -40,7 +40,7 @@ from flexfleet.steps.partition import cut, held_out, most_of, simulated, site_of
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import need_proxy, settings_of
 from flexfleet.steps.site import trace_of
-from flexfleet.tracking.trackers import check_address
+from flexfleet.tracking.server import check_address
 
 
 def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from fl_engine.preparation.weights import fitting, mismatch, names_of
 from fl_engine.storage.store import decode, sha256
 from flexfleet.config import Config
 from flexfleet.files.artifacts import BareHistory
-from flexfleet.tracking.trackers import address, client_of
+from flexfleet.tracking.server import address, client_of
 
 log = logging.getLogger("flexfleet")
 

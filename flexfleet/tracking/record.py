@@ -27,7 +27,8 @@ from fl_engine.core.errors import ConfigError, masked
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.config import Config
 from flexfleet.files.artifacts import RunFile
-from flexfleet.tracking.trackers import JOB, PARENT, TOKEN, MLflow, Platform, connect, experiment_of, platform_of
+from flexfleet.tracking.server import PARENT, Platform, connect, experiment_of, platform_of
+from flexfleet.tracking.trackers import JOB, TOKEN, MLflow
 
 RUN_KEY = "site/run.json"
 COMMIT = "mlflow.source.git.commit"

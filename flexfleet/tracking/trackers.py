@@ -6,271 +6,33 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fl_engine.core.contracts import Tracker
 from fl_engine.core.errors import (
     ConfigError,
     EnvironmentFailure,
     Stopped,
-    Unreachable,
-    UnreachableAddress,
-    did_you_mean,
-    first_line,
     masked,
-    printable,
 )
-from flexfleet.config.platform import platform_uri
+from flexfleet.tracking.server import PARENT, SQLITE, address, answering, client_of, connect, usable
 
 log = logging.getLogger("flexfleet")
 
 TOKEN = "flexfleet.token"
-PARENT = "mlflow.parentRunId"
-"""Tag with a run's parent: MLflow shows the run below it."""
 RESUMED_IN = "flexfleet.resumed_in"
 """Tag of a run that was resumed below another parent: the newest such parent. The run stays below its first one."""
 JOB = "kfp."
 """Prefix of the tags that say which pipeline run made a run, or resumed it last."""
-KIND = {"mlflow.experimentKind": "custom_model_development"}
-"""Tag of an experiment: MLflow's UI then shows runs and their charts, not its pages for language models."""
-SQLITE = "sqlite:///"
-IN_ADDRESSES = re.compile(r"\?|%[0-9A-Fa-f]{2}")
-"""What SQLAlchemy reads in the address of a SQLite file: the start of options, and a character by its number."""
-SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
-"""Of addresses that MLflow takes, besides those of its plugins."""
 FEW_TRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """MLflow's settings where nobody wants to wait for its server: its own are 7 and 120 seconds."""
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
-CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate entry|Cannot insert duplicate key")
-"""What SQLite, PostgreSQL, MySQL and SQL Server say if another writer was first."""
-
-
-def client_of(uri: str) -> Any:
-    """MLflow's client, made quiet: no bar for each small file, no line for each table and version, no link to the run
-    on stdout, which would contain the address with its password, and nothing sent to MLflow's makers. Creates a missing
-    SQLite file. Raises ConfigError if the address cannot be used, EnvironmentFailure without mlflow."""
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    # Read when MLflow is imported. Its telemetry is a thread that changes the environment, which fails calls meanwhile.
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    try:
-        import mlflow
-    except ImportError as error:
-        raise EnvironmentFailure(
-            "tracking.mlflow is set, but mlflow is not installed: pip install 'flexfleet[tracking]', "
-            "or --set tracking.mlflow=null"
-        ) from error
-    for noisy in ("alembic", "mlflow.store.model_registry", "mlflow.tracking.fluent"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # each error of a database, with a traceback
-    with _usable(uri):
-        called = address(uri)
-        _create_sqlite(uri)
-        return Shared(mlflow.MlflowClient(tracking_uri=called))
-
-
-# ------------------------------------------------------------------------------------------------- the platform
-@dataclass(frozen=True)
-class Platform:
-    """What the environment says about MLflow besides the server's address; each part may be missing."""
-
-    experiment: str | None = None
-    """Name of the experiment."""
-    parent: str | None = None
-    """The MLflow run of the pipeline whose task this is."""
-
-
-def is_platforms(uri: str) -> bool:
-    return masked(uri).rstrip("/") == platform_uri()
-
-
-def platform_experiment(uri: str | None) -> str | None:
-    """The id of the experiment that the environment names, if `uri` is the environment's server."""
-    return os.environ.get("MLFLOW_EXPERIMENT_ID") or None if uri is not None and is_platforms(uri) else None
-
-
-def address(uri: str) -> str:
-    """The address with which MLflow is called: with the password of the environment's address, which configurations do
-    not have; and with the whole path of a SQLite file, because MLflow keeps the connections of an address for the whole
-    process, also after the process has changed its folder. Raises ConfigError for a folder that no address can name."""
-    if uri.startswith(SQLITE) and not uri.startswith((f"{SQLITE}/", f"{SQLITE}:")) and uri != SQLITE:
-        named, sign, options = uri.removeprefix(SQLITE).partition("?")
-        path = os.path.abspath(named)
-        if found := IN_ADDRESSES.search(os.path.dirname(path)):
-            raise ConfigError(
-                f"tracking.mlflow = {uri!r} cannot be used: it is in {os.path.dirname(path)}, and {found[0]!r} means "
-                f"something else in an address: give {SQLITE}/PATH with a path without it, or change to another folder"
-            )
-        return SQLITE + path + sign + options
-    return os.environ["MLFLOW_TRACKING_URI"] if is_platforms(uri) and masked(uri) == uri else uri
-
-
-def platform_of(uri: str) -> Platform:
-    """Experiment and parent of runs, if `uri` is the environment's server. Kubeflow's MLflow plugin makes a run for
-    each task, as a child of the pipeline's run. The task's run belongs to Kubeflow: flexfleet only reads its parent.
-
-    Raises ConfigError if the server does not know what the environment names, UnreachableAddress if it does not answer.
-    """
-    experiment, task = platform_experiment(uri), os.environ.get("MLFLOW_RUN_ID")
-    if not is_platforms(uri) or not (experiment or task):
-        return Platform()
-    client = client_of(uri)
-    with _usable(uri):
-        try:
-            return Platform(
-                str(client.get_experiment(experiment).name) if experiment else None,
-                client.get_run(task).data.tags.get(PARENT) if task else None,
-            )
-        except _errors() as error:
-            if _unreachable(error):
-                raise
-            raise ConfigError(
-                f"{masked(uri)} does not know what the environment says, MLFLOW_EXPERIMENT_ID = {experiment!r} and "
-                f"MLFLOW_RUN_ID = {task!r}: {first_line(error)}. Unset them, or give another tracking.mlflow"
-            ) from error
-
-
-class Shared:
-    """MLflow's client for several processes that write at the same time. MLflow looks whether an entry exists, and then
-    inserts it without a lock: the database refuses the second writer, who finds the entry when it calls again. So this
-    makes a call once more that ended in such a conflict; the database kept nothing of the first call."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._client, name)
-
-        def twice(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return call(*args, **kwargs)
-            except _errors() as error:
-                if not CONFLICT.search(str(error)):
-                    raise
-            return call(*args, **kwargs)
-
-        return twice
-
-
-def check_address(uri: str) -> None:
-    """Raises ConfigError for an address that cannot be MLflow's, as far as can be seen without asking anybody and
-    without writing."""
-
-    def refuse(why: str) -> NoReturn:
-        raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {why}")
-
-    scheme, sign, rest = uri.partition("://")
-    kind = scheme.partition("+")[0].lower()
-    known = {*SCHEMES, *(plugin.name for plugin in entry_points(group="mlflow.tracking_store"))}
-    if sign and kind not in known:
-        refuse(f"the scheme {printable(scheme)!r} is none of {', '.join(sorted(known))}{did_you_mean(kind, known)}")
-    host = re.split("[/?#]", rest)[0].rpartition("@")[2]
-    if kind in ("http", "https") and host[:1] in ("", ":"):
-        refuse("it names no host")
-    try:
-        if uri.startswith(SQLITE) and (named := uri.removeprefix(SQLITE).partition("?")[0]) and named[0] != ":":
-            address(uri)
-            if Path(named).is_dir():
-                refuse(f"{named} is a folder, the file of a database is expected")
-            _need_folder(Path(named).parent, refuse)
-        elif not sign or kind == "file":
-            _need_folder(Path(rest if sign else uri), refuse)
-    except OSError as error:
-        refuse(f"{error.filename} cannot be looked at: {error.strerror}")
-
-
-def _need_folder(path: Path, refuse: Callable[[str], NoReturn]) -> None:
-    """Refuses what is no folder and cannot become one."""
-    there = next((each for each in (path, *path.parents) if each.exists()), None)
-    if there is not None and not there.is_dir():
-        refuse(f"{there} is a file, a folder is expected; the file of a database is {SQLITE}PATH")
-
-
-def connect(uri: str, experiment: str) -> tuple[Any, str]:
-    """A client, and the id of the experiment, which it creates if it is missing. Raises ConfigError if the address
-    cannot be used, EnvironmentFailure without mlflow."""
-    client = client_of(uri)
-    from mlflow.exceptions import MlflowException
-
-    with _usable(uri):
-        known = client.get_experiment_by_name(experiment)
-        if known is None:
-            try:
-                return client, str(client.create_experiment(experiment, tags=KIND))
-            except MlflowException:  # another run has created it meanwhile
-                known = client.get_experiment_by_name(experiment)
-                if known is None:
-                    raise
-    return client, str(known.experiment_id)
-
-
-@contextmanager
-def _usable(uri: str) -> Iterator[None]:
-    """Turns what MLflow raises into a ConfigError that names the address."""
-    try:
-        yield
-    except _errors() as error:
-        kind = (
-            UnreachableAddress if _unreachable(error) else EnvironmentFailure if _refuses_writes(error) else ConfigError
-        )
-        raise kind(f"tracking.mlflow = {masked(uri)!r} cannot be used: {first_line(error)}") from error
-
-
-@contextmanager
-def answering(uri: str, what: str = "does not take measurements any more") -> Iterator[None]:
-    """For an address that worked before: raises Unreachable if the server is gone for longer than MLflow's own retries
-    take, EnvironmentFailure for other errors of its own. `what`: what the server does not do, for people."""
-    try:
-        yield
-    except _errors() as error:
-        said = f"MLflow at {masked(uri)} {what}: {first_line(error)}"
-        raise (Unreachable if _unreachable(error) else EnvironmentFailure)(said) from error
-
-
-GONE = re.compile(
-    r"Max retries exceeded|too many \d+ error responses|status code 5\d\d|could not connect|database is locked"
-    r"|server closed the connection|[Cc]onnection (refused|reset|aborted|timed out)"
-)
-"""What MLflow, requests and database drivers say if a server does not answer."""
-
-
-def _unreachable(error: Exception) -> bool:
-    said = str(error)
-    return GONE.search(said) is not None and "CERTIFICATE_VERIFY_FAILED" not in said
-
-
-def _refuses_writes(error: Exception) -> bool:
-    """Whether a database can be read and takes nothing: it is read-only, or its disk or quota is full."""
-    said = "readonly database|read-only transaction|Read-only file system|disk is full|No space left|quota exceeded"
-    return re.search(said, str(error)) is not None
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    from mlflow.exceptions import MlflowException
-
-    # A missing driver, or text that is no address.
-    errors: tuple[type[Exception], ...] = (MlflowException, OSError, ImportError, ValueError)
-    with suppress(ImportError):  # mlflow-skinny, which can only use servers, lacks it
-        from sqlalchemy.exc import SQLAlchemyError
-
-        errors += (SQLAlchemyError,)
-    return errors
-
-
-def experiment_of(uri: str, run_id: str) -> str:
-    """The id of the experiment that a run is in. Raises ConfigError if the server does not know the run."""
-    client = client_of(uri)
-    with _usable(uri):
-        return str(client.get_run(run_id).info.experiment_id)
 
 
 class MLflow:
@@ -282,7 +44,7 @@ class MLflow:
     ) -> None:
         self.uri = uri
         self._client, self.experiment_id = connect(uri, experiment)
-        with _usable(uri):
+        with usable(uri):
             run_id = run_id or self._begun(tags.get(TOKEN))
             if run_id is None:
                 run = self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags))
@@ -432,26 +194,6 @@ def _few_tries() -> Iterator[None]:
 
 def _chunks(items: list[Any], size: int) -> list[list[Any]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
-
-
-def _create_sqlite(uri: str) -> None:
-    """MLflow creates its tables in many steps, and a kill or a second run in between leaves an unusable database. So
-    this creates the tables in another file beside it, and gives the finished file its name in one step."""
-    path = Path(uri.removeprefix(SQLITE))
-    if not uri.startswith(SQLITE) or "?" in uri or path.exists():
-        return
-    import mlflow
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".mlflow-") as scratch:
-        made = Path(scratch) / "new.db"
-        mlflow.MlflowClient(tracking_uri=f"{SQLITE}{made}").search_experiments()
-        try:
-            os.link(made, path)  # unlike a rename, never replaces a file that another run made first
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without hard links
-            os.replace(made, path)
 
 
 class Several:

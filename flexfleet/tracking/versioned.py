@@ -27,7 +27,7 @@ from fl_engine.datasets import data_root
 from fl_engine.storage.places import check_place
 from fl_engine.storage.s3 import setting
 from fl_engine.storage.store import sha256
-from flexfleet.tracking.trackers import address, answering, client_of
+from flexfleet.tracking.server import address, answering, client_of
 
 OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
 """The parts of a run's folder that are pushed."""

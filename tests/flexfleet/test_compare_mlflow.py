@@ -14,7 +14,8 @@ from flexfleet.comparisons import side_by_side, tabulate
 from flexfleet.comparisons import whole as compare_module
 from flexfleet.files.artifacts import RunFile
 from flexfleet.tracking.record import token_of
-from flexfleet.tracking.trackers import PARENT, TOKEN
+from flexfleet.tracking.server import PARENT
+from flexfleet.tracking.trackers import TOKEN
 from tests.harness import platform
 from tests.harness.comparisons import LABELS, SEEDS, TWO, Compared
 

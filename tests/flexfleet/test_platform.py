@@ -19,8 +19,9 @@ from flexfleet.files.artifacts import RunFile
 from flexfleet.nightly import regress
 from flexfleet.publish import publish
 from flexfleet.tracking import record as track
-from flexfleet.tracking import trackers as tracking
-from flexfleet.tracking.trackers import PARENT, RESUMED_IN, TOKEN
+from flexfleet.tracking import server
+from flexfleet.tracking.server import PARENT
+from flexfleet.tracking.trackers import RESUMED_IN, TOKEN
 from tests.harness import platform as harness
 from tests.harness.platform import Platform
 
@@ -67,9 +68,9 @@ def test_the_configuration_has_the_platforms_address_without_its_password(monkey
     config = form()
     assert config.tracking.mlflow == "https://mlflow.kubeflow" and "pl4nted" not in str(config)
     for same in ("https://mlflow.kubeflow", "https://mlflow.kubeflow/"):
-        assert tracking.address(same) == given, "which MLflow is called by"
+        assert server.address(same) == given, "which MLflow is called by"
     for other in ("https://mlflow.kubeflow/b", "https://mlflow", "https://you:x@mlflow.kubeflow"):
-        assert tracking.address(other) == other
+        assert server.address(other) == other
 
 
 # ------------------------------------------------------------------------------------------------- the tree
@@ -94,7 +95,7 @@ def test_a_given_server_knows_nothing_of_the_platforms_runs(
     shutil.copy(mlflow_template, tmp_path / "mine.db")
     uri = f"sqlite:///{tmp_path}/mine.db"
     client, run_id = (
-        tracking.client_of(uri), track.begin(config_from({"mlflow_uri": uri}, {}), "a", FolderStore("runs/a"), {})
+        server.client_of(uri), track.begin(config_from({"mlflow_uri": uri}, {}), "a", FolderStore("runs/a"), {})
     )  # fmt: skip
     run = client.get_run(run_id)
     assert client.get_experiment(run.info.experiment_id).name == "digits-small_cnn-dirichlet"
@@ -121,7 +122,7 @@ def test_a_platforms_server_that_does_not_answer_is_asked_again_later(monkeypatc
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "1")
     with pytest.raises(Unreachable, match=r"tracking\.mlflow = 'http://127\.0\.0\.1:9' cannot be used"):
-        tracking.platform_of("http://127.0.0.1:9")
+        server.platform_of("http://127.0.0.1:9")
 
 
 def test_registered_models_have_the_name_of_the_experiment_that_the_run_is_in(at: Platform) -> None:

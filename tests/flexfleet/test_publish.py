@@ -36,7 +36,7 @@ from flexfleet.runs.check import check
 from flexfleet.runs.whole import conclude, run
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking import versioned
-from flexfleet.tracking.trackers import client_of
+from flexfleet.tracking.server import client_of
 
 
 @dataclass(frozen=True)

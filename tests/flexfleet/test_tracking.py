@@ -30,10 +30,12 @@ from flexfleet.config import Config, flatten
 from flexfleet.files.artifacts import RunFile
 from flexfleet.nightly.regress import champion_of
 from flexfleet.publish import publish
+from flexfleet.tracking import server
 from flexfleet.tracking import trackers as tracking
 from flexfleet.tracking.console import Console
 from flexfleet.tracking.record import token_of
-from flexfleet.tracking.trackers import MLflow, Several, address, check_address, client_of, log_outcome
+from flexfleet.tracking.server import address, check_address, client_of
+from flexfleet.tracking.trackers import MLflow, Several, log_outcome
 from tests.harness.mlflow_server import serving
 
 ROW = {
@@ -362,7 +364,7 @@ def test_a_run_that_mlflow_no_longer_has_is_a_configuration_error(mlflow_uri: st
 )
 def test_a_database_that_takes_nothing_is_an_environment_error_that_says_why(cause: str) -> None:
     said = f"(raised as a result of Query-invoked autoflush; consider)\n(sqlite3.OperationalError) {cause}\n[SQL: ...]"
-    with pytest.raises(EnvironmentFailure) as error, tracking._usable("sqlite:///a.db"):
+    with pytest.raises(EnvironmentFailure) as error, server.usable("sqlite:///a.db"):
         raise mlflow.MlflowException(said)
     assert str(error.value) == f"tracking.mlflow = 'sqlite:///a.db' cannot be used: (sqlite3.OperationalError) {cause}"
 
@@ -506,7 +508,7 @@ def begin_beside(uri: str, experiment: str, place: int, together: Any) -> None:
     found = MLflow(uri, experiment, f"run {place}", {tracking.TOKEN: str(place)})
     found.dataset("digits", "abc", "here", "training")
     found.finish("FINISHED")
-    client = tracking.client_of(uri)
+    client = server.client_of(uri)
     client.set_tag(found.run_id, "a", "b")
     source = client.get_run(found.run_id).info.artifact_uri
     publish._version(client, experiment, f"{source}/level", found.run_id, str(place), "about")
@@ -529,7 +531,7 @@ def test_eight_that_log_the_same_at_one_instant_do_not_trip_each_other_up(
             for process in beside:
                 process.join(120)
             assert [process.exitcode for process in beside] == [0] * processes
-            client = tracking.client_of(uri)
+            client = server.client_of(uri)
             at = client.get_experiment_by_name(f"test {number}").experiment_id
             runs = client.search_runs([at])
             assert len(runs) == processes and all(len(run.inputs.dataset_inputs) == 1 for run in runs)
@@ -552,7 +554,7 @@ def test_an_address_that_cannot_be_used_is_said_without_sqlalchemy_too(monkeypat
     """mlflow-skinny, which the image has, comes without."""
     monkeypatch.setitem(sys.modules, "sqlalchemy.exc", None)
     said = r"tracking\.mlflow = 'http://nowhere' cannot be used: refused"
-    with pytest.raises(ConfigError, match=said), tracking._usable("http://nowhere"):
+    with pytest.raises(ConfigError, match=said), server.usable("http://nowhere"):
         raise ConnectionError("refused")
 
 

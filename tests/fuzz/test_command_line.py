@@ -28,7 +28,7 @@ from flexfleet.nightly import regress as regress_module
 from flexfleet.runs import whole as run_module
 from flexfleet.steps import client
 from flexfleet.studies import study as tune_module
-from flexfleet.tracking import trackers as tracking_module
+from flexfleet.tracking import server as tracking_module
 from flexfleet.tracking import versioned as versioned_module
 from tests.fuzz.mutations import anything, in_time, json_like, law, texts
 

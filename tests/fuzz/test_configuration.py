@@ -24,7 +24,7 @@ from flexfleet.config.entries import accuracies_of, entries_for, labels_of, seed
 from flexfleet.config.overrides import comparison_from, config_from, form_of, parameters_of, sets_of, write_config
 from flexfleet.nightly import suite
 from flexfleet.tracking import versioned
-from flexfleet.tracking.trackers import connect
+from flexfleet.tracking.server import connect
 from tests.fuzz.mutations import altered, answer, anything, damaged, law, nested, texts
 
 ROOT = Path(__file__).parents[2]
