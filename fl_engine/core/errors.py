@@ -89,6 +89,10 @@ class IntegrityError(FlexfleetError):
     exit_code = 4
 
 
+class TooLarge(IntegrityError):
+    """A value holds more bytes than were expected."""
+
+
 class GateFailed(FlexfleetError):
     exit_code = 5
 
@@ -99,6 +103,10 @@ class EnvironmentFailure(FlexfleetError):
 
 class Unreachable(EnvironmentFailure):
     """A server does not answer, for longer than a call waits. It may be back later."""
+
+
+class Busy(Unreachable):
+    """A server answers, after all tries, that it has too much to do, or starts."""
 
 
 class InUse(EnvironmentFailure):

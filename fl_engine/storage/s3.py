@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import urllib3
 
 from fl_engine.core.errors import (
+    Busy,
     ConfigError,
     EnvironmentFailure,
     IntegrityError,
@@ -68,7 +69,7 @@ class S3Store:
 
     def __init__(self, uri: str, endpoint: str | None = None, settings: str = OWN, hasty: bool = False) -> None:
         """`settings` is what stands in front of the environment's variables with this store's address and credentials;
-        where they are not set, those after OWN count, then boto3's. `hasty`: one try of a few seconds."""
+        where they are not set, those after OWN count, then boto3's. `hasty`: two tries of a few seconds."""
         scheme, _, rest = uri.partition("://")
         self._bucket, _, prefix = rest.partition("/")
         if scheme != "s3" or not self._bucket or masked(uri) != uri:
@@ -241,7 +242,7 @@ class S3Store:
                 raise IntegrityError(f"{self.uri(key)} is missing from the run store") from None
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
             if status >= 500 or status in (408, 429):
-                raise Unreachable(
+                raise Busy(
                     f"{self.uri(key)}: after all tries the server answers {error.operation_name} with {status} {code}: "
                     "it has too much to do, or starts; try again later"
                 ) from error
@@ -263,7 +264,7 @@ def _connect(endpoint: str | None, settings: str, hasty: bool) -> Any:
     named = http_address("endpoint", endpoint) if endpoint else endpoint_of(settings)
     config = Config(
         signature_version="s3v4",
-        retries={"mode": "standard", "total_max_attempts": 1 if hasty else ATTEMPTS},
+        retries={"mode": "standard", "total_max_attempts": 2 if hasty else ATTEMPTS},
         connect_timeout=HASTY_S if hasty else 10,
         read_timeout=HASTY_S if hasty else 120,
         s3={"addressing_style": "path"} if named else {},

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Protocol
 import safetensors.torch
 from safetensors import SafetensorError
 
-from fl_engine.core.errors import EnvironmentFailure, IntegrityError, first_line
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError, TooLarge, first_line
 from fl_engine.core.types import Params
 from fl_engine.storage.pieces import Value, digest, laid_out, pieces_of
 
@@ -240,9 +240,9 @@ def _unreadable(error: OSError) -> None:
 
 
 def check_size(name: str, size: int, limit: int | None) -> None:
-    """Raises IntegrityError for more than `limit` bytes."""
+    """Raises TooLarge for more than `limit` bytes."""
     if limit is not None and size > limit:
-        raise IntegrityError(f"{name} holds {size} bytes, at most {limit} were expected")
+        raise TooLarge(f"{name} holds {size} bytes, at most {limit} were expected")
 
 
 def canonical(value: Any) -> bytes:

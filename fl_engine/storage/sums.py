@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from fl_engine.core.errors import IntegrityError
+from fl_engine.core.errors import IntegrityError, TooLarge
 from fl_engine.storage.pieces import Value
 from fl_engine.storage.store import Store, sha256
 
@@ -24,11 +24,18 @@ def read(store: Store, key: str, told: str | None) -> bytes:
     those of this sum, and where there is none."""
     if told is None:
         raise IntegrityError(f"{store.uri(key)}: the coordinator has not told its sha256; nothing of it is used")
-    value = store.get(key, int(told.partition(":")[2]))
+    try:
+        value = store.get(key, int(told.partition(":")[2]))
+    except TooLarge as error:
+        raise _another(store.uri(key), str(error)) from error
     if (found := sum_of(value)) != told:
-        raise IntegrityError(
-            f"{store.uri(key)} is not what the coordinator wrote: its sha256 and its bytes are {found}, {told} were "
-            "told; nothing of it is used. The run was resumed with other settings since, or by another version, or "
-            "somebody else has written the file: resume the run, which gives new orders"
-        )
+        raise _another(store.uri(key), f"its sha256 and its bytes are {found}, {told} were told")
     return value
+
+
+def _another(name: str, why: str) -> IntegrityError:
+    return IntegrityError(
+        f"{name} is not what the coordinator wrote: {why}; nothing of it is used. The run was resumed with other "
+        "settings since, or by another version, or somebody else has written the file: resume the run, which gives new "
+        "orders"
+    )

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, cast
 import urllib3
 from pydantic import BaseModel, ConfigDict
 
-from fl_engine.core.errors import EnvironmentFailure, IntegrityError, device_hint, printable
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError, TooLarge, device_hint, printable
 from fl_engine.storage.pieces import Pieces, Value, digest
 
 T = TypeVar("T")
@@ -220,7 +220,7 @@ def whole(body: Any, name: str, limit: int | None) -> bytes:
         value += piece
         if limit is not None and len(value) > limit:
             body.close()
-            raise IntegrityError(f"{name} holds more than the {limit} bytes that were expected")
+            raise TooLarge(f"{name} holds more than the {limit} bytes that were expected")
     return bytes(value)
 
 

@@ -87,8 +87,6 @@ def _compare(
     for entry in runs:
         check_reach(entry.config, jobs)
     folder = Path(runs[0].config.run.store)
-    if folder.exists() and not resume:
-        raise ConfigError(f"{folder} exists already: go on with resume=True, or give another id")
     with guest(), shown(progress):
         reach = accuracies_of(",".join(map(str, to))) if to else ()
         compare_all(runs, name, to=reach, at_once=jobs, resume=resume, carry_out=one_by_one if jobs == 1 else None)

@@ -93,8 +93,6 @@ def _tune(
     check_reach(config, config.tune.workers)
     name = time.strftime("tune-%Y%m%d-%H%M%S") if id is None else plain_name(id, "a study's id")
     folder = Path(config.run.store) / name
-    if folder.exists() and not resume:
-        raise ConfigError(f"{folder} exists already: go on with resume=True, or give another id")
     with guest(), shown(progress):
         tune_all(config, name, resume=resume)
     return Study(folder)

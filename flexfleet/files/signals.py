@@ -69,20 +69,30 @@ def stopping_at_once() -> Iterator[None]:
     received: list[int] = []
 
     def stop(signum: int, _: object) -> None:
-        received.append(signum)
-        if len(received) == 1:
+        if signum != signal.SIGALRM:
+            received.append(signum)
+        if signum in (signal.SIGALRM, signal.SIGINT) or len(received) == 1:
             raise KeyboardInterrupt  # not Stopped: libraries catch what is an Exception
+
+    def dropped(about: sys.UnraisableHookArgs) -> None:
+        if about.exc_type is KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)  # raised again where it is not dropped
+        else:
+            told(about)
 
     if current_thread() is not main_thread():
         yield
         return
-    before = {number: signal.signal(number, stop) for number in stopping() if number != signal.SIGINT}
+    before = {number: signal.signal(number, stop) for number in (*stopping(), signal.SIGALRM)}
+    told, sys.unraisablehook = sys.unraisablehook, dropped
     try:
         yield
     except KeyboardInterrupt:
-        if received:
+        if received and signal.SIGINT not in received:
             raise Stopped("stopped on request") from None
         raise
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = told
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -123,11 +123,10 @@ def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
     uri = os.environ.get("MLFLOW_TRACKING_URI") or uri if uri else ""
     if not uri:
         return None
-    # MLflow's own retries take minutes.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    from flexfleet.tracking.server import client_of
+    from flexfleet.tracking.server import FEW_TRIES, client_of
 
+    for setting, value in FEW_TRIES.items():
+        os.environ.setdefault(setting, value)
     client = client_of(uri)
     from mlflow.exceptions import MlflowException
 

@@ -22,8 +22,9 @@ from flexfleet.tracking import record as track
 
 log = logging.getLogger("flexfleet")
 
-TOKEN = "regression.token"
-"""Key of what names a night's MLflow run (`record.lasting_token`); earlier versions kept this and no commit."""
+KIND = "regression"
+"""Of a night's MLflow run. Earlier versions kept its token (`record.lasting_token`) in the night's store, and no
+commit."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def check_commit(night: Night) -> str:
         return track.check_code(store.get(COMMIT).decode(), store.uri())
     if any(run.list(key) for run in night.stores for key in ("run.json", track.RUN_KEY)):
         track.check_code(None, store.uri())
-    if others := [key for key in store.list("") if key != TOKEN]:
+    if others := [key for key in store.list("") if key != track.token_key(KIND)]:
         raise ConfigError(
             f"{store.uri()} belongs to something else, not to a night: it holds {others[0]}. To go on with a night, "
             "give the id that it was begun with; for a new one, choose another --id"

@@ -26,7 +26,7 @@ from flexfleet.files.measure import Measure
 from flexfleet.nightly import gate, suite
 from flexfleet.nightly.figures import BACKEND, PROCESSES, Folders, measure
 from flexfleet.nightly.gate import Before, Check
-from flexfleet.nightly.night import Night, check_commit, keep_commit
+from flexfleet.nightly.night import KIND, Night, check_commit, keep_commit
 from flexfleet.nightly.suite import Figures
 from flexfleet.publish import publish
 from flexfleet.reports import plots
@@ -306,14 +306,14 @@ def begin(night: Night, given: Mapping[str, str], run_id: str | None = None) -> 
     if config.tracking.mlflow is None:
         return None
     at = track.commit()
-    about = {"flexfleet.kind": "regression", "flexfleet.suite": night.name, **({track.COMMIT: at} if at else {})}
+    about = {"flexfleet.kind": KIND, "flexfleet.suite": night.name, **({track.COMMIT: at} if at else {})}
     if run_id is None:
-        about[TOKEN] = track.lasting_token("regression", night.store, night.stores)
+        about[TOKEN] = track.lasting_token(KIND, night.store, night.stores)
     return track.tracker(config, night.id, {**about, **given}, run_id)
 
 
 def _digest(folders: Folders) -> str:
-    return track.token_of("regression", [RunFile.read(folder / "run.json").token for folder in folders.values()])
+    return track.token_of(KIND, [RunFile.read(folder / "run.json").token for folder in folders.values()])
 
 
 def _judged(night: Night, folders: Folders, out: Path, mlflow: MLflow) -> Verdict | None:

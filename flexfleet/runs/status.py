@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError, FlexfleetError, Unreachable
+from fl_engine.core.errors import Busy, ConfigError, FlexfleetError, Unreachable
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from flexfleet import config as configs
 from flexfleet.config import Config
@@ -101,7 +101,7 @@ def _described(runs: Iterable[tuple[Path, str]]) -> list[dict[str, Any]]:
             found = describe(run)
             rows.append({**found, "run_id": place} if "/" in place else found)
         except FlexfleetError as error:
-            gone = str(error) if isinstance(error, Unreachable) else gone
+            gone = str(error) if isinstance(error, Unreachable) and not isinstance(error, Busy) else gone
             unknown = dict.fromkeys(("round", "stop", "avg", "full", "metric"))
             rows.append({"run_id": place, "status": "unreadable", **unknown, "why": str(error)})
     return rows

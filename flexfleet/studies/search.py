@@ -26,6 +26,7 @@ from fl_engine.core.errors import (
     BadInput,
     ConfigError,
     EnvironmentFailure,
+    InUse,
     Stopped,
     Unreachable,
     brief,
@@ -34,6 +35,7 @@ from fl_engine.core.errors import (
 )
 from fl_engine.core.search import Interval, Searched
 from fl_engine.core.types import Pool
+from fl_engine.data.files import OF_DISKS
 from fl_engine.fleet import devices
 from fl_engine.selection.capacity import lacks
 from flexfleet.config import Config, Range, algorithm, parse, set_path
@@ -371,7 +373,9 @@ def clear_stale(study: Any, seen: dict[int, tuple[Any, float]] | None = None) ->
 def tried(trial: Any, error: BaseException) -> int:
     """How many workers have died with the trial's values, now that this one ends with `error`. A stop, a server that is
     gone and a full disk would have met any values."""
-    elsewhere = isinstance(error, Stopped | KeyboardInterrupt | EnvironmentFailure | OSError)
+    cause = error.__cause__ if isinstance(error, EnvironmentFailure) else error
+    full = isinstance(cause, OSError) and cause.errno in OF_DISKS
+    elsewhere = full or isinstance(error, Stopped | KeyboardInterrupt | Unreachable | InUse)
     return int(trial.user_attrs.get(TRIED, 0)) + (not elsewhere)
 
 

@@ -119,11 +119,16 @@ def token_of(kind: str, tokens: Iterable[str]) -> str:
     return sha256("\n".join([kind, *sorted(tokens)]).encode())
 
 
+def token_key(kind: str) -> str:
+    """The key in a store of what `lasting_token` keeps there."""
+    return f"{kind}.token"
+
+
 def lasting_token(kind: str, store: Store, runs: Iterable[Store]) -> str:
     """The token of a comparison or a night. It is kept in the `store`, so that the MLflow run exists before its runs
     do, and stays the same when runs are added. If an earlier version began it, and kept no token, the token is made
     from those of its runs, as in that version."""
-    key = f"{kind}.token"
+    key = token_key(kind)
     if key not in store.list(key):
         known = [file.token for run in runs if (file := known_file(run)) is not None and file.token]
         store.create(key, (token_of(kind, known) if known else uuid.uuid4().hex).encode())

@@ -20,7 +20,7 @@ from fl_engine.core.errors import (
     Stopped,
     masked,
 )
-from flexfleet.tracking.server import PARENT, SQLITE, address, answering, client_of, connect, usable
+from flexfleet.tracking.server import FEW_TRIES, PARENT, SQLITE, address, answering, client_of, connect, usable
 
 log = logging.getLogger("flexfleet")
 
@@ -29,8 +29,6 @@ RESUMED_IN = "flexfleet.resumed_in"
 """Tag of a run that was resumed below another parent: the newest such parent. The run stays below its first one."""
 JOB = "kfp."
 """Prefix of the tags that say which pipeline run made a run, or resumed it last."""
-FEW_TRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""MLflow's settings where nobody wants to wait for its server: its own are 7 and 120 seconds."""
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
 
@@ -183,7 +181,7 @@ def ending(tracker: Tracker | None, *silent: type[BaseException]) -> Iterator[No
 def _few_tries() -> Iterator[None]:
     """MLflow's calls inside take seconds where its server is gone, not minutes."""
     before = {name: os.environ[name] for name in FEW_TRIES if name in os.environ}
-    os.environ |= {name: min(most, before.get(name) or most, key=int) for name, most in FEW_TRIES.items()}
+    os.environ |= FEW_TRIES
     try:
         yield
     finally:

