@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import current_thread, main_thread
+from typing import Any
 
 from fl_engine.core.errors import Stopped
 
@@ -22,6 +23,31 @@ def stopping() -> list[signal.Signals]:
 
 
 @contextmanager
+def _handled(
+    by: Callable[[int, object], None], dropped: Callable[[], object]
+) -> Iterator[Mapping[signal.Signals, Any]]:
+    """Inside, signals that ask to stop, and the timer's, go to `by`, in the main thread; yields who handled them
+    before. Python drops a KeyboardInterrupt that `by` raises within a destructor or a weak reference's callback, and
+    calls sys.unraisablehook instead: then `dropped` is called."""
+
+    def hook(about: sys.UnraisableHookArgs) -> None:
+        if about.exc_type is KeyboardInterrupt:
+            dropped()
+        else:
+            told(about)
+
+    before = {number: signal.signal(number, by) for number in (*stopping(), signal.SIGALRM)}
+    told, sys.unraisablehook = sys.unraisablehook, hook
+    try:
+        yield before
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = told
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """SIGTERM, a terminal that is closed and the first Ctrl-C end the run after the client in flight; the second Ctrl-C
     ends it at once. A signal that came when nobody looked any more goes to whoever handled it before, if somebody did.
@@ -30,32 +56,20 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 
     def request(signum: int, _: object) -> None:
         if signum == signal.SIGALRM or (signum == signal.SIGINT and signal.SIGINT in received):
-            # Raised again later: inside a destructor or a weak reference's callback, Python drops the exception and
-            # calls sys.unraisablehook instead.
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)  # raised again later: it may be dropped
             raise KeyboardInterrupt
         received.append(signum)
-
-    def dropped(about: sys.UnraisableHookArgs) -> None:
-        if about.exc_type is not KeyboardInterrupt:
-            told(about)
 
     if current_thread() is not main_thread():
         yield lambda: False
         return
-    before = {number: signal.signal(number, request) for number in (*stopping(), signal.SIGALRM)}
-    told, sys.unraisablehook = sys.unraisablehook, dropped
     try:
-        yield lambda: bool(received)
+        with _handled(request, lambda: None) as before:
+            yield lambda: bool(received)
     except Stopped:
         if signal.SIGINT in received:
             raise KeyboardInterrupt from None
         raise
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.unraisablehook = told
-        for number, handler in before.items():
-            signal.signal(number, handler)
     for late in received:
         outer = before[signal.Signals(late)]
         if callable(outer) and outer is not signal.default_int_handler:
@@ -74,25 +88,13 @@ def stopping_at_once() -> Iterator[None]:
         if signum in (signal.SIGALRM, signal.SIGINT) or len(received) == 1:
             raise KeyboardInterrupt  # not Stopped: libraries catch what is an Exception
 
-    def dropped(about: sys.UnraisableHookArgs) -> None:
-        if about.exc_type is KeyboardInterrupt:
-            signal.setitimer(signal.ITIMER_REAL, 0.05)  # raised again where it is not dropped
-        else:
-            told(about)
-
     if current_thread() is not main_thread():
         yield
         return
-    before = {number: signal.signal(number, stop) for number in (*stopping(), signal.SIGALRM)}
-    told, sys.unraisablehook = sys.unraisablehook, dropped
     try:
-        yield
+        with _handled(stop, lambda: signal.setitimer(signal.ITIMER_REAL, 0.05)):
+            yield
     except KeyboardInterrupt:
         if received and signal.SIGINT not in received:
             raise Stopped("stopped on request") from None
         raise
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.unraisablehook = told
-        for number, handler in before.items():
-            signal.signal(number, handler)
