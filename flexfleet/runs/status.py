@@ -8,11 +8,13 @@ from typing import Any
 
 from fl_engine.core.errors import Busy, ConfigError, FlexfleetError, Unreachable
 from fl_engine.storage.checkpoints import Checkpoints, Row
+from fl_engine.storage.places import open_store
+from fl_engine.storage.store import FolderStore
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.files.artifacts import BareHistory, Result, RunFile, row_of
 from flexfleet.files.measure import measure_in
-from flexfleet.steps.resumed import store_of
+from flexfleet.steps.resumed import place_of
 
 
 def describe(run: Path) -> dict[str, Any]:
@@ -25,7 +27,9 @@ def describe(run: Path) -> dict[str, Any]:
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")
     config = configs.parse_schema(file.config)
-    rows = Checkpoints(store_of(config, file.run_id, run, hasty=True)).rows(lines=False) or _of_ended_trial(run)
+    remote = config.run.remote
+    store = FolderStore(run.resolve()) if remote is None else open_store(place_of(remote, file.run_id), hasty=True)
+    rows = Checkpoints(store).rows(lines=False) or _of_ended_trial(run)
     scored = [row for row in rows if "avg" in row.metrics]
     done = rows[-1].round + 1 if rows else 0
     end = config.rounds.end(row.metrics for row in rows)

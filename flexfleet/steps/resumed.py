@@ -28,12 +28,14 @@ from flexfleet.tracking import record as track
 log = logging.getLogger("flexfleet")
 
 
-def store_of(config: Config, run_id: str, out: Path, hasty: bool = False) -> Store:
-    """The store of the run's ledger: the run's folder, or a place in `run.remote`. `hasty`: does not wait long for a
-    server that does not answer."""
-    if config.run.remote is None:
-        return FolderStore(out.resolve())
-    return open_store(f"{config.run.remote.rstrip('/')}/{run_id}", hasty)
+def store_of(config: Config, run_id: str, out: Path) -> Store:
+    """The store of the run's ledger: the run's folder, or a place in `run.remote`."""
+    return FolderStore(out.resolve()) if config.run.remote is None else open_store(place_of(config.run.remote, run_id))
+
+
+def place_of(remote: str, run_id: str) -> str:
+    """Of a run's ledger in `run.remote`."""
+    return f"{remote.rstrip('/')}/{run_id}"
 
 
 def fetch_run(store: Store, out: Path) -> None:
