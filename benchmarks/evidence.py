@@ -9,9 +9,9 @@ MNIST; what HeteroFL and ScaleFL add, and what FlexFL loses without a part, each
 FlexFL and HeteroFL with VGG16, and FlexFL with other APoZ there; FedX and its rivals on CIFAR-10, its share of medium
 devices, and its seconds on Tiny-ImageNet; FlexFL in few bits; the next characters of Shakespeare's roles, with a
 Transformer and with an LSTM; FedRolex and HeteroFL at high heterogeneity, with three rates on a seed of their own and
-with one rate on others; and AEP at the scale of FedAIoT's authors; the last two with a comparison for each seed, and
-FedOPT on AEP, with the printed server rate for fewer rounds. On two cores that takes fourteen hours, and AEP at full
-scale three more for each of three seeds.
+with one rate on others; and AEP at the scale of FedAIoT's authors. The last two have a comparison for each seed. There
+are also FedOPT on AEP with the printed server rate, for fewer rounds, and central training on AEP with Adam. On two
+cores all that takes fourteen hours, and AEP at full scale three more for each of three seeds.
 Writes docs/evidence/: tables.md, results.json (each comparison's command and numbers) and a drawing of each comparison.
 """
 

@@ -47,7 +47,6 @@ from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.records import WAY_OUT, Record, parsed, round_folder
 from fl_engine.storage.store import Store, canonical, decode, sha256, tensor_bytes
-from fl_engine.storage.sums import sum_of
 
 log = logging.getLogger("flexfleet")
 
@@ -182,7 +181,7 @@ class Mailbox:
             unsaid |= set() if o.evaluates else {"evaluates"}
             value = order.model_dump_json(exclude=unsaid).encode()
             self.store.put(f"{folder}{o.client}.json", value)
-            self.order_sums[o.client] = sum_of(value)
+            self.order_sums[o.client] = sums.sum_of(value)
             names = (f"{o.client}.json", order.payload, order.memory)
             keys[o.client] = [folder + name for name in names if name is not None]
 

@@ -50,8 +50,8 @@ def _handled(
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """SIGTERM, a terminal that is closed and the first Ctrl-C end the run after the client in flight; the second Ctrl-C
-    ends it at once. A signal that came when nobody looked any more goes to whoever handled it before, if somebody did.
-    """
+    ends it at once. A signal that came when nobody looked any more goes to whoever handled it before, but for Python's
+    own handler of Ctrl-C."""
     received: list[int] = []
 
     def request(signum: int, _: object) -> None:

@@ -140,9 +140,15 @@ def take_folder(night: Night, resume: bool) -> None:
 
 def make(night: Night, jobs: int, resume: bool, mlflow_run_id: str | None = None) -> Folders:
     for case, entries in night.runs.items():
-        to = (night.suite.cases[case].to,)
-        id, parent = f"{night.id}-{case}", mlflow_run_id
-        whole.compare(entries, id, to=to, at_once=jobs, resume=resume, night=parent, goes_on_as=night.id)
+        whole.compare(
+            entries,
+            f"{night.id}-{case}",
+            to=(night.suite.cases[case].to,),
+            at_once=jobs,
+            resume=resume,
+            night=mlflow_run_id,
+            goes_on_as=night.id,
+        )
     return {(case, e.name): Path(e.config.run.store) / e.name for case, runs in night.runs.items() for e in runs}
 
 

@@ -121,7 +121,7 @@ def test_a_comparison_is_found_again(both: ff.Comparison) -> None:
         assert ff.load_comparison(place).runs.keys() == both.runs.keys()
     with pytest.raises(ff.ConfigError, match="there is no folder nowhere, nor runs/nowhere"):
         ff.load_comparison("nowhere")
-    with pytest.raises(ff.ConfigError, match="resume=True"):
+    with pytest.raises(ff.ConfigError, match="exists already: go on with resume=True, or choose another id"):
         ff.compare(["flexfl"], id="both", **SMALL)
 
 

@@ -76,7 +76,7 @@ def test_a_study_is_found_again(study: ff.Study) -> None:
         assert ff.load_study(place).best == study.best
     with pytest.raises(ff.ConfigError, match="there is no folder nowhere, nor runs/nowhere"):
         ff.load_study("nowhere")
-    with pytest.raises(ff.ConfigError, match="resume=True"):
+    with pytest.raises(ff.ConfigError, match="exists already: go on with resume=True, or choose another id"):
         ff.tune("heterofl", id="lr", **SEARCH, **SMALL)
     with pytest.raises(ff.ConfigError, match="resume=True needs id"):
         ff.tune("heterofl", resume=True, **SEARCH, **SMALL)
