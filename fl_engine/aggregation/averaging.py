@@ -72,9 +72,9 @@ class Regions:
             self._sizes[kind] = 4 * sum(math.prod(shape) for shape in self.shapes(kind).values())
         return self._sizes[kind]
 
-    def total(self, name: str, weights: Mapping[Kind, float], device: torch.device | None = None) -> Tensor:
+    def total(self, name: str, weights: Mapping[Kind, float]) -> Tensor:
         """float64, shaped like the tensor: the sum of the weights of those that hold an element."""
-        out = torch.zeros(self._old[name].shape, dtype=torch.float64, device=device)
+        out = torch.zeros(self._old[name].shape, dtype=torch.float64)
         for kind, weight in weights.items():
             if name in self.of(kind):
                 out[self.of(kind)[name]] += weight
@@ -108,10 +108,10 @@ class Regions:
 
 
 def change_of(payload: Params, kind: Kind, old: Params, regions: Regions) -> tuple[Params, float]:
-    """An update's change (float64, on the CPU) from `old`, and the L2 norm of the whole change. Aggregations give the
+    """An update's change (float64) from `old`, and the L2 norm of the whole change. Aggregations give the
     server's own weights: what a client was sent may differ from these by a codec's rounding."""
     at = regions.of(kind)
-    change = {n: t.to("cpu", torch.float64, copy=True).sub_(old[n][at[n]]) for n, t in payload.items()}
+    change = {n: t.to(torch.float64, copy=True).sub_(old[n][at[n]]) for n, t in payload.items()}
     return change, math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in change.values()))
 
 
@@ -144,7 +144,6 @@ class Mean:
         self._held_kind: Kind | None = None
         self._room = 0
         """How many updates of that kind are held back at most."""
-        self._device: torch.device | None = None
         self._made: Params | None = None
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
@@ -159,10 +158,6 @@ class Mean:
         if kind != self._held_kind:
             self._flush()
             self._held_kind, self._room = kind, max(1, HELD_BACK_BYTES // max(1, self._regions.size(kind)))
-        device = _device_of(payload)
-        self._device = self._device or device
-        if device != self._device:  # updates follow the first one to where it lies
-            payload = {name: tensor.to(self._device) for name, tensor in payload.items()}
         self._held.append((payload, weight))
         if len(self._held) >= self._room:
             self._flush()
@@ -176,10 +171,10 @@ class Mean:
     def trained(self) -> Params:
         """bool, shaped like the model: the elements that at least one update held."""
         self._flush()
-        return {name: self._weights(name).cpu() > 0 for name in self._old}
+        return {name: self._weights(name) > 0 for name in self._old}
 
     def result(self) -> Params:
-        """The new model on the CPU; `old` itself where nothing was added. Nothing can be added afterwards."""
+        """The new model; `old` itself where nothing was added. Nothing can be added afterwards."""
         if self._made is None:
             self._flush()
             self._made = dict(self._old)
@@ -193,7 +188,7 @@ class Mean:
         step = max(1, ROWS_BYTES // max(1, 8 * math.prod(out.shape[1:])))
         parts = (_in_rows(tensor, step) for tensor in (before, out, total, weights))
         for old, new, sums, weight in zip(*parts, strict=True):
-            mean = torch.where(weight > 0, sums / weight.clamp_min(1e-300), old.to(sums.device).double())
+            mean = torch.where(weight > 0, sums / weight.clamp_min(1e-300), old.double())
             new.copy_(mean.to(old.dtype))
         return out
 
@@ -207,10 +202,10 @@ class Mean:
         for _, weight in held:
             total_weight += weight
         self._weight[kind] = total_weight
-        weights = torch.tensor([weight for _, weight in held], dtype=torch.float64, device=self._device)
+        weights = torch.tensor([weight for _, weight in held], dtype=torch.float64)
         for name, region in regions.items():
             if name not in self._sum:
-                self._sum[name] = torch.zeros(self._old[name].shape, dtype=torch.float64, device=self._device)
+                self._sum[name] = torch.zeros(self._old[name].shape, dtype=torch.float64)
             into = self._sum[name][region]
             if len(held) == 1:
                 into.add_(held[0][0][name], alpha=held[0][1])
@@ -222,15 +217,9 @@ class Mean:
 
     def _weights(self, name: str) -> Tensor:
         """float64, shaped like the tensor: the weight of each element."""
-        return self._regions.total(name, self._weight, self._device)
+        return self._regions.total(name, self._weight)
 
 
 def _in_rows(tensor: Tensor, step: int) -> tuple[Tensor, ...]:
     """Views of so many rows each; a number has none."""
     return torch.split(tensor, step) if tensor.dim() else (tensor,)
-
-
-def _device_of(payload: Params) -> torch.device | None:
-    if isinstance(payload, Spooled):
-        return torch.device("cpu") if payload else None
-    return next((tensor.device for tensor in payload.values()), None)

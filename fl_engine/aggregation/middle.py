@@ -82,7 +82,7 @@ class Middle:
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
         kind = self._regions.fit(payload, spec)
-        self._spool.put({name: tensor.to("cpu", _wide(self._old[name])) for name, tensor in payload.items()})
+        self._spool.put({name: tensor.to(_wide(self._old[name])) for name, tensor in payload.items()})
         self._kinds.append(kind)
         self._count[kind] = self._count.get(kind, 0) + 1
 

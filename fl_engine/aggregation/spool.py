@@ -111,7 +111,7 @@ class Spool:
                 self._file = tempfile.TemporaryFile(prefix="flexfleet-")  # noqa: SIM115 - open as long as the spool is
             offset = self._file.seek(0, os.SEEK_END)
             for tensor in tensors.values():
-                self._file.write(bytes_of(tensor.detach().cpu().contiguous()))
+                self._file.write(bytes_of(tensor.detach().contiguous()))
             self._file.flush()
         except OSError as error:
             raise EnvironmentFailure(

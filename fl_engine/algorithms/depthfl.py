@@ -160,7 +160,7 @@ class DepthFL(Terms):
                             continue
                         key, whole = f"{answer.client}/{name}", state.params[name]
                         change = torch.zeros_like(whole)  # 0 in rows of classes that the client does not hold
-                        change[at[name]] = tensor.cpu() - sent[name][at[name]]
+                        change[at[name]] = tensor - sent[name][at[name]]
                         memory[key] = memory.get(key, torch.zeros_like(change)) - self.alpha * change
                         moved[name] = moved.get(name, torch.zeros_like(change, dtype=torch.float64)) + change.double()
                         trained.setdefault(name, torch.zeros(whole.shape, dtype=torch.bool))[at[name]] = True

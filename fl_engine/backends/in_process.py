@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
@@ -29,8 +30,7 @@ class InProcess:
     def __init__(self, site: Site, devices: Sequence[str] = ("cpu",)) -> None:
         self._site = site
         self._devices = tuple(devices)
-        for name in devices:
-            check_device(name)
+        check_devices(devices)
         prepare_process(devices, flush_denormal=site.numerics.flush_denormal)
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
@@ -83,7 +83,8 @@ def by_cost(groups: list[list[Work]], site: Site) -> list[list[Work]]:
 
 def prepare_process(devices: Sequence[str], *, flush_denormal: bool) -> None:
     """Sets torch to one thread, so that bits do not depend on the number of cores, and what `Numerics.flush_denormal`
-    says, for this thread and those that it will start. Raises EnvironmentFailure where the processor cannot do it."""
+    says, for this thread and those that it will start; on CUDA, to algorithms that give the same bits each time. Raises
+    EnvironmentFailure where the processor cannot do it."""
     settle()
     torch.set_num_threads(1)
     if not torch.set_flush_denormal(flush_denormal) and flush_denormal:
@@ -91,10 +92,26 @@ def prepare_process(devices: Sequence[str], *, flush_denormal: bool) -> None:
             "this processor, or this build of torch, cannot count denormal numbers as zero: train on x86 or AArch64"
         )
     if any(name.startswith("cuda") for name in devices):
+        # cuBLAS reads it at its first call.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
-        torch.backends.cudnn.deterministic = True
+        # It warns of an operation that has no such algorithm.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if not is_guest():
         keep_freed_memory()
+
+
+def check_devices(names: Sequence[str]) -> None:
+    """Raises EnvironmentFailure where torch does not have one of them, or they are GPUs of different models."""
+    for name in names:
+        check_device(name)
+    models = sorted({torch.cuda.get_device_name(name) for name in names if name.startswith("cuda")})
+    if len(models) > 1:
+        raise EnvironmentFailure(
+            f"run.devices are GPUs of different models ({', '.join(models)}): a client's bits would depend on which of "
+            "them trains it. Name GPUs of one model"
+        )
 
 
 def check_device(name: str) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shared memory
 
-from fl_engine.backends.in_process import by_cost, check_device, prepare_process
+from fl_engine.backends.in_process import by_cost, check_devices, prepare_process
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, Stopped, first_line
 from fl_engine.core.system import told_exit, without_main
@@ -80,8 +80,7 @@ class Processes:
         self._code = None if code is None else Handed(*code)
         self._site = site
         self._mailbox = mailbox
-        for name in devices:
-            check_device(name)
+        check_devices(devices)
         # Workers are forked from a small process that has loaded torch: quick, and safe while this one has threads.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])

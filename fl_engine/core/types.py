@@ -377,7 +377,8 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """What a client brings back: the sub-model that it really trained. A name absent from `payload` was not trained.
+    """What a client brings back: the sub-model that it really trained, as tensors on the CPU, whatever trained it. A
+    name absent from `payload` was not trained.
 
     Of an order that evaluates the payload is empty, `num_examples` counts the samples held out, and `metrics` are those
     of `measures.evaluation_bounds`.

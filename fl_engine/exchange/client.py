@@ -296,7 +296,7 @@ def _outcome(
             return ClientFailure(order.round, order.client, "train", said)
         except (ClientError, ModelError, MemoryError, torch.OutOfMemoryError) as error:
             return ClientFailure(order.round, order.client, "train", str(error) or "out of memory")
-    spec, payload = task.spec, trained.params
+    spec, payload = task.spec, {name: tensor.cpu() for name, tensor in trained.params.items()}
     if kept:  # a parameter that a client keeps to itself
         payload = {name: tensor for name, tensor in payload.items() if name not in kept}
     start = {name: work.start[name] for name in payload}

@@ -53,7 +53,7 @@ def encoded(codec: Codec, tensors: Params, seed: int) -> Params:
     """What travels instead of these tensors. Raises ModelError for numbers that the codec cannot express."""
     part = coded(header_of(tensors))
     rest = {name: tensor for name, tensor in tensors.items() if name not in part}
-    found = codec.encode({name: tensors[name].detach().cpu().contiguous() for name in part}, seed)
+    found = codec.encode({name: tensors[name].detach().contiguous() for name in part}, seed)
     return {**found, **rest}
 
 
@@ -148,7 +148,7 @@ def answered(order: WorkOrder, spec: SubmodelSpec, trained: Params, layout: Para
     if codec is None:
         return None
     received, part = take(order.payload, layout, spec, have=order.spec), coded(header_of(trained))
-    change = {name: t.detach().cpu() - received[name] if name in part else t.cpu() for name, t in trained.items()}
+    change = {name: t.detach() - received[name] if name in part else t for name, t in trained.items()}
     return encoded(codec, change, seeds.derive(order.seed, "codec up", order.round, order.client))
 
 

@@ -20,8 +20,8 @@ and then adds in another order."""
 WAITING_BYTES = 2**20
 """Bytes of updates that wait to be measured together."""
 
-Kind = tuple[SubmodelSpec, tuple[str, ...], SubmodelSpec, int, torch.device | None]
-"""What updates hold, what their clients were sent, and where they lie: equal kinds are measured together."""
+Kind = tuple[SubmodelSpec, tuple[str, ...], SubmodelSpec, int]
+"""What updates hold, and what their clients were sent: equal kinds are measured together."""
 
 
 class Movements:
@@ -38,8 +38,7 @@ class Movements:
     def add(self, update: ClientUpdate) -> None:
         """`update` is what a client of the plan sent."""
         order = self._plan.order_of[update.client]
-        device = next((tensor.device for tensor in update.payload.values()), None)
-        kind = (update.spec, tuple(update.payload), order.spec, id(order.payload), device)
+        kind = (update.spec, tuple(update.payload), order.spec, id(order.payload))
         if kind != self._held_kind:
             self._measure()
             self._held_kind = kind
@@ -61,7 +60,7 @@ class Movements:
 
 
 def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Moved:
-    """How far the trained numbers moved. The bits do not depend on the numbers' device or memory layout."""
+    """How far the trained numbers moved. The bits do not depend on the numbers' memory layout."""
     return _movements([update], order, layout)[0]
 
 
@@ -106,10 +105,10 @@ def _distances(here: Sequence[Tensor], there: Tensor) -> list[float]:
     if len(here) == 1 or here[0].numel() >= SMALL:
         return [float(torch.dist(_plain(one), sent)) for one in here]
     with torch.no_grad():
-        rows = torch.stack(list(here)).cpu().contiguous() - sent
+        rows = torch.stack(list(here)).contiguous() - sent
     found: list[float] = torch.linalg.vector_norm(rows.view(len(here), -1), dim=1).tolist()
     return found
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
+    return tensor.detach().contiguous()

@@ -72,12 +72,15 @@ def _as_in_a_new_process() -> Iterator[None]:
     """What decides how torch computes has its defaults."""
     dtype, mkldnn, cudnn = torch.get_default_dtype(), torch.backends.mkldnn, torch.backends.cudnn
     enabled = mkldnn.enabled, cudnn.enabled
+    repeatable = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     # Only where it is needed: torch asks such a context at every call.
     here = torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext()
     try:
         torch.set_default_dtype(torch.float32)
         mkldnn.enabled = True  # type: ignore[assignment]
         cudnn.enabled = True
+        torch.use_deterministic_algorithms(False)
         with (
             _precisions_as_in_a_new_process(),
             torch.inference_mode(False),
@@ -90,6 +93,8 @@ def _as_in_a_new_process() -> Iterator[None]:
     finally:
         torch.set_default_dtype(dtype)
         mkldnn.enabled, cudnn.enabled = enabled
+        torch.use_deterministic_algorithms(repeatable[0], warn_only=repeatable[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 @contextmanager

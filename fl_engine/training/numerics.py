@@ -161,8 +161,9 @@ def _suits(device: torch.device) -> tuple[Precision, str]:
 
 def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
     """For the run's record: the values that must be equal for equal bits, and `lanes`."""
+    devices = tuple(devices)
     kinds = sorted({d.split(":")[0] for d in devices})
-    names = [torch.cuda.get_device_name()] if "cuda" in kinds else []
+    names = sorted({torch.cuda.get_device_name(d) for d in devices if d.startswith("cuda")})
     return {
         **asdict(numerics),
         "threads_per_client": 1,

@@ -48,14 +48,15 @@ def choose(
     precision: Precision,
     devices: Sequence[str] = ("cpu",),
 ) -> Numerics:
-    """Numerics for rounds of `clients` clients on `devices`."""
+    """Numerics for rounds of `clients` clients on `devices`. Elsewhere than on a CPU clients train one at a time: cuDNN
+    chooses its kernels by the number of groups, so that a lane's bits would depend on how many others there are."""
     single = Numerics(precision=precision)
-    if precision == "fp16":
+    if precision == "fp16" or any(torch.device(name).type != "cpu" for name in devices):
         return single
     capable = can_run(blank(family))
     if not capable or 3 * macs_of(family) * batch_size > SMALL_STEP:
         return single
-    if not _agrees(family, goal, batch_size, precision, devices[0]):
+    if not _agrees(family, goal, batch_size, precision):
         log.warning("%s mixes channels in a layer without weights: clients train one at a time", type(family).__name__)
         return single
     return batched(family, batch_size, clients, precision, devices)
@@ -73,11 +74,10 @@ def batched(
     return Numerics("batched", max(2, lanes), precision)
 
 
-def _agrees(family: ModelFamily, goal: Task, batch_size: int, precision: Precision, device: str) -> bool:
+def _agrees(family: ModelFamily, goal: Task, batch_size: int, precision: Precision) -> bool:
     """Whether two clients' step side by side equals the step of each alone, up to rounding, on made-up samples."""
     generator = torch.Generator().manual_seed(seeds.derive(0, "strategy"))
-    x = made_up(family, batch_size, generator).to(device)
-    y = goal.examples(batch_size, generator).to(device)
+    x, y = made_up(family, batch_size, generator), goal.examples(batch_size, generator)
     task = LocalTask(FULL, SGD(0.01), epochs=1, batch_size=batch_size, drop_last=True, seed=0)
     jobs = [local.Job(replace(task, seed=i), initial_params(family, i), x, y) for i in range(2)]
     alone = local.train(family, goal, jobs, Numerics(precision=precision))

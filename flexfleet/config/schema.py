@@ -200,11 +200,11 @@ class RunConfig(Section):
     devices get it as a wheel that its sha256 names, check that, and import it from there; the run goes on with the same
     files alone. What is named as package.module:NAME is found in it."""
     devices: Annotated[tuple[str, ...], Moves.NUMERICS] = ("cpu",)
-    """Torch devices that train clients at the same time, e.g. [cpu, cpu] or [cuda:0, cuda:1]; auto: [cuda] where it is
-    there, else [cpu], as it is on the machine that reads the configuration."""
+    """Torch devices that train clients at the same time, all of one kind, e.g. [cpu, cpu] or [cuda:0, cuda:1]; auto:
+    [cuda] where it is there, else [cpu], as it is on the machine that reads the configuration."""
     strategy: Annotated[Literal["auto"] | Strategy, Moves.NUMERICS] = "auto"
-    """single: a device trains one client at a time; batched: several side by side, for small networks; auto: what
-    suits the size of the network."""
+    """single: a device trains one client at a time; batched: several side by side, for small networks, on CPUs; auto:
+    what suits the size of the network and the devices."""
     precision: Annotated[Literal["auto"] | Precision, Moves.NUMERICS] = "fp32"
     """bf16: forward and backward pass in bfloat16, which is quicker on CPUs with amx_bf16 or avx512_bf16 (`flexfleet
     doctor --measure` says how much) and on recent GPUs. amp: mixed precision as it is usual for the device: on CUDA
@@ -224,6 +224,21 @@ class RunConfig(Section):
     def _one_at_a_time(self) -> RunConfig:
         if self.precision == "fp16" and self.strategy == "batched":
             raise ValueError("run.precision=fp16 trains one client at a time: set run.strategy to single or auto")
+        return self
+
+    @model_validator(mode="after")
+    def _same_bits_on_every_device(self) -> RunConfig:
+        kinds = sorted({name.partition(":")[0] for name in self.devices})
+        if len(kinds) > 1:
+            raise ValueError(
+                f"run.devices are of different kinds ({', '.join(kinds)}): a client's bits would depend on which of "
+                "them trains it. Name devices of one kind"
+            )
+        if kinds != ["cpu"] and self.strategy == "batched":
+            raise ValueError(
+                f"run.strategy=batched is for CPUs, and run.devices is {list(self.devices)}, where a client's bits "
+                "would depend on how many train beside it. Set run.strategy to single or auto"
+            )
         return self
 
 

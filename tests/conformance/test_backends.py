@@ -16,7 +16,6 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 
 from fl_engine.algorithms import FlexFL
 from fl_engine.backends import BACKENDS, InProcess, Processes, Surroundings, processes
@@ -25,7 +24,6 @@ from fl_engine.core.errors import EnvironmentFailure, IntegrityError, Stopped
 from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, RoundPlan, TaskContext, WorkOrder
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.server import ServerSite
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.backends import BackendSuite, Make
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
@@ -173,15 +171,3 @@ def test_side_by_side_every_backend_gives_the_same_bits(lanes: int, tmp_path: Pa
     with closing(Processes(site, ("cpu",), Mailbox(FolderStore(tmp_path)))) as worker:
         for backend in (InProcess(site), InProcess(site, ("cpu", "cpu")), worker):
             assert_same_outcomes(sorted(backend.run(algorithm, plan), key=lambda o: o.client), expected)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cuda:0", "cpu")], ids="-".join)
-def test_updates_from_several_accelerators_can_be_merged(devices: tuple[str, ...]) -> None:
-    algorithm = FlexFL(training=TRAINING)
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    plan = algorithm.plan(state, context_of(site, 0, SEED))
-    first, second = (list(InProcess(site, devices).run(algorithm, plan)) for _ in range(2))
-    assert_same_outcomes(first, second)
-    assert {t.device.type for t in algorithm.merge(state, plan, first, ServerSite(site)).params.values()} == {"cpu"}

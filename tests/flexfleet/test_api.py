@@ -561,6 +561,25 @@ def test_a_guest_puts_back_precisions_that_are_set_inside_it(host: str | None, i
     assert precisions() == NEW
 
 
+@pytest.mark.parametrize("warns", [False, True])
+def test_a_guest_has_a_new_processs_algorithms_and_puts_back_the_hosts(warns: bool) -> None:
+    from fl_engine.training.guest import guest
+
+    torch.use_deterministic_algorithms(True, warn_only=warns)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        with guest():
+            assert not torch.are_deterministic_algorithms_enabled()
+            torch.use_deterministic_algorithms(True, warn_only=not warns)  # as `prepare_process` does for CUDA
+            torch.utils.deterministic.fill_uninitialized_memory = True
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled() is warns
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+
+
 @pytest.mark.parametrize(
     ("setting", "undo"),
     [

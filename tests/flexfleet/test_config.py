@@ -606,6 +606,14 @@ class Odd(AllLarge):
             ["run.backend=agents", "run.devices=[cuda]"],
             r"run\.devices = \['cuda'\] cannot be with .*leave it at \[cpu\]",
         ),
+        (
+            ["run.devices=[cuda, cpu]"],
+            r"run\.devices are of different kinds \(cpu, cuda\): .* Name devices of one kind",
+        ),
+        (
+            ["run.devices=[cuda]", "run.strategy=batched"],
+            r"run\.strategy=batched is for CPUs, .* Set run\.strategy to single or auto",
+        ),
         (["central.optimizer=adam", "central.momentum=.9"], r"central\.momentum and .* set them to 0 for Adam"),
         (["run.store=s3://x"], r"run\.store: a folder of this machine is expected; .*, got 's3://x'"),
         (

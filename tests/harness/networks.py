@@ -1,0 +1,44 @@
+"""Every network of the registry, small."""
+
+from __future__ import annotations
+
+from fl_engine.core.contracts import ModelFamily
+from fl_engine.models.aep_mlp import AepMLP
+from fl_engine.models.casas_bilstm import CasasBiLSTM
+from fl_engine.models.epic_resnet18 import EpicResNet18
+from fl_engine.models.har_cnn import HarCNN
+from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA
+from fl_engine.models.point_detector import PointDetector
+from fl_engine.models.preresnet import PreResNet18
+from fl_engine.models.resnet import ResNet18, ResNet34
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.text_lstm import TextLSTM
+from fl_engine.models.text_transformer import TextTransformer
+from fl_engine.models.uthar_resnet18 import UTHARResNet18
+from fl_engine.models.vgg16 import VGG16
+from fl_engine.models.widar_resnet18 import WidarResNet18
+from fl_engine.models.wisdm_lstm import WisdmLSTM
+
+# VGG16 is not square, and larger than it must be, so that its flatten has a repeat.
+SMALL: dict[str, ModelFamily] = {
+    "small_cnn": SmallCNN((1, 8, 8), 10, width=0.5),
+    "vgg16": VGG16((3, 32, 64), 4, fc=(64, 64), width=0.125),
+    "vgg16 of FlexFL's code": VGG16((3, 32, 64), 4, fc=(64, 64), width=0.125, pool_after=(3, 5, 8, 11, 13)),
+    "resnet18": ResNet18((3, 12, 9), 5, width=0.1),
+    "resnet34": ResNet34((1, 9, 9), 3, width=0.1),
+    "preresnet18": PreResNet18((3, 9, 12), 4, width=0.1),
+    "mobilenetv2": MobileNetV2((2, 17, 20), 6, width=0.15),
+    "wisdm_lstm": WisdmLSTM((7, 3), 4, width=0.9),
+    "aep_mlp": AepMLP((5,), 2, width=0.05),
+    "casas_bilstm": CasasBiLSTM((9,), 4, vocabulary=20, width=0.1),
+    "uthar_resnet18": UTHARResNet18((3, 15, 70), 5, width=0.1),
+    "widar_resnet18": WidarResNet18((4, 5, 9), 4, width=0.1),
+    "epic_resnet18": EpicResNet18((1, 40, 33), 5, width=0.1),
+    "point_detector": PointDetector((3, 40, 33), 6, width=0.06),
+    "mobilenetv3_ofa": MobileNetV3OFA((2, 17, 20), 6, width=0.05),
+    "har_cnn": HarCNN((7, 3), 4, width=0.5),
+    "text_transformer": TextTransformer((6,), 7, layers=2, heads=3, head_size=4, embedding=9, hidden=10),
+    "text_lstm": TextLSTM((6,), 7, embedding=5, hidden=6),
+    "text_lstm, one answer": TextLSTM((5,), 3, vocabulary=7, answers="last", layers=3, embedding=3, hidden=4),
+}
