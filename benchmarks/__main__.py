@@ -3,6 +3,7 @@ so that a noisy machine is noisy for all of them, and every ratio comes from one
 
 python -m benchmarks W3 --against naive,flower,pfl     prints a table for one workload
 python -m benchmarks W1 --precision bf16               ours in bf16 and in fp32, beside the naive loop in fp32
+python -m benchmarks W1 --device cuda                  both on one GPU
 python -m benchmarks --json W1                         prints one line of JSON
 python -m benchmarks W8                                the codecs, which are no workload of rounds (`codecs`)
 make bench                                             compares with the naive loop on all workloads
@@ -27,9 +28,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import codecs
 from benchmarks.gate import family
 from benchmarks.workloads import PRECISIONS, WORKLOADS, Workload, count
+from fl_engine.backends.in_process import check_device
 
 ROOT = Path(__file__).parents[1]
 CODECS = "W8"
@@ -108,19 +112,19 @@ def compete(workload: str, peers: Sequence[str], turns: int, seconds: float, opt
     contestants: dict[str, Contestant] = {}
     rounds: dict[str, int] = {}
     for name in ("ours", *peers):
-        given = [workload, *(options if name == "ours" else _for_peers(options))]
+        given = [workload, *(options if name == "ours" else _for_peers(name, options))]
         contestants[name] = Contestant(name, given)
         warm = contestants[name].run(2)[1:]
         rounds[name] = max(1, min(200, int(seconds / statistics.median(warm))))
         note(f"{name}: {rounds[name]} round(s) a turn")
     busy, measured, used = [others_busy()], {name: [] for name in contestants}, dict.fromkeys(contestants, 0.0)
-    peaks = []
+    peaks, gpu = [], "cuda" in options
     for turn in range(turns):
         for name, contestant in contestants.items():
             before = contestant.cpu_seconds()
             measured[name] += contestant.run(rounds[name])
             used[name] += contestant.cpu_seconds() - before
-        peaks.append(matmul_gflops())
+        peaks.append(gpu_gflops() if gpu else matmul_gflops())
         busy.append(others_busy())
         note(f"turn {turn + 1} of {turns}")
     memory = {name: contestant.finish() for name, contestant in contestants.items()}
@@ -140,13 +144,13 @@ def compete(workload: str, peers: Sequence[str], turns: int, seconds: float, opt
         "quartiles_s": {name: _quartiles(values) for name, values in measured.items()},
         "others_busy": max(busy),
         "options": list(options),
-        "processor": processor(),
+        "processor": torch.cuda.get_device_name() if gpu else processor(),
     }
 
 
-def _for_peers(options: Sequence[str]) -> list[str]:
-    """The options for peers: those of the workload's size, without our precision and devices."""
-    own = ("--precision", "--devices")
+def _for_peers(name: str, options: Sequence[str]) -> list[str]:
+    """The options for a peer: those of the workload's size and, for ours in fp32 and the loop by hand, the devices."""
+    own = ("--precision",) if name in (FP32, "naive") else ("--precision", "--devices")
     out: list[str] = []
     keep = True
     for option in options:
@@ -212,6 +216,18 @@ def matmul_gflops(size: int = 1024, repeats: int = 10) -> float:
     return sum(float(one.communicate()[0]) for one in several)
 
 
+def gpu_gflops(size: int = 8192, repeats: int = 10) -> float:
+    """GFLOP/s of float32 matrix products on the GPU."""
+    a = torch.rand(size, size, device="cuda")
+    a @ a
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        a @ a
+    torch.cuda.synchronize()
+    return repeats * 2 * size**3 / (time.perf_counter() - began) / 1e9
+
+
 def gflop(workload: str, options: Sequence[str], rounds: int) -> float:
     """GFLOP that one round computes, as the mean of the first `rounds`. A training step counts as three forward passes,
     each teacher as one."""
@@ -242,7 +258,8 @@ def table(found: dict[str, Any], w: Workload) -> str:
         lines.append(
             f"{name:10}{seconds:10.4g}{spread:>20}{ratio:>8}{found['cpu_s'][name]:9.4g}{gflops:10.1f}{share:>9}{found['peak_mb'][name]:8.0f}"
         )
-    lines.append(f"{found['processor']}; matrix products on all processors: {found['peak_gflops']:.0f} GFLOP/s")
+    where = "it" if "cuda" in found["options"] else "all processors"
+    lines.append(f"{found['processor']}; matrix products on {where}: {found['peak_gflops']:.0f} GFLOP/s")
     if found["others_busy"] > BUSY:
         lines.append(f"the machine was not idle: other programs used up to {100 * found['others_busy']:.0f} % of it")
     return "\n".join(lines)
@@ -272,12 +289,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="fp32",
         help="of flexfleet; peers use fp32, and so does flexfleet beside",
     )
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of flexfleet and the naive loop")
     p.add_argument("--json", action="store_true", help="print one line of JSON for each workload on stdout")
     args = p.parse_args(argv)
     asked = args.against.split(",")
+    if args.device == "cuda":
+        check_device("cuda")
+        if asked != ["naive"]:
+            p.error("--device cuda: only the naive loop runs there too")
     if unknown := [peer for peer in asked if peer not in PEERS]:
         p.error(f"--against: no peer {unknown[0]!r}; there are {', '.join(PEERS)}")
     options = [] if args.samples is None else ["--samples", str(args.samples)]
+    options += [] if args.device == "cpu" else ["--devices", "cuda"]
     options += [] if args.precision == "fp32" else ["--precision", args.precision]
     for name in args.workloads:
         if name == CODECS:

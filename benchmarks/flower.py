@@ -39,6 +39,8 @@ from benchmarks import naive
 from benchmarks.gate import Gate
 from benchmarks.workloads import WORKLOADS, Workload, chosen
 
+PROCESSES = 2
+
 
 # ------------------------------------------------------------------------------------------- in an actor
 @cache
@@ -109,7 +111,7 @@ def main(argv: list[str]) -> None:
         client_resources={"num_cpus": 1, "num_gpus": 0},
         config=ServerConfig(num_rounds=10**9),
         strategy=Gated(gate, name, w, ndarrays_to_parameters([t.numpy() for t in net.state_dict().values()])),
-        ray_init_args={"num_cpus": naive.PROCESSES, "include_dashboard": False, "log_to_driver": False},
+        ray_init_args={"num_cpus": PROCESSES, "include_dashboard": False, "log_to_driver": False},
     )
 
 

@@ -1,4 +1,4 @@
-"""The loop that a researcher would write by hand: plain PyTorch, one process per core, data in memory as tensors.
+"""The loop that a researcher writes by hand: plain PyTorch, one process per core or GPU, data in memory as tensors.
 
 python -m benchmarks.naive W3
 
@@ -25,7 +25,6 @@ from benchmarks.gate import Gate
 from benchmarks.workloads import Workload, chosen, normalised
 
 TEMPERATURE = 3.0
-PROCESSES = 2
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,12 @@ def _like_ours(name: str, w: Workload) -> Plan:
 class Client:
     """The data and networks of a worker process, with which it trains one client after the other."""
 
-    def __init__(self, w: Workload, plan: Plan) -> None:
+    def __init__(self, w: Workload, plan: Plan, device: str = "cpu") -> None:
         torch.set_num_threads(1)
         x, y = w.data()
         self.w, self.plan = w, plan
-        self.x, self.y = torch.from_numpy(normalised(x)), torch.from_numpy(y)
-        self.nets = [copy.deepcopy(net).train() for net in plan.nets]
+        self.x, self.y = torch.from_numpy(normalised(x)).to(device), torch.from_numpy(y).to(device)
+        self.nets = [copy.deepcopy(net).to(device).train() for net in plan.nets]
 
     def train(self, pick: Pick, weights: dict[str, Tensor], order: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
         """`order`: which samples each epoch goes through, permutations of all; None: drawn."""
@@ -163,27 +162,28 @@ _client: Client
 _weights: dict[str, Tensor]
 
 
-def _start(w: Workload, plan: Plan, weights: dict[str, Tensor]) -> None:
+def _start(w: Workload, plan: Plan, device: str, weights: dict[str, Tensor]) -> None:
     global _client, _weights
-    _client, _weights = Client(w, plan), weights
+    _client, _weights = Client(w, plan, device), weights
 
 
 def _work(picks: Sequence[Pick]) -> list[dict[str, np.ndarray]]:
-    return [{name: t.numpy().copy() for name, t in _client.train(pick, _weights).items()} for pick in picks]
+    return [{name: t.cpu().numpy().copy() for name, t in _client.train(pick, _weights).items()} for pick in picks]
 
 
 def main(argv: list[str]) -> None:
     gate = Gate()
-    name, w, _ = chosen(argv)
+    name, w, options = chosen(argv)
+    processes = len(options.devices)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     plan = plan_of(name, w)
     rounds, plan.rounds = plan.rounds, iter(())
     weights = {key: t.clone().share_memory_() for key, t in plan.nets[-1].state_dict().items()}
-    with mp.get_context("fork").Pool(PROCESSES, _start, (w, plan, weights)) as pool:
+    with mp.get_context("fork").Pool(processes, _start, (w, plan, options.devices[0], weights)) as pool:
         for picks in rounds:
             gate.round_begins()
-            size = max(1, len(picks) // (8 * PROCESSES))
+            size = max(1, len(picks) // (8 * processes))
             jobs = [picks[i : i + size] for i in range(0, len(picks), size)]
             updates = (update for chunk in pool.imap_unordered(_work, jobs) for update in chunk)
             new = average(weights, ({key: torch.from_numpy(a) for key, a in u.items()} for u in updates))
