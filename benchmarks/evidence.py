@@ -4,14 +4,15 @@
     python -m benchmarks.evidence wisdm_watch-natural aep-dirichlet      (only these comparisons; the others stay)
 
 Makes comparisons (`flexfleet compare`): CIFAR-10 and Fashion-MNIST, each with Dirichlet 0.3 and IID; WISDM, by subject
-and with Dirichlet 0.5; AEP, with Dirichlet 0.5; wrong labels on Fashion-MNIST and WISDM; branches with Oort on Fashion-
-MNIST; what HeteroFL and ScaleFL add, and what FlexFL loses without a part, each in a comparison of equal selection;
-FlexFL and HeteroFL with VGG16, and FlexFL with other APoZ and, where a GPU is, with all channels there; FedX and its
-rivals on CIFAR-10, its share of medium devices, and its seconds on Tiny-ImageNet; FlexFL in few bits; the next characters
-of Shakespeare's roles, with a Transformer and with an LSTM; FedRolex and HeteroFL at high heterogeneity, with three rates
-on a seed of their own and with one rate on others; and AEP at the scale of FedAIoT's authors. The last two have a comparison for each seed. There
-are also FedOPT on AEP with the printed server rate, for fewer rounds, and central training on AEP with Adam. On two
-cores all that takes fourteen hours, and AEP at full scale three more for each of three seeds.
+and with Dirichlet 0.5; AEP, with Dirichlet 0.5; wrong labels on Fashion-MNIST and WISDM; branches with Oort on
+Fashion-MNIST; what HeteroFL and ScaleFL add, and what FlexFL loses without a part, each in a comparison of equal
+selection; FlexFL and HeteroFL with VGG16, and FlexFL with other APoZ and, where a GPU is, with all channels there; FedX
+and its rivals on CIFAR-10, its share of medium devices, and its seconds on Tiny-ImageNet; FlexFL in few bits; the next
+characters of Shakespeare's roles, with a Transformer and with an LSTM; FedRolex and HeteroFL at high heterogeneity,
+with three rates on a seed of their own and with one rate on others; and AEP at the scale of FedAIoT's authors. The last
+two have a comparison for each seed. There are also FedOPT on AEP with the printed server rate, for fewer rounds, and
+central training on AEP with Adam. On two cores all that takes fourteen hours, and AEP at full scale three more for each
+of three seeds.
 Writes docs/evidence/: tables.md, results.json (each comparison's command and numbers) and a drawing of each comparison.
 """
 

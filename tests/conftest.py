@@ -46,6 +46,7 @@ from fl_engine.storage.store import Store, encode, sha256
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import measured_alike, tiny_pool
 from fl_engine.testing.tracker import Memory
+from fl_engine.training.guest import set_repeatable
 from flexfleet import cli
 from flexfleet.files import terminal as common
 from flexfleet.runs import whole as run_module
@@ -157,9 +158,9 @@ def _draw_what_is_looked_at(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _leave_the_process_as_it_was() -> Iterator[None]:
-    """A run sets torch's thread count (tests begin with one), what torch does with denormal numbers, signal handlers
-    and how much is logged; pytest's own Ctrl-C should stay what it is. Tasks of one pipeline that run beside each other
-    leave a `print` behind that indents."""
+    """A run sets torch's thread count (tests begin with one), what torch does with denormal numbers, which algorithms
+    it takes on a GPU, signal handlers and how much is logged; pytest's own Ctrl-C should stay what it is. Tasks of one
+    pipeline that run beside each other leave a `print` behind that indents."""
     threads = torch.get_num_threads()
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     loud = {name: logging.getLogger(name).level for name in ("", "flexfleet", "fl_engine")}
@@ -172,6 +173,7 @@ def _leave_the_process_as_it_was() -> Iterator[None]:
     builtins.print = PRINT
     torch.set_num_threads(threads)
     torch.set_flush_denormal(False)
+    set_repeatable(False, fill=True)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
@@ -16,7 +15,7 @@ from fl_engine.core.heap import keep_freed_memory
 from fl_engine.core.types import Outcome, RoundPlan
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.exchange.client import Site, Work, accept_all, delivered, train
-from fl_engine.training.guest import is_guest
+from fl_engine.training.guest import is_guest, set_repeatable
 from fl_engine.training.numerics import settle
 
 
@@ -83,8 +82,8 @@ def by_cost(groups: list[list[Work]], site: Site) -> list[list[Work]]:
 
 def prepare_process(devices: Sequence[str], *, flush_denormal: bool) -> None:
     """Sets torch to one thread, so that bits do not depend on the number of cores, and what `Numerics.flush_denormal`
-    says, for this thread and those that it will start; on CUDA, to algorithms that give the same bits each time. Raises
-    EnvironmentFailure where the processor cannot do it."""
+    says, for this thread and those that it will start; on CUDA, to algorithms that give the same bits each time (torch
+    warns of an operation that has none). Raises EnvironmentFailure where the processor cannot do it."""
     settle()
     torch.set_num_threads(1)
     if not torch.set_flush_denormal(flush_denormal) and flush_denormal:
@@ -92,25 +91,22 @@ def prepare_process(devices: Sequence[str], *, flush_denormal: bool) -> None:
             "this processor, or this build of torch, cannot count denormal numbers as zero: train on x86 or AArch64"
         )
     if any(name.startswith("cuda") for name in devices):
-        # cuBLAS reads it at its first call.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
-        # It warns of an operation that has no such algorithm.
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.deterministic = True
+        set_repeatable(True, warn_only=True)
     if not is_guest():
         keep_freed_memory()
 
 
 def check_devices(names: Sequence[str]) -> None:
-    """Raises EnvironmentFailure where torch does not have one of them, or they are GPUs of different models."""
+    """Raises EnvironmentFailure where torch does not have one of them, or they are of different models."""
     for name in names:
         check_device(name)
-    models = sorted({torch.cuda.get_device_name(name) for name in names if name.startswith("cuda")})
+    models = {torch.cuda.get_device_name(name) if name.startswith("cuda") else name.partition(":")[0] for name in names}
     if len(models) > 1:
         raise EnvironmentFailure(
-            f"run.devices are GPUs of different models ({', '.join(models)}): a client's bits would depend on which of "
-            "them trains it. Name GPUs of one model"
+            f"run.devices are of different models ({', '.join(sorted(models))}): a client's bits would depend on which "
+            "of them trains it. Name devices of one model"
         )
 
 

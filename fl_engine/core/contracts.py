@@ -292,7 +292,8 @@ class KeepsClientState(Protocol):
         received weights. `state` is empty for a client that has not taken part yet, or whose state was lost."""
 
     def keep(self, state: Params, client: ClientContext) -> Params:
-        """Pure, on the client after training: all that `client_state` names. `state` as in `begin`."""
+        """Pure, on the client after training: all that `client_state` names. `state` as in `begin`, on the torch device
+        that has trained, as are the weights of `client`."""
 
 
 @runtime_checkable

@@ -285,7 +285,7 @@ def _outcome(
         try:
             with memory_errors():
                 if keeps_client_state(work.algorithm):  # first, since a measurement may write into the copies
-                    new = work.algorithm.keep(work.state, client)
+                    new = work.algorithm.keep({n: t.to(job.x.device) for n, t in work.state.items()}, client)
                     state = {n: t.detach().to("cpu", copy=True) for n, t in new.items()}
                     check_state(state, sealing.forms(kept, sealed=False))
                     if site.state_key is not None:

@@ -51,8 +51,7 @@ class _Lanes(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor]:
         weights = [self.weight_ih_l0, self.weight_hh_l0, self.bias_ih_l0, self.bias_hh_l0]
         lanes, hidden = len(weights[0]), weights[1].shape[2]
-        # On a GPU, cuDNN chooses its arithmetic by the number of units.
-        together = 1 if lanes == 1 or x.device.type != "cpu" else _together(hidden)
+        together = 1 if lanes == 1 else _together(hidden)
         x_nbtf = x.reshape(len(x), lanes, -1, x.shape[2]).transpose(0, 1)
         # Always equally many lanes, some of zeros, so that the kernels are the same.
         given = [F.pad(t, (0, 0) * (t.dim() - 1) + (0, -lanes % together)) for t in (x_nbtf, *weights)]

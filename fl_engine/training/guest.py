@@ -33,6 +33,14 @@ def is_guest() -> bool:
     return _guest.get()
 
 
+def set_repeatable(repeatable: bool, *, warn_only: bool = False, fill: bool = False) -> None:
+    """Whether torch takes algorithms that give the same bits each time, whether it only warns of an operation that has
+    none, and whether it then fills new memory. Not by torch.use_deterministic_algorithms, which loads torch's compiler
+    and changes that too."""
+    torch._C._set_deterministic_algorithms(repeatable, warn_only=warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
 def _set_precisions(wanted: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], str]:
     """Gives what was set before. Not by torch.backends: its mkldnn.fp32_precision sets the generic precision."""
     read, write, before = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter, {}
@@ -80,7 +88,7 @@ def _as_in_a_new_process() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         mkldnn.enabled = True  # type: ignore[assignment]
         cudnn.enabled = True
-        torch.use_deterministic_algorithms(False)
+        set_repeatable(False)
         with (
             _precisions_as_in_a_new_process(),
             torch.inference_mode(False),
@@ -93,15 +101,14 @@ def _as_in_a_new_process() -> Iterator[None]:
     finally:
         torch.set_default_dtype(dtype)
         mkldnn.enabled, cudnn.enabled = enabled
-        torch.use_deterministic_algorithms(repeatable[0], warn_only=repeatable[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        set_repeatable(repeatable[0], warn_only=repeatable[1], fill=filled)
 
 
 @contextmanager
 def guest() -> Iterator[None]:
     """Inside, torch computes as in a new process, whatever the host has set of precision, default type and device,
-    gradients, denormal numbers and cuDNN. Afterwards its settings, the random states of torch, numpy and Python, signal
-    handlers and `sys.path` are as before; malloc's settings are not touched."""
+    gradients, denormal numbers, repeatable algorithms and cuDNN. Afterwards its settings, the random states of torch,
+    numpy and Python, signal handlers and `sys.path` are as before; malloc's settings are not touched."""
     threads, cudnn, flushed = torch.get_num_threads(), torch.backends.cudnn, flushes_now()
     flags = cudnn.benchmark, cudnn.deterministic
     drawn = random.getstate(), np.random.get_state(), torch.get_rng_state()

@@ -9,7 +9,7 @@ A lane's bits do not depend on how many other lanes there are, as long as there 
 this. (For a single lane, kernels add in another order.) Comments name the PyTorch operations that would break this and
 are avoided. In half precision on a CPU that is not quite so: there oneDNN's kernels now and then round the other way
 with another number of groups or matrices (docs/performance.md). On CUDA it is not so at all, so clients train one at a
-time there (`strategy`).
+time there (`local.train`).
 """
 
 from __future__ import annotations

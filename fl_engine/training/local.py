@@ -68,7 +68,7 @@ def train(
     most_steps: int | None = None,
 ) -> list[Trained]:
     """Trains each job from its own copy of the weights: side by side, which needs jobs of equal `kind`, or one after
-    the other with `single` numerics.
+    the other with `single` numerics, and elsewhere than on a CPU.
 
     With `drop_last`, a last batch smaller than `batch_size` is dropped unless it is the only one. Otherwise a client
     with few samples would train nothing, as in the authors' code, whose loader yields no batch there. The bits depend
@@ -77,7 +77,7 @@ def train(
     """
     if any(len(job.y) == 0 for job in jobs):
         raise ModelError("a client without samples cannot train")
-    if numerics.strategy == "single" or not can_share(jobs[0].task):
+    if numerics.strategy == "single" or jobs[0].x.device.type != "cpu" or not can_share(jobs[0].task):
         return [trained for job in jobs for trained in _train(family, goal, [job], numerics, most_steps)]
     if len(jobs) == 1:  # a single lane has other bits than one of several, so a copy runs beside it
         return _train(family, goal, [*jobs, *jobs], numerics, most_steps)[:1]

@@ -38,7 +38,7 @@ class Numerics:
     strategy: Strategy = "single"
     """`single`: one client at a time; `batched`: clients with tasks of equal kind side by side (`lanes`)."""
     lanes: int = 1
-    """With `batched`, the most clients to train side by side. It does not change the bits."""
+    """With `batched`, the most clients to train side by side on a CPU. It does not change the bits."""
     precision: Precision = "fp32"
     """The precision of training. The loss is always computed in float32, and so is evaluation.
 
@@ -172,6 +172,7 @@ def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
         "cpu_bf16": list(cpu_bf16()),
         "mkl_cbwr": mkl_cbwr(),
         "devices": kinds + names,
+        **({"cudnn": torch.backends.cudnn.version()} if names else {}),  # type: ignore[no-untyped-call]
     }
 
 
@@ -205,7 +206,7 @@ def deciding(described: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in known.items() if name not in without}
 
 
-LATER = frozenset({"cpu_bf16"})
+LATER = frozenset({"cpu_bf16", "cudnn"})
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable
     named = list(weights.items())
     # On a CPU, torch's fused kernels are wrong for float16 weights (torch 2.13: with momentum, from 16 elements on).
     half = any(w.dtype == torch.float16 for w in weights.values())
-    shared = any(len(w) > 1 and w.device.type == "cpu" for w in weights.values())
+    shared = any(len(w) > 1 for w in weights.values())
     fused = not half and not (shared and isinstance(o, SGD) and not _is_exact(o.momentum))
 
     @torch.no_grad()

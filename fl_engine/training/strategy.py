@@ -48,8 +48,8 @@ def choose(
     precision: Precision,
     devices: Sequence[str] = ("cpu",),
 ) -> Numerics:
-    """Numerics for rounds of `clients` clients on `devices`. Elsewhere than on a CPU clients train one at a time: cuDNN
-    chooses its kernels by the number of groups, so that a lane's bits would depend on how many others there are."""
+    """Numerics for rounds of `clients` clients on `devices`. Elsewhere than on a CPU they train one at a time, as in
+    `local.train`: cuDNN chooses its kernels by the number of groups, so a lane's bits would depend on that of lanes."""
     single = Numerics(precision=precision)
     if precision == "fp16" or any(torch.device(name).type != "cpu" for name in devices):
         return single

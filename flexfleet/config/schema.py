@@ -201,7 +201,8 @@ class RunConfig(Section):
     files alone. What is named as package.module:NAME is found in it."""
     devices: Annotated[tuple[str, ...], Moves.NUMERICS] = ("cpu",)
     """Torch devices that train clients at the same time, all of one kind, e.g. [cpu, cpu] or [cuda:0, cuda:1]; auto:
-    [cuda] where it is there, else [cpu], as it is on the machine that reads the configuration."""
+    [cuda] where it is there, else [cpu], as it is on the machine that reads the configuration. A GPU needs memory for
+    all that trains on it at once: a client that finds none fails."""
     strategy: Annotated[Literal["auto"] | Strategy, Moves.NUMERICS] = "auto"
     """single: a device trains one client at a time; batched: several side by side, for small networks, on CPUs; auto:
     what suits the size of the network and the devices."""

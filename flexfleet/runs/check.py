@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fl_engine.aggregation import privacy
-from fl_engine.backends.in_process import check_device
+from fl_engine.backends.in_process import check_devices
 from fl_engine.backends.kubernetes import jobs
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm
@@ -47,8 +47,7 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
     """A short description of the run. Raises BadInput for whatever is wrong; trains nothing, writes nothing.
     `publishes`: trials of a study do not."""
     config, algorithm, data, family = resolved.config, resolved.algorithm, resolved.data, resolved.family
-    for device in config.run.devices:
-        check_device(device)
+    check_devices(config.run.devices)
     settled(config.run.precision, config.run.devices, None)
     parts = cut(resolved)
     if config.noise.labels:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from fl_engine.backends.in_process import prepare_process
+from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.backends.kubernetes.jobs import STATE_KEY
 from fl_engine.backends.processes import carry_out
 from fl_engine.core import heap
@@ -111,6 +111,7 @@ def _site(told: Assignment, store: Store) -> tuple[Algorithm, Site]:
         parts, held = held_out(config, parts)
         pool = PoolFile.read(folder / "pool.json").pool()
     numerics = _numerics(run)
+    check_device(told.device)
     prepare_process((told.device,), flush_denormal=numerics.flush_denormal)
     here = describe(numerics, (told.device,))
     if others := differing(run.numerics, here):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 
-from fl_engine.backends.in_process import prepare_process
+from fl_engine.backends.in_process import check_devices, prepare_process
 from fl_engine.core.errors import Diverged, IntegrityError
 from fl_engine.core.samples import class_count
 from fl_engine.data import partitioning
@@ -46,6 +46,7 @@ def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path,
     if sha256(value) != history.model_sha256:
         raise IntegrityError(f"{run / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")
     params = decode(value, str(run / "model.safetensors"))
+    check_devices(devices)
     prepare_process(devices, flush_denormal=flushes(RunFile.read(run / "run.json").numerics))
     local = _local(resolved, partition_dir)
     watch = None if local is None else local.watch

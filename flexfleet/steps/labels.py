@@ -148,7 +148,8 @@ def noisy(config: Config, data: Data, parts: Partition, held_out: Sequence[Ints]
     family = build_model(config.model, data.input_shape, data.task.outputs)
     seed, settings = cut_seed(config), n.model_dump(include={"epochs", "lr", "batch_size"})
     network = {"network": repr(family), **own_code.digests(config, ("model",))}
-    inputs = {"data": fingerprint(data), "code": _code(confusion), "seed": seed, **network, **settings}
+    where = {} if device == "cpu" else {"device": device.partition(":")[0]}
+    inputs = {"data": fingerprint(data), "code": _code(confusion), "seed": seed, **network, **settings, **where}
 
     def measured() -> Confusion:
         check_device(device)

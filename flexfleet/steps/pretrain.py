@@ -142,6 +142,7 @@ def need_proxy(name: str, kind: Preparation, parts: Partition) -> None:
 def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
     """Digest of all that the preparation is computed from. `partition`: what the partition step wrote."""
     kind, chosen = preparation(name), isinstance(resolved.algorithm, ChoosesNetwork)
+    device = resolved.config.run.devices[0].partition(":")[0]
     parts = {
         "preparation": name,
         "code": _code(kind),
@@ -150,6 +151,7 @@ def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
         **own_code.digests(resolved.config, ("model", "algorithm") if chosen else ("model",)),
         "partition": sha256((partition / partitions.MANIFEST).read_bytes()),
         "settings": settings_of(resolved, name, kind),
+        **({} if device == "cpu" else {"device": device}),
     }
     return sha256(json.dumps(parts, sort_keys=True).encode())
 

@@ -16,9 +16,10 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 
 from fl_engine.algorithms import FlexFL
-from fl_engine.backends import BACKENDS, InProcess, Processes, Surroundings, processes
+from fl_engine.backends import BACKENDS, InProcess, Processes, Surroundings, in_process, processes
 from fl_engine.core.contracts import Backend
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError, Stopped
 from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, RoundPlan, TaskContext, WorkOrder
@@ -27,6 +28,7 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.backends import BackendSuite, Make
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
+from fl_engine.training.guest import guest
 from fl_engine.training.numerics import Numerics
 
 
@@ -45,6 +47,24 @@ class TestBackends(BackendSuite):
 def test_a_device_that_is_not_there_is_named() -> None:
     with pytest.raises(EnvironmentFailure, match=r"run\.devices names 'warp:9'"):
         InProcess(tiny_site(FlexFL()), ("cpu", "warp:9"))
+
+
+@pytest.mark.parametrize("names", [("cuda:0", "cuda:1"), ("cuda:0", "cpu")])
+def test_devices_of_different_models_are_refused(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_process, "check_device", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda name: {"cuda:0": "a T4", "cuda:1": "an H100"}[name])
+    with pytest.raises(EnvironmentFailure, match=r"of different models .*a T4.*Name devices of one model"):
+        InProcess(tiny_site(FlexFL()), names)
+    in_process.check_devices(("cuda:0", "cuda:0"))
+    in_process.check_devices(("cpu", "cpu"))
+
+
+def test_on_a_gpu_torch_repeats_itself() -> None:
+    with guest():
+        in_process.prepare_process(("cuda:0",), flush_denormal=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 
 @pytest.fixture

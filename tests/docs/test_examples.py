@@ -1,8 +1,12 @@
-"""The notebooks of examples/ run from the first cell to the last: in a real kernel, with the wheel, within a minute."""
+"""The notebooks of examples/ run from the first cell to the last: in a real kernel, with the wheel, within a minute;
+and the site, which shows their results, builds without a dead link."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,3 +45,20 @@ def test_a_notebook_runs(name: str, executed: Callable[[str], Path], installed: 
     package, seconds = path.with_suffix(".measured").read_text().split()
     assert Path(package) == installed / "flexfleet" / "__init__.py"
     assert float(seconds) < SECONDS
+
+
+def test_the_site_builds_without_a_dead_link(executed: Callable[[str], Path], tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the site's builder is not installed: pip install 'flexfleet[docs]'")
+    examples = [executed(name) for name in NOTEBOOKS]
+    env = os.environ | {"EXECUTED_EXAMPLES": str(examples[0].parent)}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for path in examples:
+        shown = (tmp_path / "site/examples" / path.stem / "index.html").read_text()
+        assert "data:image/png;base64," in shown and "<table" in shown, f"{path.stem} with its pictures and tables"
+    commands = (tmp_path / "site/reference/commands/index.html").read_text()
+    assert "flexfleet regress" in commands and "--update" in commands
+    assert "kd_weight" in (tmp_path / "site/reference/algorithms/index.html").read_text()
+    assert "norm_bound" in (tmp_path / "site/reference/parameters/index.html").read_text()
+    assert "SubmodelSpec" in (tmp_path / "site/reference/engine/index.html").read_text()

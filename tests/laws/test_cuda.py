@@ -5,8 +5,9 @@ Without a GPU these tests are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,16 +15,33 @@ import torch
 from fl_engine.algorithms import FlexFL
 from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.codecs import Half, Qsgd
-from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.client_state import travelling
+from fl_engine.core.contracts import ClientContext, ModelFamily
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params, made_up, runnable, take
-from fl_engine.core.types import FULL, SGD, Adam, ClientUpdate, Codecs, Distillation, LocalTask, Params
+from fl_engine.core.types import (
+    FULL,
+    SGD,
+    Adam,
+    ClientUpdate,
+    Codecs,
+    Distillation,
+    LocalTask,
+    Params,
+    Start,
+    TaskContext,
+    WorkOrder,
+)
 from fl_engine.core.widths import prefix
 from fl_engine.exchange import coding
 from fl_engine.fleet import faults
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.vgg16 import VGG16
+from fl_engine.models.widar_resnet18 import WidarResNet18
+from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.tasks import Classification, Detection, NextToken, Regression
 from fl_engine.testing.kinds import KINDS
+from fl_engine.testing.personal import PersonalHeads
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
@@ -31,6 +49,7 @@ from fl_engine.testing.tiny import (
     assert_same_outcomes,
     context_of,
     start_of,
+    tiny_fleet,
     tiny_site,
 )
 from fl_engine.training import local
@@ -39,11 +58,25 @@ from fl_engine.training.guest import guest
 from fl_engine.training.local import Job
 from fl_engine.training.numerics import SINGLE, Numerics, settled
 from tests.harness.networks import SMALL
+from tests.harness.processes import Done
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 CUDA = torch.device("cuda")
 TASK = LocalTask(FULL, SGD(0.05, 0.5, 1e-3), epochs=2, batch_size=8, drop_last=True, seed=0)
+
+
+@dataclass(frozen=True)
+class Drifting(PersonalHeads):
+    """Its clients add up how far they have moved their heads."""
+
+    def begin(self, state: Params, start: Start, order: WorkOrder, task: LocalTask, ctx: TaskContext) -> Start:
+        return start
+
+    def keep(self, state: Params, client: ClientContext) -> Params:
+        names = self.client_state(client.family, ())
+        moved = {name: client.trained[name] - client.received[name] for name in names}
+        return {name: moved[name] + state[name] if state else moved[name] for name in names}
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +109,11 @@ def same(a: local.Trained, b: local.Trained) -> None:
 
 
 FAMILIES = SMALL | {name: family for name, (family, _) in KINDS.items()}
+LARGER: dict[str, ModelFamily] = {
+    "larger vgg16": VGG16((3, 32, 32), 10, width=0.25),
+    "larger lstm": WisdmLSTM((200, 6), 12),
+    "larger widar": WidarResNet18((22, 20, 20), 9, width=0.5),
+}
 TASKS = {
     "plain": TASK,
     "adam": replace(TASK, optimizer=Adam(0.01)),
@@ -88,9 +126,9 @@ def with_teachers(family: ModelFamily) -> LocalTask:
     return replace(TASK, distillation=Distillation((prefix(layout, 0.3), prefix(layout, 0.5)), 10.0, 3.0))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES | LARGER)
 def test_training_again_gives_the_same_bits(name: str) -> None:
-    family = FAMILIES[name]
+    family = (FAMILIES | LARGER)[name]
     goal = goal_of(name, family)
     tasks = dict(TASKS)
     if name in ("small_cnn", "vgg16", "resnet18", "mobilenetv2", "aep_mlp", "wisdm_lstm"):
@@ -164,21 +202,19 @@ def test_training_that_is_resumed_ends_in_the_same_bits(name: str, numerics: Num
     same(resumed.trained()[0], session.trained()[0])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", KINDS)
 def test_networks_are_evaluated(name: str) -> None:
-    family = FAMILIES[name]
-    if name not in KINDS:
-        pytest.skip("its samples are made up")
     if name == "detection":
         pytest.importorskip("faster_coco_eval")
-    data, params = KINDS[name][1], initial_params(family, 0)
+    family, data = KINDS[name]
+    params = initial_params(family, 0)
     here, there = (evaluate(family, params, FULL, data, data.test_x, data.test_y, d) for d in ("cpu", "cuda"))
     assert there.loss == pytest.approx(here.loss, rel=1e-2)
 
 
-def test_devices_of_one_gpu_and_beside_a_cpu_end_in_one_model() -> None:
+def test_several_devices_of_one_gpu_give_the_same_bits() -> None:
     algorithm = FlexFL(training=TRAINING)
-    site = tiny_site(algorithm)
+    site = replace(tiny_site(algorithm), numerics=Numerics("batched", 8))  # a GPU trains one at a time all the same
     plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
     found = [
         sorted(InProcess(site, devices).run(algorithm, plan), key=lambda o: o.client)
@@ -193,11 +229,45 @@ def test_what_is_sent_in_few_bits_with_faults_lies_on_the_cpu() -> None:
     algorithm = FlexFL(training=TRAINING)
     site = replace(tiny_site(algorithm), faults=faults.parse("scale=0.5x3"))
     plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
+    assert any(site.befalls(order) for order in plan.orders)
     plan = coding.sent(plan, site.pool, Codecs(Half(), Qsgd(bits=8)), SEED)
     found, again = (sorted(InProcess(site, ("cuda",)).run(algorithm, plan), key=lambda o: o.client) for _ in range(2))
     assert_same_outcomes(found, again)
     updates = [each for each in found if isinstance(each, ClientUpdate)]
     assert updates and {t.device.type for each in updates for t in each.payload.values()} == {"cpu"}
+
+
+@pytest.mark.parametrize("backend", ["in_process", "processes"])
+def test_a_run_that_goes_on_ends_in_the_model_of_one_that_was_not_stopped(
+    backend: str, flexfleet: Callable[..., Done], quick: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Its first rounds come out of the ledger."""
+    own = (*quick, "run.devices=[cuda]", f"run.store={tmp_path}", "tracking.mlflow=null")
+
+    def run(name: str, rounds: int, backend: str) -> None:
+        done = flexfleet(
+            "run", "--run-id", name, "--resume", sets=[*own, f"rounds.stop={rounds}", f"run.backend={backend}"]
+        )
+        assert done.code == 0, done.err
+
+    run("whole", 3, "in_process")
+    run("parts", 1, backend)
+    run("parts", 3, backend)
+    whole, parts = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert whole == parts
+
+
+def test_what_a_client_keeps_meets_its_weights_where_it_has_trained() -> None:
+    algorithm = Drifting(training=replace(TRAINING, fraction=1.0, epochs=1))
+    site = tiny_site(algorithm, fleet=tiny_fleet(3))
+    state = start_of(algorithm, site)
+    plan = algorithm.plan(state, context_of(site, 0, SEED))
+    first = sorted(InProcess(site, ("cuda",)).run(algorithm, plan), key=lambda o: o.client)
+    kept = {o.client: o.state for o in first if isinstance(o, ClientUpdate)}
+    assert len(kept) == 3
+    orders = tuple(replace(order, memory=travelling(kept[order.client])) for order in plan.orders)
+    for second in InProcess(site, ("cuda",)).run(algorithm, replace(plan, orders=orders)):
+        assert isinstance(second, ClientUpdate) and {t.device.type for t in second.state.values()} == {"cpu"}
 
 
 def test_auto_precision_is_that_of_the_gpu() -> None:

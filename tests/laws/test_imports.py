@@ -149,6 +149,12 @@ def loaded(statement: str, names: tuple[str, ...]) -> list[str]:
     return done.stdout.split()
 
 
+def test_a_guest_and_a_gpu_load_no_compiler() -> None:
+    use = "from fl_engine.backends.in_process import prepare_process; from fl_engine.training.guest import guest"
+    inside = "with guest(): prepare_process(('cuda',), flush_denormal=True)"
+    assert loaded(f"{use}\n{inside}", ("torch._dynamo", "torch._inductor", "sympy")) == []
+
+
 def test_algorithms_load_nothing_of_the_outside() -> None:
     names = (*HEAVY, "fl_engine.backends", "flexfleet.tracking.trackers")
     assert loaded("import fl_engine.algorithms", names) == []

@@ -334,6 +334,7 @@ def test_the_strategy_follows_from_the_size() -> None:
     assert step < strategy.SMALL_STEP
     assert strategy.choose(large, TEN, 20, 100, "fp32") == Numerics("batched", int(strategy.AT_ONCE // step))
     assert strategy.choose(large, TEN, 20, 6, "bf16", ("cpu", "cpu")) == Numerics("batched", 3, "bf16")
+    assert strategy.choose(large, TEN, 20, 6, "bf16", ("cuda:0",)) == Numerics(precision="bf16")
     assert strategy.batched(FAMILIES["tiny"], 1, 1, "fp32").lanes == 2, "one client has a copy beside it"
 
 

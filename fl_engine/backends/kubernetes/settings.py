@@ -54,6 +54,7 @@ class NodePool(Section):
     """Key of a NoSchedule taint that the pods tolerate, e.g. flexfleet.io/edge."""
     runtime_class: str | None = None
     torch_device: str = "cpu"
+    """cuda where the pods have a GPU, which trains one client at a time."""
     image: str | None = None
     """null: kubernetes.image. E.g. one built for a GPU."""
 
