@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import shutil
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -28,10 +29,19 @@ log = logging.getLogger("flexfleet")
 
 def show(text: str) -> None:
     """Prints a long text, of which `head` or a pager may read a part only."""
-    try:
+    with _read_or_not(sys.stdout):
         print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
+
+
+@contextmanager
+def _read_or_not(stream: TextIO) -> Iterator[None]:
+    """What prints to `stream` inside is no error where nobody reads any more: a pipe was closed, or a terminal."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else Python complains when it ends
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -176,10 +186,12 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
         if known is None:
             raise
         log.debug("where it happened:", exc_info=error)
-        print(f"error: {known[0]}", file=sys.stderr)
+        with _read_or_not(sys.stderr):
+            print(f"error: {known[0]}", file=sys.stderr, flush=True)
         sys.exit(known[1])
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        with _read_or_not(sys.stderr):
+            print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
 
 

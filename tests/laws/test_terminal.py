@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import ast
 import errno
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from fl_engine.core.errors import Stopped
 from flexfleet import cli
 from flexfleet.files.terminal import told_of
 from tests.harness.imports import dotted, modules
@@ -34,6 +38,29 @@ def test_nothing_but_show_prints_on_stdout() -> None:
         and not any(each.arg == "file" and ast.unparse(each.value) != "sys.stdout" for each in node.keywords)
     ]
     assert found == ["flexfleet.files.terminal"], "flexfleet.files.terminal.show"
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no pseudo-terminals")
+def test_a_terminal_that_was_closed_does_not_change_the_exit_code() -> None:
+    script = """
+import sys
+from fl_engine.core.errors import Stopped
+from flexfleet.files.terminal import run_main, show
+
+def main(_):
+    sys.stdin.readline()
+    show("nobody reads it")
+    raise Stopped("stopped")
+
+run_main(main)
+"""
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs, stderr=theirs) as child:
+        os.close(theirs)
+        os.close(ours)
+        child.communicate(b"\n", timeout=60)
+    assert child.returncode == Stopped.exit_code
 
 
 def test_a_folder_that_cannot_be_copied_is_told_by_a_file_and_the_reason(tmp_path: Path) -> None:
