@@ -23,6 +23,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("recipe")
     for folder in ("fl_engine", "flexfleet", "tests"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    if (known := ROOT / ".mypy_cache").exists():  # what `make lint` has found out about the other files
+        shutil.copytree(known, root / known.name)
     shutil.copyfile(ROOT / "pyproject.toml", root / "pyproject.toml")
     readme = (ROOT / "docs/guides/extending.md").read_text()
     (file,) = re.findall(r"```python\n# fl_engine/algorithms/fednova\.py\n(.*?)```", readme, re.DOTALL)
