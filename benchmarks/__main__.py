@@ -33,7 +33,6 @@ import torch
 from benchmarks import codecs
 from benchmarks.gate import family
 from benchmarks.workloads import PRECISIONS, WORKLOADS, Workload, count
-from fl_engine.backends.in_process import check_device
 
 ROOT = Path(__file__).parents[1]
 CODECS = "W8"
@@ -294,7 +293,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     asked = args.against.split(",")
     if args.device == "cuda":
-        check_device("cuda")
+        if not torch.cuda.is_available():
+            p.error("--device cuda: torch finds no GPU here")
         if asked != ["naive"]:
             p.error("--device cuda: only the naive loop runs there too")
     if unknown := [peer for peer in asked if peer not in PEERS]:

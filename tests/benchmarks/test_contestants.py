@@ -211,6 +211,25 @@ def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, 
         harness.python_of("flower")
 
 
+@pytest.mark.parametrize(
+    ("there", "against", "said"),
+    [(False, "naive", "torch finds no GPU here"), (True, "naive,flower", "only the naive loop runs there too")],
+)
+def test_on_a_gpu_the_naive_loop_alone_is_compared(
+    there: bool, against: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    with pytest.raises(SystemExit) as end:
+        harness.main(["W1", "--device", "cuda", "--against", against])
+    assert end.value.code == 2 and f"--device cuda: {said}" in capsys.readouterr().err
+
+
+def test_contestants_get_the_options_that_they_have() -> None:
+    options = ["--samples", "5", "--devices", "cuda", "--precision", "bf16"]
+    assert harness._for_peers("naive", options) == harness._for_peers(harness.FP32, options) == options[:4]
+    assert harness._for_peers("flower", options) == options[:2]
+
+
 @pytest.mark.parametrize("option", ["--turns", "--samples"])
 @pytest.mark.parametrize("given", ["0", "-1", "two"])
 def test_a_number_of_turns_or_samples_is_at_least_one(
