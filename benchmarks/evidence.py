@@ -284,6 +284,18 @@ WITH_VGG: dict[str, tuple[str, ...]] = {
     "no_kd=flexfl": ("algorithm.kd_weight=0.0",),
     "no_apoz=flexfl": ("algorithm.use_apoz=false",),
 }
+LIKE_VGG = tuple(setting for setting in VGG if not setting.startswith("model."))
+RESNET = (*LIKE_VGG, "model.name=resnet34", "model.width=0.25")
+MOBILENET = (*LIKE_VGG, "model.name=mobilenetv2", "model.width=0.25")
+FEW_IMAGES = (
+    *(setting for setting in VGG if not setting.startswith(("dataset.train_samples=", "partition.clients="))),
+    "partition.clients=10",
+    "partition.proxy=0.1",
+    "training.fraction=0.4",
+    "training.batch_size=10",
+)
+"""What is at hand of Tiny-ImageNet: 20 classes, 50 images of each, 64 x 64."""
+OR_HETEROFL = {name: WITH_VGG[name] for name in ("flexfl", "heterofl")}
 ON_GPU = "run.devices=[cuda]"
 WHOLE_VGG = (*(setting for setting in VGG if not setting.startswith("model.width=")), ON_GPU)
 """With all channels."""
@@ -371,6 +383,10 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("cifar10", IID, "0,1,2", 60, WITH_APOZ, VGG, "vgg16_apoz"),
     Campaign("cifar10", IID, "0,1,2", 40, APOZ_OR_NOT, WHOLE_VGG, "vgg16_full_width"),
     Campaign("cifar10", DIRICHLET, "0,1,2", 60, WITH_VGG, VGG, "vgg16_dirichlet"),
+    Campaign("cifar10", IID, "0", 60, OR_HETEROFL, MOBILENET, "mobilenetv2"),
+    Campaign("cifar10", IID, "0", 60, OR_HETEROFL, RESNET, "resnet34"),
+    Campaign("tiny_imagenet", IID, "0", 60, OR_HETEROFL, FEW_IMAGES, "vgg16"),
+    Suite("flexfl/table2-small", "flexfl-iid,heterofl-iid,scalefl-iid,decoupled-iid", 0),
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 40, NOISY, about="label_noise"),
     Campaign("wisdm_watch", (*HALF, *TEN), "0,1,2", 200, NOISY, WISDM, "label_noise"),
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 100, FULL_AND_BRANCHES, BRANCHED, "branches", "0.5,0.6,0.7"),
