@@ -48,10 +48,10 @@ def choose(
     precision: Precision,
     devices: Sequence[str] = ("cpu",),
 ) -> Numerics:
-    """Numerics for rounds of `clients` clients on `devices`. Elsewhere than on a CPU they train one at a time, as in
-    `local.train`: cuDNN chooses its kernels by the number of groups, so a lane's bits would depend on that of lanes."""
+    """Numerics for rounds of `clients` clients on `devices`. Elsewhere than on a CPU they train one at a time, since
+    cuDNN chooses its kernels by the number of groups: a lane's bits would depend on how many lanes there are."""
     single = Numerics(precision=precision)
-    if precision == "fp16" or any(torch.device(name).type != "cpu" for name in devices):
+    if precision == "fp16" or any(not name.startswith("cpu") for name in devices):
         return single
     capable = can_run(blank(family))
     if not capable or 3 * macs_of(family) * batch_size > SMALL_STEP:
