@@ -27,6 +27,7 @@ from flexfleet.steps import labels, share
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import cut, partition
 from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.pretrain import inputs_of
 from flexfleet.steps.site import site_of
 
 HELD_OUT = ("evaluate.on=clients", "evaluate.held_out=0.4")
@@ -141,6 +142,27 @@ def test_on_a_gpu_the_kernels_are_deterministic_before_the_training(
     monkeypatch.setattr(labels, "measure_confusion", measured)
     partition(Resolved.load(None, [*quick, *NOISE, "run.devices=[cuda]"]), tmp_path / "a")
     assert seen == [("cuda", True, False)]
+
+
+def test_what_a_cpu_found_is_not_taken_over_on_a_gpu(
+    quick: Sequence[str], no_drawings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither the matrix nor a preparation; which GPU it was does not matter."""
+    monkeypatch.setattr(labels, "check_device", lambda name: None)
+    counts, seen = tuple(tuple(int(i != j) for j in range(10)) for i in range(10)), list[str]()
+
+    def measured(*given: Any) -> Confusion:
+        seen.append(given[-1])
+        return Confusion(counts=counts, accuracy=0.0)
+
+    monkeypatch.setattr(labels, "measure_confusion", measured)
+    inputs = []
+    for device in ("cpu", "cpu", "cuda:0", "cuda:1"):
+        resolved = Resolved.load(None, [*quick, *NOISE, f"run.devices=[{device}]"])
+        partition(resolved, tmp_path / "a")
+        inputs.append(inputs_of(resolved, "apoz", tmp_path / "a"))
+    assert seen == ["cpu", "cuda:0"]
+    assert inputs[0] == inputs[1] != inputs[2] == inputs[3]
 
 
 def test_a_damaged_matrix_is_named(quick: Sequence[str], no_drawings: None, tmp_path: Path) -> None:
