@@ -257,7 +257,7 @@ def table(found: dict[str, Any], w: Workload) -> str:
         lines.append(
             f"{name:10}{seconds:10.4g}{spread:>20}{ratio:>8}{found['cpu_s'][name]:9.4g}{gflops:10.1f}{share:>9}{found['peak_mb'][name]:8.0f}"
         )
-    where = "it" if "cuda" in found["options"] else "all processors"
+    where = "the GPU" if "cuda" in found["options"] else "all processors"
     lines.append(f"{found['processor']}; matrix products on {where}: {found['peak_gflops']:.0f} GFLOP/s")
     if found["others_busy"] > BUSY:
         lines.append(f"the machine was not idle: other programs used up to {100 * found['others_busy']:.0f} % of it")

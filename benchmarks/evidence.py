@@ -6,13 +6,13 @@
 Makes comparisons (`flexfleet compare`): CIFAR-10 and Fashion-MNIST, each with Dirichlet 0.3 and IID; WISDM, by subject
 and with Dirichlet 0.5; AEP, with Dirichlet 0.5; wrong labels on Fashion-MNIST and WISDM; branches with Oort on
 Fashion-MNIST; what HeteroFL and ScaleFL add, and what FlexFL loses without a part, each in a comparison of equal
-selection; FlexFL and HeteroFL with VGG16, and FlexFL with other APoZ and, where a GPU is, with all channels there; FedX
-and its rivals on CIFAR-10, its share of medium devices, and its seconds on Tiny-ImageNet; FlexFL in few bits; the next
-characters of Shakespeare's roles, with a Transformer and with an LSTM; FedRolex and HeteroFL at high heterogeneity,
-with three rates on a seed of their own and with one rate on others; and AEP at the scale of FedAIoT's authors. The last
-two have a comparison for each seed. There are also FedOPT on AEP with the printed server rate, for fewer rounds, and
-central training on AEP with Adam. On two cores all that takes fourteen hours, and AEP at full scale three more for each
-of three seeds.
+selection; FlexFL and HeteroFL with VGG16, MobileNetV2, ResNet34 and on Tiny-ImageNet, rows of FlexFL's Table II, and
+FlexFL with VGG16 and other APoZ and, where a GPU is, all channels; FedX and its rivals on CIFAR-10, its share of medium
+devices, and its seconds on Tiny-ImageNet; FlexFL in few bits; the next characters of Shakespeare's roles, with a
+Transformer and with an LSTM; FedRolex and HeteroFL at high heterogeneity, with three rates on a seed of their own and
+with one rate on others; and AEP at the scale of FedAIoT's authors. The last two have a comparison for each seed. There
+are also FedOPT on AEP with the printed server rate, for fewer rounds, and central training on AEP with Adam. On two
+cores all that takes some seventeen hours, and AEP at full scale three more for each of three seeds.
 Writes docs/evidence/: tables.md, results.json (each comparison's command and numbers) and a drawing of each comparison.
 """
 
@@ -284,11 +284,16 @@ WITH_VGG: dict[str, tuple[str, ...]] = {
     "no_kd=flexfl": ("algorithm.kd_weight=0.0",),
     "no_apoz=flexfl": ("algorithm.use_apoz=false",),
 }
-LIKE_VGG = tuple(setting for setting in VGG if not setting.startswith("model."))
-RESNET = (*LIKE_VGG, "model.name=resnet34", "model.width=0.25")
-MOBILENET = (*LIKE_VGG, "model.name=mobilenetv2", "model.width=0.25")
+
+
+def _vgg_without(*begins: str) -> tuple[str, ...]:
+    return tuple(setting for setting in VGG if not setting.startswith(begins))
+
+
+RESNET = (*_vgg_without("model."), "model.name=resnet34", "model.width=0.25")
+MOBILENET = (*_vgg_without("model."), "model.name=mobilenetv2", "model.width=0.25")
 FEW_IMAGES = (
-    *(setting for setting in VGG if not setting.startswith(("dataset.train_samples=", "partition.clients="))),
+    *_vgg_without("dataset.train_samples=", "partition.clients="),
     "partition.clients=10",
     "partition.proxy=0.1",
     "training.fraction=0.4",
@@ -297,7 +302,7 @@ FEW_IMAGES = (
 """What is at hand of Tiny-ImageNet: 20 classes, 50 images of each, 64 x 64."""
 OR_HETEROFL = {name: WITH_VGG[name] for name in ("flexfl", "heterofl")}
 ON_GPU = "run.devices=[cuda]"
-WHOLE_VGG = (*(setting for setting in VGG if not setting.startswith("model.width=")), ON_GPU)
+WHOLE_VGG = (*_vgg_without("model.width="), ON_GPU)
 """With all channels."""
 APOZ_OR_NOT = {name: WITH_VGG[name] for name in ("flexfl", "no_apoz=flexfl")}
 WITH_APOZ: dict[str, tuple[str, ...]] = {

@@ -43,7 +43,7 @@ from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import TinyLSTM
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
-from fl_engine.training import batches, lanes, strategy
+from fl_engine.training import batches, lanes, local, strategy
 from fl_engine.training.local import Job, kind, train
 from fl_engine.training.numerics import SINGLE, Numerics
 
@@ -159,6 +159,17 @@ def test_exits_remembered_terms_and_dropout() -> None:
         assert_same(exits, [job(exits, task, i, remembered=True) for i in range(5)], 2)
     dropout = TinyNet(dropout=0.5)
     assert_same(dropout, [job(dropout, TASK, i) for i in range(5)], 2)
+
+
+def test_elsewhere_than_on_a_cpu_clients_train_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the numerics say batched, as in pods on GPUs."""
+    together = list[int]()
+    monkeypatch.setattr(local, "_train", lambda family, goal, jobs, *_: together.append(len(jobs)) or [])
+    family = FAMILIES["tiny"]
+    jobs = [job(family, TASK, i) for i in range(3)]
+    train(family, TEN, jobs, BATCHED)
+    train(family, TEN, [replace(each, x=each.x.to("meta")) for each in jobs], BATCHED)
+    assert together == [3, 1, 1, 1]
 
 
 def test_squeeze_and_excitation() -> None:
