@@ -24,6 +24,7 @@ from fl_engine.core.errors import (
     printable,
 )
 from flexfleet.config.platform import platform_uri
+from flexfleet.files.signals import brief_once_stopped
 
 PARENT = "mlflow.parentRunId"
 """Tag with a run's parent: MLflow shows the run below it."""
@@ -34,7 +35,7 @@ IN_ADDRESSES = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 """What SQLAlchemy reads in the address of a SQLite file: the start of options, and a character by its number."""
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
 """Of addresses that MLflow takes, besides those of its plugins."""
-FEW_TRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+FEW_TRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 """MLflow's settings where nobody wants to wait for its server: its own are 7 and 120 seconds, which make minutes."""
 CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate entry|Cannot insert duplicate key")
 """What SQLite, PostgreSQL, MySQL and SQL Server say if another writer was first."""
@@ -214,9 +215,11 @@ def usable(uri: str) -> Iterator[None]:
 @contextmanager
 def answering(uri: str, what: str = "does not take measurements any more") -> Iterator[None]:
     """For an address that worked before: raises Unreachable if the server is gone for longer than MLflow's own retries
-    take, EnvironmentFailure for other errors of its own. `what`: what the server does not do, for people."""
+    take, EnvironmentFailure for other errors of its own. A run that is asked to stop does not wait for these retries.
+    `what`: what the server does not do, for people."""
     try:
-        yield
+        with brief_once_stopped():
+            yield
     except errors() as error:
         said = f"MLflow at {masked(uri)} {what}: {first_line(error)}"
         raise (Unreachable if _unreachable(error) else EnvironmentFailure)(said) from error

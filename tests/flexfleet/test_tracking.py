@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import sqlite3
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.testing.tracker import Memory
 from flexfleet.config import Config, flatten
+from flexfleet.files import signals
 from flexfleet.files.artifacts import RunFile
 from flexfleet.nightly.regress import champion_of
 from flexfleet.publish import publish
@@ -585,6 +587,34 @@ def test_a_tracking_server_that_goes_away_stops_the_run_and_a_resumed_one_logs_w
         stopped = flexfleet("run", "--run-id", "a", sets=sets)
     assert stopped.code == 6
     assert "does not take measurements any more: API request failed" in stopped.err and "--resume" in stopped.err
+    done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=sets)
+    assert done.code == 0, done.err
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as data_base:
+        logged = data_base.execute("select step, count(*) from metrics where key = 'avg' group by step").fetchall()
+    assert logged == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_a_run_that_waits_for_its_tracking_server_stops_when_it_is_told(
+    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    no_drawings: None,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signals, "GRACE_S", 0.05)
+    log_batch, sets = mlflow.MlflowClient.log_batch, [*quick, f"tracking.mlflow={mlflow_uri}", "rounds.commit_every=1"]
+
+    def hangs(self: Any, run_id: str, metrics: Sequence[Any] = (), **more: Any) -> None:
+        if any(metric.step == 2 for metric in metrics):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(60)
+            pytest.fail("it waited")
+        log_batch(self, run_id, metrics, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "log_batch", hangs)
+        stopped = flexfleet("run", "--run-id", "a", sets=sets)
+    assert stopped.code == 3 and "what was committed stays, resume with --resume" in stopped.err
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as data_base:
+        assert data_base.execute("select status from runs").fetchall() == [("KILLED",)]
     done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=sets)
     assert done.code == 0, done.err
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as data_base:
