@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, IntegrityError
@@ -433,9 +433,12 @@ def page(verdict: Verdict, now: Figures, champion: Figures | None, reference: Fi
         ]
         measure = Measure(now.labels[label].metric)
         drawings[label] = Drawing(plots.comparison(curves, f"curve-{len(drawings)}", measure))
-    filters: dict[str, Callable[..., str]] = {"said": gate.said}
-    filters["figure"] = lambda check, name: figure(check, getattr(check, name))
+    filters = {"said": gate.said, "figure": _figure_named}
     return render("flexfleet.nightly", "regression.html", filters, v=verdict, now=now, drawings=drawings)
+
+
+def _figure_named(check: Check, name: str) -> str:
+    return figure(check, getattr(check, name))
 
 
 def _points(figures: Figures, label: str, which: int) -> list[tuple[int, float, list[float]]]:

@@ -6,6 +6,7 @@ A page is a Jinja template `<package>/<name>.html`; it begins with the head that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -19,8 +20,18 @@ class Drawing(str):
         return self
 
 
-def render(package: str, name: str, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any) -> str:
+Filters = Mapping[str, Callable[..., Any]]
+"""Functions that a template calls by name."""
+
+
+def render(package: str, name: str, filters: Filters | None = None, **values: Any) -> str:
     """The page of the template `name` in `package`. Raises EnvironmentFailure where jinja2 is not installed."""
+    return str(template(package, name, tuple((filters or {}).items())).render(**values))
+
+
+@cache
+def template(package: str, name: str, filters: tuple[tuple[str, Callable[..., Any]], ...]) -> Any:
+    """Compiled once in a process, which takes longer than rendering a page. Raises as `render` does."""
     try:
         from jinja2 import Environment, FunctionLoader, StrictUndefined
     except ImportError as error:
@@ -33,5 +44,5 @@ def render(package: str, name: str, filters: Mapping[str, Callable[..., Any]] | 
     environment = Environment(
         loader=FunctionLoader(source), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= filters or {}
-    return environment.get_template(name).render(**values)
+    environment.filters |= dict(filters)
+    return environment.get_template(name)

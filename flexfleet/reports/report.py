@@ -324,6 +324,10 @@ def _check_ending(out: Path) -> None:
         raise ConfigError(f"the report is an .html file, got {str(out)!r}")
 
 
+FILTERS = {"percent": percent, "mb": mb, "plain": plain, "short_seconds": short_seconds}
+"""Of the page's template."""
+
+
 def _page(runs: Sequence[Run]) -> str:
     names, measure = labels(runs), measure_of(runs)
     series = [(name, run.rows) for name, run in zip(names, runs, strict=True)]
@@ -368,7 +372,7 @@ def _page(runs: Sequence[Run]) -> str:
     return render(
         "flexfleet.reports",
         "report.html",
-        {"percent": percent, "mb": mb, "plain": plain, "short_seconds": short_seconds},
+        FILTERS,
         title=", ".join(titles),
         measure=measure,
         further=[Measure(name) for name in dict.fromkeys(name for run in runs for name in run.evaluation.further)],

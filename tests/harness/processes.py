@@ -199,6 +199,7 @@ def prepared(scratch: Path) -> dict[str, Callable[[list[str]], int]]:
     import numpy
 
     from fl_engine.data import figures, partitioning
+    from flexfleet.reports import figure, page, report
     from flexfleet.tracking import record
     from tests.harness.pictures import titles_alone
 
@@ -207,7 +208,9 @@ def prepared(scratch: Path) -> dict[str, Callable[[list[str]], int]]:
     record.environment = functools.cache(record.environment)
     record.environment()
     figures.save = titles_alone  # type: ignore[assignment]
-    partitioning.draw(numpy.ones((2, 2), dtype=int), scratch / "nothing.svg")  # imports matplotlib
+    with figure.style(figure.STYLE):
+        partitioning.draw(numpy.ones((2, 2), dtype=int), scratch / "nothing.svg")  # imports matplotlib
+    page.template("flexfleet.reports", "report.html", tuple(report.FILTERS.items()))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with SIGINT ignored
     return known
 
