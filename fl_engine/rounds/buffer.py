@@ -9,7 +9,8 @@ An update whose client was sent the weights of s merges ago is merged as its cha
     w + (1 + s)^(-staleness) * (w_k - w^(t-s)),
 
 element by element of its own sub-model, by the algorithm's own mean and the server's own step (s(tau) of Sec. 4). For
-s = 0 that is w_k itself: with B = K, the run is the synchronous one, bit for bit.
+s = 0 that is w_k itself: with B = K, the run is the synchronous one, bit for bit. Batch norm's running statistics become
+w + (1 + s)^(-staleness) * (w_k - w): a variance that a change of earlier ones is added to may fall below zero.
 
 An order is trained in the round that asks for it, so all clients of a round train at once in every backend; the update
 then waits until its time has come. Departs from the paper: clients are asked at a merge, not whenever one finishes, so
@@ -26,7 +27,7 @@ from typing import Any
 from fl_engine.aggregation.privacy import is_private
 from fl_engine.core.contracts import Algorithm, RemembersChanges, keeps_client_state
 from fl_engine.core.errors import ConfigError, IntegrityError
-from fl_engine.core.slicing import take
+from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import ClientUpdate, ParamLayout, Params, RoundPlan, WorkOrder
 from fl_engine.rounds import phases, recorder
 from fl_engine.rounds.answers import Answers
@@ -37,6 +38,10 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.kept_files import KeptFiles
 from fl_engine.storage.store import tensor_bytes
 from fl_engine.training.evaluation import published
+
+
+AS_BROUGHT = "as brought/"
+"""Before the names of running statistics among the changes: they are kept as the client brought them."""
 
 
 @dataclass(frozen=True)
@@ -160,20 +165,27 @@ def recorded(run: Run, plan: RoundPlan, due: Due, began: float) -> Record:
 
 
 def changed(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Params:
-    """How far each weight moved from what the client was sent; integers as they are."""
+    """How far each weight moved from what the client was sent; integers and statistics as they are."""
     sent = take(order.payload, layout, update.spec, have=order.spec)
-    return {
-        name: tensor - sent[name] if tensor.is_floating_point() else tensor for name, tensor in update.payload.items()
-    }
+    found = {}
+    for name, tensor in update.payload.items():
+        if is_statistic(name):
+            found[AS_BROUGHT + name] = tensor
+        else:
+            found[name] = tensor - sent[name] if tensor.is_floating_point() else tensor
+    return found
 
 
 def moved(state: Any, flight: Flight, change: Params, weight: float, layout: ParamLayout) -> Params:
     """The weights of now, of the update's sub-model, moved by `weight` times the change. Raises IntegrityError where
     the file does not hold this update's change."""
-    now = take(state.params, layout, flight.update.spec)
-    wrong = [name for name, tensor in change.items() if name not in now or now[name].shape != tensor.shape]
-    if wrong:
-        raise IntegrityError(f"{FOLDER}{flight.file} is not the change of client {flight.order.client}: {wrong[0]}")
-    return {
-        name: now[name] + weight * tensor if tensor.is_floating_point() else tensor for name, tensor in change.items()
-    }
+    now, found = take(state.params, layout, flight.update.spec), {}
+    for key, tensor in change.items():
+        name = key.removeprefix(AS_BROUGHT)
+        if name not in now or now[name].shape != tensor.shape or (name != key) != is_statistic(name):
+            raise IntegrityError(f"{FOLDER}{flight.file} is not the change of client {flight.order.client}: {key}")
+        if name != key:
+            found[name] = now[name] + weight * (tensor - now[name])
+        else:
+            found[name] = now[name] + weight * tensor if tensor.is_floating_point() else tensor
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from fl_engine.core.types import ClientUpdate, Codecs
 from fl_engine.exchange.client import execute
 from fl_engine.fleet import faults
 from fl_engine.fleet.trace import Trace, trace_of
+from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import buffer, flights, loop
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
@@ -198,6 +199,24 @@ def test_worker_processes_give_the_same(new_store: Any, tmp_path: Path) -> None:
     assert_same_bits(final.params, expected.params)
 
 
+def test_variances_that_a_network_stores_stay_above_zero(memory_store: Any, tmp_path: Path) -> None:
+    """Else its scores are no numbers, and clients that bring such a variance back are refused by a store alone."""
+    algorithm = AllLarge(training=replace(ASKED, epochs=8), eligible="all")
+    site = tiny_site(algorithm, SmallCNN((1, 8, 8), 3, width=0.25, norm="static"), fleet=FLEET)
+    terms = RoundsConfig(stop=6, **TERMS | {"buffer": 1, "staleness": 0.0})
+    run, finals, failed = Run(algorithm, site, terms), [], []
+    for store, workers in ((memory_store, False), (FolderStore(tmp_path), True)):
+        ledger = ledger_in(store, None, replace(site.rules, algorithm=algorithm))
+        with closing(Processes(site, ("cpu", "cpu"), ledger.mailbox)) if workers else nullcontext(InProcess(site)) as on:
+            finals.append(loop.federate(run, start_of(algorithm, site), on, ledger, Memory()).params)
+        failed.append(sum(row.metrics["clients_failed"] for row in ledger.checkpoints.rows()))
+    assert max(line.get("staleness", 0) for of in lines(memory_store) for line in of.values()) > 1
+    for name, tensor in finals[0].items():
+        assert not name.endswith("running_var") or tensor.min() > 0, name
+    assert failed == [0, 0]
+    assert_same_bits(*finals)
+
+
 @dataclass(frozen=True)
 class Strict(AllLarge):
     """Takes only what is of one round."""
@@ -292,7 +311,8 @@ def test_a_change_of_other_weights_is_refused() -> None:
     times = run.times(update, order, 0.0)
     assert times is not None
     flight = flights.Flight(order, update, times, 1.0, 1, 1, 2, "x")
-    for wrong in ({"a": torch.zeros(1)}, {next(iter(state.params)): torch.zeros(1)}):
+    name = next(iter(state.params))
+    for wrong in ({"a": torch.zeros(1)}, {name: torch.zeros(1)}, {buffer.AS_BROUGHT + name: state.params[name]}):
         with pytest.raises(IntegrityError, match=r"flights/x is not the change of client"):
             buffer.moved(state, flight, wrong, 1.0, site.layout)
 
