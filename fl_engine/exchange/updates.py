@@ -275,6 +275,8 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
         raise Rejected("file", str(error)) from error
     if sha256(value) != manifest.sha256:
         raise Rejected("checksum", f"the sha256 is not {manifest.sha256}")
+    if rules is not None:
+        _check_header(value, 0 if order.evaluates else _tensors(order, rules))
     try:
         tensors = decode(value, "the update")
     except IntegrityError as error:
@@ -318,6 +320,19 @@ def _weights(
         decoding = time.monotonic() - started
     _check_numbers(tensors)
     return tensors, decoding
+
+
+def _tensors(order: WorkOrder, rules: Rules) -> int:
+    """How many an update of this order has at most."""
+    return len(coding.header(coding.codec_up(order), coding.header_of(order.payload))) + len(rules.client_state)
+
+
+def _check_header(value: bytes, tensors: int) -> None:
+    """A header of so many tensors, which may be filled up by spaces (`pieces.padded`). Of an entry of 60 bytes the
+    reader makes 25 times as many bytes, in a second for a MB of them."""
+    told = value[8 : 8 + int.from_bytes(value[:8], "little")].rstrip(b" ")
+    if len(told) > HEADER_BYTES * (1 + tensors):
+        raise Rejected("schema", f"a header of {len(told)} bytes, for at most {tensors} tensors")
 
 
 def _most_bytes(expected: Header) -> int:

@@ -9,13 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import ClientFailure, ClientUpdate, Params, SubmodelSpec
-from fl_engine.exchange.updates import key_of
+from fl_engine.exchange import updates
+from fl_engine.exchange.updates import key_of, payload_bytes
 from fl_engine.storage.store import encode
 from fl_engine.testing.tiny import assert_same_outcomes
 from tests.harness.attacks.scene import CLIENTS, InMemory, Scene
@@ -184,6 +186,16 @@ def no_numbers(*shape: int) -> bytes:
     return struct.pack("<Q", len(said)) + said
 
 
+def many_tensors() -> str | None:
+    """As many tensors without numbers as a file of the allowed size can list: each becomes an object of torch's."""
+    s = scene()
+    room = payload_bytes(s.order, s.site.rules.client_state) - 100
+    one = json.dumps({"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, separators=(",", ":"))
+    said = ("{" + ",".join(f'"{number:06}":{one}' for number in range(room // (len(one) + 10))) + "}").encode()
+    with mock.patch.object(updates, "decode", side_effect=AssertionError("it was read")):
+        return raw(struct.pack("<Q", len(said)) + said)
+
+
 def long_header() -> str | None:
     return raw(struct.pack("<Q", 2**62) + b"{}")
 
@@ -286,6 +298,7 @@ HELD = (
     _attack("nothing of 2**63", "to crash the reader", raw, no_numbers(0, 2**63)),
     _attack("nothing of 2**65", "the same", raw, no_numbers(0, 2**62, 8)),
     _attack("a header without end", "to fill the memory", long_header),
+    _attack("a header of many tensors", "the same", many_tensors),
     _attack("a large file", "the same", too_large),
     _attack("a large manifest", "the same", large_manifest),
     _attack("a manifest of many levels", "to crash the reader", nested_manifest),
