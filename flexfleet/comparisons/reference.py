@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,21 @@ from flexfleet.config.overrides import hand_over
 from flexfleet.files.artifacts import History, Result
 from flexfleet.runs.central import CentralFile, deciding
 
+log = logging.getLogger("flexfleet")
+
 LABEL = "central"
 """The label of trainings that a suite asks for, as in `central-s0`."""
 COMMON = ("dataset.", "model.")
 """The parameters that a central training must have in common with the runs that are compared with it."""
 
 
-def read(folders: Sequence[Path], settings: Mapping[str, Any], varied: Sequence[str]) -> Central:
+def read(
+    folders: Sequence[Path], settings: Mapping[str, Any], varied: Sequence[str], data: Mapping[int, str] | None = None
+) -> Central:
     """The finished trainings in these folders, one for each seed. `settings`: the parameters of the runs, `varied`:
-    those in which labels differ. Raises ConfigError if a training has other data or another network, or differs from
-    the others in more than the seed; IntegrityError if one is not finished."""
+    those in which labels differ, `data`: by seed the fingerprint of the runs' data. Raises ConfigError if a training
+    has other data or another network, or differs from the others in more than the seed; IntegrityError if one is not
+    finished. Where the seed draws samples, warns of a training with a seed that no run has."""
     if apart := [key for key in varied if key.startswith(COMMON)]:
         raise ConfigError(f"--central is one reference for all runs, but the labels differ in {', '.join(apart)}")
     if settings.get("partition.rule") == LOCAL:
@@ -48,6 +54,9 @@ def read(folders: Sequence[Path], settings: Mapping[str, Any], varied: Sequence[
     seeds = tuple(int(file.config["seed"]) for file in files)
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"--central takes one training for each seed, got the seeds {', '.join(map(str, seeds))}")
+    if data is not None:
+        for folder, file, seed in zip(folders, files, seeds, strict=True):
+            _check_data(folder, file, data.get(seed), data)
     best = [result.metrics["best"] for result in results]
     beside = [result.metrics.get("further", {}) for result in results]
     further = {name: spread([each.get(name, {}).get("full") for each in beside]) for name in beside[0]}
@@ -65,6 +74,20 @@ def read(folders: Sequence[Path], settings: Mapping[str, Any], varied: Sequence[
         ),
         seconds=_over(result.seconds for result in results),
         further={name: each for name, each in further.items() if each is not None},
+    )
+
+
+def _check_data(folder: Path, file: CentralFile, of_seed: str | None, data: Mapping[int, str]) -> None:
+    """`of_seed`: of the runs with the training's seed; None: there are none."""
+    if file.data_sha256 in ([of_seed] if of_seed else data.values()):
+        return
+    if of_seed is None and (file.config.get("dataset.train_samples") or file.config.get("dataset.test_samples")):
+        log.warning("%s: its seed, which no run has, drew other samples than the runs'", folder)
+        return
+    expected = of_seed or next(iter(data.values()))
+    raise ConfigError(
+        f"{folder} is no reference for these runs: it was trained on other data (sha256 {file.data_sha256[:12]}, "
+        f"expected {expected[:12]}): the files or partition.seed were others; make it again with `flexfleet central`"
     )
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, Stopped
+from fl_engine.data.files import fingerprint
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256
@@ -91,7 +92,8 @@ def compare(
         raise ConfigError(f"{folder} is the folder of a run, not of a comparison: choose another --id")
     check_free(folder, resume, "--id")
     if central:
-        reference.read(central, flatten(runs[0].config), varied(runs))
+        reference.read(central, flatten(runs[0].config), varied(runs))  # what needs no data is refused at once
+        reference.read(central, flatten(runs[0].config), varied(runs), _data(runs))
     check_all(runs)
     runs = in_one_experiment(runs)
     track.prepare(runs[0].config)
@@ -109,6 +111,12 @@ def compare(
         central = [*central, *(folder / entry.name for entry in references)]
         trained = reference.read(central, flatten(runs[0].config), varied(runs)) if central else None
         return tabulate(id, runs, {entry.name: folder / entry.name for entry in runs}, folder, to, mlflow, trained)
+
+
+def _data(runs: Sequence[Entry]) -> dict[int, str]:
+    """By seed, the fingerprint of the runs' data, which a reference has in common with all labels."""
+    first = {entry.seed: entry for entry in reversed(runs)}
+    return {seed: fingerprint(Resolved.of(entry.config).data) for seed, entry in first.items()}
 
 
 def check_jobs(at_once: int) -> None:

@@ -65,6 +65,9 @@ def test_what_is_no_reference_is_refused_before_anything_trains(flexfleet: Any, 
     assert "the labels differ in model.width" in refused("runs/c0", sets=("b:model.width=0.25",), labels=labels)
     own = ("partition.rule=local", "partition.folders=.", "dataset.train_samples=null")
     assert "they are the clients' own" in refused("runs/c0", sets=own)
+    assert "runs/c0 is no reference for these runs: it was trained on other data" in refused(
+        "runs/c0", sets=("partition.seed=7",)
+    )
     file = json.loads(Path("runs/c1/central.json").read_text())
     file["config"]["central.lr"] = 0.1
     Path("runs/c1/central.json").write_text(json.dumps(file))
