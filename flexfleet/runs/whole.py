@@ -35,7 +35,7 @@ from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
-from flexfleet.steps.resumed import known_run, store_of
+from flexfleet.steps.resumed import check_recorded, known_run, store_of
 from flexfleet.steps.share import adopt
 from flexfleet.tracking import record as track
 from flexfleet.tracking import versioned
@@ -69,6 +69,8 @@ def run(
     if (out / "central.json").exists():
         raise ConfigError(f"{out} holds a central training: choose another --run-id")
     if not (out / "run.json").exists():  # before there is a folder: what is refused leaves none
+        if config.run.remote is None:
+            check_recorded(store_of(config, run_id, out), out)
         check(resolved)
         _reach(resolved, run_id, out)
     with alone(out):

@@ -45,6 +45,7 @@ from flexfleet.steps.partition import folders_sum, simulated
 from flexfleet.steps.peaks import peaks_of
 from flexfleet.steps.prepare import Resolved, resolved_of
 from flexfleet.steps.resumed import (
+    check_recorded,
     devices_decide,
     fetch_run,
     known_run,
@@ -130,6 +131,8 @@ def _federate(
     known = known_run(config, out, resume)
     if known:
         same_place(known, config, run_id, out)
+    else:
+        check_recorded(store, out)
     tell_unused(config)
     site = site_of(resolved, partition_dir, pool_dir, known.numerics if known else None)
     if config.evaluate.on == "clients":

@@ -33,6 +33,15 @@ def store_of(config: Config, run_id: str, out: Path) -> Store:
     return FolderStore(out.resolve()) if config.run.remote is None else open_store(place_of(config.run.remote, run_id))
 
 
+def check_recorded(store: Store, out: Path) -> None:
+    """Raises IntegrityError where rounds are there without run.json, which says what they were computed with."""
+    if commits := Checkpoints(store).commits():
+        raise IntegrityError(
+            f"{out / 'run.json'} is missing, though {commits[-1] + 1} round(s) are committed in {store.uri()}: put it "
+            "back, or choose another --run-id"
+        )
+
+
 def place_of(remote: str, run_id: str) -> str:
     """Of a run's ledger in `run.remote`."""
     return f"{remote.rstrip('/')}/{run_id}"

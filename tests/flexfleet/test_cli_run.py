@@ -95,6 +95,17 @@ def test_a_resumed_finished_run_prints_the_same(flexfleet: Any, finished: Any, q
     assert again.json | {"store_uri": ""} == done.json | {"store_uri": ""}
 
 
+def test_rounds_whose_settings_are_lost_are_not_taken_for_others(
+    flexfleet: Any, finished: Any, quick: Sequence[str]
+) -> None:
+    run, _ = finished
+    (run / "run.json").unlink()
+    before = (run / "pool" / "pool.json").read_bytes()
+    done = flexfleet("run", "--run-id", "a", "--resume", sets=[*quick, "seed=5"])
+    assert done.code == 4 and "runs/a/run.json is missing, though 3 round(s) are committed" in done.err
+    assert (run / "pool" / "pool.json").read_bytes() == before
+
+
 def test_a_resume_with_another_parameter_is_refused(flexfleet: Any, finished: Any, quick: Sequence[str]) -> None:
     for given, named in (
         ("training.lr=0.01", "training.lr: 0.05 -> 0.01"),
