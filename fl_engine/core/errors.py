@@ -127,10 +127,10 @@ class ClientError(FlexfleetError):
 
 
 def brief(error: Any) -> str:
-    """A pydantic ValidationError in one line: where, what, and how much more there is."""
+    """A pydantic ValidationError in one printable line: where, what, and how much more there is."""
     first, *more = error.errors()
     where = ".".join(str(part) for part in first["loc"])
-    return f"{where + ': ' if where else ''}{first['msg']}{f' (and {len(more)} more)' if more else ''}"
+    return printable(f"{where + ': ' if where else ''}{first['msg']}{f' (and {len(more)} more)' if more else ''}")
 
 
 WHO_ASKS = re.compile(r"(?<=://)(?:[^/\s]*@|[^/:@\s]*:(?!\d+(?:/|$))\S*@)")

@@ -131,7 +131,7 @@ class UrlStore:
 
     def _check(self, answer: urllib3.BaseHTTPResponse, verb: str, key: str) -> None:
         if answer.status >= 300:
-            said = answer.data[:300].decode(errors="replace")
+            said = printable(answer.data[:300].decode(errors="replace"))
             kind = EnvironmentFailure if answer.status >= 500 or answer.status == 429 else IntegrityError
             raise kind(f"{verb} {self.uri(key)}: HTTP {answer.status} {said}")
 

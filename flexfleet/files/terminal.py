@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import logging
 import os
 import shutil
@@ -19,7 +20,7 @@ from typing import Any, TextIO
 
 import yaml
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, masked, out_of_memory
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, masked, out_of_memory, printable
 from fl_engine.core.plain import comment_of, in_line, read_yaml
 from flexfleet.config.short import place
 from flexfleet.files.doctor import EXTRAS
@@ -35,11 +36,12 @@ def show(text: str) -> None:
 
 @contextmanager
 def _read_or_not(stream: TextIO) -> Iterator[None]:
-    """What prints to `stream` inside is no error where nobody reads any more: a pipe was closed, or a terminal."""
+    """What prints to `stream` inside is no error where nobody reads any more: a pipe was closed, or a terminal. Where
+    an error cannot be told, the exit code still tells it."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
+        if error.errno not in (errno.EPIPE, errno.EIO) and stream is not sys.stderr:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else Python complains when it ends
 
@@ -176,6 +178,7 @@ def start_logging() -> None:
 def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
     """Runs a command: an expected error is one line on stderr and its exit code, never a traceback. An unexpected one
     has a traceback, without the passwords of addresses."""
+    _open_streams()
     start_logging()
     sys.excepthook = _tell
     try:
@@ -193,6 +196,16 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
         with _read_or_not(sys.stderr):
             print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
+
+
+def _open_streams() -> None:
+    """What is printed is lost where stdout or stderr was closed, and has question marks for what the encoding of the
+    locale lacks."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 @contextmanager
@@ -226,7 +239,7 @@ def told_of(error: Exception) -> tuple[str, int] | None:
     """The line to print for an expected error, and its exit code; None: the error is a bug."""
     ours = EnvironmentFailure.exit_code
     if isinstance(error, FlexfleetError):
-        return " ".join(str(error).split()), error.exit_code
+        return printable(str(error)), error.exit_code
     if isinstance(error, ModuleNotFoundError):
         return missing(str(error.name)), ours
     if isinstance(error, shutil.Error) and isinstance(error.args[0], list):  # of a folder's copy: a list of what failed
@@ -234,6 +247,8 @@ def told_of(error: Exception) -> tuple[str, int] | None:
         return f"{path}: {why}{f' (and {len(more)} more)' if more else ''}", ours
     if isinstance(error, OSError):
         return f"{error.filename or 'system'}: {error.strerror or error}", ours
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of Path.resolve, until Python 3.13
+        return printable(str(error)), ours
     if out_of_memory(error):
         return f"not enough memory: {str(error).splitlines()[0] if str(error) else 'no more to be had'}", ours
     return None

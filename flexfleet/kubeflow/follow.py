@@ -128,7 +128,7 @@ def _rounds(look: Look | None, total: Any, tell: Tell) -> dict[str, dict[str, fl
     last = {}
     for each in new:
         of = f"/{int(total)}" if total else ""
-        tell(f"{each.run + '  ' if each.run else ''}round {each.number}{of}  {brief(each.metrics)}")
+        tell(f"{printable(each.run) + '  ' if each.run else ''}round {each.number}{of}  {brief(each.metrics)}")
         last[each.run] = {"round": each.number, **each.metrics}
     return last
 

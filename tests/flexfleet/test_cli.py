@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import fl_engine
 from fl_engine.core.errors import DataError
 from fl_engine.datasets import DATASETS, fashion_mnist
 from flexfleet.commands import common, host
+from flexfleet.files import terminal
 from flexfleet.files.artifacts import PoolFile
+from flexfleet.files.live import Live
 from tests.harness.processes import refused
 
 COMMANDS = ("run", "central", "pool", "report", "fetch", "status", "check", "doctor")
@@ -468,6 +471,43 @@ def test_a_reader_that_stops_reading_is_no_failure(argv: Sequence[str]) -> None:
         assert done.stdout is not None and done.stderr is not None
         done.stdout.close()
         assert (done.stderr.read(), done.wait()) == (b"", 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "shell", "code"),
+    [
+        ("list algorithms", ">&- 2>&-", 0),
+        ("status nope", "2>&-", 2),
+        ("status nope", "2>/dev/full", 2),
+        ("params seed", ">&-", 0),
+    ],
+)
+def test_a_stream_that_is_closed_or_full_changes_no_exit_code(argv: str, shell: str, code: int, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m flexfleet.cli {argv} {shell}"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path).returncode == code
+
+
+def test_progress_needs_no_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(sys, "stdout", None)
+    terminal._open_streams()
+    Live().show("round 1")
+    terminal.show("told")
+    for stream in (sys.stdout, sys.stderr):
+        stream.close()
+
+
+def test_what_an_encoding_lacks_is_a_question_mark(tmp_path: Path) -> None:
+    code = "from flexfleet.files.terminal import run_main, show; run_main(lambda _: show('a \u2013 b') or 0)"
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stdout) == (0, b"a ? b\n"), done.stderr
+
+
+def test_a_store_that_is_a_link_to_itself_is_one_line(flexfleet: Any, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    done = flexfleet("status", sets=["run.store=loop"])
+    assert done.code == 6 and "loop" in done.err and "Traceback" not in done.err
 
 
 def test_an_interruption_is_exit_code_130(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:

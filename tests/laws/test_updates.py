@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from fl_engine.algorithms import ALGORITHMS, FlexFL
-from fl_engine.core.errors import ClientError, EnvironmentFailure, IntegrityError, Refused, printable
+from fl_engine.core.errors import ClientError, EnvironmentFailure, IntegrityError, Refused, brief, printable
 from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import ClientFailure, ClientUpdate, Params, RoundPlan, SubmodelSpec
 from fl_engine.exchange.acceptance import Moved
@@ -356,6 +357,12 @@ def test_what_a_client_writes_into_a_reason_does_nothing_to_a_terminal() -> None
         found = ledger_of(files).receive(PLAN, ORDER.client)
         assert isinstance(found, ClientFailure) and r"\x1b[2J\u202e\u2066\x00" in found.reason
         assert found.reason.isprintable()
+
+
+def test_what_a_stranger_named_is_printable_in_the_error() -> None:
+    with pytest.raises(ValidationError) as wrong:
+        Manifest.model_validate({"round 7\n\x1b[2J": 1, **dict.fromkeys(Manifest.model_fields)})
+    assert brief(wrong.value).isprintable()
 
 
 @given(st.text())
