@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,6 +23,9 @@ def answer_of(what: str, short_of_memory: str, work: Callable[..., Any], *given:
     there.close()
     try:
         answer = here.recv()
+    except KeyboardInterrupt:  # else this process would wait for its end
+        process.kill()
+        raise
     except EOFError:
         process.join()
         killed = process.exitcode is not None and process.exitcode < 0
@@ -32,4 +36,6 @@ def answer_of(what: str, short_of_memory: str, work: Callable[..., Any], *given:
 
 
 def _serve(answer: Connection, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
-    answer.send(work(*given))
+    found = work(*given)
+    with suppress(BrokenPipeError):  # nobody waits for it any more
+        answer.send(found)

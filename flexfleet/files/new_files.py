@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError
+from fl_engine.storage.store import FolderStore
 
 OWN, CLASS = "own_algorithm", "OwnAlgorithm"
 """Names in the templates."""
@@ -49,8 +50,7 @@ def write_new(files: Mapping[str, str], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, text in files.items():
-        with open(folder / name, "x", encoding="utf-8") as file:
-            file.write(text)
+        FolderStore(folder).put(name, text.encode())  # whole or not at all
         paths.append(folder / name)
     return paths
 

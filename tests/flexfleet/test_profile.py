@@ -53,7 +53,7 @@ def test_the_entry_says_what_the_device_does_and_a_run_takes_it(
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name)  # a device has none
     monkeypatch.setenv("FLEXFLEET_SYS", str(board(tmp_path / "sys", ina(1, {"VDD_IN": (5000, 1200)}))))
-    given = ("--invite", "invitations/weak-1.json", "--seconds", "0.5", "--out", "tier.yaml")
+    given = ("--invite", "invitations/weak-1.json", "--seconds", "0.5", "--out", "new/tier.yaml")
     done = flexfleet("profile", "--json", *given, sets=sets)
     assert done.code == 0, done.err
     found, tier = done.json, done.json["tier"]
@@ -69,12 +69,12 @@ def test_the_entry_says_what_the_device_does_and_a_run_takes_it(
     clock = sum(simulated_seconds(one, each["macs_per_sample"], 0).compute for each in found["levels"])
     assert clock == pytest.approx(sum(1 / each["samples_per_second"] for each in found["levels"]), rel=1e-3)
     # What was written is a configuration.
-    written = yaml.safe_load((tmp_path / "tier.yaml").read_text())
+    written = yaml.safe_load((tmp_path / "new/tier.yaml").read_text())
     assert written == {"fleet": {"tiers": [tier]}}
-    assert load_config([tmp_path / "tier.yaml"]).fleet.tiers == (Tier(**tier),)
-    done = flexfleet("check", "--json", "--config", "tier.yaml", sets=sets)
+    assert load_config([tmp_path / "new/tier.yaml"]).fleet.tiers == (Tier(**tier),)
+    done = flexfleet("check", "--json", "--config", "new/tier.yaml", sets=sets)
     assert done.code == 0, done.err
-    done = flexfleet("run", "--json", "--run-id", "a", "--config", "tier.yaml", sets=[*sets, "rounds.stop=1"])
+    done = flexfleet("run", "--json", "--run-id", "a", "--config", "new/tier.yaml", sets=[*sets, "rounds.stop=1"])
     assert done.code == 0, done.err
     assert (tmp_path / "runs" / "a" / "run.json").exists()
 

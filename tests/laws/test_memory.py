@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -261,6 +263,20 @@ def test_ordered_dropout_is_measured_at_its_largest_width() -> None:
     pool, found = trials(FjORD(training=TRAINING))
     assert [t.task.spec for t in found] == [member.spec for member in pool]
     assert found[-1].task.widths == tuple(member.spec for member in pool)
+
+
+def test_a_trial_ends_with_whoever_waits_for_it() -> None:
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            answer_of("a trial", "", time.sleep, 120)
+        while multiprocessing.active_children():
+            assert time.monotonic() - began < 60
+            time.sleep(0.05)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_level_that_no_device_is_sent_is_tried_by_itself() -> None:
