@@ -87,8 +87,15 @@ def runs_in(folder: Path) -> list[dict[str, Any]]:
 
 def _placed(folder: Path) -> list[tuple[Path, str]]:
     """The folders of the runs in a comparison or a study, each with its place in the store."""
-    found = [each.parent for at in ("", *OF_STUDY) for each in sorted((folder / at).glob("*/run.json"))]
+    found = [each.parent for at in ("", *OF_STUDY) for each in _inside(folder / at)]
     return [(run, f"{folder.resolve().name}/{run.relative_to(folder).as_posix()}") for run in found]
+
+
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.glob("*/run.json"))
+    except PermissionError:  # what may not be looked into hides no other run
+        return []
 
 
 def _is_run(folder: Path) -> bool:

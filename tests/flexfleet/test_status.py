@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import socket
@@ -40,6 +41,21 @@ def test_status_finds_the_runs_of_comparisons_and_studies(
     assert len(flexfleet("status").out.splitlines()) == 4, "a store that holds no run of its own"
     monkeypatch.chdir(run.parent / "s" / "trials")
     assert flexfleet("status", "0-s0", "--json").json | {"run_id": "a"} == alone
+
+
+def test_a_folder_that_may_not_be_looked_into_hides_no_other_run(
+    flexfleet: Any, finished: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (Path("runs") / "closed").mkdir()
+    glob = Path.glob
+
+    def forbidden(self: Path, pattern: str) -> Any:
+        if "closed" in self.parts and "/" in pattern:  # pathlib gives an empty list for the folder itself
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return glob(self, pattern)
+
+    monkeypatch.setattr(Path, "glob", forbidden)
+    assert [row["run_id"] for row in flexfleet("status", "--json").json["runs"]] == ["a"]
 
 
 def test_a_server_that_does_not_answer_is_asked_once(
