@@ -9,8 +9,8 @@ An update whose client was sent the weights of s merges ago is merged as its cha
     w + (1 + s)^(-staleness) * (w_k - w^(t-s)),
 
 element by element of its own sub-model, by the algorithm's own mean and the server's own step (s(tau) of Sec. 4). For
-s = 0 that is w_k itself: with B = K, the run is the synchronous one, bit for bit. Batch norm's running statistics become
-w + (1 + s)^(-staleness) * (w_k - w): a variance that a change of earlier ones is added to may fall below zero.
+s = 0 that is w_k itself: with B = K, the run is the synchronous one, bit for bit. Batch norm's running statistics are
+moved to w + (1 + s)^(-staleness) * (w_k - w): the change since an earlier round may be larger than a variance of now.
 
 An order is trained in the round that asks for it, so all clients of a round train at once in every backend; the update
 then waits until its time has come. Departs from the paper: clients are asked at a merge, not whenever one finishes, so
@@ -38,7 +38,6 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.kept_files import KeptFiles
 from fl_engine.storage.store import tensor_bytes
 from fl_engine.training.evaluation import published
-
 
 AS_BROUGHT = "as brought/"
 """Before the names of running statistics among the changes: they are kept as the client brought them."""
@@ -95,6 +94,11 @@ def check_plan(run: Run, state: Any, plan: RoundPlan, flying: Sequence[Flight]) 
             "go with: set rounds.mode=synchronous"
         )
     most = run.at_once
+    if run.terms.buffer is not None and run.terms.buffer > most:
+        raise ConfigError(
+            f"rounds.buffer = {run.terms.buffer}, but {most} clients are at work: set it to {most} at most, or raise "
+            "training.fraction"
+        )
     if len(plan.orders) + len(flying) > most:
         raise ConfigError(
             f"{type(run.algorithm).__name__} asked {len(plan.orders)} clients, {most - len(flying)} were free: "

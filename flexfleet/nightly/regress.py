@@ -30,7 +30,7 @@ from flexfleet.nightly.night import KIND, Night, check_commit, keep_commit
 from flexfleet.nightly.suite import Figures
 from flexfleet.publish import publish
 from flexfleet.reports import plots
-from flexfleet.reports.page import Drawing, render
+from flexfleet.reports.page import Drawing, Filters, render
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages
 from flexfleet.steps.prepare import Resolved
@@ -433,7 +433,7 @@ def page(verdict: Verdict, now: Figures, champion: Figures | None, reference: Fi
         ]
         measure = Measure(now.labels[label].metric)
         drawings[label] = Drawing(plots.comparison(curves, f"curve-{len(drawings)}", measure))
-    filters = {"said": gate.said, "figure": _figure_named}
+    filters: Filters = {"said": gate.said, "figure": _figure_named}
     return render("flexfleet.nightly", "regression.html", filters, v=verdict, now=now, drawings=drawings)
 
 

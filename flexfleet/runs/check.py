@@ -69,10 +69,11 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
     run, _, plan = first_round(resolved, parts, fleet)
     if config.publish.models:
         static_bn = any(member.static_bn for member in run.site.pool if member.reported)
-        exports.check(family, len(parts.proxy_train) + len(parts.proxy_test), static_bn)
+        proxy = len(parts.proxy_train) + len(parts.proxy_test)
+        exports.check(family, proxy, static_bn)
         if config.publish.onnx:
             exports.check_onnx(family, data)
-        if "int8_static" in config.publish.precision and not config.partition.proxy:
+        if "int8_static" in config.publish.precision and not proxy:
             raise ConfigError(
                 "publish.precision: int8_static takes the ranges of activations from the server's proxy data, and "
                 "there is none: set partition.proxy above 0, or leave int8_static out"

@@ -302,7 +302,7 @@ def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolve
     for i, (run, out) in enumerate(ready):
         reporter = search.Reporter(trial, config.tune.metric) if i == 0 else None
         scores.append(_rounds(run, out, _tags(study, trial=str(trial.number)), reporter))
-        for folder in ("rounds", "states"):  # nobody needs a trial's models
+        for folder in ("rounds", "states", "flights"):  # nobody needs a trial's models
             shutil.rmtree(out / folder, ignore_errors=True)
     return mean(scores)
 

@@ -192,3 +192,5 @@ def test_ranges_need_proxy_data_before_the_first_round(quick: tuple[str, ...]) -
     check(Resolved.load(None, [*kept, "publish.precision=[int8]"]))
     with pytest.raises(ConfigError, match=r"int8_static takes the ranges .* set partition.proxy above 0, or leave"):
         check(Resolved.load(None, [*kept, "publish.precision=[int8_static]"]))
+    owned = [*kept, "publish.precision=[int8_static]", "partition.server_classes=[8,9]", "algorithm.mask_labels=false"]
+    assert check(Resolved.load(None, owned))["ok"]

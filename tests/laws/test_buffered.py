@@ -207,7 +207,8 @@ def test_variances_that_a_network_stores_stay_above_zero(memory_store: Any, tmp_
     run, finals, failed = Run(algorithm, site, terms), [], []
     for store, workers in ((memory_store, False), (FolderStore(tmp_path), True)):
         ledger = ledger_in(store, None, replace(site.rules, algorithm=algorithm))
-        with closing(Processes(site, ("cpu", "cpu"), ledger.mailbox)) if workers else nullcontext(InProcess(site)) as on:
+        processes: Any = closing(Processes(site, ("cpu", "cpu"), ledger.mailbox)) if workers else None
+        with processes or nullcontext(InProcess(site)) as on:
             finals.append(loop.federate(run, start_of(algorithm, site), on, ledger, Memory()).params)
         failed.append(sum(row.metrics["clients_failed"] for row in ledger.checkpoints.rows()))
     assert max(line.get("staleness", 0) for of in lines(memory_store) for line in of.values()) > 1
@@ -345,6 +346,12 @@ def test_levels_with_weights_of_their_own_are_refused_before_anybody_trains(
     monkeypatch.setattr(InProcess, "run", lambda *_: pytest.fail("clients train"))
     with pytest.raises(ConfigError, match=r"levels of Decoupled have weights of their own.* rounds\.mode=synchronous"):
         federated(Decoupled(training=ASKED), memory_store)
+
+
+def test_a_buffer_larger_than_the_clients_at_work_is_refused(memory_store: Any) -> None:
+    """It would never be full."""
+    with pytest.raises(ConfigError, match=r"rounds\.buffer = 5, but 4 clients are at work"):
+        federated(SOME["all_large"], memory_store, buffer=5)
 
 
 def test_an_algorithm_that_asks_more_than_are_free_is_refused(memory_store: Any) -> None:
