@@ -79,7 +79,8 @@ def main() -> int:
     torch.set_num_threads(1)
     found = {}
     if not args.json:
-        head = ("network", "fp32", "amp", "fp16", "fp16 / fp32", "Table 2.6 FP32", "FP16", "FP16 / FP32")
+        ours, theirs = ("fp32", "amp", "fp16", "fp16 against fp32"), ("Table 2.6 FP32", "FP16", "FP16 against FP32")
+        head = ("network", *ours, *theirs)
         print(f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}", sep="\n", flush=True)
     for name in PUBLISHED:
         if args.only in name:

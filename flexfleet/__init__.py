@@ -2,7 +2,7 @@
 
     import flexfleet
     result = flexfleet.run(rounds=5)
-    result.history; result.model("S1"); result.report
+    result.history; result.model("M1"); result.report
 
 What is listed in `__all__` is loaded when it is first used: importing the package loads neither torch nor the engine.
 Import it before torch computes: it asks MKL for the same bits wherever in memory a matrix lies, which MKL can do before

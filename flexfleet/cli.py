@@ -145,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--param", action="append", default=[], metavar="key=value", help="a parameter of the form alone")
     c.set_defaults(call=kubeflow.nightly)
 
-    c = add("pool", "show the model pool: sizes, multiply-adds, widths")
+    c = add("pool", "show the model pool: sizes, multiply-adds (MFLOPs: millions of them for a sample), widths")
     common.add_short(c, ("dataset", "model", "algorithm"))
     c.add_argument(
         "--input",
@@ -253,8 +253,9 @@ def dispatch(argv: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 ok, 1 the followed run failed, 2 bad input, 3 stopped but resumable,
-    4 integrity, 5 gate failed, 6 environment, 130 Ctrl-C."""
+    """Entry point. Exit codes: 0 ok, 1 an unexpected error or a followed run that failed, 2 bad input, 3 stopped but
+    resumable (a followed run: terminated), 4 integrity, 5 gate failed, 6 environment, 42 an agent that cannot take part,
+    130 Ctrl-C, 143 an agent that was asked to stop."""
     common.run_main(dispatch)
 
 

@@ -23,8 +23,8 @@ What the paper does not say, and is decided here:
 - Which exit is scored: here all are.
 - Memory: in the paper every client holds every branch. Here a device that cannot hold its tier's branch is sent the
   largest that it holds; one that holds none, which only a selection picks that ignores memory, is sent the smallest. A
-  device with less free than its branch needs cannot shorten it, as it has no other head: it fails, or with
-  `on_too_small: train` it trains the smallest branch all the same.
+  device with less free than its branch needs cannot shorten it, as it has no other head: it fails. Only one that was
+  sent the smallest branch trains it all the same, unless `on_too_small: fail` is set.
 
 The same construction serves every network with early exits. On small ones two convolutions may cost more than the
 blocks that the branch leaves out; then the head has fewer, so that every branch has fewer parameters and multiply-adds

@@ -54,8 +54,9 @@ S = TypeVar("S", bound="PooledState")
 
 @dataclass(frozen=True)
 class Training:
-    """Local training, the same for every algorithm of a comparison. Defaults: FlexFL Sec. IV, and its code for
-    weight decay, learning-rate decay and the dropped last batch."""
+    """Local training, the same for every algorithm of a comparison. Defaults: FlexFL Sec. IV, and its code for weight
+    decay, learning-rate decay and the dropped last batch. A run's `fraction`, `batch_size` and `lr` suit the bundled
+    digits (FlexFL: 0.1, 50, 0.01)."""
 
     fraction: Fraction = 0.1
     """Share of all clients selected per round (f), above 0, at most 1."""
@@ -70,9 +71,9 @@ class Training:
     weight_decay: NotNegative = 1e-4
     """Of the clients' SGD."""
     lr_decay: Positive = 0.998
-    """The learning rate of round r is lr * lr_decay^r."""
+    """The learning rate of round r, counted from 0, is lr * lr_decay^r."""
     lr_steps: tuple[Count, ...] = ()
-    """Rounds at which the learning rate is divided by ten (FedRolex Table 3.7)."""
+    """Rounds, counted from 0, at which the learning rate is divided by ten (FedRolex Table 3.7)."""
     clip_norm: Positive | None = None
     """Largest norm of a step's gradient (HeteroFL's code: 1); null: no limit."""
     drop_last: bool = True

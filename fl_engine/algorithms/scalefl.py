@@ -5,9 +5,10 @@ trains all exits that its level has, weighted (j + 1) / sum, and the last teache
 element; what no client's level has (the deeper blocks) is left out of it.
 
 Departs from the paper: exits are a global pooling and one linear layer; where they sit follows from the sizes
-(`widths.choose_exits`): the deepest point at which a level, at its width, stays within its target. That makes 24.6,
-33.7 and 100 % of VGG16, where FlexFL's comparison has large heads (`widths: [0.75, 0.99, 1.0]` makes 49.1 of the 33.7),
-and 25.9, 51.1 and 100 % of ResNet34. The authors' code distils after a quarter of the rounds: `kd_from`, in rounds.
+(`widths.choose_exits`): the deepest point at which a level, at its width, has at most its target plus 5 points. The
+default `widths` make levels of 24.6, 33.7 and 100 % of VGG16, where FlexFL's comparison has large heads (`widths: [0.75,
+0.99, 1.0]` makes 49.1 of the 33.7), and of 22.1, 52.6 and 100 % of ResNet34 (FlexFL's `widths: [0.81, 0.95, 1.0]`: 25.9,
+51.1 and 100 %). The authors' code distils after a quarter of the rounds: `kd_from`, in rounds.
 In FlexFL's and AdaptiveFL's comparisons the distillation is in effect off (`kd_weight: 0`) and updates are weighted by
 sample counts; ScaleFL's own mean is plain (`weighting: uniform`). A device with less free than its level needs steps
 down to the next. Clients are drawn uniformly and get the largest level they can hold; FlexFL's comparison draws the
@@ -47,7 +48,7 @@ class ScaleFL(Terms):
     kd_weight: NotNegative = 0.05
     temperature: Positive = 3.0
     kd_from: Index = 0
-    """The first round that distils; the authors' code takes a quarter of all rounds."""
+    """The first round that distils, counted from 0; the authors' code takes a quarter of all rounds."""
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest level needs."""
     selection: Selection = Uniform()

@@ -1,6 +1,6 @@
 """The terms of local training, merging and scoring that algorithms of sub-models have in common. In a comparison they
 should be equal, so they are the same four options of every algorithm here; defaults are those of each method's paper,
-but for HeteroFL's `weighting`, which is by samples as in the comparisons of FlexFL and AdaptiveFL.
+but for the `weighting` of HeteroFL and ScaleFL, which is by samples as in FlexFL's and AdaptiveFL's comparisons.
 
 An algorithm has them by naming `Terms` as its base, which holds these fields and nothing else, and obeys them by what
 stands below: `static_bn` in its `pool`, `local_task` in its `task`, `merge` or `weight_of` in its `merge`, and
@@ -50,8 +50,8 @@ class Terms:
     weighting: Weighting = "examples"
     """How much a client counts in the mean: by its sample count (`examples`, FedAvg), all alike (`uniform`), by the
     kernels of what it trained (`model_size`), by its local steps (`updates`), or by the product of both (`hybrid`). A
-    client that says it took more steps than its order makes of its samples counts by those. The aggregations median,
-    trimmed_mean and private count all clients alike, whatever is set here."""
+    client that reports more steps than its order and its sample count give is counted with the steps that they give.
+    The aggregations median, trimmed_mean and private count all clients alike, whatever is set here."""
     static_bn: StaticBN = False
     """Before each evaluation, collect the statistics of every batch norm in one pass over the training data, for each
     level (HeteroFL), instead of taking those of the test batch or the stored ones. `kept`: only where the network

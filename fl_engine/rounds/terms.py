@@ -36,10 +36,10 @@ class RoundsConfig(Section):
     keep_updates: Annotated[bool, Moves.EXECUTION] = False
     """Store each client's update as it arrives: a kill inside a long round then loses only clients in flight."""
     norm_bound: Positive | None = 5.0
-    """An update whose weights, or running statistics, moved further than so many times what is usual for its steps in
-    its round and the last 128 updates before it is not merged, nor one that moved half as far where the client's last
-    four did on average; null: all are. Clients whose data differ very much may honestly move further
-    (docs/reliability.md)."""
+    """Refuses an update whose weights or running statistics moved more than this many times as far as usual. Usual:
+    what updates with as many steps moved, in this round and the 128 updates before it. Also refuses an update that
+    moved more than half of that limit, if the client's last four, this one included, did so on average. null: refuses
+    none. Clients whose data differ very much may honestly move further (docs/reliability.md)."""
     over_provision: Annotated[float, Field(ge=1)] = 1.0
     """Ask so many times more clients than `training.fraction` says; the round takes as many updates as it says, those
     that come first: on the simulated clock, in pods by the clock on the wall."""

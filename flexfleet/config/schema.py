@@ -332,7 +332,8 @@ class PublishConfig(Section):
 class Config(Section):
     schema_version: Literal[1] = 1
     seed: int = 0
-    """Everything random follows from it."""
+    """All that is random follows from it, but for the noise and the choice of clients of a private run (the run's key),
+    and the partition where `partition.seed` is set."""
     dataset: DatasetConfig = DatasetConfig()
     partition: PartitionConfig = PartitionConfig()
     noise: NoiseConfig = NoiseConfig()

@@ -112,8 +112,8 @@ class KubernetesConfig(Section):
     require_numerics: bool = False
     """A node that would compute other bits than the coordinator refuses to train."""
     quorum: Annotated[Fraction, Moves.ANSWERS] = 1.0
-    """Share of the wanted clients whose answers are there when a round can end though nothing more is to be had; with
-    fewer, those that are missing are asked again, and then the run stops, to be resumed."""
+    """When no more answers can come, the round ends if this share of the wanted clients has answered. With fewer, those
+    that are missing are asked again (`attempts`); if that does not help, the run stops and can be resumed."""
     attempts: Count = 2
     """How often a client is asked in a round that misses the quorum; with lifetime=run, how many pods may fail an order
     before its client counts as failed. Lost nodes do not count."""
