@@ -71,7 +71,8 @@ class FlexFL(Terms):
     """tau."""
     teachers: Literal["authors", "eval", "train"] = "eval"
     """Whether teachers drop units, in networks with dropout: eval: never; train: always, each by its own mask;
-    authors: in the first round only, as in the published code. Without dropout in the network it makes no difference."""
+    authors: in the first round only, as in the published code. Without dropout in the network it makes no
+    difference."""
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest model needs."""
     selection: Selection = ResourceTable()

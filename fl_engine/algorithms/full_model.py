@@ -69,7 +69,11 @@ class AllLarge(Terms):
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
     ) -> PooledState:
         if self.eligible == "capable" and not any(holds(d, 1.0) for d in fleet):
-            raise ConfigError("algorithm.eligible is 'capable', but no device of the fleet can hold the full model")
+            raise ConfigError(
+                "algorithm.eligible is 'capable', but no device of the fleet can hold the full model (the largest "
+                f"holds {max(d.most for d in fleet):.1f} %): set algorithm.eligible=all, or give a tier of fleet.tiers "
+                "more memory"
+            )
         return pooled.init(self, params, layout, fleet, pool, server)
 
     plan, merge = pooled.plan, terms.merge

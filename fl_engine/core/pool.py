@@ -176,7 +176,10 @@ def _gamma_max(apoz: Sequence[float], adjust: Sequence[float]) -> float:
     """Beyond it nothing grows any more."""
     slopes = [1 - a * w for a, w in zip(apoz, adjust, strict=True) if 1 - a * w > 1e-9]
     if not slopes:
-        raise PoolError("every layer has APoZ * AdjW = 1: no gamma can widen any of them")
+        raise PoolError(
+            "every layer has APoZ * AdjW = 1: no gamma can widen any of them; give smaller algorithm.apoz, or set "
+            "algorithm.use_apoz=false"
+        )
     return (1 + 1e-12) / min(slopes)  # times a slope, the quotient alone may round to just below 1
 
 

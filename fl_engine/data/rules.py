@@ -128,13 +128,17 @@ def quantity(labels: Ints, clients: int, alpha: float, minimum: int, rng: np.ran
 
 def _check_alpha(alpha: float) -> None:
     if not (math.isfinite(alpha) and alpha > 0):
-        raise PartitionError(f"alpha must be positive and finite, got {alpha}; for equal shares take the rule iid")
+        raise PartitionError(
+            f"partition.alpha must be positive and finite, got {alpha}; for equal shares set partition.rule=iid"
+        )
 
 
 def _drawn(clients: int, alpha: float, rng: np.random.Generator) -> NDArray[np.float64]:
     shares = rng.dirichlet(np.full(clients, alpha))
     if not math.isclose(shares.sum(), 1.0, rel_tol=1e-9):
-        raise PartitionError(f"alpha {alpha} is beyond what floating point can draw; take the rule iid")
+        raise PartitionError(
+            f"partition.alpha = {alpha} is beyond what floating point can draw: set partition.rule=iid"
+        )
     return shares
 
 
@@ -160,7 +164,9 @@ def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.
     classes, samples = np.unique(labels, return_counts=True)
     slots = clients * labels_per_client
     if not 1 <= labels_per_client <= len(classes):
-        raise PartitionError(f"labels_per_client must be 1 to {len(classes)} (the classes), got {labels_per_client}")
+        raise PartitionError(
+            f"partition.labels_per_client must be 1 to {len(classes)} (the classes), got {labels_per_client}"
+        )
     if slots < len(classes):
         raise PartitionError(
             f"{clients} clients with {labels_per_client} labels hold at most {slots} of {len(classes)} "

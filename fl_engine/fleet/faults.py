@@ -61,9 +61,9 @@ def parse(text: str | None) -> Faults:
     found = tuple(_fault(word) for word in words if word != ALWAYS)
     kinds = [fault.kind for fault in found]
     if len(set(kinds)) < len(kinds):
-        raise ConfigError(f"faults: a kind is given twice in {text!r}")
+        raise ConfigError(f"a kind is given twice in {text!r}")
     if sum(fault.share for fault in found) > 1 + 1e-9:
-        raise ConfigError(f"faults: the shares add up to more than 1 in {text!r}")
+        raise ConfigError(f"the shares add up to more than 1 in {text!r}")
     return Faults(found, ALWAYS in words)
 
 
@@ -71,16 +71,16 @@ def _fault(word: str) -> Fault:
     name, _, value = word.partition("=")
     kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
     if name not in kinds:
-        raise ConfigError(f"faults: no kind {name!r}{nearest(name, (*kinds, ALWAYS))}")
+        raise ConfigError(f"no kind {name!r}{nearest(name, (*kinds, ALWAYS))}")
     kind, (share, sign, times) = kinds[name], value.partition("x")
     wanted = f"{kind}=<share>x<times>" if kind in TIMES else f"{kind}=<share>"
     try:
         need_plain([value])
         fault = Fault(kind, float(share), float(times) if sign else 1.0)
     except ValueError:
-        raise ConfigError(f"faults: {wanted} is expected, got {word!r}") from None
+        raise ConfigError(f"{wanted} is expected, got {word!r}") from None
     if bool(sign) != (kind in TIMES) or not 0 <= fault.share <= 1 or not 0 < fault.times < math.inf:
-        raise ConfigError(f"faults: {wanted}, a share from 0 to 1 and times above 0, is expected, got {word!r}")
+        raise ConfigError(f"{wanted}, a share from 0 to 1 and times above 0, is expected, got {word!r}")
     return fault
 
 

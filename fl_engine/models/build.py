@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from pydantic import ValidationError
 
@@ -44,9 +44,18 @@ def build_model(model: Mapping[str, Any], input_shape: tuple[int, ...], outputs:
         if first["loc"][0] == "input_shape":
             shape = "x".join(map(str, input_shape))
             raise ConfigError(
-                f"{model['name']} takes no samples of the shape {shape}: choose another network"
+                f"{model['name']} takes no samples of the shape {shape}{_taken(model)}: choose another network"
             ) from error
         raise ConfigError(f"model.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from error
+
+
+def _taken(model: Mapping[str, Any]) -> str:
+    """What a network's samples are like, for an error; empty where its class does not say how many axes they have."""
+    axes = get_args(get_type_hints(model_kind(model)).get("input_shape"))
+    example = {1: "18", 2: "200x6", 3: "3x32x32"}.get(len(axes))
+    if example is None or ... in axes:
+        return ""
+    return f", but of {len(axes)} {'axis' if len(axes) == 1 else 'axes'}, as {example}"
 
 
 def model_kind(section: Mapping[str, Any]) -> type[ModelFamily]:

@@ -64,7 +64,10 @@ def measure_confusion(
     order = seeds.rng(seed, "confusion").permutation(len(data.train_y))
     cut = round(HELD_OUT * len(order))
     if cut < 1:
-        raise ConfigError(f"noise.labels holds out a fifth of the training samples, which of {len(order)} is none")
+        raise ConfigError(
+            f"noise.labels holds out a fifth of the training samples, which of {len(order)} is none: raise "
+            "dataset.train_samples (3 are the fewest), or set noise.labels=0"
+        )
     test, train = (torch.from_numpy(np.sort(part)) for part in (order[:cut], order[cut:]))
     own = data.part(train, test)
     task = LocalTask(FULL, Adam(lr), epochs, batch_size, drop_last=False, seed=seeds.derive(seed, "confusion"))

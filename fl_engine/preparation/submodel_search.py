@@ -127,7 +127,10 @@ def best(candidates: Sequence[Candidate], delta: float, tier: str) -> Candidate:
     equals the more accurate, then the one in fewer bits. Raises PoolError where none has an accuracy."""
     scores = {each: each.accuracy for each in candidates if each.accuracy is not None}
     if not scores:
-        raise PoolError(f"tier {tier!r}: no sub-network has an accuracy on the server's data that is a number")
+        raise PoolError(
+            f"tier {tier!r}: no sub-network has an accuracy on the server's data that is a number: lower pretrain.lr, "
+            "or say in algorithm.assigned what tiers get"
+        )
     least = max(scores.values()) - delta - TINY
     able = [each for each, accuracy in scores.items() if accuracy >= least]
     return min(able, key=lambda each: (each.encoded_bits, -scores[each], each.bits, each.level))

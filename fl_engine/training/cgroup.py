@@ -119,7 +119,10 @@ def room_of_device(held: int, root: Path | None = None, proc: Path | None = None
     if node is not None:
         left.append(node)
     if not left:
-        raise EnvironmentFailure("this system does not say how much memory is free")
+        raise EnvironmentFailure(
+            "this system does not say how much memory is free: give the process a memory limit (a service's MemoryMax, "
+            "a container's), set agents.observe=simulated, or for `flexfleet profile` name it (--memory MB)"
+        )
     return int(min(left) * (1.0 - stalled(root, proc)))
 
 

@@ -379,7 +379,7 @@ def _one_of_widths(
     gradient flows into the slices, and is zero elsewhere."""
     task = job.task
     if task.sandwich is None and any(is_statistic(name) for name in state):
-        raise ModelError("ordered dropout keeps no running statistics (they differ by width): use norm=batch")
+        raise ModelError("ordered dropout keeps no running statistics (they differ by width): set model.norm=batch")
     networks = [borrowed.enter_context(lent(family, replace(task, spec=spec))) for spec in task.widths]
     dropped = [_generators([job], f"width{i}", streams)() for i in range(len(networks))]
     draw = streams["widths/0"] = torch.Generator().manual_seed(seeds.derive(task.seed, "widths"))

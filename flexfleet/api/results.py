@@ -284,7 +284,10 @@ class Result:
             site = site_of(resolved, self.folder / "partition", self.folder / "pool", before)
             if site.most is not None:
                 if config.run.apart:
-                    raise ConfigError("what clients have trained on lies on their devices (partition.rule=local)")
+                    raise ConfigError(
+                        "what clients have trained on lies on their devices (partition.rule=local), so no client's "
+                        "work can be replayed here"
+                    )
                 site = simulated(resolved, site)
                 if self._run.folders_sha256 not in (None, folders_sum(site)):
                     raise IntegrityError("the run had other data in partition.folders than there are now")

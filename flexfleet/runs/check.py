@@ -11,7 +11,7 @@ import torch
 
 from fl_engine.aggregation import privacy
 from fl_engine.backends.in_process import check_devices
-from fl_engine.backends.kubernetes import jobs
+from fl_engine.backends.kubernetes import ground, jobs
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
@@ -160,6 +160,8 @@ def _check_places(config: Config, algorithm: Algorithm) -> None:
         named = {"kubernetes": config.kubernetes.endpoint, "agents": config.agents.endpoint}.get(config.run.backend)
         if named is not None:
             http_address(f"{config.run.backend}.endpoint", named)
+    if config.run.backend == "kubernetes" and config.kubernetes.access == "presigned":
+        ground.check_reach(config.run.remote or config.run.store)
     if privacy.is_private(algorithm) or config.run.apart:
         keys.check_folder(config)
     if config.tracking.mlflow is not None:

@@ -101,8 +101,11 @@ def _examine(config: Config) -> None:
     for name, seeds in (("seeds", config.tune.seeds), ("held_out", config.tune.held_out)):
         if twice := [str(seed) for seed, count in Counter(seeds).items() if count > 1]:
             raise ConfigError(f"tune.{name}: given more than once: {', '.join(twice)}; each seed counts as one run")
-    if set(config.tune.seeds) & set(config.tune.held_out):
-        raise ConfigError("tune.held_out: these seeds are to be new, but trials run on some of them (tune.seeds)")
+    if known := sorted({*config.tune.seeds} & {*config.tune.held_out}):
+        raise ConfigError(
+            f"tune.held_out: these seeds are to be new, but trials run on {', '.join(map(str, known))} too "
+            "(tune.seeds): name others"
+        )
     resolved = Resolved.of(config)
     check(resolved, publishes=False)
     need_packages(resolved)

@@ -258,6 +258,7 @@ BAD = {
     "data set": (["dataset.name=digit"], ("digit", "digits")),
     "padding smaller than the image": (["dataset.pad=4"], ("8 x 8", "4 x 4")),
     "a pool of no tier": (["run.backend=kubernetes", "kubernetes.pools={wek: {}}"], ("kubernetes.pools", "'weak'")),
+    "a store that pods cannot reach": (["run.backend=kubernetes"], ("the store is runs", "run.remote=s3://bucket")),
     "a ledger of another kind": (["run.remote=s3://"], ("run.remote is s3://bucket/prefix or a folder, got 's3://'",)),
     "keys of another kind": (["run.secrets=http://x"], ("run.secrets is s3://bucket/prefix or a folder, got",)),
     "a DVC remote of another kind": (

@@ -243,7 +243,7 @@ def test_a_run_that_is_killed_ends_with_the_same_model(nursery: Any, sets: list[
             "a sample of tiny_boxes has several (detection): take one of iid",
         ),
         ("tokens", ("training.augment=[{name: crop}]",), "crop takes images and maps (C, H, W), a sample is tokens of"),
-        ("tokens", ("model.name=small_cnn",), "small_cnn takes no samples of the shape 5: choose another network"),
+        ("tokens", ("model.name=small_cnn",), "no samples of the shape 5, but of 3 axes, as 3x32x32: choose another"),
     ],
     indirect=["sets"],
 )

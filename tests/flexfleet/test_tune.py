@@ -149,7 +149,7 @@ def test_a_range_that_is_none_is_said(given: str, said: str) -> None:
     [
         (("tune.space={seed: {low: 0, high: 9, whole: true}}",), "seed cannot be searched"),
         (("tune.space={run.precision: {choices: [fp32, bf16]}}",), "run.precision cannot be searched"),
-        (("tune.held_out=[0]",), "these seeds are to be new"),
+        (("tune.held_out=[0]",), "these seeds are to be new, but trials run on 0 too"),
         (("tune.held_out=[7, 8, 7, 8]",), r"tune\.held_out: given more than once: 7, 8"),
         (("tune.seeds=[1, 1]",), r"tune\.seeds: given more than once: 1"),
         (("tune.seeds=[]",), r"tune\.seeds is empty"),

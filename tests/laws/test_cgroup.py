@@ -125,7 +125,7 @@ SERVICE = "system.slice/flexfleet-agent.service"
 def test_a_device_without_a_limit_has_what_the_machine_has(tmp_path: Path) -> None:
     proc = node(tmp_path / "a", available_kb=50 * 1024, stalled="50.00")
     assert cgroup.room_of_device(0, tmp_path, proc) == 25 * MIB
-    with pytest.raises(EnvironmentFailure, match="does not say how much memory is free"):
+    with pytest.raises(EnvironmentFailure, match="how much memory is free: give the process a memory limit"):
         cgroup.room_of_device(0, tmp_path, tmp_path / "none")
 
 

@@ -78,7 +78,10 @@ class Invited:
         return None
 
     def advice(self, names: Sequence[str], places: Sequence[str]) -> str:
+        invite = f"flexfleet invite --tier {places[0] if places else 'TIER'}"
+        if not names:
+            return f"No device is invited: {invite}"
         return (
-            f"Invited are {', '.join(names) or 'none'}: start `flexfleet agent` on them, or invite others "
-            f"(flexfleet invite --tier {places[0] if places else 'TIER'}), or raise agents.wait_s"
+            f"Invited are {', '.join(names)}: start `flexfleet agent` on them, or invite others ({invite}), or raise "
+            "agents.wait_s"
         )

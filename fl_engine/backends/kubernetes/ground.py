@@ -20,13 +20,19 @@ RENEW_S = 600.0
 anew waits for it."""
 
 
-def image_for(options: KubernetesConfig, store: Store) -> str:
-    """The image that clients run in. Raises ConfigError where none is named, or pods cannot reach the store."""
-    if options.access == "presigned" and not isinstance(store, S3Store):
+def check_reach(uri: str) -> None:
+    """Raises ConfigError where the store at `uri` gives no URLs to pods that have no credentials."""
+    if not uri.startswith("s3://"):
         raise ConfigError(
-            f"kubernetes.access=presigned hands out URLs of an S3 server, but the store is {store.uri()}: set "
+            f"kubernetes.access=presigned hands out URLs of an S3 server, but the store is {uri}: set "
             "run.remote=s3://bucket/prefix"
         )
+
+
+def image_for(options: KubernetesConfig, store: Store) -> str:
+    """The image that clients run in. Raises ConfigError where none is named, or pods cannot reach the store."""
+    if options.access == "presigned":
+        check_reach(store.uri())
     image = options.image or os.environ.get("FLEXFLEET_IMAGE")
     if not image:
         raise ConfigError("which image do clients run in? set kubernetes.image, or FLEXFLEET_IMAGE")
