@@ -145,6 +145,62 @@ def test_an_order_goes_to_every_device_before_one_gets_it_again(scene_of: Callab
     assert scene.agents._agents[hung.name].failures == 1, "a deadline is a failure as well"
 
 
+@pytest.mark.parametrize("orders, honest, its", [(100, 9, 20), (13, 9, 3), (20, 19, 1), (100, 1, 99)])
+def test_a_device_that_answers_at_once_is_no_majority_of_a_round(
+    scene_of: Callable[..., Scene], orders: int, honest: int, its: int
+) -> None:
+    """The worst lie: what it answers is its own choice, and costs it no time. Of two devices one may do all."""
+    scene = scene_of(orders)
+    good = [scene.device(scene.honest(30.0)) for _ in range(honest)]
+    liar = scene.device(scene.honest(0.0))
+    assert len(scene.outcomes()) == orders
+    assert account(scene, liar).answers == its
+    assert sum(account(scene, each).answers for each in good) == orders - its
+
+
+@pytest.mark.parametrize("room", [1, 7])
+def test_the_faster_half_of_the_devices_waits_for_no_slower_one(scene_of: Callable[..., Scene], room: int) -> None:
+    """All orders but those that the slow ones hold are answered while these are at their first."""
+    scene = scene_of(200, room=room)
+    fast = [scene.device(scene.honest(1.0), "weak") for _ in range(5)]
+    slow = [scene.device(scene.honest(2000.0), "weak") for _ in range(5)]
+    assert len(scene.outcomes()) == 200 and scene.clock.now < 1000 + 2010
+    assert [len(device.taken) for device in slow] == [1] * 5
+    assert all(account(scene, device).answers <= 40 for device in fast)
+
+
+def test_one_device_has_what_the_others_leave(scene_of: Callable[..., Scene]) -> None:
+    """Nine are there when the round begins: three end, three fall silent, three cannot carry out anything."""
+    scene = scene_of(50, lease_s=20.0, attempts=4)
+    good = scene.device(scene.honest(1.0))
+    others = [scene.device(act) for act in (scene.leaving, scene.sly, scene.unable) for _ in range(3)]
+    scene.between = lambda: [setattr(each, "there", not each.done) for each in others[:3]] and None
+    assert [type(outcome) for outcome in scene.outcomes().values()] == [ClientUpdate] * 50
+    assert account(scene, good).answers == 50 and scene.clock.now < 1000 + 200
+
+
+def test_an_order_that_the_others_failed_has_room_at_the_device_that_has_had_its_share(
+    scene_of: Callable[..., Scene],
+) -> None:
+    """The others have answered well since, so that all three count."""
+    scene, bad = scene_of(30, wait_s=100.0), set[int]()
+
+    def first(device: Played, loan: Loan, worked: float) -> None:
+        scene.honest(300.0 if len(device.taken) == 20 else 0.0)(device, loan, worked)
+
+    def other(device: Played, loan: Loan, worked: float) -> None:
+        client = loan.assignment.clients[0]
+        if len(taker.taken) == 20 and worked == 0.0 and not bad:
+            bad.add(client)
+        (scene.unable if client in bad else scene.honest(10.0))(device, loan, worked)
+
+    others = [scene.device(other), scene.device(other)]
+    taker = scene.device(first)
+    assert [type(outcome) for outcome in scene.outcomes().values()] == [ClientUpdate] * 30
+    assert bad and all(bad & {client for _, client in device.taken} for device in [taker, *others])
+    assert account(scene, taker).answers == 21
+
+
 def test_the_only_device_that_fails_gets_the_order_until_its_attempts_are_used_up(
     scene_of: Callable[..., Scene],
 ) -> None:

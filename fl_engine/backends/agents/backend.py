@@ -19,6 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import cache, partial
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal
@@ -106,7 +107,8 @@ class Agents:
             return
         names, clients = self._mailbox.put_orders(plan), [order.client for order in plan.orders]
         now = time.monotonic()
-        r = OpenRound(algorithm, plan, names, set(clients), deque(clients), moved=now, hopeful=now, said=now)
+        asked = Counter(map(self._keeper.place, clients))
+        r = OpenRound(algorithm, plan, names, asked, set(clients), deque(clients), moved=now, hopeful=now, said=now)
         self._keeper.begin(plan)
         self._keep(r)
         self._meet()
@@ -218,15 +220,16 @@ class Agents:
     # ------------------------------------------------------------------------------------------ lending orders
     def _lend(self, r: OpenRound) -> None:
         """Gives waiting orders to free devices, first to those that were heard last: as many to each as it has room
-        for, and no more than its share."""
+        for, and no more than its share, of what waits and of the round."""
         now = time.monotonic()
         there = [a for a in self._agents.values() if not a.away and not a.revoked]
         free = [a for a in there if a.held is None and a.rests <= now]
         waiting, takers = Counter(map(self._keeper.place, r.waiting)), Counter(a.member.tier for a in free)
+        most = cache(partial(r.most, there=[a for a in there if not a.failures]))
         for agent in sorted(free, key=lambda a: (a.failures, -a.heard)):
             tier = agent.member.tier
             share = math.ceil(waiting[tier] / takers[tier]) if tier is not None else 1
-            suited = (client for client in r.waiting if self._suits(agent, client, r, there))
+            suited = self._suited(agent, r, there, most)
             clients = list(islice(suited, max(1, min(self._keeper.room, share))))
             if first := [client for client in clients if client in r.alone][:1]:
                 clients = first
@@ -234,6 +237,18 @@ class Agents:
                 self._lend_to(agent, r, clients, secrets.token_hex(8))
             if tier is not None:
                 waiting[tier], takers[tier] = waiting[tier] - len(clients), takers[tier] - 1
+
+    def _suited(
+        self, agent: Agent, r: OpenRound, there: Sequence[Agent], most: Callable[[str, frozenset[str]], int]
+    ) -> Iterator[int]:
+        """The waiting orders that the device may have."""
+        has = Counter[str]()
+        for client in r.waiting:
+            place = self._keeper.place(client)
+            left = most(place, frozenset(r.tried[client])) - r.answered[agent.name, place] - has[place]
+            if left > 0 and self._suits(agent, client, r, there):
+                has[place] += 1
+                yield client
 
     def _suits(self, agent: Agent, client: int, r: OpenRound, there: Sequence[Agent]) -> bool:
         """Where devices hold their own data, an order suits the device that is its client, and no other."""
@@ -307,6 +322,7 @@ class Agents:
                 agent.failures, r.moved = 0, time.monotonic()
                 agent.boot = "" if agent.beat is None else agent.beat.boot
                 r.hopeful = r.moved
+                r.answered[agent.name, self._keeper.place(client)] += 1
                 said = {
                     "answers": agent.letter.account.answers + 1,
                     "last": f"{self._run}, round {r.plan.round + 1}, client {client}"[:300],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fl_engine.backends.agents.post import Agent
@@ -18,6 +18,8 @@ class OpenRound:
     plan: RoundPlan
     names: Mapping[int, list[str]]
     """By client, the keys of its order in the store."""
+    asked: Mapping[str, int]
+    """By tier (`Keeper.place`), its orders."""
     open_: set[int]
     waiting: deque[int]
     """Clients whose order no device holds."""
@@ -25,6 +27,8 @@ class OpenRound:
     """When a device last answered an order."""
     hopeful: float
     """When a device was last at work."""
+    answered: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By device and tier, the orders that it has answered."""
     lost: Counter[int] = field(default_factory=Counter)
     """By client: how often its order has failed."""
     tried: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -48,3 +52,11 @@ class OpenRound:
             return False
         others = (a for a in there if a.name not in tried and a.member.tier in (None, tier))
         return agent.name not in tried or next(others, None) is None
+
+    def most(self, tier: str, tried: Collection[str], there: Iterable[Agent]) -> int:
+        """How many of the tier's orders one device may have: twice as many as if each got the same, so that one which
+        answers at once, whatever it likes, is no majority among many. The faster half of the devices has room for the
+        whole round, so no order waits for the slower one. `there`: devices that have not failed since their last
+        answer; those that have `tried` the order do not count either, so one that may have it has always room."""
+        takers = sum(a.name not in tried and a.member.tier in (None, tier) for a in there)
+        return math.ceil(2 * self.asked[tier] / max(1, takers))
