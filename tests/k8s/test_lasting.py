@@ -242,6 +242,26 @@ def test_an_order_that_drained_pods_give_back_uses_up_no_attempt(
     assert len(given_back) == 3 and len(set(given_back)) == 1
 
 
+def test_an_order_that_a_pod_gives_back_again_and_again_is_its_client_s_failure(
+    cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote, rows: Rows
+) -> None:
+    """To each pod of its index, which says that it was ended. No other one may have the order."""
+    bad: list[int] = []
+    cluster.script = lambda job, index, before: "vanish"
+
+    def at_work(pod: Staying, told: Any) -> None:
+        bad[:] = bad or [told.clients[0]]
+        if told.clients[0] == bad[0]:
+            raise Drained
+
+    pods.at_work = staticmethod(at_work)
+    bound = ("kubernetes.placement=device", "kubernetes.hostname=pi-{client}", "kubernetes.quorum=0.5")
+    rounds("gone", *remote, *STAY, "rounds.stop=1", "kubernetes.attempts=1", "kubernetes.lease_s=3", *bound)
+    (row,) = rows(remote, "gone")
+    assert [line["client"] for line in row.clients if "failure" in line] == bad
+    assert sum(order == (0, bad[0]) for pod in pods.all for order in pod.orders) == waiting.LOST_NODES + 1
+
+
 def test_an_order_of_a_pod_that_a_queue_has_stopped_for_others_uses_up_no_attempt(
     cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote, expected: Expected, in_a_queue: str
 ) -> None:

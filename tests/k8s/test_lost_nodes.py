@@ -99,7 +99,7 @@ def test_a_client_is_asked_again_so_many_times_and_then_fails(
     quick_cluster.script = lambda job, index, before: "unreachable" if index == 0 else "run"
     rounds("gone", *remote, "kubernetes.attempts=1", "kubernetes.quorum=0.1", "training.fraction=1.0")
     asked = Counter(name.rpartition("-a")[0] for name in jobs_of(quick_cluster))
-    assert set(asked.values()) == {1 + kubernetes.LOST_NODES}
+    assert set(asked.values()) == {1 + waiting.LOST_NODES}
     found = [line["failure"] for line in rows(remote, "gone")[0].clients if "failure" in line]
     assert len(found) == len(asked) and all("its node does not answer any more" in failure for failure in found)
 

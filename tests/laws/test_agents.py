@@ -250,6 +250,22 @@ def test_a_device_that_gives_its_order_back_does_so_once_for_nothing(scene_of: C
     assert len(device.taken) == 3
 
 
+def test_a_device_that_says_all_the_time_that_it_was_ended_does_not_hold_its_round_open(
+    scene_of: Callable[..., Scene],
+) -> None:
+    """The worst lie of a pod that alone may have the order: it keeps it until just before the deadline, each time."""
+    scene = scene_of(1, attempts=2, deadline_s=300, lease_s=20.0)
+    scene.keeper.drains = 3
+
+    def lives_on(device: Played, loan: Loan, worked: float) -> None:
+        (scene.leaving if worked > 290 else scene.hung)(device, loan, worked)
+
+    device = scene.device(lives_on)
+    (failure,) = scene.outcomes().values()
+    assert isinstance(failure, ClientFailure) and failure.reason == f"{device.name} was ended"
+    assert len(device.taken) == 3 + 2 and scene.clock.now < 1000 + 5 * 300
+
+
 def test_who_was_replaced_writes_no_letter(scene_of: Callable[..., Scene]) -> None:
     scene = scene_of(1, wait_s=60)
     device = scene.device(scene.honest(20.0))

@@ -35,10 +35,9 @@ def why_ended(
     if agent.is_gone and held.taken:
         post.hear(agent)  # it may be back
         if agent.is_gone:
-            before = {(agent.name, client) for client in held.clients}
-            again = not r.gone.isdisjoint(before)
-            r.gone |= before
-            return Ended(f"{agent.name} was ended", again and not keeper.drains)
+            r.gone.update((agent.name, client) for client in held.clients)
+            most = max(r.gone[agent.name, client] for client in held.clients)
+            return Ended(f"{agent.name} was ended", most > keeper.drains)
     lost = keeper.lost(agent.name, max(agent.heard, held.since))
     if lost is not None:
         if not held.taken:

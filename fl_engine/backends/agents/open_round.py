@@ -37,8 +37,8 @@ class OpenRound:
     """By client: how many pods have ended by themselves that held its order alone, most often for lack of memory."""
     alone: set[int] = field(default_factory=set)
     """Clients whose order a device failed: it is lent by itself from then on."""
-    gone: set[tuple[str, int]] = field(default_factory=set)
-    """Devices and clients: the device was ended once while it held the client's order."""
+    gone: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """By device and client: how often the device was ended while it held the client's order."""
     idle: set[str] = field(default_factory=set)
     """Devices that beat while they let an order lie, and have taken none since."""
     said: float = -math.inf

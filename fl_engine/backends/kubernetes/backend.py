@@ -41,8 +41,6 @@ EVENTS_EVERY_S = 2.0
 """Seconds between two readings of the events that say why pods are missing."""
 GONE_S = 60.0
 """Seconds that the pods of Jobs that were given up may take to end."""
-LOST_NODES = 3
-"""How often in a round a client is asked again because its node was lost."""
 PHASES = ("upload", "create", "first_answer", "others", "tidy")
 """Writing the orders, making Jobs, waiting for the first answer and for the others, deleting what is done."""
 LOST: Literal["pod"] = "pod"
@@ -366,7 +364,7 @@ class Kubernetes:
                 losses = waiting.lost(job, found.get(job.name), now, r.moved, self._options.pending_s)
                 for client, loss in losses.items():
                     r.nodes[client] += loss.node
-                    if loss.node and self._options.placement == "pool" and r.nodes[client] <= LOST_NODES:
+                    if loss.node and self._options.placement == "pool" and r.nodes[client] <= waiting.LOST_NODES:
                         log.warning("round %d, client %d: %s; asking again", r.plan.round + 1, client, loss.reason)
                         again.add(client)
                     else:

@@ -85,7 +85,7 @@ class Standing:
 class Crew:
     """A `Keeper`. `post`: the letters of this run alone, with a roster that remembers nothing."""
 
-    drains = True
+    drains = waiting.LOST_NODES
 
     def __init__(self, ground: Ground, fleet: Sequence[Device], post: Post) -> None:
         self._ground, self._fleet, self._post = ground, fleet, post

@@ -26,6 +26,8 @@ from fl_engine.backends.kubernetes import jobs
 from fl_engine.backends.kubernetes.jobs import PodState, Resource
 from fl_engine.core.errors import printable
 
+LOST_NODES = 3
+"""How often in a round a client is asked again because its node was lost, or its pod was ended."""
 TERMINATING_S = 60.0
 """Seconds after its grace period from which on a pod that is still there counts as lost with its node."""
 REFUSED_FOR_GOOD = "violates PodSecurity"
