@@ -39,7 +39,7 @@ from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import MemoryStore
 from tests.k8s import kueue
 from tests.k8s.fake import leftovers, telling
-from tests.k8s.staying import Drained, Staying, threads_on
+from tests.k8s.staying import Drained, Mortal, Staying, threads_on
 
 ROOT = Path(__file__).parents[2]
 STAY = ("kubernetes.lifetime=run", "rounds.stop=3")
@@ -502,6 +502,46 @@ def test_with_a_node_for_each_client_no_order_goes_elsewhere(
     assert len(set(hosts.values())) == len(hosts), "a client that is asked again has its pod still"
     for pod in pods.all:
         assert {f"pi-{client}" for _, client in pod.orders} == {hosts[pod.name.rsplit("-", 2)[0]]}
+
+
+@pytest.mark.parametrize("how", ["takes none", "unschedulable"])
+@pytest.mark.parametrize("quorum", [1.0, 0.5])
+def test_with_a_node_for_each_client_the_quorum_decides_whether_one_is_waited_for(
+    cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote, rows: Rows,
+    monkeypatch: pytest.MonkeyPatch, how: str, quorum: float,
+) -> None:  # fmt: skip
+    """Its pod beats and never takes its order, or its node is off."""
+    monkeypatch.setattr(lasting, "GRACE_S", 0)
+    chosen: list[str] = []
+    read = Mortal.read
+
+    def deaf(line: Mortal) -> Any:
+        letter = read(line)
+        if letter.loan is not None:
+            chosen[:] = chosen or [line.known.name]
+        return letter.model_copy(update={"loan": None}) if line.known.name in chosen else letter
+
+    def script(job: Any, index: int, before: int) -> str:
+        host = job["spec"]["template"]["spec"]["nodeSelector"]["kubernetes.io/hostname"]
+        chosen[:] = chosen or [host]
+        return how if host in chosen else "run"
+
+    if how == "takes none":
+        monkeypatch.setattr(Mortal, "read", deaf)
+    else:
+        cluster.script = script
+    sets = (*STAY, "rounds.stop=1", "kubernetes.placement=device", "kubernetes.hostname=pi-{client}")
+    sets += ("kubernetes.pending_s=4", "kubernetes.attempts=1", "kubernetes.lease_s=3", f"kubernetes.quorum={quorum}")
+    if quorum == 1.0:
+        with pytest.raises(
+            Stopped, match=r"2 of 3 clients have answered, 3 are needed \(kubernetes.quorum\): the device"
+        ):
+            rounds("bound", *remote, *sets)
+        return
+    rounds("bound", *remote, *sets)
+    (row,) = rows(remote, "bound")
+    (failure,) = [line["failure"] for line in row.clients if "failure" in line]
+    assert failure.startswith("pod") and "has not taken the order for 4 s" in failure and len(row.clients) == 3
 
 
 def test_a_secret_is_renewed_for_pods_that_start_again(

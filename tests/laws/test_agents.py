@@ -107,6 +107,35 @@ def test_who_beats_and_takes_no_order_is_named(scene_of: Callable[..., Scene]) -
         scene.outcomes()
 
 
+def test_a_client_whose_place_takes_no_order_is_given_up_where_others_have_answered(
+    scene_of: Callable[..., Scene],
+) -> None:
+    """As with placement=device: its own pod beats, and no other one may have its order."""
+    scene = scene_of(10, lease_s=20.0, wait_s=100.0)
+    scene.keeper.bound = True
+    scene.fleet[9] = Device(9, "own", 100.0, 0.0)
+    for _ in range(3):
+        scene.device(scene.honest(5.0), "weak")
+    lazy = scene.device(scene.idle, "own")
+    lazy.takes = False
+    found = scene.outcomes()
+    failure = found.pop(9)
+    assert (
+        isinstance(failure, ClientFailure)
+        and failure.stage == "pod"
+        and f"({lazy.name}, which beats)" in failure.reason
+    )
+    assert [type(outcome) for outcome in found.values()] == [ClientUpdate] * 9 and scene.clock.now < 1000 + 200
+
+
+def test_where_no_place_takes_an_order_the_run_stops(scene_of: Callable[..., Scene]) -> None:
+    scene = scene_of(1, lease_s=20.0, wait_s=100.0)
+    scene.keeper.bound = True
+    scene.device(scene.idle).takes = False
+    with pytest.raises(Stopped, match="weak-1 beat, but took none"):
+        scene.outcomes()
+
+
 def test_who_is_to_drop_out_is_believed(scene_of: Callable[..., Scene]) -> None:
     """`rounds.faults` say so of the second client, and every device would."""
     scene = scene_of(2)

@@ -359,9 +359,10 @@ class Agents:
                 del self._agents[agent.name]
 
     def _can_go_on(self, r: OpenRound) -> bool:
-        """Whether the round does without the clients that are missing: no other device has their data, and some have
-        answered."""
-        return self._own_data and (r.plan.adopted > 0 or len(r.open_) < len(r.plan.orders))
+        """Whether the round does without the clients that are missing: no other device may have their orders, and some
+        have answered."""
+        alone = self._own_data or self._keeper.bound
+        return alone and (r.plan.adopted > 0 or len(r.open_) < len(r.plan.orders))
 
     def _may_take_one(self, r: OpenRound) -> bool:
         """Whether a device is there that has not failed since its last answer, nor let an order lie: it is asked before
@@ -371,13 +372,22 @@ class Agents:
 
     def _absent(self, r: OpenRound) -> Iterator[ClientFailure]:
         """Gives up clients whose own devices stay away, where nothing has moved for `wait_s`."""
-        if not self._can_go_on(r) or time.monotonic() - r.hopeful <= self._options.wait_s:
+        if not self._can_go_on(r) or self._waited(r) <= self._options.wait_s:
             return
         while r.waiting:
             client = r.waiting.popleft()
             r.open_.discard(client)
-            why = f"the device that holds its data has not taken the order for {self._options.wait_s:g} s"
-            yield ClientFailure(r.plan.round, client, LOST, f"{why} (agents.wait_s)")
+            who = "".join(
+                f" ({name}, which beats)"
+                for name in sorted(r.idle & self._agents.keys())
+                if self._suits(self._agents[name], client, r, ())
+            )
+            why = f"the device that holds its data{who} has not taken the order for {self._options.wait_s:g} s"
+            yield ClientFailure(r.plan.round, client, LOST, why)
+
+    def _waited(self, r: OpenRound) -> float:
+        """Seconds since a device was last at work, or on its way."""
+        return time.monotonic() - max(r.hopeful, self._keeper.moved)
 
     @staticmethod
     def _rest(agent: Agent, longest_s: float = LONGEST_REST_S) -> None:
@@ -419,7 +429,7 @@ class Agents:
         if at_work := {a.name for a in self._agents.values() if a.held is not None and a.held.taken}:
             r.hopeful = now
             r.idle -= at_work
-        waited, places = now - max(r.hopeful, self._keeper.moved), sorted({*map(self._keeper.place, r.waiting)})
+        waited, places = self._waited(r), sorted({*map(self._keeper.place, r.waiting)})
         if waited > self._options.wait_s and not self._can_go_on(r) and not self._may_take_one(r):
             idle = ", ".join(sorted(r.idle & self._agents.keys()))  # they cannot read their letters, or lie
             what = f"{idle} beat, but took none: see what they log, or revoke them. " if idle else ""

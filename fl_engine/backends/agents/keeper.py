@@ -27,6 +27,8 @@ class Keeper(Protocol):
     """When a device was last on its way, on the clock of `time.monotonic`; -inf: nobody knows."""
     room: int
     """How many orders a device may hold at once."""
+    bound: bool
+    """No other device may have a client's order than the one at its place."""
     drains: int
     """How often in a round a device that holds an order may end, and say so, as one that is taken away: from then on it
     counts against the order, since a device may say so and live on."""
@@ -54,7 +56,7 @@ class Keeper(Protocol):
 class Invited:
     """Devices that people start where they are: each is one client."""
 
-    moved, room, drains = -math.inf, 1, 1
+    moved, room, bound, drains = -math.inf, 1, False, 1
 
     def __init__(self, fleet: Sequence[Device]) -> None:
         self._fleet, self._met = fleet, 0.0

@@ -105,7 +105,8 @@ class Crew:
         self._looked = self._heard = self._gave = self._said = -math.inf
         self.moved = -math.inf
         o = ground.options
-        self.room = 1 if o.placement == "device" else min(o.clients_per_pod, MOST_ORDERS)
+        self.bound = o.placement == "device"
+        self.room = 1 if self.bound else min(o.clients_per_pod, MOST_ORDERS)
 
     # ------------------------------------------------------------------------------------------- as a Keeper
     def place(self, client: int) -> str:
@@ -122,7 +123,7 @@ class Crew:
 
     def keep(self, asked: Mapping[str, int], unheld: Mapping[str, int], silent: Collection[str]) -> bool:
         """Asks the cluster every `poll_s`. Raises Stopped where the pods of a place that has orders end, or do not
-        start, `attempts` times."""
+        start, `attempts` times; where each client has a place of its own, it makes no others in this round."""
         now = time.monotonic()
         if now - self._looked < self._options.poll_s:
             return False
@@ -134,6 +135,8 @@ class Crew:
                 if group is not None and (one.worn or len(one.names) < len(group.pods)):
                     self._drop(place, "some of its pods do not come back" if one.worn else "the round has more orders")
         for place, group in self._groups.items():
+            if self._ended[place] >= self._options.attempts:
+                continue
             if place not in self._standing and (asked.get(place) or place not in self._yielded):
                 self._make(place, group)
                 changed = True
@@ -224,6 +227,9 @@ class Crew:
             failed = job is not None and jobs.ended(job) != "Complete"
             self._ended[place] += failed and (bool(one.hung) or not all(loss.node for loss in one.losses.values()))
             if asked.get(place) and self._ended[place] >= self._options.attempts:
+                if self.bound:  # the others' answers may do without this client's
+                    log.warning("round %d: no pod of %s takes orders: %s", self._round + 1, place, why)
+                    continue
                 raise Stopped(
                     f"round {self._round + 1}: no pod takes orders: {why}. What arrived is kept. "
                     f"{self.advice([], [])}, then resume with --resume"

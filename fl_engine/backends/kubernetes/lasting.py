@@ -96,8 +96,8 @@ class Lasting:
         )
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
-        """Raises Stopped where fewer than the quorum answer, where no pod takes an order, and where `should_stop` says
-        so. The others are called off once as many updates are there as the plan wants."""
+        """Raises Stopped where fewer than the quorum answer, where no pod takes an order that any may have, and where
+        `should_stop` says so. The others are called off once as many updates are there as the plan wants."""
         open_, lost = {order.client for order in plan.orders}, dict[int, ClientFailure]()
         updates = plan.adopted
         if open_ and (plan.wanted is None or updates < plan.wanted):
