@@ -195,6 +195,8 @@ def _passing_signals_on(running: dict[Command, tuple[subprocess.Popen[bytes], fl
 
 def last_words(path: Path) -> str:
     """The last line of a log's last command: its error line, if there is one."""
+    if not path.exists():
+        return "said nothing"
     *_, text = path.read_text(encoding="utf-8", errors="replace").rpartition(f"\n{BEGINS}")
     lines = [line for line in text.splitlines()[1:] if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]

@@ -26,7 +26,7 @@ from fl_engine.core.fields import Moves
 from fl_engine.core.plain import write_yaml
 from fl_engine.core.types import Pool
 from fl_engine.storage.store import FolderStore
-from flexfleet.comparisons.side_by_side import Command, side_by_side
+from flexfleet.comparisons.side_by_side import Command, last_words, side_by_side
 from flexfleet.comparisons.whole import RunsFailed
 from flexfleet.config import Config, Range, flatten, load_config, moves, public, set_path, shown
 from flexfleet.config.names import plain
@@ -185,9 +185,14 @@ def _work_all(config: Config, folder: Path, id: str) -> None:
         Command(name, "flexfleet.studies.study", (*asked, str(i)), folder / f"{name}.log", stdin)
         for i, name in enumerate(names)
     ]
-    failed = [f"{name} ({folder / name}.log)" for name, code in side_by_side(workers, many).items() if code]
+    failed = {worker: code for worker, code in side_by_side(workers, many).items() if code}
     if failed and len(_done(search.open_study(config, folder, id))) < config.tune.trials:
-        raise RunsFailed(f"workers ended before the study was done: {', '.join(failed)}; {go_on(id)}", 1)
+        logs = {worker: folder / f"{worker}.log" for worker in failed}
+        for worker, code in failed.items():
+            log.error("%s: exit code %d, %s: %s", worker, code, logs[worker], last_words(logs[worker]))
+        ended = ", ".join(f"{worker} ({path})" for worker, path in logs.items())
+        why = f"workers ended before the study was done: {ended}; {go_on(id)}"
+        raise RunsFailed(why, next(iter(failed.values())))
 
 
 # ------------------------------------------------------------------------------------------------------- trials

@@ -27,6 +27,7 @@ from fl_engine.core.search import Interval
 from fl_engine.core.types import FULL, Pool, PoolModel
 from flexfleet import cli
 from flexfleet.comparisons.side_by_side import Command
+from flexfleet.comparisons.whole import RunsFailed
 from flexfleet.config import Config, Range, load_config
 from flexfleet.config.overrides import write_config
 from flexfleet.files.artifacts import History, RunFile
@@ -721,8 +722,10 @@ def test_the_command_line_has_as_many_workers_as_the_parameter_says(
     steps._work_all(three, tmp_path, "a")
     assert [job.argv[-2:] for job in started] == [("--worker", "0"), ("--worker", "1"), ("--worker", "2")]
     more = three.model_copy(update={"tune": three.tune.model_copy(update={"trials": 9})})
-    with pytest.raises(Exception, match="workers ended before the study was done: worker0"):
+    (tmp_path / "worker0.log").write_text("\n$ a\nerror: no space left\n")
+    with pytest.raises(RunsFailed, match="workers ended before the study was done: worker0") as failed:
         steps._work_all(more, tmp_path, "a")
+    assert failed.value.exit_code == 137
 
 
 def test_jobs_is_short_for_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
