@@ -235,7 +235,8 @@ def _scratch(remote: str) -> Iterator[tuple[Any, Path]]:
         from dvc.repo import Repo
     except ImportError as error:
         raise EnvironmentFailure("publish.dvc wants dvc: pip install 'flexfleet[data]'") from error
-    logging.getLogger("dvc").setLevel(logging.WARNING)
+    for noisy in ("dvc", "dvc_data", "dvc_objects"):  # of each failure, which is raised, a traceback
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch).resolve()
         with Repo.init(str(folder), no_scm=True) as made, made.config.edit("local") as config:
