@@ -128,9 +128,9 @@ def brief_once_stopped() -> Iterator[None]:
 
 
 @contextmanager
-def stopping_at_once() -> Iterator[None]:
-    """SIGTERM and a terminal that is closed end at once what is inside, as Ctrl-C does: raises Stopped. Further ones do
-    not disturb its end. Within `stop_on_signals` a run ends as that says."""
+def stopping_at_once(goes_on: str = "") -> Iterator[None]:
+    """SIGTERM and a terminal that is closed end at once what is inside, as Ctrl-C does: raises Stopped, which says how
+    it `goes_on`. Further ones do not disturb its end. Within `stop_on_signals` a run ends as that says."""
     received: list[int] = []
 
     def stop(signum: int, _: object) -> None:
@@ -147,5 +147,5 @@ def stopping_at_once() -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         if received and signal.SIGINT not in received:
-            raise Stopped("stopped on request") from None
+            raise Stopped(f"stopped on request{': ' if goes_on else ''}{goes_on}") from None
         raise

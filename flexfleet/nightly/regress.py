@@ -21,8 +21,9 @@ from flexfleet.comparisons import whole
 from flexfleet.config.entries import Entry
 from flexfleet.config.names import plain
 from flexfleet.files.artifacts import Artifact, BareHistory, RunFile
-from flexfleet.files.begun import check_free
+from flexfleet.files.begun import check_free, go_on
 from flexfleet.files.measure import Measure
+from flexfleet.files.signals import stopping_at_once
 from flexfleet.nightly import gate, suite
 from flexfleet.nightly.figures import BACKEND, PROCESSES, Folders, measure
 from flexfleet.nightly.gate import Before, Check
@@ -116,10 +117,11 @@ def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
     """Makes the runs that are not finished, and judges the night. A night that fails is a result, not an error. Raises
     what `compare` raises."""
     take_folder(night, resume)
-    mlflow = begin(night, {})
-    with ending(mlflow):
-        folders = make(night, jobs, resume, mlflow.root if mlflow else None)
-    return settle(night, folders, night.folder)
+    with stopping_at_once(go_on(night.id)):
+        mlflow = begin(night, {})
+        with ending(mlflow):
+            folders = make(night, jobs, resume, mlflow.root if mlflow else None)
+        return settle(night, folders, night.folder)
 
 
 def update(night: Night, *, jobs: int = 1, resume: bool = False) -> Figures:

@@ -22,6 +22,7 @@ from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, EvaluationFile, Result, RunFile
 from flexfleet.files.begun import check_free
 from flexfleet.files.measure import SHARES, highest
+from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import missing
 from flexfleet.publish.publish import publish
 from flexfleet.reports import precisions
@@ -73,7 +74,7 @@ def run(
             check_recorded(store_of(config, run_id, out), out)
         check(resolved)
         _reach(resolved, run_id, out)
-    with alone(out):
+    with alone(out), stopping_at_once("the same command with --resume goes on"):
         if (out / "run.json").exists():
             known_run(config, out, resume)
         else:  # the steps before the rounds are quick and pure, so they are done again after a kill

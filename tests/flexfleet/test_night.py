@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,6 +95,21 @@ def test_a_night_that_is_interrupted_names_its_own_id(
     with pytest.raises(stop) as found:
         regress.update(regress.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True))
     assert "the same command with --id n --resume goes on" in f"{found.value}{caplog.text}"
+
+
+def test_a_signal_while_a_night_is_judged_stops_it_and_says_how_to_go_on(
+    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("it went on")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(regress, "REFERENCE_SEEDS", ())
+    monkeypatch.setattr(regress, "make", lambda *_: {})
+    monkeypatch.setattr(regress, "measure", killed)
+    with pytest.raises(Stopped, match="stopped on request: the same command with --id n --resume goes on"):
+        regress.regress(regress.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True))
 
 
 @pytest.mark.parametrize("kept", ["comparison.token", ".lock"])

@@ -622,6 +622,19 @@ def test_a_run_that_waits_for_its_tracking_server_stops_when_it_is_told(
     assert logged == [(1, 1), (2, 1), (3, 1)]
 
 
+def test_a_signal_after_the_rounds_stops_the_run_which_says_how_to_go_on(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("it went on")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flexfleet.runs.whole.conclude", killed)
+    stopped = flexfleet("run", "--run-id", "a", sets=[*quick, "rounds.stop=1"])
+    assert stopped.code == 3 and "stopped on request: the same command with --resume goes on" in stopped.err
+
+
 def test_what_fails_after_the_rounds_says_how_to_go_on(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
