@@ -78,9 +78,9 @@ def _fault(word: str) -> Fault:
         need_plain([value])
         fault = Fault(kind, float(share), float(times) if sign else 1.0)
     except ValueError:
-        raise ConfigError(f"{wanted} is expected, got {word!r}") from None
+        raise ConfigError(f"{wanted} is expected where {word!r} stands") from None
     if bool(sign) != (kind in TIMES) or not 0 <= fault.share <= 1 or not 0 < fault.times < math.inf:
-        raise ConfigError(f"{wanted}, a share from 0 to 1 and times above 0, is expected, got {word!r}")
+        raise ConfigError(f"{wanted}, a share from 0 to 1 and times above 0, is expected where {word!r} stands")
     return fault
 
 

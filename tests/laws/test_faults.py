@@ -36,9 +36,9 @@ def test_a_list_of_faults_is_read() -> None:
     ("text", "said"),
     [
         ("dorp=0.1", "no kind 'dorp' .did you mean 'drop'"),
-        ("drop", "drop=<share> is expected, got 'drop'"),
-        ("drop=0_1", "drop=<share> is expected, got 'drop=0_1'"),
-        ("drop=\u0660.\u0665", "drop=<share> is expected, got"),
+        ("drop", "drop=<share> is expected where 'drop' stands"),
+        ("drop=0_1", "drop=<share> is expected where 'drop=0_1' stands"),
+        ("drop=\u0660.\u0665", "drop=<share> is expected where"),
         ("slow=0.1x1_0", "slow=<share>x<times> is expected"),
         ("drop=0.1x5", "drop=<share>, "),
         ("slow=0.1", "slow=<share>x<times>, "),
