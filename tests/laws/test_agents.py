@@ -136,6 +136,10 @@ def test_where_no_place_takes_an_order_the_run_stops(scene_of: Callable[..., Sce
         scene.outcomes()
 
 
+def test_where_nobody_is_invited_it_says_how_to_invite() -> None:
+    assert Invited(()).advice([], ["medium"]) == "No device is invited: flexfleet invite --tier medium"
+
+
 def test_who_is_to_drop_out_is_believed(scene_of: Callable[..., Scene]) -> None:
     """`rounds.faults` say so of the second client, and every device would."""
     scene = scene_of(2)
