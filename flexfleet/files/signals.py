@@ -16,7 +16,7 @@ GRACE_S = 5.0
 """How long what is `brief_once_stopped` may still take after a signal."""
 
 
-@dataclass
+@dataclass(eq=False)  # of two runs, one within the other, each is itself
 class _Rounds:
     """A run within `stop_on_signals`."""
 
@@ -117,14 +117,17 @@ def brief_once_stopped() -> Iterator[None]:
         yield
         return
     rounds = _running[-1]
+    if rounds.brief:  # within another
+        yield
+        return
     rounds.brief = True
     if rounds.received:
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         rounds.brief = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @contextmanager

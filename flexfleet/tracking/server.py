@@ -35,7 +35,7 @@ IN_ADDRESSES = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 """What SQLAlchemy reads in the address of a SQLite file: the start of options, and a character by its number."""
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
 """Of addresses that MLflow takes, besides those of its plugins."""
-FEW_TRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+FEW_TRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """MLflow's settings where nobody wants to wait for its server: its own are 7 and 120 seconds, which make minutes."""
 CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate entry|Cannot insert duplicate key")
 """What SQLite, PostgreSQL, MySQL and SQL Server say if another writer was first."""

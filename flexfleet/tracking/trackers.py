@@ -179,13 +179,14 @@ def ending(tracker: Tracker | None, *silent: type[BaseException]) -> Iterator[No
 
 @contextmanager
 def _few_tries() -> Iterator[None]:
-    """MLflow's calls inside take seconds where its server is gone, not minutes."""
-    before = {name: os.environ[name] for name in FEW_TRIES if name in os.environ}
-    os.environ |= FEW_TRIES
+    """MLflow's calls inside take seconds where its server is gone, not minutes: Kubernetes waits for half a minute."""
+    few = FEW_TRIES | {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+    before = {name: os.environ[name] for name in few if name in os.environ}
+    os.environ |= few
     try:
         yield
     finally:
-        for name in FEW_TRIES:
+        for name in few:
             del os.environ[name]
         os.environ |= before
 

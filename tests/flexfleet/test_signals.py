@@ -55,6 +55,24 @@ def test_a_second_ctrl_c_ends_a_wait_at_once(monkeypatch: pytest.MonkeyPatch) ->
         pytest.fail("it went on")
 
 
+def test_a_run_within_a_run_leaves_the_outer_one_its_own() -> None:
+    with pytest.raises(Stopped), stop_on_signals():
+        with stop_on_signals():
+            pass
+        with brief_once_stopped():
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(30)
+    assert not signals._running
+
+
+def test_a_wait_within_a_wait_ends_with_the_outer_one() -> None:
+    with pytest.raises(Stopped), stop_on_signals(), brief_once_stopped():
+        with brief_once_stopped():
+            signal.raise_signal(signal.SIGTERM)
+        time.sleep(30)
+        pytest.fail("it waited")
+
+
 def test_without_rounds_nothing_changes() -> None:
     with brief_once_stopped():
         assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
