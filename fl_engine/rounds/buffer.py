@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from fl_engine.aggregation.privacy import is_private
 from fl_engine.core.contracts import Algorithm, RemembersChanges, keeps_client_state
 from fl_engine.core.errors import ConfigError, IntegrityError
@@ -186,10 +188,15 @@ def moved(state: Any, flight: Flight, change: Params, weight: float, layout: Par
     now, found = take(state.params, layout, flight.update.spec), {}
     for key, tensor in change.items():
         name = key.removeprefix(AS_BROUGHT)
-        if name not in now or now[name].shape != tensor.shape or (name != key) != is_statistic(name):
+        if name not in now or now[name].shape != tensor.shape or (name != key) > is_statistic(name):
             raise IntegrityError(f"{FOLDER}{flight.file} is not the change of client {flight.order.client}: {key}")
+        if name == key and is_statistic(name):
+            raise IntegrityError(
+                f"{FOLDER}{flight.file} was written by an earlier version, which added up running statistics: begin "
+                "the run anew"
+            )
         if name != key:
-            found[name] = now[name] + weight * (tensor - now[name])
+            found[name] = torch.lerp(now[name], tensor, weight)
         else:
             found[name] = now[name] + weight * tensor if tensor.is_floating_point() else tensor
     return found
