@@ -245,8 +245,10 @@ class Agents:
         has = Counter[str]()
         for client in r.waiting:
             place = self._keeper.place(client)
-            left = most(place, frozenset(r.tried[client])) - r.answered[agent.name, place] - has[place]
-            if left > 0 and self._suits(agent, client, r, there):
+            has_room = not self._keeper.strangers or (
+                r.answered[agent.name, place] + has[place] < most(place, frozenset(r.tried[client]))
+            )
+            if has_room and self._suits(agent, client, r, there):
                 has[place] += 1
                 yield client
 
@@ -383,7 +385,7 @@ class Agents:
                 if self._suits(self._agents[name], client, r, ())
             )
             why = f"the device that holds its data{who} has not taken the order for {self._options.wait_s:g} s"
-            yield ClientFailure(r.plan.round, client, LOST, why)
+            yield ClientFailure(r.plan.round, client, LOST, why + (" (agents.wait_s)" if self._own_data else ""))
 
     def _waited(self, r: OpenRound) -> float:
         """Seconds since a device was last at work, or on its way."""

@@ -27,6 +27,8 @@ class Keeper(Protocol):
     """When a device was last on its way, on the clock of `time.monotonic`; -inf: nobody knows."""
     room: int
     """How many orders a device may hold at once."""
+    strangers: bool
+    """The devices are other people's: each gets a limited share of a round's orders."""
     bound: bool
     """No other device may have a client's order than the one at its place."""
     drains: int
@@ -56,7 +58,7 @@ class Keeper(Protocol):
 class Invited:
     """Devices that people start where they are: each is one client."""
 
-    moved, room, bound, drains = -math.inf, 1, False, 1
+    moved, room, strangers, bound, drains = -math.inf, 1, True, False, 1
 
     def __init__(self, fleet: Sequence[Device]) -> None:
         self._fleet, self._met = fleet, 0.0

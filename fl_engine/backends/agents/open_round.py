@@ -57,6 +57,6 @@ class OpenRound:
         """How many of the tier's orders one device may have: twice as many as if each got the same, so that one which
         answers at once, whatever it likes, is no majority among many. The faster half of the devices has room for the
         whole round, so no order waits for the slower one. `there`: devices that have not failed since their last
-        answer; those that have `tried` the order do not count either, so one that may have it has always room."""
+        answer; those that have `tried` the order do not count either, so at least one that may have it has room."""
         takers = sum(a.name not in tried and a.member.tier in (None, tier) for a in there)
         return math.ceil(2 * self.asked[tier] / max(1, takers))

@@ -85,6 +85,7 @@ class Standing:
 class Crew:
     """A `Keeper`. `post`: the letters of this run alone, with a roster that remembers nothing."""
 
+    strangers = False
     drains = waiting.LOST_NODES
 
     def __init__(self, ground: Ground, fleet: Sequence[Device], post: Post) -> None:
@@ -123,7 +124,7 @@ class Crew:
 
     def keep(self, asked: Mapping[str, int], unheld: Mapping[str, int], silent: Collection[str]) -> bool:
         """Asks the cluster every `poll_s`. Raises Stopped where the pods of a place that has orders end, or do not
-        start, `attempts` times; where each client has a place of its own, it makes no others in this round."""
+        start, `attempts` times; where a quorum may do without a client with a place of its own, it makes no others."""
         now = time.monotonic()
         if now - self._looked < self._options.poll_s:
             return False
@@ -227,7 +228,7 @@ class Crew:
             failed = job is not None and jobs.ended(job) != "Complete"
             self._ended[place] += failed and (bool(one.hung) or not all(loss.node for loss in one.losses.values()))
             if asked.get(place) and self._ended[place] >= self._options.attempts:
-                if self.bound:  # the others' answers may do without this client's
+                if self.bound and self._options.quorum < 1:  # the others' answers may do without this client's
                     log.warning("round %d: no pod of %s takes orders: %s", self._round + 1, place, why)
                     continue
                 raise Stopped(

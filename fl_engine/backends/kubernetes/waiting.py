@@ -27,7 +27,8 @@ from fl_engine.backends.kubernetes.jobs import PodState, Resource
 from fl_engine.core.errors import printable
 
 LOST_NODES = 3
-"""How often in a round a client is asked again because its node was lost, or its pod was ended."""
+"""How often in a round a client is asked again because its node was lost; with pods that stay, because the same pod was
+ended while it held the order."""
 TERMINATING_S = 60.0
 """Seconds after its grace period from which on a pod that is still there counts as lost with its node."""
 REFUSED_FOR_GOOD = "violates PodSecurity"
