@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ COMMON = ("dataset.", "model.")
 
 
 def read(
-    folders: Sequence[Path], settings: Mapping[str, Any], varied: Sequence[str], data: Mapping[int, str] | None = None
+    folders: Sequence[Path],
+    settings: Mapping[str, Any],
+    varied: Sequence[str],
+    data: Mapping[int, Collection[str]] | None = None,
 ) -> Central:
     """The finished trainings in these folders, one for each seed. `settings`: the parameters of the runs, `varied`:
-    those in which labels differ, `data`: by seed the fingerprint of the runs' data. Raises ConfigError if a training
+    those in which labels differ, `data`: by seed the fingerprints of the runs' data. Raises ConfigError if a training
     has other data or another network, or differs from the others in more than the seed; IntegrityError if one is not
     finished. Where the seed draws samples, warns of a training with a seed that no run has."""
     if apart := [key for key in varied if key.startswith(COMMON)]:
@@ -56,7 +60,7 @@ def read(
         raise ConfigError(f"--central takes one training for each seed, got the seeds {', '.join(map(str, seeds))}")
     if data is not None:
         for folder, file, seed in zip(folders, files, seeds, strict=True):
-            _check_data(folder, file, data.get(seed), data)
+            _check_data(folder, file, data.get(seed, ()), data)
     best = [result.metrics["best"] for result in results]
     beside = [result.metrics.get("further", {}) for result in results]
     further = {name: spread([each.get(name, {}).get("full") for each in beside]) for name in beside[0]}
@@ -77,17 +81,17 @@ def read(
     )
 
 
-def _check_data(folder: Path, file: CentralFile, of_seed: str | None, data: Mapping[int, str]) -> None:
-    """`of_seed`: of the runs with the training's seed; None: there are none."""
-    if file.data_sha256 in ([of_seed] if of_seed else data.values()):
+def _check_data(folder: Path, file: CentralFile, of_seed: Collection[str], data: Mapping[int, Collection[str]]) -> None:
+    """`of_seed`: of the runs with the training's seed; empty: there are none."""
+    expected = [*(of_seed or chain.from_iterable(data.values()))]
+    if file.data_sha256 in expected:
         return
-    if of_seed is None and (file.config.get("dataset.train_samples") or file.config.get("dataset.test_samples")):
+    if not of_seed and (file.config.get("dataset.train_samples") or file.config.get("dataset.test_samples")):
         log.warning("%s: its seed, which no run has, drew other samples than the runs'", folder)
         return
-    expected = of_seed or next(iter(data.values()))
     raise ConfigError(
         f"{folder} is no reference for these runs: it was trained on other data (sha256 {file.data_sha256[:12]}, "
-        f"expected {expected[:12]}): the files or partition.seed were others; make it again with `flexfleet central`"
+        f"expected {expected[0][:12]}): the files or partition.seed were others; make it again with `flexfleet central`"
     )
 
 

@@ -93,7 +93,8 @@ def compare(
     check_free(folder, resume, "--id")
     if central:
         reference.read(central, flatten(runs[0].config), varied(runs))  # what needs no data is refused at once
-        reference.read(central, flatten(runs[0].config), varied(runs), _data(runs))
+        if not all(finished(entry.config, folder / entry.name) for entry in runs):
+            reference.read(central, flatten(runs[0].config), varied(runs), _data(runs))
     check_all(runs)
     runs = in_one_experiment(runs)
     track.prepare(runs[0].config)
@@ -113,10 +114,12 @@ def compare(
         return tabulate(id, runs, {entry.name: folder / entry.name for entry in runs}, folder, to, mlflow, trained)
 
 
-def _data(runs: Sequence[Entry]) -> dict[int, str]:
-    """By seed, the fingerprint of the runs' data, which a reference has in common with all labels."""
-    first = {entry.seed: entry for entry in reversed(runs)}
-    return {seed: fingerprint(Resolved.of(entry.config).data) for seed, entry in first.items()}
+def _data(runs: Sequence[Entry]) -> dict[int, set[str]]:
+    """By seed, the fingerprints of the runs' data. All have the same settings of the data (`reference.read`)."""
+    found: dict[int, set[str]] = {}
+    for (seed, _), entry in {(entry.seed, entry.config.partition.seed): entry for entry in runs}.items():
+        found.setdefault(seed, set()).add(fingerprint(Resolved.of(entry.config).data))
+    return found
 
 
 def check_jobs(at_once: int) -> None:
