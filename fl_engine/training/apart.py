@@ -23,14 +23,14 @@ def answer_of(what: str, short_of_memory: str, work: Callable[..., Any], *given:
     there.close()
     try:
         answer = here.recv()
-    except KeyboardInterrupt:  # else this process would wait for its end
-        process.kill()
-        raise
     except EOFError:
         process.join()
         killed = process.exitcode is not None and process.exitcode < 0
         hint = short_of_memory if killed else "its error is above"
         raise EnvironmentFailure(f"{what} ended with {told_exit(process.exitcode)}: {hint}") from None
+    except BaseException:  # Ctrl-C: else this process would wait for its end
+        process.kill()
+        raise
     process.join()
     return answer
 

@@ -35,23 +35,21 @@ def agent(args: argparse.Namespace) -> int:
 def profile(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from fl_engine.storage.store import FolderStore
-    from flexfleet.files.signals import stopping_at_once
     from flexfleet.runs import profile as device
     from flexfleet.steps.agent_line import invitation_of
     from flexfleet.steps.prepare import resolved_of
 
-    with stopping_at_once():
-        found = device.profile(
-            resolved_of(args),
-            None if args.invite is None else invitation_of(args.invite),
-            name=args.tier,
-            share=args.share,
-            room=None if args.memory is None else args.memory * 1e6,
-            seconds=args.seconds,
-        )
+    found = device.profile(
+        resolved_of(args),
+        None if args.invite is None else invitation_of(args.invite),
+        name=args.tier,
+        share=args.share,
+        room=None if args.memory is None else args.memory * 1e6,
+        seconds=args.seconds,
+    )
     text = device.text(found)
     show(json.dumps(asdict(found)) if args.json else text.rstrip())
     if args.out is not None:
-        FolderStore(args.out.parent).put(args.out.name, text.encode())
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text, encoding="utf-8")
     return 0
