@@ -328,8 +328,8 @@ def _tensors(order: WorkOrder, rules: Rules) -> int:
 
 
 def _check_header(value: bytes, tensors: int) -> None:
-    """A header of so many tensors, which may be filled up by spaces (`pieces.padded`). Of an entry of 60 bytes the
-    reader makes 25 times as many bytes, in a second for a MB of them."""
+    """A header of so many tensors, which may be filled up by spaces (`pieces.padded`). The reader needs 25 times an
+    entry's bytes, and a second for each MB."""
     told = value[8 : 8 + int.from_bytes(value[:8], "little")].rstrip(b" ")
     if len(told) > HEADER_BYTES * (1 + tensors):
         raise Rejected("schema", f"a header of {len(told)} bytes, for at most {tensors} tensors")

@@ -31,7 +31,8 @@ def render(package: str, name: str, filters: Filters | None = None, **values: An
 
 @cache
 def template(package: str, name: str, filters: tuple[tuple[str, Callable[..., Any]], ...]) -> Any:
-    """Compiled once in a process, which takes longer than rendering a page. Raises as `render` does."""
+    """Compiled once in a process for the same functions, which takes longer than rendering a page. Raises as `render`
+    does."""
     try:
         from jinja2 import Environment, FunctionLoader, StrictUndefined
     except ImportError as error:

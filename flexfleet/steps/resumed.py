@@ -38,7 +38,7 @@ def check_recorded(store: Store, out: Path) -> None:
     if commits := Checkpoints(store).commits():
         raise IntegrityError(
             f"{out / 'run.json'} is missing, though {commits[-1] + 1} round(s) are committed in {store.uri()}: put it "
-            "back, or choose another --run-id"
+            "back, or begin another run"
         )
 
 

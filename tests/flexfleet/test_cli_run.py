@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fl_engine.algorithms import FlexFL
-from fl_engine.core.errors import Stopped
+from fl_engine.core.errors import IntegrityError, Stopped
 from fl_engine.models import export
 from fl_engine.rounds import round as rounds
 from fl_engine.storage.store import sha256
@@ -20,6 +20,7 @@ from flexfleet.api.results import load
 from flexfleet.files.artifacts import RunFile
 from flexfleet.runs import whole
 from flexfleet.steps import evaluate, federate
+from flexfleet.steps.prepare import Resolved
 from tests.harness.processes import refused
 
 RESULT = {
@@ -104,6 +105,8 @@ def test_rounds_whose_settings_are_lost_are_not_taken_for_others(
     done = flexfleet("run", "--run-id", "a", "--resume", sets=[*quick, "seed=5"])
     assert done.code == 4 and "runs/a/run.json is missing, though 3 round(s) are committed" in done.err
     assert (run / "pool" / "pool.json").read_bytes() == before
+    with pytest.raises(IntegrityError, match=r"run\.json is missing"):  # the step alone
+        federate.federate(Resolved.load(None, quick), run / "partition", run / "pool", run, run_id="a", resume=True)
 
 
 def test_a_resume_with_another_parameter_is_refused(flexfleet: Any, finished: Any, quick: Sequence[str]) -> None:
