@@ -16,7 +16,6 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "tracking": (("mlflow", "matplotlib", "jinja2"), "metrics in MLflow, drawings, the HTML report"),
     "pipeline": (("kfp",), "compiling and submitting the steps as a Kubeflow pipeline"),
     "kubernetes": (("kubernetes", "boto3"), "clients as pods of a cluster, with their ledger in S3"),
-    "hdf5": (("h5py",), "the data sets femnist_tff and stackoverflow_tff"),
     "tune": (("optuna",), "searching hyper-parameters"),
     "export": (("onnx", "onnxruntime"), "the models of a run as ONNX, for devices"),
     "privacy": (("dp_accounting",), "what private aggregation spends: epsilon of every round"),
