@@ -81,6 +81,10 @@ class Stopped(FlexfleetError):
     exit_code = 3
 
 
+ON_REQUEST = "stopped on request: what was committed stays, resume with --resume"
+"""What Stopped says within the rounds."""
+
+
 class Replaced(Stopped):
     """Another coordinator has taken over: what is shared is no longer this one's to touch."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 
 from fl_engine.core.contracts import Backend, Watcher
-from fl_engine.core.errors import Stopped
+from fl_engine.core.errors import ON_REQUEST, Stopped
 from fl_engine.core.heap import give_back
 from fl_engine.core.slicing import index_of
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan, changed
@@ -133,7 +133,7 @@ def ask(run: Run, plan: RoundPlan, rest: RoundPlan, clients: Clients, receive: C
                 clients.mailbox.put_outcome(plan, outcome)
             del outcome  # the next one is read beside what is still held
             if clients.should_stop():
-                raise Stopped("stopped on request: what was committed stays, resume with --resume")
+                raise Stopped(ON_REQUEST)
     finally:
         if isinstance(outcomes, Generator):  # a traceback would keep it, and its requests to the store, alive
             outcomes.close()

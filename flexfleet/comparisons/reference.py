@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,12 @@ def read(
     folders: Sequence[Path],
     settings: Mapping[str, Any],
     varied: Sequence[str],
-    data: Mapping[int, Collection[str]] | None = None,
+    data: Callable[[], Mapping[int, Collection[str]]] | None = None,
 ) -> Central:
     """The finished trainings in these folders, one for each seed. `settings`: the parameters of the runs, `varied`:
-    those in which labels differ, `data`: by seed the fingerprints of the runs' data. Raises ConfigError if a training
-    has other data or another network, or differs from the others in more than the seed; IntegrityError if one is not
-    finished. Where the seed draws samples, warns of a training with a seed that no run has."""
+    those in which labels differ, `data` gives by seed the fingerprints of the runs' data. Raises ConfigError if a
+    training has other data or another network, or differs from the others in more than the seed; IntegrityError if one
+    is not finished. Where the seed draws samples, warns of a training with a seed that no run has."""
     if apart := [key for key in varied if key.startswith(COMMON)]:
         raise ConfigError(f"--central is one reference for all runs, but the labels differ in {', '.join(apart)}")
     if settings.get("partition.rule") == LOCAL:
@@ -59,8 +59,9 @@ def read(
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"--central takes one training for each seed, got the seeds {', '.join(map(str, seeds))}")
     if data is not None:
+        sums = data()  # last, since it reads the data
         for folder, file, seed in zip(folders, files, seeds, strict=True):
-            _check_data(folder, file, data.get(seed, ()), data)
+            _check_data(folder, file, sums.get(seed, ()), sums)
     best = [result.metrics["best"] for result in results]
     beside = [result.metrics.get("further", {}) for result in results]
     further = {name: spread([each.get(name, {}).get("full") for each in beside]) for name in beside[0]}

@@ -92,9 +92,8 @@ def compare(
         raise ConfigError(f"{folder} is the folder of a run, not of a comparison: choose another --id")
     check_free(folder, resume, "--id")
     if central:
-        reference.read(central, flatten(runs[0].config), varied(runs))  # what needs no data is refused at once
-        if not all(finished(entry.config, folder / entry.name) for entry in runs):
-            reference.read(central, flatten(runs[0].config), varied(runs), _data(runs))
+        done = all(finished(entry.config, folder / entry.name) for entry in runs)
+        reference.read(central, flatten(runs[0].config), varied(runs), None if done else partial(_data, runs))
     check_all(runs)
     runs = in_one_experiment(runs)
     track.prepare(runs[0].config)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from threading import current_thread, main_thread
 from typing import Any
 
-from fl_engine.core.errors import Stopped
+from fl_engine.core.errors import ON_REQUEST, Stopped
 
 GRACE_S = 5.0
 """How long what is `brief_once_stopped` may still take after a signal."""
@@ -99,7 +99,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
         raise
     except KeyboardInterrupt:
         if received and signal.SIGINT not in received:
-            raise Stopped("stopped on request: what was committed stays, resume with --resume") from None
+            raise Stopped(ON_REQUEST) from None
         raise
     finally:
         _running.remove(rounds)

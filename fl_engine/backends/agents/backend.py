@@ -32,7 +32,7 @@ from fl_engine.backends.agents.open_round import OpenRound
 from fl_engine.backends.agents.post import Agent, Held, Post
 from fl_engine.backends.agents.settings import AgentsConfig
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped
+from fl_engine.core.errors import ON_REQUEST, ConfigError, FlexfleetError, Stopped
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan, WorkOrder
 from fl_engine.exchange.assigning import assignment
 from fl_engine.exchange.letters import LEASES, Leased, Loan, pause
@@ -115,7 +115,7 @@ class Agents:
         self._adopt(r)
         while r.open_:
             if self._should_stop():
-                raise Stopped("stopped on request: what was committed stays, resume with --resume")
+                raise Stopped(ON_REQUEST)
             if self._keep(r):
                 self._meet()
             self._listen()

@@ -25,7 +25,7 @@ from fl_engine.backends.kubernetes.quorum import quorum_of, too_few, unanswered
 from fl_engine.backends.kubernetes.settings import GRACE_S, KubernetesConfig, NodePool
 from fl_engine.backends.kubernetes.waiting import Live
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import ConfigError, Stopped
+from fl_engine.core.errors import ON_REQUEST, ConfigError, Stopped
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
 from fl_engine.exchange.assigning import assignment, of_the_run, uploads
 from fl_engine.exchange.assignment import URLS
@@ -323,7 +323,7 @@ class Kubernetes:
     # ------------------------------------------------------------------------------------------- waiting
     def _check_stop(self) -> None:
         if self._should_stop():
-            raise Stopped("stopped on request: what was committed stays, resume with --resume")
+            raise Stopped(ON_REQUEST)
 
     def _collect(self, r: _Round) -> Iterator[Outcome]:
         """Answers as they arrive, and a failure for each client whose pod will not answer any more."""
