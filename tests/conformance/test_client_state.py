@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from fl_engine.aggregation.privacy import Private
-from fl_engine.aggregation.rules import Aggregation
 from fl_engine.algorithms import ALGORITHMS
 from fl_engine.core.contracts import Algorithm, KeepsClientState
 from fl_engine.testing.algorithms import AlgorithmSuite
@@ -31,8 +29,3 @@ class TestPersonalHeads(AlgorithmSuite):
 
     def promises_to_fit(self, algorithm: Algorithm) -> bool:
         return False  # sends all the whole network
-
-    def with_aggregation(self, algorithm: Algorithm, aggregation: Aggregation) -> Algorithm:
-        if isinstance(aggregation, Private):
-            pytest.skip("what clients keep leaves them without noise")
-        return super().with_aggregation(algorithm, aggregation)
