@@ -165,7 +165,8 @@ class ClientStateSuite:
 
 # -------------------------------------------------------------------------------------------------- helpers
 def with_state(order: WorkOrder, state: Params) -> WorkOrder:
-    return replace(order, memory=travelling(state))
+    """The order with this state, and with what the server itself has put into its memory."""
+    return replace(order, memory={**apart(order.memory)[0], **travelling(state)})
 
 
 def copied(params: Params) -> Params:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from fl_engine.algorithms import ALGORITHMS
 from fl_engine.core.contracts import Algorithm, KeepsClientState
+from fl_engine.core.types import FULL, WorkOrder
 from fl_engine.testing.algorithms import AlgorithmSuite
-from fl_engine.testing.client_state import ClientStateSuite
+from fl_engine.testing.client_state import ClientStateSuite, with_state
 from fl_engine.testing.personal import PersonalHeads
 from fl_engine.testing.tiny import TRAINING
 
@@ -29,3 +31,9 @@ class TestPersonalHeads(AlgorithmSuite):
 
     def promises_to_fit(self, algorithm: Algorithm) -> bool:
         return False  # sends all the whole network
+
+
+def test_an_order_keeps_what_the_server_computed_for_its_client() -> None:
+    """The state is beside it, as SCAFFOLD needs it."""
+    order = WorkOrder(0, 0, FULL, {}, 0, 0, memory={"w": torch.ones(2), "state/old": torch.ones(1)})
+    assert with_state(order, {"own": torch.zeros(1)}).memory.keys() == {"w", "state/own"}
