@@ -241,7 +241,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
         if moves(key) not in COMPARED or key.startswith(("algorithm", "schema_version")):
             continue
         if len({plain(run.settings.get(key)) for run in runs}) > 1:
-            compare(key, lambda run, key=key: plain(run.config.get(key)))  # type: ignore[misc]
+            compare(key, lambda run, key=key: plain(run.settings.get(key)))  # type: ignore[misc]
     if not any(line.startswith(("dataset.", "partition.", "seed:")) for line in lines):
         compare("the partition itself (sha256)", lambda run: run.file.partition_sha256[:12])
     return lines

@@ -378,7 +378,7 @@ def test_runs_that_differ_in_more_than_the_algorithm_are_called_out(html: str, t
 
 
 def test_a_parameter_that_is_newer_than_a_run_had_its_default(two: list[Path]) -> None:
-    for value, told in (("simulated", []), ("cgroup", ["agents.observe: null (flexfl); cgroup (all_large)"])):
+    for value, told in (("simulated", []), ("cgroup", ["agents.observe: simulated (flexfl); cgroup (all_large)"])):
         for folder, agents in zip(two, ({}, {"agents": {"observe": value}}), strict=True):
             file = json.loads((folder / "run.json").read_text())
             file["config"] = {key: of for key, of in file["config"].items() if key != "agents"} | agents
@@ -391,10 +391,16 @@ def test_what_moves_figures_is_called_out_and_nothing_else(tmp_path: Path) -> No
     nowhere = {"schema_version": 2, "run": {"devices": ["cuda"]}, "tracking": {"ui": "http://here"}}
     runs = [write_run(tmp_path / "a", "flexfl"), write_run(tmp_path / "b", "all_large", **own, **nowhere)]
     assert r.differences([r.load(run) for run in runs]) == [
-        "codec.up.name: null (flexfl); qsgd (all_large)",
-        "rounds.mode: null (flexfl); buffered (all_large)",
-        "rounds.norm_bound: null (flexfl); 2.0 (all_large)",
+        "codec.up.name: identity (flexfl); qsgd (all_large)",
+        "rounds.mode: synchronous (flexfl); buffered (all_large)",
+        "rounds.norm_bound: 5.0 (flexfl); 2.0 (all_large)",
     ]
+
+
+def test_a_default_that_one_run_had_and_another_switched_off_is_called_out(tmp_path: Path) -> None:
+    off = {"rounds": {"norm_bound": None}}
+    runs = [write_run(tmp_path / "a", "flexfl"), write_run(tmp_path / "b", "all_large", **off)]
+    assert r.differences([r.load(run) for run in runs]) == ["rounds.norm_bound: 5.0 (flexfl); null (all_large)"]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.4])
