@@ -63,15 +63,24 @@ def _value(value: Any) -> Any:
     """As JSON can hold it."""
     if is_dataclass(value):
         told = {each.name: _value(getattr(value, each.name)) for each in fields(value)}
-        if "name" not in told:
+        if (name := told.get("name") if _is_ours(value) else _own_name(value)) is None:
             return told
         given = {each.name: told[each.name] for each in fields(value) if _is_given(each, value)}
-        return {"name": told["name"], **given} if given else told["name"]
+        return {"name": name, **given} if given else name
     if isinstance(value, Mapping):
         return {str(key): _value(inner) for key, inner in value.items()}
     if isinstance(value, tuple | list):
         return [_value(inner) for inner in value]
     return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _is_ours(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "fl_engine"
+
+
+def _own_name(value: object) -> str:
+    """Of somebody's own class, as a configuration names it; one that extends ours has our name as an option."""
+    return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
 def _is_given(field: Field[Any], value: Any) -> bool:

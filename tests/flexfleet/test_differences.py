@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import flexfleet as ff
-from fl_engine.algorithms import AllLarge
+from fl_engine.algorithms import AllLarge, HeteroFL
 from fl_engine.data import partitioning
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.selection import Uniform
 from fl_engine.testing.tiny import tiny_pool
 from flexfleet.comparisons import tabulate
 from flexfleet.comparisons.comparison import Comparison
@@ -102,6 +103,23 @@ def test_options_are_told_as_json_can_hold_them() -> None:
     assert options["algorithm.table"] == "x.csv"
     assert "training.sampler.name" not in options, "the sampler is one value, as the algorithm has it"
     json.dumps(options)
+
+
+@dataclass(frozen=True)
+class Mine(Uniform):
+    """A selection of one's own: has the name of ours as an option."""
+
+
+@dataclass(frozen=True)
+class Other(Mine):
+    power: float = 1.0
+
+
+def test_what_is_ones_own_is_told_by_its_name() -> None:
+    config = load_config(None, ["algorithm.name=heterofl"])
+    rows = (HeteroFL(), HeteroFL(selection=Mine()), HeteroFL(selection=Other()), HeteroFL(selection=Other(power=2.0)))
+    told = [options_of(config, method, _pool(config))["algorithm.selection"] for method in rows]
+    assert told == ["uniform", f"{__name__}:Mine", f"{__name__}:Other", {"name": f"{__name__}:Other", "power": 2.0}]
 
 
 def test_a_table_has_an_option_in_each_row() -> None:
