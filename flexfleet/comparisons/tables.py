@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +78,7 @@ def tables(c: Comparison) -> list[Table]:
         "Cost of all rounds",
         ("algorithm", "MB down", "MB up", "waste %", "simulated s", "real s"),
         tuple(
-            (label, cell(r.mb_down), cell(r.mb_up), cell(r.waste, 100), *map(seconds, (r.seconds_simulated, r.seconds)))
+            (label, fine(r.mb_down), fine(r.mb_up), cell(r.waste, 100), *map(seconds, (r.seconds_simulated, r.seconds)))
             for label, r in results
         ),
     )
@@ -164,7 +165,7 @@ def _phases(c: Comparison) -> list[Table]:
     def cells(found: Mapping[str, Spread]) -> Iterator[str]:
         for name in PHASES.values():
             each = found.get(name)
-            yield cell(each, 1e-6, 3) if name in BITS else seconds(each)
+            yield fine(each, 1e-6, 3) if name in BITS else seconds(each)
 
     rows = tuple((label, *cells(r.phases)) for label, r in c.results.items())
     return (
@@ -182,12 +183,12 @@ def _to_reach(c: Comparison, measure: Measure) -> list[Table]:
     on_the_clock = simulated(c)
 
     spent: dict[str, Callable[[Reached], str]] = {
-        "MB down / up": lambda one: f"{cell(one.mb_down)} / {cell(one.mb_up)}",
+        "MB down / up": lambda one: f"{fine(one.mb_down)} / {fine(one.mb_up)}",
         "Rounds": lambda one: cell(one.rounds, digits=1),
         f"{'Simulated' if on_the_clock else 'Real'} s": lambda one: seconds(
             one.seconds_simulated if on_the_clock else one.seconds
         ),
-        "MB": lambda one: cell(one.mb),
+        "MB": lambda one: fine(one.mb),
     }
     targeted = {"avg": {n: r.reached_avg for n, r in c.results.items() if r.reached_avg}}
     targeted["the full model"] = {n: r.reached for n, r in c.results.items()}
@@ -235,9 +236,16 @@ def cell(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
     return mean if s.std is None else f"{mean} ± {scale * s.std:,.{digits}f}"
 
 
+def fine(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
+    """`cell`, with as many decimals more, up to six, as show two figures of a small mean: small networks send
+    little."""
+    mean = 0.0 if s is None else abs(scale * s.mean)
+    return cell(s, scale, max(digits, min(6, 1 - math.floor(math.log10(mean)))) if mean > 0 else digits)
+
+
 def seconds(s: Spread | None) -> str:
     """Small values get more decimals: simulated seconds of a small network are small."""
-    return cell(s, digits=0 if s is None or s.mean >= 1000 else 1 if s.mean >= 10 else 3)
+    return cell(s, digits=0) if s is None or s.mean >= 1000 else cell(s, digits=1) if s.mean >= 10 else fine(s, 1, 3)
 
 
 def simulated(c: Comparison) -> bool:

@@ -11,7 +11,7 @@ from fl_engine.fleet.uniformity import NAMES
 from fl_engine.storage.checkpoints import Row
 from flexfleet.comparisons import curves, tabulate
 from flexfleet.comparisons.comparison import Central, Comparison, LocalSpread, OneRun, Score, Spread, Summary, spread
-from flexfleet.comparisons.tables import cell
+from flexfleet.comparisons.tables import cell, fine, seconds
 from flexfleet.files.measure import highest
 from flexfleet.reports import plots, report
 
@@ -107,6 +107,15 @@ def test_means_and_sample_standard_deviations() -> None:
     assert cell(Spread(mean=0.8523, std=0.0051), 100) == "85.23 ± 0.51"
     assert cell(Spread(mean=1234.5, std=None)) == "1,234.50"
     assert cell(None) == report.NONE
+
+
+def test_what_a_small_network_takes_is_not_told_as_nothing() -> None:
+    """MB and seconds have two figures at least; what has no more than the usual decimals anyway stays as it is."""
+    assert fine(Spread(mean=0.000254, std=0.00008)) == "0.00025 ± 0.00008"
+    assert [fine(Spread(mean=each, std=None)) for each in (0.0, 0.1, 12.345)] == ["0.00", "0.10", "12.35"]
+    shown = [seconds(Spread(mean=each, std=None)) for each in (0.000417, 0.034, 2.5, 12.34, 1234.5)]
+    assert shown == ["0.00042", "0.034", "2.500", "12.3", "1,234"]
+    assert fine(None) == seconds(None) == report.NONE
 
 
 # ------------------------------------------------------------------------------------- tables of what it took
