@@ -278,7 +278,6 @@ def tiny_boxes(clients: int = CLIENTS) -> Data:
 TABLE = Source("a made-up table with a number to predict", lambda root: tiny_table())
 SEQUENCES = Source("made-up sequences of tokens in three classes", lambda root: tiny_sequences())
 TEXT = Source("made-up sentences whose next words are to be predicted", lambda root: tiny_text())
-SERIES = Source("made-up series of two sensors in three classes", lambda root: tiny_series())
 BOXES = Source("made-up images of dark and bright rectangles to find", lambda root: tiny_boxes())
 
 KINDS: dict[str, tuple[ModelFamily, Data]] = {

@@ -73,7 +73,7 @@ BRANCHES = {
     11: "AVX512_MIC", 12: "AVX512", 13: "AVX512_MIC_E1", 14: "AVX512_E1",
 }  # fmt: skip
 """MKL's numbers for the values of MKL_CBWR (mkl_types.h)."""
-BRANCH, STRICT = 1, 0x10000
+STRICT = 0x10000
 
 
 @cache

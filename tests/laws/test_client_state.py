@@ -65,7 +65,6 @@ from fl_engine.training.numerics import Numerics
 from flexfleet import config as configs
 from flexfleet.config import load_config
 
-HERE = __name__
 HEADS = PersonalHeads(training=replace(TRAINING, fraction=0.5, epochs=1))
 SITE = tiny_site(HEADS, fleet=tiny_fleet(6))
 PLAN = HEADS.plan(start_of(HEADS, SITE), context_of(SITE, 0, SEED))

@@ -78,7 +78,6 @@ LAYOUT = ParamLayout(
     },
 )
 SHAPES = {"one": (6, 3), "two": (4, 12), "gates": (16,), "free": (5,)}
-SIZE = 6 * 3 + 4 * 12 + 16 + 5
 SECRET, OTHER = bytes(32), bytes([1] + [0] * 31)
 
 

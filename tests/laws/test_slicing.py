@@ -50,7 +50,6 @@ LAYOUT = ParamLayout(
 SHAPES = {"one": (4, 2), "two": (3, 8), "tied": (9, 3), "cube": (2, 3, 4), "free": (5,)}
 SHAPES |= {"gates": (16, 3), "window": (2, 18), "joined": (4, 4), "chain": (16, 2)}
 SHAPES = {name: SHAPES[name] for name in LAYOUT.slots}
-TOTAL = sum(torch.Size(s).numel() for s in SHAPES.values())
 
 
 def numbered() -> Params:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +22,6 @@ from fl_engine.testing.tiny import SEED, TRAINING, context_of, start_of, tiny_si
 SECRET = b"a run's own, which no client has"
 CLIENTS, COORDINATOR = key_of(SECRET), key_of(SECRET, "coordinator")
 ALGORITHM = FlexFL(training=TRAINING)
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class InMemory:
