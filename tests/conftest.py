@@ -29,7 +29,7 @@ from fl_engine.core.contracts import Algorithm, Tracker
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Outcome, RoundPlan
-from fl_engine.data import partitioning as partitions
+from fl_engine.data import partitioning
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
@@ -258,7 +258,7 @@ class TinyJob:
 
         self.data = Data("tiny", Classification(3), *part(64), *part(20), (0.5,), (0.3,))
         self.family = SmallCNN((1, 8, 8), 3, width=0.25)
-        self.partition = partitions.partition(self.data, "iid", 6, 0.0625, self.seed, minimum=10)
+        self.partition = partitioning.partition(self.data, "iid", 6, 0.0625, self.seed, minimum=10)
         tiers = (Tier("weak", 0.5, 60.0, (8.0,)), Tier("strong", 0.5, 110.0, (8.0,)))
         self.fleet = devices.fleet(tiers, 6, self.seed)
         self.algorithm = FlexFL(
@@ -503,7 +503,7 @@ def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(run_module, "report", page)
-    monkeypatch.setattr(partitions, "draw", lambda *_: None)
+    monkeypatch.setattr(partitioning, "draw", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

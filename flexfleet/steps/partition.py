@@ -9,8 +9,7 @@ from pathlib import Path
 
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import PartitionError
-from fl_engine.data import local
-from fl_engine.data import partitioning as partitions
+from fl_engine.data import local, partitioning
 from fl_engine.data.files import fingerprint
 from fl_engine.data.held_out import hold_out
 from fl_engine.data.manual import owners
@@ -41,14 +40,14 @@ def partition(resolved: Resolved, out: Path) -> Path:
         )
     parts = cut(resolved)
     if parts.rule == local.LOCAL:
-        return partitions.save(parts, out)
+        return partitioning.save(parts, out)
     if parts.clusters is not None:
         keep_clusters(resolved.config, resolved.data, parts.clusters)
     if resolved.config.noise.labels:
         _ = resolved.family  # raises where the network does not fit the data
         parts = noisy(resolved.config, resolved.data, parts, held_out(resolved.config, parts)[1])
-    partitions.draw(parts.counts, out / "partition.svg", parts.label)
-    return partitions.save(parts, out)
+    partitioning.draw(parts.counts, out / "partition.svg", parts.label)
+    return partitioning.save(parts, out)
 
 
 def cut(resolved: Resolved) -> Partition:
@@ -63,7 +62,7 @@ def cut(resolved: Resolved) -> Partition:
             "server: set partition.proxy_shared=false, or noise.labels=0"
         )
     owner = owners(Path(p.map), len(resolved.data.train_y)) if p.rule == "manual" and p.map is not None else None
-    return partitions.partition(
+    return partitioning.partition(
         resolved.data,
         p.rule,
         p.clients,
