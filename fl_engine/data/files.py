@@ -78,16 +78,12 @@ def absent(root: Path, files: Sequence[str]) -> tuple[Path, ...]:
 
 def require(name: str, root: Path, files: Sequence[str], url: str) -> None:
     """Raises DataError unless all `files` (relative to `root`) exist."""
-    _require(name, root, files, f"Run `flexfleet fetch {name}`, or download {url} and put the files there")
+    require_by_hand(name, root, files, f"Run `flexfleet fetch {name}`, or download {url} and put the files there")
 
 
 def require_by_hand(name: str, root: Path, files: Sequence[str], how: str) -> None:
     """As `require`, for a data set that its user downloads: `how` says what, from where, how much, and where to put
     it."""
-    _require(name, root, files, how)
-
-
-def _require(name: str, root: Path, files: Sequence[str], how: str) -> None:
     if missing := absent(root, files):
         more = [f"{len(missing) - MOST_NAMED} more"] if len(missing) > MOST_NAMED else []
         raise DataError(
