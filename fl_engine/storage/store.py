@@ -203,10 +203,11 @@ def _removed(folder: Path) -> bool:
 
 
 class MemoryStore:
-    """A store in this process's memory. Puts and deletions are whole or not at all, as FolderStore's are."""
+    """A store in this process's memory, which begins with `files`, by key, and keeps its own there. Puts and deletions
+    are whole or not at all, as FolderStore's are."""
 
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
+    def __init__(self, files: dict[str, bytes] | None = None) -> None:
+        self.files = {} if files is None else files
 
     def put(self, key: str, value: Value) -> None:
         self.files[key] = bytes(value)

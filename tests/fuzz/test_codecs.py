@@ -16,11 +16,10 @@ from fl_engine.exchange import coding
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import Manifest, signed
-from fl_engine.storage.store import encode, sha256
+from fl_engine.storage.store import MemoryStore, encode, sha256
 from fl_engine.testing.codecs import Deflated
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
 from tests.fuzz.mutations import answer, damaged, in_time, json_like, law
-from tests.fuzz.test_ledger import Memory
 
 ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))
 SITE = tiny_site(ALGORITHM)
@@ -34,12 +33,12 @@ BASE = f"rounds/00000/updates/{CLIENT}"
 ORDER = f"rounds/00000/orders/{CLIENT}.json"
 ORDERED: dict[Codec, dict[str, bytes]] = {codec: {} for codec in PLANS}
 for codec, plan in PLANS.items():
-    Mailbox(Memory(ORDERED[codec])).put_orders(plan)
+    Mailbox(MemoryStore(ORDERED[codec])).put_orders(plan)
 JSON = json.loads(ORDERED[Half()][ORDER])
 
 
 def mailbox_of(files: dict[str, bytes]) -> Mailbox:
-    return Mailbox(Memory(files), rules=replace(SITE.rules, algorithm=ALGORITHM))
+    return Mailbox(MemoryStore(files), rules=replace(SITE.rules, algorithm=ALGORITHM))
 
 
 @law(60)

@@ -25,7 +25,7 @@ from fl_engine.exchange.updates import Manifest, key_of, signed
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.storage import checkpoints
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.store import FolderStore, decode, encode, sha256
+from fl_engine.storage.store import FolderStore, MemoryStore, decode, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
 from tests.fuzz.mutations import altered, answer, anything, damaged, in_time, json_like, law, texts
 
@@ -40,47 +40,16 @@ SECRET = b"a run's own"
 ROUNDS = 6
 
 
-class Memory(FolderStore):
-    """In a dict, for speed."""
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        super().__init__("memory")
-        self.files = files
-
-    def put(self, key: str, value: bytes) -> None:
-        self.files[key] = bytes(value)
-
-    def create(self, key: str, value: bytes) -> bool:
-        return self.files.setdefault(key, value) is value
-
-    def get(self, key: str, limit: int | None = None) -> bytes:
-        if key not in self.files:
-            raise IntegrityError(f"{self.uri(key)} is missing")
-        if limit is not None and len(self.files[key]) > limit:
-            raise IntegrityError(f"{self.uri(key)} holds {len(self.files[key])} bytes, at most {limit} were expected")
-        return self.files[key]
-
-    def list(self, prefix: str) -> list[str]:
-        return sorted(k for k in self.files if k.startswith(prefix))
-
-    def delete(self, *keys: str) -> None:
-        for key in keys:
-            self.files.pop(key, None)
-
-    def sweep(self, prefix: str) -> None:
-        """Nothing to do."""
-
-
 def ledger_of(files: dict[str, bytes], checked: bool) -> Ledger:
     """`checked`: with keys and rules, as where clients are pods; else as in worker processes."""
     if not checked:
-        return ledger_in(Memory(files))
-    return ledger_in(Memory(files), rules=replace(SITE.rules, algorithm=ALGORITHM), key=key_of(SECRET))
+        return ledger_in(MemoryStore(files))
+    return ledger_in(MemoryStore(files), rules=replace(SITE.rules, algorithm=ALGORITHM), key=key_of(SECRET))
 
 
 # ------------------------------------------------------------------------------------------------------ orders
 ORDERED: dict[str, bytes] = {}
-Mailbox(Memory(ORDERED)).put_orders(PLAN)
+Mailbox(MemoryStore(ORDERED)).put_orders(PLAN)
 ORDER_KEY = f"rounds/00000/orders/{ORDER.client}.json"
 ORDER_JSON = json.loads(ORDERED[ORDER_KEY])
 OTHERS = [key for key in ORDERED if key.endswith(".json") and key != ORDER_KEY]
@@ -95,7 +64,7 @@ OTHERS = [key for key in ORDERED if key.endswith(".json") and key != ORDER_KEY]
 @example(json.dumps(ORDER_JSON | {"spec": {"keep": {"conv": [0.5, 1.5]}, "blocks": None}}).encode())
 @example(json.dumps(ORDER_JSON | {"payload": "../../x", "client": -1}).encode())
 def test_an_order_is_the_one_that_was_given_or_its_file_is_named(content: bytes) -> None:
-    ledger = ledger_in(Memory(ORDERED | {ORDER_KEY: content}))
+    ledger = ledger_in(MemoryStore(ORDERED | {ORDER_KEY: content}))
     found = answer(lambda: ledger.mailbox.orders(0, [ORDER.client]), "rounds/00000/orders/", kind=IntegrityError)
     if found is not None:
         (found,) = found.values()
@@ -110,7 +79,7 @@ def test_an_order_is_the_one_that_was_given_or_its_file_is_named(content: bytes)
 @given(st.sampled_from([key for key in ORDERED if key.endswith(".safetensors")]), st.data())
 def test_what_an_order_sends_is_what_was_put_or_the_file_is_named(key: str, data: st.DataObject) -> None:
     content = data.draw(damaged(ORDERED[key][:2000]) | st.sampled_from(sorted(ORDERED.values())))
-    ledger = ledger_in(Memory(ORDERED | {key: content}))
+    ledger = ledger_in(MemoryStore(ORDERED | {key: content}))
     for order in PLAN.orders:
         found = answer(lambda order=order: ledger.mailbox.orders(0, [order.client]), key, kind=IntegrityError)  # type: ignore[misc]
         if found is not None:

@@ -45,7 +45,7 @@ from fl_engine.exchange.updates import (
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds.answers import Answers
 from fl_engine.storage.pieces import laid_out, padded
-from fl_engine.storage.store import FolderStore, canonical, decode, encode, sha256
+from fl_engine.storage.store import MemoryStore, canonical, decode, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
 
 SECRET = b"a run's own"
@@ -61,33 +61,8 @@ BASE = f"rounds/00000/updates/{ORDER.client}"
 FILES: dict[str, bytes] = {}
 
 
-class Memory(FolderStore):
-    """In a dict, for speed."""
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        super().__init__("memory")
-        self.files = files
-
-    def put(self, key: str, value: bytes) -> None:
-        self.files[key] = bytes(value)
-
-    def get(self, key: str, limit: int | None = None) -> bytes:
-        if key not in self.files:
-            raise IntegrityError(f"{key} is missing")
-        if limit is not None and len(self.files[key]) > limit:
-            raise IntegrityError(f"{key} holds {len(self.files[key])} bytes, at most {limit} were expected")
-        return self.files[key]
-
-    def list(self, prefix: str) -> list[str]:
-        return sorted(k for k in self.files if k.startswith(prefix))
-
-    def delete(self, *keys: str) -> None:
-        for key in keys:
-            self.files.pop(key, None)
-
-
 def ledger_of(files: dict[str, bytes]) -> Mailbox:
-    return Mailbox(Memory(files), rules=replace(SITE.rules, algorithm=ALGORITHM), key=key_of(SECRET))
+    return Mailbox(MemoryStore(files), rules=replace(SITE.rules, algorithm=ALGORITHM), key=key_of(SECRET))
 
 
 def honest_files() -> dict[str, bytes]:
@@ -170,9 +145,9 @@ def test_a_client_that_prunes_can_send_that_length_too() -> None:
     base = f"rounds/00000/updates/{order.client}"
     lengths = {f"{base}.safetensors": payload_bytes(order), f"{base}.json": manifest_bytes(order)}
     files: dict[str, bytes] = {}
-    Mailbox(Memory(files), key=key_of(SECRET), lengths=lengths).put_outcome(PLAN, outcome)
+    Mailbox(MemoryStore(files), key=key_of(SECRET), lengths=lengths).put_outcome(PLAN, outcome)
     rules = replace(SITE.rules, algorithm=ALGORITHM, seed=None)  # it has looked at what is free
-    found = Mailbox(Memory(files), rules=rules, key=key_of(SECRET)).receive(PLAN, order.client)
+    found = Mailbox(MemoryStore(files), rules=rules, key=key_of(SECRET)).receive(PLAN, order.client)
     assert_same_outcomes([found], [outcome])
 
 
@@ -180,12 +155,12 @@ def test_where_a_store_takes_one_length_alone_answers_have_it() -> None:
     lengths = {f"{BASE}.safetensors": payload_bytes(ORDER), f"{BASE}.json": manifest_bytes(ORDER)}
     for outcome in (HONEST, ClientFailure(0, ORDER.client, "train", "no")):
         files: dict[str, bytes] = {}
-        Mailbox(Memory(files), key=key_of(SECRET), lengths=lengths).put_outcome(PLAN, outcome)
+        Mailbox(MemoryStore(files), key=key_of(SECRET), lengths=lengths).put_outcome(PLAN, outcome)
         assert {key: len(value) for key, value in files.items()}.items() <= lengths.items()
         assert_same_outcomes([ledger_of(files).receive(PLAN, ORDER.client)], [outcome])
 
 
-class Refusing(Memory):
+class Refusing(MemoryStore):
     """Refuses to read some keys, from the `after`-th such read to the one before `until`."""
 
     def __init__(
@@ -350,7 +325,7 @@ def test_a_client_does_not_say_what_the_coordinator_says(stage: str) -> None:
 @pytest.mark.parametrize("stage", ["pod", "validate", "straggle"])
 def test_what_the_coordinator_says_of_a_client_is_kept(stage: Any) -> None:
     own = key_of(SECRET, "coordinator")
-    ledger = Mailbox(Memory({}), key=key_of(SECRET), own=own)
+    ledger = Mailbox(MemoryStore({}), key=key_of(SECRET), own=own)
     failure = ClientFailure(0, ORDER.client, stage, "said by the coordinator", "norm")
     ledger.put_outcome(PLAN, failure)
     assert ledger.outcome(PLAN, ORDER.client) == failure
@@ -387,7 +362,7 @@ def test_the_key_of_one_order_signs_no_answer_to_another() -> None:
     """A client keeps the keys of all the orders that it was ever given."""
     for other in (replace(ORDER, round=1), replace(ORDER, seed=ORDER.seed + 1), replace(ORDER, level=1 - ORDER.level)):
         plan, files = RoundPlan(other.round, (other,)), dict[str, bytes]()
-        given = Mailbox(Memory(files), key=lambda _: KEY)  # what the client does with the key that it has
+        given = Mailbox(MemoryStore(files), key=lambda _: KEY)  # what the client does with the key that it has
         given.put_outcome(plan, replace(HONEST, round=other.round))
         found = ledger_of(files).receive(plan, ORDER.client)
         assert isinstance(found, ClientFailure) and found.reason.startswith("signature:")
@@ -396,7 +371,7 @@ def test_the_key_of_one_order_signs_no_answer_to_another() -> None:
 def test_a_client_cannot_sign_as_the_coordinator() -> None:
     """Else it could say of itself that its pod failed, or of its update that it was not looked at."""
     ledger = Mailbox(
-        Memory(lying(spec=None, sha256=None, stage="pod", reason="lost")),
+        MemoryStore(lying(spec=None, sha256=None, stage="pod", reason="lost")),
         key=key_of(SECRET),
         own=key_of(SECRET, "coordinator"),
     )
@@ -426,7 +401,7 @@ def test_an_answer_that_is_replaced_after_the_round_was_closed_does_not_count(la
 def test_what_a_round_was_closed_with_counts_whoever_was_asked(before: bool, after: bool, what: str) -> None:
     """Clients of this machine sign with no key, those in pods do: a run may go on with the others."""
     files: dict[str, bytes] = {}
-    ours = {False: Mailbox(Memory(files)), True: ledger_of(files)}
+    ours = {False: Mailbox(MemoryStore(files)), True: ledger_of(files)}
     plan = replace(PLAN, orders=(ORDER,))
     answer = HONEST if what == "an update" else ClientFailure(0, ORDER.client, "prune", "nothing fits")
     ours[before].put_outcome(plan, answer)
@@ -471,7 +446,7 @@ def test_an_update_in_place_of_a_failure_is_what_a_round_is_closed_with() -> Non
 def test_answers_that_nobody_signed_are_deleted_when_pods_are_asked_again() -> None:
     """Else the pods that are asked would count as having given them."""
     files: dict[str, bytes] = {}
-    Mailbox(Memory(files)).put_outcome(PLAN, HONEST)
+    Mailbox(MemoryStore(files)).put_outcome(PLAN, HONEST)
     ledger = ledger_of(files)
     assert ledger.answered(0) == {ORDER.client} and list(ledger.finished(PLAN)) == []
     assert ledger.answered(0) == set() and not files
@@ -515,7 +490,7 @@ def test_where_devices_look_at_their_memory_any_that_can_be_is_taken() -> None:
 
     def said(free: float) -> str:
         files = lying(metrics={**dict(HONEST.metrics), "free": free})
-        found = Mailbox(Memory(files), rules=rules, key=key_of(SECRET)).receive(PLAN, ORDER.client)
+        found = Mailbox(MemoryStore(files), rules=rules, key=key_of(SECRET)).receive(PLAN, ORDER.client)
         return found.reason.partition(":")[0] if isinstance(found, ClientFailure) else "taken"
 
     assert said(HONEST.metrics["free"] + 1e-3) == "taken"
@@ -527,7 +502,7 @@ def test_of_an_algorithm_that_is_not_known_only_the_bounds_are() -> None:
 
     def said(**metrics: float) -> str:
         files = lying(metrics={**dict(HONEST.metrics), **metrics})
-        found = Mailbox(Memory(files), rules=rules, key=key_of(SECRET)).receive(PLAN, ORDER.client)
+        found = Mailbox(MemoryStore(files), rules=rules, key=key_of(SECRET)).receive(PLAN, ORDER.client)
         return found.reason.partition(":")[0] if isinstance(found, ClientFailure) else "taken"
 
     assert said(steps=7.0, macs=1e9) == "taken"
@@ -543,7 +518,7 @@ def test_what_an_order_makes_is_what_an_honest_client_says(name: str) -> None:
         site = tiny_site(algorithm)
         plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
         files: dict[str, bytes] = {}
-        ledger = Mailbox(Memory(files), rules=replace(site.rules, algorithm=algorithm))
+        ledger = Mailbox(MemoryStore(files), rules=replace(site.rules, algorithm=algorithm))
         for order in plan.orders:
             outcome = execute(algorithm, order, site)
             ledger.put_outcome(plan, outcome)
@@ -564,7 +539,7 @@ def with_statistics(kind: str, value: float) -> ClientFailure | ClientUpdate:
     assert isinstance(honest, ClientUpdate)
     name = next(name for name in honest.payload if name.endswith(kind))
     payload = {**honest.payload, name: poisoned(value)(honest.payload[name].clone())}
-    ledger = Mailbox(Memory({}), rules=replace(STATIC_SITE.rules, algorithm=ALGORITHM))
+    ledger = Mailbox(MemoryStore({}), rules=replace(STATIC_SITE.rules, algorithm=ALGORITHM))
     ledger.put_outcome(STATIC_PLAN, replace(honest, payload=payload))
     found = ledger.receive(STATIC_PLAN, order.client)
     assert isinstance(found, ClientUpdate | ClientFailure)
@@ -683,7 +658,7 @@ def test_a_device_that_counts_its_own_samples_weighs_as_much_as_it_may_claim() -
     known = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 120.0, 0.0) for c in range(20)))
     state = start_of(algorithm, known)
     plan, liar = algorithm.plan(state, context_of(known, 0, SEED)), 0
-    box = Mailbox(Memory({}), replace(replace(known, most=most).rules, algorithm=algorithm), key_of(SECRET))
+    box = Mailbox(MemoryStore({}), replace(replace(known, most=most).rules, algorithm=algorithm), key_of(SECRET))
     assert box.key is not None
     order = plan.order_of[liar]
     honest = execute(algorithm, order, known)

@@ -27,12 +27,12 @@ from fl_engine.rounds import loop as rounds
 from fl_engine.rounds import run as rounds_run
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import MemoryStore
 from fl_engine.testing.tiny import SEED, context_of, start_of, tiny_site
 from fl_engine.testing.tracker import Memory
 from flexfleet.steps import model_pool, partition, pretrain
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.site import initial_state, site_of
-from tests.harness.attacks.scene import InMemory
 from tests.harness.attacks.table import Attack
 
 LOST, LOST_OF_DIGITS, LOST_AT_WORST = 0.1, 0.03, 0.2
@@ -166,7 +166,7 @@ def _digits(name: Name) -> Job:
 
 def run(of: Job, liar: Liar | None) -> Run:
     """Makes a run with the defaults of `rounds`; without a liar, an honest one."""
-    backend, tracker, ledger = Hostile(of.site, of.algorithm, liar), Memory(), ledger_in(InMemory())
+    backend, tracker, ledger = Hostile(of.site, of.algorithm, liar), Memory(), ledger_in(MemoryStore())
     rounds.federate(
         rounds_run.Run(of.algorithm, of.site, RoundsConfig(stop=of.stop, evaluate_every=of.stop, commit_every=of.stop)),
         of.start,
@@ -253,7 +253,7 @@ def cohort_from_the_seed() -> str | None:
         ),
         start,
         backend,
-        ledger_in(InMemory()),
+        ledger_in(MemoryStore()),
         Memory(),
     )
     guessed = [

@@ -10,50 +10,17 @@ from typing import Any
 from torch import Tensor
 
 from fl_engine.algorithms import FlexFL
-from fl_engine.core.errors import IntegrityError
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Closed, Mailbox
 from fl_engine.exchange.updates import KeyOf, Manifest, key_of, signed
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.storage.store import Store, check_size, encode, sha256
+from fl_engine.storage.store import MemoryStore, Store, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, context_of, start_of, tiny_site
 
 SECRET = b"a run's own, which no client has"
 CLIENTS, COORDINATOR = key_of(SECRET), key_of(SECRET, "coordinator")
 ALGORITHM = FlexFL(training=TRAINING)
-
-
-class InMemory:
-    """A store in a dict."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-
-    def create(self, key: str, value: bytes) -> bool:
-        return self.files.setdefault(key, value) is value
-
-    def delete(self, *keys: str) -> None:
-        for key in keys:
-            self.files.pop(key, None)
-
-    def sweep(self, prefix: str) -> None:
-        """Nothing to do: no write is ever cut off."""
-
-    def uri(self, key: str = "") -> str:
-        return f"memory/{key}"
-
-    def put(self, key: str, value: bytes) -> None:
-        self.files[key] = bytes(value)
-
-    def get(self, key: str, limit: int | None = None) -> bytes:
-        if key not in self.files:
-            raise IntegrityError(f"{key} is missing")
-        check_size(key, len(self.files[key]), limit)
-        return self.files[key]
-
-    def list(self, prefix: str) -> list[str]:
-        return sorted(key for key in self.files if key.startswith(prefix))
 
 
 @dataclass(frozen=True)
@@ -102,7 +69,7 @@ class Scene:
     def files(self, *, key: bytes | None = None, payload: bytes | None = None, **said: Any) -> dict[str, bytes]:
         """The files of the honest answer, with another payload or other fields of the manifest; signed with the order's
         own key or another `key`."""
-        store = InMemory()
+        store = MemoryStore()
         self.ledger(store, own=None).put_outcome(self.plan, self.honest)
         manifest = Manifest.model_validate_json(store.files[f"{self.base}.json"])
         value = store.files[f"{self.base}.safetensors"] if payload is None else payload
@@ -117,7 +84,7 @@ class Scene:
     def taken(self, files: Mapping[str, bytes]) -> str | None:
         """What the coordinator accepts of these files; None if the answer counts as this client's failure, and the
         client is asked again on resume."""
-        store = InMemory()
+        store = MemoryStore()
         store.files |= files
         found = self.ledger(store).receive(self.plan, self.client)
         if not isinstance(found, ClientFailure):

@@ -18,9 +18,9 @@ from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import ClientFailure, ClientUpdate, Params, SubmodelSpec
 from fl_engine.exchange import updates
 from fl_engine.exchange.updates import key_of, payload_bytes
-from fl_engine.storage.store import encode
+from fl_engine.storage.store import MemoryStore, encode
 from fl_engine.testing.tiny import assert_same_outcomes
-from tests.harness.attacks.scene import CLIENTS, InMemory, Scene
+from tests.harness.attacks.scene import CLIENTS, Scene
 from tests.harness.attacks.table import Attack
 
 scene = cache(Scene.open)
@@ -29,7 +29,7 @@ INFINITE = float("inf")
 
 def control() -> None:
     """Checks that the honest answer is accepted unchanged; else a refusal would prove nothing."""
-    store = InMemory()
+    store = MemoryStore()
     store.files |= scene().files()
     assert_same_outcomes([scene().ledger(store).receive(scene().plan, scene().client)], [scene().honest])
 
@@ -82,7 +82,7 @@ def replay_of_another_order() -> str | None:
 
 def late(change: Callable[[Scene], dict[str, bytes]]) -> str | None:
     """Changes files after the round was closed. The merge has to get what the round was closed with, or nothing."""
-    s, store = scene(), InMemory()
+    s, store = scene(), MemoryStore()
     store.files |= s.files()
     closed = s.closed(store)
     store.files |= change(s)
@@ -106,7 +106,7 @@ def garbage(s: Scene) -> dict[str, bytes]:
 
 def first_answer_late() -> str | None:
     """Sends an answer after the round was closed without it."""
-    s, store = scene(), InMemory()
+    s, store = scene(), MemoryStore()
     closed = s.closed(store)
     store.files |= s.files()
     found = s.merged(store, closed)
@@ -115,7 +115,7 @@ def first_answer_late() -> str | None:
 
 def other_metrics_late() -> str | None:
     """Metrics decide weights in the mean, clocks and selection. Late ones change nothing, and make nobody fail."""
-    s, store = scene(), InMemory()
+    s, store = scene(), MemoryStore()
     store.files |= s.files()
     closed = s.closed(store)
     honest = dict(s.merged(store, closed).metrics)  # type: ignore[union-attr]
@@ -127,7 +127,7 @@ def other_metrics_late() -> str | None:
 
 
 def as_coordinator(stage: str) -> str | None:
-    s, store = scene(), InMemory()
+    s, store = scene(), MemoryStore()
     store.files |= s.files(spec=None, sha256=None, stage=stage, reason="lost")
     found = s.ledger(store).receive(s.plan, s.client)
     honest_stages = ("drop", "prune", "train", "validate")
@@ -248,7 +248,7 @@ def no_number() -> str | None:
 
 def unprintable() -> str | None:
     """Reasons are printed in terminals and logs, where a line break forges a line, and an override reverses one."""
-    s, store = scene(), InMemory()
+    s, store = scene(), MemoryStore()
     reason = "out of\nmemory\x1b[2J\r\x07 \u202egnp.exe \u2066x\u2069 \x85 \u2028 done"
     store.files |= s.files(spec=None, sha256=None, stage="train", reason=reason)
     found = s.ledger(store).receive(s.plan, s.client)
