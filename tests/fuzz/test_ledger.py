@@ -5,13 +5,16 @@ A damaged run goes on only when told to, and then has the bits of one that was n
 
 from __future__ import annotations
 
+import hmac
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -25,7 +28,7 @@ from fl_engine.exchange.updates import Manifest, key_of, signed
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.storage import checkpoints
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.store import FolderStore, MemoryStore, decode, encode, sha256
+from fl_engine.storage.store import FolderStore, MemoryStore, canonical, decode, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
 from tests.fuzz.mutations import altered, answer, anything, damaged, in_time, json_like, law, texts
 
@@ -37,6 +40,7 @@ ORDER = PLAN.orders[0]
 HONEST = execute(ALGORITHM, ORDER, SITE)
 assert isinstance(HONEST, ClientUpdate)
 SECRET = b"a run's own"
+KEY = key_of(SECRET)(ORDER)
 ROUNDS = 6
 
 
@@ -144,6 +148,8 @@ def test_an_answer_is_an_outcome_whatever_its_files_hold(checked: bool, data: st
     with in_time():
         received = ledger_of(files, checked).mailbox.receive(PLAN, ORDER.client)
         assert isinstance(received, ClientUpdate | ClientFailure)
+        if checked and isinstance(received, ClientFailure):
+            assert received.stage == "validate"
         assert len(list(ledger_of(files, checked).mailbox.finished(PLAN))) <= 1
     found = answer(lambda: ledger_of(files, checked).mailbox.outcome(PLAN, ORDER.client), BASE, kind=IntegrityError)
     if isinstance(received, ClientUpdate):
@@ -153,12 +159,42 @@ def test_an_answer_is_an_outcome_whatever_its_files_hold(checked: bool, data: st
             assert_same_bits(found.payload, HONEST.payload)
 
 
+@law(200)
+@given(damaged(HONEST_FILES[True][f"{BASE}.safetensors"]))
+def test_what_a_liar_has_signed_is_other_numbers_at_most(content: bytes) -> None:
+    """Nothing but the reader stands between its bytes and the coordinator."""
+    manifest = Manifest.model_validate(MANIFEST[True] | {"sha256": sha256(content), "signature": None})
+    files = {f"{BASE}.json": signed(manifest, KEY).model_dump_json().encode(), f"{BASE}.safetensors": content}
+    with in_time():
+        found = ledger_of(files, True).mailbox.receive(PLAN, ORDER.client)
+    if isinstance(found, ClientUpdate):
+        kinds = {name: (t.dtype, t.shape) for name, t in HONEST.payload.items()}
+        assert {name: (t.dtype, t.shape) for name, t in found.payload.items()}.items() <= kinds.items()
+        assert all(bool(torch.isfinite(t).all()) for t in found.payload.values())
+    else:
+        assert isinstance(found, ClientFailure) and found.stage == "validate"
+
+
+@law(200)
+@given(st.sampled_from(sorted(Manifest.model_fields)), anything)
+def test_whatever_a_liar_has_signed_in_a_field_is_an_outcome(field: str, value: Any) -> None:
+    said = {key: each for key, each in (MANIFEST[True] | {field: value}).items() if key != "signature"}
+    with suppress(ValueError):  # a number that is not finite cannot be signed
+        said["signature"] = hmac.new(KEY, canonical(said), "sha256").hexdigest()
+    if field == "signature":
+        said[field] = value
+    files = HONEST_FILES[True] | {f"{BASE}.json": json.dumps(said).encode()}
+    with in_time():
+        found = ledger_of(files, True).mailbox.receive(PLAN, ORDER.client)
+    assert isinstance(found, ClientUpdate | ClientFailure)
+
+
 @pytest.mark.parametrize("checked", [True, False], ids=["with keys", "without"])
 @pytest.mark.parametrize("spec", [*NO_SPECS, *OTHER_SPECS], ids=str)
 def test_a_sub_model_that_is_none_is_a_failure(checked: bool, spec: Any) -> None:
     """Without rules nobody knows the network, and one of another network is one."""
     manifest = Manifest.model_validate(MANIFEST[checked] | {"spec": spec, "signature": None})
-    content = signed(manifest, key_of(SECRET)(ORDER) if checked else None).model_dump_json().encode()
+    content = signed(manifest, KEY if checked else None).model_dump_json().encode()
     found = ledger_of(HONEST_FILES[checked] | {f"{BASE}.json": content}, checked).mailbox.receive(PLAN, ORDER.client)
     if checked or spec in NO_SPECS:
         assert isinstance(found, ClientFailure) and found.stage == "validate" and found.reason.startswith("spec: ")
