@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from fl_engine.algorithms import ALGORITHMS, FedAvg, FlexFL
 from fl_engine.core.errors import ClientError, EnvironmentFailure, IntegrityError, Refused, brief, printable
-from fl_engine.core.slicing import is_statistic, take
+from fl_engine.core.slicing import take
 from fl_engine.core.types import (
     ClientFailure,
     ClientUpdate,
@@ -31,7 +31,6 @@ from fl_engine.core.workload import macs, steps
 from fl_engine.exchange.acceptance import Moved
 from fl_engine.exchange.client import delivered, execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.movement import Movements, movement, size_of
 from fl_engine.exchange.server import ServerSite
 from fl_engine.exchange.updates import (
     Manifest,
@@ -566,14 +565,7 @@ def test_statistics_that_can_be_are_taken(kind: str, value: float) -> None:
     assert isinstance(with_statistics(kind, value), ClientUpdate)
 
 
-# ----------------------------------------------------------------------------------------------------- norms
-def moved_by(weights: float, statistics: float = 0.0) -> ClientUpdate:
-    """An update of the network with statistics, each of whose numbers moved by so much."""
-    order = STATIC_PLAN.orders[0]
-    payload = {n: t + (statistics if is_statistic(n) else weights) for n, t in order.payload.items()}
-    return ClientUpdate(0, order.client, order.spec, payload, 8, {})
-
-
+# ------------------------------------------------------------------------------------------ its number of samples
 def test_a_device_that_counts_its_own_samples_weighs_as_much_as_it_may_claim() -> None:
     """With partition.rule=local: 19 clients of 8 samples that stay where they are, and one that claims partition.most,
     and the steps and multiply-adds of so many, and moves by 1. So the mean moves by the liar's weight."""
@@ -611,49 +603,3 @@ def test_a_device_that_counts_its_own_samples_weighs_as_much_as_it_may_claim() -
     weights = torch.cat([(merged.params[n] - state.params[n]).flatten() for n in honest.payload])
     assert len(plan.orders) == 20 and weights.mean().item() == pytest.approx(most / (most + 19 * 8), abs=1e-4)
     assert f"{weights.mean().item():.2%}" == "99.85%", "docs/reliability.md says so"
-
-
-def test_how_far_an_update_moved() -> None:
-    """Weights and statistics apart: what one kind did is not seen in the other."""
-    order, layout = STATIC_PLAN.orders[0], STATIC_SITE.layout
-    weights = sum(t.numel() for name, t in order.payload.items() if not is_statistic(name))
-    assert movement(moved_by(0.0), order, layout) == Moved(0.0, 0.0)
-    assert movement(moved_by(2.0), order, layout) == (pytest.approx(2 * weights**0.5), 0.0, 1.0)
-    assert movement(moved_by(0.0, 3.0), order, layout) == (0.0, pytest.approx(3.0), 1.0)
-    assert isinstance(HONEST, ClientUpdate)
-    weights, statistics, steps = movement(HONEST, ORDER, SITE.layout)
-    assert weights > 0 and statistics == 0.0, "a network without statistics"
-    assert steps == HONEST.metrics["steps"] > 1
-
-
-def test_how_far_is_the_same_bits_in_whatever_order_of_axes() -> None:
-    """Networks train channels last; what comes from a file is not."""
-    order, layout = STATIC_PLAN.orders[0], STATIC_SITE.layout
-    honest = execute(ALGORITHM, order, STATIC_SITE)
-    assert isinstance(honest, ClientUpdate)
-    last = torch.channels_last
-    other = {n: t.contiguous(memory_format=last) if t.dim() == 4 else t for n, t in honest.payload.items()}
-    assert any(not t.is_contiguous() for t in other.values())
-    assert movement(replace(honest, payload=other), order, layout) == movement(honest, order, layout)
-
-
-@pytest.mark.parametrize("held", [0, 2**20])
-def test_together_or_alone_updates_moved_as_far_to_the_bit(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
-    """Of two kinds, one after the other, whether one waits for others or not."""
-    monkeypatch.setattr("fl_engine.exchange.movement.WAITING_BYTES", held)
-    generator, plan, layout = torch.Generator().manual_seed(1), STATIC_PLAN, STATIC_SITE.layout
-    movements, alone = Movements(plan, layout), {}
-    for order in plan.orders:
-        payload = {n: t + torch.randn(t.shape, generator=generator) for n, t in order.payload.items()}
-        if order.client % 3 == 0:
-            payload.popitem()
-        update = ClientUpdate(0, order.client, order.spec, payload, 8, {"steps": float(order.client)})
-        alone[order.client] = movement(update, order, layout)
-        movements.add(update)
-    assert len(alone) > 2 and movements.all() == alone
-    assert list(movements.all()) == list(alone), "in the order in which they came"
-
-
-def test_how_large_a_model_is() -> None:
-    params = {"w": torch.tensor([3.0, -3.0]), "bn.running_var": torch.tensor([1.0]), "bn.running_mean": torch.zeros(1)}
-    assert size_of(params) == (pytest.approx(18**0.5), pytest.approx(0.5**0.5), 1.0)
