@@ -1,18 +1,14 @@
-"""`flexfleet.run` from Python: the command line's bits, in a process that stays as it was."""
+"""`flexfleet.run` from Python: the command line's bits, what may be asked for, and what is said."""
 
 from __future__ import annotations
 
 import json
 import logging
-import random
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +21,15 @@ import flexfleet as ff
 from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
-from fl_engine.training.numerics import flushes_now
 from flexfleet.api import running
 from flexfleet.api.asked import Default, config_of, name_of
 from flexfleet.api.errors import in_python
 from flexfleet.api.errors import told as in_a_call
 from flexfleet.api.tables import Rows, to_html
 from flexfleet.config.factors import factors_of
+from tests.harness.from_python import OPTIONS, SMALL
 
-OPTIONS = {"tracking.mlflow": None, "pretrain.epochs": 1, "dataset.train_samples": 300, "dataset.test_samples": 100}
-SMALL: dict[str, Any] = {"clients": 4, "rounds": 2, "local_epochs": 1, "options": OPTIONS, "progress": False}
+TWO_ROUNDS: dict[str, Any] = {**SMALL, "rounds": 2}
 ROOT = Path(__file__).parents[2]
 
 
@@ -58,7 +53,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def result(store: Path) -> ff.Result:
-    return ff.run(run_id="first", **SMALL)
+    return ff.run(run_id="first", **TWO_ROUNDS)
 
 
 # ------------------------------------------------------------------------------------------------------ a run
@@ -125,7 +120,7 @@ def test_the_confusion_counts_every_test_sample(result: ff.Result) -> None:
 
 
 def test_more_rounds_are_those_of_a_longer_run(result: ff.Result) -> None:
-    short = ff.run(run_id="short", **{**SMALL, "rounds": 1})
+    short = ff.run(run_id="short", **SMALL)
     assert len(short.history) == 1 and short.model_sha256 != result.model_sha256
     assert short.resume(2, progress=False).model_sha256 == result.model_sha256
     with pytest.raises(ff.ConfigError, match="cannot go back"):
@@ -178,9 +173,9 @@ def test_a_round_of_devices_that_look_at_their_memory_is_not_computed_again(resu
 
 
 def test_an_algorithm_of_ones_own_is_a_class_or_an_object(store: Path) -> None:
-    plain = ff.run(algorithm=AllLarge, **SMALL)
+    plain = ff.run(algorithm=AllLarge, **TWO_ROUNDS)
     assert plain.config["algorithm"]["name"] == "all_large"
-    ours = ff.run(algorithm=Ours(boost=2.0), **SMALL)
+    ours = ff.run(algorithm=Ours(boost=2.0), **TWO_ROUNDS)
     assert ours.config["algorithm"]["name"] == f"{__name__}:Ours" and ours.config["algorithm"]["boost"] == 2.0
     assert ours.model_sha256 == plain.model_sha256
     run = ours.folder / "run.json"
@@ -201,22 +196,22 @@ class Net(nn.Module):
 
 
 def test_a_network_of_ones_own_is_a_class_a_family_or_a_module(store: Path) -> None:
-    ours = ff.run(model=Net, algorithm="heterofl", **SMALL)
+    ours = ff.run(model=Net, algorithm="heterofl", **TWO_ROUNDS)
     assert ours.config["model"] == {"name": f"{__name__}:Net"} and len(ours.levels) > 1
-    same = ff.run(model=ff.from_module(Net), algorithm="heterofl", **SMALL)
+    same = ff.run(model=ff.from_module(Net), algorithm="heterofl", **TWO_ROUNDS)
     assert same.config["model"] == ours.config["model"] and same.model_sha256 == ours.model_sha256
-    whole = ff.run(model=ff.from_module(Net, whole=True), algorithm="all_large", **SMALL)
+    whole = ff.run(model=ff.from_module(Net, whole=True), algorithm="all_large", **TWO_ROUNDS)
     assert whole.config["model"] == {"name": f"{__name__}:Net", "whole": True}
     assert isinstance(ours.model(), nn.Module)
     with pytest.raises(ff.ConfigError, match="no name by which it is found again"):
-        ff.run(model=Net(), **SMALL)
+        ff.run(model=Net(), **TWO_ROUNDS)
 
 
 READY = Net()
 
 
 def test_a_module_brings_its_weights_and_other_ones_do_not_go_on(store: Path) -> None:
-    ours = ff.run(model=READY, algorithm="heterofl", **SMALL)
+    ours = ff.run(model=READY, algorithm="heterofl", **TWO_ROUNDS)
     stored = decode((ours.folder / "pool" / "weights.safetensors").read_bytes(), "weights")
     assert_same_bits(stored, {name: tensor.detach() for name, tensor in READY.state_dict().items()})
     with torch.no_grad():
@@ -383,7 +378,7 @@ def test_a_message_names_arguments_of_python(text: str, said: str) -> None:
 def test_errors_of_a_call_name_no_option_of_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with pytest.raises(ff.ConfigError, match=r"go on with resume=True, or choose another run_id"):
-        ff.run(run_id="a", store_uri=str(tmp_path), **SMALL)
+        ff.run(run_id="a", store_uri=str(tmp_path), **TWO_ROUNDS)
     with pytest.raises(ff.ConfigError) as told:
         ff.compare(["flexfl"], over={"seed": [1, 2]}, store_uri=str(tmp_path), progress=False)
     assert "--" not in str(told.value)
@@ -394,7 +389,7 @@ def test_errors_of_a_call_name_no_option_of_the_command_line(tmp_path: Path) -> 
 def test_a_store_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ff.EnvironmentFailure, match="file") as told:
-        ff.run(store_uri=str(tmp_path / "file"), **SMALL)
+        ff.run(store_uri=str(tmp_path / "file"), **TWO_ROUNDS)
     assert told.value.__suppress_context__
 
 
@@ -410,7 +405,7 @@ def test_an_error_of_the_system_in_own_code_keeps_its_traceback() -> None:
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a callback alone": (lambda: ff.run(callbacks=ff.Callback()), "a list of objects of flexfleet.Callback"),  # type: ignore[arg-type]
     "no callbacks": (lambda: ff.run(callbacks=None), "a list of objects of flexfleet.Callback"),  # type: ignore[arg-type]
-    "a number as a name": (lambda: ff.run(run_id=3, **SMALL), "run_id is a name, a text, got 3"),  # type: ignore[arg-type]
+    "a number as a name": (lambda: ff.run(run_id=3, **TWO_ROUNDS), "run_id is a name, a text, got 3"),  # type: ignore[arg-type]
     "options in a list": (lambda: ff.run(options=["rounds.stop=3"]), "options: a mapping"),  # type: ignore[arg-type]
     "config as a number": (lambda: ff.run(config=3), "config: a file.* got int"),  # type: ignore[arg-type]
     "options of compare": (lambda: ff.compare(["flexfl"], options=3), "options: a mapping"),
@@ -450,173 +445,81 @@ def test_a_result_refuses_values_of_another_kind(result: ff.Result) -> None:
     assert result.resume(np.int64(2), progress=False).status == "finished"  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------------------- a guest
-def test_the_process_is_as_before(store: Path) -> None:
-    def now() -> list[Any]:
-        legacy: Any = np.random.get_state()
-        return [
-            torch.get_num_threads(), torch.get_rng_state().tolist(), random.getstate(), legacy[1].tolist(),
-            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, list(sys.path),
-            [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
-            logging.getLogger().handlers[:], logging.getLogger().level, logging.getLogger("flexfleet").handlers[:],
-            logging.getLogger("flexfleet").level, flushes_now(),
-        ]  # fmt: skip
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        before = now()
-        found = ff.run(**{**SMALL, "progress": None})
-        _ = found.metrics, found.model(), found.levels
-        assert now() == before
-    finally:
-        torch.set_num_threads(threads)
+def test_progress_is_lines_a_bar_in_a_notebook_or_nothing(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = {key: value for key, value in TWO_ROUNDS.items() if key != "progress"}
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    ff.run(**common)
+    lines = capsys.readouterr().err
+    assert "round 1/2" in lines and "round 2/2" in lines and "2/2 [" not in lines
+    ff.run(**common, progress=False)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("flexfleet.api.running.in_notebook", lambda: True)
+    ff.run(**common)
+    bar = capsys.readouterr().err
+    assert "2/2 [" in bar and "full" in bar and "round 1/2" not in bar
+    ff.run(**common, progress=True)
+    assert "round 2/2" in capsys.readouterr().err
 
 
-def _float64() -> None:
-    torch.set_default_dtype(torch.float64)
+# --------------------------------------------------------------------------------------------- a script's own code
+CELL = """\
+from dataclasses import dataclass
+import flexfleet as ff
+from fl_engine.algorithms.full_model import AllLarge
+print("top")
+@dataclass(frozen=True)
+class Mine(AllLarge):
+    boost: float = 1.0
+common = dict(clients=4, rounds=1, local_epochs=1, progress=False)
+options = {options!r}
+print(ff.run(algorithm=Mine, options=options, **common).config["algorithm"]["name"])
+there = {{**options, "run.backend": "processes"}}
+print(ff.run(algorithm="all_large", options=there, **common).status)
+try:
+    ff.run(algorithm=Mine, options=there, **common)
+except ff.ConfigError as error:
+    print(error)
+"""
 
 
-def precisions() -> dict[str, str]:
-    """In what each operation computes with float32."""
-    at: Any = torch.backends
-    return {name: attrgetter(name)(at).fp32_precision for name in NEW}
+@pytest.mark.long
+def test_a_scripts_class_trains_here_and_workers_do_not_run_the_script_again(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(CELL.format(options=OPTIONS))
+    command = [sys.executable, "mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ["top", "__main__:Mine", "finished"], done.stderr
+    assert "Mine is defined in this notebook or script, which worker processes cannot import: write it" in lines[3]
+    assert len(lines) == 4
 
 
-def by_older_names() -> Any:
-    """As torch says it by the older names, or that it refuses."""
-    try:
-        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    except RuntimeError:
-        return None
+LATE = """\
+import sys, torch
+if "first" in sys.argv: torch.randn(64, 64) @ torch.randn(64, 64)
+import flexfleet as ff
+common = dict(run_id="late", clients=4, local_epochs=1, options={options!r})
+r = ff.run(rounds=int(sys.argv[1]), resume="go" in sys.argv, **common)
+print(r.model_sha256, __import__("json").load(open(r.folder / "run.json"))["numerics"]["mkl_cbwr"])
+"""
 
 
-NEW = {
-    "mkldnn.matmul": "none", "mkldnn.conv": "none", "mkldnn.rnn": "none", "cuda.matmul": "none", "cudnn.conv": "tf32",
-    "cudnn.rnn": "tf32",
-}  # fmt: skip
-"""`precisions` in a new process."""
+@pytest.mark.long
+@pytest.mark.skipif(torch.backends.mkl.is_available() is False, reason="this torch is built without MKL")
+def test_what_decides_mkls_bits_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    (tmp_path / "late.py").write_text(LATE.format(options=OPTIONS))
 
-HOSTED: dict[str, tuple[str, str]] = {
-    **{f"all in {kind}": (f"at.fp32_precision = '{kind}'", "at.fp32_precision = 'none'") for kind in ("ieee", "bf16")},
-    "mkldnn": ("at.mkldnn.set_flags(_fp32_precision='bf16')", "at.mkldnn.set_flags(_fp32_precision='none')"),
-    "cudnn": ("at.cudnn.fp32_precision = 'ieee'", "at.cudnn.fp32_precision = 'none'"),
-    **{
-        name: (f"at.{name}.fp32_precision = '{other}'", f"at.{name}.fp32_precision = '{NEW[name]}'")
-        for name, other in zip(NEW, ("bf16", "bf16", "bf16", "tf32", "ieee", "ieee"), strict=True)
-    },
-    "two": (
-        "at.fp32_precision = 'tf32'; at.mkldnn.conv.fp32_precision = 'bf16'",
-        "at.fp32_precision = at.mkldnn.conv.fp32_precision = 'none'",
-    ),
-    "older, matmul": (
-        "torch.set_float32_matmul_precision('medium')",
-        "torch.set_float32_matmul_precision('highest'); "
-        "at.cuda.matmul.fp32_precision = at.mkldnn.matmul.fp32_precision = 'none'",
-    ),
-    "older, cuda": (
-        "at.cuda.matmul.allow_tf32 = True",
-        "at.cuda.matmul.allow_tf32 = False; at.cuda.matmul.fp32_precision = 'none'",
-    ),
-    "older, cudnn": ("at.cudnn.allow_tf32 = False", "at.cudnn.allow_tf32 = True"),
-}
-HOSTS = {
-    name: tuple(partial(exec, text, {"torch": torch, "at": torch.backends}) for text in texts)
-    for name, texts in HOSTED.items()
-}
-"""What a host may have set, and how it takes it back."""
+    def go(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "late.py", *argv]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
 
-
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_guest_has_the_precisions_of_a_new_process(host: str) -> None:
-    from fl_engine.training.guest import guest
-
-    setting, undo = HOSTS[host]
-    setting()
-    try:
-        before = precisions()
-        assert before != NEW
-        with guest():
-            assert precisions() == NEW
-        assert precisions() == before
-    finally:
-        undo()
-    assert precisions() == NEW, "nothing that the host has not set is set now"
-
-
-@pytest.mark.parametrize("inside", HOSTS)
-@pytest.mark.parametrize("host", [None, "older, matmul", "mkldnn.conv"])
-def test_a_guest_puts_back_precisions_that_are_set_inside_it(host: str | None, inside: str) -> None:
-    from fl_engine.training.guest import guest
-
-    setting, undo = (lambda: None, lambda: None) if host is None else HOSTS[host]
-    setting()
-    try:
-        before, older = precisions(), by_older_names()
-        with guest():
-            HOSTS[inside][0]()
-        assert (precisions(), by_older_names()) == (before, older)
-    finally:
-        undo()
-    assert precisions() == NEW
-
-
-@pytest.mark.parametrize("warns", [False, True])
-def test_a_guest_has_a_new_processs_algorithms_and_puts_back_the_hosts(warns: bool) -> None:
-    from fl_engine.training.guest import guest
-
-    torch.use_deterministic_algorithms(True, warn_only=warns)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        with guest():
-            assert not torch.are_deterministic_algorithms_enabled()
-            torch.use_deterministic_algorithms(True, warn_only=not warns)  # as `prepare_process` does for CUDA
-            torch.utils.deterministic.fill_uninitialized_memory = True
-        assert torch.are_deterministic_algorithms_enabled()
-        assert torch.is_deterministic_algorithms_warn_only_enabled() is warns
-        assert not torch.utils.deterministic.fill_uninitialized_memory
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-
-
-@pytest.mark.parametrize(
-    ("setting", "undo"),
-    [
-        (_float64, lambda: torch.set_default_dtype(torch.float32)),
-        HOSTS["older, matmul"],
-        (
-            lambda: setattr(torch.backends.mkldnn, "enabled", False),
-            lambda: setattr(torch.backends.mkldnn, "enabled", True),
-        ),
-        (lambda: torch.set_default_device("meta"), lambda: torch.set_default_device(None)),
-        (lambda: torch.set_grad_enabled(False), lambda: torch.set_grad_enabled(True)),
-        HOSTS["mkldnn.conv"],
-    ],
-    ids=["float64", "matmul precision", "no mkldnn", "device", "no gradients", "convolutions in bf16"],
-)
-def test_what_the_host_has_set_changes_no_bit(result: ff.Result, setting: Any, undo: Any) -> None:
-    def now() -> list[Any]:
-        return [
-            torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled,
-            torch.get_default_device(), torch.is_grad_enabled(), precisions(),
-        ]  # fmt: skip
-
-    plain = now()
-    setting()
-    try:
-        before = now()
-        assert before != plain
-        found = ff.run(**SMALL)
-        assert now() == before
-    finally:
-        undo()
-    assert found.model_sha256 == result.model_sha256 and now() == plain
-
-
-def test_an_autocast_around_it_changes_no_bit(result: ff.Result) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-        assert ff.run(**SMALL).model_sha256 == result.model_sha256
+    late = go("1", "first")
+    assert late.stdout.split()[-1] == "OFF", late.stderr
+    assert late.stderr.count("Import flexfleet before torch computes") == 1
+    early = go("2", "go")
+    assert early.returncode == 1 and "would not compute the same bits" in early.stderr
 
 
 SCRIPT = """\
@@ -693,96 +596,6 @@ def test_code_of_a_script_counts_with_all_that_it_uses(tmp_path: Path) -> None:
         assert digests(*command) == [first], "in another process too"
         assert unused == first
         assert len({first, shift, scale}) == 3
-
-
-def test_a_guest_does_not_set_up_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fl_engine.backends import in_process
-    from fl_engine.training.guest import guest
-
-    called: list[int] = []
-    monkeypatch.setattr(in_process, "keep_freed_memory", lambda: called.append(1))
-    with guest():
-        in_process.prepare_process(("cpu",), flush_denormal=True)
-    assert called == []
-    in_process.prepare_process(("cpu",), flush_denormal=True)
-    assert called == [1]
-
-
-LATE = """\
-import sys, torch
-if "first" in sys.argv: torch.randn(64, 64) @ torch.randn(64, 64)
-import flexfleet as ff
-common = dict(run_id="late", clients=4, local_epochs=1, options={options!r})
-r = ff.run(rounds=int(sys.argv[1]), resume="go" in sys.argv, **common)
-print(r.model_sha256, __import__("json").load(open(r.folder / "run.json"))["numerics"]["mkl_cbwr"])
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(torch.backends.mkl.is_available() is False, reason="this torch is built without MKL")
-def test_what_decides_mkls_bits_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MKL_CBWR", raising=False)
-    (tmp_path / "late.py").write_text(LATE.format(options=OPTIONS))
-
-    def go(*argv: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "late.py", *argv]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-
-    late = go("1", "first")
-    assert late.stdout.split()[-1] == "OFF", late.stderr
-    assert late.stderr.count("Import flexfleet before torch computes") == 1
-    early = go("2", "go")
-    assert early.returncode == 1 and "would not compute the same bits" in early.stderr
-
-
-def test_progress_is_lines_a_bar_in_a_notebook_or_nothing(
-    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    common = {key: value for key, value in SMALL.items() if key != "progress"}
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    ff.run(**common)
-    lines = capsys.readouterr().err
-    assert "round 1/2" in lines and "round 2/2" in lines and "2/2 [" not in lines
-    ff.run(**common, progress=False)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("flexfleet.api.running.in_notebook", lambda: True)
-    ff.run(**common)
-    bar = capsys.readouterr().err
-    assert "2/2 [" in bar and "full" in bar and "round 1/2" not in bar
-    ff.run(**common, progress=True)
-    assert "round 2/2" in capsys.readouterr().err
-
-
-# --------------------------------------------------------------------------------------------- a script's own code
-CELL = """\
-from dataclasses import dataclass
-import flexfleet as ff
-from fl_engine.algorithms.full_model import AllLarge
-print("top")
-@dataclass(frozen=True)
-class Mine(AllLarge):
-    boost: float = 1.0
-common = dict(clients=4, rounds=1, local_epochs=1, progress=False)
-options = {options!r}
-print(ff.run(algorithm=Mine, options=options, **common).config["algorithm"]["name"])
-there = {{**options, "run.backend": "processes"}}
-print(ff.run(algorithm="all_large", options=there, **common).status)
-try:
-    ff.run(algorithm=Mine, options=there, **common)
-except ff.ConfigError as error:
-    print(error)
-"""
-
-
-@pytest.mark.long
-def test_a_scripts_class_trains_here_and_workers_do_not_run_the_script_again(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(CELL.format(options=OPTIONS))
-    command = [sys.executable, "mine.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-    lines = done.stdout.splitlines()
-    assert lines[:3] == ["top", "__main__:Mine", "finished"], done.stderr
-    assert "Mine is defined in this notebook or script, which worker processes cannot import: write it" in lines[3]
-    assert len(lines) == 4
 
 
 # ---------------------------------------------------------------------------------------------------------- tables

@@ -25,9 +25,8 @@ from flexfleet.comparisons.suites import Suite
 from flexfleet.config import flatten, load_config
 from flexfleet.config.factors import crossed, factors_of
 from flexfleet.runs import whole as run_module
+from tests.harness.from_python import OPTIONS, SMALL
 
-OPTIONS = {"tracking.mlflow": None, "pretrain.epochs": 1, "dataset.train_samples": 300, "dataset.test_samples": 100}
-SMALL: dict[str, Any] = {"clients": 4, "rounds": 1, "local_epochs": 1, "options": OPTIONS, "progress": False}
 SETS = [f"{key}={json.dumps(value)}" for key, value in OPTIONS.items()]
 SETS += ["partition.clients=4", "rounds.stop=1", "training.epochs=1"]
 

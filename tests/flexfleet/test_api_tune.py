@@ -22,9 +22,8 @@ from flexfleet.api import tuning
 from flexfleet.api.tuning import study_of
 from flexfleet.config import TuneConfig
 from flexfleet.studies import outcome
+from tests.harness.from_python import OPTIONS, SMALL
 
-OPTIONS = {"tracking.mlflow": None, "pretrain.epochs": 1, "dataset.train_samples": 300, "dataset.test_samples": 100}
-SMALL: dict[str, Any] = {"clients": 4, "rounds": 1, "local_epochs": 1, "options": OPTIONS, "progress": False}
 SPACE = {"learning_rate": {"low": 0.01, "high": 0.5, "log": True}, "training.batch_size": [10, 20]}
 SEARCH: dict[str, Any] = {"trials": 3, "metric": "full", "held_out": (7, 8), "space": SPACE}
 

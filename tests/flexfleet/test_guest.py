@@ -1,0 +1,206 @@
+"""A run from Python is a guest: the process stays as it was, and what the host has set changes none of its bits."""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flexfleet as ff
+from fl_engine.backends import in_process
+from fl_engine.training.guest import guest
+from fl_engine.training.numerics import flushes_now
+from tests.harness.from_python import SMALL
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("guest"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain(store: None) -> ff.Result:
+    return ff.run(**SMALL)
+
+
+def test_the_process_is_as_before(store: None) -> None:
+    def now() -> list[Any]:
+        legacy: Any = np.random.get_state()
+        return [
+            torch.get_num_threads(), torch.get_rng_state().tolist(), random.getstate(), legacy[1].tolist(),
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, list(sys.path),
+            [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+            logging.getLogger().handlers[:], logging.getLogger().level, logging.getLogger("flexfleet").handlers[:],
+            logging.getLogger("flexfleet").level, flushes_now(),
+        ]  # fmt: skip
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        before = now()
+        found = ff.run(**{**SMALL, "progress": None})
+        _ = found.metrics, found.model(), found.levels
+        assert now() == before
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _float64() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+def precisions() -> dict[str, str]:
+    """In what each operation computes with float32."""
+    at: Any = torch.backends
+    return {name: attrgetter(name)(at).fp32_precision for name in NEW}
+
+
+def by_older_names() -> Any:
+    """As torch says it by the older names, or that it refuses."""
+    try:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None
+
+
+NEW = {
+    "mkldnn.matmul": "none", "mkldnn.conv": "none", "mkldnn.rnn": "none", "cuda.matmul": "none", "cudnn.conv": "tf32",
+    "cudnn.rnn": "tf32",
+}  # fmt: skip
+"""`precisions` in a new process."""
+
+HOSTED: dict[str, tuple[str, str]] = {
+    **{f"all in {kind}": (f"at.fp32_precision = '{kind}'", "at.fp32_precision = 'none'") for kind in ("ieee", "bf16")},
+    "mkldnn": ("at.mkldnn.set_flags(_fp32_precision='bf16')", "at.mkldnn.set_flags(_fp32_precision='none')"),
+    "cudnn": ("at.cudnn.fp32_precision = 'ieee'", "at.cudnn.fp32_precision = 'none'"),
+    **{
+        name: (f"at.{name}.fp32_precision = '{other}'", f"at.{name}.fp32_precision = '{NEW[name]}'")
+        for name, other in zip(NEW, ("bf16", "bf16", "bf16", "tf32", "ieee", "ieee"), strict=True)
+    },
+    "two": (
+        "at.fp32_precision = 'tf32'; at.mkldnn.conv.fp32_precision = 'bf16'",
+        "at.fp32_precision = at.mkldnn.conv.fp32_precision = 'none'",
+    ),
+    "older, matmul": (
+        "torch.set_float32_matmul_precision('medium')",
+        "torch.set_float32_matmul_precision('highest'); "
+        "at.cuda.matmul.fp32_precision = at.mkldnn.matmul.fp32_precision = 'none'",
+    ),
+    "older, cuda": (
+        "at.cuda.matmul.allow_tf32 = True",
+        "at.cuda.matmul.allow_tf32 = False; at.cuda.matmul.fp32_precision = 'none'",
+    ),
+    "older, cudnn": ("at.cudnn.allow_tf32 = False", "at.cudnn.allow_tf32 = True"),
+}
+HOSTS = {
+    name: tuple(partial(exec, text, {"torch": torch, "at": torch.backends}) for text in texts)
+    for name, texts in HOSTED.items()
+}
+"""What a host may have set, and how it takes it back."""
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_guest_has_the_precisions_of_a_new_process(host: str) -> None:
+    setting, undo = HOSTS[host]
+    setting()
+    try:
+        before = precisions()
+        assert before != NEW
+        with guest():
+            assert precisions() == NEW
+        assert precisions() == before
+    finally:
+        undo()
+    assert precisions() == NEW, "nothing that the host has not set is set now"
+
+
+@pytest.mark.parametrize("inside", HOSTS)
+@pytest.mark.parametrize("host", [None, "older, matmul", "mkldnn.conv"])
+def test_a_guest_puts_back_precisions_that_are_set_inside_it(host: str | None, inside: str) -> None:
+    setting, undo = (lambda: None, lambda: None) if host is None else HOSTS[host]
+    setting()
+    try:
+        before, older = precisions(), by_older_names()
+        with guest():
+            HOSTS[inside][0]()
+        assert (precisions(), by_older_names()) == (before, older)
+    finally:
+        undo()
+    assert precisions() == NEW
+
+
+@pytest.mark.parametrize("warns", [False, True])
+def test_a_guest_has_a_new_processs_algorithms_and_puts_back_the_hosts(warns: bool) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=warns)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        with guest():
+            assert not torch.are_deterministic_algorithms_enabled()
+            torch.use_deterministic_algorithms(True, warn_only=not warns)  # as `prepare_process` does for CUDA
+            torch.utils.deterministic.fill_uninitialized_memory = True
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled() is warns
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.mark.parametrize(
+    ("setting", "undo"),
+    [
+        (_float64, lambda: torch.set_default_dtype(torch.float32)),
+        HOSTS["older, matmul"],
+        (
+            lambda: setattr(torch.backends.mkldnn, "enabled", False),
+            lambda: setattr(torch.backends.mkldnn, "enabled", True),
+        ),
+        (lambda: torch.set_default_device("meta"), lambda: torch.set_default_device(None)),
+        (lambda: torch.set_grad_enabled(False), lambda: torch.set_grad_enabled(True)),
+        HOSTS["mkldnn.conv"],
+    ],
+    ids=["float64", "matmul precision", "no mkldnn", "device", "no gradients", "convolutions in bf16"],
+)
+def test_what_the_host_has_set_changes_no_bit(plain: ff.Result, setting: Any, undo: Any) -> None:
+    def now() -> list[Any]:
+        return [
+            torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled,
+            torch.get_default_device(), torch.is_grad_enabled(), precisions(),
+        ]  # fmt: skip
+
+    here = now()
+    setting()
+    try:
+        before = now()
+        assert before != here
+        found = ff.run(**SMALL)
+        assert now() == before
+    finally:
+        undo()
+    assert found.model_sha256 == plain.model_sha256 and now() == here
+
+
+def test_an_autocast_around_it_changes_no_bit(plain: ff.Result) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        assert ff.run(**SMALL).model_sha256 == plain.model_sha256
+
+
+def test_a_guest_does_not_set_up_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    monkeypatch.setattr(in_process, "keep_freed_memory", lambda: called.append(1))
+    with guest():
+        in_process.prepare_process(("cpu",), flush_denormal=True)
+    assert called == []
+    in_process.prepare_process(("cpu",), flush_denormal=True)
+    assert called == [1]
