@@ -28,6 +28,7 @@ from flexfleet.config import Config, flatten, load_config, parse
 from flexfleet.files.artifacts import RunFile
 from flexfleet.steps.own_code import stored
 from flexfleet.steps.prepare import Resolved
+from tests.harness.refused import refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,50 +37,6 @@ def written(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "params.yaml"
     path.write_text(text)
     return path
-
-
-def refused(*sets: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        load_config(None, sets)
-    return str(error.value)
-
-
-def test_clients_urls_do_not_outlive_what_a_server_signs() -> None:
-    assert load_config(None, ["kubernetes.deadline_s=604170"]).kubernetes.pending_s == 600
-    said = refused("kubernetes.deadline_s=604171")
-    assert "604801 seconds" in said and "604800 (seven days) at most" in said and "access=ambient" in said
-    load_config(None, ["kubernetes.deadline_s=9999999", "kubernetes.access=ambient"])
-    said = refused("kubernetes.lifetime=run", "kubernetes.deadline_s=604000", "kubernetes.lease_s=300")
-    assert "deadline_s + pending_s + 30 + lease_s is 604930 seconds" in said
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        *((f"pools={{weak: {{memory: '{amount}'}}}}", "an amount as Kubernetes writes it is expected")
-          for amount in ("", "banana", "1GB", "2 Gi", "-1Gi", "1_000Mi", "\u0661Gi", "nan", "Auto")),
-        ("pools={weak: {memory: 512m}}", "a byte at least is expected"),
-        ("pools={weak: {cpu: '0'}}", "more than 0 is expected"),
-        ("pools={weak: {cpu: '1,5'}}", "an amount as Kubernetes writes it is expected"),
-        ("data=nfs:x", "pvc:<claim> or host:/<folder of the node> is expected"),
-        ("namespace=Bad_NS", "namespace"),
-    ],
-)  # fmt: skip
-def test_what_kubernetes_would_refuse_is_refused_at_once(setting: str, said: str) -> None:
-    assert said in refused(f"kubernetes.{setting}")
-
-
-def test_amounts_as_kubernetes_writes_them_are_taken() -> None:
-    for cpu, memory in (
-        ("250m", "1Gi"),
-        ("1.5", "1.5Gi"),
-        (".5", "1e9"),
-        ("2", "128974848"),
-        ("1", "1.3Gi"),
-        ("1", "1e30"),
-    ):
-        load_config(None, [f"kubernetes.pools={{weak: {{cpu: '{cpu}', memory: '{memory}'}}}}"])
-    load_config(None, ["kubernetes.pools={weak: {memory: auto}}", "kubernetes.data=host:/"])
 
 
 # --------------------------------------------------------------------------------------------------- defaults
@@ -384,145 +341,6 @@ def test_naming_the_default_drops_nothing() -> None:
     found = load_config(None, sets)
     assert found.algorithm == {"name": "flexfl", "use_apoz": False}
     assert found.model == {"name": "small_cnn", "width": 0.5}
-
-
-# ---------------------------------------------------------------------------------------------------- plugins
-PLUGIN = '''
-from dataclasses import dataclass
-
-import torch
-
-from fl_engine.algorithms import AllLarge
-from fl_engine.algorithms.pooled import Training
-from fl_engine.datasets import Source
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.core.types import FULL
-from fl_engine.core.samples import Data
-from fl_engine.tasks import Classification
-
-
-@dataclass(frozen=True)
-class Mine:
-    """An algorithm that is nobody's subclass; it passes its work on."""
-
-    training: Training
-    strength: float = 1.0
-
-    preparations = ()
-
-    def _other(self):
-        return AllLarge(self.training, eligible="all")
-
-    def pool(self, family, prepared, server):
-        return self._other().pool(family, prepared, server)
-
-    def init(self, params, layout, fleet, pool, server):
-        return self._other().init(params, layout, fleet, pool, server)
-
-    def plan(self, state, context):
-        return self._other().plan(state, context)
-
-    def task(self, order, ctx):
-        return self._other().task(order, ctx)
-
-    def merge(self, state, plan, answers, server):
-        return self._other().merge(state, plan, answers, server)
-
-
-@dataclass(frozen=True)
-class Net:
-    input_shape: tuple[int, int, int]
-    outputs: int
-    size: float = 0.5
-
-    min_hw = 8
-
-    def layout(self):
-        return SmallCNN(self.input_shape, self.outputs, self.size).layout()
-
-    def module(self, spec=FULL):
-        return SmallCNN(self.input_shape, self.outputs, self.size).module(spec)
-
-    def prunable(self):
-        return SmallCNN(self.input_shape, self.outputs, self.size).prunable()
-
-
-def load(root):
-    x = torch.arange(60 * 64, dtype=torch.int64).view(60, 1, 8, 8).remainder(256).to(torch.uint8)
-    y = torch.arange(60) % 3
-    return Data("mine", Classification(3), x, y, x[:12], y[:12], (0.5,), (0.3,))
-
-
-DATA = Source("sixty made-up images", load)
-NOT_AN_ALGORITHM = 3
-'''
-
-
-@pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "ownpackage").mkdir()
-    (tmp_path / "ownpackage" / "__init__.py").write_text("")
-    (tmp_path / "ownpackage" / "things.py").write_text(PLUGIN)
-    (tmp_path / "ownpackage" / "broken.py").write_text("import a_package_that_is_not_there\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    for name in ("ownpackage", "ownpackage.things", "ownpackage.broken"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return "ownpackage.things"
-
-
-def test_ones_own_data_set_network_and_algorithm_run(flexfleet: Any, plugin: str) -> None:
-    sets = [
-        f"dataset.name={plugin}:DATA",
-        f"model.name={plugin}:Net",
-        "model.size=0.25",
-        f"algorithm.name={plugin}:Mine",
-        "algorithm.strength=2",
-        "partition.rule=iid",
-        "partition.clients=4",
-        "partition.minimum=5",
-        "training.epochs=1",
-        "rounds.stop=1",
-        "tracking.mlflow=null",
-    ]
-    done = flexfleet("run", "--json", "--run-id", "own", sets=sets)
-    assert done.code == 0
-    assert list(done.json["metrics"]["levels"]) == ["full"]
-    assert flexfleet("run", "--json", "--run-id", "own", "--resume", sets=sets).json == done.json
-
-
-def test_ones_own_options_are_checked_by_name(plugin: str) -> None:
-    text = refused(f"algorithm.name={plugin}:Mine", "algorithm.strenght=2")
-    assert "algorithm.strenght" in text
-    assert "did you mean 'strength'" in text
-    assert "did you mean 'size'" in refused(f"model.name={plugin}:Net", "model.sise=0.25")
-    assert "strength" in refused(f"algorithm.name={plugin}:Mine", "algorithm.strength=strong")
-
-
-@pytest.mark.parametrize("section", ["algorithm", "model"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ownpackage.things:Nothing",
-        "ownpackage.nothing:Mine",
-        "ownpackage.broken:Mine",
-        "ownpackage.things:",
-        ":Mine",
-        ".things:Mine",
-        "ownpackage.things:NOT_AN_ALGORITHM",
-        "ownpackage.things:load",
-        "ownpackage things:Mine",
-    ],
-)
-def test_what_cannot_be_plugged_in_is_named(plugin: str, section: str, name: str) -> None:
-    assert name in refused(f"{section}.name='{name}'")
-
-
-@pytest.mark.parametrize("name", ["ownpackage.things:Nothing", "ownpackage.things:NOT_AN_ALGORITHM", "digitz"])
-def test_a_data_set_that_is_none_is_named(flexfleet: Any, plugin: str, name: str) -> None:
-    done = flexfleet("check", sets=[f"dataset.name={name}"])
-    assert done.code == 2
-    assert name in done.err
 
 
 # -------------------------------------------------------------------------------------------- what comes of it

@@ -10,15 +10,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from fl_engine.core.errors import ConfigError
-from flexfleet.config import Config, flatten, load_config
+from flexfleet.config import Config, flatten
 from flexfleet.config.explain import explain
-
-
-def refused(*sets: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        load_config(None, sets)
-    return str(error.value)
+from tests.harness.refused import refused
 
 
 @pytest.mark.parametrize(
