@@ -1,4 +1,4 @@
-"""A search: what it draws, how it sets it, what it prunes, and how it goes on after a kill."""
+"""A study: what it prunes, what it leaves, how workers share it, and how it goes on after a kill."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -21,173 +20,21 @@ import optuna
 import pytest
 import yaml
 
-from fl_engine.algorithms import HeteroFL
 from fl_engine.core.errors import BadInput, ConfigError, Diverged, EnvironmentFailure, Stopped, Unreachable
-from fl_engine.core.search import Interval
-from fl_engine.core.types import FULL, Pool, PoolModel
 from flexfleet import cli
 from flexfleet.comparisons.side_by_side import Command
 from flexfleet.comparisons.whole import RunsFailed
-from flexfleet.config import Config, Range, load_config
+from flexfleet.config import Config, load_config
 from flexfleet.config.overrides import write_config
 from flexfleet.files.artifacts import History, RunFile
 from flexfleet.files.signals import stop_on_signals, stopping_at_once
 from flexfleet.runs.status import runs_in
 from flexfleet.studies import outcome, search
 from flexfleet.studies import study as steps
-from flexfleet.studies.outcome import Tuned, gained, markdown, page, told
+from flexfleet.studies.outcome import Tuned
 from flexfleet.studies.study import _conclude, tune, work
 
 FEW = ("tune.trials=4", "tune.held_out=[7]", "rounds.stop=2", "algorithm.epsilon=8")
-
-
-def member(name: str, share: float, gamma: float | None) -> PoolModel:
-    return PoolModel(name, FULL, 1, share, 1, True, True, gamma=gamma)
-
-
-POOL: Pool = (member("M1", 0.3, 1.0), member("M2", 0.5, 1.21), member("M3", 1.0, None))
-
-
-def space(**more: Any) -> dict[str, Range]:
-    return {"training.lr": Range(low=0.01, high=1.0, log=True), **more}
-
-
-# ------------------------------------------------------------------------------------------------- the space
-def test_flexfl_is_searched_in_gamma_lambda_and_big_gamma_without_being_told() -> None:
-    found = search.space_of(Config(), POOL)
-    assert list(found) == [
-        "algorithm.gammas.0", "algorithm.gammas.1", "algorithm.kd_weight", "algorithm.adaptive_size"
-    ]  # fmt: skip
-    first, second = found["algorithm.gammas.0"], found["algorithm.gammas.1"]
-    # Up to a fifth away: 1 / 1.2 and 1.21 * 1.2; and the middle of 1 and 1.21, as factors go, is 1.1.
-    assert (first.low, first.high) == (pytest.approx(1 / 1.2), pytest.approx(1.1))
-    assert (second.low, second.high) == (pytest.approx(1.1), pytest.approx(1.452))
-    expected = {"algorithm.gammas.0": 1.0, "algorithm.gammas.1": 1.21}
-    expected |= {"algorithm.kd_weight": 10.0, "algorithm.adaptive_size": 10.0}
-    assert search.defaults(Config(), found, POOL) == expected
-
-
-def test_other_algorithms_have_to_be_told() -> None:
-    config = load_config(None, ("algorithm.name=heterofl",))
-    with pytest.raises(ConfigError, match=r"tune\.space is empty, and heterofl declares no search space"):
-        search.space_of(config, POOL)
-
-
-@dataclass(frozen=True)
-class Swept(HeteroFL):
-    """An algorithm of one's own that says what is worth a search."""
-
-    rate: float | None = None
-
-    def search_space(self, pool: Pool) -> dict[str, Interval]:
-        return {
-            "rate": Interval(0.1, 1.0, log=True, start=float(len(pool)) / 10),
-            "widths.0": Interval(0.3, 0.6),
-            "weighting": Interval(choices=("examples", "uniform")),
-        }
-
-
-def test_an_algorithm_of_ones_own_declares_its_search_space() -> None:
-    """`widths` is (0.5, 0.71, 1.0); `rate` is null, and the algorithm then makes 0.3 of a pool of three."""
-    config = load_config(None, (f"algorithm.name={__name__}:Swept",))
-    found = search.space_of(config, POOL)
-    assert found == {
-        "algorithm.rate": Range(low=0.1, high=1.0, log=True), "algorithm.widths.0": Range(low=0.3, high=0.6),
-        "algorithm.weighting": Range(choices=("examples", "uniform")),
-    }  # fmt: skip
-    weighting = {"algorithm.weighting": "examples"}
-    start = search.defaults(config, found, POOL)
-    assert start == weighting | {"algorithm.rate": 0.3, "algorithm.widths.0": 0.5}
-    given = load_config(None, (f"algorithm.name={__name__}:Swept", "algorithm.rate=0.7", "algorithm.widths=[0.2,1.0]"))
-    assert search.defaults(given, found, POOL) == weighting | {"algorithm.rate": 0.7}, "0.2 is not in the space"
-
-
-@dataclass(frozen=True)
-class Halved(HeteroFL):
-    def search_space(self, pool: Pool) -> dict[str, Interval]:
-        return {"widths.0": Interval(0.5, 2.0, whole=True)}
-
-
-def test_a_declared_range_that_is_none_is_said() -> None:
-    config = load_config(None, (f"algorithm.name={__name__}:Halved",))
-    said = r"tune\.space, algorithm\.widths\.0: low and high are whole numbers where whole is true, got \[0\.5"
-    with pytest.raises(ConfigError, match=said):
-        search.space_of(config, POOL)
-
-
-def test_any_dotted_name_can_be_searched_and_defaults_outside_the_space_are_drawn() -> None:
-    given = '{"training.lr": {low: 0.1, high: 1.0}, "algorithm.kd_weight": {choices: [0.0, 10.0]}}'
-    config = load_config(None, (f"tune.space={given}",))
-    found = search.space_of(config, POOL)
-    assert search.defaults(config, found, POOL) == {"algorithm.kd_weight": 10.0}  # lr = 0.05 is none of them
-
-
-def test_values_go_to_their_places_and_lists_are_whole() -> None:
-    found = search.applied(Config(), {"algorithm.gammas.1": 1.5, "algorithm.gammas.0": 0.9, "training.lr": 0.1})
-    assert (found.algorithm["gammas"], found.training.lr) == ([0.9, 1.5], 0.1)
-    with pytest.raises(ConfigError, match=r"of algorithm\.gammas \[1\] are searched"):
-        search.applied(Config(), {"algorithm.gammas.1": 1.5})
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("{training.lr: {low: 1.0, high: 0.1}}", "low below high"),
-        ("{training.lr: {low: 0.0, high: 0.1, log: true}}", "above 0 for log"),
-        ("{training.lr: {low: 0.0, choices: [1]}}", "choices stand alone"),
-        ("{training.lr: {lo: 0.0}}", "unknown"),
-        ("{training.lr: {low: -.inf, high: 1.0}}", "finite numbers are expected"),
-        ("{training.lr: {low: 0.0, high: .inf}}", "finite numbers are expected"),
-    ],
-)
-def test_a_range_that_is_none_is_said(given: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_config(None, (f"tune.space={given}",))
-
-
-@pytest.mark.parametrize(
-    ("sets", "said"),
-    [
-        (("tune.space={seed: {low: 0, high: 9, whole: true}}",), "seed cannot be searched"),
-        (("tune.space={run.precision: {choices: [fp32, bf16]}}",), "run.precision cannot be searched"),
-        (("tune.held_out=[0]",), "these seeds are to be new, but trials run on 0 too"),
-        (("tune.held_out=[7, 8, 7, 8]",), r"tune\.held_out: given more than once: 7, 8"),
-        (("tune.seeds=[1, 1]",), r"tune\.seeds: given more than once: 1"),
-        (("tune.seeds=[]",), r"tune\.seeds is empty"),
-        (("tune.space={training.epochs: {low: 1.5, high: 4, whole: true}}",), r"epochs: low and high .* got \[1\.5, 4"),
-        (
-            ("tune.space={training.epochs: {low: 0.5, high: 9, whole: true, log: true}}",),
-            "epochs: low and high are whole",
-        ),
-        (("tune.space={training.lrr: {low: 0, high: 1}}",), r"training\.lrr: .*did you mean 'lr'"),
-        (("tune.space={training.batch: {low: 1, high: 9, whole: true}}",), r"training\.batch: "),
-        (("tune.space={algorithm: {choices: [heterofl]}}",), "tune.space: algorithm: "),
-        (("tune.space={training.fraction: {choices: [7, 8]}, training.lr: {low: 0.1, high: 1}}",), "fraction: "),
-    ],
-)
-def test_a_search_that_would_not_mean_anything_is_refused(
-    quick: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: Sequence[str], said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=said):
-        tune(load_config(None, (*quick, *sets)), "a")
-    assert not list(tmp_path.rglob("a"))
-
-
-def test_names_that_need_each_other_may_be_searched() -> None:
-    space = "{algorithm.name: {choices: [flexfl, heterofl]}, algorithm.kd_weight: {low: 0, high: 1}}"
-    search.check_names(load_config(None, ("algorithm.name=heterofl", f"tune.space={space}")))
-    space = space.replace("[flexfl, heterofl]", "[heterofl, flexfl, all_large]")  # whatever the order of the choices
-    search.check_names(load_config(None, ("algorithm.name=heterofl", f"tune.space={space}")))
-
-
-def test_where_no_trial_can_be_the_first_reason_is_told(
-    quick: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    space = "{algorithm.gammas.0: {choices: [0.001]}, algorithm.gammas.1: {choices: [60.0]}}"
-    with pytest.raises(BadInput, match=r"none of 1 trials has a pool .*widen tune\.space\. Trial 0: "):
-        tune(load_config(None, (*quick, f"tune.space={space}", "tune.trials=1")), "a")
 
 
 # ------------------------------------------------------------------------------------------------- pruning
@@ -212,6 +59,11 @@ def test_trials_of_a_worker_that_is_gone_are_tried_again(tmp_path: Path) -> None
     assert search.clear_stale(study) == [gone.number]
     again = study.ask()
     assert again.suggest_float("training.lr", 0.1, 1.0) == gone.params["training.lr"]
+
+
+def test_stopped_is_what_pruned_is() -> None:
+    """The rounds then commit and tell the tracker as they do when they are stopped."""
+    assert issubclass(search.Pruned, Stopped)
 
 
 # ------------------------------------------------------------------------------------------------- a study
@@ -394,6 +246,15 @@ def test_no_trial_that_can_be_held_is_said(done: tuple[Tuned, Path, Config], mon
     monkeypatch.setattr("flexfleet.studies.study._done", lambda study: [])
     with pytest.raises(Exception, match="none of 0 trials has a pool that its devices can hold"):
         _conclude(config, search.open_study(config, folder, "a"), folder, folder)
+
+
+def test_where_no_trial_can_be_the_first_reason_is_told(
+    quick: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    space = "{algorithm.gammas.0: {choices: [0.001]}, algorithm.gammas.1: {choices: [60.0]}}"
+    with pytest.raises(BadInput, match=r"none of 1 trials has a pool .*widen tune\.space\. Trial 0: "):
+        tune(load_config(None, (*quick, f"tune.space={space}", "tune.trials=1")), "a")
 
 
 # ------------------------------------------------------------------------------------------------- its workers
@@ -750,69 +611,3 @@ def test_pods_share_a_study_by_a_data_base_alone(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match=r"tune\.workers is 2, .*: set tune\.storage .* as FLEXFLEET_TUNE_STORAGE"):
         steps.prepare(load_config(None, ("tune.workers=2",)), "a", tmp_path, "job")
     assert not list(tmp_path.iterdir())
-
-
-# ------------------------------------------------------------------------------------------------- what it says
-FOUND = Tuned(
-    id="a", metric="avg", trials={"complete": 3, "pruned": 1, "infeasible": 0},  # of an older version
-    space={"algorithm.kd_weight": Range(low=0.1, high=100.0, log=True).model_dump(mode="json"),
-           "training.nesterov": Range(choices=(True, "a|b")).model_dump(mode="json")},
-    importance={"algorithm.kd_weight": 0.25, "training.nesterov": 0.75},
-    default={"algorithm.kd_weight": 10.0}, default_value=0.8,
-    best={"algorithm.kd_weight": 31.4159, "training.nesterov": "a|b"}, best_trial=2, best_value=0.84,
-    held_out={"seeds": [7, 8], "default": [0.80, 0.82], "best": [0.83, 0.84]}, gain=0.025,
-)  # fmt: skip
-
-
-def test_the_headline_says_what_the_best_setting_gains_over_the_default() -> None:
-    first = told(FOUND, Path("runs/a")).splitlines()[0]
-    assert first == "+2.50 points over the default: kd_weight 31.42, training.nesterov a|b"
-    worse = FOUND.model_copy(update={"gain": -0.004})
-    assert gained(worse) == "No gain over the default (-0.40)"
-    assert gained(FOUND.model_copy(update={"best": FOUND.default})) == "No trial was better than the default"
-    unseen = FOUND.model_copy(update={"held_out": {"seeds": [], "default": [], "best": []}})
-    assert gained(unseen) == "+4.00 points over the default, on the trials' own seeds"
-    assert gained(unseen.model_copy(update={"default_value": None})) == "avg 84.00 %"
-
-
-def test_a_study_of_another_metric_speaks_of_it_as_a_number() -> None:
-    numbers = FOUND.model_copy(update={"measured": "r2"})
-    lines = told(numbers, Path("runs/a")).splitlines()
-    assert lines[0] == "+0.0250 over the default: kd_weight 31.42, training.nesterov a|b"
-    assert lines[-2] == "held-out seeds 7, 8: 0.8350 against 0.8100, +0.0250 (+- 0.0071)"
-    html = page(numbers, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
-    assert "<td>0.8100</td><td>0.8350</td><td>+0.0250</td>" in html and "seen: avg</h2>" in html
-    assert "value (%)" not in html and "value (%)" in page(FOUND, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
-
-
-def test_parameters_are_a_table_on_the_page_and_in_markdown() -> None:
-    trials = [(i, 0.8 + i / 50, {"algorithm.kd_weight": 10.0 + i, "training.nesterov": "a|b"}) for i in range(3)]
-    html = page(FOUND, trials)
-    rows = [row.split("</tr>")[0] for row in html.split("<tr>")]
-    assert '<th scope="row">kd_weight</th><td>10</td><td>31.42</td><td>0.1 to 100, log</td><td>25%</td>' in rows[3]
-    assert '<th scope="row">training.nesterov</th><td>\N{EN DASH}</td><td>a|b</td><td>True, a|b</td>' in rows[2]
-    assert '<th scope="row">mean</th><td>81.00</td><td>83.50</td><td>+2.50</td>' in rows[-1]
-    assert "held-out seeds 7, 8: 83.50 % against 81.00 %, +2.50 points (+- 0.71)" in html
-    assert "<h1>+2.50 points over the default</h1>" in html
-    text = markdown(FOUND, "a: 1\n")
-    assert "| kd\\_weight | 10 | 31.42 | 0.1 to 100, log | 25% |" in text and "| a\\|b |" in text
-
-
-def test_one_held_out_seed_has_no_spread() -> None:
-    one = FOUND.model_copy(update={"held_out": {"seeds": [7], "default": [0.80], "best": [0.83]}, "gain": 0.03})
-    line = "held-out seeds 7: 83.00 % against 80.00 %, +3.00 points (one seed: no spread)"
-    assert told(one, Path("runs/a")).splitlines()[-2] == line
-    assert line in page(one, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
-
-
-def test_the_page_is_one_column_where_it_is_narrow() -> None:
-    """No drawing and no column asks for more than there is, and cells may break their lines."""
-    html = page(FOUND, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
-    assert "repeat(auto-fit, minmax(min(100%, 440px), 1fr))" in html
-    assert html.count('style="width:100%;max-width:540px"') == 4 == html.count("<figure>")
-    assert "white-space: nowrap" not in html and "min-width" not in html
-
-
-def test_stopped_is_what_pruned_is() -> None:
-    """The rounds then commit and tell the tracker as they do when they are stopped."""
-    assert issubclass(search.Pruned, Stopped)

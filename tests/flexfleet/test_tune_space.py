@@ -1,19 +1,23 @@
-"""Where a search begins, which sizes it takes, and how workers know of each other without /proc."""
+"""What a search draws, where it begins, which sizes it takes, and how workers know of each other without /proc."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fl_engine.algorithms import FedAvg, FedRolex, QuantizedFedAvg
+from fl_engine.algorithms import FedAvg, FedRolex, HeteroFL, QuantizedFedAvg
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.search import Interval
 from fl_engine.core.types import FULL, Pool, PoolModel
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.testing.tiny import tiny_pool
-from flexfleet.config import Config, load_config
+from flexfleet.config import Config, Range, load_config
 from flexfleet.steps.partition import server_of
 from flexfleet.steps.prepare import Resolved
 from flexfleet.studies import search
@@ -36,6 +40,142 @@ def flexfl(*sets: str) -> tuple[Config, Pool]:
 def tiers(**memory: float) -> str:
     each = ", ".join(f"{{name: {name}, share: {1 / len(memory)}, memory: {most}}}" for name, most in memory.items())
     return f"fleet.tiers=[{each}]"
+
+
+# ------------------------------------------------------------------------------------------------- the space
+def member(name: str, share: float, gamma: float | None) -> PoolModel:
+    return PoolModel(name, FULL, 1, share, 1, True, True, gamma=gamma)
+
+
+POOL: Pool = (member("M1", 0.3, 1.0), member("M2", 0.5, 1.21), member("M3", 1.0, None))
+
+
+def test_flexfl_is_searched_in_gamma_lambda_and_big_gamma_without_being_told() -> None:
+    found = search.space_of(Config(), POOL)
+    assert list(found) == [
+        "algorithm.gammas.0", "algorithm.gammas.1", "algorithm.kd_weight", "algorithm.adaptive_size"
+    ]  # fmt: skip
+    first, second = found["algorithm.gammas.0"], found["algorithm.gammas.1"]
+    # Up to a fifth away: 1 / 1.2 and 1.21 * 1.2; and the middle of 1 and 1.21, as factors go, is 1.1.
+    assert (first.low, first.high) == (pytest.approx(1 / 1.2), pytest.approx(1.1))
+    assert (second.low, second.high) == (pytest.approx(1.1), pytest.approx(1.452))
+    expected = {"algorithm.gammas.0": 1.0, "algorithm.gammas.1": 1.21}
+    expected |= {"algorithm.kd_weight": 10.0, "algorithm.adaptive_size": 10.0}
+    assert search.defaults(Config(), found, POOL) == expected
+
+
+def test_other_algorithms_have_to_be_told() -> None:
+    config = load_config(None, ("algorithm.name=heterofl",))
+    with pytest.raises(ConfigError, match=r"tune\.space is empty, and heterofl declares no search space"):
+        search.space_of(config, POOL)
+
+
+@dataclass(frozen=True)
+class Swept(HeteroFL):
+    """An algorithm of one's own that says what is worth a search."""
+
+    rate: float | None = None
+
+    def search_space(self, pool: Pool) -> dict[str, Interval]:
+        return {
+            "rate": Interval(0.1, 1.0, log=True, start=float(len(pool)) / 10),
+            "widths.0": Interval(0.3, 0.6),
+            "weighting": Interval(choices=("examples", "uniform")),
+        }
+
+
+def test_an_algorithm_of_ones_own_declares_its_search_space() -> None:
+    """`widths` is (0.5, 0.71, 1.0); `rate` is null, and the algorithm then makes 0.3 of a pool of three."""
+    config = load_config(None, (f"algorithm.name={__name__}:Swept",))
+    found = search.space_of(config, POOL)
+    assert found == {
+        "algorithm.rate": Range(low=0.1, high=1.0, log=True), "algorithm.widths.0": Range(low=0.3, high=0.6),
+        "algorithm.weighting": Range(choices=("examples", "uniform")),
+    }  # fmt: skip
+    weighting = {"algorithm.weighting": "examples"}
+    start = search.defaults(config, found, POOL)
+    assert start == weighting | {"algorithm.rate": 0.3, "algorithm.widths.0": 0.5}
+    given = load_config(None, (f"algorithm.name={__name__}:Swept", "algorithm.rate=0.7", "algorithm.widths=[0.2,1.0]"))
+    assert search.defaults(given, found, POOL) == weighting | {"algorithm.rate": 0.7}, "0.2 is not in the space"
+
+
+@dataclass(frozen=True)
+class Halved(HeteroFL):
+    def search_space(self, pool: Pool) -> dict[str, Interval]:
+        return {"widths.0": Interval(0.5, 2.0, whole=True)}
+
+
+def test_a_declared_range_that_is_none_is_said() -> None:
+    config = load_config(None, (f"algorithm.name={__name__}:Halved",))
+    said = r"tune\.space, algorithm\.widths\.0: low and high are whole numbers where whole is true, got \[0\.5"
+    with pytest.raises(ConfigError, match=said):
+        search.space_of(config, POOL)
+
+
+def test_any_dotted_name_can_be_searched_and_defaults_outside_the_space_are_drawn() -> None:
+    given = '{"training.lr": {low: 0.1, high: 1.0}, "algorithm.kd_weight": {choices: [0.0, 10.0]}}'
+    config = load_config(None, (f"tune.space={given}",))
+    found = search.space_of(config, POOL)
+    assert search.defaults(config, found, POOL) == {"algorithm.kd_weight": 10.0}  # lr = 0.05 is none of them
+
+
+def test_values_go_to_their_places_and_lists_are_whole() -> None:
+    found = search.applied(Config(), {"algorithm.gammas.1": 1.5, "algorithm.gammas.0": 0.9, "training.lr": 0.1})
+    assert (found.algorithm["gammas"], found.training.lr) == ([0.9, 1.5], 0.1)
+    with pytest.raises(ConfigError, match=r"of algorithm\.gammas \[1\] are searched"):
+        search.applied(Config(), {"algorithm.gammas.1": 1.5})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{training.lr: {low: 1.0, high: 0.1}}", "low below high"),
+        ("{training.lr: {low: 0.0, high: 0.1, log: true}}", "above 0 for log"),
+        ("{training.lr: {low: 0.0, choices: [1]}}", "choices stand alone"),
+        ("{training.lr: {lo: 0.0}}", "unknown"),
+        ("{training.lr: {low: -.inf, high: 1.0}}", "finite numbers are expected"),
+        ("{training.lr: {low: 0.0, high: .inf}}", "finite numbers are expected"),
+    ],
+)
+def test_a_range_that_is_none_is_said(given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, (f"tune.space={given}",))
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (("tune.space={seed: {low: 0, high: 9, whole: true}}",), "seed cannot be searched"),
+        (("tune.space={run.precision: {choices: [fp32, bf16]}}",), "run.precision cannot be searched"),
+        (("tune.held_out=[0]",), "these seeds are to be new, but trials run on 0 too"),
+        (("tune.held_out=[7, 8, 7, 8]",), r"tune\.held_out: given more than once: 7, 8"),
+        (("tune.seeds=[1, 1]",), r"tune\.seeds: given more than once: 1"),
+        (("tune.seeds=[]",), r"tune\.seeds is empty"),
+        (("tune.space={training.epochs: {low: 1.5, high: 4, whole: true}}",), r"epochs: low and high .* got \[1\.5, 4"),
+        (
+            ("tune.space={training.epochs: {low: 0.5, high: 9, whole: true, log: true}}",),
+            "epochs: low and high are whole",
+        ),
+        (("tune.space={training.lrr: {low: 0, high: 1}}",), r"training\.lrr: .*did you mean 'lr'"),
+        (("tune.space={training.batch: {low: 1, high: 9, whole: true}}",), r"training\.batch: "),
+        (("tune.space={algorithm: {choices: [heterofl]}}",), "tune.space: algorithm: "),
+        (("tune.space={training.fraction: {choices: [7, 8]}, training.lr: {low: 0.1, high: 1}}",), "fraction: "),
+    ],
+)
+def test_a_search_that_would_not_mean_anything_is_refused(
+    quick: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: Sequence[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        tune(load_config(None, (*quick, *sets)), "a")
+    assert not list(tmp_path.rglob("a"))
+
+
+def test_names_that_need_each_other_may_be_searched() -> None:
+    space = "{algorithm.name: {choices: [flexfl, heterofl]}, algorithm.kd_weight: {low: 0, high: 1}}"
+    search.check_names(load_config(None, ("algorithm.name=heterofl", f"tune.space={space}")))
+    space = space.replace("[flexfl, heterofl]", "[heterofl, flexfl, all_large]")  # whatever the order of the choices
+    search.check_names(load_config(None, ("algorithm.name=heterofl", f"tune.space={space}")))
 
 
 # ------------------------------------------------------------------------------------------------- the first trial
