@@ -36,7 +36,6 @@ from fl_engine.testing.tiny import start_of, tiny_data, tiny_fleet, tiny_site
 from fl_engine.testing.tracker import Memory
 from fl_engine.training.memory import resident_peak, restart_peak
 
-STAGES = ("orders", "train", "updates", "merge", "evaluate", "commit")
 INNER = 5
 """Matrices of the network that are hidden x hidden."""
 SAMPLES = 4

@@ -37,8 +37,6 @@ from fl_engine.training.numerics import Numerics
 
 OBJECTIVE, OPTIMISER = "training.objective", "training.optimiser"
 
-Objective = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor]], Tensor]
-
 
 def function(name: str, what: str) -> Callable[..., Any]:
     """The function that a parameter names. Raises ConfigError where it cannot be imported, or is none."""

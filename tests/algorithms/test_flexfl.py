@@ -53,7 +53,6 @@ from fl_engine.testing.tiny import (
 from fl_engine.training.local import Job, Trained, train
 from fl_engine.training.losses import self_distillation
 
-CIFAR = (3, 32, 32)
 TINY = TinyNet()
 THREE = Classification(3)
 law = settings(max_examples=20, deadline=None)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
 from fl_engine.algorithms import AllLarge, FlexFL, pooled
 from fl_engine.algorithms.pooled import Training
@@ -28,9 +27,7 @@ from fl_engine.testing.tiny import (
     tiny_site,
 )
 
-CIFAR = (3, 32, 32)
 TINY = TinyNet()
-law = settings(max_examples=20, deadline=None)
 
 
 # ==================================================================================================== selection

@@ -16,14 +16,12 @@ import pytest
 from fl_engine.backends.kubernetes import backend as kubernetes
 from fl_engine.backends.kubernetes import jobs
 from fl_engine.core.errors import Stopped
-from fl_engine.storage.checkpoints import Row
 from tests.k8s import kueue
 from tests.k8s.fake import telling
 
 Rounds = Callable[..., Path]
 Remote = tuple[str, ...]
 Expected = Callable[[int], bytes]
-Rows = Callable[[Remote, str], list[Row]]
 
 EVERYONE = ("training.fraction=1.0",)
 """Six clients."""
