@@ -364,34 +364,15 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
     space, pool = _space(config, prepared)
     done = _done(study)
     complete = [t for t in done if t.state == TrialState.COMPLETE]
-    feasible = [t for t in complete if all(v <= 0 for v in t.constraints.values())]
     counts = Counter(map(outcome_of, done))
-    if not feasible:
-        why = next((f". Trial {t.number}: {why_none(t)}" for t in done if why_none(t)), "")
-        finite = f" and a finite {config.tune.metric}" if counts["diverged"] else ""
-        raise BadInput(
-            f"none of {len(done)} trials has a pool that its devices can hold{finite}: widen tune.space{why}"
-        )
-    best = max(feasible, key=lambda t: t.value)
-    held: dict[Literal["seeds", "default", "best"], list[float]] = {"seeds": [*config.tune.held_out]}
-    settings: dict[Literal["default", "best"], Config] = {
-        "default": config, "best": search.applied(config, best.params)
-    }  # fmt: skip
-    for name, setting in settings.items():
-        held[name] = []
-        of = name if name == "default" else f"best-t{best.number}"  # more trials may find a better one
-        for seed in config.tune.held_out:
-            out = folder / "held-out" / f"{of}-s{seed}"
-            run = _resolved(setting, seed, out)
-            try:
-                if not (out / "history.json").exists():
-                    _prepare(run, folder, out)
-                held[name].append(_rounds(run, out, _tags(study, held_out=name)))
-            except Diverged as error:
-                raise Diverged(
-                    f"the {name} setting has diverged with the held-out seed {seed}: name other seeds in "
-                    "tune.held_out, or none, [], and go on with --resume"
-                ) from error
+    best = _best(config, done, complete, counts["diverged"] > 0)
+    setting = search.applied(config, best.params)
+    held: dict[Literal["seeds", "default", "best"], list[float]] = {
+        "seeds": [*config.tune.held_out],
+        "default": _held_out(config, config, study, folder, "default", "default"),
+        # More trials may find a better setting.
+        "best": _held_out(config, setting, study, folder, "best", f"best-t{best.number}"),
+    }
     default = search.unchanged(config, space, pool)
     tuned = Tuned(
         id=study.study_name,
@@ -409,15 +390,8 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
         gain=mean(b - d for b, d in zip(held["best"], held["default"], strict=True)) if config.tune.held_out else 0.0,
         tried=tuple(map(tried, sorted(done, key=lambda t: t.number))),
     )
-    write_config(public(settings["best"]), folder / "params.yaml")
-    changed: dict[str, Any] = {}
-    whole = settings["best"].model_dump(mode="json")
-    for path in {p.rpartition(".")[0] if p.rpartition(".")[2].isdecimal() else p for p in best.params}:
-        here: Any = whole
-        for part in path.split("."):
-            here = here[part]
-        set_path(changed, path, here)
-    FolderStore(folder).put("patch.yaml", write_yaml(changed, sort_keys=True).encode())
+    write_config(public(setting), folder / "params.yaml")
+    FolderStore(folder).put("patch.yaml", write_yaml(_patch(setting, best.params), sort_keys=True).encode())
     trials = [(t.number, t.value, t.params) for t in sorted(complete, key=lambda t: t.number)]
     FolderStore(folder).put("study.html", page(tuned, trials).encode())
     tuned.write(folder / "tune.json")
@@ -427,6 +401,50 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
         log_outcome(config.tracking.mlflow, parent.run_id, figures, {}, [str(folder / name) for name in FILES])
         parent.finish("FINISHED")
     return tuned
+
+
+def _best(config: Config, done: Sequence[Any], complete: Sequence[Any], diverged: bool) -> Any:
+    """The trial of the highest value among the `complete` ones whose pool devices can hold. Raises BadInput where none
+    is; `diverged`: whether some trials that are `done` have no finite value."""
+    feasible = [t for t in complete if all(v <= 0 for v in t.constraints.values())]
+    if not feasible:
+        why = next((f". Trial {t.number}: {why_none(t)}" for t in done if why_none(t)), "")
+        finite = f" and a finite {config.tune.metric}" if diverged else ""
+        raise BadInput(
+            f"none of {len(done)} trials has a pool that its devices can hold{finite}: widen tune.space{why}"
+        )
+    return max(feasible, key=lambda t: t.value)
+
+
+def _held_out(config: Config, setting: Config, study: Any, folder: Path, name: str, of: str) -> list[float]:
+    """The metric of the `setting`, which is called `name`, for each held-out seed; the runs' folders begin with `of`.
+    Raises Diverged."""
+    values = []
+    for seed in config.tune.held_out:
+        out = folder / "held-out" / f"{of}-s{seed}"
+        run = _resolved(setting, seed, out)
+        try:
+            if not (out / "history.json").exists():
+                _prepare(run, folder, out)
+            values.append(_rounds(run, out, _tags(study, held_out=name)))
+        except Diverged as error:
+            raise Diverged(
+                f"the {name} setting has diverged with the held-out seed {seed}: name other seeds in "
+                "tune.held_out, or none, [], and go on with --resume"
+            ) from error
+    return values
+
+
+def _patch(setting: Config, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that were searched, lists whole, as `setting` has them."""
+    changed: dict[str, Any] = {}
+    whole = setting.model_dump(mode="json")
+    for path in {p.rpartition(".")[0] if p.rpartition(".")[2].isdecimal() else p for p in params}:
+        here: Any = whole
+        for part in path.split("."):
+            here = here[part]
+        set_path(changed, path, here)
+    return changed
 
 
 # ------------------------------------------------------------------------------------------- as tasks of a graph
