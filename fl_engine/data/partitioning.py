@@ -111,17 +111,8 @@ def partition(
     on every machine. Raises PartitionError if the data cannot be partitioned so.
     """
     clusters = clusters if rule in BY_LABEL else None
-    if rule in BY_LABEL and clusters is None and not data.task.label_count:
-        others = ", ".join(each for each in RULES if each not in BY_LABEL)
-        raise PartitionError(
-            f"the rule {rule} deals by labels, and the targets of {data.name} have none ({data.task.name}): take one "
-            f"of {others}, or partition.features, or give the task quantile bins"
-        )
-    if rule == "disjoint_labels" and clusters is None and has_boxes(data.task):
-        raise PartitionError(
-            f"the rule disjoint_labels gives clients labels of their own, and a sample of {data.name} has several "
-            f"({data.task.name}): take one of {', '.join(each for each in RULES if each != rule)}"
-        )
+    if rule in BY_LABEL and clusters is None:
+        _check_labels(data, rule)
     labels = labels_of(data) if clusters is None else clusters
     if server_classes and proxy_shared:
         raise PartitionError(
@@ -187,6 +178,21 @@ def partition(
     return Partition(
         proxy_train, proxy_test, held, rule, parameters, fingerprint(data), counts, word, clusters, None, owned
     )
+
+
+def _check_labels(data: Data, rule: str) -> None:
+    """Raises PartitionError where the targets have no labels that the rule can deal by."""
+    if not data.task.label_count:
+        others = ", ".join(each for each in RULES if each not in BY_LABEL)
+        raise PartitionError(
+            f"the rule {rule} deals by labels, and the targets of {data.name} have none ({data.task.name}): take one "
+            f"of {others}, or partition.features, or give the task quantile bins"
+        )
+    if rule == "disjoint_labels" and has_boxes(data.task):
+        raise PartitionError(
+            f"the rule disjoint_labels gives clients labels of their own, and a sample of {data.name} has several "
+            f"({data.task.name}): take one of {', '.join(each for each in RULES if each != rule)}"
+        )
 
 
 def _proxy_of(data: Data, classes: Sequence[int], seed: int) -> tuple[Ints, Ints, Ints]:
