@@ -284,12 +284,7 @@ def _outcome(
         client = TrainedClient.of(order, task, site.family, site.data.task, job, work.received, trained.params)
         try:
             with memory_errors():
-                if keeps_client_state(work.algorithm):  # first, since a measurement may write into the copies
-                    new = work.algorithm.keep({n: t.to(job.x.device) for n, t in work.state.items()}, client)
-                    state = {n: t.detach().to("cpu", copy=True) for n, t in new.items()}
-                    check_state(state, sealing.forms(kept, sealed=False))
-                    if site.state_key is not None:
-                        state = sealing.seal(state, site.state_key, order.client)
+                state = _kept(work, client, site, kept)  # first, since a measurement may write into the copies
                 metrics |= client.measured(wanted)
         except Rejected as error:
             said = f"what {type(work.algorithm).__name__}.keep gives is not what it declares: {error}"
@@ -315,6 +310,16 @@ def _outcome(
         metrics["seconds_encode"] = time.monotonic() - encoding
     count = len(work.indices)
     return ClientUpdate(order.round, order.client, spec, payload, count, metrics, state=state, encoded=encoded)
+
+
+def _kept(work: Work, client: TrainedClient, site: Site, kept: Shapes) -> Params:
+    """What the client keeps for its next order; sealed where others hold it. Raises Rejected where it is not `kept`."""
+    if not keeps_client_state(work.algorithm):
+        return {}
+    new = work.algorithm.keep({n: t.to(client.x.device) for n, t in work.state.items()}, client)
+    state = {n: t.detach().to("cpu", copy=True) for n, t in new.items()}
+    check_state(state, sealing.forms(kept, sealed=False))
+    return state if site.state_key is None else sealing.seal(state, site.state_key, work.order.client)
 
 
 SPOILS = ("nan", "scale", "corrupt")
