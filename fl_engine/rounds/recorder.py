@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fl_engine.core.client_state import apart
 from fl_engine.core.slicing import index_of
-from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, Stage
+from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Pool, RoundPlan, Stage
 from fl_engine.exchange import coding
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
@@ -53,26 +53,15 @@ def recorded(
     pruned = 0
     for head in answers.heads():
         order = plan.order_of[head.client]
-        sent = run.site.pool[order.level].name
-        line: dict[str, Any] = {"client": head.client, "sent": sent}
         if isinstance(head, ClientUpdate):
             updates.append(head)
             pruned += head.level != index_of(run.site.pool, run.site.layout, order.spec)
-            line["trained"] = sent if head.level is None else run.site.pool[head.level].name
-            line |= {"examples": head.num_examples, **head.metrics}
         else:
             failures.append(head)
             log.warning(
                 "round %d, client %d: nothing to merge: %s: %s", head.round + 1, head.client, head.stage, head.reason
             )
-            line["failure"] = f"{head.stage}: {head.reason}"
-        if (took := answers.times.get(head.client)) is not None:
-            line |= {
-                "seconds_simulated": took.total,
-                "seconds_compute": took.compute,
-                "seconds_communication": took.communication,
-            }
-        lines.append(line)
+        lines.append(_line(run.site.pool, order.level, head, answers.times.get(head.client)))
     if sent_bytes is None:
         sent_bytes = {o.client: (tensor_bytes(o.travels), tensor_bytes(o.payload)) for o in plan.orders}
     down, model_down = (sum(sent_bytes[o.client][i] for o in plan.orders) for i in (0, 1))
@@ -89,16 +78,8 @@ def recorded(
         "clients_failed": float(len(failures)),
     }
     metrics |= phases.bits(metrics) | phases.models(metrics, model_down, model_up) | _reasons(failures)
-    deadline_s = run.terms.deadline_s
-    if deadline_s is not None and len(updates) < plan.enough and not _all_came(plan, answers, deadline_s):
-        metrics["seconds_simulated"] = deadline_s
-    elif updates:
-        metrics["seconds_simulated"] = max(update.elapsed for update in updates)
-    else:
-        dropped = [failure.client for failure in failures if failure.stage == "drop"]
-        lasted = run.without_updates(plan, dropped, begin)
-        ends = [took.total for took in answers.times.values()] + ([] if lasted is None else [lasted])
-        metrics |= {"seconds_simulated": max(ends)} if ends else {}
+    if (lasted := _simulated(run, plan, answers, updates, failures, begin)) is not None:
+        metrics["seconds_simulated"] = lasted
     if updates:
         examples = sum(update.num_examples for update in updates)
         metrics["seconds_encode_clients"] = math.fsum(u.metrics.get("seconds_encode", 0.0) for u in updates)
@@ -109,6 +90,44 @@ def recorded(
     metrics |= phases.of_the_last(answered)
     metrics |= uniformity.measured([times for _, times in in_order], answered, run.alone)
     return Record(metrics, tuple(lines), (model_down, model_up))
+
+
+def _line(pool: Pool, level: int, head: Outcome, took: uniformity.Times | None) -> dict[str, Any]:
+    """What is kept of a client that was sent this level, with the times of its answer."""
+    sent = pool[level].name
+    line: dict[str, Any] = {"client": head.client, "sent": sent}
+    if isinstance(head, ClientUpdate):
+        line["trained"] = sent if head.level is None else pool[head.level].name
+        line |= {"examples": head.num_examples, **head.metrics}
+    else:
+        line["failure"] = f"{head.stage}: {head.reason}"
+    if took is not None:
+        line |= {
+            "seconds_simulated": took.total,
+            "seconds_compute": took.compute,
+            "seconds_communication": took.communication,
+        }
+    return line
+
+
+def _simulated(
+    run: Run,
+    plan: RoundPlan,
+    answers: Answers,
+    updates: Sequence[ClientUpdate],
+    failures: Sequence[ClientFailure],
+    begin: float,
+) -> float | None:
+    """Seconds of the round on the simulated clock (`recorded` says which); None: it has no times."""
+    deadline_s = run.terms.deadline_s
+    if deadline_s is not None and len(updates) < plan.enough and not _all_came(plan, answers, deadline_s):
+        return deadline_s
+    if updates:
+        return max(update.elapsed for update in updates)
+    dropped = [failure.client for failure in failures if failure.stage == "drop"]
+    lasted = run.without_updates(plan, dropped, begin)
+    ends = [took.total for took in answers.times.values()] + ([] if lasted is None else [lasted])
+    return max(ends, default=None)
 
 
 def _all_came(plan: RoundPlan, answers: Answers, deadline_s: float) -> bool:
