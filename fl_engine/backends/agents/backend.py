@@ -342,10 +342,10 @@ class Agents:
             held = agent.held
             ended = None if held is None else why_ended(agent, held, r, self._options, self._post, self._keeper)
             if held is not None and ended is not None:
-                why, failed, lay = ended
-                if failed or lay:  # one whose beat is new would get the next order first
+                why, failed, untaken = ended
+                if failed or untaken:  # one whose beat is new would get the next order first
                     self._rest(agent, LONGEST_REST_S if failed else self._options.lease_s)
-                if lay and agent.heard > held.since:
+                if untaken and agent.heard > held.since:
                     r.idle.add(agent.name)
                 if failed:
                     r.alone.update(held.clients)  # one of them may have taken the others with it

@@ -19,7 +19,7 @@ class Ended(NamedTuple):
     why: str
     failed: bool
     """The order has failed; else the device was just taken away."""
-    lay: bool = False
+    untaken: bool = False
     """The device was silent, or beat, and did not take the order."""
 
 
@@ -49,9 +49,9 @@ def why_ended(
     if len(held.boots) > STARTS:
         return Ended(f"{agent.name} has begun {len(held.boots)} times: something kills it", True)
     if agent.looked - held.since > options.deadline_s:
-        return Ended(f"{agent.name} has not answered after {options.deadline_s} s", held.taken, not held.taken)
+        return Ended(f"{agent.name} has not answered after {options.deadline_s} s", held.taken, untaken=not held.taken)
     silent = agent.looked - held.heard
     if silent > options.lease_s:
         agent.away = True
-        return Ended(f"{agent.name} is silent for {silent:.0f} s", held.taken, not held.taken)
+        return Ended(f"{agent.name} is silent for {silent:.0f} s", held.taken, untaken=not held.taken)
     return None
