@@ -24,7 +24,7 @@ from fl_engine.datasets import kept
 from fl_engine.models.traced.family import ModuleFamily
 from fl_engine.tasks import TASKS
 from flexfleet.config import Config, load_config, set_path
-from flexfleet.config.explain import short
+from flexfleet.config.explain import quoted
 from flexfleet.config.overrides import PARAMETERS, whole
 from flexfleet.config.read import MAPPINGS, giving_way, meet, names_first, parse
 from flexfleet.config.sources import MAIN, cells, to_a_file
@@ -122,7 +122,9 @@ def check_kinds(config: Any, options: Any) -> None:
             "result or a study take its config"
         )
     if options is not None and not isinstance(options, Mapping):
-        raise ConfigError(f"options: a mapping by dotted names is expected, {{'rounds.stop': 5}}, got {short(options)}")
+        raise ConfigError(
+            f"options: a mapping by dotted names is expected, {{'rounds.stop': 5}}, got {quoted(options)}"
+        )
 
 
 def _base(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
@@ -158,7 +160,7 @@ def plain(value: Any, what: str) -> Any:
     try:
         json.dumps(value)
     except TypeError as error:
-        raise ConfigError(f"{what}: a number, a text, a list or a mapping is expected, got {short(value)}") from error
+        raise ConfigError(f"{what}: a number, a text, a list or a mapping is expected, got {quoted(value)}") from error
     return value
 
 

@@ -11,7 +11,7 @@ from flexfleet.api.asked import NAMED, check_kinds, check_once, config_of, leave
 from flexfleet.api.running import DATASET, MODEL
 from flexfleet.config import Config, parse
 from flexfleet.config.entries import FIXED, LABEL, RESERVED, Entry, check_factors, entries
-from flexfleet.config.explain import short
+from flexfleet.config.explain import quoted
 from flexfleet.config.factors import crossed
 from flexfleet.config.overrides import PARAMETERS
 from flexfleet.config.short import place
@@ -43,13 +43,13 @@ def labels_of(algorithms: Any) -> dict[str, Label]:
         labels = {}
         for value in algorithms:
             if isinstance(value, Mapping):
-                raise ConfigError(f"algorithms: settings need a label: {{'mine': {short(value)}}}")
+                raise ConfigError(f"algorithms: settings need a label: {{'mine': {quoted(value)}}}")
             label = _name(chosen := NAMED["algorithm"](value, "")["algorithm.name"])
             if label in labels:
                 raise ConfigError(f"algorithms: {label} is there twice: give labels, {{'a': {chosen!r}, 'b': ...}}")
             labels[label] = _label(label, value)
     else:
-        raise ConfigError(f"algorithms: a list, or a mapping by label, is expected, got {short(algorithms)}")
+        raise ConfigError(f"algorithms: a list, or a mapping by label, is expected, got {quoted(algorithms)}")
     if not labels:
         raise ConfigError("algorithms: at least one is expected, got none")
     for label in labels:
@@ -98,9 +98,9 @@ def entries_of(
         raise ConfigError(f"compare: {wrong[0]}: {ELSEWHERE[wrong[0]]}")
     check_kinds(common.get("config"), common.get("options"))
     if not isinstance(over, Mapping):
-        raise ConfigError(f"over: a mapping is expected, {{'training.lr': [0.01, 0.1]}}, got {short(over)}")
+        raise ConfigError(f"over: a mapping is expected, {{'training.lr': [0.01, 0.1]}}, got {quoted(over)}")
     if odd := [path for path in over if not isinstance(path, str)]:
-        raise ConfigError(f"over: the dotted name of a parameter is a text, got {short(odd[0])}")
+        raise ConfigError(f"over: the dotted name of a parameter is a text, got {quoted(odd[0])}")
     labels, config, options = labels_of(algorithms), common.get("config"), dict(common.get("options") or {})
     _no_fixed(options, "options")
     keywords = {"dataset": DATASET, "model": MODEL, **common}
@@ -150,5 +150,5 @@ def _names(pairs: Iterable[tuple[str, Any]]) -> set[str]:
 def _values(path: str, values: Any) -> Any:
     """A factor's values as JSON has them."""
     if isinstance(values, str | Mapping) or not hasattr(values, "__iter__"):
-        raise ConfigError(f"over: a list of values is expected for {path}, got {short(values)}")
+        raise ConfigError(f"over: a list of values is expected for {path}, got {quoted(values)}")
     return [plain(value, f"over[{path!r}]") for value in values]

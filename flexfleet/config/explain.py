@@ -28,7 +28,7 @@ def _clauses(found: Sequence[tuple[_Place, Any]], prefix: str) -> Iterator[str]:
     expected: dict[tuple[str, str], list[str]] = {}
     for place, e in found:
         path = (prefix + ".".join(place.names)).rstrip(".")  # of a check of the whole there is no name
-        last, got = (place.names or [""])[-1], short(e["input"])
+        last, got = (place.names or [""])[-1], quoted(e["input"])
         if e["type"] == "extra_forbidden" and path in SHORT:
             yield f"unknown parameter {path!r}: its dotted name is {SHORT[path]}"
         elif e["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
@@ -54,7 +54,8 @@ def _clauses(found: Sequence[tuple[_Place, Any]], prefix: str) -> Iterator[str]:
         yield f"{', or '.join([f'{path}: {first}', *(each.removeprefix(EXPECTED) for each in others)])}, got {got}"
 
 
-def short(value: Any) -> str:
+def quoted(value: Any) -> str:
+    """Its repr for an error: without passwords, and cut after two hundred characters."""
     text = masked(repr(value))
     return text if len(text) <= 200 else f"{text[:200]}..."
 

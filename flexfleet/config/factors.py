@@ -15,7 +15,7 @@ import yaml
 
 from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.plain import read_yaml
-from flexfleet.config.explain import short
+from flexfleet.config.explain import quoted
 
 
 def factors_of(texts: Sequence[str]) -> dict[str, list[Any]]:
@@ -25,7 +25,7 @@ def factors_of(texts: Sequence[str]) -> dict[str, list[Any]]:
     for text in texts:
         path, sign, listed = (word.strip() for word in text.partition("="))
         if not sign or not path or not listed:
-            raise ConfigError(f"--over takes a.b=value,value, e.g. training.lr=0.01,0.1, got {short(text)}")
+            raise ConfigError(f"--over takes a.b=value,value, e.g. training.lr=0.01,0.1, got {quoted(text)}")
         if path in out:
             raise ConfigError(f"--over {path}: given twice, give all of its values at once")
         try:
@@ -43,7 +43,7 @@ def crossed(labels: Iterable[str], factors: Mapping[str, Sequence[Any]]) -> dict
         if ":" in path:
             raise ConfigError(f"over: a factor is one of all labels, expected a dotted name, got {path!r}")
         if isinstance(values, str | Mapping) or not isinstance(values, Sequence) or not values:
-            raise ConfigError(f"over: a list of values is expected for {path}, got {short(values)}")
+            raise ConfigError(f"over: a list of values is expected for {path}, got {quoted(values)}")
         if any(isinstance(value, Mapping) for value in values):
             raise ConfigError(f"over: {path} is a section: vary its parameters, {path}.<name>")
     names = _short(factors)

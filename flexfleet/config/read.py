@@ -29,7 +29,7 @@ from fl_engine.exchange import code
 from fl_engine.fleet.devices import Tier, named
 from fl_engine.models import MODELS
 from fl_engine.models.build import check_options
-from flexfleet.config.explain import explain, short
+from flexfleet.config.explain import explain, quoted
 from flexfleet.config.passwords import INSTEAD
 from flexfleet.config.resolve import algorithm, codecs
 from flexfleet.config.schema import Config, TrackingConfig
@@ -76,7 +76,7 @@ def pair_of(override: str) -> tuple[str, Any]:
     """`a.b=value`, as after --set."""
     key, sign, text = override.partition("=")
     if not sign or not key.strip():
-        raise ConfigError(f"--set takes a.b=value, got {short(override)}")
+        raise ConfigError(f"--set takes a.b=value, got {quoted(override)}")
     try:
         value, comment = read_yaml(text), comment_of(text)
     except yaml.YAMLError as error:
@@ -84,7 +84,7 @@ def pair_of(override: str) -> tuple[str, Any]:
         raise ConfigError(said) from error
     if comment:
         raise ConfigError(
-            f"--set {short(key.strip())}: the value holds what is a comment for YAML, from '#' on: put all of it in "
+            f"--set {quoted(key.strip())}: the value holds what is a comment for YAML, from '#' on: put all of it in "
             "quotes, or leave that out"
         )
     return key.strip(), value
