@@ -153,7 +153,8 @@ def _shortest(gamma: float, same: Callable[[float], bool]) -> float:
 def solve_as_authors(
     family: ModelFamily, apoz: Sequence[float], adjust: Sequence[float], share: float
 ) -> tuple[float, SubmodelSpec]:
-    """The published code's rule: first hit from above within 5 points, by the size of the prunable layers."""
+    """The published code's rule: first hit from above within 5 points, by the size of the prunable layers. Raises
+    PoolError where none is."""
     prefixes = tuple(prefix for layer in family.prunable() for prefix in layer.params)
     layout, full = family.layout(), full_shapes(family)
 

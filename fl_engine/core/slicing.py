@@ -147,7 +147,8 @@ def shapes(layout: ParamLayout, spec: SubmodelSpec, full: Mapping[str, torch.Siz
 
 @lru_cache(maxsize=64)
 def full_shapes(family: ModelFamily) -> dict[str, torch.Size]:
-    """Shapes of the full network's parameters, in layout order. Allocates nothing."""
+    """Shapes of the full network's parameters, in layout order. Allocates nothing. Raises ModelError where module and
+    layout disagree."""
     state = blank(family).state_dict()
     if list(state) != list(family.layout().slots):
         odd = sorted(set(state) ^ set(family.layout().slots))
@@ -274,7 +275,7 @@ def initial_params(family: ModelFamily, seed: int) -> Params:
 
 def runnable(family: ModelFamily, spec: SubmodelSpec, params: Params) -> nn.Module:
     """The sub-network with `params` (already sliced) as its storage: training it writes into them, so whoever trains
-    clones first."""
+    clones first. Raises ModelError for parameters of another sub-network."""
     module = blank(family, spec)
     try:
         module.load_state_dict(params, assign=True)

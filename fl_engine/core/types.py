@@ -133,7 +133,8 @@ class ParamLayout:
         return {name: self.indices(spec, name) for name in (*self.groups, *self.choices)}
 
     def indices(self, spec: SubmodelSpec, group: str) -> Keep:
-        """Which global channels of `group`, or of a choice, the sub-model keeps."""
+        """Which global channels of `group`, or of a choice, the sub-model keeps. Raises ModelError for a group that
+        does not exist."""
         if group in self.groups:
             return spec.kept.get(group, self.groups[group])
         of = self.choices.get(group)

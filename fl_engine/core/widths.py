@@ -132,7 +132,7 @@ def exit_name(block: str) -> str:
 
 def up_to(family: ModelFamily, exit: str | None) -> tuple[str, ...]:
     """The blocks from the first up to the head of the exit behind block `exit`, in network order, earlier heads
-    included; None: all blocks."""
+    included; None: all blocks. Raises ModelError for an exit that the family has not."""
     blocks = family.layout().blocks
     if exit is None:
         return blocks

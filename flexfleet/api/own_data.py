@@ -63,7 +63,9 @@ def from_arrays(
 ) -> Data:
     """Samples x (N, ...) and targets y (N,) or (N, outputs), NumPy arrays or tensors. `test`: the share of the samples
     to test on, of each class alike, drawn with a constant seed; or (x, y) of the test part. `clients` (N,): whose each
-    sample is, for `partition_rule="natural"`."""
+    sample is, for `partition_rule="natural"`. `mean` and `std`: a number for each channel or feature, by which samples
+    are normalised; None: as measured on those to train on. Raises DataError for what are no samples and targets, or do
+    not fit each other."""
     x, y = _array(x, f"{name}: x"), _targets(y, f"{name}: y")
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
         raise DataError(f"{name}: x has the shape {x.shape}, y {y.shape}; one target is needed for each sample")
@@ -87,7 +89,8 @@ def from_clients(
     name: str = "clients",
 ) -> Data:
     """One (x, y) for each client, as in `from_arrays`: a natural partition (`partition_rule="natural"`). `test`: the
-    share of each client's samples to test on, or (x, y) of a common test part."""
+    share of each client's samples to test on, or (x, y) of a common test part. Raises DataError as `from_arrays` does,
+    and where clients' samples or targets are not alike."""
     _check_test(test, name)
     pairs = [] if isinstance(parts, Mapping) or not isinstance(parts, Iterable) else list(parts)
     if any(not isinstance(pair, tuple | list) or len(pair) != PAIR for pair in pairs):
@@ -129,7 +132,8 @@ def from_folder(
 ) -> Data:
     """Images path/<class>/*.png (or jpg, bmp, webp); the classes are the folders' names in alphabetical order, without
     those that begin with a dot. `size`: height and width that all are scaled to; None: all have the same already.
-    `name`: default the folder's."""
+    `name`: default the folder's. Raises DataError where there is no image, or their sizes differ; EnvironmentFailure
+    without Pillow."""
     if not isinstance(path, str | Path):
         raise DataError(f"a folder is expected, got {path!r}")
     root, wanted = Path(path), None if size is None else _size(size)
@@ -161,7 +165,7 @@ def from_torch(train: Any, test: Any = 0.2, *, name: str | None = None) -> Data:
 
     Augmentation belongs on the clients (`training.augment`): a data set whose transform draws random numbers is
     refused, since each sample would be the same draw in all rounds. That is seen where it draws from the generators of
-    torch, NumPy or Python themselves, not where it has a generator of its own."""
+    torch, NumPy or Python themselves, not where it has a generator of its own. Raises DataError for it too."""
     x, y = _read_items(train, "train")
     part = test if isinstance(test, float | int) else _read_items(test, "test")
     return from_arrays(x, y, test=part, name=type(train).__name__ if name is None else name)

@@ -227,7 +227,8 @@ class Result:
         return RawNetwork(network, type_of(data), axes, data.mean, data.std, member.ensemble).eval()
 
     def confusion(self, level: str | None = None) -> Any:
-        """How many test samples of one class (row) a level took for which class (column); None: the largest level."""
+        """How many test samples of one class (row) a level took for which class (column); None: the largest level.
+        Raises ConfigError where the run has not finished, its task has no classes, or the level was not evaluated."""
         if self._result is None:
             raise ConfigError(f"{self.run_id} is stopped: its confusion is counted when it has finished; resume it")
         found = ConfusionFile.read(self.folder / "confusion.json").levels
@@ -269,7 +270,12 @@ class Result:
         """What `client` was asked in `round`, counted from 1, and what it did, computed once more: order, task, start,
         update, change. The rounds since the last state that is kept before it are computed again; with
         options={'rounds.keep_every': 1} there are none. Where clients keep something between rounds, or rounds are
-        buffered, all rounds before it are computed again."""
+        buffered, all rounds before it are computed again.
+
+        Raises ConfigError for a client that was not asked or failed, for a round that was not computed or whose lines
+        are not kept, and where what clients trained on, or how much memory they had, is not known here; IntegrityError
+        where the run's files or data are others now; EnvironmentFailure where this machine would compute other
+        bits."""
         for name, value in (("round", round), ("client", client)):
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise ConfigError(f"{name} is a whole number, got {value!r}")
@@ -310,7 +316,8 @@ def load(run: str | Path | Result) -> Result:
 
 
 def in_store(name: str | Path, file: str) -> Path:
-    """The folder that holds this file, here or in the folder `runs`."""
+    """The folder that holds this file, here or in the folder `runs`. Raises ConfigError where there is no such
+    folder."""
     if not isinstance(name, str | Path):
         raise ConfigError(f"a folder or a name is expected, got {name!r}")
     path, inside = Path(name), DEFAULT_STORE / name
