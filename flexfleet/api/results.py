@@ -323,5 +323,6 @@ def in_store(name: str | Path, file: str) -> Path:
     path, inside = Path(name), DEFAULT_STORE / name
     found = next((each for each in (path, inside) if (each / file).is_file()), None)
     if found is None and not (path.exists() or inside.exists()):
-        raise ConfigError(f"there is no folder {path}, nor {inside}")
+        places = dict.fromkeys((str(path), str(inside)))  # one, where the path is absolute
+        raise ConfigError(f"there is no folder {', nor '.join(places)}")
     return found or (path if path.exists() else inside)
