@@ -1,8 +1,8 @@
 """Changes the engine in one small place at a time, and checks whether the fast tests notice it.
 
-    python -m tests.harness.mutants --only updates,ledger --limit 50 --seed 1 --json
+    python -m tests.harness.mutants --only exchange/updates,storage/lease --limit 50 --seed 1 --json
 
-A mutant is a module with one of the `changes`. It exists only in a forked process, which runs the law tests of that
+A mutant is a module with one of the `changes`. It exists only in a forked process, which runs the tests of that
 module until one fails. Prints the mutants that no test noticed: a test is missing, or the change has no effect. Exit
 code 0: all mutants were tried; 1: the tests fail without any change.
 
@@ -32,15 +32,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 TESTS = {
-    "aggregation/averaging": ("test_averaging", "test_aggregation"),
-    "aggregation/privacy": ("test_privacy",),
-    "exchange/acceptance": ("test_acceptance",),
-    "exchange/mailbox": ("test_ledger", "test_updates", "test_resume"),
-    "exchange/updates": ("test_updates",),
-    "storage/checkpoints": ("test_ledger", "test_lease", "test_resume"),
-    "storage/lease": ("test_lease",),
+    "aggregation/averaging": ("laws/test_averaging", "laws/test_aggregation"),
+    "aggregation/privacy": ("laws/test_privacy",),
+    "exchange/acceptance": ("laws/test_acceptance",),
+    "exchange/mailbox": ("laws/test_ledger", "laws/test_updates", "laws/test_resume"),
+    "exchange/updates": ("laws/test_updates", "fuzz/test_ledger"),
+    "storage/checkpoints": ("laws/test_ledger", "laws/test_lease", "laws/test_resume"),
+    "storage/lease": ("laws/test_lease",),
 }
-"""The law tests that should notice a change, by file of the engine."""
+"""The tests that should notice a change, by file of the engine."""
 
 PRELOADED = ("hypothesis", "numpy", "pydantic", "safetensors.torch", "torch", "yaml")
 """Modules that take long to import. They are imported once, before the processes are forked."""
@@ -182,7 +182,7 @@ def changed(source: str, number: int) -> ast.Module:
 
 
 def tried(module: str, tree: ast.Module, patience_s: float) -> bool:
-    """Whether the module's law tests pass with `tree` as the module. Tests that hang do not pass."""
+    """Whether the module's tests pass with `tree` as the module. Tests that hang do not pass."""
     child = os.fork()
     if child == 0:
         os._exit(_tests(module, tree))
@@ -205,7 +205,7 @@ def _tests(module: str, tree: ast.Module) -> int:
     try:
         name = f"fl_engine.{module.replace('/', '.')}"
         sys.meta_path.insert(0, _Changed(name, ROOT / f"fl_engine/{module}.py", tree))
-        files = [str(ROOT / f"tests/laws/{name}.py") for name in TESTS[module]]
+        files = [str(ROOT / f"tests/{name}.py") for name in TESTS[module]]
         return int(pytest.main(["-x", "-q", "--tb=no", "-n", "0", f"--rootdir={ROOT}", *files]))
     except BaseException:
         return 1
