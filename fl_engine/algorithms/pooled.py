@@ -385,7 +385,8 @@ def largest_fitting(
     if on_too_small == "train":
         return candidates[0]
     need = needs[candidates[0]]
-    raise ClientError(f"{ctx.observed:.1f} % of the full model is free, the smallest needs {need:.1f} %")
+    free, needed = _apart(ctx.observed, need)
+    raise ClientError(f"{free} % of the full model is free, the smallest needs {needed} %")
 
 
 def needs_room(ctx: TaskContext, index: int, on_too_small: TooSmall = "fail") -> None:
@@ -393,4 +394,11 @@ def needs_room(ctx: TaskContext, index: int, on_too_small: TooSmall = "fail") ->
     `train`, the smallest model is trained all the same, as in methods that can."""
     need = 100 * ctx.pool[index].share
     if ctx.observed <= need and not (index == 0 and on_too_small == "train"):
-        raise ClientError(f"{ctx.observed:.1f} % of the full model is free now, the model sent needs {need:.1f} %")
+        free, needed = _apart(ctx.observed, need)
+        raise ClientError(f"{free} % of the full model is free now, the model sent needs {needed} %")
+
+
+def _apart(free: float, needed: float) -> tuple[str, str]:
+    """Both with one decimal, or with as many more, up to six, as tell them apart."""
+    told = ((f"{free:.{digits}f}", f"{needed:.{digits}f}") for digits in range(1, 7))
+    return next((pair for pair in told if pair[0] != pair[1]), (f"{free:.1f}", f"more than {needed:.1f}"))

@@ -379,6 +379,8 @@ def test_decoupled_cannot_prune_on_the_device() -> None:
     orders = orders_by_model(algorithm, site)
     with pytest.raises(ClientError, match=r"99\.0 % of the full model is free now, the model sent needs 100\.0 %"):
         algorithm.task(orders["1x"], context(site, 0, 99.0))
+    with pytest.raises(ClientError, match=r"99\.998 % of the full model is free now, the model sent needs 100\.000 %"):
+        algorithm.task(orders["1x"], context(site, 0, 99.998))
     assert algorithm.task(orders["0.5x"], context(site, 0, 5.0)).spec == site.pool[0].spec
     with pytest.raises(ClientError):
         replace(algorithm, on_too_small="fail").task(orders["0.5x"], context(site, 0, 5.0))
