@@ -446,6 +446,14 @@ def flexfleet() -> Callable[..., Done]:
     return run
 
 
+@pytest.fixture
+def unstopped() -> Iterator[None]:
+    """A SIGTERM that nobody handles does not end the tests."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture(scope="session")
 def step() -> Callable[..., Done]:
     """`step(main, "--out", "x", sets=[...])`: a step's own command line in this process."""

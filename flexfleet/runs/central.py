@@ -44,7 +44,7 @@ from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import Artifact, ConfusionFile, EvaluationFile, History, Result
 from flexfleet.files.begun import check_free, check_same
 from flexfleet.files.measure import Measure
-from flexfleet.files.signals import stop_on_signals
+from flexfleet.files.signals import stop_on_signals, stopping_at_once
 from flexfleet.reports import plots
 from flexfleet.runs.whole import highest_of, need_packages
 from flexfleet.steps import own_code, warm_start
@@ -96,7 +96,8 @@ def central(
     """Trains, or resumes. In the result an epoch counts as a round, and no bytes are sent.
 
     Raises ConfigError if the folder exists and `resume` is not given, or holds another training; EnvironmentFailure if
-    this machine would compute other bits; ModelError if training diverges; Stopped on SIGTERM, after the epoch.
+    this machine would compute other bits; ModelError if training diverges; Stopped on SIGTERM, after the epoch if it
+    trains.
     """
     config = resolved.config
     if config.partition.rule == LOCAL:
@@ -111,7 +112,7 @@ def central(
     data, family = resolved.data, _network(resolved)
     device = config.run.devices[0]
     check_device(device)
-    with alone(out):
+    with alone(out), stopping_at_once("the same command with --resume goes on"):
         before = CentralFile.read(out / "central.json").numerics if (out / "central.json").exists() else None
         precision = settled(config.run.precision, (device,), before)
         numerics = Numerics(precision=precision, flush_denormal=flushes(before))

@@ -160,6 +160,24 @@ def test_one_that_mlflow_did_not_take_is_failed_there_and_not_finished(
     assert (run.info.status, run.data.metrics["final/full"]) == ("FINISHED", done.json["metrics"]["full"])
 
 
+def test_one_that_is_stopped_beside_its_epochs_says_so_here_and_in_mlflow(
+    flexfleet: Any, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, unstopped: None
+) -> None:
+    sets = [*SETS[:-1], "central.epochs=1", f"tracking.mlflow={mlflow_uri}"]
+    with monkeypatch.context() as patch:
+        patch.setattr("flexfleet.runs.central._finish", lambda *_: signal.raise_signal(signal.SIGTERM))
+        stopped = flexfleet("central", "--run-id", "c", sets=sets)
+    assert (stopped.code, stopped.err.splitlines()[-1]) == (
+        3, "error: stopped on request: the same command with --resume goes on"
+    )  # fmt: skip
+    client = mlflow.MlflowClient(mlflow_uri)
+    (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    assert run.info.status == "KILLED"
+    done = flexfleet("central", "--json", "--run-id", "c", "--resume", sets=sets)
+    assert (done.code, done.json["mlflow_run_id"]) == (0, run.info.run_id)
+    assert client.get_run(run.info.run_id).info.status == "FINISHED"
+
+
 def test_in_half_precision_it_is_another_training(flexfleet: Any) -> None:
     plain = flexfleet("central", "--json", "--run-id", "a", sets=SETS)
     half = flexfleet("central", "--json", "--run-id", "b", sets=[*SETS, "run.precision=fp16"])
