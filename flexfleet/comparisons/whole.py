@@ -32,6 +32,7 @@ from flexfleet.config.sources import sources
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, Result, RunFile, row_of
 from flexfleet.files.begun import check_free, go_on
+from flexfleet.files.signals import stopping_at_once
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages, run
 from flexfleet.steps import keys
@@ -97,20 +98,21 @@ def compare(
     check_all(runs)
     runs = in_one_experiment(runs)
     track.prepare(runs[0].config)
-    with alone(folder):
-        mlflow = begin(runs, id, {PARENT: night} if night else {})
-        try:
+    try:
+        with alone(folder), stopping_at_once():
+            mlflow = begin(runs, id, {PARENT: night} if night else {})
             with ending(mlflow):
                 parent = mlflow.root if mlflow else None
                 _run(runs, id, folder, at_once, options, parent, references, carry_out or side_by_side, goes_on)
-        except Stopped:
-            raise Stopped(f"stopped on request: {goes_on}") from None
-        except KeyboardInterrupt:
-            log.warning("interrupted: %s", goes_on)
-            raise
-        central = [*central, *(folder / entry.name for entry in references)]
-        trained = reference.read(central, flatten(runs[0].config), varied(runs)) if central else None
-        return tabulate(id, runs, {entry.name: folder / entry.name for entry in runs}, folder, to, mlflow, trained)
+                central = [*central, *(folder / entry.name for entry in references)]
+                trained = reference.read(central, flatten(runs[0].config), varied(runs)) if central else None
+                made = {entry.name: folder / entry.name for entry in runs}
+                return tabulate(id, runs, made, folder, to, mlflow, trained)
+    except Stopped:
+        raise Stopped(f"stopped on request: {goes_on}") from None
+    except KeyboardInterrupt:
+        log.warning("interrupted: %s", goes_on)
+        raise
 
 
 def _data(runs: Sequence[Entry]) -> dict[int, set[str]]:
