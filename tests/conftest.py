@@ -448,10 +448,11 @@ def flexfleet() -> Callable[..., Done]:
 
 @pytest.fixture
 def unstopped() -> Iterator[None]:
-    """A SIGTERM that nobody handles does not end the tests."""
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    """A SIGTERM or SIGHUP that nobody handles does not end the tests."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

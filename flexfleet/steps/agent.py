@@ -7,7 +7,7 @@ process anew (`exec`), which no order that hangs can prevent. After `recycle` or
 that its memory stays what it was.
 
 Exit codes: 0: the server was silent for too long, or --once: one order was answered; 42: the device was revoked, or
-cannot take part; 143: SIGTERM.
+cannot take part; 143: SIGTERM, or its terminal was closed.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from fl_engine.training import cgroup
 from flexfleet.files import agent_options
 from flexfleet.files import terminal as common
 from flexfleet.files.alone import alone
+from flexfleet.files.signals import stopping
 from flexfleet.steps.agent_line import BEATS, Line, known_of
 from flexfleet.steps.answer import carry_out_all, prepared
 
@@ -213,17 +214,30 @@ def run(args: argparse.Namespace) -> int:
     with alone(folder):
         line = Line(FolderStore(folder, 0o600), known)
         line.remember()
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        _end_on_signals()
         log.info("%s waits for orders; it remembers in %s", line.known.name, folder)
         try:
             serve(line, args.silence, args.recycle, args.once, restart)
         except ClientError:
             line.forget()
             raise
-        finally:  # also on SIGTERM and Ctrl-C: the order goes to another device at once
+        finally:  # also on signals and Ctrl-C: the order goes to another device at once
             line.beat("gone")
             log.info("%d requests to the store since the start", line.requests)
     return 0
+
+
+def _end_on_signals() -> None:
+    """SIGTERM, and a terminal that is closed, end the process with 143. Further ones do not disturb its end."""
+    numbers = [number for number in stopping() if number != signal.SIGINT]
+
+    def end(*_: object) -> NoReturn:
+        for number in numbers:
+            signal.signal(number, lambda *_: None)  # not SIG_IGN, which a process that it becomes would inherit
+        sys.exit(143)
+
+    for number in numbers:
+        signal.signal(number, end)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

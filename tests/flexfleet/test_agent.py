@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import stat
 import tempfile
 import threading
@@ -362,6 +363,25 @@ def test_no_beat_covers_that_the_order_failed_before_the_coordinator_has_read_it
     with pytest.raises(KeyboardInterrupt):
         agent.serve(line, 7200.0, 200, False, never)
     assert seen[0] == "failed" and set(seen[1:]) == {"idle"}, "and is there for others, once that is read"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_device_that_is_ended_says_so_however_often_it_is_told(
+    invited: str, post: Post, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unstopped: None, number: signal.Signals
+) -> None:
+    put = FolderStore.put
+
+    def told_again(store: FolderStore, key: str, value: bytes) -> None:
+        if key.endswith("beat.json"):
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGHUP)
+        put(store, key, value)
+
+    monkeypatch.setattr(FolderStore, "put", told_again)
+    monkeypatch.setattr(agent, "serve", lambda *_: signal.raise_signal(number))
+    with pytest.raises(SystemExit) as ended:
+        dispatch(["agent", "--invite", invited, "--folder", str(tmp_path / "device")])
+    assert (ended.value.code, beat_of(post).state) == (143, "gone")
 
 
 @pytest.mark.parametrize(("flag", "level"), [("-q", logging.WARNING), ("-v", logging.DEBUG)])
