@@ -38,6 +38,7 @@ log = logging.getLogger("flexfleet")
 BEAT_S = 5.0
 TTL_S = 20.0
 POLL_S = 0.5
+LET_GO_S = 5.0
 SOMEBODY = "another coordinator"
 """One whose file cannot be read."""
 
@@ -91,8 +92,14 @@ class Lease:
         self._store.put(_key(self.number), self._holder.model_dump_json().encode())
 
     def release(self) -> None:
+        """Lets go; a store that does not answer is waited for LET_GO_S seconds, not for all tries."""
         self._ended.set()
         self._holder = self._holder.model_copy(update={"released": True})
+        last = threading.Thread(target=self._say_last, daemon=True, name="lease")
+        last.start()
+        last.join(LET_GO_S)
+
+    def _say_last(self) -> None:
         with suppress(FlexfleetError):  # who comes next waits then
             self._say()
 

@@ -191,6 +191,15 @@ def test_a_heartbeat_outlives_an_outage_of_the_store(memory_store: Store, monkey
         assert before is not None and after is not None and after.beats > before.beats
 
 
+def test_a_store_that_hangs_does_not_keep_one_from_ending(memory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "LET_GO_S", 0.05)
+    answers, began = threading.Event(), time.monotonic()
+    with lease.held(memory_store):
+        monkeypatch.setattr(memory_store, "put", lambda *_: answers.wait(5))
+    assert time.monotonic() - began < 3
+    answers.set()
+
+
 def test_one_that_has_let_go_gives_no_sign_of_life_any_more(memory_store: Store) -> None:
     with lease.held(memory_store):
         pass
