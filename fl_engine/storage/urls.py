@@ -23,8 +23,10 @@ from fl_engine.storage.pieces import Pieces, Value, digest
 
 T = TypeVar("T")
 
-logging.getLogger("urllib3.connection").setLevel(logging.ERROR)
-"""It would warn of an answer whose head breaks off, with a traceback and with the URL, whose query is a secret."""
+for each in ("urllib3.connection", "urllib3.connectionpool"):
+    # They would warn of an answer whose head breaks off, and of each request that is made again, with the URL, whose
+    # query is a secret.
+    logging.getLogger(each).setLevel(logging.ERROR)
 
 READS = 4
 """Tries of a download that breaks off."""

@@ -253,13 +253,16 @@ def test_of_a_body_without_a_length_no_more_is_read_than_its_limit(broken: str) 
         assert _Broken.sent < 2**25, "what the sockets hold, and no more"
 
 
-def test_a_server_that_is_not_there_is_said_without_its_secrets(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_there_is_said_without_its_secrets(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """urllib3 warns of each try, with the URL, whose query is a signature."""
     monkeypatch.setattr(s3, "ATTEMPTS", 2)
     with pytest.raises(EnvironmentFailure, match=r"cannot be reached.*AWS_ENDPOINT_URL"):
         S3Store("s3://runs/x", "http://127.0.0.1:9").get("key")
     with pytest.raises(EnvironmentFailure) as error:
         UrlStore({"key": "http://127.0.0.1:9/key?X-Amz-Signature=secret"}, {}).get("key")
-    assert "secret" not in str(error.value)
+    assert "secret" not in str(error.value) and "secret" not in caplog.text
 
 
 def test_a_run_whose_ledger_is_on_s3_has_the_bits_of_one_in_a_folder(
