@@ -15,6 +15,7 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from flexfleet.cli import dispatch as main
+from flexfleet.cli import parser
 from flexfleet.config import parse
 from flexfleet.steps import invitations
 
@@ -27,6 +28,12 @@ def test_folders_with_keys_are_the_owner_s_alone(tmp_path: Path) -> None:
     main(["invite", "--out", str(tmp_path / "out"), *sets(tmp_path)])
     for folder in (".agents", ".invited"):
         assert stat.S_IMODE((tmp_path / "runs" / folder).stat().st_mode) == 0o700
+
+
+def test_git_does_not_take_invitations_with_it() -> None:
+    """Each holds the key of a device, and `git add` in a checkout takes whatever is not ignored."""
+    out = parser().parse_args(["invite"]).out
+    assert f"/{out}/" in (Path(__file__).parents[2] / ".gitignore").read_text().split()
 
 
 @pytest.mark.parametrize("when", ["opened", "written"])
