@@ -275,6 +275,23 @@ def test_a_device_that_is_killed_again_and_again_loses_the_order(scene_of: Calla
     assert scene.clock.now < 1000 + 300, "long before the deadline"
 
 
+@pytest.mark.parametrize(("starts", "said"), [((0, 1, 0, 1, 0), 1), ((0, 1, 2, 3), 0)], ids=["two", "started again"])
+def test_two_processes_with_one_invitation_are_told_once(
+    scene_of: Callable[..., Scene], caplog: pytest.LogCaptureFixture, starts: tuple[int, ...], said: int
+) -> None:
+    scene = scene_of(10)
+    scene.device(scene.honest(5.0))
+    device = scene.device(scene.honest(30.0))
+
+    def turn() -> None:
+        device.boots = starts[min(int(scene.clock.now - 1000) // 30, len(starts) - 1)]
+
+    scene.between = turn
+    scene.outcomes()
+    told = [each.getMessage() for each in caplog.records if "two processes answer as" in each.getMessage()]
+    assert len(told) == said and all(f"invite --revoke {device.name}" in each for each in told)
+
+
 def test_a_device_that_gives_its_order_back_does_so_once_for_nothing(scene_of: Callable[..., Scene]) -> None:
     scene = scene_of(1, attempts=2)
     device = scene.device(scene.leaving)

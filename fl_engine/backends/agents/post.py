@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,9 @@ from fl_engine.storage.throughput import PROBE, PROBE_BYTES
 from fl_engine.storage.urls import Upload, Verb
 
 log = logging.getLogger("flexfleet")
+
+BOOTS = 8
+"""Of a device's earlier processes, how many are remembered."""
 
 
 @dataclass
@@ -70,6 +74,10 @@ class Agent:
     held: Held | None = None
     boot: str = ""
     """The process that gave its last answer."""
+    boots: deque[str] = field(default_factory=lambda: deque(maxlen=BOOTS))
+    """The processes whose beats were there before the present one's."""
+    doubled: bool = False
+    """A process beats again that another one had followed: both live, and both have the device's key."""
     looked: float = -math.inf
     """When its beat was last asked for."""
     written: float = 0.0
@@ -220,11 +228,25 @@ class Post:
         agent.looked = time.monotonic()
         if beat is None or _count(beat) == (None if agent.beat is None else _count(agent.beat)):
             return False
+        if agent.beat is not None and agent.beat.boot != beat.boot:
+            self._see_doubled(agent, beat.boot)
+            agent.boots.append(agent.beat.boot)
         agent.beat, agent.heard, agent.away = beat, agent.looked, beat.state == "gone"
         if agent.held is not None and beat.loan == agent.held.loan:
             agent.held.taken, agent.held.heard = True, agent.looked
             agent.held.boots.add(beat.boot)
         return True
+
+    def _see_doubled(self, agent: Agent, boot: str) -> None:
+        """A pod may come back that another one has followed; of a device that was invited there is one."""
+        if boot in agent.boots and not agent.doubled and self.roster.rotates:
+            agent.doubled = True
+            log.warning(
+                "%s: two processes answer as this device, both have its invitation. If you have not started two, "
+                "somebody else has the file: flexfleet invite --revoke %s, and invite the device again",
+                agent.name,
+                agent.name,
+            )
 
 
 def _count(beat: Beat) -> tuple[str, int]:
