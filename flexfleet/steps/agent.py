@@ -53,6 +53,10 @@ log = logging.getLogger("flexfleet")
 
 IDLE_BEAT_S = 10.0, 600.0
 """The least and the most seconds between two beats of an idle device."""
+SAY_AGAIN_S = 600.0
+"""Seconds after which a device that reads no letter says so again, where the reason is the same."""
+TOO_OLD = ". This device's URLs may be too old: then it needs another invitation (`flexfleet invite` on the server)"
+"""Of a store that refuses them."""
 
 
 class Working:
@@ -114,11 +118,15 @@ def serve(line: Line, silence_s: float, recycle: int, once: bool, restart: Calla
     """The loan whose failure the coordinator may not have read: as long as letters name it, no other beat covers it."""
     shown: bytes | None = None
     beaten = -math.inf
+    unread, unread_at = "", -math.inf
     while True:
         try:
-            letter = line.read()
+            letter, unread = line.read(), ""
         except (EnvironmentFailure, IntegrityError) as error:
-            log.warning("no letter: %s", error)
+            why = str(error).partition(" <")[0]  # what follows is a server's page, which has another number each time
+            if why != unread or time.monotonic() - unread_at >= SAY_AGAIN_S:
+                unread, unread_at = why, time.monotonic()
+                log.warning("no letter: %s%s", error, TOO_OLD if "HTTP 403" in why else "")
             letter = None
         now = time.monotonic()
         loan = None

@@ -143,6 +143,23 @@ def test_a_letter_that_only_renews_urls_takes_no_beat(line: Line, post: Post, mo
     assert began < 1000 + 6700 + 100
 
 
+def test_a_device_whose_urls_are_too_old_says_what_it_needs_and_not_at_each_look(
+    line: Line, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, looks = Clock(), []
+
+    def refused(*_: Any) -> Letter:
+        looks.append(clock.now)
+        raise IntegrityError(f"GET the run store's letter.json: HTTP 403 <Error><RequestId>{len(looks)}</RequestId>")
+
+    monkeypatch.setattr(agent, "time", clock)
+    monkeypatch.setattr(line, "read", refused)
+    agent.serve(line, 1500.0, 100, False, never)
+    told = [each for each in caplog.messages if each.startswith("no letter")]
+    assert len(looks) > 100 and len(told) == 3, "once in ten minutes"
+    assert all("needs another invitation (`flexfleet invite`" in each for each in told)
+
+
 @pytest.mark.parametrize(("observe", "failures"), [("cgroup", [0, 1, 0, 1]), ("simulated", [0, 0, 0, 0])])
 def test_an_order_that_killed_the_device_begins_again_one_level_lower(
     line: Line, invited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observe: str, failures: list[int]
