@@ -82,6 +82,7 @@ def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
     check_free(folder, resume, "--id")
     _examine(config)
     with alone(folder), search.told_how_to_go_on(id), stopping_at_once(), search.answering(config):
+        _reach(config, folder, id)
         _prepare_default(config, folder)
         with ending(_begin(config, folder, id, folder, {})):
             _work_all(config, folder, id)
@@ -109,6 +110,12 @@ def _examine(config: Config) -> None:
     resolved = Resolved.of(config)
     check(resolved, publishes=False)
     need_packages(resolved)
+
+
+def _reach(config: Config, folder: Path, id: str) -> None:
+    """Raises ConfigError where the study's database cannot be used, before anything trains."""
+    if search.address(config) is not None:
+        search.open_study(config, folder, id)
 
 
 def _prepare_default(config: Config, folder: Path) -> None:
@@ -459,6 +466,7 @@ def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, s
             "FLEXFLEET_TUNE_STORAGE; or set tune.workers to 1"
         )
     _examine(config)
+    _reach(config, out, id)
     write_config(config, out / "config.yaml")
     for seed in config.tune.seeds:
         share(_resolved(config, seed), out / f"shared-s{seed}")

@@ -611,3 +611,16 @@ def test_pods_share_a_study_by_a_data_base_alone(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match=r"tune\.workers is 2, .*: set tune\.storage .* as FLEXFLEET_TUNE_STORAGE"):
         steps.prepare(load_config(None, ("tune.workers=2",)), "a", tmp_path, "job")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["here", "in a graph"])
+def test_a_database_that_cannot_be_used_is_told_before_anything_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    config = Config(
+        run={"store": str(tmp_path / "runs")}, tune={"storage": f"sqlite:///{tmp_path / 'no' / 'study.db'}"}
+    )
+    for name in ("_prepare_default", "share"):
+        monkeypatch.setattr(steps, name, lambda *_: pytest.fail("it trains"))
+    with pytest.raises(ConfigError, match=r"tune\.storage = sqlite:.* cannot be used: .*unable to open database file"):
+        steps.tune(config, "a") if where == "here" else steps.prepare(config, "a", tmp_path / "out", "job")
