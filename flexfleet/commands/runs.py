@@ -144,7 +144,8 @@ def status(args: argparse.Namespace) -> int:
     for each in devices:
         did = f"{each['answers']} answered, {each['lost']} lost{', last ' + each['last'] if each['last'] else ''}"
         seen = f" seen {each['seen']}" if each["seen"] else ""
-        show(f"{each['name']:20} {each['state']:10}{seen}  {did}")
+        why = f": {each['said']}" if each["said"] else ""
+        show(f"{each['name']:20} {each['state']:10}{seen}  {did}{why}")
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -106,14 +105,14 @@ def _plain(tier: str) -> str:
 
 def told(config: Config) -> list[dict[str, Any]]:
     """The invited devices: `state` as they said last, `answers` as the coordinator counts them. `seen` is by the
-    device's own clock. Raises EnvironmentFailure soon where the store does not answer."""
+    device's own clock, also where that is ahead. Raises EnvironmentFailure soon where the store does not answer."""
     roster = keys.shared_place(config, ROSTER, hasty=True)
     if isinstance(roster, FolderStore) and not roster.root.is_dir():
         return []
     post, rows = Post(_home(config, hasty=True), Roster(roster)), []
     for member in post.roster.members():
         letter, beat = post.last(member), post.beat(member)
-        seen = None if beat is None else datetime.fromtimestamp(min(beat.at, time.time()), timezone.utc)
+        seen = None if beat is None else datetime.fromtimestamp(beat.at, timezone.utc)
         rows.append(
             {
                 "name": member.name,

@@ -8,12 +8,15 @@ import os
 import socket
 import stat
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from fl_engine.exchange.letters import BEAT, Beat, Invitation
+from fl_engine.storage.store import FolderStore
 from flexfleet.cli import dispatch as main
 from flexfleet.cli import parser
 from flexfleet.config import parse
@@ -76,6 +79,23 @@ def test_status_says_once_that_a_device_was_never_seen(tmp_path: Path, capsys: A
     capsys.readouterr()
     assert main(["status", *sets(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith(" never seen  0 answered, 0 lost")
+
+
+@pytest.mark.parametrize("hours", [-5, 5])
+def test_status_shows_a_device_s_clock_that_goes_wrong_and_why_it_has_failed(
+    tmp_path: Path, capsys: Any, hours: int
+) -> None:
+    """One that is ahead would be seen just now, however long the device is dead."""
+    main(["invite", "--out", str(tmp_path / "out"), *sets(tmp_path)])
+    invited = Invitation.of((tmp_path / "out" / "device-1.json").read_bytes(), "")
+    at = int(time.time()) + hours * 3600
+    beat = Beat(name=invited.name, boot="ab" * 8, number=1, state="failed", said="no data here", at=at)
+    FolderStore(Path(str(invited.folder))).put(BEAT, beat.signed(invited.key).text())
+    capsys.readouterr()
+    assert main(["status", *sets(tmp_path)]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert f"failed     seen {datetime.fromtimestamp(at, timezone.utc).isoformat()}" in told
+    assert told.endswith("0 answered, 0 lost: no data here")
 
 
 def test_status_does_not_wait_for_a_server_that_does_not_answer(
