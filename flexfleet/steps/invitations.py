@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.backends.agents.post import Post
-from fl_engine.backends.agents.roster import Roster
-from fl_engine.core.errors import ConfigError, nearest, printable
+from fl_engine.backends.agents.roster import Member, Roster
+from fl_engine.core.errors import ConfigError, IntegrityError, nearest, printable
+from fl_engine.exchange.letters import Beat
 from fl_engine.storage import probe
 from fl_engine.storage.places import open_store
 from fl_engine.storage.s3 import S3Store
@@ -111,21 +112,30 @@ def told(config: Config) -> list[dict[str, Any]]:
         return []
     post, rows = Post(_home(config, hasty=True), Roster(roster)), []
     for member in post.roster.members():
-        letter, beat = post.last(member), post.beat(member)
+        letter, (beat, wrong) = post.last(member), _beat_of(post, member)
         seen = None if beat is None else datetime.fromtimestamp(beat.at, timezone.utc)
         rows.append(
             {
                 "name": member.name,
                 "tier": member.tier,
-                "state": "never seen" if beat is None else beat.state,
+                "state": beat.state if beat is not None else "unknown" if wrong else "never seen",
                 "seen": None if seen is None else seen.isoformat(timespec="seconds"),
                 "run": letter.run if letter is not None and letter.run else None,
                 "answers": letter.account.answers if letter is not None else 0,
                 "lost": letter.account.lost if letter is not None else 0,
                 "last": letter.account.last if letter is not None and letter.account.last else None,
                 "version": None if beat is None else printable(beat.version),
-                "said": None if beat is None or not beat.said else printable(beat.said),
+                "said": wrong or (None if beat is None or not beat.said else printable(beat.said)),
                 "requests": None if beat is None else beat.requests,
             }
         )
     return rows
+
+
+def _beat_of(post: Post, member: Member) -> tuple[Beat | None, str | None]:
+    """The device's last beat, and what is wrong with what lies in its place: a device whose folder was lost begins
+    again with the key of its invitation."""
+    try:
+        return post.own_beat(member), None
+    except IntegrityError as error:
+        return None, f"{printable(str(error))}; it may need another invitation"

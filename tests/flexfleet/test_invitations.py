@@ -98,6 +98,18 @@ def test_status_shows_a_device_s_clock_that_goes_wrong_and_why_it_has_failed(
     assert told.endswith("0 answered, 0 lost: no data here")
 
 
+def test_status_says_that_a_device_signs_with_another_key(tmp_path: Path, capsys: Any) -> None:
+    """It has lost its folder, say, and begins again with the key of its invitation."""
+    main(["invite", "--out", str(tmp_path / "out"), *sets(tmp_path)])
+    invited = Invitation.of((tmp_path / "out" / "device-1.json").read_bytes(), "")
+    beat = Beat(name=invited.name, boot="ab" * 8, number=1, state="gone").signed("cd" * 32)
+    FolderStore(Path(str(invited.folder))).put(BEAT, beat.text())
+    capsys.readouterr()
+    assert main(["status", *sets(tmp_path)]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert "unknown" in told and told.endswith("is not signed with its key; it may need another invitation")
+
+
 def test_status_does_not_wait_for_a_server_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

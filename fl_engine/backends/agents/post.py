@@ -158,14 +158,18 @@ class Post:
     def beat(self, member: Member) -> Beat | None:
         """The device's last beat; None: there is none, or what is there is not its own."""
         try:
-            value = self.home.get(f"{member.name}/{BEAT}", BEAT_BYTES)
-        except (IntegrityError, Refused):  # not there, too long, or made unreadable
-            return None
-        try:
-            return read_beat(value, member.name, (member.key, member.before))
+            return self.own_beat(member)
         except IntegrityError as error:
             log.debug("%s", error)
             return None
+
+    def own_beat(self, member: Member) -> Beat | None:
+        """As `beat`, but raises IntegrityError for what is not its own."""
+        try:
+            value = self.home.get(f"{member.name}/{BEAT}", BEAT_BYTES)
+        except (IntegrityError, Refused):  # not there, too long, or made unreadable
+            return None
+        return read_beat(value, member.name, (member.key, member.before))
 
     def invite(self, stem: str, tier: str | None) -> Invitation:
         """Raises ConfigError where the letters would travel in the clear."""
