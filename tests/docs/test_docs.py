@@ -102,3 +102,14 @@ def test_every_test_that_the_promises_name_is_there() -> None:
     named = re.findall(r"`(tests/[\w/]+(?:\.py)?)`", (ROOT / "docs" / "reliability.md").read_text())
     assert len(named) > 15
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_the_service_of_an_agent_is_valid_and_shut_in(tmp_path: Path) -> None:
+    """It runs what its coordinator signs. systemd judges from 0 to 100, and calls what is above 50 exposed."""
+    (unit,) = re.findall(r"^```ini\n(.*?)^```$", (ROOT / "docs/guides/agents.md").read_text(), re.M | re.DOTALL)
+    file = tmp_path / "flexfleet-agent.service"
+    file.write_text(unit.replace("/opt/flexfleet/bin/flexfleet", "/bin/true"))
+    for judged in (["verify"], ["security", "--offline=true", "--threshold=30"]):
+        done = subprocess.run(["systemd-analyze", *judged, file], capture_output=True, text=True)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
