@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -138,6 +139,14 @@ def test_where_no_place_takes_an_order_the_run_stops(scene_of: Callable[..., Sce
 
 def test_where_nobody_is_invited_it_says_how_to_invite() -> None:
     assert Invited(()).advice([], ["medium"]) == "No device is invited: flexfleet invite --tier medium"
+
+
+def test_where_nobody_is_invited_it_says_where_it_has_looked(scene_of: Callable[..., Scene]) -> None:
+    """Somebody may have invited devices on another machine, or in another folder."""
+    scene = scene_of(1, wait_s=100)
+    said = re.escape(f"No device is invited ({scene.post.roster.store.uri()} lists none; run.secrets names another")
+    with pytest.raises(Stopped, match=said):
+        list(scene.begin(keeper=None).run(None, scene.plan))  # type: ignore[arg-type]
 
 
 def test_who_is_to_drop_out_is_believed(scene_of: Callable[..., Scene]) -> None:

@@ -90,7 +90,7 @@ class Agents:
         if mailbox.key is None:
             raise ConfigError("devices sign their updates: the mailbox needs a key")
         self._options, self._run, self._fleet = options, run_id, fleet
-        self._keeper = keeper or Invited(fleet)
+        self._keeper = keeper or Invited(fleet, post.roster.store.uri())
         self._mailbox, self._post = mailbox, post
         self._should_stop, self._code, self._memory = should_stop, code, memory
         self._check, self._checked, self._befalls = check, -BEAT_S, befalls

@@ -56,12 +56,12 @@ class Keeper(Protocol):
 
 
 class Invited:
-    """Devices that people start where they are: each is one client."""
+    """Devices that people start where they are: each is one client. `roster`: where they are listed."""
 
     moved, room, strangers, bound, drains = -math.inf, 1, True, False, 1
 
-    def __init__(self, fleet: Sequence[Device]) -> None:
-        self._fleet, self._met = fleet, 0.0
+    def __init__(self, fleet: Sequence[Device], roster: str = "") -> None:
+        self._fleet, self._roster, self._met = fleet, roster, 0.0
 
     def place(self, client: int) -> str:
         return self._fleet[client].tier
@@ -85,7 +85,8 @@ class Invited:
     def advice(self, names: Sequence[str], places: Sequence[str]) -> str:
         invite = f"flexfleet invite --tier {places[0] if places else 'TIER'}"
         if not names:
-            return f"No device is invited: {invite}"
+            where = f" ({self._roster} lists none; run.secrets names another place)" if self._roster else ""
+            return f"No device is invited{where}: {invite}"
         return (
             f"Invited are {', '.join(names)}: start `flexfleet agent` on them, or invite others ({invite}), or raise "
             "agents.wait_s"
