@@ -36,9 +36,9 @@ test: setup
 	$(PYTEST) --numprocesses 2 -m "not long"
 
 # The long tests: commands of the documentation, nights, pipelines of real processes, kills, S3 servers. They wait for
-# other processes, so three of them fill two cores.
+# other processes, so four of them fill two cores.
 test-all: setup
-	$(PYTEST) --numprocesses 3 -m long
+	$(PYTEST) --numprocesses 4 -m long
 
 SOAK_KILLS ?= 300
 SOAK_MUTANTS ?= 50
