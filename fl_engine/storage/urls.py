@@ -23,10 +23,8 @@ from fl_engine.storage.pieces import Pieces, Value, digest
 
 T = TypeVar("T")
 
-for each in ("urllib3.connection", "urllib3.connectionpool"):
-    # They would warn of an answer whose head breaks off, and of each request that is made again, with the URL, whose
-    # query is a secret.
-    logging.getLogger(each).setLevel(logging.ERROR)
+logging.getLogger("urllib3.connection").setLevel(logging.ERROR)
+"""It would warn of an answer whose head breaks off, with a traceback and with the URL, whose query is a secret."""
 
 READS = 4
 """Tries of a download that breaks off."""
@@ -153,6 +151,16 @@ class Retry(urllib3.Retry):
         if isinstance(error, urllib3.exceptions.SSLError) and REFUSED in str(error):
             raise urllib3.exceptions.MaxRetryError(_pool, url or "", error) from error
         return super().increment(method, url, response, error, _pool, _stacktrace)
+
+
+def _is_no_secret(record: logging.LogRecord) -> bool:
+    """Whether a line of urllib3's is not of a request with such a URL. Those of others, as MLflow's, say why one waits
+    for minutes."""
+    ours = any(isinstance(each, Retry) for each in record.args or ())
+    return not ours and "Signature=" not in record.getMessage()
+
+
+logging.getLogger("urllib3.connectionpool").addFilter(_is_no_secret)
 
 
 def patient_pool() -> urllib3.PoolManager:

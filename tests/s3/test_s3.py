@@ -15,6 +15,7 @@ from typing import Any
 import boto3.session
 import pytest
 import torch
+import urllib3
 from botocore.exceptions import ClientError
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, InUse, Unreachable
@@ -263,6 +264,13 @@ def test_a_server_that_is_not_there_is_said_without_its_secrets(
     with pytest.raises(EnvironmentFailure) as error:
         UrlStore({"key": "http://127.0.0.1:9/key?X-Amz-Signature=secret"}, {}).get("key")
     assert "secret" not in str(error.value) and "secret" not in caplog.text
+
+
+def test_a_server_of_another_kind_that_is_not_there_is_told_of_at_each_try(caplog: pytest.LogCaptureFixture) -> None:
+    """MLflow's is waited for for minutes."""
+    with pytest.raises(urllib3.exceptions.MaxRetryError), urllib3.PoolManager(retries=urllib3.Retry(1)) as pool:
+        pool.request("GET", "http://127.0.0.1:9/api?name=x")
+    assert "Retrying" in caplog.text
 
 
 def test_a_run_whose_ledger_is_on_s3_has_the_bits_of_one_in_a_folder(
