@@ -20,7 +20,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from fl_engine.core.contracts import Algorithm
@@ -219,10 +220,9 @@ def run(args: argparse.Namespace) -> int:
         os.execv(sys.executable, [sys.executable, "-m", "flexfleet.steps.agent", *agent_options.again(args)])
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with alone(folder):
+    with alone(folder), _ending_on_signals():
         line = Line(FolderStore(folder, 0o600), known)
         line.remember()
-        _end_on_signals()
         log.info("%s waits for orders; it remembers in %s", line.known.name, folder)
         try:
             serve(line, args.silence, args.recycle, args.once, restart)
@@ -235,8 +235,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _end_on_signals() -> None:
-    """SIGTERM, and a terminal that is closed, end the process with 143. Further ones do not disturb its end."""
+@contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """SIGTERM, and a terminal that is closed, end the process with 143. Further ones do not disturb its end. Python
+    drops an exception that a handler raises within a destructor, and calls sys.unraisablehook: then it comes again."""
     numbers = [number for number in stopping() if number != signal.SIGINT]
 
     def end(*_: object) -> NoReturn:
@@ -244,8 +246,20 @@ def _end_on_signals() -> None:
             signal.signal(number, lambda *_: None)  # not SIG_IGN, which a process that it becomes would inherit
         sys.exit(143)
 
+    def hook(about: sys.UnraisableHookArgs) -> None:
+        if about.exc_type is SystemExit:
+            signal.signal(signal.SIGALRM, end)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+        else:
+            told(about)
+
     for number in numbers:
         signal.signal(number, end)
+    told, sys.unraisablehook = sys.unraisablehook, hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = told
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ import signal
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -396,6 +397,25 @@ def test_a_device_that_is_ended_says_so_however_often_it_is_told(
 
     monkeypatch.setattr(FolderStore, "put", told_again)
     monkeypatch.setattr(agent, "serve", lambda *_: signal.raise_signal(number))
+    with pytest.raises(SystemExit) as ended:
+        dispatch(["agent", "--invite", invited, "--folder", str(tmp_path / "device")])
+    assert (ended.value.code, beat_of(post).state) == (143, "gone")
+
+
+def test_a_device_that_is_ended_within_a_destructor_ends_all_the_same(
+    invited: str, post: Post, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unstopped: None
+) -> None:
+    """Python drops what a handler raises there."""
+
+    class Resource:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def serve(*_: Any) -> None:
+        Resource()
+        time.sleep(5)
+
+    monkeypatch.setattr(agent, "serve", serve)
     with pytest.raises(SystemExit) as ended:
         dispatch(["agent", "--invite", invited, "--folder", str(tmp_path / "device")])
     assert (ended.value.code, beat_of(post).state) == (143, "gone")
