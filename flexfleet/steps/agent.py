@@ -27,6 +27,7 @@ from typing import NoReturn
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import (
     ClientError,
+    ConfigError,
     EnvironmentFailure,
     FlexfleetError,
     IntegrityError,
@@ -55,9 +56,25 @@ log = logging.getLogger("flexfleet")
 IDLE_BEAT_S = 10.0, 600.0
 """The least and the most seconds between two beats of an idle device."""
 SAY_AGAIN_S = 600.0
-"""Seconds after which a device that reads no letter says so again, where the reason is the same."""
+"""Seconds after which a device that reads no letter, or no lease, says so again, where the reason is the same."""
 TOO_OLD = ". This device's URLs may be too old: then it needs another invitation (`flexfleet invite` on the server)"
 """Of a store that refuses them."""
+
+
+class Seldom:
+    """Warns of what is wrong at each look, and not at each look."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._why, self._at = what, "", -math.inf
+
+    def warn(self, error: Exception, more: str = "") -> None:
+        why = str(error).partition(" <")[0]  # what follows is a server's page, which has another number each time
+        if why != self._why or time.monotonic() - self._at >= SAY_AGAIN_S:
+            self._why, self._at = why, time.monotonic()
+            log.warning("%s: %s%s", self._what, error, more)
+
+    def over(self) -> None:
+        self._why = ""
 
 
 class Working:
@@ -119,15 +136,13 @@ def serve(line: Line, silence_s: float, recycle: int, once: bool, restart: Calla
     """The loan whose failure the coordinator may not have read: as long as letters name it, no other beat covers it."""
     shown: bytes | None = None
     beaten = -math.inf
-    unread, unread_at = "", -math.inf
+    unread, unseen = Seldom("no letter"), Seldom("no sign of the coordinator")
     while True:
         try:
-            letter, unread = line.read(), ""
+            letter = line.read()
+            unread.over()
         except (EnvironmentFailure, IntegrityError) as error:
-            why = str(error).partition(" <")[0]  # what follows is a server's page, which has another number each time
-            if why != unread or time.monotonic() - unread_at >= SAY_AGAIN_S:
-                unread, unread_at = why, time.monotonic()
-                log.warning("no letter: %s%s", error, TOO_OLD if "HTTP 403" in why else "")
+            unread.warn(error, TOO_OLD if "HTTP 403" in str(error) else "")
             letter = None
         now = time.monotonic()
         loan = None
@@ -151,7 +166,7 @@ def serve(line: Line, silence_s: float, recycle: int, once: bool, restart: Calla
                 restart(f"{carried} orders are answered")
             began = beaten = heard = time.monotonic()  # the order was no silence, however long it took
             continue
-        if now - heard > silence_s / 2 and (sign := line.sign()) not in (None, shown):
+        if now - heard > silence_s / 2 and (sign := _sign_of(line, unseen)) not in (None, shown):
             heard = heard if shown is None else now  # the first one shows no change
             shown = sign
         if now - heard > silence_s:
@@ -164,6 +179,17 @@ def serve(line: Line, silence_s: float, recycle: int, once: bool, restart: Calla
             beaten = now
             line.beat("idle")
         time.sleep(pause(idle, min(MOST_S, line.lease_s / 2)))
+
+
+def _sign_of(line: Line, unseen: Seldom) -> bytes | None:
+    """The coordinator's lease; None: it shows nothing."""
+    try:
+        sign = line.sign()
+    except (ConfigError, EnvironmentFailure, IntegrityError) as error:
+        unseen.warn(error)
+        return None
+    unseen.over()
+    return sign
 
 
 def _about(letter: Letter) -> tuple[object, ...]:

@@ -132,16 +132,13 @@ class Line:
         return letter
 
     def sign(self) -> bytes | None:
-        """The coordinator's lease as it is now; None: it shows nothing."""
+        """The coordinator's lease as it is now; None: no letter says where it is. Raises ConfigError,
+        EnvironmentFailure or IntegrityError where it cannot be read."""
         if self._sign is None:
             return None
         with self._lock:
             self.requests += 1
-        try:
-            return _read(self._sign, self.known.plain, min(10.0, self.lease_s / BEATS))
-        except (ConfigError, EnvironmentFailure, IntegrityError) as error:
-            log.warning("no sign of the coordinator: %s", error)
-            return None
+        return _read(self._sign, self.known.plain, min(10.0, self.lease_s / BEATS))
 
     def beat(self, state: State, said: str = "", over: threading.Event | None = None) -> bool:
         """Tells what the device is at; whether that was sent. Where it was not, the next beat may. Nothing is sent when

@@ -161,6 +161,19 @@ def test_a_device_whose_urls_are_too_old_says_what_it_needs_and_not_at_each_look
     assert all("needs another invitation (`flexfleet invite`" in each for each in told)
 
 
+def test_a_device_that_cannot_read_the_lease_says_so_not_at_each_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    post = Post(FolderStore(tmp_path / "letters"), Roster(FolderStore(tmp_path / "roster")), lease="lease/00001.json")
+    file = tmp_path / "weak-1.json"
+    file.write_text(post.invite("weak", None).model_dump_json())
+    line = Line(FolderStore(tmp_path / "device", 0o600), known_of(str(file), tmp_path / "device")[0])
+    monkeypatch.setattr(agent, "time", Clock())
+    agent.serve(line, 3000.0, 100, False, never)
+    told = [each for each in caplog.messages if each.startswith("no sign of the coordinator")]
+    assert len(told) == 3, "once in ten minutes, from half of the silence on"
+
+
 @pytest.mark.parametrize(("observe", "failures"), [("cgroup", [0, 1, 0, 1]), ("simulated", [0, 0, 0, 0])])
 def test_an_order_that_killed_the_device_begins_again_one_level_lower(
     line: Line, invited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observe: str, failures: list[int]
