@@ -28,7 +28,7 @@ from fl_engine.core.types import Pool
 from fl_engine.storage.store import FolderStore
 from flexfleet.comparisons.side_by_side import Command, last_words, side_by_side
 from flexfleet.comparisons.whole import RunsFailed
-from flexfleet.config import Config, Range, flatten, load_config, moves, public, set_path, shown
+from flexfleet.config import Config, Range, algorithm, flatten, load_config, moves, public, set_path, shown
 from flexfleet.config.names import plain
 from flexfleet.config.overrides import hand_over, write_config
 from flexfleet.files import terminal as common
@@ -374,12 +374,12 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
     counts = Counter(map(outcome_of, done))
     best = _best(config, done, complete, counts["diverged"] > 0)
     setting = search.applied(config, best.params)
+    of_default = of_best = _held_out(config, config, study, folder, "default", "default")
+    if not _same(setting, config):  # more trials may find a better one, so the runs' folders name the trial
+        of_best = _held_out(config, setting, study, folder, "best", f"best-t{best.number}")
     held: dict[Literal["seeds", "default", "best"], list[float]] = {
-        "seeds": [*config.tune.held_out],
-        "default": _held_out(config, config, study, folder, "default", "default"),
-        # More trials may find a better setting.
-        "best": _held_out(config, setting, study, folder, "best", f"best-t{best.number}"),
-    }
+        "seeds": [*config.tune.held_out], "default": of_default, "best": of_best,
+    }  # fmt: skip
     default = search.unchanged(config, space, pool)
     tuned = Tuned(
         id=study.study_name,
@@ -421,6 +421,12 @@ def _best(config: Config, done: Sequence[Any], complete: Sequence[Any], diverged
             f"none of {len(done)} trials has a pool that its devices can hold{finite}: widen tune.space{why}"
         )
     return max(feasible, key=lambda t: t.value)
+
+
+def _same(setting: Config, config: Config) -> bool:
+    """Whether runs are the same: an option of the algorithm may be there with its default's value, or not."""
+    whole = setting.model_copy(update={"algorithm": config.algorithm})
+    return whole == config and algorithm(setting) == algorithm(config)
 
 
 def _held_out(config: Config, setting: Config, study: Any, folder: Path, name: str, of: str) -> list[float]:

@@ -173,6 +173,13 @@ def test_a_study_without_a_finite_figure_and_a_default_that_diverges_are_told(st
     assert found.best == {"algorithm.server.lr": 0.1}
 
 
+def test_a_default_that_no_trial_beats_is_trained_once_on_each_held_out_seed(store: Path) -> None:
+    found = numbers("once", [0.1, 1e30], lr=0.1, trials=1, held_out=(7,))
+    assert [run.name for run in (found.folder / "held-out").iterdir()] == ["default-s7"]
+    assert list(found.table["best"]) == list(found.table["default"]) and found.gain == 0
+    assert found.best == {"algorithm.server.lr": 0.1} and "No trial was better than the default" in str(found)
+
+
 # --------------------------------------------------------------------------------------------- what is asked
 def asked(space: Any = None, given: Any = None, **keywords: Any) -> TuneConfig:
     return study_of(space, given or {}, {"algorithm": "flexfl", **keywords}).tune
