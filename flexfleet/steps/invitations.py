@@ -138,4 +138,4 @@ def _beat_of(post: Post, member: Member) -> tuple[Beat | None, str | None]:
     try:
         return post.own_beat(member), None
     except IntegrityError as error:
-        return None, f"{printable(str(error))}; it may need another invitation"
+        return None, f"{printable(str(error))}; a device that has lost its folder needs another invitation"

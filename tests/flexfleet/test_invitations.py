@@ -107,7 +107,9 @@ def test_status_says_that_a_device_signs_with_another_key(tmp_path: Path, capsys
     capsys.readouterr()
     assert main(["status", *sets(tmp_path)]) == 0
     told = capsys.readouterr().out.splitlines()[-1]
-    assert "unknown" in told and told.endswith("is not signed with its key; it may need another invitation")
+    assert "unknown" in told and told.endswith(
+        "is not signed with its key; a device that has lost its folder needs another invitation"
+    )
 
 
 def test_status_does_not_wait_for_a_server_that_does_not_answer(

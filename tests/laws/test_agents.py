@@ -144,7 +144,7 @@ def test_where_nobody_is_invited_it_says_how_to_invite() -> None:
 def test_where_nobody_is_invited_it_says_where_it_has_looked(scene_of: Callable[..., Scene]) -> None:
     """Somebody may have invited devices on another machine, or in another folder."""
     scene = scene_of(1, wait_s=100)
-    said = re.escape(f"No device is invited ({scene.post.roster.store.uri()} lists none; run.secrets names another")
+    said = re.escape(f"No device is invited ({scene.post.roster.store.uri()} lists none; where to look is set")
     with pytest.raises(Stopped, match=said):
         list(scene.begin(keeper=None).run(None, scene.plan))  # type: ignore[arg-type]
 

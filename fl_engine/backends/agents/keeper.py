@@ -85,7 +85,7 @@ class Invited:
     def advice(self, names: Sequence[str], places: Sequence[str]) -> str:
         invite = f"flexfleet invite --tier {places[0] if places else 'TIER'}"
         if not names:
-            where = f" ({self._roster} lists none; run.secrets names another place)" if self._roster else ""
+            where = f" ({self._roster} lists none; where to look is set by run.secrets)" if self._roster else ""
             return f"No device is invited{where}: {invite}"
         return (
             f"Invited are {', '.join(names)}: start `flexfleet agent` on them, or invite others ({invite}), or raise "
