@@ -216,7 +216,8 @@ def test_a_client_takes_what_was_planned_for_it(numerics: Numerics) -> None:
     before, peak = answer_of("a client", "", client_at_work, numerics)
     print(f"took {(peak - before) / 1e6:.1f} MB, planned {planned / 1e6:.1f} MB")
     assert peak - before < 1.03 * planned, "or a device with room for the plan alone runs out of memory"
-    assert planned < 1.2 * (peak - before)
+    # Pages of torch's libraries are resident memory too: with files that were just written twice as many lie there.
+    assert planned < 1.35 * (peak - before)
 
 
 # ------------------------------------------------------------------------------------------------- what is tried
