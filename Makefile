@@ -20,7 +20,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --upgrade pip
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[all,dev]'
-	@$(BIN)/python -c 'import dvc.repo, flexfleet.cli, kfp, mlflow, optuna, sklearn, torch'
+	@$(BIN)/python -c 'import dvc.repo, flexfleet.runs.whole, kfp, matplotlib.pyplot, optuna, sklearn'
+	@$(BIN)/python -c 'import mlflow.store.tracking.sqlalchemy_store'
 	@$(BIN)/python -m components.torch_build
 	touch $@
 
