@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -39,6 +39,7 @@ BEAT_S = 5.0
 TTL_S = 20.0
 POLL_S = 0.5
 LET_GO_S = 5.0
+"""Seconds that the end of a run waits for the store to take its last word."""
 SOMEBODY = "another coordinator"
 """One whose file cannot be read."""
 
@@ -83,25 +84,28 @@ class Lease:
             )
 
     def _beat(self) -> None:
+        """Until the holder ends; then lets go. One thread writes, so that nothing comes after the last word."""
         while not self._ended.wait(BEAT_S):
-            self._holder = self._holder.model_copy(update={"beats": self._holder.beats + 1})
-            with suppress(FlexfleetError):  # the store may answer again before anybody takes over
-                self._say()
+            self._say(beats=self._holder.beats + 1)
+        self._say(released=True)
 
-    def _say(self) -> None:
-        self._store.put(_key(self.number), self._holder.model_dump_json().encode())
+    def _say(self, **changed: Any) -> None:
+        self._holder = self._holder.model_copy(update=changed)
+        # A store that fails may answer again before anybody takes over; after the last word, who comes next waits.
+        with suppress(FlexfleetError):
+            self._store.put(_key(self.number), self._holder.model_dump_json().encode())
 
-    def release(self) -> None:
-        """Lets go; a store that does not answer is waited for LET_GO_S seconds, not for all tries."""
-        self._ended.set()
-        self._holder = self._holder.model_copy(update={"released": True})
-        last = threading.Thread(target=self._say_last, daemon=True, name="lease")
-        last.start()
-        last.join(LET_GO_S)
-
-    def _say_last(self) -> None:
-        with suppress(FlexfleetError):  # who comes next waits then
-            self._say()
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Beats inside, then lets go; a store that does not answer is waited for LET_GO_S seconds, not for all
+        tries."""
+        thread = threading.Thread(target=self._beat, daemon=True, name="lease")
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            thread.join(LET_GO_S)
 
 
 @contextmanager
@@ -110,11 +114,8 @@ def held(store: Store, ttl_s: float | None = None) -> Iterator[Lease]:
     for who knows by another lease that there is no other holder any more. Raises InUse where another coordinator has
     it, and EnvironmentFailure where the store cannot keep two apart."""
     lease = _acquire(store, TTL_S if ttl_s is None else ttl_s)
-    threading.Thread(target=lease._beat, daemon=True, name="lease").start()
-    try:
+    with lease.beating():
         yield lease
-    finally:
-        lease.release()
 
 
 def _acquire(store: Store, ttl_s: float) -> Lease:
