@@ -16,12 +16,10 @@ import argparse
 import logging
 import math
 import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from fl_engine.core.contracts import Algorithm
@@ -31,6 +29,7 @@ from fl_engine.core.errors import (
     EnvironmentFailure,
     FlexfleetError,
     IntegrityError,
+    Stopped,
 )
 from fl_engine.exchange import code
 from fl_engine.exchange.client import Site
@@ -47,7 +46,7 @@ from fl_engine.training import cgroup
 from flexfleet.files import agent_options
 from flexfleet.files import terminal as common
 from flexfleet.files.alone import alone
-from flexfleet.files.signals import stopping
+from flexfleet.files.signals import stopping_at_once
 from flexfleet.steps.agent_line import BEATS, Line, known_of
 from flexfleet.steps.answer import carry_out_all, prepared
 
@@ -56,13 +55,13 @@ log = logging.getLogger("flexfleet")
 IDLE_BEAT_S = 10.0, 600.0
 """The least and the most seconds between two beats of an idle device."""
 SAY_AGAIN_S = 600.0
-"""Seconds after which a device that reads no letter, or no lease, says so again, where the reason is the same."""
+"""Seconds after which a device warns again that it cannot read its letter, or the lease, for the same reason."""
 TOO_OLD = ". This device's URLs may be too old: then it needs another invitation (`flexfleet invite` on the server)"
-"""Of a store that refuses them."""
+"""The end of that warning where the store refuses access."""
 
 
 class Seldom:
-    """Warns of what is wrong at each look, and not at each look."""
+    """Warns of an error that comes again and again: once, and then every SAY_AGAIN_S seconds."""
 
     def __init__(self, what: str) -> None:
         self._what, self._why, self._at = what, "", -math.inf
@@ -246,46 +245,22 @@ def run(args: argparse.Namespace) -> int:
         os.execv(sys.executable, [sys.executable, "-m", "flexfleet.steps.agent", *agent_options.again(args)])
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with alone(folder), _ending_on_signals():
-        line = Line(FolderStore(folder, 0o600), known)
-        line.remember()
-        log.info("%s waits for orders; it remembers in %s", line.known.name, folder)
-        try:
-            serve(line, args.silence, args.recycle, args.once, restart)
-        except ClientError:
-            line.forget()
-            raise
-        finally:  # also on signals and Ctrl-C: the order goes to another device at once
-            line.beat("gone")
-            log.info("%d requests to the store since the start", line.requests)
-    return 0
-
-
-@contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """SIGTERM, and a terminal that is closed, end the process with 143. Further ones do not disturb its end. Python
-    drops an exception that a handler raises within a destructor, and calls sys.unraisablehook: then it comes again."""
-    numbers = [number for number in stopping() if number != signal.SIGINT]
-
-    def end(*_: object) -> NoReturn:
-        for number in numbers:
-            signal.signal(number, lambda *_: None)  # not SIG_IGN, which a process that it becomes would inherit
-        sys.exit(143)
-
-    def hook(about: sys.UnraisableHookArgs) -> None:
-        if about.exc_type is SystemExit:
-            signal.signal(signal.SIGALRM, end)
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-        else:
-            told(about)
-
-    for number in numbers:
-        signal.signal(number, end)
-    told, sys.unraisablehook = sys.unraisablehook, hook
     try:
-        yield
-    finally:
-        sys.unraisablehook = told
+        with alone(folder), stopping_at_once():
+            line = Line(FolderStore(folder, 0o600), known)
+            line.remember()
+            log.info("%s waits for orders; it remembers in %s", line.known.name, folder)
+            try:
+                serve(line, args.silence, args.recycle, args.once, restart)
+            except ClientError:
+                line.forget()
+                raise
+            finally:  # also on signals and Ctrl-C: the order goes to another device at once
+                line.beat("gone")
+                log.info("%d requests to the store since the start", line.requests)
+    except Stopped:
+        return 143
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -410,9 +410,8 @@ def test_a_device_that_is_ended_says_so_however_often_it_is_told(
 
     monkeypatch.setattr(FolderStore, "put", told_again)
     monkeypatch.setattr(agent, "serve", lambda *_: signal.raise_signal(number))
-    with pytest.raises(SystemExit) as ended:
-        dispatch(["agent", "--invite", invited, "--folder", str(tmp_path / "device")])
-    assert (ended.value.code, beat_of(post).state) == (143, "gone")
+    code = dispatch(["agent", "--invite", invited, "--folder", str(tmp_path / "device")])
+    assert (code, beat_of(post).state) == (143, "gone")
 
 
 def test_a_device_that_is_ended_within_a_destructor_ends_all_the_same(
@@ -429,9 +428,8 @@ def test_a_device_that_is_ended_within_a_destructor_ends_all_the_same(
         time.sleep(5)
 
     monkeypatch.setattr(agent, "serve", serve)
-    with pytest.raises(SystemExit) as ended:
-        dispatch(["agent", "--invite", invited, "--folder", str(tmp_path / "device")])
-    assert (ended.value.code, beat_of(post).state) == (143, "gone")
+    code = dispatch(["agent", "--invite", invited, "--folder", str(tmp_path / "device")])
+    assert (code, beat_of(post).state) == (143, "gone")
 
 
 @pytest.mark.parametrize(("flag", "level"), [("-q", logging.WARNING), ("-v", logging.DEBUG)])
