@@ -385,7 +385,7 @@ def largest_fitting(
     if on_too_small == "train":
         return candidates[0]
     need = needs[candidates[0]]
-    free, needed = _apart(ctx.observed, need)
+    free, needed = _told_apart(ctx.observed, need)
     raise ClientError(f"{free} % of the full model is free, the smallest needs {needed} %")
 
 
@@ -394,11 +394,12 @@ def needs_room(ctx: TaskContext, index: int, on_too_small: TooSmall = "fail") ->
     `train`, the smallest model is trained all the same, as in methods that can."""
     need = 100 * ctx.pool[index].share
     if ctx.observed <= need and not (index == 0 and on_too_small == "train"):
-        free, needed = _apart(ctx.observed, need)
+        free, needed = _told_apart(ctx.observed, need)
         raise ClientError(f"{free} % of the full model is free now, the model sent needs {needed} %")
 
 
-def _apart(free: float, needed: float) -> tuple[str, str]:
-    """Both with one decimal, or with as many more, up to six, as tell them apart."""
-    told = ((f"{free:.{digits}f}", f"{needed:.{digits}f}") for digits in range(1, 7))
-    return next((pair for pair in told if pair[0] != pair[1]), (f"{free:.1f}", f"more than {needed:.1f}"))
+def _told_apart(free: float, needed: float) -> tuple[str, str]:
+    """Both with one decimal, or with as many more, up to six, as tell them apart. Where they are equal, more than that
+    is needed."""
+    pairs = ((f"{free:.{digits}f}", f"{needed:.{digits}f}") for digits in range(1, 7))
+    return next((pair for pair in pairs if pair[0] != pair[1]), (f"{free:.1f}", f"more than {needed:.1f}"))

@@ -253,7 +253,9 @@ class AlgorithmSuite:
             assert count_params(site.family, order.spec) == model.params
             if self.promises_to_fit(algorithm):
                 device = site.fleet[order.client]
-                assert device.most > 100 * model.share, "`promises_to_fit` says no where more than fits is sent"
+                assert device.most > 100 * model.share, (
+                    "it sends more than fits: if on purpose, override `promises_to_fit`"
+                )
 
     @law
     @given(round=ROUNDS, seed=SEEDS)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
+from fl_engine.core.allowed import OURS
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.fields import Moves
 from fl_engine.core.types import Pool
@@ -75,7 +76,7 @@ def _value(value: Any) -> Any:
 
 
 def _is_ours(value: object) -> bool:
-    return type(value).__module__.partition(".")[0] == "fl_engine"
+    return type(value).__module__.partition(".")[0] in OURS
 
 
 def _own_name(value: object) -> str:
