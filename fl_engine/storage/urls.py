@@ -153,14 +153,14 @@ class Retry(urllib3.Retry):
         return super().increment(method, url, response, error, _pool, _stacktrace)
 
 
-def _is_no_secret(record: logging.LogRecord) -> bool:
-    """Whether a line of urllib3's is not of a request with such a URL. Those of others, as MLflow's, say why one waits
-    for minutes."""
+def _without_secret(record: logging.LogRecord) -> bool:
+    """False for a line of urllib3's log on a request with a signed URL. Lines on others' requests stay: of MLflow's
+    they say why a run waits for minutes."""
     ours = any(isinstance(each, Retry) for each in record.args or ())
     return not ours and "Signature=" not in record.getMessage()
 
 
-logging.getLogger("urllib3.connectionpool").addFilter(_is_no_secret)
+logging.getLogger("urllib3.connectionpool").addFilter(_without_secret)
 
 
 def patient_pool() -> urllib3.PoolManager:

@@ -245,7 +245,9 @@ def fine(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
 
 def seconds(s: Spread | None) -> str:
     """Small values get more decimals: simulated seconds of a small network are small."""
-    return cell(s, digits=0) if s is None or s.mean >= 1000 else cell(s, digits=1) if s.mean >= 10 else fine(s, 1, 3)
+    if s is None or s.mean >= 1000:
+        return cell(s, digits=0)
+    return cell(s, digits=1) if s.mean >= 10 else fine(s, digits=3)
 
 
 def simulated(c: Comparison) -> bool:
