@@ -107,12 +107,17 @@ class Regions:
         return tuple(grid), tuple(shape)
 
 
-def change_of(payload: Params, kind: Kind, old: Params, regions: Regions) -> tuple[Params, float]:
-    """An update's change (float64) from `old`, and the L2 norm of the whole change. Aggregations give the
-    server's own weights: what a client was sent may differ from these by a codec's rounding."""
+def change_of(tensor: Tensor, before: Tensor) -> Tensor:
+    """float64: a tensor of an update, less the server's own weights in its place. What a client was sent may differ
+    from these by a codec's rounding."""
+    return tensor.to(torch.float64, copy=True).sub_(before)
+
+
+def norm_of(payload: Params, kind: Kind, old: Params, regions: Regions) -> float:
+    """The L2 norm of an update's change from `old`, over all its tensors together; one is in memory at a time."""
     at = regions.of(kind)
-    change = {n: t.to(torch.float64, copy=True).sub_(old[n][at[n]]) for n, t in payload.items()}
-    return change, math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in change.values()))
+    changes = (change_of(tensor, old[name][at[name]]) for name, tensor in payload.items())
+    return math.hypot(*(float(torch.linalg.vector_norm(change)) for change in changes))
 
 
 def limited(payload: Params, spec: SubmodelSpec, old: Params, regions: Regions, clip: float | None) -> Params:
@@ -121,13 +126,13 @@ def limited(payload: Params, spec: SubmodelSpec, old: Params, regions: Regions, 
     Raises ModelError for an update that does not fit.
     """
     kind = regions.fit(payload, spec)
-    if clip is None:
+    if clip is None or (norm := norm_of(payload, kind, old, regions)) <= clip:
         return payload
-    change, norm = change_of(payload, kind, old, regions)
-    if norm <= clip:
-        return payload
-    at = regions.of(kind)
-    return {n: change[n].mul_(clip / norm).add_(old[n][at[n]]).to(payload[n]) for n in payload}
+    at, found = regions.of(kind), {}
+    for name, tensor in payload.items():
+        before = old[name][at[name]]
+        found[name] = change_of(tensor, before).mul_(clip / norm).add_(before).to(tensor)
+    return found
 
 
 class Mean:

@@ -38,7 +38,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fl_engine.aggregation.averaging import Kind, Regions, change_of
+from fl_engine.aggregation.averaging import Kind, Regions, change_of, norm_of
 from fl_engine.core.contracts import Algorithm, KeepsClientState, Selector
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.core.fields import STRICT, Positive
@@ -173,10 +173,10 @@ class NoisySum:
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
         """Adds one update's change; every weight counts as 1. Raises ModelError for one that does not fit."""
         kind = self._regions.fit(payload, spec)
-        change, norm = change_of(payload, kind, self._old, self._regions)
+        norm, at = norm_of(payload, kind, self._old, self._regions), self._regions.of(kind)
         factor = self._clip / norm if norm > self._clip else 1.0
-        for name, tensor in change.items():
-            self.sum[name][self._regions.of(kind)[name]] += tensor.mul_(factor)
+        for name, tensor in payload.items():
+            self.sum[name][at[name]] += change_of(tensor, self._old[name][at[name]]).mul_(factor)
 
     @property
     def empty(self) -> bool:
