@@ -4,10 +4,11 @@ takes. Each point is a process of its own, so that its peak memory is its own.
 python -m benchmarks.growth --fleet     100 clients a round of 1,000 to 100,000, by selection
 python -m benchmarks.growth --round     100 to 10,000 clients a round, of 20,000
 python -m benchmarks.growth --model     3 clients a round, models of 100 MB to 1.3 GB (`benchmarks.large`)
+python -m benchmarks.growth --methods   the same with aggregations, a server optimiser and codecs that hold more
 python -m benchmarks.growth --report    `flexfleet report` of a run of 10,000 rounds, made of a run of three
 
-But for --model the network is W3's MLP; clients share the samples of 2,000. Seconds are those of the processor, which
-other programs change least.
+But for --model and --methods the network is W3's MLP; clients share the samples of 2,000. Seconds are those of the
+processor, which other programs change least.
 """
 
 from __future__ import annotations
@@ -163,8 +164,7 @@ def of_models(sizes: Sequence[float] = MODELS, clients: int = 3) -> list[str]:
     found: dict[str, list[dict[str, float]]] = {"workers": [], "process": []}
     for way, rows in found.items():
         for size in sizes:
-            argv = [sys.executable, "-m", "benchmarks.growth", "--model-point", str(size), str(clients), way]
-            rows.append(json.loads(subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout))
+            rows.append(_of_model(size, clients, way))
             print(f"{way:8} {size:6} MB: { {k: round(v, 2) for k, v in rows[-1].items()} }", flush=True)
     told = []
     for who, way, name in (
@@ -175,6 +175,25 @@ def of_models(sizes: Sequence[float] = MODELS, clients: int = 3) -> list[str]:
         base, slope = line([row["mb_model"] for row in found[way]], [row[name] for row in found[way]])
         told.append(f"{who}: {base:.0f} MB + {slope:.2f} models")
     return told
+
+
+def of_methods(size: float, clients: int = 3) -> None:
+    """Prints a line for each of `large.METHODS`, with two worker processes: in models the peaks by stage, what the store
+    is given, and a worker's peak; and the coordinator's processor seconds a round."""
+    stages = ("orders", "train", "updates", "merge", "evaluate", "commit", "written")
+    print(" " * 8, *(f"{head:>8}" for head in (*stages, "worker", "cpu s")))
+    for method in large.METHODS:
+        found = _of_model(size, clients, "workers", method)
+        worker = (found["mb_worker"] - found["mb_before"]) / found["mb_model"]
+        row = (*(found[stage] for stage in stages), worker, found["cpu_s"])
+        print(f"{method:8}", *(f"{x:8.2f}" for x in row), flush=True)
+
+
+def _of_model(size: float, clients: int, way: str, method: str = "mean") -> dict[str, float]:
+    """`large.point` in a process of its own."""
+    argv = [sys.executable, "-m", "benchmarks.growth", "--model-point", str(size), str(clients), way, method]
+    found: dict[str, float] = json.loads(subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- the report
@@ -237,16 +256,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     what.add_argument("--fleet", action="store_true", help="clients of the fleet")
     what.add_argument("--round", action="store_true", help="clients of a round")
     what.add_argument("--model", nargs="*", type=float, metavar="MB", help=f"the model; default {MODELS}")
+    what.add_argument("--methods", nargs="?", type=float, const=MODELS[-1], metavar="MB", help="default %(const)s")
     what.add_argument("--report", action="store_true", help="the report of 10,000 rounds")
     what.add_argument("--point", nargs=3, metavar=("SELECTION", "CLIENTS", "PER_ROUND"), help="one point, as JSON")
-    what.add_argument("--model-point", nargs=3, metavar=("MB", "CLIENTS", "WAY"), help="one point, as JSON")
+    what.add_argument("--model-point", nargs=4, metavar=("MB", "CLIENTS", "WAY", "METHOD"), help="one point, as JSON")
     args = p.parse_args(argv)
     if args.model_point:
-        print(json.dumps(large.point(float(args.model_point[0]), int(args.model_point[1]), args.model_point[2])))
+        size, clients, way, method = args.model_point
+        print(json.dumps(large.point(float(size), int(clients), way, method=method)))
     elif args.point:
         print(json.dumps(point(args.point[0], int(args.point[1]), int(args.point[2]))))
     elif args.model is not None:
         print("\n".join(of_models(args.model or MODELS)))
+    elif args.methods is not None:
+        of_methods(args.methods)
     elif args.report:
         print({name: round(value, 2) for name, value in report_of_a_long_run().items()})
     else:

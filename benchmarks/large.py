@@ -10,20 +10,24 @@ import math
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
 
+from fl_engine.aggregation.mean import Mean
+from fl_engine.aggregation.middle import Median
+from fl_engine.aggregation.server_opt import Adam
 from fl_engine.algorithms import FedAvg
 from fl_engine.algorithms.pooled import PooledState, Training
 from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.backends.processes import Processes
+from fl_engine.codecs import Half, Qsgd
 from fl_engine.core.contracts import Algorithm, ServerContext
 from fl_engine.core.slicing import count_params
-from fl_engine.core.types import FULL, Axis, Outcome, ParamLayout, Prunable, RoundPlan, SubmodelSpec
+from fl_engine.core.types import FULL, Axis, Codecs, Outcome, ParamLayout, Prunable, RoundPlan, SubmodelSpec
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.models.layers import FREE, linear_slots
 from fl_engine.rounds import loop as rounds
@@ -163,7 +167,18 @@ class SeenCheckpoints(Checkpoints):
 
 
 # -------------------------------------------------------------------------------------------------- one point
-def point(megabytes: float, clients: int, way: str, stop: int = 2) -> dict[str, float]:
+METHODS: Mapping[str, tuple[Mapping[str, Any], Codecs]] = {
+    "mean": ({}, Codecs()),
+    "clip": ({"aggregation": Mean(clip=0.01)}, Codecs()),
+    "median": ({"aggregation": Median()}, Codecs()),
+    "adam": ({"server": Adam()}, Codecs()),
+    "half": ({}, Codecs(Half(), Half())),
+    "qsgd": ({}, Codecs(Qsgd(), Qsgd())),
+}
+"""FedAvg's fields and the run's codecs, by name."""
+
+
+def point(megabytes: float, clients: int, way: str, stop: int = 2, method: str = "mean") -> dict[str, float]:
     """`way`: `process`, all clients in this one, with their updates in the store; `workers`, two worker processes. In
     the second round nothing is left of the first model.
 
@@ -174,7 +189,8 @@ def point(megabytes: float, clients: int, way: str, stop: int = 2) -> dict[str, 
     family = WideMLP.of(megabytes)
     fleet = tiny_fleet(clients, sigma=(0.0,))
     training = Training(fraction=1.0, epochs=1, batch_size=SAMPLES, lr=0.01, momentum=0.0, weight_decay=0.0)
-    algorithm = SeenAvg(training=training)
+    fields, codecs = METHODS[method]
+    algorithm = SeenAvg(training=training, **fields)
     data = tiny_data(family.input_shape, family.outputs, clients)
     site = tiny_site(algorithm, family, sizes=(SAMPLES,) * clients, fleet=fleet, data=data)
     model = 4 * count_params(family)
@@ -185,7 +201,7 @@ def point(megabytes: float, clients: int, way: str, stop: int = 2) -> dict[str, 
         before, _ = restart_peak()
         first = [start_of(algorithm, site)]
         peaks = {"start": resident_peak()}
-        run = Run(algorithm, site, RoundsConfig(stop=stop, evaluate_every=1, keep_updates=True))
+        run = Run(algorithm, site, RoundsConfig(stop=stop, evaluate_every=1, keep_updates=True), codecs=codecs)
         started, spent = time.perf_counter(), time.process_time()
         rounds.federate(run, first.pop(), SeenBackend(inner, _seen), ledger, Memory())
         found = {"seconds": (time.perf_counter() - started) / stop, "cpu_s": (time.process_time() - spent) / stop}
