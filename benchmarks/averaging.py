@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m benchmarks.averaging", description=__doc__)
     p.add_argument("--threads", type=int, default=1)
     args = p.parse_args(argv)
-    prepare_process(("cpu",), flush_denormal=True)
+    prepare_process(("cpu",))
     torch.set_num_threads(args.threads)
     family = VGG16((3, 32, 32), 10)
     layout, full = family.layout(), initial_params(family, 0)

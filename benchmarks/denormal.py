@@ -3,7 +3,7 @@
 python -m benchmarks.denormal
 
 AEP's MLP with 45 % of the weights of three layers denormal, as FedOPT with weight decay had it after 2,037 rounds: an
-evaluation on 3,947 samples, and the steps of a client of 200, without `Numerics.flush_denormal` and with it, in turn.
+evaluation on 3,947 samples, and the steps of a client of 200, without `torch.set_flush_denormal` and with it, in turn.
 Prints the medians and their ratio.
 """
 
@@ -38,7 +38,7 @@ def weights(family: AepMLP, generator: torch.Generator) -> Params:
 
 
 def main() -> None:
-    prepare_process(("cpu",), flush_denormal=True)
+    prepare_process(("cpu",))
     family, generator = AepMLP((18,), 1), torch.Generator().manual_seed(0)
     start = weights(family, generator)
     x, y = torch.randn(TEST_SAMPLES, 18, generator=generator), torch.randn(TEST_SAMPLES, generator=generator)

@@ -94,7 +94,7 @@ def point(selection: str, clients: int, per_round: int, stop: int = ROUNDS) -> d
     """Processor seconds: `fleet` to make the site, `round` as the mean over a run of `stop` rounds, `resume` to open
     its ledger again and run one more round. `plan`, `train`, `merge`: seconds by the clock, medians of a round's
     phases. MB of 1e6 bytes at the peak: before the rounds, after them, and with the resumed run (`mb_peak`)."""
-    prepare_process(("cpu",), flush_denormal=True)
+    prepare_process(("cpu",))
     started = time.process_time()
     algorithm, site = site_of(selection, clients, per_round)
     found = {"fleet": time.process_time() - started, "mb_before": resident_peak() / 1e6}

@@ -185,7 +185,7 @@ def point(megabytes: float, clients: int, way: str, stop: int = 2, method: str =
     By stage the peak of this process's resident memory above `mb_before`, in models: `start` is making the first one.
     MB of 1e6 bytes: `mb_model`, `mb_before`, `mb_peak` of all stages, and `mb_worker` of the larger worker. Of a round:
     `written`, what the store was given, in models, and seconds by the clock and of the processors (this process's)."""
-    prepare_process(("cpu",), flush_denormal=True)
+    prepare_process(("cpu",))
     family = WideMLP.of(megabytes)
     fleet = tiny_fleet(clients, sigma=(0.0,))
     training = Training(fraction=1.0, epochs=1, batch_size=SAMPLES, lr=0.01, momentum=0.0, weight_decay=0.0)

@@ -85,7 +85,7 @@ def federate(site: Site, algorithm: Algorithm, backend: Any, ledger: Ledger, **t
 
 def of_updates(count: int, way: Way, robust: bool, folder: str) -> dict[str, float]:
     """One round of `count` updates of 10 MB: the MB that it added to the process's peak memory, and its seconds."""
-    prepare_process(("cpu",), flush_denormal=True)
+    prepare_process(("cpu",))
     training = replace(TRAINING, fraction=1.0)
     algorithm = AllLarge(training, eligible="all", **({"aggregation": Median()} if robust else {}))
     site = site_of(algorithm, TEN_MB, count)
@@ -97,7 +97,7 @@ def of_updates(count: int, way: Way, robust: bool, folder: str) -> dict[str, flo
 
 def of_clients(clients: int, per_round: int, stop: int, folder: str) -> dict[str, float]:
     """Rounds of a large fleet that really trains: seconds per round, and peak memory in MB."""
-    prepare_process(("cpu",), flush_denormal=True)
+    prepare_process(("cpu",))
     algorithm = FlexFL(replace(TRAINING, fraction=per_round / clients))
     fleet = tiny_fleet(clients)
     data = tiny_data(clients=clients)
@@ -115,7 +115,7 @@ def of_rounds(stop: int, folder: str) -> dict[str, float]:
     """`stop` rounds of four clients that do not train: the largest number of files, MB on disk at the end, seconds per
     round of the last tenth, those relative to the first tenth (`pace`), and the MB by which the peak memory grew after
     the first tenth."""
-    prepare_process(("cpu",), flush_denormal=True)
+    prepare_process(("cpu",))
     algorithm = FlexFL(Training(fraction=0.2, epochs=1, batch_size=4, lr=0.01))
     site = tiny_site(algorithm)
     store = FolderStore(folder)

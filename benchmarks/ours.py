@@ -118,7 +118,7 @@ def main(argv: list[str]) -> None:
     gate = Gate()
     name, w, options = chosen(argv)
     threads = tuple(options.devices)
-    prepare_process(threads, flush_denormal=True)
+    prepare_process(threads)
     algorithm, site = site_of(name, w)
     precision = settled(options.precision, threads, None)
     numerics = strategy.choose(site.family, site.data.task, w.batch, w.per_round, precision, threads)

@@ -82,7 +82,7 @@ def measured(family: ModelFamily, algorithm: FlexFL, batch: int, resident: bool)
     of_levels = trials(family, replace(algorithm, training=Training(fraction=1.0, batch_size=batch)), batch)
     found = {"tensors": [tensors(family, trial) / 1e6 for trial in of_levels]}
     if resident:
-        prepare = partial(prepare_process, ("cpu",), flush_denormal=True)
+        prepare = partial(prepare_process, ("cpu",))
         peaks = memory.level_peaks(family, images(family), of_levels, memory.BATCHES * batch, SINGLE, prepare)
         found["resident"] = [need / 1e6 for need in peaks.needs]
         found["with idle"] = [peak / 1e6 for peak in peaks.levels]

@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             pick, learn = selection(clients, asked)
             print(f"{asked} of {clients} clients: picking {1e3 * pick:.1f} ms, learning {1e3 * learn:.1f} ms a round")
         return 0
-    prepare_process(("cpu",), flush_denormal=True)
+    prepare_process(("cpu",))
     found: dict[str, list[Point]] = {}
     for name, (about, sweep) in SWEEPS.items():
         found[name] = sweep()

@@ -30,7 +30,7 @@ class InProcess:
         self._site = site
         self._devices = tuple(devices)
         check_devices(devices)
-        prepare_process(devices, flush_denormal=site.numerics.flush_denormal)
+        prepare_process(devices)
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         groups, failures = accept_all(algorithm, plan.orders, self._site)
@@ -80,13 +80,15 @@ def by_cost(groups: list[list[Work]], site: Site) -> list[list[Work]]:
     return sorted(groups, key=cost)
 
 
-def prepare_process(devices: Sequence[str], *, flush_denormal: bool) -> None:
-    """Sets torch to one thread, so that bits do not depend on the number of cores, and what `Numerics.flush_denormal`
-    says, for this thread and those that it will start; on CUDA, to algorithms that give the same bits each time (torch
-    warns of an operation that has none). Raises EnvironmentFailure where the processor cannot do it."""
+def prepare_process(devices: Sequence[str]) -> None:
+    """Sets torch to one thread, so that bits do not depend on the number of cores, and, for this thread and those that
+    it will start, to count denormal numbers (below 1.2e-38 in float32) as zero: weights that decay end among them, and
+    some processors take many times longer for them (docs/performance.md). On CUDA, sets torch to algorithms that give
+    the same bits each time (torch warns of an operation that has none). Raises EnvironmentFailure where the processor
+    cannot do it."""
     settle()
     torch.set_num_threads(1)
-    if not torch.set_flush_denormal(flush_denormal) and flush_denormal:
+    if not torch.set_flush_denormal(True):
         raise EnvironmentFailure(
             "this processor, or this build of torch, cannot count denormal numbers as zero: train on x86 or AArch64"
         )

@@ -215,7 +215,7 @@ def _serve(code: None, site: Site, mailbox: Mailbox, device: str, link: Connecti
     # Ctrl-C and the end of a terminal reach all its processes: only the coordinator acts on them.
     for name in {"SIGINT", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    prepare_process((device,), flush_denormal=site.numerics.flush_denormal)
+    prepare_process((device,))
     while True:
         try:
             algorithm, round, evaluates, clients = link.recv()

@@ -47,10 +47,6 @@ class Numerics:
     `bf16`. `fp16`: weights, samples, gradients and the optimiser in float16, without loss scaling or weight decay, and
     with SGD alone: `model.half()`, as in FedAIoT's code. `fp16` needs `single`, since torch's float16 convolutions
     round a lane differently when others run beside it."""
-    flush_denormal: bool = True
-    """Whether numbers below the smallest normal one (1.2e-38 in float32) count as zero, in all that a CPU computes for
-    the run (`torch.set_flush_denormal`). Weights that decay end among them, and some processors take many times longer
-    for them (docs/performance.md)."""
 
     def __post_init__(self) -> None:
         if self.precision == "fp16" and self.strategy == "batched":
@@ -166,6 +162,7 @@ def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
     names = sorted({torch.cuda.get_device_name(d) for d in devices if d.startswith("cuda")})
     return {
         **asdict(numerics),
+        "flush_denormal": True,
         "threads_per_client": 1,
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -186,12 +183,6 @@ def describe_noise() -> dict[str, Any]:
     return {"numpy": np.__version__, **{name: used[name]["dd"]["current"] for name in sorted(used)}}
 
 
-def flushes(before: Mapping[str, Any] | None) -> bool:
-    """Whether a run counts denormal numbers as zero. `before`: the numerics that it has recorded; None: it is new. A
-    run of an earlier version, whose record says nothing of them, keeps them."""
-    return before is None or bool(before.get("flush_denormal", False))
-
-
 def flushes_now() -> bool:
     """Whether this thread counts denormal numbers as zero. torch can set that, but does not tell it."""
     return not (torch.full((1,), 2.0**-140, dtype=torch.float32, device="cpu") * 1.0).any()
@@ -199,11 +190,10 @@ def flushes_now() -> bool:
 
 def deciding(described: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of `describe` that the bits depend on. Whether the processor multiplies bfloat16 matters where one
-    trains in it. An earlier version recorded nothing of denormal numbers, and kept them."""
+    trains in it."""
     on_cpu = "cpu" in described.get("devices", ()) and described.get("precision") in ("bf16", "amp")
     without = {"lanes"} if on_cpu else {"lanes", "cpu_bf16"}
-    known = {**described, "flush_denormal": flushes(described)}
-    return {name: value for name, value in known.items() if name not in without}
+    return {name: value for name, value in described.items() if name not in without}
 
 
 LATER = frozenset({"cpu_bf16", "cudnn"})

@@ -28,7 +28,7 @@ from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import decode
 from fl_engine.training.evaluation import weights_of
 from fl_engine.training.guest import guest
-from fl_engine.training.numerics import describe, differing, flushes
+from fl_engine.training.numerics import describe, differing
 from flexfleet.api.asked import with_own_data
 from flexfleet.api.tables import table, to_html
 from flexfleet.config import Config, codecs, parse_schema, parse_with_algorithm
@@ -216,7 +216,7 @@ class Result:
             if wanted not in names:
                 raise ConfigError(f"there is no level {wanted!r}{nearest(str(wanted), names)}")
             data, family, member = resolved.data, resolved.family, pool[names.index(wanted)]
-            prepare_process(("cpu",), flush_denormal=flushes(self._run.numerics))
+            prepare_process(("cpu",))
             parts = partitioning.load(self.folder / "partition", data)
             proxy = torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
             views = weights_of(self._params, family.layout(), member)

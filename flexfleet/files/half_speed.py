@@ -62,7 +62,7 @@ def seconds_a_step(
     `turns` steps of each, taken in turn. Of a CPU the seconds that this process computes (others do not count). Raises
     EnvironmentFailure where torch does not have the device."""
     check_device(device)
-    prepare_process((device,), flush_denormal=True)
+    prepare_process((device,))
     family, goal = McMahanCNN(), Classification(McMahanCNN.outputs)
     generator = torch.Generator().manual_seed(0)
     x, y = made_up(family, BATCH, generator).to(device), goal.examples(BATCH, generator).to(device)

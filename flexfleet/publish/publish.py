@@ -36,9 +36,8 @@ from fl_engine.models.export import About
 from fl_engine.models.precision import Precisions
 from fl_engine.models.quantised import OnnxPrecision
 from fl_engine.storage.store import FolderStore, decode, sha256
-from fl_engine.training.numerics import flushes
 from flexfleet.config import Config
-from flexfleet.files.artifacts import BareHistory, EvaluationFile, PoolFile, RunFile
+from flexfleet.files.artifacts import BareHistory, EvaluationFile, PoolFile
 from flexfleet.files.measure import Measure
 from flexfleet.reports import precisions
 from flexfleet.steps.prepare import Resolved
@@ -69,7 +68,7 @@ def publish(resolved: Resolved, out: Path, mlflow_run_id: str | None, to: Path) 
 def export(resolved: Resolved, out: Path, to: Path) -> tuple[Data, list[About]]:
     """A folder for each reported level, smallest first."""
     config, data, family = resolved.config, resolved.data, resolved.family
-    prepare_process(("cpu",), flush_denormal=flushes(RunFile.read(out / "run.json").numerics))
+    prepare_process(("cpu",))
     history = BareHistory.read(out / "history.json")
     value = FolderStore(out).get("model.safetensors")
     if sha256(value) != history.model_sha256:

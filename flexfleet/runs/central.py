@@ -35,7 +35,7 @@ from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.store import FolderStore, encode, sha256
 from fl_engine.training.central import Epoch, train_centrally, weights_in
 from fl_engine.training.evaluation import evaluate
-from fl_engine.training.numerics import Numerics, describe, differing, flushes, settled
+from fl_engine.training.numerics import Numerics, describe, differing, settled
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.config.names import plain
@@ -115,8 +115,8 @@ def central(
     with alone(out), stopping_at_once("the same command with --resume goes on"):
         before = CentralFile.read(out / "central.json").numerics if (out / "central.json").exists() else None
         precision = settled(config.run.precision, (device,), before)
-        numerics = Numerics(precision=precision, flush_denormal=flushes(before))
-        prepare_process((device,), flush_denormal=numerics.flush_denormal)
+        numerics = Numerics(precision=precision)
+        prepare_process((device,))
         start, weights_sha256 = warm_start.start(config, family), None
         if start is None:
             start = initial_params(family, seeds.derive(config.seed, "init"))

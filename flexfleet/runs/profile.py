@@ -118,7 +118,7 @@ def _levels(resolved: Resolved, room: int | None, seconds: float) -> tuple[list[
     numerics = numerics_of(config, training_of(algorithm), family, goal, None)
     # A device with data of its own trains on what it reads here.
     samples = len(resolved.data.train_y) if run.site.most is not None else max(map(len, run.site.partition.clients))
-    prepare = partial(prepare_process, ("cpu",), flush_denormal=numerics.flush_denormal)
+    prepare = partial(prepare_process, ("cpu",))
     room = _room() if room is None else room
     trials = trials_of(run, plan.orders)
     given = (samples, numerics, prepare)

@@ -111,7 +111,7 @@ def _site(told: Assignment, store: Store) -> tuple[Algorithm, Site]:
         pool = PoolFile.read(folder / "pool.json").pool()
     numerics = _numerics(run)
     check_device(told.device)
-    prepare_process((told.device,), flush_denormal=numerics.flush_denormal)
+    prepare_process((told.device,))
     here = describe(numerics, (told.device,))
     if others := differing(run.numerics, here):
         said = f"this node computes other last bits than the coordinator: {others}"
@@ -163,7 +163,6 @@ def _import_code(told: Assignment, run: RunFile, store: Store) -> None:
 
 def _numerics(run: RunFile) -> Numerics:
     told = {field.name: run.numerics.get(field.name) for field in fields(Numerics)}
-    told["flush_denormal"] = run.numerics.get("flush_denormal", False)
     try:
         return TypeAdapter(Numerics).validate_python(told)
     except ValidationError as error:

@@ -15,7 +15,6 @@ from fl_engine.rounds.at_clients import gathered
 from fl_engine.storage.store import FolderStore, decode, sha256
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool
 from fl_engine.training.local_accuracy import LocalAccuracy
-from fl_engine.training.numerics import flushes
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import (
     BareHistory,
@@ -25,7 +24,6 @@ from flexfleet.files.artifacts import (
     LocalScore,
     OnClients,
     PoolFile,
-    RunFile,
     rows_of,
 )
 from flexfleet.steps.partition import most_of
@@ -47,7 +45,7 @@ def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path,
         raise IntegrityError(f"{run / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")
     params = decode(value, str(run / "model.safetensors"))
     check_devices(devices)
-    prepare_process(devices, flush_denormal=flushes(RunFile.read(run / "run.json").numerics))
+    prepare_process(devices)
     local = _local(resolved, partition_dir)
     watch = None if local is None else local.watch
     scores = evaluate_pool(family, params, pool, data, devices, watch=watch)

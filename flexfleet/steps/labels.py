@@ -73,7 +73,7 @@ def clusters_for(config: Config, data: Data) -> Ints | None:
 def _computed(config: Config, data: Data) -> Ints:
     p, samples = config.partition, len(data.train_y)
     assert p.features is not None
-    prepare_process(config.run.devices, flush_denormal=True)
+    prepare_process(config.run.devices)
     family = feature_network(config, data)
     if family is None:
         features = clusters.features_of(Path(p.features), samples)
@@ -153,7 +153,7 @@ def noisy(config: Config, data: Data, parts: Partition, held_out: Sequence[Ints]
 
     def measured() -> Confusion:
         check_device(device)
-        prepare_process((device,), flush_denormal=True)
+        prepare_process((device,))
         return measure_confusion(family, data, seed, n.epochs, n.lr, n.batch_size, device)
 
     found = kept.kept(_store(config), "confusion", inputs, Confusion, measured)

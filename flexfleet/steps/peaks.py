@@ -32,7 +32,7 @@ def peaks_of(run: Run, initial: Any) -> Peaks:
     else:  # what devices hold is theirs to know: a trial takes a few batches
         samples = min(site.most, BATCHES * max(trial.task.batch_size for trial in trials))
     log.info("measuring how much memory training each of %d levels takes", len(trials))
-    prepare = partial(prepare_process, ("cpu",), flush_denormal=site.numerics.flush_denormal)
+    prepare = partial(prepare_process, ("cpu",))
     found = level_peaks(site.family, data, trials, samples, site.numerics, prepare)
     held = sum(part.nbytes for part in (data.train_x, data.train_y, data.test_x, data.test_y))
     for trial, need in zip(trials, found.needs, strict=True):

@@ -109,7 +109,7 @@ def _made(resolved: Resolved, name: str, parts: Partition) -> dict[str, bytes]:
     need_proxy(name, kind, parts)
     device = config.run.devices[0]
     check_device(device)
-    prepare_process((device,), flush_denormal=True)
+    prepare_process((device,))
     settings = settings_of(resolved, name, kind)
     site, reference = site_of(resolved, parts), None
     if config.pretrain.reference:

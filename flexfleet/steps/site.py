@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from fl_engine.fleet.trace import Trace
 from fl_engine.preparation.weights import fitting
 from fl_engine.selection.capacity import round_size
 from fl_engine.training import strategy
-from fl_engine.training.numerics import Numerics, flushes, settled
+from fl_engine.training.numerics import Numerics, settled
 from flexfleet.config import Config
 from flexfleet.files.artifacts import WEIGHTS, PoolFile
 from flexfleet.steps.partition import held_out, most_of
@@ -37,14 +36,14 @@ log = logging.getLogger("flexfleet")
 
 def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path, before: Mapping[str, Any] | None = None) -> Site:
     """All that clients on this machine need to know. Prepares the process for training. `before`: the numerics of the
-    run that is resumed, whose precision a run with `run.precision=auto` keeps (and see `flushes`)."""
+    run that is resumed, whose precision a run with `run.precision=auto` keeps."""
     config, family = resolved.config, resolved.family
     parts = partitioning.load(partition_dir, resolved.data)
     data = partitioning.as_told(resolved.data, parts)
     parts, held = held_out(config, parts)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
-    prepare_process(config.run.devices, flush_denormal=flushes(before))
+    prepare_process(config.run.devices)
     struck = faults.parse(config.rounds.faults)
     numerics = numerics_of(config, training_of(resolved.algorithm), family, data.task, before)
     sealed = config.run.backend == "kubernetes" and config.kubernetes.state_key is not None
@@ -90,18 +89,16 @@ def numerics_of(
     config: Config, training: Training, family: ModelFamily, goal: Task, before: Mapping[str, Any] | None
 ) -> Numerics:
     """The numerics that the configuration names, else those that suit the network. `training`: the algorithm's;
-    `before`: see `settled` and `flushes`."""
+    `before`: see `settled`."""
     run, per_round = config.run, round_size(training.fraction, config.partition.clients)
     precision = settled(run.precision, run.devices, before)
     if precision == "fp16" and training.weight_decay:
         log.warning("run.precision=fp16: training.weight_decay = %g is left out", training.weight_decay)
     if run.strategy == "single" or training.is_own:
-        found = Numerics(precision=precision)
-    elif run.strategy == "batched":
-        found = strategy.batched(family, training.batch_size, per_round, precision, run.devices)
-    else:
-        found = strategy.choose(family, goal, training.batch_size, per_round, precision, run.devices)
-    return replace(found, flush_denormal=flushes(before))
+        return Numerics(precision=precision)
+    if run.strategy == "batched":
+        return strategy.batched(family, training.batch_size, per_round, precision, run.devices)
+    return strategy.choose(family, goal, training.batch_size, per_round, precision, run.devices)
 
 
 def tell_unused(config: Config) -> None:

@@ -61,7 +61,7 @@ def test_devices_of_different_models_are_refused(names: tuple[str, ...], monkeyp
 
 def test_on_a_gpu_torch_repeats_itself() -> None:
     with guest():
-        in_process.prepare_process(("cuda:0",), flush_denormal=True)
+        in_process.prepare_process(("cuda:0",))
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.is_deterministic_algorithms_warn_only_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"]

@@ -191,7 +191,9 @@ def test_in_half_precision_it_is_another_training(flexfleet: Any) -> None:
     assert accepted.json["model_sha256"] == plain.json["model_sha256"], "nothing was left to train"
 
 
-def test_only_one_that_began_without_it_keeps_denormal_numbers(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_denormal_numbers_count_as_zero_and_one_that_kept_them_is_refused(
+    flexfleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[bool] = []
     evaluate = runs_central.evaluate
 
@@ -205,8 +207,8 @@ def test_only_one_that_began_without_it_keeps_denormal_numbers(flexfleet: Any, m
     told = json.loads(file.read_text())
     assert seen == [True] and told["numerics"].pop("flush_denormal") is True
     file.write_text(json.dumps(told))
-    assert flexfleet("central", "--json", "--run-id", "a", "--resume", sets=SETS).code == 0
-    assert seen == [True, False]
+    refused = flexfleet("central", "--json", "--run-id", "a", "--resume", sets=SETS)
+    assert refused.code == 6 and "flush_denormal: None there, True here" in refused.err
 
 
 def test_regression_has_its_own_figures(flexfleet: Any) -> None:

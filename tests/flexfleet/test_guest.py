@@ -200,7 +200,7 @@ def test_a_guest_does_not_set_up_the_heap(monkeypatch: pytest.MonkeyPatch) -> No
     called: list[int] = []
     monkeypatch.setattr(in_process, "keep_freed_memory", lambda: called.append(1))
     with guest():
-        in_process.prepare_process(("cpu",), flush_denormal=True)
+        in_process.prepare_process(("cpu",))
     assert called == []
-    in_process.prepare_process(("cpu",), flush_denormal=True)
+    in_process.prepare_process(("cpu",))
     assert called == [1]

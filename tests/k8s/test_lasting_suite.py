@@ -37,7 +37,7 @@ def live(algorithm: Algorithm, site: Site, command: list[str]) -> None:
     from flexfleet.steps import agent
 
     def prepared(told: Any, *_: Any) -> tuple[Algorithm, Site]:
-        prepare_process((told.device,), flush_denormal=site.numerics.flush_denormal)
+        prepare_process((told.device,))
         return algorithm, site
 
     agent.prepared = prepared  # type: ignore[assignment]

@@ -20,9 +20,7 @@ from fl_engine.exchange.assignment import SITE_FILES, Assignment
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import MemoryStore, Store, check_size
-from fl_engine.storage.sums import sum_of
 from fl_engine.testing.own_package import SETS, write
-from fl_engine.training.numerics import flushes_now
 from flexfleet.files.artifacts import RunFile
 from flexfleet.steps.answer import answer, carry_out_all, prepared
 from flexfleet.steps.federate import federate
@@ -135,23 +133,6 @@ def test_a_wheel_that_the_coordinator_did_not_sign_is_refused(told: Assignment) 
     with pytest.raises(ClientError, match=f"told of the code {other}, and the run's record names {told.code}"):
         answer(told.model_copy(update={"code": other}))
     assert not code.enabled(str(told.code))
-
-
-def test_a_pod_takes_denormal_numbers_as_the_run_s_record_says(told: Assignment) -> None:
-    for recorded in ({}, {"flush_denormal": True}, {"flush_denormal": False}):
-
-        def changed(key: str, value: bytes, recorded: dict[str, bool] = recorded) -> bytes:
-            if key != "site/run.json":
-                return value
-            run = json.loads(value)
-            del run["numerics"]["flush_denormal"]
-            return json.dumps({**run, "numerics": {**run["numerics"], **recorded}}).encode()
-
-        store = Tampered(told.open(), changed)
-        sums = told.site | {"run.json": sum_of(store.get("site/run.json"))}
-        _, site = prepared(told.model_copy(update={"site": sums}), store)  # type: ignore[arg-type]
-        assert site.numerics.flush_denormal is flushes_now() is recorded.get("flush_denormal", False)
-    code.disable()
 
 
 def test_who_can_write_the_store_alone_makes_no_pod_import_anything(

@@ -37,7 +37,7 @@ OPTIONS = KubernetesConfig(image="flexfleet:latest", access="ambient", poll_s=0.
 
 def live(algorithm: Algorithm, site: Site, command: list[str]) -> None:
     told = Assignment.read(Path(command[-1]))
-    prepare_process((told.device,), flush_denormal=site.numerics.flush_denormal)
+    prepare_process((told.device,))
     mailbox = Mailbox(told.open(), key=lambda order: bytes.fromhex(told.keys[order.client]), lengths=told.lengths)
     carry_out(algorithm, site, mailbox, told.round, told.clients, told.device, True, told.evaluates)
 

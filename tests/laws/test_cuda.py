@@ -82,7 +82,7 @@ class Drifting(PersonalHeads):
 @pytest.fixture(autouse=True)
 def as_in_a_run() -> Iterator[None]:
     with guest():
-        prepare_process(("cuda",), flush_denormal=True)
+        prepare_process(("cuda",))
         yield
 
 

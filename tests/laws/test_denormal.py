@@ -4,7 +4,6 @@ backends give the same bits of them is in `fl_engine.testing.backends`."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -19,14 +18,13 @@ from fl_engine.core.types import FULL, Axis, ParamLayout, Slot
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.guest import guest
-from fl_engine.training.numerics import flushes, flushes_now
-from flexfleet.files.artifacts import RunFile
-from flexfleet.steps.answer import _numerics
+from fl_engine.training.numerics import flushes_now
 
 
 @pytest.fixture(params=[True, False], ids=["zero", "kept"])
 def flush(request: pytest.FixtureRequest) -> bool:
-    prepare_process(("cpu",), flush_denormal=request.param)
+    prepare_process(("cpu",))
+    torch.set_flush_denormal(request.param)
     return bool(request.param)
 
 
@@ -81,27 +79,12 @@ def test_half_precision_keeps_its_own_denormal_numbers(flush: bool) -> None:
 def test_a_host_gets_its_own_setting_back(flush: bool) -> None:
     with guest():
         assert not flushes_now(), "as a new process"
-        prepare_process(("cpu",), flush_denormal=not flush)
-        assert flushes_now() is not flush
+        prepare_process(("cpu",))
+        assert flushes_now()
     assert flushes_now() is flush
 
 
-def test_a_processor_that_cannot_is_refused_only_where_it_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_flush_denormal", lambda _: False)
     with pytest.raises(EnvironmentFailure, match="cannot count denormal numbers as zero: train on x86 or AArch64"):
-        prepare_process(("cpu",), flush_denormal=True)
-    prepare_process(("cpu",), flush_denormal=False)
-
-
-def test_a_run_of_an_earlier_version_goes_on_as_it_began() -> None:
-    assert flushes(None) and flushes({"flush_denormal": True})
-    assert not flushes({"precision": "fp32"}) and not flushes({"flush_denormal": False})
-
-
-def test_clients_elsewhere_compute_as_the_run_s_record_says() -> None:
-    known = {"strategy": "single", "lanes": 1, "precision": "fp32"}
-    run = RunFile(run_id="a", token="t", config={}, numerics=known, pool_sha256="", partition_sha256="")
-    assert not _numerics(run).flush_denormal, "an earlier version's"
-    for flush in (True, False):
-        told = run.model_copy(update={"numerics": {**known, "flush_denormal": flush}})
-        assert _numerics(told) == replace(_numerics(run), flush_denormal=flush)
+        prepare_process(("cpu",))

@@ -49,7 +49,7 @@ POOL = tiny_site(FLEXFL).pool
 NEEDS = (45, 60, 80, 90, 100)
 PEAKS = Peaks(100, tuple(100 + need for need in NEEDS))
 """The smallest level takes nearly half as much as the largest, whatever its share of the parameters."""
-PREPARE = partial(prepare_process, ("cpu",), flush_denormal=True)
+PREPARE = partial(prepare_process, ("cpu",))
 
 
 def trained(observed: float, pool: Pool = POOL) -> int | None:
