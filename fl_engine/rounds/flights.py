@@ -60,8 +60,7 @@ class Waiting(Record):
     finish: NotNegative
     down: Index
     up: Index
-    size: Index | None = None
-    """None in the files of earlier versions."""
+    size: Index
     file: Annotated[str, Field(pattern=f"^{FILE.pattern}$")]
 
 
@@ -106,8 +105,7 @@ def _flight(w: Waiting) -> Flight:
     order = WorkOrder(w.round, w.client, SubmodelSpec.from_json(w.sent), {}, w.seed, w.level, w.hints)
     spec = SubmodelSpec.from_json(w.spec)
     update = ClientUpdate(w.round, w.client, spec, {}, w.examples, w.metrics, w.trained, w.times.total)
-    size = w.down if w.size is None else w.size
-    return Flight(order, update, w.times, w.finish, w.down, w.up, size, w.file)
+    return Flight(order, update, w.times, w.finish, w.down, w.up, w.size, w.file)
 
 
 def check(files: KeptFiles, rest: Mapping[str, Any]) -> None:

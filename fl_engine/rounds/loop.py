@@ -68,7 +68,7 @@ def federate(
     clients = Clients(backend, mailbox, should_stop, states, waiting, watcher, heard)
     kept = [files for files in (states, waiting) if files is not None]
     with told_how_to_go_on(ledger):
-        progress, first = _resume(initial, ledger, terms, discard_damaged)
+        progress, first = _resume(initial, ledger, discard_damaged)
         del initial
         for files in kept:
             files.prune()
@@ -173,7 +173,7 @@ def _tell_cost(rows: Sequence[Row]) -> None:
         log.info("median seconds of a round: %s", said)
 
 
-def _resume(initial: Any, ledger: Ledger, terms: RoundsConfig, discard_damaged: bool) -> tuple[Progress, int]:
+def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Progress, int]:
     """What to go on from, and the round to compute next."""
     commits = ledger.checkpoints.commits()
     last = commits[-1] if commits else None
@@ -182,16 +182,14 @@ def _resume(initial: Any, ledger: Ledger, terms: RoundsConfig, discard_damaged: 
         if commits and last != commits[-1]:
             log.warning("going on after round %d, the last good commit", 0 if last is None else last + 1)
         ledger.checkpoints.discard_after(last)
-    rows = ledger.checkpoints.rows(lines=False)
-    progress, rest = committed(initial, ledger, last, rows)
+    progress, rest = committed(initial, ledger, last)
     if not discard_damaged:  # else `last_good` has looked
+        ledger.checkpoints.rows(lines=False)
         flights.check(ledger.flights, rest)
     ledger.checkpoints.tidy()  # only after all was checked: without `discard_damaged`, damaged files stay as they are
     if last is None:
         return progress, 0
     log.info("resuming after round %d", last + 1)
-    if terms.norm_bound is not None and HISTORY not in rest:
-        log.info("an older version's commit, which does not say how far updates moved: rounds.norm_bound starts anew")
     return progress, last + 1
 
 
@@ -199,14 +197,13 @@ def _last_good(ledger: Ledger) -> int | None:
     return ledger.checkpoints.last_good(partial(flights.check, ledger.flights))
 
 
-def committed(initial: Any, ledger: Ledger, last: int | None, rows: Sequence[Row]) -> tuple[Progress, dict[str, Any]]:
+def committed(initial: Any, ledger: Ledger, last: int | None) -> tuple[Progress, dict[str, Any]]:
     """What round `last` has left to the next, and the JSON of its commit; None: nothing is committed, and the run
-    begins with `initial`. `rows`: of all committed rounds. Raises IntegrityError."""
+    begins with `initial`. Raises IntegrityError."""
     if last is None:
         return Progress(initial), {}
     tensors, rest = ledger.checkpoints.read(last)
-    history, clock = _history(rest), _clock(rest, [row for row in rows if row.round <= last])
-    return Progress(unpack(initial, tensors, rest), history, clock, named(rest), flights.read(rest)), rest
+    return Progress(unpack(initial, tensors, rest), _history(rest), _clock(rest), named(rest), flights.read(rest)), rest
 
 
 def _packed(progress: Progress, terms: RoundsConfig) -> tuple[Params, dict[str, Any]]:
@@ -229,11 +226,8 @@ def _history(rest: Mapping[str, Any]) -> History:
         raise IntegrityError(said) from error
 
 
-def _clock(rest: Mapping[str, Any], rows: Sequence[Row]) -> float:
-    """A commit of an older version does not say it: its rounds do."""
+def _clock(rest: Mapping[str, Any]) -> float:
     told = rest.get(CLOCK)
-    if told is None:
-        return float(sum(row.metrics.get("seconds_simulated", 0.0) for row in rows))
     if not isinstance(told, int | float) or not 0 <= told < math.inf:
         raise IntegrityError(f"stored state: {CLOCK!r} is no number of seconds: {told!r}")
     return float(told)

@@ -75,7 +75,7 @@ def _replayed(
     # What clients keep, and updates that are on their way, lie in files that later rounds delete: from the beginning.
     kept = [] if keeps else [each for each in ledger.checkpoints.with_state() if each < round]
     last = max(kept, default=None)
-    progress, _ = committed(initial, ledger, last, ledger.checkpoints.rows(lines=False))
+    progress, _ = committed(initial, ledger, last)
     run = replace(run, terms=run.terms.model_copy(update={"evaluate_every": NEVER}), evaluation=None)
     for each in range(0 if last is None else last + 1, round):
         progress, _ = play(run, progress, each, clients)

@@ -328,8 +328,6 @@ def test_what_is_said_is_read_again(memory_store: Any) -> None:
     federated(SOME["flexfl"], memory_store, 3)
     rest = Checkpoints(memory_store).rest(2)
     assert flights.said(flights.read(rest)) == rest[flights.KEY] and len(rest[flights.KEY]) == 2
-    older = {flights.KEY: [{k: v for k, v in waiting.items() if k != "size"} for waiting in rest[flights.KEY]]}
-    assert [each.size for each in flights.read(older)] == [each.down for each in flights.read(rest)]
     change = decode(memory_store.get(flights.FOLDER + flights.read(rest)[0].file), "here")
     assert change and all(tensor.abs().max() < 1 for tensor in change.values())
 

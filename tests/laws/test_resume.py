@@ -190,20 +190,6 @@ def test_of_two_updates_the_liar_is_refused_from_the_first_round_on(
     assert reason.startswith("validate: norm: ")
 
 
-def test_a_commit_of_an_older_version_goes_on_with_nothing_remembered(
-    job: Any, new_store: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "flexfleet")
-    store = new_store()
-    job.federate(store, stop=2, norm_bound=None)
-    job.federate(store, stop=3)
-    assert "does not say how far updates moved: rounds.norm_bound starts anew" in caplog.text
-    assert [len(moved) for moved in remembered(store)["rounds"]] == [PER_ROUND]
-    caplog.clear()
-    job.federate(store, stop=4)
-    assert "starts anew" not in caplog.text
-
-
 @pytest.mark.parametrize("history", [
     "words", [1.0], {"rounds": [[1.0, 0.0]]}, {"rounds": [[[1.0, "far"]]]}, {"times": {"x": []}},
 ])  # fmt: skip
