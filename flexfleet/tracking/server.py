@@ -30,6 +30,8 @@ PARENT = "mlflow.parentRunId"
 """Tag with a run's parent: MLflow shows the run below it."""
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Tag of an experiment: MLflow's UI then shows runs and their charts, not its pages for language models."""
+DELETED = "deleted"
+"""The stage of an experiment or a run that somebody has deleted and MLflow still has: it takes nothing."""
 SQLITE = "sqlite:///"
 IN_ADDRESSES = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 """What SQLAlchemy reads in the address of a SQLite file: the start of options, and a character by its number."""
@@ -184,7 +186,7 @@ def _need_folder(path: Path, refuse: Callable[[str], NoReturn]) -> None:
 
 def connect(uri: str, experiment: str) -> tuple[Any, str]:
     """A client, and the id of the experiment, which it creates if it is missing. Raises ConfigError if the address
-    cannot be used, EnvironmentFailure without mlflow."""
+    cannot be used or the experiment is deleted, EnvironmentFailure without mlflow."""
     client = client_of(uri)
     from mlflow.exceptions import MlflowException
 
@@ -197,6 +199,11 @@ def connect(uri: str, experiment: str) -> tuple[Any, str]:
                 known = client.get_experiment_by_name(experiment)
                 if known is None:
                     raise
+    if known.lifecycle_stage == DELETED:
+        raise ConfigError(
+            f"the experiment {experiment!r} is deleted in MLflow at {masked(uri)}: restore it (`mlflow experiments "
+            f"restore --experiment-id {known.experiment_id}`), or choose another: --set tracking.experiment=NAME"
+        )
     return client, str(known.experiment_id)
 
 

@@ -20,7 +20,7 @@ from fl_engine.core.errors import (
     Stopped,
     masked,
 )
-from flexfleet.tracking.server import FEW_TRIES, PARENT, SQLITE, address, answering, client_of, connect, usable
+from flexfleet.tracking.server import DELETED, FEW_TRIES, PARENT, SQLITE, address, answering, client_of, connect, usable
 
 log = logging.getLogger("flexfleet")
 
@@ -56,11 +56,11 @@ class MLflow:
         self._last_step = max((int(m.step) for m in logged), default=0)
 
     def _known(self, run_id: str) -> Any:
-        """Raises ConfigError for a run that is not there, as where the database is a new one."""
+        """Raises ConfigError for a run that is not there, as where the database is a new one, and for a deleted one."""
         from mlflow.exceptions import MlflowException
 
         try:
-            return self._client.get_run(run_id)
+            run = self._client.get_run(run_id)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
@@ -70,6 +70,12 @@ class MLflow:
                 f"tracking.mlflow = {masked(self.uri)!r}{where} does not have the MLflow run {run_id}, in which this "
                 "run was begun: give the tracking.mlflow that has it, or go on without: --set tracking.mlflow=null"
             ) from error
+        if run.info.lifecycle_stage == DELETED:
+            raise ConfigError(
+                f"the MLflow run {run_id}, in which this run was begun, is deleted at {masked(self.uri)}: restore it "
+                f"(`mlflow runs restore --run-id {run_id}`), or go on without: --set tracking.mlflow=null"
+            )
+        return run
 
     def _begun(self, token: str | None) -> str | None:
         """The MLflow run of an earlier attempt that was killed before it could store the MLflow run's id."""

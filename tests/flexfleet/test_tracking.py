@@ -30,7 +30,7 @@ from flexfleet.publish import publish
 from flexfleet.tracking import server
 from flexfleet.tracking import trackers as tracking
 from flexfleet.tracking.console import Console
-from flexfleet.tracking.record import token_of
+from flexfleet.tracking.record import prepare, token_of
 from flexfleet.tracking.trackers import MLflow, Several, log_outcome
 from tests.harness.mlflow_server import serving
 
@@ -199,6 +199,17 @@ def test_a_process_that_changes_its_folder_writes_where_it_is(
 def test_a_run_that_mlflow_no_longer_has_is_a_configuration_error(mlflow_uri: str) -> None:
     with pytest.raises(ConfigError, match=r"0123456789abcdef.* give the tracking.mlflow that has it, or go on without"):
         start(mlflow_uri, "0123456789abcdef0123456789abcdef")
+
+
+def test_what_somebody_deleted_in_mlflow_is_refused_with_what_to_do(mlflow_uri: str) -> None:
+    tracker, client = start(mlflow_uri), mlflow.MlflowClient(tracking_uri=mlflow_uri)
+    client.delete_run(tracker.run_id)
+    with pytest.raises(ConfigError, match=rf"deleted at .*runs restore --run-id {tracker.run_id}`\), or go on without"):
+        start(mlflow_uri, tracker.run_id)
+    client.delete_experiment(tracker.experiment_id)
+    config = Config.model_validate({"tracking": {"mlflow": mlflow_uri, "experiment": "digits-small_cnn-iid"}})
+    with pytest.raises(ConfigError, match=r"'digits-small_cnn-iid' is deleted .* restore it .*tracking\.experiment"):
+        prepare(config)  # before anything trains
 
 
 # ------------------------------------------------------------------------------------------- a whole run in it
