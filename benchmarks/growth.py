@@ -178,8 +178,8 @@ def of_models(sizes: Sequence[float] = MODELS, clients: int = 3) -> list[str]:
 
 
 def of_methods(size: float, clients: int = 3) -> None:
-    """Prints a line for each of `large.METHODS`, with two worker processes: in models the peaks by stage, what the store
-    is given, and a worker's peak; and the coordinator's processor seconds a round."""
+    """Prints a line for each of `large.METHODS`, with two worker processes: in models the peaks by stage, what the
+    store is given, and a worker's peak; and the coordinator's processor seconds a round."""
     stages = ("orders", "train", "updates", "merge", "evaluate", "commit", "written")
     print(" " * 8, *(f"{head:>8}" for head in (*stages, "worker", "cpu s")))
     for method in large.METHODS:
