@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fl_engine.core.contracts import Algorithm, ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
 from fl_engine.core.samples import split
-from fl_engine.core.slicing import contains, count_params, full_shapes, runnable, shapes
+from fl_engine.core.slicing import contains, count_params, full_shapes, layout_of, runnable, shapes
 from fl_engine.core.types import FULL, Params, Pool, PoolModel, Prepared, SubmodelSpec
 from fl_engine.core.widths import check_cuttable
 from fl_engine.core.workload import macs_of
@@ -90,7 +90,7 @@ def ratios_at(gamma: float, apoz: Sequence[float], adjust: Sequence[float]) -> t
 
 def spec_of(family: ModelFamily, ratios: Sequence[float]) -> SubmodelSpec:
     """The first int(s_i * out_i) channels of each prunable layer, at least one."""
-    groups = family.layout().groups
+    groups = layout_of(family).groups
     layers = family.prunable()
     return SubmodelSpec.of({p.group: max(1, int(s * groups[p.group])) for p, s in zip(layers, ratios, strict=True)})
 
@@ -118,9 +118,13 @@ def solve(
     Raises PoolError where the closest reachable size is further away than `epsilon` parameters.
     """
 
+    sizes: dict[SubmodelSpec, int] = {}  # a bisection ends in dozens of steps between the same two
+
     def at(gamma: float) -> tuple[int, SubmodelSpec]:
         spec = spec_of(family, ratios_at(gamma, apoz, adjust))
-        return count_params(family, spec), spec
+        if spec not in sizes:
+            sizes[spec] = count_params(family, spec)
+        return sizes[spec], spec
 
     low, high = 0.0, _gamma_max(apoz, adjust)
     for _ in range(60):

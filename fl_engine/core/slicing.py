@@ -157,14 +157,14 @@ def full_shapes(family: ModelFamily) -> dict[str, torch.Size]:
 
 
 @lru_cache(maxsize=64)
-def _layout(family: ModelFamily) -> ParamLayout:
+def layout_of(family: ModelFamily) -> ParamLayout:
     """A pool's search counts hundreds of sub-models of one network, and a layout takes longer than a count."""
     return family.layout()
 
 
 def count_params(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
     """Parameters of the sub-model: every entry of its state, running statistics (where kept) included."""
-    return sum(math.prod(s) for s in shapes(_layout(family), spec, full_shapes(family)).values())
+    return sum(math.prod(s) for s in shapes(layout_of(family), spec, full_shapes(family)).values())
 
 
 def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) -> int:
@@ -186,7 +186,7 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) 
         own = layer.macs(x, output) if isinstance(layer, CountsMacs) else _macs(layer, x, output)
         total += own * linear if isinstance(layer, nn.Linear) else own
 
-    nothing = shapes(_layout(family), spec, full_shapes(family))
+    nothing = shapes(layout_of(family), spec, full_shapes(family))
     module = runnable(family, spec, {name: torch.empty(shape) for name, shape in nothing.items()}).eval()
     for layer, name in {layer: name for name, layer in _costly(module)}.items():
         if not isinstance(layer, CountsMacs | COUNTED):

@@ -207,6 +207,18 @@ def test_no_gamma_comes_closer(apoz: list[float], target: float, adjusted: bool)
     assert spec == pools.spec_of(TINY, pools.ratios_at(gamma, apoz, adjust)), "the gamma is that of the model"
 
 
+def test_a_search_counts_no_model_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[SubmodelSpec] = []
+
+    def count(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
+        counted.append(spec)
+        return count_params(family, spec)
+
+    monkeypatch.setattr(pools, "count_params", count)
+    pools.solve(TINY, (0.5, 0.37), (1.0, 1.0), 1000, epsilon=1e9)
+    assert len(counted) == len(set(counted)) > 1
+
+
 @pytest.mark.parametrize("target", [0.25, 0.4, 0.5, 0.9])
 def test_bisection_is_at_least_as_close_as_the_papers_loop(target: float) -> None:
     """Alg. 1 as printed: gamma = 0, 0.01, 0.02, ... ; a fine grid cannot do better either."""
