@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from fl_engine.core.errors import (
 from flexfleet.config.platform import platform_uri
 from flexfleet.files.signals import brief_once_stopped
 
+log = logging.getLogger("flexfleet")
+
 PARENT = "mlflow.parentRunId"
 """Tag with a run's parent: MLflow shows the run below it."""
 KIND = {"mlflow.experimentKind": "custom_model_development"}
@@ -39,6 +42,8 @@ SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databrick
 """Of addresses that MLflow takes, besides those of its plugins."""
 FEW_TRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """MLflow's settings where nobody wants to wait for its server: its own are 7 and 120 seconds, which make minutes."""
+SILENT_S = 10.0
+"""Seconds after which a person is told that a server is waited for."""
 CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate entry|Cannot insert duplicate key")
 """What SQLite, PostgreSQL, MySQL and SQL Server say if another writer was first."""
 
@@ -211,7 +216,8 @@ def connect(uri: str, experiment: str) -> tuple[Any, str]:
 def usable(uri: str) -> Iterator[None]:
     """Turns what MLflow raises into a ConfigError that names the address."""
     try:
-        yield
+        with _waiting_is_told(uri):
+            yield
     except errors() as error:
         kind = (
             UnreachableAddress if _unreachable(error) else EnvironmentFailure if _refuses_writes(error) else ConfigError
@@ -225,11 +231,24 @@ def answering(uri: str, what: str = "does not take measurements any more") -> It
     take, EnvironmentFailure for other errors of its own. A run that is asked to stop does not wait for these retries.
     `what`: what the server does not do, for people."""
     try:
-        with brief_once_stopped():
+        with brief_once_stopped(), _waiting_is_told(uri):
             yield
     except errors() as error:
         said = f"MLflow at {masked(uri)} {what}: {first_line(error)}"
         raise (Unreachable if _unreachable(error) else EnvironmentFailure)(said) from error
+
+
+@contextmanager
+def _waiting_is_told(uri: str) -> Iterator[None]:
+    """MLflow tries a server that fails again and again, for four minutes and without a word."""
+    timer = threading.Timer(SILENT_S, log.warning, ("waiting for MLflow at %s, %g s so far", masked(uri), SILENT_S))
+    timer.daemon = True
+    if uri.startswith("http"):
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 GONE = re.compile(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,3 +201,27 @@ def test_an_address_that_cannot_be_used_is_said_without_sqlalchemy_too(monkeypat
     said = r"tracking\.mlflow = 'http://nowhere' cannot be used: refused"
     with pytest.raises(ConfigError, match=said), server.usable("http://nowhere"):
         raise ConnectionError("refused")
+
+
+@pytest.mark.parametrize("inside", [server.usable, server.answering])
+def test_whoever_waits_for_a_server_is_told_so(
+    inside: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """MLflow's own retries take four minutes, and say nothing."""
+    caplog.set_level(logging.WARNING, "flexfleet")
+    monkeypatch.setattr(server, "SILENT_S", 0.05)
+
+    def waited(uri: str) -> list[str]:
+        caplog.clear()
+        end = time.monotonic() + 10
+        with inside(uri):
+            while not caplog.messages and uri.startswith("http") and time.monotonic() < end:
+                time.sleep(0.01)
+        return caplog.messages
+
+    assert waited("http://me:word@mlflow:5000") == ["waiting for MLflow at http://mlflow:5000, 0.05 s so far"]
+    assert waited("sqlite:///mlflow.db") == []
+    with inside("http://mlflow:5000"):
+        pass
+    time.sleep(0.1)
+    assert caplog.messages == [], "it has answered"
