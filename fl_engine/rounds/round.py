@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+from torch import Tensor
+
 from fl_engine.aggregation import privacy
+from fl_engine.core.errors import ModelError
 from fl_engine.core.heap import at_work
 from fl_engine.core.types import RoundContext, RoundPlan
 from fl_engine.exchange import coding
@@ -41,8 +44,8 @@ class Progress:
 
 
 def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Progress, Row]:
-    """The round's outcome, and what was measured of it. Raises Stopped, and ConfigError for a plan that asynchronous
-    rounds do not go with."""
+    """The round's outcome, and what was measured of it. Raises Stopped, ConfigError for a plan that asynchronous rounds
+    do not go with, and ModelError for a merge that gives no such state as it got."""
     watch = Stopwatch()
     started = watch.began
     # Nobody waits for clients to come online while others are at work.
@@ -56,6 +59,7 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
         due = buffer.due(run, before.state, plan, collected.answers, before.flying, begin, clients.flights)
     answers = collected.answers if due is None else due.answers
     state = run.algorithm.merge(before.state, plan if due is None else due.plan, answers, run.server)
+    check_merged(run.algorithm, before.state, state)
     states = client_states.taken_in(before.states, answers, clients.states)
     record = recorded(run, plan, answers, begin) if due is None else buffer.recorded(run, plan, due, begin)
     metrics, train_phases = record.metrics, dict(clients.backend.phases)
@@ -93,6 +97,37 @@ def asked(run: Run, before: Progress, context: RoundContext, clients: Clients, w
     plan = client_states.handed_out(run, plan, before.states, clients.states)
     watch.ends("plan")
     return plan
+
+
+def check_merged(algorithm: Any, before: Any, after: Any) -> None:
+    """Raises ModelError unless what `merge` gave is a state whose weights have the names, types and shapes of those
+    before."""
+    merge = f"{type(algorithm).__name__}.merge"
+    if not hasattr(after, "params"):
+        raise ModelError(
+            f"{merge} gave {'None' if after is None else f'a {type(after).__name__}'}, where a state with `params` is "
+            "expected: return dataclasses.replace(state, params=...)"
+        )
+    old, new = published(before), published(after)
+    if missing := old.keys() - new.keys():
+        raise ModelError(f"{merge} gave no {_listed(missing)}: what nobody trained keeps its value in state.params")
+    if unknown := new.keys() - old.keys():
+        raise ModelError(f"{merge} gave {_listed(unknown)}, which state.params does not have")
+    for name, tensor in old.items():
+        if (gave := _said(new[name])) != (wanted := _said(tensor)):
+            raise ModelError(f"{merge} gave {name} as {gave}, where {wanted} is expected")
+
+
+def _listed(names: Set[str]) -> str:
+    first, *more = sorted(names)
+    return f"{first}{f' (and {len(more)} more)' if more else ''}"
+
+
+def _said(value: Any) -> str:
+    """`torch.float32 (16, 1, 3, 3)`; the type of what is no tensor."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _scores(run: Run, state: Any) -> dict[str, float]:

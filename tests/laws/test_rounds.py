@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from fl_engine.aggregation.server_opt import Average
 from fl_engine.algorithms.fedrolex import FedRolex
 from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.backends import InProcess, Processes
-from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.errors import ConfigError, IntegrityError, ModelError
 from fl_engine.core.types import FULL, ClientFailure, ClientUpdate, LocalTask
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.server import ServerSite
@@ -206,3 +207,48 @@ def test_a_server_without_samples_says_so() -> None:
     server = ServerSite(tiny_site(algorithm))
     with pytest.raises(ConfigError, match=r"asks for data on the server, and partition\.proxy leaves it none"):
         _ = server.data
+
+
+# ---------------------------------------------------------------------------------------------- what merge may give
+@dataclass(frozen=True)
+class Merging(AllLarge):
+    """Gives what `into` makes of the merged weights."""
+
+    into: Any = None
+
+    def merge(self, state: Any, plan: Any, answers: Any, server: Any) -> Any:
+        return self.into(super().merge(state, plan, answers, server))
+
+
+NAME = "conv.conv.weight"
+
+
+def changed(change: Any) -> Any:
+    """A merge that gives another tensor of this name; None: none."""
+
+    def into(state: Any) -> Any:
+        others = {name: tensor for name, tensor in state.params.items() if name != NAME}
+        return replace(state, params=others if change is None else others | {NAME: change(state.params[NAME])})
+
+    return into
+
+
+@pytest.mark.parametrize(
+    ("into", "said"),
+    [
+        (lambda state: None, "Merging.merge gave None, where a state with `params` is expected: return"),
+        (lambda state: dict(state.params), "Merging.merge gave a dict, where a state with `params` is expected"),
+        (changed(lambda t: t[:1]), f"gave {NAME} as torch.float32 (1, 1, 3, 3), where torch.float32 (8, 1, 3, 3) is"),
+        (changed(lambda t: t.double()), f"gave {NAME} as torch.float64 (8, 1, 3, 3), where torch.float32"),
+        (changed(lambda t: t.numpy()), f"gave {NAME} as numpy.ndarray, where torch.float32 (8, 1, 3, 3) is"),
+        (changed(None), f"gave no {NAME}: what nobody trained keeps its value in state.params"),
+        (lambda s: replace(s, params=s.params | {"more": torch.ones(1)}), "gave more, which state.params does not"),
+    ],
+    ids=["nothing", "a dict", "a shape", "a type", "numpy", "too few", "too many"],
+)
+def test_a_merge_that_gives_other_tensors_than_the_state_had_is_refused_by_name(
+    tmp_path: Path, into: Any, said: str
+) -> None:
+    algorithm = Merging(training=TRAINING, eligible="all", into=into)
+    with pytest.raises(ModelError, match=re.escape(said)):
+        federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
