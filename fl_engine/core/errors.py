@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -180,6 +181,13 @@ STRICT = (
     "Basic Constraints of CA cert not marked critical",
 )
 """What OpenSSL says of a certificate that is refused by ssl.VERIFY_X509_STRICT alone."""
+
+
+def line_in(call: Any, error: Exception) -> str:
+    """` (line 7 of mine.py)`, the last one of the file that a function stands in; empty if the error passed none."""
+    file = getattr(getattr(call, "__code__", None), "co_filename", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" (line {lines[-1]} of {file})" if lines else ""
 
 
 def certificate_hint(said: str) -> str:

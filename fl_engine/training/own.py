@@ -11,7 +11,6 @@ the same loss gives the same bits as the built-in one.
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -25,7 +24,7 @@ from fl_engine.core import seeds
 from fl_engine.core.blank import blank
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.drawing import drawing
-from fl_engine.core.errors import ConfigError, FlexfleetError, ModelError, first_line
+from fl_engine.core.errors import ConfigError, FlexfleetError, ModelError, first_line, line_in
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import is_statistic
@@ -226,7 +225,5 @@ def _named(what: str, name: str) -> Iterator[Callable[..., Any]]:
     except (FlexfleetError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        file = getattr(getattr(call, "__code__", None), "co_filename", None)
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        where = f" (line {lines[-1]} of {file})" if lines else ""
-        raise ModelError(f"{what} = {name!r} failed: {type(error).__name__}: {first_line(error)}{where}") from error
+        told = f"{type(error).__name__}: {first_line(error)}{line_in(call, error)}"
+        raise ModelError(f"{what} = {name!r} failed: {told}") from error

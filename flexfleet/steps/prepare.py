@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, TakesTokens
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, DataError, FlexfleetError, first_line, line_in
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data, check_ready, has_boxes, has_sequences
 from fl_engine.core.slicing import made_up
@@ -129,14 +129,22 @@ def _read(config: Config) -> Data:
 
 
 def _found(config: Config) -> Data:
-    """The data set as it was published, or given."""
+    """The data set as it was published, or given. Raises DataError where a reader of one's own fails."""
     name, root = config.dataset.name, versioned.folder_of(config.dataset.root)
     if kept.is_kept(name):
         return kept.read(root, name, TASKS)
     source = resolve(DATASETS, name, "data set")
     if not isinstance(source, Source):
         raise ConfigError(f"dataset.name = {name!r} is {source!r}; a Source is expected")
-    return source.load(root)
+    try:
+        return source.load(root)
+    except (FlexfleetError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        if name in DATASETS:
+            raise
+        told = f"{type(error).__name__}: {first_line(error)}{line_in(source.load, error)}"
+        raise DataError(f"dataset.name = {name!r} failed to read {root} (dataset.root): {told}") from error
 
 
 def check_fits(data: Data, family: ModelFamily) -> None:
