@@ -59,7 +59,7 @@ class Tuned(Artifact):
     best: dict[str, Any]
     best_trial: int
     best_value: float
-    held_out: dict[Literal["seeds", "default", "best"], list[float]]
+    held_out: dict[Literal["seeds", "default", "best"], list[int | float]]
     """Figures of the unchanged configuration and of the best one, seed by seed."""
     gain: float
     """Mean of best - default over the held-out seeds."""
@@ -127,7 +127,7 @@ def told(tuned: Tuned, folder: Path) -> str:
 def _lines(tuned: Tuned) -> list[str]:
     t, measure = tuned.trials, tuned.measure
     lines = [
-        f"{t['complete']} trials complete, {t['pruned']} pruned, {t['infeasible']} impossible, "
+        f"{t['complete']} trials complete, {t['pruned']} pruned, {t['infeasible']} infeasible, "
         f"{t.get('diverged', 0)} diverged",
         f"best, trial {tuned.best_trial}: {tuned.metric} {measure.with_unit(tuned.best_value)} with {said(tuned.best)}",
     ]

@@ -99,6 +99,7 @@ def test_what_it_leaves_can_be_run_and_looked_at(done: tuple[Tuned, Path, Config
     assert drawn.count("<svg") == 2 + len(found.space), "a drawing each, so that they can stand below each other"
     assert found == Tuned.read(folder / "tune.json")
     assert [len(found.held_out[k]) for k in ("seeds", "default", "best")] == [1, 1, 1]
+    assert '"seeds": [\n   7\n  ]' in (folder / "tune.json").read_text(), "as whole numbers"
     ran = {each["run_id"].removeprefix("a/"): each for each in runs_in(folder)}
     ended = [each for place, each in ran.items() if each["status"] == "finished" and place.startswith("trials/")]
     assert len(ended) == found.trials["complete"] and all(each["round"] == 2 for each in ended)
