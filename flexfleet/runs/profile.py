@@ -221,17 +221,16 @@ def _about(resolved: Resolved) -> dict[str, Any]:
 def text(found: Profile) -> str:
     """A configuration with this tier alone, in YAML; what was measured is in comments."""
     a = found.about
+    assumed = {"bandwidth": f" It is then {Tier('', 1.0, 1.0).bandwidth:g} million bits a second, which is assumed."}
     lines = [
         f"Measured by `flexfleet profile`: {a['model']} on {a['dataset']} with {a['algorithm']}; one thread of a "
         f"{a['machine']}; flexfleet {a['flexfleet']}, torch {a['torch']}, Python {a['python']}.",
         f"{found.room_bytes / 1e6:,.0f} MB of memory are free for training.",
         f"{'level':>10}{'size %':>9}{'samples/s':>12}{'peak MB':>10}{'J/sample':>11}",
         *(_row(level) for level in found.levels),
-        *(f"No {what}: {printable(why).rstrip('.')}." for what, why in found.left_out.items()),
+        *(f"No {what}: {printable(why).rstrip('.')}.{assumed.get(what, '')}" for what, why in found.left_out.items()),
         *([f"Joules are those of {', '.join(found.sensors)}."] if found.sensors else []),
     ]
-    if "bandwidth" in found.left_out:
-        lines.append(f"The bandwidth is then {Tier('', 1.0, 1.0).bandwidth:g} million bits a second, which is assumed.")
     comments = "".join(f"# {line}\n" for line in lines)
     return comments + write_yaml({"fleet": {"tiers": [found.tier]}})
 

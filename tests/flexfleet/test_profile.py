@@ -160,8 +160,10 @@ def test_what_was_not_measured_is_left_out_and_said(resolved: Resolved) -> None:
     assert set(found.tier) == {"name", "share", "memory", "speed"}
     assert set(found.left_out) == {"bandwidth", "joules"}
     said = device.text(found)
-    assert "No bandwidth: neither run.remote nor --invite names an object store." in said
-    assert "then 30 million bits a second, which is assumed" in said
+    assert (
+        "# No bandwidth: neither run.remote nor --invite names an object store. "
+        "It is then 30 million bits a second, which is assumed.\n" in said
+    )
     odd = {**found.tier, "name": "k\u00fc\x85\u2028che"}
     assert read_yaml(device.text(dataclasses.replace(found, tier=odd))) == {"fleet": {"tiers": [odd]}}
     in_a_folder = Invitation(name="weak-1", key="ab" * 32, tier="weak", folder="/x")
