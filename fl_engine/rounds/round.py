@@ -45,7 +45,7 @@ class Progress:
 
 def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Progress, Row]:
     """The round's outcome, and what was measured of it. Raises Stopped, ConfigError for a plan that asynchronous rounds
-    do not go with, and ModelError for a merge that gives no such state as it got."""
+    do not go with, and ModelError where plan or merge gives what it may not (`check_planned`, `check_merged`)."""
     watch = Stopwatch()
     started = watch.began
     # Nobody waits for clients to come online while others are at work.
@@ -88,8 +88,9 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
 
 
 def asked(run: Run, before: Progress, context: RoundContext, clients: Clients, watch: Stopwatch) -> RoundPlan:
-    """The orders as they are sent."""
+    """The orders as they are sent. Raises ModelError for a plan whose clients there are not, or not once each."""
     plan = run.algorithm.plan(before.state, context)
+    check_planned(run.algorithm, plan, len(run.site.fleet))
     watch.ends("plan")
     plan = coding.sent(plan, run.site.pool, run.codecs, run.site.seed)
     watch.ends("encode" if any(order.encoded is not None for order in plan.orders) else "plan")
@@ -99,14 +100,28 @@ def asked(run: Run, before: Progress, context: RoundContext, clients: Clients, w
     return plan
 
 
+def check_planned(algorithm: Any, plan: Any, clients: int) -> None:
+    """Raises ModelError unless what `plan` gave is a RoundPlan with at most one order for each client."""
+    gave = f"{type(algorithm).__name__}.plan gave"
+    if not isinstance(plan, RoundPlan):
+        raise ModelError(f"{gave} {_kind(plan)}, where a RoundPlan is expected")
+    seen: set[int] = set()
+    for order in plan.orders:
+        if not 0 <= order.client < clients:
+            raise ModelError(f"{gave} an order for client {order.client}; there are the clients 0 to {clients - 1}")
+        if order.client in seen:
+            raise ModelError(f"{gave} two orders for client {order.client}: in a round each client has one at most")
+        seen.add(order.client)
+
+
 def check_merged(algorithm: Any, before: Any, after: Any) -> None:
     """Raises ModelError unless what `merge` gave is a state whose weights have the names, types and shapes of those
     before."""
     merge = f"{type(algorithm).__name__}.merge"
     if not hasattr(after, "params"):
         raise ModelError(
-            f"{merge} gave {'None' if after is None else f'a {type(after).__name__}'}, where a state with `params` is "
-            "expected: return dataclasses.replace(state, params=...)"
+            f"{merge} gave {_kind(after)}, where a state with `params` is expected: "
+            "return dataclasses.replace(state, params=...)"
         )
     old, new = published(before), published(after)
     if missing := old.keys() - new.keys():
@@ -121,6 +136,10 @@ def check_merged(algorithm: Any, before: Any, after: Any) -> None:
 def _listed(names: Set[str]) -> str:
     first, *more = sorted(names)
     return f"{first}{f' (and {len(more)} more)' if more else ''}"
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _said(value: Any) -> str:

@@ -209,7 +209,7 @@ def test_a_server_without_samples_says_so() -> None:
         _ = server.data
 
 
-# ---------------------------------------------------------------------------------------------- what merge may give
+# ------------------------------------------------------------------------------------ what plan and merge may give
 @dataclass(frozen=True)
 class Merging(AllLarge):
     """Gives what `into` makes of the merged weights."""
@@ -250,5 +250,37 @@ def test_a_merge_that_gives_other_tensors_than_the_state_had_is_refused_by_name(
     tmp_path: Path, into: Any, said: str
 ) -> None:
     algorithm = Merging(training=TRAINING, eligible="all", into=into)
+    with pytest.raises(ModelError, match=re.escape(said)):
+        federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
+
+
+@dataclass(frozen=True)
+class Asking(AllLarge):
+    """Plans what `into` makes of the plan."""
+
+    into: Any = None
+
+    def plan(self, state: Any, context: Any) -> Any:
+        return self.into(super().plan(state, context))
+
+
+def asking(*clients: int) -> Any:
+    """A plan with orders for these clients alone."""
+    return lambda plan: replace(plan, orders=tuple(replace(plan.orders[0], client=c) for c in clients))
+
+
+@pytest.mark.parametrize(
+    ("into", "said"),
+    [
+        (lambda plan: None, "Asking.plan gave None, where a RoundPlan is expected"),
+        (lambda plan: list(plan.orders), "Asking.plan gave a list, where a RoundPlan is expected"),
+        (asking(1, 3, 1), "Asking.plan gave two orders for client 1: in a round each client has one at most"),
+        (asking(99), "Asking.plan gave an order for client 99; there are the clients 0 to 19"),
+        (asking(-1), "Asking.plan gave an order for client -1; there are the clients 0 to 19"),
+    ],
+    ids=["nothing", "a list", "one twice", "one too many", "one from the end"],
+)
+def test_a_plan_for_other_clients_than_there_are_is_refused(tmp_path: Path, into: Any, said: str) -> None:
+    algorithm = Asking(training=TRAINING, eligible="all", into=into)
     with pytest.raises(ModelError, match=re.escape(said)):
         federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
