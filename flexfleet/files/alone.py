@@ -18,7 +18,7 @@ from fl_engine.core.system import of_posix
 def alone(out: Path) -> Iterator[None]:
     """Keeps a second process from writing the same folder, which is made. The lock ends with the process, however that
     ends. Raises ConfigError where another process has it, EnvironmentFailure where a file, or a link to nowhere, is in
-    the way of the folder, and on Windows, which has no such lock."""
+    the way of the folder, where the lock cannot be written, and on Windows, which has no such lock."""
     fcntl = of_posix("fcntl")
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,11 @@ def alone(out: Path) -> Iterator[None]:
             raise ConfigError(f"{out} is being run by {holder}: wait for it, or stop it first") from None
         lock.truncate(0)
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        print(f"another process: {os.getpid()} on {socket.gethostname()} (since {now})", file=lock, flush=True)
+        told = f"another process: {os.getpid()} on {socket.gethostname()} (since {now})\n"
+        try:
+            os.write(lock.fileno(), told.encode())  # past the file's buffer, which would try again when it is closed
+        except OSError as error:
+            raise EnvironmentFailure(f"{out / '.lock'}: {error.strerror or error}") from error
         yield
 
 

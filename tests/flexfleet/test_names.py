@@ -115,6 +115,18 @@ def test_what_is_in_the_way_of_a_folder_is_named(folder: str, tmp_path: Path) ->
         pass
 
 
+def test_a_lock_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """As on a full disk."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(EnvironmentFailure, match=r"run.\.lock: File too large"), alone(tmp_path / "run"):
+            pytest.fail("it went on")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_the_lock_says_who_holds_it(tmp_path: Path) -> None:
     refused = pytest.raises(ConfigError, match=r"is being run by another process: \d+ on")
     with alone(tmp_path), refused, alone(tmp_path):
