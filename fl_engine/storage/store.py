@@ -114,7 +114,7 @@ class FolderStore:
     def get(self, key: str, limit: int | None = None) -> bytes:
         name = self.uri(key)
         try:
-            with self._explained(key), open(self.root / key, "rb", opener=_at_once) as file:
+            with self._explained(key), open(self.root / key, "rb", opener=at_once) as file:
                 check_size(name, os.fstat(file.fileno()).st_size, limit)
                 value = file.read(-1 if limit is None else limit + 1)  # somebody may still write into it
         except FileNotFoundError:
@@ -160,7 +160,7 @@ class FolderStore:
         return str(self.root / key)
 
 
-def _at_once(path: str, flags: int) -> int:
+def at_once(path: str, flags: int) -> int:
     """Opens a file. Raises IntegrityError for what is none: a stranger may have put it there, and would keep whoever
     opens a pipe waiting."""
     try:
