@@ -186,12 +186,18 @@ class Invitation(Note):
             raise ConfigError(f"{where} is no invitation: {brief(error)}; `flexfleet invite` writes them") from error
         if found.folder is None and (found.letter is None or found.beat is None):
             raise ConfigError(f"{where} names neither URLs nor a folder: have `flexfleet invite` write another one")
+        if found.letter is not None:
+            safe(found.letter, found.plain)  # before the device remembers it
         return found
 
 
 def safe(url: str, plain: bool = False) -> str:
-    """The address. Raises ConfigError for one that would send keys in the clear, unless `plain` allows that."""
-    parts = urlsplit(url)
+    """The address. Raises ConfigError for what is none, and for one that would send keys in the clear, unless `plain`
+    allows that."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"an https address is expected, this is none: {error}") from None
     if parts.scheme == "https" or (parts.scheme == "http" and (plain or parts.hostname in LOCAL)):
         return url
     raise ConfigError(

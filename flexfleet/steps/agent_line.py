@@ -196,7 +196,8 @@ def invitation_of(where: str) -> Invitation:
     if not where.startswith(("http://", "https://")):
         path = Path(where)
         try:
-            return Invitation.of(path.read_bytes()[: INVITATION_BYTES + 1], where)
+            with open(path, "rb") as file:
+                return Invitation.of(file.read(INVITATION_BYTES + 1), where)
         except OSError as error:
             raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
     shown = where.partition("?")[0]
