@@ -26,7 +26,7 @@ import urllib3
 
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError, Refused
 from fl_engine.storage.s3 import S3Store
-from fl_engine.storage.urls import Upload, Verb, patient_pool, send
+from fl_engine.storage.urls import Upload, Verb, patient_pool, send, why
 
 log = logging.getLogger("flexfleet")
 
@@ -53,7 +53,7 @@ def upload_verb(store: S3Store) -> Verb:
         with patient_pool() as pool:
             return _upload_verb(_Scratch(store, pool, f"{SCRATCH}orders/{name}", f"{SCRATCH}updates/{name}"))
     except urllib3.exceptions.HTTPError as error:  # whose text may hold a signature
-        raise EnvironmentFailure(f"{store.uri()} cannot be reached as clients would: {type(error).__name__}") from None
+        raise EnvironmentFailure(f"{store.uri()} cannot be reached as clients would: {why(error)}") from None
     finally:
         store.delete(*store.list(SCRATCH))
 

@@ -24,6 +24,7 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityErro
 from fl_engine.storage import probe
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.urls import Upload, UrlStore, send
+from tests.harness import tls
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/kubernetes.md"
 UNSIGNED = (
@@ -149,6 +150,17 @@ def test_a_server_that_cannot_be_reached_is_said(store: S3Store, monkeypatch: py
     with pytest.raises(EnvironmentFailure, match="cannot be reached as clients would: NewConnectionError"):
         probe.upload_verb(store)
     assert store.list("") == []
+
+
+def test_a_certificate_that_clients_would_refuse_is_said(
+    store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator's own requests may trust it (AWS_CA_BUNDLE)."""
+    with tls.serving(BaseHTTPRequestHandler, tls.certificates(tmp_path)[1]) as port:
+        upload = Upload(verb="POST", url=f"https://127.0.0.1:{port}/", fields={}, size=1)
+        monkeypatch.setattr(S3Store, "upload", lambda *_: upload)
+        with pytest.raises(EnvironmentFailure, match=r"its certificate is refused: .*SSL_CERT_FILE"):
+            probe.upload_verb(store)
 
 
 def test_a_form_is_good_for_one_key_and_so_many_bytes(real: None, store: S3Store) -> None:
