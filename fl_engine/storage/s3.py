@@ -328,14 +328,14 @@ def _pauses() -> Iterator[float | None]:
 
 
 def _why(error: ClientError, uri: str) -> str:
-    code, said = error.response["Error"].get("Code", ""), error.response["Error"].get("Message", "")
+    code, message = error.response["Error"].get("Code", ""), error.response["Error"].get("Message")
+    said = f"{code} {message or ''}".rstrip(" .")  # radosgw has no message, Amazon's ends in a full stop
     hints = {
-        "NoSuchBucket": "create the bucket, or correct run.remote",
-        "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID",
-        "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY",
-        "AccessDenied": "the credentials may not do this: check the bucket's policy",
-        "RequestTimeTooSkewed": "set this machine's clock",
+        "NoSuchBucket": "Create the bucket, or correct run.remote",
+        "InvalidAccessKeyId": "Check AWS_ACCESS_KEY_ID",
+        "SignatureDoesNotMatch": "Check AWS_SECRET_ACCESS_KEY",
+        "AccessDenied": "The credentials may not do this: check the bucket's policy",
+        "RequestTimeTooSkewed": "Set this machine's clock",
     }
-    return f"{uri}: the server refuses {error.operation_name} with {code} {said}. " + hints.get(
-        code, "Check AWS_ENDPOINT_URL and the credentials"
-    )
+    hint = hints.get(code, "Check AWS_ENDPOINT_URL and the credentials")
+    return f"{uri}: the server refuses {error.operation_name} with {said}. {hint}"

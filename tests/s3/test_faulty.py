@@ -130,7 +130,7 @@ def test_a_revoked_key_stops_the_run_and_a_new_one_goes_on(
 
     proxy.fault = revoked
     store = S3Store(f"s3://runs/revoked-{after}", proxy.address)
-    said = r"AccessDenied the key was revoked\. the credentials may not do this.* then go on with --resume"
+    said = r"AccessDenied the key was revoked\. The credentials may not do this.* then go on with --resume"
     with pytest.raises(EnvironmentFailure, match=said):
         job.federate(store, **MODE)
     proxy.fault = lambda: None

@@ -176,7 +176,7 @@ def test_what_a_server_refuses_is_explained(server: str, store: S3Store, monkeyp
     with pytest.raises(IntegrityError, match="HTTP 403"):
         forged.get("key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    with pytest.raises(EnvironmentFailure, match=r"SignatureDoesNotMatch.*check AWS_SECRET_ACCESS_KEY"):
+    with pytest.raises(EnvironmentFailure, match=r"SignatureDoesNotMatch\. Check AWS_SECRET_ACCESS_KEY"):
         S3Store(store.uri()).get("key")
 
 
