@@ -88,7 +88,7 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
 
 
 def asked(run: Run, before: Progress, context: RoundContext, clients: Clients, watch: Stopwatch) -> RoundPlan:
-    """The orders as they are sent. Raises ModelError for a plan whose clients there are not, or not once each."""
+    """The orders as they are sent. Raises ModelError for a plan that asks a client twice, or one that is not there."""
     plan = run.algorithm.plan(before.state, context)
     check_planned(run.algorithm, plan, len(run.site.fleet))
     watch.ends("plan")
@@ -107,6 +107,8 @@ def check_planned(algorithm: Any, plan: Any, clients: int) -> None:
         raise ModelError(f"{gave} {_kind(plan)}, where a RoundPlan is expected")
     seen: set[int] = set()
     for order in plan.orders:
+        if not isinstance(order.client, int):  # numpy's integers are none, and no JSON takes them
+            raise ModelError(f"{gave} an order for client {order.client!r}, where an int is expected")
         if not 0 <= order.client < clients:
             raise ModelError(f"{gave} an order for client {order.client}; there are the clients 0 to {clients - 1}")
         if order.client in seen:
@@ -123,6 +125,8 @@ def check_merged(algorithm: Any, before: Any, after: Any) -> None:
             f"{merge} gave {_kind(after)}, where a state with `params` is expected: "
             "return dataclasses.replace(state, params=...)"
         )
+    if not isinstance(after.params, Mapping):
+        raise ModelError(f"{merge} gave {_kind(after.params)} as state.params, where tensors by name are expected")
     old, new = published(before), published(after)
     if missing := old.keys() - new.keys():
         raise ModelError(f"{merge} gave no {_listed(missing)}: what nobody trained keeps its value in state.params")

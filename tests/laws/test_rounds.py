@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -238,13 +239,14 @@ def changed(change: Any) -> Any:
     [
         (lambda state: None, "Merging.merge gave None, where a state with `params` is expected: return"),
         (lambda state: dict(state.params), "Merging.merge gave a dict, where a state with `params` is expected"),
+        (lambda s: replace(s, params=None), "Merging.merge gave None as state.params, where tensors by name are"),
         (changed(lambda t: t[:1]), f"gave {NAME} as torch.float32 (1, 1, 3, 3), where torch.float32 (8, 1, 3, 3) is"),
         (changed(lambda t: t.double()), f"gave {NAME} as torch.float64 (8, 1, 3, 3), where torch.float32"),
         (changed(lambda t: t.numpy()), f"gave {NAME} as numpy.ndarray, where torch.float32 (8, 1, 3, 3) is"),
         (changed(None), f"gave no {NAME}: what nobody trained keeps its value in state.params"),
         (lambda s: replace(s, params=s.params | {"more": torch.ones(1)}), "gave more, which state.params does not"),
     ],
-    ids=["nothing", "a dict", "a shape", "a type", "numpy", "too few", "too many"],
+    ids=["nothing", "a dict", "no weights", "a shape", "a type", "numpy", "too few", "too many"],
 )
 def test_a_merge_that_gives_other_tensors_than_the_state_had_is_refused_by_name(
     tmp_path: Path, into: Any, said: str
@@ -277,8 +279,9 @@ def asking(*clients: int) -> Any:
         (asking(1, 3, 1), "Asking.plan gave two orders for client 1: in a round each client has one at most"),
         (asking(99), "Asking.plan gave an order for client 99; there are the clients 0 to 19"),
         (asking(-1), "Asking.plan gave an order for client -1; there are the clients 0 to 19"),
+        (asking(*np.arange(2)), f"Asking.plan gave an order for client {np.int64(0)!r}, where an int is expected"),
     ],
-    ids=["nothing", "a list", "one twice", "one too many", "one from the end"],
+    ids=["nothing", "a list", "one twice", "one too many", "one from the end", "of numpy"],
 )
 def test_a_plan_for_other_clients_than_there_are_is_refused(tmp_path: Path, into: Any, said: str) -> None:
     algorithm = Asking(training=TRAINING, eligible="all", into=into)
