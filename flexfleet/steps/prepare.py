@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, TakesTokens
-from fl_engine.core.errors import ConfigError, DataError, FlexfleetError, first_line, line_in
+from fl_engine.core.errors import ConfigError, DataError, FlexfleetError, first_line, line_in, out_of_memory
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data, check_ready, has_boxes, has_sequences
 from fl_engine.core.slicing import made_up
@@ -137,14 +138,17 @@ def _found(config: Config) -> Data:
     if not isinstance(source, Source):
         raise ConfigError(f"dataset.name = {name!r} is {source!r}; a Source is expected")
     try:
-        return source.load(root)
-    except (FlexfleetError, OSError, MemoryError):
+        found: Any = source.load(root)
+    except (FlexfleetError, OSError):
         raise
     except Exception as error:
-        if name in DATASETS:
+        if name in DATASETS or out_of_memory(error):
             raise
         told = f"{type(error).__name__}: {first_line(error)}{line_in(source.load, error)}"
         raise DataError(f"dataset.name = {name!r} failed to read {root} (dataset.root): {told}") from error
+    if not isinstance(found, Data):
+        raise DataError(f"dataset.name = {name!r}: its load gave {type(found).__name__}; a Data is expected")
+    return found
 
 
 def check_fits(data: Data, family: ModelFamily) -> None:

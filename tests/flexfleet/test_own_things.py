@@ -80,8 +80,13 @@ def broken(root):
     return torch.stack([])
 
 
+def forgetful(root):
+    load(root)
+
+
 DATA = Source("sixty made-up images", load)
 BROKEN = Source("no sample", broken)
+FORGETFUL = Source("no return", forgetful)
 NOT_AN_ALGORITHM = 3
 '''
 
@@ -159,3 +164,9 @@ def test_a_reader_that_fails_is_told_of_with_its_folder_and_line(flexfleet: Any,
     assert done.code == 2
     assert f"'{plugin}:BROKEN' failed to read nowhere (dataset.root): RuntimeError: stack expects" in done.err
     assert done.err.rstrip().endswith(f"(line {line} of {tmp_path / 'ownpackage' / 'things.py'})")
+
+
+def test_a_reader_that_gives_no_data_is_named(flexfleet: Any, plugin: str) -> None:
+    done = flexfleet("check", sets=[f"dataset.name={plugin}:FORGETFUL"])
+    assert done.code == 2
+    assert f"'{plugin}:FORGETFUL': its load gave NoneType; a Data is expected" in done.err
