@@ -21,6 +21,7 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import MemoryStore, Store, check_size
 from fl_engine.testing.own_package import SETS, write
+from fl_engine.training.numerics import flushes_now
 from flexfleet.files.artifacts import RunFile
 from flexfleet.steps.answer import answer, carry_out_all, prepared
 from flexfleet.steps.federate import federate
@@ -133,6 +134,13 @@ def test_a_wheel_that_the_coordinator_did_not_sign_is_refused(told: Assignment) 
     with pytest.raises(ClientError, match=f"told of the code {other}, and the run's record names {told.code}"):
         answer(told.model_copy(update={"code": other}))
     assert not code.enabled(str(told.code))
+
+
+def test_a_pod_counts_denormal_numbers_as_zero(told: Assignment) -> None:
+    torch.set_flush_denormal(False)  # as in a new process
+    prepared(told, told.open())
+    code.disable()
+    assert flushes_now()
 
 
 def test_who_can_write_the_store_alone_makes_no_pod_import_anything(
