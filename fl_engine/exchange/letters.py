@@ -187,7 +187,10 @@ class Invitation(Note):
         if found.folder is None and (found.letter is None or found.beat is None):
             raise ConfigError(f"{where} names neither URLs nor a folder: have `flexfleet invite` write another one")
         if found.letter is not None:
-            safe(found.letter, found.plain)  # before the device remembers it
+            try:
+                safe(found.letter, found.plain)  # before the device remembers it
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from None
         return found
 
 

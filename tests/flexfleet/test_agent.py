@@ -245,7 +245,7 @@ def test_an_address_that_no_letter_may_come_from_is_not_remembered(
     beat = Upload(verb="PUT", url="https://s3.example/beat", fields={}, size=9)
     to = {"folder": None, "letter": address, "beat": beat}
     file.write_text(post.invite("weak", None).model_copy(update=to).model_dump_json())
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=rf"weak-1\.json: .*{said}"):
         dispatch(["agent", "--invite", str(file), "--folder", str(folder), "--silence", "0.1"])
     assert not (folder / "agent.json").exists()
 
