@@ -132,7 +132,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache  # of 12,000 tests
 def _place(file: Path) -> int:
-    """Among what begins."""
+    """The place in FIRST; for all others its length."""
     inside = file.relative_to(Path(__file__).parent)
     return next((place for place, first in enumerate(FIRST) if inside.is_relative_to(first)), len(FIRST))
 

@@ -174,6 +174,13 @@ def first_line(error: Exception) -> str:
     return masked((said or [type(error).__name__])[0])
 
 
+def line_in(call: Any, error: Exception) -> str:
+    """` (line 7 of mine.py)`, the last one of the file that a function stands in; empty if the error passed none."""
+    file = getattr(getattr(call, "__code__", None), "co_filename", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" (line {lines[-1]} of {file})" if lines else ""
+
+
 STRICT = (
     "CA cert does not include key usage extension",
     "Missing Authority Key Identifier",
@@ -181,13 +188,6 @@ STRICT = (
     "Basic Constraints of CA cert not marked critical",
 )
 """What OpenSSL says of a certificate that is refused by ssl.VERIFY_X509_STRICT alone."""
-
-
-def line_in(call: Any, error: Exception) -> str:
-    """` (line 7 of mine.py)`, the last one of the file that a function stands in; empty if the error passed none."""
-    file = getattr(getattr(call, "__code__", None), "co_filename", None)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f" (line {lines[-1]} of {file})" if lines else ""
 
 
 def certificate_hint(said: str) -> str:

@@ -158,7 +158,8 @@ def full_shapes(family: ModelFamily) -> dict[str, torch.Size]:
 
 @lru_cache(maxsize=64)
 def layout_of(family: ModelFamily) -> ParamLayout:
-    """A pool's search counts hundreds of sub-models of one network, and a layout takes longer than a count."""
+    """The network's layout, made once: a pool's search counts hundreds of sub-models of one network, and a layout takes
+    longer than a count."""
     return family.layout()
 
 
