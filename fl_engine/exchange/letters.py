@@ -200,7 +200,7 @@ def safe(url: str, plain: bool = False) -> str:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise ConfigError(f"an https address is expected, this is none: {error}") from None
+        raise ConfigError(f"not an address ({error}); an https address is expected") from None
     if parts.scheme == "https" or (parts.scheme == "http" and (plain or parts.hostname in LOCAL)):
         return url
     raise ConfigError(

@@ -184,7 +184,7 @@ def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Progre
         ledger.checkpoints.discard_after(last)
     progress, rest = committed(initial, ledger, last)
     if not discard_damaged:  # else `last_good` has looked
-        ledger.checkpoints.rows(lines=False)
+        ledger.checkpoints.rows(lines=False)  # raises where they are damaged
         flights.check(ledger.flights, rest)
     ledger.checkpoints.tidy()  # only after all was checked: without `discard_damaged`, damaged files stay as they are
     if last is None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from torch import Tensor
-
 from fl_engine.aggregation import privacy
-from fl_engine.core.errors import ModelError
 from fl_engine.core.heap import at_work
 from fl_engine.core.types import RoundContext, RoundPlan
 from fl_engine.exchange import coding
 from fl_engine.exchange.acceptance import History
 from fl_engine.rounds import at_clients, buffer, client_states
+from fl_engine.rounds.checks import check_merged, check_planned
 from fl_engine.rounds.collect import Clients, collect
 from fl_engine.rounds.flights import Flight
 from fl_engine.rounds.phases import Stopwatch
@@ -98,59 +96,6 @@ def asked(run: Run, before: Progress, context: RoundContext, clients: Clients, w
     plan = client_states.handed_out(run, plan, before.states, clients.states)
     watch.ends("plan")
     return plan
-
-
-def check_planned(algorithm: Any, plan: Any, clients: int) -> None:
-    """Raises ModelError unless what `plan` gave is a RoundPlan with at most one order for each client."""
-    gave = f"{type(algorithm).__name__}.plan gave"
-    if not isinstance(plan, RoundPlan):
-        raise ModelError(f"{gave} {_kind(plan)}, where a RoundPlan is expected")
-    seen: set[int] = set()
-    for order in plan.orders:
-        if not isinstance(order.client, int):  # numpy's integers are none, and no JSON takes them
-            raise ModelError(f"{gave} an order for client {order.client!r}, where an int is expected")
-        if not 0 <= order.client < clients:
-            raise ModelError(f"{gave} an order for client {order.client}; there are the clients 0 to {clients - 1}")
-        if order.client in seen:
-            raise ModelError(f"{gave} two orders for client {order.client}: in a round each client has one at most")
-        seen.add(order.client)
-
-
-def check_merged(algorithm: Any, before: Any, after: Any) -> None:
-    """Raises ModelError unless what `merge` gave is a state whose weights have the names, types and shapes of those
-    before."""
-    merge = f"{type(algorithm).__name__}.merge"
-    if not hasattr(after, "params"):
-        raise ModelError(
-            f"{merge} gave {_kind(after)}, where a state with `params` is expected: "
-            "return dataclasses.replace(state, params=...)"
-        )
-    if not isinstance(after.params, Mapping):
-        raise ModelError(f"{merge} gave {_kind(after.params)} as state.params, where tensors by name are expected")
-    old, new = published(before), published(after)
-    if missing := old.keys() - new.keys():
-        raise ModelError(f"{merge} gave no {_listed(missing)}: what nobody trained keeps its value in state.params")
-    if unknown := new.keys() - old.keys():
-        raise ModelError(f"{merge} gave {_listed(unknown)}, which state.params does not have")
-    for name, tensor in old.items():
-        if (gave := _said(new[name])) != (wanted := _said(tensor)):
-            raise ModelError(f"{merge} gave {name} as {gave}, where {wanted} is expected")
-
-
-def _listed(names: Set[str]) -> str:
-    first, *more = sorted(names)
-    return f"{first}{f' (and {len(more)} more)' if more else ''}"
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _said(value: Any) -> str:
-    """`torch.float32 (16, 1, 3, 3)`; the type of what is no tensor."""
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _scores(run: Run, state: Any) -> dict[str, float]:

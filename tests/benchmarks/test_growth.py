@@ -73,6 +73,14 @@ def test_the_lines_of_large_models_are_fitted(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.count("'merge': ") == 4
 
 
+def test_each_method_has_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large, "METHODS", {name: large.METHODS[name] for name in ("adam", "half")})
+    growth.of_methods(4, clients=2)
+    head, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
+    written = {name: float(figures[head.index("written")]) for name, *figures in lines}
+    assert written == {"adam": pytest.approx(6, abs=0.1), "half": pytest.approx(2.5, abs=0.1)}, "with its moments; half"
+
+
 @pytest.mark.parametrize("clients", [2, 300, 512, 10_000])
 def test_so_many_clients_train_side_by_side_and_no_more(clients: int) -> None:
     family = family_of("W3", WORKLOADS["W3"])

@@ -22,7 +22,7 @@ from fl_engine.exchange import code
 from fl_engine.exchange.assignment import Assignment
 from fl_engine.exchange.letters import Beat, Letter, Loan
 from fl_engine.storage.store import FolderStore
-from fl_engine.storage.urls import Upload, UrlStore
+from fl_engine.storage.urls import UrlStore
 from fl_engine.training import cgroup
 from flexfleet.cli import dispatch
 from flexfleet.steps import agent
@@ -231,33 +231,6 @@ def test_an_invitation_is_needed_once(line: Line, invited: str, tmp_path: Path) 
         known_of(f"{invited}.other", folder)
     with pytest.raises(ConfigError, match="cannot be read"):
         known_of(invited, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [("http://s3.example/letter", "is no https address"), ("https://[s3.example/letter", "this is none: Invalid IPv6")],
-)
-def test_an_address_that_no_letter_may_come_from_is_not_remembered(
-    post: Post, tmp_path: Path, address: str, said: str
-) -> None:
-    """The device would go on with it when the invitation has been mended."""
-    file, folder = tmp_path / "weak-1.json", tmp_path / "device"
-    beat = Upload(verb="PUT", url="https://s3.example/beat", fields={}, size=9)
-    to = {"folder": None, "letter": address, "beat": beat}
-    file.write_text(post.invite("weak", None).model_copy(update=to).model_dump_json())
-    with pytest.raises(ConfigError, match=rf"weak-1\.json: .*{said}"):
-        dispatch(["agent", "--invite", str(file), "--folder", str(folder), "--silence", "0.1"])
-    assert not (folder / "agent.json").exists()
-
-
-@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="there is no /dev/zero")
-def test_no_more_is_read_of_an_invitation_than_one_can_have(tmp_path: Path) -> None:
-    file = tmp_path / "long.json"
-    with open(file, "wb") as opened:
-        opened.truncate(2**40)
-    for each in ("/dev/zero", str(file)):
-        with pytest.raises(ConfigError, match="is no invitation"):
-            known_of(each, tmp_path / "device")
 
 
 def test_where_systemd_or_the_user_says_the_folder_it_is_found(

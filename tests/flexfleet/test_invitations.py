@@ -17,10 +17,12 @@ import pytest
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.exchange.letters import BEAT, Beat, Invitation
 from fl_engine.storage.store import FolderStore
+from fl_engine.storage.urls import Upload
 from flexfleet.cli import dispatch as main
 from flexfleet.cli import parser
 from flexfleet.config import parse
 from flexfleet.steps import invitations
+from flexfleet.steps.agent_line import known_of
 
 
 def sets(tmp_path: Path, *more: str) -> list[str]:
@@ -132,3 +134,32 @@ def test_devices_train_on_their_processor_and_a_configuration_says_nothing_else(
     assert parse({"run": {"backend": "agents", "devices": ["cpu", "cpu"]}}).run.apart
     with pytest.raises(ConfigError, match=r"run\.devices = \['cuda:0'\] cannot be with run\.backend=agents"):
         parse({"run": {"backend": "agents", "devices": ["cuda:0"]}})
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("http://s3.example/letter", "is no https address"),
+        ("https://[s3.example/letter", r"not an address \(Invalid IPv6 URL\)"),
+    ],
+)
+def test_an_address_that_no_letter_may_come_from_is_not_remembered(tmp_path: Path, address: str, said: str) -> None:
+    """The device would go on with it when the invitation has been mended."""
+    main(["invite", "--out", str(tmp_path), *sets(tmp_path)])
+    file, folder = tmp_path / "device-1.json", tmp_path / "device"
+    beat = Upload(verb="PUT", url="https://s3.example/beat", fields={}, size=9)
+    to = {"folder": None, "letter": address, "beat": beat}
+    file.write_text(Invitation.of(file.read_bytes(), file.name).model_copy(update=to).model_dump_json())
+    with pytest.raises(ConfigError, match=rf"device-1\.json: .*{said}"):
+        main(["agent", "--invite", str(file), "--folder", str(folder), "--silence", "0.1"])
+    assert not (folder / "agent.json").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="there is no /dev/zero")
+def test_no_more_is_read_of_an_invitation_than_one_can_have(tmp_path: Path) -> None:
+    file = tmp_path / "long.json"
+    with open(file, "wb") as opened:
+        opened.truncate(2**40)
+    for each in ("/dev/zero", str(file)):
+        with pytest.raises(ConfigError, match="is no invitation"):
+            known_of(each, tmp_path / "device")
