@@ -443,7 +443,7 @@ def test_a_run_reads_its_data_from_there(repository: Path, tmp_path: Path, monke
     from fl_engine.datasets import DATASETS
 
     monkeypatch.setitem(DATASETS, "digits", replace(DATASETS["digits"], load=lambda root: seen.append(root)))
-    with pytest.raises(AttributeError):  # nothing was loaded
+    with pytest.raises(DataError, match="its load gave NoneType"):
         _ = Resolved.load(None, [f"dataset.root={repository}@v1:set"]).data
     assert (seen[0] / "a.txt").read_text() == "one"
 
