@@ -6,6 +6,8 @@ python -m benchmarks.growth --round     100 to 10,000 clients a round, of 20,000
 python -m benchmarks.growth --model     3 clients a round, models of 100 MB to 1.3 GB (`benchmarks.large`)
 python -m benchmarks.growth --methods   the same with aggregations, a server optimiser and codecs that hold more
 python -m benchmarks.growth --report    `flexfleet report` of a run of 10,000 rounds, made of a run of three
+python -m benchmarks.growth --mlflow    what MLflow takes of 100 to 10,000 rounds, and of the lines about 1,000 to
+                                        100,000 clients (`benchmarks.tracking`)
 
 But for --model and --methods the network is W3's MLP; clients share the samples of 2,000. Seconds are those of the
 processor, which other programs change least.
@@ -29,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import large
+from benchmarks import large, tracking
 from benchmarks.networks import family_of
 from benchmarks.workloads import MEAN, STD, WORKLOADS
 from fl_engine.algorithms import AllLarge, FlexFL
@@ -219,13 +221,20 @@ def long_run(short: Path, out: Path, count: int = LONG) -> Path:
     return out
 
 
+SHORT = ("tracking.mlflow=null", "rounds.stop=3", "pretrain.epochs=1", "model.width=0.5")
+
+
+def _short(folder: str) -> Path:
+    """A run of three rounds of the digits, in a folder of its own."""
+    _flexfleet(folder, "run", "-q", "--run-id", "short", *(word for text in SHORT for word in ("--set", text)))
+    return Path(folder) / "runs" / "short"
+
+
 def report_of_a_long_run() -> dict[str, float]:
     """Seconds of `flexfleet report`, by the clock and of the processor, for the short run and the long one; and the
     long page's size in MB."""
     with tempfile.TemporaryDirectory() as folder:
-        sets = ("tracking.mlflow=null", "rounds.stop=3", "pretrain.epochs=1", "model.width=0.5")
-        _flexfleet(folder, "run", "-q", "--run-id", "short", *(word for text in sets for word in ("--set", text)))
-        long_run(Path(folder) / "runs" / "short", Path(folder) / "runs" / "long")
+        long_run(_short(folder), Path(folder) / "runs" / "long")
         found = {}
         for name in ("short", "long"):
             before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
@@ -235,6 +244,22 @@ def report_of_a_long_run() -> dict[str, float]:
             found[f"{name}_cpu_s"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         found["mb"] = (Path(folder) / "long.html").stat().st_size / 1e6
     return found
+
+
+# ------------------------------------------------------------------------------------------------- MLflow
+TOLD, LINES = (100, 1000, LONG), (1000, 10_000, 100_000)
+
+
+def of_mlflow(rounds: Sequence[int] = TOLD, lines: Sequence[int] = LINES) -> None:
+    """Prints a line for each point of `benchmarks.tracking`, with what a round of a real run tells."""
+    with tempfile.TemporaryDirectory() as folder:
+        row = json.loads((_short(folder) / "history.json").read_text("utf-8"))["rounds"][-1]
+    metrics, client = row["metrics"], row["clients"][0]
+    print(f"a round has {len(metrics)} figures, a client's line {len(client)}")
+    with tracking.places() as places:
+        for name, uri in places.items():
+            for found in (*tracking.of_rounds(uri, metrics, rounds), *tracking.of_clients(uri, client, lines)):
+                print(f"{name:8}", {key: round(value, 3) for key, value in found.items()}, flush=True)
 
 
 def _flexfleet(folder: str, *argv: str) -> None:
@@ -258,6 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what.add_argument("--model", nargs="*", type=float, metavar="MB", help=f"the model; default {MODELS}")
     what.add_argument("--methods", nargs="?", type=float, const=MODELS[-1], metavar="MB", help="default %(const)s")
     what.add_argument("--report", action="store_true", help="the report of 10,000 rounds")
+    what.add_argument("--mlflow", action="store_true", help="rounds and clients that MLflow is told of")
     what.add_argument("--point", nargs=3, metavar=("SELECTION", "CLIENTS", "PER_ROUND"), help="one point, as JSON")
     what.add_argument("--model-point", nargs=4, metavar=("MB", "CLIENTS", "WAY", "METHOD"), help="one point, as JSON")
     args = p.parse_args(argv)
@@ -272,6 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         of_methods(args.methods)
     elif args.report:
         print({name: round(value, 2) for name, value in report_of_a_long_run().items()})
+    elif args.mlflow:
+        of_mlflow()
     else:
         kind = "fleet" if args.fleet else "round"
         print("\n".join(fits(kind, sweep(kind))))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from benchmarks.workloads import WORKLOADS
 from fl_engine.core.slicing import count_params
 from fl_engine.training import strategy
 from flexfleet.reports import report
+from flexfleet.tracking import server
 
 
 @pytest.mark.parametrize("selection", growth.SELECTIONS)
@@ -79,6 +82,20 @@ def test_each_method_has_a_line(capsys: pytest.CaptureFixture[str], monkeypatch:
     head, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
     written = {name: float(figures[head.index("written")]) for name, *figures in lines}
     assert written == {"adam": pytest.approx(6, abs=0.1), "half": pytest.approx(2.5, abs=0.1)}, "with its moments; half"
+
+
+def test_mlflow_is_told_rounds_and_clients(
+    finished: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth, "_short", lambda folder: finished[0])
+    monkeypatch.setattr(growth.tracking, "places", lambda: nullcontext({"file": f"sqlite:///{tmp_path}/mlflow.db"}))
+    growth.of_mlflow(rounds=(2, 5), lines=(3,))
+    assert re.findall(r"(rounds|lines)': (\d+)", capsys.readouterr().out) == [
+        ("rounds", "2"), ("rounds", "5"), ("lines", "3")
+    ]  # fmt: skip
+    (run,) = server.client_of(f"sqlite:///{tmp_path}/mlflow.db").search_runs(["1"], "attributes.run_name = 'rounds'")
+    row, *_ = json.loads((finished[0] / "history.json").read_text())["rounds"]
+    assert run.data.metrics.keys() == row["metrics"].keys()
 
 
 @pytest.mark.parametrize("clients", [2, 300, 512, 10_000])
