@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import gc
 import importlib.util
 import io
@@ -56,6 +55,8 @@ from tests.harness.comparisons import compared_template as compared_template
 from tests.harness.comparisons import quick_comparisons as quick_comparisons
 from tests.harness.pictures import not_drawn
 from tests.harness.processes import QUICK, Done, Nursery, with_sets
+from tests.harness.selected import pytest_collection_modifyitems as pytest_collection_modifyitems  # hooks
+from tests.harness.selected import pytest_ignore_collect as pytest_ignore_collect
 from tests.harness.warm import warm
 from tests.harness.wheel import installed as installed  # a fixture
 from tests.harness.wheel import wheel as wheel  # a fixture
@@ -72,69 +73,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 PRINT = builtins.print
-FIRST = ("harness/test_kills.py", "docs", "pipelines", "flexfleet", "harness", "k8s", "s3")
-"""What takes longest: it begins, so that at the end all processes have work. The kills wait, in one process, for half
-as long as all else takes."""
-LONG = {
-    "benchmarks": ("contestants", "growth"),
-    "docs": ("docs", "examples", "python"),
-    "e2e": ("agents", "kill", "python310", "recipe", "wheel"),
-    "flexfleet": ("dvc", "fedx", "init", "kinds", "regress", "small_twins", "stop_simulated", "tracking", "tune"),
-    "harness": ("attacks", "kills", "mutants", "warm"),
-    "k8s": (
-        "backend",
-        "codecs",
-        "faults",
-        "kinds",
-        "lasting",
-        "lasting_memory",
-        "lost_nodes",
-        "own_code",
-        "own_methods",
-        "queues",
-        "secrets",
-        "stopping",
-    ),
-    "pipelines": ("compare_local", "nightly_local", "platform_local", "train_local", "tune_local"),
-    "s3": ("answers", "dvc", "faulty", "probe", "s3"),
-}
-"""By folder, the files of which `make test-all` holds the tests: commands of the documentation, nights, pipelines of
-real processes, kills, faults of a cluster, S3 servers."""
-
-
-@functools.cache
-def _is_long(file: Path) -> bool:
-    """Whether all its tests are."""
-    return file.stem.removeprefix("test_") in LONG.get(file.parent.name, ())
-
-
-_files = [Path(__file__).parent / folder / f"test_{name}.py" for folder, names in LONG.items() for name in names]
-assert all(file.exists() for file in _files), f"LONG names {[file.name for file in _files if not file.exists()]}"
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Spares the seconds of importing files without a test that `-m` asks for."""
-    asked, whole = config.option.markexpr, _is_long(collection_path)
-    if asked not in ("long", "not long") or collection_path.suffix != ".py":
-        return None
-    if asked == "long":
-        return True if not whole and "mark.long" not in collection_path.read_text() else None
-    return True if whole else None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the long tests, and lets long files begin."""
-    for item in items:
-        if _is_long(item.path):
-            item.add_marker("long")
-    items.sort(key=lambda item: _place(item.path))
-
-
-@functools.cache  # of 12,000 tests
-def _place(file: Path) -> int:
-    """The place in FIRST; for all others its length."""
-    inside = file.relative_to(Path(__file__).parent)
-    return next((place for place, first in enumerate(FIRST) if inside.is_relative_to(first)), len(FIRST))
 
 
 def pytest_collection_finish() -> None:

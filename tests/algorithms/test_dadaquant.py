@@ -183,6 +183,7 @@ def test_a_run_that_stands_still_doubles_its_levels_and_goes_on_after_a_kill(tmp
     assert [row.metrics["bits_up"] for row in rows] == [row.metrics["bits_up"] for row in same]
 
 
+@pytest.mark.long
 def test_it_learns_and_more_levels_take_more_bits(tmp_path: Path) -> None:
     """At most 3, 5 and 9 of 32 bits a number, and a norm and a byte for each tensor; zeros in runs take fewer."""
     site = tiny_site(DAdaQuant(training=ALL), fleet=STRONG)

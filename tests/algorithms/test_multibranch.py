@@ -294,6 +294,7 @@ def test_with_yogi_untrained_branches_stay() -> None:
     assert not torch.equal(params["exit_conv.weight"], state.params["exit_conv.weight"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["cifar100", "femnist"])
 def test_two_rounds_on_the_papers_other_data_sets(name: str, tmp_path: Path) -> None:
     """On small files of their formats; every branch is scored on all their classes."""

@@ -175,6 +175,7 @@ def test_what_is_learned_survives_being_stored_and_decides_who_is_asked() -> Non
     assert [o.client for o in unlearned.orders] != [o.client for o in plan.orders]
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_anywhere_asks_the_same_clients(
     new_store: Any, dying: Any, killed: type[BaseException], timeless: Callable[[Any], Sequence[Any]]
 ) -> None:

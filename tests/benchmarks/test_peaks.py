@@ -24,6 +24,7 @@ def test_the_levels_have_a_quarter_half_and_all_of_the_parameters(name: str) -> 
     assert teachers == [0, 2, 4]
 
 
+@pytest.mark.long
 def test_a_larger_level_takes_more() -> None:
     found = measured(TINY, FlexFL(kd_weight=0.0), 30, resident=True)
     assert list(found) == ["tensors", "resident", "with idle"]

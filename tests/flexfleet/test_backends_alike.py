@@ -40,6 +40,7 @@ def test_threads_and_worker_processes_end_in_the_same_model(
 FAULTS = "drop=0.2,slow=0.2x50,nan=0.1,scale=0.1x3,flip=0.1,corrupt=0.1"
 
 
+@pytest.mark.long
 def test_clients_that_misbehave_do_so_everywhere_and_rounds_take_the_same_updates(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path
 ) -> None:

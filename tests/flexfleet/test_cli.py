@@ -463,6 +463,7 @@ def test_a_short_option_means_all_of_its_word(flexfleet: Any, quick: Sequence[st
 
 
 # --------------------------------------------------------------------------------------------- other exit codes
+@pytest.mark.long
 @pytest.mark.parametrize(
     "argv", [("pool", "--algorithm", "all_large", "--model", "aep_mlp"), ("list", "algorithms", "--json")]
 )
@@ -474,6 +475,7 @@ def test_a_reader_that_stops_reading_is_no_failure(argv: Sequence[str]) -> None:
         assert (done.stderr.read(), done.wait()) == (b"", 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("argv", "shell", "code"),
     [

@@ -97,6 +97,7 @@ def test_codecs_of_single_orders_give_the_same_bits_in_every_backend_and_resumed
         )
 
 
+@pytest.mark.long
 def test_digits_are_learnt_about_as_well(flexfleet: Any, quick: Sequence[str]) -> None:
     longer = [each for each in quick if not each.startswith("rounds.stop")]
     longer += ["rounds.stop=8", "rounds.evaluate_every=8", "training.epochs=4", "training.fraction=1.0"]

@@ -263,6 +263,7 @@ def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
         load_config(written(tmp_path, "run: {store: 2026-01-01}\n"))
 
 
+@pytest.mark.long
 def test_a_file_is_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_bytes("tracking: {experiment: Übung für Gerät}".encode())

@@ -281,6 +281,7 @@ def objects_of(client: Any, bucket: str) -> dict[str, bytes]:
     return {item["Key"]: client.get_object(Bucket=bucket, Key=item["Key"])["Body"].read() for item in listed}
 
 
+@pytest.mark.long
 def test_a_private_run_with_a_bucket_for_its_key_goes_on_on_another_machine(
     rounds: Step, bucket: Any, tmp_path: Path
 ) -> None:
@@ -301,6 +302,7 @@ def test_a_private_run_with_a_bucket_for_its_key_goes_on_on_another_machine(
     assert model(tmp_path / "one" / "b") == model(tmp_path / "two" / "b")
 
 
+@pytest.mark.long
 def test_a_file_beside_the_coordinator_is_asked_for_on_another_machine(
     rounds: Step, bucket: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

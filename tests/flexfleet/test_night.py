@@ -139,6 +139,7 @@ def test_code_without_a_commit_is_told_by_its_files(
         keep_commit(night())
 
 
+@pytest.mark.long
 def test_a_night_that_its_checks_refuse_is_not_begun(
     night: Nights, code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

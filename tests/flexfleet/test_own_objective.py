@@ -50,6 +50,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.long
 def test_the_built_in_ones_written_as_ones_own_end_in_the_same_model(flexfleet: Any, quick: Sequence[str]) -> None:
     ways = {"built_in": ("run.strategy=single",), "own": OWN, "processes": (*OWN, "run.backend=processes")}
     found = {}

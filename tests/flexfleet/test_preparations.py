@@ -258,6 +258,7 @@ def test_an_algorithm_without_it_leaves_nothing_of_it(tmp_path: Path, quick: Seq
     assert len(Apoz.read(folder / "apoz.json").layers) == 4, "APoZ again, though an empty apoz.json was there"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["flexfl", "fedx"])
 def test_an_optimiser_that_begins_anew_each_epoch_finds_something_else(
     tmp_path: Path, quick: Sequence[str], algorithm: str

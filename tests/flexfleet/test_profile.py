@@ -43,6 +43,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield "run.remote=s3://runs/x"
 
 
+@pytest.mark.long
 def test_the_entry_says_what_the_device_does_and_a_run_takes_it(
     flexfleet: Callable[..., Any], quick: Sequence[str], bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

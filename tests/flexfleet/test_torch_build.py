@@ -17,6 +17,7 @@ from components import torch_build
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_the_line_names_this_build_and_its_size() -> None:
     done = subprocess.run([sys.executable, "-m", "components.torch_build"], capture_output=True, text=True, check=True)
     (line,) = done.stdout.splitlines()

@@ -36,6 +36,7 @@ def told(folder: Path) -> list[Any]:
     ]
 
 
+@pytest.mark.long
 def test_a_trace_gives_the_same_model_and_the_same_clock_wherever_clients_live(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_of_levels_with_weights_of_their_own_it_is_the_global_model(
     assert len(found) < len(stored)
 
 
+@pytest.mark.long
 def test_a_registered_model_and_an_exported_level(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
     """Of a network that normalises by its batch, an export has statistics besides."""
     uri = f"tracking.mlflow=sqlite:///{tmp_path}/mlflow.db"

@@ -46,6 +46,7 @@ class Recorder:
         assert name not in {body["metadata"]["name"] for body in self.made[kind]}, "of an earlier Job, not of this one"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clients_per_pod", [1, 7])
 def test_two_hundred_pods_with_session_tokens_fit_into_secrets(
     s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clients_per_pod: int

@@ -44,7 +44,6 @@ def live(algorithm: Algorithm, site: Site, command: list[str]) -> None:
     agent.main([f"--invite={invitation}", *options])
 
 
-@pytest.mark.long
 class TestPodsThatStay(BackendSuite):
     @pytest.fixture(autouse=True)
     def chosen(self, request: pytest.FixtureRequest) -> None:
@@ -71,11 +70,3 @@ class TestPodsThatStay(BackendSuite):
 
             yield build
         assert not telling(cluster.objects.values()), "nothing is left"
-
-
-class TestInShort:
-    """What `make test` has of it."""
-
-    chosen, make = TestPodsThatStay.chosen, TestPodsThatStay.make
-    test_bits = BackendSuite.test_equal_bits_where_weights_are_encoded
-    test_failures = BackendSuite.test_failures_are_outcomes_like_any_other

@@ -238,6 +238,7 @@ class Tiny:
         return encode(state.params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep_updates", [False, True])
 def test_a_run_killed_at_any_write_has_the_same_figures(
     job: Any, new_store: Any, dying: Any, killed: Any, timeless: Any, keep_updates: bool

@@ -295,6 +295,7 @@ def test_a_line_of_the_history_has_no_name_that_a_metric_could_take(memory_store
     assert names - {"utility"} <= {*FIGURES, *OF_A_LINE}
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_anywhere_selects_the_same_clients(
     new_store: Any, dying: Any, killed: type[BaseException], timeless: Callable[[Any], Sequence[Any]]
 ) -> None:

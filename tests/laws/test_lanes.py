@@ -61,6 +61,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "lstm": WisdmLSTM((9, 3), 4),
     "large lstm": WisdmLSTM((5, 2), 3, width=5.0),
 }
+LARGE = ("resnet", "preresnet", "mobile")
+NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LARGE else name for name in FAMILIES]
 
 TEN = Classification(10)
 TASK = LocalTask(FULL, SGD(0.05, 0.5, 1e-3), epochs=2, batch_size=5, drop_last=False, seed=0)
@@ -108,7 +110,7 @@ def assert_same(family: ModelFamily, jobs: list[Job], others: int) -> None:
         assert a.loss == b.loss
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_lane_has_the_same_bits_whoever_is_beside_it(name: str) -> None:
     family = FAMILIES[name]
     for task in terms(family).values():
@@ -189,7 +191,7 @@ def test_samples_are_drawn_and_changed_for_each_lane_alone(name: str) -> None:
     assert_close(family, jobs)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_side_by_side_is_one_at_a_time_but_for_rounding(name: str) -> None:
     family = FAMILIES[name]
     for task in terms(family).values():

@@ -151,6 +151,7 @@ def predicted(trial: Trial, batches: int = 2) -> int:
     return found["peak"] + sum(t.nbytes for t in [*sent.values(), x, y])
 
 
+@pytest.mark.long
 def test_measured_peaks_are_those_of_the_tensors_that_are_alive() -> None:
     """Within 30 % and 60 MiB: code that is loaded, and what the C library keeps, are on top, of every level alike. What
     the largest takes more than the smallest is within 40 %. They grow far less than the parameters do."""

@@ -533,6 +533,7 @@ def test_a_full_disk_leaves_no_half_drawing_and_the_error_names_it(
     assert not path.exists()
 
 
+@pytest.mark.long
 def test_the_map_of_a_hundred_thousand_clients_is_drawn_at_once(tmp_path: Path) -> None:
     """Above p.MOST_BARS clients the totals are means over neighbours, and say so; the drawing does not grow."""
     sizes = {}

@@ -254,6 +254,7 @@ def test_every_network_has_each_precision(name: str, tmp_path: Path) -> None:
         assert found.precisions[each].bytes < (0.6 if each == "fp16" else 0.75) * found.precisions["fp32"].bytes
 
 
+@pytest.mark.long
 def test_a_detector_has_them_too(tmp_path: Path) -> None:
     data = tiny_boxes()
     train, test = (x.repeat_interleave(3, 2).repeat_interleave(3, 3) for x in (data.train_x, data.test_x))

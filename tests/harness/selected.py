@@ -1,0 +1,95 @@
+"""Which tests `make test` runs and which are left to `make test-all`, and the order in which files begin."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+FIRST = ("harness/test_kills.py", "docs", "pipelines", "flexfleet", "harness", "k8s", "s3")
+"""What takes longest: it begins, so that at the end all processes have work. The kills wait, in one process, for half
+as long as all else takes."""
+LONG = {
+    "benchmarks": ("contestants", "growth"),
+    "docs": ("docs", "examples", "python"),
+    "e2e": ("agents", "kill", "python310", "recipe", "wheel"),
+    "flexfleet": ("dvc", "fedx", "init", "kinds", "regress", "small_twins", "stop_simulated", "tracking", "tune"),
+    "harness": ("attacks", "kills", "mutants", "warm"),
+    "k8s": (
+        "backend",
+        "codecs",
+        "faults",
+        "kinds",
+        "lasting",
+        "lasting_memory",
+        "lasting_suite",
+        "lost_nodes",
+        "own_code",
+        "own_methods",
+        "queues",
+        "secrets",
+        "stopping",
+        "suite",
+    ),
+    "laws": ("limits",),
+    "pipelines": ("compare_local", "nightly_local", "platform_local", "train_local", "tune_local"),
+    "s3": ("answers", "dvc", "faulty", "probe", "s3"),
+}
+"""By folder, the files of which `make test-all` holds the tests: commands of the documentation, nights, pipelines of
+real processes, kills, faults of a cluster, S3 servers."""
+
+PRODUCTS = {
+    "test_a_resumed_run_equals_one_that_was_not_stopped": 2,
+    "test_bad_clients_that_are_few_enough_cannot_leave_the_range_of_the_honest": 2,
+    "test_equal_bits_for_other_samples_and_tasks": 3,
+    "test_equal_bits_to_one_order_after_the_other": 3,
+    "test_other_samples_and_tasks_learn_and_go_on": 3,
+    "test_two_rounds_with_every_aggregation": 2,
+    "test_updates_that_agree_are_taken_as_they_are": 2,
+}
+"""Tests of each algorithm (or backend) with each kind of samples (aggregation, network): of so many cases `make test`
+has one, on a diagonal, so that it has each algorithm and each kind; `make test-all` has the others."""
+
+
+@functools.cache
+def _is_long(file: Path) -> bool:
+    """Whether all its tests are."""
+    return file.stem.removeprefix("test_") in LONG.get(file.parent.name, ())
+
+
+_files = [TESTS / folder / f"test_{name}.py" for folder, names in LONG.items() for name in names]
+assert all(file.exists() for file in _files), f"LONG names {[file.name for file in _files if not file.exists()]}"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spares the seconds of importing files without a test that `-m` asks for."""
+    asked, whole = config.option.markexpr, _is_long(collection_path)
+    if asked not in ("long", "not long") or collection_path.suffix != ".py":
+        return None
+    if asked == "long":
+        return None if whole or re.search(r"mark\.long|Suite\)", collection_path.read_text("utf-8")) else True
+    return True if whole else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the long tests, and lets long files begin."""
+    for item in items:
+        if _is_long(item.path) or _is_off_the_diagonal(item):
+            item.add_marker("long")
+    items.sort(key=lambda item: _place(item.path))
+
+
+def _is_off_the_diagonal(item: pytest.Item) -> bool:
+    every = PRODUCTS.get(getattr(item, "originalname", ""), 1)
+    case = getattr(item, "callspec", None)
+    return case is not None and sum(case.indices.values()) % every > 0
+
+
+@functools.cache  # of 12,000 tests
+def _place(file: Path) -> int:
+    """The place in FIRST; for all others its length."""
+    inside = file.relative_to(TESTS)
+    return next((place for place, first in enumerate(FIRST) if inside.is_relative_to(first)), len(FIRST))
