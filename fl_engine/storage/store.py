@@ -81,8 +81,8 @@ class FolderStore:
                     file.flush()
                     os.fsync(file.fileno())
                 name(part, path)
-            except OSError:
-                part.unlink(missing_ok=True)  # a full disk would not be less full
+            except (OSError, KeyboardInterrupt):
+                part.unlink(missing_ok=True)  # a full disk would not be less full; nobody sweeps a user's own folder
                 raise
             part.unlink(missing_ok=True)  # where its name is a second one
             for folder in dict.fromkeys(changed):

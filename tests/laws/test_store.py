@@ -226,6 +226,20 @@ def test_a_kill_before_the_replacement_leaves_the_old_value(tmp_path: Path, monk
         store.get("folder/new")
 
 
+def test_ctrl_c_within_a_write_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`flexfleet init` writes into a folder that nobody sweeps."""
+    store = FolderStore(tmp_path)
+    store.put("key", b"old")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.put("key", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["key"] and store.get("key") == b"old"
+
+
 def _put(root: Path, value: bytes) -> None:
     FolderStore(root).put("rounds/00000/state.safetensors", value)
 
