@@ -173,9 +173,9 @@ def patient_pool() -> urllib3.PoolManager:
 
 
 def hasty_pool(seconds: float) -> urllib3.PoolManager:
-    """Connections on which a request is made twice at most, and follows no redirect."""
+    """Connections for the two threads of a device. A request is made twice at most, and follows no redirect."""
     retry = Retry(1, redirect=False, backoff_factor=0.1, allowed_methods=None, raise_on_status=False)
-    return urllib3.PoolManager(retries=retry, timeout=urllib3.Timeout(connect=seconds, read=seconds))
+    return urllib3.PoolManager(maxsize=2, retries=retry, timeout=urllib3.Timeout(connect=seconds, read=seconds))
 
 
 def send(

@@ -9,7 +9,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,33 @@ def test_letters_are_read_from_no_other_place_and_in_two_tries(elsewhere: tuple[
         store.get("busy")
     assert store._pool.connection_pool_kw["retries"].total == 1 and store._tries == 1
     assert store._pool.connection_pool_kw["timeout"].read_timeout == 2.0
+
+
+def test_the_two_threads_of_a_device_ask_side_by_side_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """A request that the thread of beats has begun goes on when the order is answered."""
+    both = threading.Barrier(2, timeout=10)
+
+    class Answers(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            both.wait()
+            self.send_response(200)
+            self.send_header("Content-Length", "1")
+            self.end_headers()
+            self.wfile.write(b"x")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server, ThreadPoolExecutor(2) as threads:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        server.daemon_threads = True
+        store = UrlStore({"letter.json": f"http://127.0.0.1:{server.server_port}/letter"}, {}, within_s=10.0)
+        assert list(threads.map(store.get, ["letter.json"] * 2)) == [b"x"] * 2
+        store._pool.clear()
+        server.shutdown()
+    assert not [each for each in caplog.records if each.name.startswith("urllib3") and each.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("beats", [True, False])
