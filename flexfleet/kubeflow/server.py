@@ -51,7 +51,7 @@ def quiet_retries() -> Iterator[None]:
 
 
 def _kubeconfig() -> bool:
-    return bool(os.environ.get("KUBECONFIG")) or (Path.home() / ".kube" / "config").is_file()
+    return bool(os.environ.get("KUBECONFIG")) or Path(os.path.expanduser("~/.kube/config")).is_file()
 
 
 @contextlib.contextmanager

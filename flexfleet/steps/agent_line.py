@@ -250,7 +250,13 @@ def _folders() -> list[Path]:
 
 
 def folder_of(name: str) -> Path:
-    """Where a device remembers: systemd says it, else a folder of the user."""
-    told = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(told) if told else Path(base) / "flexfleet" / name
+    """Where a device remembers: systemd says it, else a folder of the user. Raises ConfigError for a user without a
+    home folder."""
+    if told := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]:
+        return Path(told)
+    if base := os.environ.get("XDG_STATE_HOME"):
+        return Path(base) / "flexfleet" / name
+    try:
+        return Path.home() / ".local" / "state" / "flexfleet" / name
+    except RuntimeError as error:
+        raise ConfigError("this user has no home folder: name where the device remembers by --folder") from error

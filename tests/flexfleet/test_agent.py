@@ -249,6 +249,18 @@ def test_where_systemd_or_the_user_says_the_folder_it_is_found(
     assert known_of(invited, None)[1] == tmp_path / "flexfleet" / "weak-1"
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_user_without_a_home_folder_is_told_to_name_one(
+    invited: str, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """As a container's user that /etc/passwd does not know."""
+    for variable in ("HOME", "STATE_DIRECTORY", "XDG_STATE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match="no home folder: name where the device remembers by --folder"):
+        known_of(invited if there else f"{invited}.other", None)
+
+
 def test_the_device_s_key_is_its_own_at_every_instant(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,7 +187,7 @@ def test_a_server_that_is_not_there_is_said() -> None:
 
 
 @pytest.mark.parametrize("argv", [("submit", "train"), ("submit", "--follow", "r1"), ("nightly",)])
-@pytest.mark.parametrize("where", ["nothing answers", "no address"])
+@pytest.mark.parametrize("where", ["nothing answers", "no address", "no home folder"])
 def test_without_a_server_one_line_says_what_to_type(
     flexfleet: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str,
     argv: tuple[str, ...], recwarn: pytest.WarningsRecorder,
@@ -196,6 +196,9 @@ def test_without_a_server_one_line_says_what_to_type(
     for name in ("KF_PIPELINES_ENDPOINT", "KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    if where == "no home folder":
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     warnings.simplefilter("always")
     done = flexfleet(*argv, *(["--host", "http://127.0.0.1:9"] if where == "nothing answers" else []))
     assert done.code == 6 and done.err.count("\n") == 1 and not done.out
