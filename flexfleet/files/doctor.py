@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from importlib.util import find_spec
 from typing import Any
 
 import fl_engine
-from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.core.errors import DataError, EnvironmentFailure
+
+log = logging.getLogger("flexfleet")
 
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "engine": (("torch", "safetensors", "numpy", "boto3"), "models, rounds, run stores: everything that trains"),
@@ -31,8 +34,9 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 
 def examine(measure: bool = False) -> dict[str, Any]:
     """Versions, extras with what they lack, usable torch devices, what the processor multiplies bfloat16 with, and
-    which data sets are there. With `measure`, seconds of a training step by device and precision (`half_speed`), which
-    takes some seconds for each kind of device. Raises EnvironmentFailure if that needs what is not installed."""
+    which data sets are there: none where that cannot be said. With `measure`, seconds of a training step by device and
+    precision (`half_speed`), which takes some seconds for each kind of device. Raises EnvironmentFailure if that needs
+    what is not installed."""
     extras = {
         name: {"missing": [m for m in modules if find_spec(m) is None], "enables": enables}
         for name, (modules, enables) in EXTRAS.items()
@@ -55,7 +59,10 @@ def examine(measure: bool = False) -> dict[str, Any]:
             from flexfleet.files.half_speed import seconds_a_step
 
             steps = {device: seconds_a_step(device) for device in ("cpu", *devices[1:2])}
-        data = {name: not source.missing(data_root()) for name, source in sorted(DATASETS.items())}
+        try:
+            data = {name: not source.missing(data_root()) for name, source in sorted(DATASETS.items())}
+        except (OSError, DataError) as error:  # a home folder that is another user's, or none: the rest can be said
+            log.warning("which data sets are there cannot be said: %s", error)
     return {
         "version": fl_engine.__version__,
         "python": platform.python_version(),

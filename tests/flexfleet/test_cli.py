@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 
 import fl_engine
 from fl_engine.core.errors import DataError
-from fl_engine.datasets import DATASETS, fashion_mnist
+from fl_engine.datasets import DATASETS, Source, fashion_mnist
 from flexfleet.commands import common, host
 from flexfleet.files import terminal
 from flexfleet.files.artifacts import PoolFile
@@ -147,6 +148,20 @@ def test_doctor_in_this_environment(flexfleet: Any) -> None:
     text = flexfleet("doctor")
     assert text.code == 0
     assert "engine" in text.out
+
+
+def test_doctor_says_the_rest_where_data_sets_cannot_be_looked_at(
+    flexfleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container whose HOME is another user's."""
+
+    def closed(*_: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/root/.cache/flexfleet/data")
+
+    monkeypatch.setattr(Source, "missing", closed)
+    found = flexfleet("doctor", "--json").json
+    assert "cpu" in found["devices"] and found["data"] == {}
+    assert "which data sets are there cannot be said: [Errno 13] Permission denied: '/root/.cache" in caplog.text
 
 
 # --------------------------------------------------------------------------------------------------------- pool
