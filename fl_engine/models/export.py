@@ -218,6 +218,8 @@ def check_onnx(family: ModelFamily, data: Data) -> None:
         except EnvironmentFailure:
             raise
         except Exception as error:  # torch's exporter and onnxruntime share no error class
+            if getattr(error, "errno", None):  # of the system: a full disk, say
+                raise
             said = str(error).strip().partition("\n")[0]
             raise ConfigError(
                 f"{type(family).__name__} cannot be written as ONNX ({said}): set publish.onnx=false"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -26,6 +28,7 @@ from fl_engine.core.slicing import initial_params
 from fl_engine.models import SmallCNN, export
 from fl_engine.models.traced import from_module
 from fl_engine.storage.store import FolderStore, decode
+from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import tiny_pool
 from fl_engine.training.evaluation import weights_of
 from flexfleet.config import Config, load_config
@@ -114,6 +117,16 @@ def test_a_network_that_cannot_keep_statistics_says_what_to_do() -> None:
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 6), norm, torch.nn.Linear(6, 10))
     with pytest.raises(ConfigError, match=r"no option norm=static, .* leave track_running_stats=False out"):
         export.check(from_module(module)((1, 8, 8), 10), proxy=40, static_bn=False)
+
+
+def test_a_full_disk_is_no_network_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/model.onnx")
+
+    x, y = torch.randn(4, 1, 8, 8), torch.arange(4)
+    monkeypatch.setattr(export, "_write", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        export.check_onnx(SmallCNN((1, 8, 8), 4, width=0.5), Data("made_up", Classification(4), x, y, x, y))
 
 
 def test_a_network_with_exits_is_exported_as_it_is_used(tmp_path: Path) -> None:
