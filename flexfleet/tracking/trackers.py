@@ -8,6 +8,7 @@ import logging
 import os
 import tempfile
 import time
+import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,9 @@ log = logging.getLogger("flexfleet")
 TOKEN = "flexfleet.token"
 RESUMED_IN = "flexfleet.resumed_in"
 """Tag of a run that was resumed below another parent: the newest such parent. The run stays below its first one."""
+BEGUN = "flexfleet.begun"
+"""Tag that a run shares with its twins alone: where the answer to its creation is lost, MLflow's client asks again, and
+the server makes one more."""
 JOB = "kfp."
 """Prefix of the tags that say which pipeline run made a run, or resumed it last."""
 MLFLOW_BATCH = 1000
@@ -45,11 +49,13 @@ class MLflow:
         with usable(uri):
             run_id = run_id or self._begun(tags.get(TOKEN))
             if run_id is None:
-                run = self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags))
+                begun = {**tags, BEGUN: uuid.uuid4().hex}
+                run = self._client.create_run(self.experiment_id, run_name=name, tags=begun)
             else:
                 run = self._known(run_id)
                 self._go_on(run, tags)
             self.run_id, self.experiment_id = str(run.info.run_id), str(run.info.experiment_id)
+            self._delete_twins(run)
             self.parent: str | None = run.data.tags.get(PARENT, tags.get(PARENT))
             self._client.update_run(self.run_id, status="RUNNING")
             logged = self._client.get_metric_history(self.run_id, "seconds_round")
@@ -83,6 +89,15 @@ class MLflow:
             return None
         runs = self._client.search_runs([self.experiment_id], f"tags.`{TOKEN}` = '{token}'")
         return str(runs[0].info.run_id) if runs else None
+
+    def _delete_twins(self, run: Any) -> None:
+        """Nobody knows them, nothing is in them, and each would be RUNNING for ever."""
+        begun = run.data.tags.get(BEGUN)
+        if begun is None:  # a version that had no such tag
+            return
+        for twin in self._client.search_runs([run.info.experiment_id], f"tags.`{BEGUN}` = '{begun}'"):
+            if twin.info.run_id != run.info.run_id and not twin.data.metrics and not twin.data.params:
+                self._client.delete_run(twin.info.run_id)
 
     def _go_on(self, run: Any, tags: Mapping[str, str]) -> None:
         """Tags a resumed run with its new pipeline run and parent. A run stays below its first parent."""

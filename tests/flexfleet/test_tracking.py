@@ -12,7 +12,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from flexfleet.tracking import server
 from flexfleet.tracking import trackers as tracking
 from flexfleet.tracking.console import Console
 from flexfleet.tracking.record import prepare, token_of
-from flexfleet.tracking.trackers import MLflow, Several, log_outcome
+from flexfleet.tracking.trackers import TOKEN, MLflow, Several, log_outcome
 from tests.harness.mlflow_server import serving
 
 ROW = {
@@ -306,6 +306,26 @@ def test_a_kill_right_after_the_mlflow_run_began_leaves_no_second_one(
         flexfleet("run", "--run-id", "a", sets=sets)
     assert flexfleet("run", "--run-id", "a", "--resume", sets=sets).code == 0
     assert asked(mlflow_uri, "select status from runs") == [("FINISHED",)]
+
+
+@pytest.mark.parametrize("all_lost", [False, True])
+def test_a_lost_answer_leaves_one_mlflow_run(mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, all_lost: bool) -> None:
+    """MLflow's client asks again, and its server begins one more run. `all_lost`: a resumed run finds them."""
+    create, tags = mlflow.MlflowClient.create_run, {TOKEN: "abc"}
+    other = start(mlflow_uri)
+
+    def thrice(self: Any, *args: Any, **more: Any) -> Any:
+        made = [create(self, *args, **more) for _ in range(3)]
+        if all_lost:
+            raise mlflow.exceptions.MlflowException("Max retries exceeded")
+        return made[-1]
+
+    with monkeypatch.context() as patch, pytest.raises(ConfigError) if all_lost else nullcontext():
+        patch.setattr(mlflow.MlflowClient, "create_run", thrice)
+        MLflow(mlflow_uri, "digits-small_cnn-iid", "flexfl-s0", tags)
+    again = MLflow(mlflow_uri, "digits-small_cnn-iid", "flexfl-s0", tags)
+    active = asked(mlflow_uri, "select run_uuid from runs where lifecycle_stage = 'active'")
+    assert sorted(active) == sorted([(other.run_id,), (again.run_id,)])
 
 
 def test_tracking_may_be_switched_off_and_on_at_a_resume(
