@@ -240,11 +240,10 @@ def answering(uri: str, what: str = "does not take measurements any more") -> It
 
 @contextmanager
 def _waiting_is_told(uri: str) -> Iterator[None]:
-    """MLflow tries a server that fails again and again, for four minutes and without a word."""
+    """MLflow tries a server that fails, and a database that is locked, for minutes and without a word."""
     timer = threading.Timer(SILENT_S, log.warning, ("waiting for MLflow at %s, %g s so far", masked(uri), SILENT_S))
     timer.daemon = True
-    if uri.startswith("http"):
-        timer.start()
+    timer.start()
     try:
         yield
     finally:
