@@ -25,10 +25,14 @@ def check_same(
     name: str = "--run-id",
 ) -> None:
     """Raises ConfigError where a setting (by dotted name) that is `fixed` has another value than before."""
-    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key) and fixed(key)]
-    if changed:
-        lines = ", ".join(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed[:6])
-        raise ConfigError(f"{folder} was started with another configuration ({lines}): choose another {name}")
+    if changed := told_changes(before, now, fixed):
+        raise ConfigError(f"{folder} was started with another configuration ({changed}): choose another {name}")
+
+
+def told_changes(before: Mapping[str, Any], now: Mapping[str, Any], counts: Callable[[str], bool]) -> str:
+    """The first settings that count and have another value than before; empty if there are none."""
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key) and counts(key)]
+    return ", ".join(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed[:6])
 
 
 def go_on(id: str) -> str:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import fl_engine
 from fl_engine.aggregation import privacy
+from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Moves
 from fl_engine.exchange.code import store_key
 from fl_engine.fleet.traces import digest
@@ -31,7 +32,7 @@ from flexfleet.files.artifacts import RunFile
 from flexfleet.steps.federate import federate
 from flexfleet.steps.own_code import sha256_of
 from flexfleet.steps.partition import folders_sum, simulated
-from flexfleet.steps.prepare import Resolved, resolved_of
+from flexfleet.steps.prepare import Resolved, check_unchanged, resolved_of
 from flexfleet.steps.resumed import devices_decide
 from flexfleet.steps.site import site_of
 
@@ -59,13 +60,23 @@ def federate_in(
     return out
 
 
-def federate_for_dvc(resolved: Resolved, partition: Path, pool: Path, out: Path) -> Path:
-    """Writes run.json, history.json and model.safetensors into `out`; resumes an interrupted run."""
+def federate_for_dvc(
+    resolved: Resolved, partition: Path, pool: Path, out: Path, check: Callable[[], None] = lambda: None
+) -> Path:
+    """Writes run.json, history.json and model.safetensors into `out`; resumes an interrupted run. `check` is called
+    before the rounds are deleted. Raises what it raises, and ConfigError where the model depends on other files by
+    now: DVC would record it as theirs."""
     unfinished = out.with_name(f"{out.name}.unfinished")
     folder = unfinished / identity(resolved, partition, pool)
     for left in unfinished.glob(f"*{DONE}"):
         shutil.rmtree(left)
     federate_in(folder, resolved, partition, pool, out)
+    check()
+    if identity(resolved, partition, pool) != folder.name:
+        raise ConfigError(
+            f"code or files on which the rounds depend have changed while they ran; {out} is of those before: start it "
+            "again"
+        )
     done = folder.with_name(f"{folder.name}{DONE}")
     folder.rename(done)
     shutil.rmtree(done)
@@ -122,7 +133,11 @@ def digest_of(resolved: Resolved, partition: Path, pool: Path) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "", partition="partition", pool="model_pool")
     args = common.parsed(p, argv)
-    common.show(str(federate_for_dvc(resolved_of(args), args.partition, args.pool, args.out)))
+    resolved = resolved_of(args)
+    written = federate_for_dvc(
+        resolved, args.partition, args.pool, args.out, lambda: check_unchanged(args, resolved.config)
+    )
+    common.show(str(written))
     return 0
 
 

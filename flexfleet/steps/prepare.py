@@ -14,6 +14,7 @@ import torch
 
 from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, TakesTokens
 from fl_engine.core.errors import ConfigError, DataError, FlexfleetError, first_line, line_in, out_of_memory
+from fl_engine.core.fields import Moves
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data, check_ready, has_boxes, has_sequences
 from fl_engine.core.slicing import made_up
@@ -25,8 +26,9 @@ from fl_engine.preparation.weights import giver
 from fl_engine.tasks import TASKS
 from fl_engine.training import batches
 from flexfleet import config as configs
-from flexfleet.config import Config, cut_seed, min_side
+from flexfleet.config import Config, cut_seed, flatten, min_side, moves
 from flexfleet.config.read import Files
+from flexfleet.files.begun import told_changes
 from flexfleet.steps import warm_start
 from flexfleet.steps.labels import clusters_for, feature_network
 from flexfleet.tracking import versioned
@@ -111,6 +113,20 @@ def resolved_of(args: argparse.Namespace) -> Resolved:
 def config_of(args: argparse.Namespace) -> Config:
     """The configuration of `resolved_of` alone."""
     return resolved_of(args).config
+
+
+def check_unchanged(args: argparse.Namespace, config: Config) -> None:
+    """Raises ConfigError if the options would ask for something else by now than for `config`, with which the step ran.
+    DVC reads params.yaml when a stage has ended: it would record the result as that of the new values, for good."""
+
+    def counts(key: str) -> bool:
+        return moves(key) not in (Moves.EXECUTION, Moves.PLACE) or key.startswith("publish.")
+
+    if changed := told_changes(flatten(config), flatten(config_of(args)), counts):
+        raise ConfigError(
+            f"the configuration has changed while this ran ({changed}); {args.out} is of the values before: start it "
+            "again"
+        )
 
 
 def _read(config: Config) -> Data:

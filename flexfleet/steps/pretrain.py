@@ -36,7 +36,7 @@ from flexfleet.files.artifacts import Apoz
 from flexfleet.files.prepared import Index
 from flexfleet.steps import own_code
 from flexfleet.steps.partition import site_of
-from flexfleet.steps.prepare import Resolved, resolved_of
+from flexfleet.steps.prepare import Resolved, check_unchanged, resolved_of
 
 log = logging.getLogger("flexfleet")
 
@@ -202,7 +202,10 @@ def settings_of(resolved: Resolved, name: str, kind: Preparation) -> dict[str, A
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "", partition="partition")
     args = common.parsed(p, argv)
-    common.show(str(pretrain(resolved_of(args), args.partition, args.out)))
+    resolved = resolved_of(args)
+    written = pretrain(resolved, args.partition, args.out)
+    check_unchanged(args, resolved.config)
+    common.show(str(written))
     return 0
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 import yaml
 from dvc.repo import Repo
 
+import fl_engine
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.pooled import Training
-from fl_engine.core.errors import Stopped
+from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.fields import Moves
 from fl_engine.models import SmallCNN
 from fl_engine.preparation import PREPARATIONS
@@ -177,6 +179,37 @@ def test_repro_runs_what_a_change_concerns(checkout: Repo) -> None:
     assert changed(checkout) == {"partition", "pretrain", "model_pool", "federate", "evaluate"}
 
 
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_fails_if_its_parameters_changed_while_it_ran(
+    name: str, step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DVC reads them when it has ended, and would take its outcome for that of the new ones, for good."""
+
+    def meanwhile(changes: dict[str, Any]) -> Any:
+        def work(*given: Any) -> Any:
+            edit(Path("params.yaml"), changes)
+            if callable(given[-1]):
+                given[-1]()  # the check, where the work calls it itself
+
+        monkeypatch.setattr(module, {"federate": "federate_for_dvc", "report": "finish"}.get(name, name), work)
+        monkeypatch.setattr(module.common, "show", lambda _: None)
+        return step(module.main, *command[3:])
+
+    command = stages()[name]["cmd"].split()
+    module: Any = import_module(command[2])
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    if name != "report":
+        assert meanwhile({"tracking": {"experiment": "another"}}).code == 0
+        failed = meanwhile({"training": {"lr": 0.1}})
+        told = "training.lr: 0.05 -> 0.1"
+    else:
+        failed = meanwhile({"publish": {"models": True}})
+        told = "publish.models: False -> True"
+    assert failed.code == 2
+    assert f"the configuration has changed while this ran ({told}); work/{name} is of the values before" in failed.err
+
+
 # --------------------------------------------------------------------------------- rounds that DVC interrupts
 @pytest.fixture
 def job(tmp_path: Path, quick: Sequence[str]) -> tuple[Config, Path, Path]:
@@ -233,6 +266,25 @@ def test_an_interrupted_run_goes_on_and_another_configuration_does_not_meet_it(
     assert History.read(found / "history.json").model_sha256 == whole.model_sha256
     assert not unfinished.exists()
     assert sorted(p.name for p in out.iterdir()) == sorted(resumable.OUTCOME)
+
+
+@pytest.mark.parametrize("changes", ["parameters", "code"])
+def test_rounds_are_kept_if_what_they_depend_on_changed_while_they_ran(
+    tmp_path: Path, job: tuple[Config, Path, Path], monkeypatch: pytest.MonkeyPatch, changes: str
+) -> None:
+    """Who undoes the change has them."""
+    config, parts, pool = job
+
+    def changed() -> None:
+        if changes == "parameters":
+            raise ConfigError("the configuration has changed while this ran")
+        patch.setattr(fl_engine, "__file__", str(tmp_path / "engine" / "__init__.py"))
+
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="changed while"):
+        resumable.federate_for_dvc(Resolved.of(config), parts, pool, tmp_path / "federate", changed)
+    shutil.rmtree(tmp_path / "federate")  # as DVC does before it runs a stage
+    interrupt_after(monkeypatch, 0)
+    resumable.federate_for_dvc(Resolved.of(config), parts, pool, tmp_path / "federate")
 
 
 @pytest.mark.parametrize("files", [0, 3])
