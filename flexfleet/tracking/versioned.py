@@ -34,6 +34,8 @@ OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
 POINTERS = "dvc"
 """Folder of the pointers, in a run's folder and among the artifacts of its MLflow run."""
 MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
+LOGGERS = ("dvc", "dvc_data", "dvc_objects")
+"""They tell each failure, which is raised too, with a traceback."""
 REV = re.compile(r"(?P<repo>.+)@(?P<rev>[^@:]+):(?P<path>[^:]+)")
 
 log = logging.getLogger("flexfleet")
@@ -235,8 +237,8 @@ def _scratch(remote: str) -> Iterator[tuple[Any, Path]]:
         from dvc.repo import Repo
     except ImportError as error:
         raise EnvironmentFailure("publish.dvc wants dvc: pip install 'flexfleet[data]'") from error
-    for noisy in ("dvc", "dvc_data", "dvc_objects"):  # of each failure, which is raised, a traceback
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch).resolve()
         with Repo.init(str(folder), no_scm=True) as made, made.config.edit("local") as config:
@@ -268,12 +270,44 @@ def _remote(remote: str) -> dict[str, Any]:
 
 @contextmanager
 def _explained(remote: str, kind: type[FlexfleetError]) -> Iterator[None]:
-    """Turns errors of DVC into `kind`, and those of file systems into EnvironmentFailure."""
-    from dvc.exceptions import DvcException
+    """Turns errors of DVC into `kind`, and those of file systems into EnvironmentFailure. Of files that fail to travel
+    DVC raises how many they are, and logs why."""
+    from dvc.exceptions import CheckoutError, DvcException
 
+    with _heard() as causes:
+        try:
+            yield
+        except DvcException as error:
+            if causes and not isinstance(causes[0], FileNotFoundError):
+                raise EnvironmentFailure(_told(remote, causes[0])) from error
+            if isinstance(error, CheckoutError):
+                names = ", ".join(Path(each).name for each in error.target_infos)
+                raise kind(f"DVC at {masked(remote)}: {names} is not there, or damaged") from error
+            raise kind(f"DVC at {masked(remote)}: {masked(str(error))}") from error
+        except Exception as error:  # the file systems' own
+            raise EnvironmentFailure(_told(remote, error)) from error
+
+
+def _told(remote: str, error: BaseException) -> str:
+    return f"DVC at {masked(remote)}: {type(error).__name__}: {masked(str(error))}"
+
+
+@contextmanager
+def _heard() -> Iterator[list[BaseException]]:
+    """The errors that DVC logs inside, where nobody else sees them."""
+    heard: list[BaseException] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.exc_info and record.exc_info[1] is not None:
+                heard.append(record.exc_info[1])
+
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger.level, logger.propagate, logger.handlers) for logger in loggers]
+    for logger in loggers:
+        logger.level, logger.propagate, logger.handlers = logging.ERROR, False, [Ear()]
     try:
-        yield
-    except DvcException as error:
-        raise kind(f"DVC at {masked(remote)}: {masked(str(error))}") from error
-    except Exception as error:  # the file systems' own
-        raise EnvironmentFailure(f"DVC at {masked(remote)}: {type(error).__name__}: {masked(str(error))}") from error
+        yield heard
+    finally:
+        for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+            logger.level, logger.propagate, logger.handlers = level, propagate, handlers

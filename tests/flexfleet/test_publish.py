@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fl_engine.algorithms.heterofl import HeteroFL
-from fl_engine.core.errors import ConfigError, DataError, IntegrityError, Unreachable
+from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure, IntegrityError, Unreachable
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.models import SmallCNN, export
@@ -362,11 +362,32 @@ def test_what_the_remote_has_lost_or_changed_is_told(ran: Ran, tmp_path: Path) -
     (kept,) = (p for p in remote.rglob("*") if p.is_file() and p.read_bytes() == value)
     kept.chmod(0o644)
     kept.write_bytes(b"another")
-    with pytest.raises(IntegrityError, match=r"DVC at .*remote"):
+    with pytest.raises(IntegrityError, match=r"DVC at .*remote: m\.bin is not there, or damaged$"):
         versioned.pull(pointers, str(remote), tmp_path / "back")
     assert not (tmp_path / "back").exists()
     with pytest.raises(ConfigError, match=r"not a \.dvc pointer: 'nothing'"):
         versioned.pull({"m.bin": "nothing"}, str(remote), tmp_path / "back")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_why_a_remote_does_not_take_or_give_is_said_and_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int
+) -> None:
+    """DVC raises how many files failed, and logs why."""
+    (tmp_path / "m.bin").write_bytes(b"a model")
+    pointers = versioned.push({"m.bin": tmp_path / "m.bin"}, str(tmp_path / "remote"))
+
+    def failing(source: str, target: str, **more: Any) -> None:
+        if str(tmp_path) in f"{source} {target}":
+            raise OSError(code, os.strerror(code))
+        shutil.copyfile(source, target)
+
+    monkeypatch.setattr("dvc_objects.fs.local.copyfile", failing)
+    with pytest.raises(EnvironmentFailure, match=rf"DVC at .*full: OSError: .*{os.strerror(code)}"):
+        versioned.push({"m.bin": tmp_path / "m.bin"}, str(tmp_path / "full"))
+    with pytest.raises(EnvironmentFailure, match=rf"DVC at .*remote: OSError: .*{os.strerror(code)}"):
+        versioned.pull(pointers, str(tmp_path / "remote"), tmp_path / "back")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_remote_in_a_folder_is_found_from_any_other(
