@@ -274,8 +274,15 @@ def order_for(
 
 def select(method: PooledMethod, state: PooledState, context: RoundContext) -> list[Pick]:
     count = asked(method.training, context)
-    rng = seeds.rng(context.seed, "select", context.round)
-    return method.selector(state.pool).pick(state.tables, context, count, rng)
+    rng, selector = seeds.rng(context.seed, "select", context.round), method.selector(state.pool)
+    picks = selector.pick(state.tables, context, count, rng)
+    for pick in picks:
+        if not (isinstance(pick, tuple) and len(pick) == 2 and pick[1] in range(len(state.pool))):
+            raise ModelError(
+                f"{type(selector).__name__}.pick gave {pick!r}, where (client, level) is expected, the level of 0 to "
+                f"{len(state.pool) - 1}"
+            )
+    return picks
 
 
 def asked(training: Training, context: RoundContext) -> int:

@@ -222,6 +222,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return did_you_mean(word, names) or f" (known: {', '.join(sorted(names)) or 'none'})"
 
 
+def kind_of(value: object) -> str:
+    """Of what kind a value is, for an error: `None`, or `a dict`."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint where the known names are listed anyway: ` (did you mean 'alpha'?)`, or nothing when none is close."""
     found = difflib.get_close_matches(word, list(known), n=1)

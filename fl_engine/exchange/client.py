@@ -13,7 +13,7 @@ import torch
 
 from fl_engine.core.client_state import Shapes, apart, kept_by_clients
 from fl_engine.core.contracts import Algorithm, ClientMetric, ModelFamily, keeps_client_state
-from fl_engine.core.errors import ClientError, IntegrityError, ModelError, first_line, memory_errors
+from fl_engine.core.errors import ClientError, IntegrityError, ModelError, first_line, kind_of, memory_errors
 from fl_engine.core.heap import at_work
 from fl_engine.core.measures import LARGEST_LOSS, client_metrics
 from fl_engine.core.samples import Data
@@ -133,7 +133,7 @@ def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "c
 
 
 def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientFailure:
-    """Looks at the free memory, and prunes."""
+    """Looks at the free memory, and prunes. Raises ModelError where the algorithm gives no task."""
     if order.evaluates:
         task = LocalTask(order.spec, SGD(0.0), epochs=0, batch_size=1, drop_last=False, seed=order.seed)
         return Work(order, task, order.payload, site.held_by(order.client), 0.0, algorithm, {}, order.payload, {})
@@ -145,9 +145,11 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
     context = TaskContext(layout, site.pool, site.fleet[order.client], free)
     try:
         task = algorithm.task(order, context)
-        taken = take(order.payload, layout, task.spec, have=order.spec)
+        taken = take(order.payload, layout, task.spec, have=order.spec) if isinstance(task, LocalTask) else {}
     except (ClientError, ModelError) as error:
         return ClientFailure(order.round, order.client, "prune", str(error))
+    if not isinstance(task, LocalTask):  # a mistake in its code, which all clients would make
+        raise ModelError(f"{type(algorithm).__name__}.task gave {kind_of(task)}, where a LocalTask is expected")
     indices = site.partition.clients[order.client]
     if not len(indices):
         return ClientFailure(order.round, order.client, "train", "a client without samples cannot train")

@@ -88,7 +88,7 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
 def asked(run: Run, before: Progress, context: RoundContext, clients: Clients, watch: Stopwatch) -> RoundPlan:
     """The orders as they are sent. Raises ModelError for a plan that asks a client twice, or one that is not there."""
     plan = run.algorithm.plan(before.state, context)
-    check_planned(run.algorithm, plan, len(run.site.fleet))
+    check_planned(run.algorithm, plan, len(run.site.fleet), len(run.site.pool))
     watch.ends("plan")
     plan = coding.sent(plan, run.site.pool, run.codecs, run.site.seed)
     watch.ends("encode" if any(order.encoded is not None for order in plan.orders) else "plan")

@@ -271,6 +271,11 @@ def asking(*clients: int) -> Any:
     return lambda plan: replace(plan, orders=tuple(replace(plan.orders[0], client=c) for c in clients))
 
 
+def at_level(level: Any) -> Any:
+    """The plan with its first order for a model of this level."""
+    return lambda plan: replace(plan, orders=(replace(plan.orders[0], level=level),))
+
+
 @pytest.mark.parametrize(
     ("into", "said"),
     [
@@ -280,10 +285,44 @@ def asking(*clients: int) -> Any:
         (asking(99), "Asking.plan gave an order for client 99; there are the clients 0 to 19"),
         (asking(-1), "Asking.plan gave an order for client -1; there are the clients 0 to 19"),
         (asking(*np.arange(2)), f"Asking.plan gave an order for client {np.int64(0)!r}, where an int is expected"),
+        (at_level(3), "Asking.plan gave an order of level 3, where an int of 0 to 0 is expected"),
+        (at_level("full"), "Asking.plan gave an order of level 'full', where an int of 0 to 0 is expected"),
     ],
-    ids=["nothing", "a list", "one twice", "one too many", "one from the end", "of numpy"],
+    ids=["nothing", "a list", "one twice", "one too many", "one from the end", "of numpy", "no such level", "a name"],
 )
 def test_a_plan_for_other_clients_than_there_are_is_refused(tmp_path: Path, into: Any, said: str) -> None:
     algorithm = Asking(training=TRAINING, eligible="all", into=into)
     with pytest.raises(ModelError, match=re.escape(said)):
+        federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
+
+
+@dataclass(frozen=True)
+class Picking(Uniform):
+    """Picks what it is told."""
+
+    picks: tuple[Any, ...] = ()
+
+    def pick(self, tables: Any, context: Any, count: int, rng: Any) -> Any:
+        return self.picks
+
+
+@pytest.mark.parametrize("pick", [3, (3,), (3, "full"), (3, 1), (3, -1), "30"])
+def test_picks_that_are_no_clients_with_their_levels_are_refused(tmp_path: Path, pick: Any) -> None:
+    algorithm = AllLarge(training=TRAINING, selection=Picking(picks=((2, 0), pick)))
+    said = f"Picking.pick gave {pick!r}, where (client, level) is expected, the level of 0 to 0"
+    with pytest.raises(ModelError, match=re.escape(said)):
+        federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
+
+
+@dataclass(frozen=True)
+class Idle(AllLarge):
+    """Gives a client nothing to do."""
+
+    def task(self, order: Any, ctx: Any) -> Any:
+        return None
+
+
+def test_no_task_for_a_client_ends_the_run(tmp_path: Path) -> None:
+    algorithm = Idle(training=TRAINING, eligible="all")
+    with pytest.raises(ModelError, match=re.escape("Idle.task gave None, where a LocalTask is expected")):
         federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
