@@ -35,11 +35,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fl_engine.core.errors import ConfigError, brief, masked, nearest
+from fl_engine.core.errors import ConfigError, masked, nearest
 from fl_engine.core.plain import in_line, read_yaml
 from flexfleet.comparisons.reference import LABEL
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry, accuracies_of, entries_for
+from flexfleet.config.explain import explain
 from flexfleet.config.factors import factors_of
 from flexfleet.config.read import giving_way, meet
 
@@ -145,11 +146,11 @@ def _read(name: str, before: tuple[str, ...]) -> Suite:
         raise ConfigError(f"the suite {before[0]} is like itself: {' -> '.join((*before, name))}")
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     try:
-        own = Suite.model_validate(read_yaml(path.read_text("utf-8")))
+        own = Suite.model_validate(read_yaml(path.read_text("utf-8")) or {})
     except OSError as error:
         raise ConfigError(f"cannot read the suite {path}: {error.strerror}") from error
     except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
-        said = brief(error) if isinstance(error, ValidationError) else str(error)
+        said = explain(error, Suite) if isinstance(error, ValidationError) else str(error)
         raise ConfigError(f"{path} is no suite: {masked(said)}") from error
     except ConfigError as error:
         raise ConfigError(f"{path} is no suite: {error}") from error

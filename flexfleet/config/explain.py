@@ -51,7 +51,8 @@ def _clauses(found: Sequence[tuple[_Place, Any]], prefix: str) -> Iterator[str]:
             # Nothing inside of it is wrong. Each kind of value that it may be says what it expects.
             expected.setdefault((path, got), []).append(f"{e['msg'][:1].lower()}{e['msg'][1:]}")
     for (path, got), (first, *others) in expected.items():
-        yield f"{', or '.join([f'{path}: {first}', *(each.removeprefix(EXPECTED) for each in others)])}, got {got}"
+        said = f"{path}: {first}" if path else first
+        yield f"{', or '.join([said, *(each.removeprefix(EXPECTED) for each in others)])}, got {got}"
 
 
 def quoted(value: Any) -> str:

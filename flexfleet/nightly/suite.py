@@ -15,11 +15,12 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fl_engine.core.errors import ConfigError, brief, masked
+from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.fields import Moves
 from fl_engine.core.plain import in_line, read_yaml
 from flexfleet.config import Config, load_config, moves
 from flexfleet.config.entries import Entry, entries_for, labels_of
+from flexfleet.config.explain import explain
 from flexfleet.files.artifacts import Artifact
 from flexfleet.nightly.gate import FEWEST_SEEDS, METRICS
 from flexfleet.tracking.server import platform_experiment
@@ -109,11 +110,11 @@ def names() -> list[str]:
 def load(path: Path) -> Suite:
     """Raises ConfigError for what is wrong in the file."""
     try:
-        return Suite.model_validate(read_yaml(path.read_text(encoding="utf-8")))
+        return Suite.model_validate(read_yaml(path.read_text(encoding="utf-8")) or {})
     except OSError as error:
         raise ConfigError(f"cannot read the suite {path}: {error.strerror}") from error
     except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
-        said = brief(error) if isinstance(error, ValidationError) else str(error)
+        said = explain(error, Suite) if isinstance(error, ValidationError) else str(error)
         raise ConfigError(f"{path} is no suite: {masked(said)}") from error
 
 

@@ -224,9 +224,11 @@ GOOD = DIGITS.read_text()
         (GOOD.replace("[0, 1, 2]", "[0, 1]"), "seeds.*at least 3"),
         (GOOD.replace("avg: 0.01, ", ""), "a threshold above 0 is expected for each"),
         (GOOD.replace("avg: 0.01", "avg: 0"), "a threshold above 0 is expected for each"),
-        (GOOD.replace("thresholds", "threshold"), "threshold"),
+        (GOOD.replace("thresholds", "threshold"), r"unknown parameter 'threshold' \(did you mean 'thresholds'\?\)"),
+        (GOOD.replace("to: 0.8", "to: 80"), "cases.skewed.to: input should be less than or equal to 1, got 80"),
         ("cases: [", "is no suite"),
-        ("", "is no suite"),
+        ("", "is no suite: seeds: field required"),
+        ("- seeds", "is no suite: input should be .*, got \\['seeds'\\]"),
     ],
 )
 def test_a_file_that_is_no_suite(tmp_path: Path, text: str, said: str) -> None:
