@@ -188,7 +188,7 @@ def refused(
     if terms.deadline_s is not None:
         for client, arrival in arrived.items():
             if client not in found and arrival.seconds > terms.deadline_s:
-                said = f"took {arrival.seconds:.1f} s on the simulated clock, the deadline is {terms.deadline_s:g} s"
+                said = f"took {arrival.seconds:g} s on the simulated clock, the deadline is {terms.deadline_s:g} s"
                 refuse(client, "straggle", said)
     left = sorted((arrival.seconds, client) for client, arrival in arrived.items() if client not in found)
     enough = plan.enough

@@ -280,6 +280,8 @@ def test_who_comes_after_the_deadline_is_late() -> None:
     found = refused(asking(0, 3), arrivals(1.0, 5.0, 5.1), RoundsConfig(norm_bound=None, deadline_s=5.0))
     assert stages(found) == {2: "straggle"}
     assert "took 5.1 s on the simulated clock, the deadline is 5 s" in found[2].reason
+    found = refused(asking(0, 1), arrivals(0.034), RoundsConfig(norm_bound=None, deadline_s=0.02))
+    assert "took 0.034 s on the simulated clock, the deadline is 0.02 s" in found[0].reason
 
 
 def test_of_more_than_are_wanted_the_first_are_taken() -> None:
