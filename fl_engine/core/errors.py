@@ -228,6 +228,8 @@ def kind_of(value: object) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint where the known names are listed anyway: ` (did you mean 'alpha'?)`, or nothing when none is close."""
-    found = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    """A hint where the known names are listed anyway: ` (did you mean 'alpha'?)`, or nothing when none is close. Small
+    and capital letters count as equal."""
+    names = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), names, n=1)
+    return f" (did you mean {names[found[0]]!r}?)" if found else ""

@@ -82,6 +82,8 @@ def test_a_section_given_in_part_keeps_its_other_defaults(tmp_path: Path) -> Non
         ("fleet.tiers=[{name: a, share: 1.0, memry: 50.0}]", "memry", "memory"),
         ("algorithm.kd_wait=3", "algorithm.kd_wait", "kd_weight"),
         ("algorithm.name=flexfll", "flexfll", "flexfl"),
+        ("algorithm.name=FlexFL", "FlexFL", "flexfl"),
+        ("dataset.name=CIFAR-10", "CIFAR-10", "cifar10"),
         ("model.widht=0.5", "model.widht", "width"),
         ("model.name=vgg61", "vgg61", "vgg16"),
         ("pretrain.refrence=true", "pretrain.refrence", "reference"),
