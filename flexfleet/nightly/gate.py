@@ -120,7 +120,7 @@ def _check(
 ) -> Check:
     before = other.labels[label][metric]
     better = 1 if metric in HIGHER else -1
-    worse = better * (fmean(before) - fmean(now))
+    worse = better * (fmean(before) - fmean(now)) + 0.0  # which makes 0 of a -0
     allowed = threshold if metric in HIGHER else threshold * abs(fmean(before))
     bound = noise(now, before, known, alpha)
     return Check(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, IntegrityError
@@ -394,10 +394,16 @@ def figure(check: Check, value: float) -> str:
     return Measure(check.measured).with_unit(value) if check.metric in gate.HIGHER else f"{value:.4g}"
 
 
+def difference(check: Check, value: float) -> str:
+    """How far two values of the check's metric lie apart, for people: in % points where they are in %."""
+    said = figure(check, value)
+    return f"{said} points" if said.endswith("%") else said
+
+
 def told(verdict: Verdict) -> str:
     lines = [
         f"{c.label}: {gate.said(c)} {figure(c, c.now)}, {c.against} {figure(c, c.before)}: worse by "
-        f"{figure(c, c.worse_by)} (threshold {figure(c, c.threshold)}, noise up to {figure(c, c.noise)})"
+        f"{difference(c, c.worse_by)} (threshold {difference(c, c.threshold)}, noise up to {difference(c, c.noise)})"
         for c in verdict.failed
     ]
     count = len(verdict.checks)
@@ -435,12 +441,13 @@ def page(verdict: Verdict, now: Figures, champion: Figures | None, reference: Fi
         ]
         measure = Measure(now.labels[label].metric)
         drawings[label] = Drawing(plots.comparison(curves, f"curve-{len(drawings)}", measure))
-    filters: Filters = {"said": gate.said, "figure": _figure_named}
+    filters: Filters = {"said": gate.said, "figure": _named(figure), "difference": _named(difference)}
     return render("flexfleet.nightly", "regression.html", filters, v=verdict, now=now, drawings=drawings)
 
 
-def _figure_named(check: Check, name: str) -> str:
-    return figure(check, getattr(check, name))
+def _named(said: Callable[[Check, float], str]) -> Callable[[Check, str], str]:
+    """The same of a check's field of this name."""
+    return lambda check, name: said(check, getattr(check, name))
 
 
 def _points(figures: Figures, label: str, which: int) -> list[tuple[int, float, list[float]]]:

@@ -53,6 +53,15 @@ def test_a_figure_is_told_in_the_unit_of_the_tasks_metric(measured: str, what: s
     assert (gate.said(mb), regress.figure(mb, mb.now)) == (f"MB sent to the {measured}", "3.1")
 
 
+def test_a_difference_of_accuracies_is_told_in_points_and_none_has_no_sign() -> None:
+    check = one([0.60] * 3, [0.80, 0.81, 0.79])
+    verdict = regress.Verdict(suite="s", id="n", passed=False, checks=(check,), since=None, commits=(), notes=(),
+                              report="page", mlflow_run_id=None)  # fmt: skip
+    assert "60.00 %, reference 80.00 %: worse by 20.00 % points (threshold 1.00 % points, " in regress.told(verdict)
+    same = one([3.0] * 3, [3.0] * 3, "rounds")
+    assert regress.difference(same, same.worse_by) == "0"
+
+
 @pytest.mark.parametrize(
     ("now", "before", "why"),
     [
