@@ -225,11 +225,14 @@ def folders_of(night: Night, finished: Sequence[Path]) -> Folders:
 
 # ------------------------------------------------------------------------------------------------- before
 def reference_of(night: Night) -> Figures | None:
-    """Raises ConfigError if the suite has changed since its reference was made."""
+    """Raises ConfigError if the suite has changed since its reference was made, IntegrityError for a damaged one."""
     path = night.path.with_suffix(".json")
     if not path.exists():
         return None
-    figures = Figures.read(path)
+    try:
+        figures = Figures.read(path)
+    except IntegrityError as error:
+        raise IntegrityError(f"{error}. Take it back from git, or make it again with --update") from error
     if any(name in figures.labels and figures.labels[name].task != task for name, task in night.tasks.items()):
         raise ConfigError(
             f"{path} is of other settings than {night.path} has now (or of a version that did not tell apart the "
@@ -241,12 +244,11 @@ def reference_of(night: Night) -> Figures | None:
 def champion_of(night: Night, own: str | None = None) -> Figures | None:
     """The figures of the last night that passed, by the alias in MLflow's registry; None if there is none yet. `own`:
     the MLflow run of the night itself, which is not compared with itself. Raises EnvironmentFailure if MLflow does not
-    answer."""
+    answer, IntegrityError for damaged figures."""
     uri = night.config.tracking.mlflow
     if uri is None:
         return None
     client = client_of(uri)
-    from mlflow import artifacts
     from mlflow.exceptions import MlflowException
 
     for case, entries in night.runs.items():
@@ -260,16 +262,26 @@ def champion_of(night: Night, own: str | None = None) -> Figures | None:
                     continue
             if version.tags.get(NIGHT) in (None, own):  # somebody gave it the alias by hand, or it is of this night
                 continue
-            with tempfile.TemporaryDirectory() as scratch:
-                with answering(uri, "does not give the champion's figures.json"):
-                    at = artifacts.download_artifacts(
-                        run_id=version.tags[NIGHT],
-                        artifact_path="figures.json",
-                        dst_path=scratch,
-                        tracking_uri=address(uri),
-                    )
-                return Figures.read(Path(at))
+            return _figures_of(uri, version.tags[NIGHT], f"version {version.version} of {version.name}")
     return None
+
+
+def _figures_of(uri: str, run_id: str, version: str) -> Figures:
+    """The figures of the champion, whose night has this MLflow run. An error says which `version` to take the alias
+    from: without a champion a night is compared with the reference alone."""
+    from mlflow import artifacts
+
+    said = f"figures.json of the champion's night, the MLflow run {run_id}"
+    advice = f"Put it back, or take the alias {publish.CHAMPION} from {version} in MLflow, and from the suite's others"
+    with tempfile.TemporaryDirectory() as scratch:
+        with answering(uri, f"does not give {said} ({advice[0].lower()}{advice[1:]})"):
+            at = artifacts.download_artifacts(
+                run_id=run_id, artifact_path="figures.json", dst_path=scratch, tracking_uri=address(uri)
+            )
+        try:
+            return Figures.of(Path(at).read_bytes(), said)
+        except IntegrityError as error:
+            raise IntegrityError(f"{error}. {advice}") from error
 
 
 def compared(

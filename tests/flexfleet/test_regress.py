@@ -17,6 +17,7 @@ import mlflow
 import pytest
 import yaml
 
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError
 from fl_engine.rounds.run import Run
 from flexfleet.config import load_config
 from flexfleet.nightly import regress, suite
@@ -258,6 +259,30 @@ def test_a_champion_that_mlflow_does_not_tell_is_an_error_not_nobody(
     monkeypatch.setattr(mlflow.MlflowClient, "get_model_version_by_alias", refuse)
     done = place.night(place.folder / "tiny.yaml", "untold")
     assert (done.code, "does not say who is champion" in done.err) == (6, True)
+
+
+def test_figures_before_that_are_damaged_are_named_with_what_to_do(
+    mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # MLflow puts artifacts under ./mlruns
+    path = tmp_path / "digits.yaml"
+    path.write_text(DIGITS.read_text())
+    path.with_suffix(".json").write_text("{")
+    asked, client = suite.load(path), mlflow.MlflowClient(mlflow_uri)
+    runs = suite.runs_of(asked, "digits", asked.seeds, [f"tracking.mlflow={mlflow_uri}"], "n")
+    night, before = regress.Night(path, asked, "n", runs), MLflow(mlflow_uri, "nights", "before", {})
+    with pytest.raises(IntegrityError, match=r"digits\.json is not .*\. Take it back from git, or .* --update"):
+        regress.reference_of(night)
+    model = "digits-uneven-flexfl"
+    client.create_registered_model(model)
+    client.create_model_version(model, "here", before.run_id, tags={regress.NIGHT: before.run_id})
+    client.set_registered_model_alias(model, publish.CHAMPION, "1")
+    about = f"figures.json of the champion's night, the MLflow run {before.run_id}"
+    with pytest.raises(EnvironmentFailure, match=f"does not give {about} .*take the alias champion from version 1 of"):
+        regress.champion_of(night)
+    client.log_text(before.run_id, "{", "figures.json")
+    with pytest.raises(IntegrityError, match=f"^{about} is not .*take the alias champion from version 1 of {model}"):
+        regress.champion_of(night)
 
 
 @pytest.mark.parametrize("reached", [False, True])
