@@ -40,6 +40,8 @@ IN_ADDRESSES = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 """What SQLAlchemy reads in the address of a SQLite file: the start of options, and a character by its number."""
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
 """Of addresses that MLflow takes, besides those of its plugins."""
+HOST_AND_PORT = re.compile(r"[A-Za-z0-9.-]+:\d+(/.*)?")
+"""What is no scheme and no folder that anybody names so: an address whose http:// was forgotten."""
 FEW_TRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """MLflow's settings where nobody wants to wait for its server: its own are 7 and 120 seconds, which make minutes."""
 SILENT_S = 10.0
@@ -170,6 +172,10 @@ def check_address(uri: str) -> None:
     host = re.split("[/?#]", rest)[0].rpartition("@")[2]
     if kind in ("http", "https") and host[:1] in ("", ":"):
         refuse("it names no host")
+    if kind in ("http", "https") and "#" in rest:
+        refuse(f"it is of a page: the server's address is what comes before the #, {masked(uri.partition('#')[0])}")
+    if HOST_AND_PORT.fullmatch(uri) and not Path(uri).exists():
+        refuse(f"a server's address begins with http:// or https://, as in http://{uri}; for a folder give ./{uri}")
     try:
         if uri.startswith(SQLITE) and (named := uri.removeprefix(SQLITE).partition("?")[0]) and named[0] != ":":
             address(uri)

@@ -77,6 +77,9 @@ WRONG = {
     "https://:5000": "it names no host",
     "http://me:pw@": "it names no host",
     "http://me:pw@:5000/x": "it names no host",
+    "http://me:pw@host:5000/#/experiments/3": "it is of a page: .* before the #, http://host:5000/\n",
+    "mlflow.flexfleet:5000": r".*begins with http:// .* as in http://mlflow\.flexfleet:5000; for a folder",
+    "localhost:5000/": "a server's address begins with http://",
     "sqlite:///folder": "folder is a folder, the file of a database is expected",
     "sqlite:///file/a.db": "file is a file, a folder is expected",
     "file": "file is a file, a folder is expected; the file of a database is sqlite:///PATH",
@@ -87,7 +90,7 @@ WRONG = {
 RIGHT = (
     "sqlite:///new/a.db", "sqlite:///file", "sqlite:///:memory:", "sqlite:///", "sqlite:///a.db?mode=rw", "folder",
     "HTTP://host:5000", "https://me:pw@host/x", "https://me:p@host?a=b", "postgresql+psycopg2://host/x",
-    "databricks", "new/mlruns",
+    "databricks", "new/mlruns", "./new:1",
 )  # fmt: skip
 
 
