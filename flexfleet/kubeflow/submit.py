@@ -19,6 +19,7 @@ from typing import Any
 from fl_engine import __version__
 from fl_engine.core.errors import ConfigError, did_you_mean, nearest
 from fl_engine.core.quantities import need_plain
+from fl_engine.storage.places import check_place
 from flexfleet.config import Config
 from flexfleet.config.overrides import (
     PARAMETERS,
@@ -32,6 +33,7 @@ from flexfleet.config.overrides import (
 from flexfleet.config.passwords import no_passwords
 from flexfleet.kubeflow.retarget import documents, names, retarget, shipped
 from flexfleet.kubeflow.server import connected, link, pages
+from flexfleet.tracking.server import check_address
 
 log = logging.getLogger("flexfleet")
 
@@ -220,6 +222,9 @@ def _check_values(name: str, values: Mapping[str, Any]) -> None:
     """Checks the values of a whole form, as the pipeline's first task does there; an empty `mlflow_uri` is the tasks'
     own MLflow, of which nothing is known here. Raises ConfigError."""
     advanced = values["advanced"]
+    check_place("store_uri", values["store_uri"])
+    if values["mlflow_uri"]:
+        check_address(values["mlflow_uri"])
     if name == "nightly":
         _check_night(values["suite"], values["night_id"], sets_of("", values["store_uri"], advanced))
         return

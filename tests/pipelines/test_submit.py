@@ -175,6 +175,11 @@ def test_what_is_wrong_is_said_before_anything_is_uploaded(kubeflow: tuple[Any, 
         submit("trian", {}, host=host)
     with pytest.raises(ConfigError, match=r"the pipeline train has no parameter 'round'.*rounds"):
         submit("train", {"round": 3}, host=host)
+    for name in ("train", "nightly"):
+        with pytest.raises(ConfigError, match=r"store_uri is s3://bucket/prefix or a folder, got 'http://minio/b'"):
+            submit(name, {"store_uri": "http://minio/b"}, host=host)
+        with pytest.raises(ConfigError, match=r"address begins with http://"):
+            submit(name, {"mlflow_uri": "mlflow:5000"}, host=host)
     assert not server.pipelines
     server.refuse = 403
     with pytest.raises(EnvironmentFailure, match=r"refused: 403 .*no such right"):
