@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fl_engine.core.errors import ConfigError, FlexfleetError, masked
 from flexfleet.commands.common import tags_of
@@ -29,9 +29,14 @@ def submit(args: argparse.Namespace) -> int:
     from flexfleet.kubeflow.submit import submit as start
 
     own = read(args.pipeline, fields_of(args.param, args.set))
+    sets, of_labels = list(args.set), dict[str, Any]()
+    if args.pipeline == "compare":  # `label:a.b=value` is of one label of it, and no configuration has labels
+        sets = [text for text in args.set if ":" not in text.partition("=")[0]]
+        of_labels = dict(pair_of(text) for text in args.set if text not in sets)
+    values = given(args.pipeline, _config_of(args, sets), [pair_of(text)[0] for text in sets])
     submitted = start(
         args.pipeline,
-        given(args.pipeline, _config_of(args), [pair_of(text)[0] for text in args.set]) | own,
+        values | {"advanced": values["advanced"] | of_labels} | own,
         host=args.host,
         namespace=args.namespace,
         experiment=args.experiment,
@@ -47,16 +52,16 @@ def submit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _config_of(args: argparse.Namespace) -> Config:
+def _config_of(args: argparse.Namespace, sets: list[str]) -> Config:
     """A night reads no file, as its suite says what is measured. Raises ConfigError."""
     from flexfleet.config import load_config
     from flexfleet.steps.prepare import config_of
 
     if args.pipeline != "nightly":
-        return config_of(args)
+        return config_of(argparse.Namespace(**{**vars(args), "set": sets}))
     if args.config:
         raise ConfigError("--config: a suite says what is measured, so a night reads no file; leave it out")
-    return load_config(None, args.set)
+    return load_config(None, sets)
 
 
 def _teller(args: argparse.Namespace) -> Callable[[str], None]:

@@ -62,6 +62,11 @@ def test_the_command_gives_what_differs_from_the_defaults(
     given = server.runs[1]["runtime_config"]["parameters"]
     assert given["algorithms"] == "flexfl,fedprox" and "seed" not in given and "trials" not in given
     assert "(new)" in done.out
+    own = {"no_kd:algorithm.kd_weight": 0, "training.momentum": 0.9}
+    argv = ("--param", "algorithms=flexfl,no_kd=flexfl")
+    done = flexfleet("submit", "compare", "--host", host, *argv, sets=[f"{path}={own[path]}" for path in own])
+    assert done.code == 0, done.err
+    assert server.runs[2]["runtime_config"]["parameters"]["advanced"] == own
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,9 @@ def test_the_command_gives_what_differs_from_the_defaults(
         (["train", "--param", "dataset=nope"], [], "no data set named 'nope'"),
         (["train", "--param", "run_id=a/b"], [], "run_id is a plain name"),
         (["compare", "--param", "algorithms=flexfl,"], [], "algorithms"),
+        (["compare"], ["no_kd:algorithm.kd_weight=0"], "no algorithm of this comparison is labelled 'no_kd'"),
+        (["compare"], ["flexfl:algorithm.kd_wait=0"], "unknown parameter 'algorithm.kd_wait'"),
+        (["train"], ["flexfl:algorithm.kd_weight=0"], "unknown parameter 'flexfl:algorithm'"),
         (["tune", "--param", "trials=0"], [], "tune.trials: input should be greater than or equal to 1, got 0"),
         (["train", "--param", "rounds=5"], ["rounds.stop=7"], "--param rounds and --set rounds.stop give the same"),
         (["train", "--param", "model=vgg16"], ["model={name: small_cnn}"], "--param model and --set model.name give"),
