@@ -124,4 +124,6 @@ def write(legend: Any, labels: Sequence[str]) -> None:
 
 
 def shortened(label: str) -> str:
-    return label if len(label) <= LABEL_CHARS else label[: LABEL_CHARS - 1] + "…"
+    """Without what is too much in its middle: labels that begin alike, as run ids often do, differ at their ends."""
+    half = LABEL_CHARS // 2
+    return label if len(label) <= LABEL_CHARS else f"{label[: half - 1]}…{label[-half:]}"
