@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from fl_engine.rounds.phases import BITS
 from flexfleet.comparisons import first
 from flexfleet.comparisons.comparison import BY_OWNER, LOCAL, Comparison, Reached, Spread, further
 from flexfleet.comparisons.differences import TITLE, as_rows
-from flexfleet.files.measure import Measure
+from flexfleet.files.measure import Measure, decimals
 from flexfleet.reports.report import NONE, plain
 
 REFERENCE = "central training"
@@ -237,10 +236,8 @@ def cell(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
 
 
 def fine(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
-    """`cell`, with as many decimals more, up to six, as show two figures of a small mean: small networks send
-    little."""
-    mean = 0.0 if s is None else abs(scale * s.mean)
-    return cell(s, scale, max(digits, min(6, 1 - math.floor(math.log10(mean)))) if mean > 0 else digits)
+    """`cell`, with as many decimals more as show two figures of a small mean."""
+    return cell(s, scale, decimals(0.0 if s is None else scale * s.mean, digits))
 
 
 def seconds(s: Spread | None) -> str:

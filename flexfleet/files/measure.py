@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -48,6 +49,11 @@ class Measure:
 
 
 ACCURACY = Measure()
+
+
+def decimals(value: float, least: int) -> int:
+    """How many decimals show two figures of a small value, at most six: small networks send little, and quickly."""
+    return max(least, min(6, 1 - math.floor(math.log10(abs(value))))) if value else least
 
 
 def measure_in(values: Mapping[str, float]) -> Measure:

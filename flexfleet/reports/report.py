@@ -39,7 +39,7 @@ from flexfleet.files.artifacts import (
     RunFile,
     rows_of,
 )
-from flexfleet.files.measure import Measure
+from flexfleet.files.measure import Measure, decimals
 from flexfleet.reports import plots, precisions
 from flexfleet.reports.local_accuracy import Shown, local_accuracy
 from flexfleet.reports.page import Drawing, render
@@ -281,12 +281,12 @@ def percent(share: float) -> str:
 
 def mb(count: float) -> str:
     """MB of 1e6 bytes, with decimals where they matter."""
-    return f"{count / 1e6:,.2f}" if count < 1e9 else f"{count / 1e6:,.0f}"
+    return f"{count / 1e6:,.{0 if count >= 1e9 else decimals(count / 1e6, 2)}f}"
 
 
 def short_seconds(value: float | None) -> str:
     """With more decimals for small values: simulated seconds of a small network are small."""
-    return NONE if value is None else f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 3}f}"
+    return NONE if value is None else f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else decimals(value, 3)}f}"
 
 
 def plain(value: Any) -> str:

@@ -257,6 +257,15 @@ def with_local(folder: Path, histogram: dict[int, int] | None = None) -> Path:
     return folder
 
 
+def test_small_amounts_have_two_figures() -> None:
+    assert [r.mb(count) for count in (0, 4_240, 12_345, 650_000, 2e8, 3e9)] == [
+        "0.00", "0.0042", "0.012", "0.65", "200.00", "3,000",
+    ]  # fmt: skip
+    assert [r.short_seconds(s) for s in (0.0, 0.000183, 0.0049, 12.3, 1234.5)] == [
+        "0.000", "0.00018", "0.0049", "12.3", "1,234",
+    ]  # fmt: skip
+
+
 def test_local_accuracies_are_told_where_a_run_has_them(two: list[Path], tmp_path: Path) -> None:
     assert "ocal accuracy" not in page_of(two, tmp_path) and "local&nbsp;%" not in page_of(two, tmp_path)
     with_local(two[0])
