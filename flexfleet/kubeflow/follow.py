@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from fl_engine.core.errors import EnvironmentFailure, printable
@@ -171,5 +172,11 @@ def _go_on(parameters: Mapping[str, Any], run_id: str) -> str:
     key, name = name_of(parameters, run_id)
     if not key:
         return ""
+    store = str(parameters.get("store_uri") or "")
+    if "://" not in store and not PurePosixPath(store).is_absolute():
+        return (
+            f"what is done is lost with the tasks' pods, which have the folder store_uri = {store!r} to themselves: "
+            "with s3://bucket/prefix, or a folder of a volume, another run could go on with it"
+        )
     again = "settings and the same image" if key == "night_id" else "settings"  # one commit makes a whole night
     return f"what is done is kept: flexfleet submit {NAMED[key]} --param {key}={name}, with the same {again}, goes on"

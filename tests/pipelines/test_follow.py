@@ -81,7 +81,7 @@ def test_the_states_of_the_tasks_are_told_as_they_change_and_steps_of_the_workfl
 
 def test_a_run_that_fails_says_why_and_how_to_go_on(kubeflow: tuple[Any, str]) -> None:
     server, host = kubeflow
-    run_id = submit("train", {"run_id": "mine"}, host=host).run_id
+    run_id = submit("train", {"run_id": "mine", "store_uri": "/volume/runs"}, host=host).run_id
     server.moves[run_id] = [
         {"state": "RUNNING"},
         {"state": "FAILED", **details(task("federate", "FAILED", error="exit code 137"), task("report", "SKIPPED"))},
@@ -92,9 +92,18 @@ def test_a_run_that_fails_says_why_and_how_to_go_on(kubeflow: tuple[Any, str]) -
     assert "flexfleet submit train --param run_id=mine, with the same settings, goes on" in lines[-1]
 
 
+def test_a_run_that_kept_nothing_is_not_said_to_go_on(kubeflow: tuple[Any, str]) -> None:
+    """The form's default is a folder, and each task has a pod with one of its own."""
+    server, host = kubeflow
+    run_id = submit("train", {}, host=host).run_id
+    server.moves[run_id] = [{"state": "FAILED"}]
+    _, lines = follow(host, run_id)
+    assert "what is done is lost with the tasks' pods" in lines[-1] and "s3://bucket/prefix" in lines[-1]
+
+
 def test_a_run_that_is_terminated_has_an_exit_code_of_its_own(kubeflow: tuple[Any, str]) -> None:
     server, host = kubeflow
-    found_id = submit("nightly", {}, host=host).run_id
+    found_id = submit("nightly", {"store_uri": "/volume/runs"}, host=host).run_id
     server.ask("POST", f"/apis/v2beta1/runs/{found_id}:terminate", {}, b"")
     found, lines = follow(host, found_id)
     assert (found.state, found.exit_code) == ("CANCELED", 3)
