@@ -19,7 +19,7 @@ import requests
 from flexfleet.tracking.trackers import MLflow
 
 COMMIT = 100
-"""Rounds that are told at a time: a run commits after ten seconds, and rounds take a tenth of one."""
+"""Rounds that are told at a time: a run commits every two seconds, and the shortest rounds take some 20 ms."""
 START_S = 120.0
 
 
