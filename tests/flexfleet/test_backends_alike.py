@@ -16,7 +16,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("strategy", ["single", "batched"])
+@pytest.mark.parametrize("strategy", [pytest.param("single", marks=pytest.mark.long), "batched"])
 def test_threads_and_worker_processes_end_in_the_same_model(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path, strategy: str
 ) -> None:

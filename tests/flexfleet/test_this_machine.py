@@ -184,6 +184,7 @@ def test_commands_begin_and_end_without_what_windows_lacks(
     assert ended.value.code == 0 and "flexfl" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", ["flexfleet.steps.federate", "fl_engine.training.memory", "flexfleet.cli"])
 def test_modules_are_imported_without_what_windows_lacks(module: str) -> None:
     script = (

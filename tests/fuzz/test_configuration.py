@@ -291,7 +291,7 @@ TRACKING = (
 )  # fmt: skip
 
 
-@law(15)
+@law(6)  # a database in memory takes a second
 @given(
     st.sampled_from(TRACKING)
     | st.sampled_from(TRACKING).flatmap(

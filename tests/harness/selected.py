@@ -42,16 +42,24 @@ LONG = {
 real processes, kills, faults of a cluster, S3 servers."""
 
 PRODUCTS = {
+    "test_a_device_that_cannot_fails_in_pruning": 3,
     "test_a_resumed_run_equals_one_that_was_not_stopped": 2,
+    "test_a_run_that_is_killed_anywhere_merges_the_same": 2,
     "test_bad_clients_that_are_few_enough_cannot_leave_the_range_of_the_honest": 2,
     "test_equal_bits_for_other_samples_and_tasks": 3,
     "test_equal_bits_to_one_order_after_the_other": 3,
+    "test_failures_are_outcomes_like_any_other": 3,
+    "test_no_bit_moves": 3,
+    "test_one_outcome_for_each_order": 3,
     "test_other_samples_and_tasks_learn_and_go_on": 3,
+    "test_the_global_generator_neither_moves_nor_matters": 3,
+    "test_the_plan_is_only_read": 3,
+    "test_two_rounds": 2,
     "test_two_rounds_with_every_aggregation": 2,
     "test_updates_that_agree_are_taken_as_they_are": 2,
 }
-"""Tests of each algorithm (or backend) with each kind of samples (aggregation, network): of so many cases `make test`
-has one, on a diagonal, so that it has each algorithm and each kind; `make test-all` has the others."""
+"""Tests of each algorithm (backend, network) with each kind of samples (devices, aggregation): of so many cases `make
+test` has one, on a diagonal, so that it has each algorithm and each kind; `make test-all` has the others."""
 
 
 @functools.cache

@@ -139,6 +139,7 @@ def test_the_files_are_smaller_and_hold_what_they_say(trained: Trained) -> None:
     assert nodes["int8_static"]["QuantizeLinear"] >= 5 and not nodes["int8_static"]["DynamicQuantizeLinear"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_another_process_makes_the_same_bytes(trained: Trained, tmp_path: Path, hash_seed: str) -> None:
     shutil.copy(trained.folder / exports.ONNX, tmp_path)

@@ -43,7 +43,7 @@ def python(code: str, **env: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("hash_seed", ["1", "2"])
+@pytest.mark.parametrize("hash_seed", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_checked_in_files_are_current_and_compiling_imports_nothing_heavy(hash_seed: str) -> None:
     code = "import sys; from pipelines.compile import main; assert main(['--check']) == 0; print(*sys.modules)"
     assert not HEAVY & set(python(code, PYTHONHASHSEED=hash_seed).split())
