@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,16 +85,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the long tests, and lets long files begin."""
+    seen: Seen = {}
     for item in items:
-        if _is_long(item.path) or _is_off_the_diagonal(item):
+        if _is_long(item.path) or is_off_the_diagonal(item, seen):
             item.add_marker("long")
     items.sort(key=lambda item: _place(item.path))
 
 
-def _is_off_the_diagonal(item: pytest.Item) -> bool:
-    every = PRODUCTS.get(getattr(item, "originalname", ""), 1)
-    case = getattr(item, "callspec", None)
-    return case is not None and sum(case.indices.values()) % every > 0
+Seen = dict[tuple[Any, ...], list[Any]]
+"""The values of each argument of a test, as they came."""
+
+
+def is_off_the_diagonal(item: Any, seen: Seen) -> bool:
+    """Counts values itself: pytest's own indices of an argument go on from one value of a fixture to the next."""
+    name = getattr(item, "originalname", "")
+    if name not in PRODUCTS or not hasattr(item, "callspec"):
+        return False
+    place = 0
+    for argument, value in item.callspec.params.items():
+        values = seen.setdefault((item.parent, name, argument), [])
+        if value not in values:
+            values.append(value)
+        place += values.index(value)
+    return place % PRODUCTS[name] > 0
 
 
 @functools.cache  # of 12,000 tests
