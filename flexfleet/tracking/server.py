@@ -173,7 +173,7 @@ def check_address(uri: str) -> None:
     if kind in ("http", "https") and host[:1] in ("", ":"):
         refuse("it names no host")
     if kind in ("http", "https") and "#" in rest:
-        refuse(f"it is of a page: the server's address is what comes before the #, {masked(uri.partition('#')[0])}")
+        refuse(f"it is of a page: the server's address is what comes before the #, {masked(uri).partition('#')[0]}")
     if HOST_AND_PORT.fullmatch(uri) and not Path(uri).exists():
         refuse(f"a server's address begins with http:// or https://, as in http://{uri}; for a folder give ./{uri}")
     try:

@@ -206,6 +206,11 @@ def test_an_address_that_cannot_be_used_is_said_without_sqlalchemy_too(monkeypat
         raise ConnectionError("refused")
 
 
+def test_a_password_with_a_hash_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r"comes before the #, http://host:5000$"):
+        server.check_address("http://me:pw#pw@host:5000")
+
+
 @pytest.mark.parametrize("inside", [server.usable, server.answering])
 def test_whoever_waits_for_a_server_is_told_so(
     inside: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
