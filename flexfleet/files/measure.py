@@ -53,7 +53,7 @@ ACCURACY = Measure()
 
 def decimals(value: float, least: int) -> int:
     """How many decimals show two figures of a small value, at most six: small networks send little, and quickly."""
-    return max(least, min(6, 1 - math.floor(math.log10(abs(value))))) if value else least
+    return max(least, min(6, 1 - math.floor(math.log10(abs(value))))) if value and math.isfinite(value) else least
 
 
 def measure_in(values: Mapping[str, float]) -> Measure:

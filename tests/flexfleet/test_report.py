@@ -264,6 +264,7 @@ def test_small_amounts_have_two_figures() -> None:
     assert [r.short_seconds(s) for s in (0.0, 0.000183, 0.0049, 12.3, 1234.5)] == [
         "0.000", "0.00018", "0.0049", "12.3", "1,234",
     ]  # fmt: skip
+    assert (r.mb(float("nan")), r.short_seconds(float("nan"))) == ("nan", "nan")
 
 
 def test_local_accuracies_are_told_where_a_run_has_them(two: list[Path], tmp_path: Path) -> None:
