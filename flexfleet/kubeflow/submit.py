@@ -222,9 +222,9 @@ def _check_values(name: str, values: Mapping[str, Any]) -> None:
     """Checks the values of a whole form, as the pipeline's first task does there; an empty `mlflow_uri` is the tasks'
     own MLflow, of which nothing is known here. Raises ConfigError."""
     advanced = values["advanced"]
-    check_place("store_uri", values["store_uri"])
+    check_place("store_uri", str(values["store_uri"]))
     if values["mlflow_uri"]:
-        check_address(values["mlflow_uri"])
+        check_address(str(values["mlflow_uri"]))
     if name == "nightly":
         _check_night(values["suite"], values["night_id"], sets_of("", values["store_uri"], advanced))
         return

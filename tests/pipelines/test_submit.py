@@ -188,6 +188,10 @@ def test_what_is_wrong_is_said_before_anything_is_uploaded(kubeflow: tuple[Any, 
             submit(name, {"store_uri": "http://minio/b"}, host=host)
         with pytest.raises(ConfigError, match=r"address begins with http://"):
             submit(name, {"mlflow_uri": "mlflow:5000"}, host=host)
+        with pytest.raises(ConfigError, match=r"run.store: input should be a valid string, got 5"):
+            submit(name, {"store_uri": 5}, host=host)
+    with pytest.raises(ConfigError, match=r"tracking.mlflow: input should be a valid string, got 5"):
+        submit("train", {"mlflow_uri": 5}, host=host)
     assert not server.pipelines
     server.refuse = 403
     with pytest.raises(EnvironmentFailure, match=r"refused: 403 .*no such right"):
