@@ -27,6 +27,7 @@ from fl_engine.algorithms.pooled import (
     learned,
     needs_room,
     order_for,
+    picked,
     prefix_pool,
     stepped,
     wanted,
@@ -104,7 +105,7 @@ class Decoupled(Terms):
             free = tuple(d for d in context.available if d.client not in busy)
             alone = tuple(replace(m, dispatched=i == level) for i, m in enumerate(state.pool))
             now = replace(context, available=free, pool=alone)
-            found = self.selection.pick(state.tables, now, asked(self.training, context), rng)
+            found = picked(self.selection, state, now, asked(self.training, context), rng)
             enough += wanted(self.training, context, len(found))
             picks += found
         own = [_own(state, m) for m in state.pool]

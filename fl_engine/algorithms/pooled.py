@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
+import numpy as np
+
 from fl_engine.aggregation.privacy import Public, check_model, check_selection, check_state
 from fl_engine.aggregation.rules import Aggregate, Aggregation
 from fl_engine.aggregation.server_opt import Average
@@ -18,7 +20,7 @@ from fl_engine.core import pool as pools
 from fl_engine.core import seeds
 from fl_engine.core.augmentation import Augmenting
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext, ServerOptimizer
-from fl_engine.core.errors import ClientError, ModelError, PoolError
+from fl_engine.core.errors import ClientError, ModelError, PoolError, kind_of
 from fl_engine.core.fields import Count, Fraction, NotNegative, Positive
 from fl_engine.core.samplers import Sampling, Shuffle
 from fl_engine.core.schedules import Constant, Scheduling
@@ -274,13 +276,21 @@ def order_for(
 
 def select(method: PooledMethod, state: PooledState, context: RoundContext) -> list[Pick]:
     count = asked(method.training, context)
-    rng, selector = seeds.rng(context.seed, "select", context.round), method.selector(state.pool)
-    picks = selector.pick(state.tables, context, count, rng)
+    rng = seeds.rng(context.seed, "select", context.round)
+    return picked(method.selector(state.pool), state, context, count, rng)
+
+
+def picked(
+    selector: Selector, state: PooledState, context: RoundContext, count: int, rng: np.random.Generator
+) -> list[Pick]:
+    """What the selection picks. Raises ModelError for what is no list of clients with levels of the pool."""
+    picks, gave = selector.pick(state.tables, context, count, rng), f"{type(selector).__name__}.pick gave"
+    if not isinstance(picks, Sequence):
+        raise ModelError(f"{gave} {kind_of(picks)}, where a list of (client, level) is expected")
     for pick in picks:
         if not (isinstance(pick, tuple) and len(pick) == 2 and pick[1] in range(len(state.pool))):
             raise ModelError(
-                f"{type(selector).__name__}.pick gave {pick!r}, where (client, level) is expected, the level of 0 to "
-                f"{len(state.pool) - 1}"
+                f"{gave} {pick!r}, where (client, level) is expected, the level of 0 to {len(state.pool) - 1}"
             )
     return picks
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fl_engine.aggregation.server_opt import Average
+from fl_engine.algorithms.decoupled import Decoupled
 from fl_engine.algorithms.fedrolex import FedRolex
 from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.backends import InProcess, Processes
@@ -300,7 +301,7 @@ def test_a_plan_for_other_clients_than_there_are_is_refused(tmp_path: Path, into
 class Picking(Uniform):
     """Picks what it is told."""
 
-    picks: tuple[Any, ...] = ()
+    picks: tuple[Any, ...] | None = ()
 
     def pick(self, tables: Any, context: Any, count: int, rng: Any) -> Any:
         return self.picks
@@ -311,6 +312,13 @@ def test_picks_that_are_no_clients_with_their_levels_are_refused(tmp_path: Path,
     algorithm = AllLarge(training=TRAINING, selection=Picking(picks=((2, 0), pick)))
     said = f"Picking.pick gave {pick!r}, where (client, level) is expected, the level of 0 to 0"
     with pytest.raises(ModelError, match=re.escape(said)):
+        federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
+
+
+@pytest.mark.parametrize("kind", [AllLarge, Decoupled])
+def test_no_picks_at_all_are_refused_by_whoever_selects(tmp_path: Path, kind: Any) -> None:
+    algorithm = kind(training=TRAINING, selection=Picking(picks=None))
+    with pytest.raises(ModelError, match=re.escape("Picking.pick gave None, where a list of (client, level)")):
         federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
 
 
