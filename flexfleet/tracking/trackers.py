@@ -91,13 +91,21 @@ class MLflow:
         return str(runs[0].info.run_id) if runs else None
 
     def _delete_twins(self, run: Any) -> None:
-        """Nobody knows them, nothing is in them, and each would be RUNNING for ever."""
+        """Nobody knows them, nothing is in them, and each would be RUNNING for ever. Some servers let only the owner of
+        an experiment delete: then they stay."""
+        from mlflow.exceptions import MlflowException
+
         begun = run.data.tags.get(BEGUN)
         if begun is None:  # a version that had no such tag
             return
         for twin in self._client.search_runs([run.info.experiment_id], f"tags.`{BEGUN}` = '{begun}'"):
             if twin.info.run_id != run.info.run_id and not twin.data.metrics and not twin.data.params:
-                self._client.delete_run(twin.info.run_id)
+                try:
+                    self._client.delete_run(twin.info.run_id)
+                except MlflowException as error:
+                    if error.error_code != "PERMISSION_DENIED":
+                        raise
+                    log.warning("the MLflow run %s is empty and can be deleted: MLflow made it twice", twin.info.run_id)
 
     def _go_on(self, run: Any, tags: Mapping[str, str]) -> None:
         """Tags a resumed run with its new pipeline run and parent. A run stays below its first parent."""

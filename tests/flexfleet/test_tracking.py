@@ -19,6 +19,7 @@ from typing import Any
 import mlflow
 import mlflow.store.db.utils
 import pytest
+from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
 from fl_engine.storage.checkpoints import Checkpoints
@@ -326,6 +327,19 @@ def test_a_lost_answer_leaves_one_mlflow_run(mlflow_uri: str, monkeypatch: pytes
     again = MLflow(mlflow_uri, "digits-small_cnn-iid", "flexfl-s0", tags)
     active = asked(mlflow_uri, "select run_uuid from runs where lifecycle_stage = 'active'")
     assert sorted(active) == sorted([(other.run_id,), (again.run_id,)])
+
+
+def test_a_run_goes_on_where_only_an_owner_may_delete_its_twins(
+    mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    create = mlflow.MlflowClient.create_run
+
+    def forbidden(*_: Any) -> None:
+        raise mlflow.exceptions.MlflowException("Permission denied", error_code=PERMISSION_DENIED)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "create_run", lambda *a, **k: [create(*a, **k) for _ in range(2)][1])
+    monkeypatch.setattr(mlflow.MlflowClient, "delete_run", forbidden)
+    assert start(mlflow_uri).run_id and "is empty and can be deleted" in caplog.text
 
 
 def test_tracking_may_be_switched_off_and_on_at_a_resume(
