@@ -278,7 +278,8 @@ def _explained(remote: str, kind: type[FlexfleetError]) -> Iterator[None]:
         try:
             yield
         except DvcException as error:
-            if causes and not isinstance(causes[0], FileNotFoundError):
+            lacks = kind is IntegrityError and causes and isinstance(causes[0], FileNotFoundError)
+            if causes and not lacks:
                 raise EnvironmentFailure(_told(remote, causes[0])) from error
             if isinstance(error, CheckoutError):
                 names = ", ".join(Path(each).name for each in error.target_infos)
@@ -305,9 +306,11 @@ def _heard() -> Iterator[list[BaseException]]:
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger.level, logger.propagate, logger.handlers) for logger in loggers]
     for logger in loggers:
-        logger.level, logger.propagate, logger.handlers = logging.ERROR, False, [Ear()]
+        logger.setLevel(logging.ERROR)
+        logger.propagate, logger.handlers = False, [Ear()]
     try:
         yield heard
     finally:
         for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
-            logger.level, logger.propagate, logger.handlers = level, propagate, handlers
+            logger.setLevel(level)
+            logger.propagate, logger.handlers = propagate, handlers

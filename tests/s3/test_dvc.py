@@ -56,7 +56,7 @@ def test_a_wrong_secret_and_a_missing_bucket_are_said(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "m").write_text("m")
-    with pytest.raises(EnvironmentFailure, match=r"DVC at s3://nowhere/x"):
+    with pytest.raises(EnvironmentFailure, match=r"DVC at s3://nowhere/x: FileNotFoundError"):
         versioned.push({"m": tmp_path / "m"}, "s3://nowhere/x")
     if server == "radosgw":  # moto takes any secret
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
