@@ -4,13 +4,14 @@ with such a file. `benchmarks.growth --mlflow` prints it."""
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +65,16 @@ def places() -> Iterator[dict[str, str]]:
             _wait_for(server, f"http://127.0.0.1:{port}/health", Path(folder) / "log")
             yield {"sqlite": f"sqlite:///{folder}/mlflow.db", "server": f"http://127.0.0.1:{port}"}
         finally:
-            os.killpg(server.pid, 15)  # it has processes of its own
+            with suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(server.pid, signal.SIGTERM)  # it has processes of its own
             server.wait()
 
 
 def _wait_for(server: subprocess.Popen[bytes], health: str, log: Path) -> None:
     end = time.monotonic() + START_S
     while server.poll() is None and time.monotonic() < end:
-        try:
+        with suppress(requests.RequestException):
             if requests.get(health, timeout=5).ok:
                 return
-        except requests.ConnectionError:
-            time.sleep(0.5)
+        time.sleep(0.5)
     raise SystemExit(f"mlflow server does not answer: {log.read_text('utf-8', 'replace')[-2000:]}")
