@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import itertools
+from types import SimpleNamespace
 
-import pytest
-
-from fl_engine.testing.algorithms import AlgorithmSuite
-from fl_engine.testing.backends import BackendSuite
-from tests.harness.selected import PRODUCTS, Seen, is_off_the_diagonal
+from tests.harness.selected import PRODUCTS, TESTS, Seen, is_off_the_diagonal
 
 
-class Collected:
-    """Collects the tests of a file, and runs none."""
-
-    def __init__(self) -> None:
-        self.items: list[pytest.Item] = []
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.items = session.items
-
-
-def test_of_a_product_each_value_of_each_argument_is_there(tmp_path: Path) -> None:
-    """With an argument of the test and one of a fixture, which pytest counts otherwise."""
-    name, every = "test_other_samples_and_tasks_learn_and_go_on", 3
+def test_of_a_product_each_value_of_each_argument_is_there() -> None:
+    name, every, seen = "test_other_samples_and_tasks_learn_and_go_on", 3, Seen()
     assert PRODUCTS[name] == every
-    (tmp_path / "pytest.ini").write_text("[pytest]")
-    file = tmp_path / "test_product.py"
-    file.write_text(
-        "import pytest\n"
-        "@pytest.fixture(params='abcdef')\n"
-        "def algorithm(request): return request.param\n"
-        "@pytest.mark.parametrize('kind', range(5))\n"
-        f"def {name}(algorithm, kind): pass\n"
-    )
-    collected, seen = Collected(), Seen()
-    pytest.main(["--collect-only", "-qqq", "--rootdir", str(tmp_path), "-c", str(tmp_path / "pytest.ini"), str(file)],
-                plugins=[collected])  # fmt: skip
-    cases = [item.callspec.params for item in collected.items if not is_off_the_diagonal(item, seen)]  # type: ignore[attr-defined]
-    assert len(collected.items) == 30 and len(cases) == 30 // every
-    assert {case["algorithm"] for case in cases} == set("abcdef") and {case["kind"] for case in cases} == set(range(5))
+    cases = [{"algorithm": algorithm, "kind": kind} for algorithm, kind in itertools.product("abcdef", range(5))]
+    items = [SimpleNamespace(originalname=name, parent="a", callspec=SimpleNamespace(params=case)) for case in cases]
+    short = [item.callspec.params for item in items if not is_off_the_diagonal(item, seen)]
+    assert len(short) == len(cases) // every
+    assert {case["algorithm"] for case in short} == set("abcdef") and {case["kind"] for case in short} == set(range(5))
 
 
-def test_the_products_are_tests_of_the_suites() -> None:
-    assert [name for name in PRODUCTS if not hasattr(AlgorithmSuite, name) and not hasattr(BackendSuite, name)] == []
+def test_the_products_are_tests() -> None:
+    files = [*TESTS.rglob("test_*.py"), *(TESTS.parent / "fl_engine" / "testing").glob("*.py")]
+    text = "\n".join(file.read_text("utf-8") for file in files)
+    assert [name for name in PRODUCTS if f"def {name}(" not in text] == []
