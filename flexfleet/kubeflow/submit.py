@@ -224,7 +224,7 @@ def _check_values(name: str, values: Mapping[str, Any]) -> None:
     advanced = values["advanced"]
     check_place("store_uri", str(values["store_uri"]))
     if values["mlflow_uri"]:
-        check_address(str(values["mlflow_uri"]))
+        check_address(str(values["mlflow_uri"]), here=False)
     if name == "nightly":
         _check_night(values["suite"], values["night_id"], sets_of("", values["store_uri"], advanced))
         return

@@ -40,7 +40,7 @@ IN_ADDRESSES = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 """What SQLAlchemy reads in the address of a SQLite file: the start of options, and a character by its number."""
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
 """Of addresses that MLflow takes, besides those of its plugins."""
-HOST_AND_PORT = re.compile(r"[A-Za-z0-9.-]+:\d+(/.*)?")
+HOST_AND_PORT = re.compile(r"[A-Za-z0-9._-]+:\d+(/.*)?")
 """What is no scheme and no folder that anybody names so: an address whose http:// was forgotten."""
 FEW_TRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """MLflow's settings where nobody wants to wait for its server: its own are 7 and 120 seconds, which make minutes."""
@@ -157,9 +157,9 @@ class Shared:
         return twice
 
 
-def check_address(uri: str) -> None:
+def check_address(uri: str, here: bool = True) -> None:
     """Raises ConfigError for an address that cannot be MLflow's, as far as can be seen without asking anybody and
-    without writing."""
+    without writing. `here`: a path in it is one of this machine."""
 
     def refuse(why: str) -> NoReturn:
         raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {why}")
@@ -176,6 +176,8 @@ def check_address(uri: str) -> None:
         refuse(f"it is of a page: the server's address is what comes before the #, {masked(uri).partition('#')[0]}")
     if HOST_AND_PORT.fullmatch(uri) and not Path(uri).exists():
         refuse(f"a server's address begins with http:// or https://, as in http://{uri}; for a folder give ./{uri}")
+    if not here:
+        return
     try:
         if uri.startswith(SQLITE) and (named := uri.removeprefix(SQLITE).partition("?")[0]) and named[0] != ":":
             address(uri)

@@ -79,6 +79,7 @@ WRONG = {
     "http://me:pw@:5000/x": "it names no host",
     "http://me:pw@host:5000/#/experiments/3": "it is of a page: .* before the #, http://host:5000/\n",
     "mlflow.flexfleet:5000": r".*begins with http:// .* as in http://mlflow\.flexfleet:5000; for a folder",
+    "my_mlflow:5000": "a server's address begins with http://",
     "localhost:5000/": "a server's address begins with http://",
     "sqlite:///folder": "folder is a folder, the file of a database is expected",
     "sqlite:///file/a.db": "file is a file, a folder is expected",

@@ -198,6 +198,12 @@ def test_what_is_wrong_is_said_before_anything_is_uploaded(kubeflow: tuple[Any, 
         submit("train", {}, host=host)
 
 
+def test_a_path_of_mlflow_is_the_tasks_and_not_of_this_machine(kubeflow: tuple[Any, str]) -> None:
+    server, host = kubeflow
+    submit("train", {"mlflow_uri": f"sqlite:///{__file__}/a.db"}, host=host)
+    assert server.pipelines
+
+
 def test_a_server_that_is_not_there_is_said() -> None:
     with pytest.raises(EnvironmentFailure, match=r"http://127\.0\.0\.1:9 cannot be reached"):
         submit("train", {}, host="http://127.0.0.1:9")
