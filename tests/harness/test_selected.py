@@ -9,7 +9,7 @@ from tests.harness.selected import PRODUCTS, TESTS, Seen, is_off_the_diagonal
 
 
 def test_of_a_product_each_value_of_each_argument_is_there() -> None:
-    name, every, seen = "test_other_samples_and_tasks_learn_and_go_on", 3, Seen()
+    name, every, seen = "test_other_samples_and_tasks_learn_and_go_on", 5, Seen()
     assert PRODUCTS[name] == every
     cases = [{"algorithm": algorithm, "kind": kind} for algorithm, kind in itertools.product("abcdef", range(5))]
     items = [SimpleNamespace(originalname=name, parent="a", callspec=SimpleNamespace(params=case)) for case in cases]

@@ -61,7 +61,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "lstm": WisdmLSTM((9, 3), 4),
     "large lstm": WisdmLSTM((5, 2), 3, width=5.0),
 }
-LARGE = ("resnet", "preresnet", "mobile")
+LARGE = ("vgg", "resnet", "preresnet", "mobile")
 NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LARGE else name for name in FAMILIES]
 
 TEN = Classification(10)
