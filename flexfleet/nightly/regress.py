@@ -272,16 +272,16 @@ def _figures_of(uri: str, run_id: str, version: str) -> Figures:
     from mlflow import artifacts
 
     said = f"figures.json of the champion's night, the MLflow run {run_id}"
-    advice = f"Put it back, or take the alias {publish.CHAMPION} from {version} in MLflow, and from the suite's others"
+    advice = f"put it back, or take the alias {publish.CHAMPION} from {version} in MLflow, and from the suite's others"
     with tempfile.TemporaryDirectory() as scratch:
-        with answering(uri, f"does not give {said} ({advice[0].lower()}{advice[1:]})"):
+        with answering(uri, f"does not give {said} ({advice})"):
             at = artifacts.download_artifacts(
                 run_id=run_id, artifact_path="figures.json", dst_path=scratch, tracking_uri=address(uri)
             )
         try:
             return Figures.of(Path(at).read_bytes(), said)
         except IntegrityError as error:
-            raise IntegrityError(f"{error}. {advice}") from error
+            raise IntegrityError(f"{error}: {advice}") from error
 
 
 def compared(

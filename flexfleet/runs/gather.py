@@ -15,7 +15,7 @@ from flexfleet.files.artifacts import Result, RunFile
 from flexfleet.reports.report import table
 from flexfleet.runs.whole import conclude
 from flexfleet.steps import own_code
-from flexfleet.steps.prepare import Resolved, check_unchanged, config_of
+from flexfleet.steps.prepare import Resolved, unchanged
 from flexfleet.steps.resumed import store_of
 
 
@@ -56,9 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "", run="federate", **reads)
     args = common.parsed(p, argv)
     steps = (args.partition, args.pretrain, args.pool, args.evaluation)
-    config = config_of(args)
-    result = finish(config, args.run, *steps, args.out)
-    check_unchanged(args, config)
+    with unchanged(args) as resolved:
+        result = finish(resolved.config, args.run, *steps, args.out)
     common.show(table([args.out]))
     common.show(f"report: {result.report}")
     return 0

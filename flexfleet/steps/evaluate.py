@@ -27,7 +27,7 @@ from flexfleet.files.artifacts import (
     rows_of,
 )
 from flexfleet.steps.partition import most_of
-from flexfleet.steps.prepare import Resolved, check_unchanged, resolved_of
+from flexfleet.steps.prepare import Resolved, unchanged
 
 SMALLER = "Lower the learning rate: training.lr, or lr of algorithm.server"
 """What to do where a model has diverged."""
@@ -92,9 +92,8 @@ def told(level: str, score: Score, params: int) -> LevelScore:
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "", run="federate", partition="partition", pool="model_pool")
     args = common.parsed(p, argv)
-    resolved = resolved_of(args)
-    written = evaluate(resolved, args.run, args.partition, args.pool, args.out)
-    check_unchanged(args, resolved.config)
+    with unchanged(args) as resolved:
+        written = evaluate(resolved, args.run, args.partition, args.pool, args.out)
     common.show(str(written))
     return 0
 

@@ -20,7 +20,7 @@ from flexfleet.files import prepared
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import WEIGHTS, Level, PoolFile
 from flexfleet.steps.partition import server_of
-from flexfleet.steps.prepare import Resolved, check_unchanged, resolved_of
+from flexfleet.steps.prepare import Resolved, unchanged
 
 
 def model_pool(resolved: Resolved, pretrain: Path, out: Path) -> Path:
@@ -87,9 +87,8 @@ def build(
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "", pretrain="pretrain")
     args = common.parsed(p, argv)
-    resolved = resolved_of(args)
-    written = model_pool(resolved, args.pretrain, args.out)
-    check_unchanged(args, resolved.config)
+    with unchanged(args) as resolved:
+        written = model_pool(resolved, args.pretrain, args.out)
     common.show(str(written))
     return 0
 

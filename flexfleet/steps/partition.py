@@ -22,7 +22,7 @@ from fl_engine.storage.store import canonical, sha256
 from flexfleet.config import Config, cut_seed
 from flexfleet.files import terminal as common
 from flexfleet.steps.labels import keep_clusters, noisy
-from flexfleet.steps.prepare import Resolved, check_unchanged, resolved_of
+from flexfleet.steps.prepare import Resolved, unchanged
 
 log = logging.getLogger("flexfleet")
 
@@ -134,9 +134,8 @@ def server_of(resolved: Resolved) -> ServerContext:
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "")
     args = common.parsed(p, argv)
-    resolved = resolved_of(args)
-    written = partition(resolved, args.out)
-    check_unchanged(args, resolved.config)
+    with unchanged(args) as resolved:
+        written = partition(resolved, args.out)
     common.show(str(written))
     return 0
 

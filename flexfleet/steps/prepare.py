@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -127,6 +128,14 @@ def check_unchanged(args: argparse.Namespace, config: Config) -> None:
             f"the configuration has changed while this ran ({changed}); {args.out} is of the values before: start it "
             "again"
         )
+
+
+@contextmanager
+def unchanged(args: argparse.Namespace) -> Iterator[Resolved]:
+    """What the options ask for. Raises ConfigError at its end where they ask for something else by then."""
+    resolved = resolved_of(args)
+    yield resolved
+    check_unchanged(args, resolved.config)
 
 
 def _read(config: Config) -> Data:

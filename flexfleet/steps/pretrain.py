@@ -36,7 +36,7 @@ from flexfleet.files.artifacts import Apoz
 from flexfleet.files.prepared import Index
 from flexfleet.steps import own_code
 from flexfleet.steps.partition import site_of
-from flexfleet.steps.prepare import Resolved, check_unchanged, resolved_of
+from flexfleet.steps.prepare import Resolved, unchanged
 
 log = logging.getLogger("flexfleet")
 
@@ -202,9 +202,8 @@ def settings_of(resolved: Resolved, name: str, kind: Preparation) -> dict[str, A
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.step_parser(__doc__ or "", partition="partition")
     args = common.parsed(p, argv)
-    resolved = resolved_of(args)
-    written = pretrain(resolved, args.partition, args.out)
-    check_unchanged(args, resolved.config)
+    with unchanged(args) as resolved:
+        written = pretrain(resolved, args.partition, args.out)
     common.show(str(written))
     return 0
 

@@ -156,12 +156,12 @@ def test_doctor_says_the_rest_where_data_sets_cannot_be_looked_at(
     """As in a container whose HOME is another user's."""
 
     def closed(*_: Any) -> Any:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/root/.cache/flexfleet/data")
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/home/other/.cache/flexfleet/data")
 
     monkeypatch.setattr(Source, "missing", closed)
     found = flexfleet("doctor", "--json").json
     assert "cpu" in found["devices"] and found["data"] == {}
-    assert "which data sets are there cannot be said: [Errno 13] Permission denied: '/root/.cache" in caplog.text
+    assert "which data sets are there cannot be said: [Errno 13] Permission denied: '/home/other/.cache" in caplog.text
 
 
 # --------------------------------------------------------------------------------------------------------- pool

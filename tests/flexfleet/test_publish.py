@@ -121,7 +121,7 @@ def test_a_network_that_cannot_keep_statistics_says_what_to_do() -> None:
 
 def test_a_full_disk_is_no_network_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/model.onnx")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.onnx")
 
     x, y = torch.randn(4, 1, 8, 8), torch.arange(4)
     monkeypatch.setattr(export, "_write", full)
