@@ -201,6 +201,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--share", type=float, default=1.0, metavar="P", help="the tier's part of the fleet (default: 1)")
     c.add_argument("--memory", type=float, metavar="MB", help="what training may take (default: what is free)")
     c.add_argument("--seconds", type=float, default=5.0, metavar="S", help="how long to train each level (default: 5)")
+    c.add_argument("--device", default="cpu", metavar="NAME", help="the torch device, e.g. cuda (default: cpu)")
     c.add_argument("--out", type=Path, metavar="FILE", help="write the entry there too, as YAML")
     common.add_short(c, ("dataset", "model", "algorithm"))
     c.set_defaults(call=devices.profile)

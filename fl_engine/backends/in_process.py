@@ -112,11 +112,11 @@ def check_devices(names: Sequence[str]) -> None:
         )
 
 
-def check_device(name: str) -> None:
+def check_device(name: str, named_by: str = "run.devices") -> None:
     """Raises EnvironmentFailure where torch does not have the device."""
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
         raise EnvironmentFailure(
-            f"run.devices names {name!r}, which this torch cannot use: {str(error).splitlines()[0]}"
+            f"{named_by} names {name!r}, which this torch cannot use: {str(error).splitlines()[0]}"
         ) from error

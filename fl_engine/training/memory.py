@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -83,14 +84,21 @@ def level_peaks(
 
 
 def measured(
-    family: ModelFamily, data: Data, trial: Trial, samples: int, numerics: Numerics, prepare: Callable[[], None]
+    family: ModelFamily,
+    data: Data,
+    trial: Trial,
+    samples: int,
+    numerics: Numerics,
+    prepare: Callable[[], None],
+    device: str = "cpu",
 ) -> tuple[int, int]:
-    """One trial of `level_peaks`: (resident memory before, and at the peak) in bytes. Raises as it does."""
+    """One trial of `level_peaks`: (resident memory before, and at the peak) in bytes; where it trains on a GPU, what
+    torch's allocator holds there. Raises as it does."""
     what = f"training {trial.name} once, to see how much memory it takes,"
     short = "give the coordinator as much memory as the largest level takes"
     nothing = torch.arange(0)
     kind = data.part(nothing, nothing)  # without samples, which would have to travel
-    before, peak = answer_of(what, short, _measure, family, kind, trial, samples, numerics, prepare)
+    before, peak = answer_of(what, short, _measure, family, kind, trial, samples, numerics, prepare, device)
     return int(before), int(peak)
 
 
@@ -101,22 +109,26 @@ def _measure(
     samples: int,
     numerics: Numerics,
     prepare: Callable[[], None],
+    device: str,
 ) -> tuple[int, int]:
     prepare()
-    before = resident_peak()
+    peak = partial(torch.cuda.max_memory_reserved, device) if device.startswith("cuda") else resident_peak
+    before = peak()
     sent = made_up_weights(family, trial.sent)  # held while it trains, as a client holds its order
-    job = made_up_job(family, kind.task, trial, sent, kind.normalise(_made_up_like(family, kind, samples)))
+    job = made_up_job(family, kind.task, trial, sent, kind.normalise(_made_up_like(family, kind, samples)), device)
     task = replace(job.task, epochs=1)
     if task.widths and task.sandwich is None:  # so few steps may not draw the largest
         task = replace(task, widths=(task.spec,))
     train(family, kind.task, [replace(job, task=task)], numerics, most_steps=BATCHES)
-    return before, resident_peak()
+    return before, peak()
 
 
-def made_up_job(family: ModelFamily, goal: Task, trial: Trial, sent: Params, x: Tensor) -> Job:
-    """What a client trains in a trial that was `sent` these weights and has these samples, with made-up targets."""
+def made_up_job(family: ModelFamily, goal: Task, trial: Trial, sent: Params, x: Tensor, device: str = "cpu") -> Job:
+    """What a client trains on the torch device in a trial that was `sent` these weights and has these samples, with
+    made-up targets."""
     received = take(sent, family.layout(), trial.task.spec, have=trial.sent)
-    return Job(trial.task, received, x, goal.examples(len(x), torch.Generator().manual_seed(0)))
+    y = goal.examples(len(x), torch.Generator().manual_seed(0))
+    return Job(trial.task, received, x.to(device), y.to(device))
 
 
 def _made_up_like(family: ModelFamily, kind: Data, samples: int) -> Tensor:

@@ -39,12 +39,14 @@ def level_paces(
     numerics: Numerics,
     prepare: Callable[[], None],
     seconds: float,
+    device: str = "cpu",
 ) -> list[Pace]:
-    """Of each trial, trained over and over for `seconds` as a client with `samples` samples does; with fewer samples or
-    epochs where its training takes longer than that. In a process of its own, which `prepare` sets up as a client's.
-    Raises EnvironmentFailure where it dies, or a sensor of power fails."""
+    """Of each trial, trained over and over on the torch device for `seconds` as a client with `samples` samples does;
+    with fewer samples or epochs where its training takes longer than that. In a process of its own, which `prepare`
+    sets up as a client's. Raises EnvironmentFailure where it dies, or a sensor of power fails."""
     what, short = "training each level for its pace", "free memory on this machine, or choose a smaller network"
-    found: list[Pace] = answer_of(what, short, _measure, family, goal, trials, samples, numerics, prepare, seconds)
+    given = family, goal, trials, samples, numerics, prepare, seconds, device
+    found: list[Pace] = answer_of(what, short, _measure, *given)
     return found
 
 
@@ -56,14 +58,17 @@ def _measure(
     numerics: Numerics,
     prepare: Callable[[], None],
     seconds: float,
+    device: str,
 ) -> list[Pace]:
     prepare()
-    return [_pace(family, goal, trial, samples, numerics, seconds) for trial in trials]
+    return [_pace(family, goal, trial, samples, numerics, seconds, device) for trial in trials]
 
 
-def _pace(family: ModelFamily, goal: Task, trial: Trial, samples: int, numerics: Numerics, seconds: float) -> Pace:
+def _pace(
+    family: ModelFamily, goal: Task, trial: Trial, samples: int, numerics: Numerics, seconds: float, device: str
+) -> Pace:
     x = made_up(family, samples, torch.Generator().manual_seed(0))
-    whole = memory.made_up_job(family, goal, trial, memory.made_up_weights(family, trial.sent), x)
+    whole = memory.made_up_job(family, goal, trial, memory.made_up_weights(family, trial.sent), x, device)
     step = _cut(whole, 1)
     train(family, goal, [step], numerics)  # makes ready what the others use again
     started = time.perf_counter()

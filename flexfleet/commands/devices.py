@@ -46,6 +46,7 @@ def profile(args: argparse.Namespace) -> int:
         share=args.share,
         room=None if args.memory is None else args.memory * 1e6,
         seconds=args.seconds,
+        on=args.device,
     )
     text = device.text(found)
     show(json.dumps(asdict(found)) if args.json else text.rstrip())

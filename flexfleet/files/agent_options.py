@@ -26,6 +26,9 @@ def add(p: argparse.ArgumentParser) -> None:
         "--recycle", type=int, default=RECYCLE, metavar="N",
         help="start the process anew after so many orders (default: %(default)s)",
     )  # fmt: skip
+    p.add_argument(
+        "--device", metavar="NAME", help="the torch device that trains here, e.g. cuda (default: the processor)"
+    )  # fmt: skip
     p.add_argument("--once", action="store_true", help="end after one order")
 
 
@@ -41,4 +44,5 @@ def again(args: argparse.Namespace) -> list[str]:
     """The same options once more."""
     given = [f"--invite={args.invite}", f"--silence={args.silence}", f"--recycle={args.recycle}"]
     flags = [f"--{name}" for name in ("once", "quiet", "verbose") if getattr(args, name)]
-    return [*given, *([f"--folder={args.folder}"] if args.folder else []), *flags]
+    named = [f"--{name}={value}" for name in ("folder", "device") if (value := getattr(args, name))]
+    return [*given, *named, *flags]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import fl_engine
-from fl_engine.backends.in_process import prepare_process
+from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, printable
 from fl_engine.core.plain import write_yaml
 from fl_engine.core.types import Pool
@@ -79,19 +79,21 @@ def profile(
     share: float = 1.0,
     room: float | None = None,
     seconds: float = SECONDS,
+    on: str = "cpu",
 ) -> Profile:
-    """Trains each level of the configured pool for `seconds` on this device's processor, as its clients do. `name` and
+    """Trains each level of the configured pool for `seconds` here, `on` a torch device, as its clients do. `name` and
     `share`: of the tier; `room`: bytes that training may take, by default what is free. Raises BadInput for a
-    configuration that `flexfleet check` refuses; EnvironmentFailure where no level can be trained, or it cannot be said
-    what is free."""
+    configuration that `flexfleet check` refuses; EnvironmentFailure where torch does not have the device, no level can
+    be trained, or it cannot be said what is free."""
     if not (math.isfinite(seconds) and seconds > 0):
         raise ConfigError(f"--seconds says how long each level is trained, above 0; got {seconds:g}")
     if room is not None and not (math.isfinite(room) and room > 0):
         raise ConfigError(f"--memory says how many MB training may take, above 0; got {room / 1e6:g}")
     if not 0 < share <= 1:
         raise ConfigError(f"--share is the tier's part of the fleet, above 0 and at most 1; got {share:g}")
+    check_device(on, "--device")
     config = resolved.config
-    run = config.run.model_copy(update={"devices": ("cpu",)})
+    run = config.run.model_copy(update={"devices": (on,)})
     resolved = Resolved(config.model_copy(update={"run": run}), resolved.algorithm)
     tier = Tier(name or (invitation and invitation.tier) or platform.node() or "device", share, 100.0)
     bandwidth, left_out = _bandwidth(config, invitation)
@@ -118,11 +120,12 @@ def _levels(resolved: Resolved, room: int | None, seconds: float) -> tuple[list[
     numerics = numerics_of(config, training_of(algorithm), family, goal, None)
     # A device with data of its own trains on what it reads here.
     samples = len(resolved.data.train_y) if run.site.most is not None else max(map(len, run.site.partition.clients))
-    prepare = partial(prepare_process, ("cpu",))
-    room = _room() if room is None else room
+    (on,) = config.run.devices
+    prepare = partial(prepare_process, (on,))
+    room = _room(on) if room is None else room
     trials = trials_of(run, plan.orders)
     given = (samples, numerics, prepare)
-    found = [_peak(trial, partial(memory.measured, family, resolved.data, trial, *given)) for trial in trials]
+    found = [_peak(trial, partial(memory.measured, family, resolved.data, trial, *given, on)) for trial in trials]
     if not any(found):
         raise EnvironmentFailure("no level of the pool can be trained here: the errors are above")
     base = max(before for before, _ in filter(None, found))
@@ -134,7 +137,7 @@ def _levels(resolved: Resolved, room: int | None, seconds: float) -> tuple[list[
             "memory on this machine, or choose a smaller network"
         )
     timed = [trial for trial, fit in zip(trials, fits, strict=True) if fit]
-    paces = iter(pace.level_paces(family, goal, timed, *given, seconds))
+    paces = iter(pace.level_paces(family, goal, timed, *given, seconds, on))
     levels = []
     for trial, member, each, need, fit in zip(trials, pool, found, needs, fits, strict=True):
         went = next(paces) if fit else None
@@ -163,8 +166,11 @@ def _peak(trial: Trial, measured: Callable[[], tuple[int, int]]) -> tuple[int, i
     return before, peak
 
 
-def _room() -> int:
-    """Bytes that training may take: what the container's limit leaves, else what the system has available."""
+def _room(on: str) -> int:
+    """Bytes that training may take: what the container's limit leaves, else what the system has available; on a GPU
+    what is free there."""
+    if on.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(on)[0])
     try:
         return cgroup.room_of_device(memory.resident_peak())
     except EnvironmentFailure as error:
@@ -205,11 +211,13 @@ def _bandwidth(config: Config, invitation: Invitation | None) -> tuple[float | N
 
 def _about(resolved: Resolved) -> dict[str, Any]:
     config = resolved.config
+    (on,) = config.run.devices
     return {
         "dataset": resolved.data.name,
         "model": config.model["name"],
         "algorithm": config.algorithm["name"],
         "machine": platform.machine(),
+        "device": torch.cuda.get_device_name(on) if on.startswith("cuda") else on,
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -221,9 +229,10 @@ def _about(resolved: Resolved) -> dict[str, Any]:
 def text(found: Profile) -> str:
     """A configuration with this tier alone, in YAML; what was measured is in comments."""
     a = found.about
+    trained_on = "one thread" if a["device"] == "cpu" else f"the {a['device']}"
     assumed = {"bandwidth": f" It is then {Tier('', 1.0, 1.0).bandwidth:g} million bits a second, which is assumed."}
     lines = [
-        f"Measured by `flexfleet profile`: {a['model']} on {a['dataset']} with {a['algorithm']}; one thread of a "
+        f"Measured by `flexfleet profile`: {a['model']} on {a['dataset']} with {a['algorithm']}; {trained_on} of a "
         f"{a['machine']}; flexfleet {a['flexfleet']}, torch {a['torch']}, Python {a['python']}.",
         f"{found.room_bytes / 1e6:,.0f} MB of memory are free for training.",
         f"{'level':>10}{'size %':>9}{'samples/s':>12}{'peak MB':>10}{'J/sample':>11}",

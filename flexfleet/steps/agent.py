@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from fl_engine.backends.in_process import check_device
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import (
     ClientError,
@@ -201,6 +202,8 @@ def _carry_out(
 ) -> tuple[tuple[str, Algorithm, Site] | None, str | None]:
     """Answers a loan's orders; gives what the next ones of this run need too, and why not all have an answer."""
     told, started = loan.assignment, time.monotonic()
+    if line.device is not None:
+        told = told.model_copy(update={"device": line.device})
     about = f"{letter.run}, round {told.round + 1}, client {', '.join(map(str, told.clients))}"
     try:
         for url in (*told.reads.values(), *(upload.url for upload in told.writes.values())):
@@ -235,6 +238,8 @@ def _carry_out(
 def run(args: argparse.Namespace) -> int:
     """`flexfleet agent`."""
     agent_options.check(args)
+    if args.device is not None:
+        check_device(args.device, "--device")
     known, folder = known_of(args.invite, args.folder)
 
     def restart(why: str) -> NoReturn:
@@ -247,7 +252,7 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         with alone(folder), stopping_at_once():
-            line = Line(FolderStore(folder, 0o600), known)
+            line = Line(FolderStore(folder, 0o600), known, args.device)
             line.remember()
             log.info("%s waits for orders; it remembers in %s", line.known.name, folder)
             try:

@@ -84,8 +84,10 @@ class Known(Note):
 class Line:
     """The device's letters and beats. Several threads may use it."""
 
-    def __init__(self, place: FolderStore, known: Known) -> None:
+    def __init__(self, place: FolderStore, known: Known, device: str | None = None) -> None:
         self.known = known
+        self.device = device
+        """The torch device that trains, as the owner says; None: the one that orders name."""
         self.requests = 0
         self.loan: str | None = None
         """The order that it works at."""

@@ -110,7 +110,7 @@ def _site(told: Assignment, store: Store) -> tuple[Algorithm, Site]:
         parts, held = held_out(config, parts)
         pool = PoolFile.read(folder / "pool.json").pool()
     numerics = _numerics(run)
-    check_device(told.device)
+    check_device(told.device, "torch_device")
     prepare_process((told.device,))
     here = describe(numerics, (told.device,))
     if others := differing(run.numerics, here):

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import boto3.session
 import pytest
+import torch
 
 from fl_engine.exchange.letters import Beat, Invitation, Letter
 from fl_engine.storage.store import FolderStore, Store
@@ -68,8 +69,9 @@ class Scene:
         sets = [*self.sets, *LEASE, "run.backend=agents"]
         return self.flexfleet("run", "-v", "--json", "--run-id", "a", *SLOW, *argv, sets=sets)
 
-    def expected(self) -> str:
-        done = self.flexfleet("run", "--json", "--run-id", "one", *SLOW, sets=[*self.sets, *LEASE]).wait(PATIENCE_S)
+    def expected(self, device: str = "cpu") -> str:
+        sets = [*self.sets, *LEASE, f"run.devices=[{device}]"]
+        done = self.flexfleet("run", "--json", "--run-id", f"one-{device}", *SLOW, sets=sets).wait(PATIENCE_S)
         assert done.code == 0, done.err
         return str(done.json["model_sha256"])
 
@@ -123,6 +125,14 @@ def test_devices_that_are_killed_and_hung_give_the_bits_of_one_process(scene: Sc
     assert f"{killed} is silent for" in run.err
     left = [p for p in (scene.cwd / "runs" / "a" / "rounds").rglob("*") if p.is_file() and before.id in p.parts]
     assert not left or {p.parent.name for p in left} == {before.id}, "the late answer replaced nothing"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_devices_with_a_gpu_give_the_bits_of_one_process_with_one(scene: Scene) -> None:
+    for invitation in scene.invite("--count", "3"):
+        scene.agent(invitation, "--device", "cuda")
+    found = finished(scene.run())["model_sha256"]
+    assert found == scene.expected("cuda") != scene.expected()
 
 
 def test_a_coordinator_that_is_killed_finds_its_orders_with_the_devices(scene: Scene) -> None:

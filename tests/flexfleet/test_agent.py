@@ -216,6 +216,31 @@ def test_a_pod_needs_a_memory_limit_and_is_told_how_often_its_order_has_killed_p
     assert seen == [(3, cgroup.room if plain else cgroup.room_of_device)]
 
 
+@pytest.mark.parametrize("owners", [None, "cuda:1"])
+def test_the_owner_says_which_torch_device_trains(
+    invited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owners: str | None
+) -> None:
+    """Else the order does, as it does to pods. The site is made ready for it too."""
+    seen = list[str]()
+
+    def prepared(told: Assignment, store: Any) -> tuple[None, None]:
+        seen.append(told.device)
+        return None, None
+
+    monkeypatch.setattr(agent, "prepared", prepared)
+    monkeypatch.setattr(agent, "carry_out_all", lambda told, *_: seen.append(told.device))
+    told = LOAN.assignment.model_copy(update={"store": str(tmp_path), "device": "cuda:0"})
+    line = Line(FolderStore(tmp_path / "device", 0o600), known_of(invited, tmp_path / "device")[0], owners)
+    agent._carry_out(line, line.read(), LOAN.model_copy(update={"assignment": told}), None)
+    assert seen == [owners or "cuda:0"] * 2
+
+
+def test_a_torch_device_that_is_not_there_is_refused_before_any_order(invited: str, tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFailure, match="--device names 'cuda:99', which this torch cannot use"):
+        agent.main([f"--invite={invited}", f"--folder={tmp_path / 'device'}", "--device=cuda:99"])
+    assert not (tmp_path / "device").exists()
+
+
 def test_a_device_that_missed_letters_ends(line: Line, post: Post) -> None:
     member = post.roster.member("weak-1").rotated().rotated()
     post.write(member, None)
@@ -484,7 +509,7 @@ def test_a_process_that_starts_anew_is_as_loud_as_before(
 
     monkeypatch.setattr(agent.os, "execv", execv)
     monkeypatch.setattr(agent, "serve", lambda line, silence, recycle, once, restart: restart("enough"))
-    given = [f"--invite={invited}", f"--folder={tmp_path / 'device'}", flag]
+    given = [f"--invite={invited}", f"--folder={tmp_path / 'device'}", "--device=cpu", flag]
     for main, argv in ((dispatch, ["agent", *given]), (agent.main, given)):
         for logger in loggers:
             monkeypatch.setattr(logger, "level", logging.NOTSET)
@@ -492,7 +517,7 @@ def test_a_process_that_starts_anew_is_as_loud_as_before(
             main(argv)
         assert {logger.level for logger in loggers} == {level}
         given = started[-1]
-    assert started[0] == started[1]
+    assert started[0] == started[1] and "--device=cpu" in started[0]
 
 
 def test_a_process_that_starts_anew_leaves_no_code_behind(

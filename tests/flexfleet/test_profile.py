@@ -9,6 +9,7 @@ from typing import Any
 
 import boto3.session
 import pytest
+import torch
 import yaml
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
@@ -27,6 +28,7 @@ from flexfleet.runs import profile as device
 from flexfleet.steps.prepare import Resolved
 from tests.conftest import MemoryStore
 from tests.harness.moto_server import moto
+from tests.harness.processes import refused
 from tests.laws.test_power import board, ina
 
 WATTS = 6.0
@@ -78,6 +80,27 @@ def test_the_entry_says_what_the_device_does_and_a_run_takes_it(
     done = flexfleet("run", "--json", "--run-id", "a", "--config", "new/tier.yaml", sets=[*sets, "rounds.stop=1"])
     assert done.code == 0, done.err
     assert (tmp_path / "runs" / "a" / "run.json").exists()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_is_measured(
+    flexfleet: Callable[..., Any], quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ("--device", "cuda", "--seconds", "0.5", "--out", "gpu.yaml")
+    done = flexfleet("profile", "--json", *given, sets=[*quick, "model.width=4"])
+    assert done.code == 0, done.err
+    found = done.json
+    assert found["about"]["device"] == torch.cuda.get_device_name() and found["room_bytes"] > 10**9
+    sizes = [each["peak_bytes"] for each in sorted(found["levels"], key=lambda each: each["size"])]
+    assert 0 < sizes[0] < sizes[-1] < found["room_bytes"]
+    assert all(each["fits"] and each["samples_per_second"] > 10 for each in found["levels"])
+    assert f"the {torch.cuda.get_device_name()} of a" in (tmp_path / "gpu.yaml").read_text()
+
+
+def test_a_torch_device_that_is_not_there_is_refused(flexfleet: Callable[..., Any], quick: Sequence[str]) -> None:
+    said = refused(flexfleet("profile", "--device", "cuda:99", sets=quick), 6)
+    assert "--device names 'cuda:99', which this torch cannot use" in said
 
 
 # ------------------------------------------------------------------------------------ without training anything
