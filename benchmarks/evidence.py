@@ -388,7 +388,6 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("cifar10", IID, "0,1,2", 60, WITH_APOZ, VGG, "vgg16_apoz"),
     Campaign("cifar10", IID, "0,1,2", 40, APOZ_OR_NOT, WHOLE_VGG, "vgg16_full_width"),
     Campaign("cifar10", DIRICHLET, "0,1,2", 60, WITH_VGG, VGG, "vgg16_dirichlet"),
-    Campaign("cifar10", DIRICHLET, "0,1,2", 40, APOZ_OR_NOT, WHOLE_VGG, "vgg16_full_width_dirichlet"),
     Campaign("cifar10", IID, "0", 60, OR_HETEROFL, MOBILENET, "mobilenetv2"),
     Campaign("cifar10", IID, "0", 60, OR_HETEROFL, RESNET, "resnet34"),
     Campaign("tiny_imagenet", IID, "0", 60, OR_HETEROFL, FEW_IMAGES, "vgg16"),

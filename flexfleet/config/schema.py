@@ -404,11 +404,11 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _agents_on_their_processors(self) -> Config:
+    def _agents_on_their_own_devices(self) -> Config:
         if self.run.backend == "agents" and set(self.run.devices) != {"cpu"}:
             raise ValueError(
-                f"run.devices = {list(self.run.devices)} cannot be with run.backend=agents: invited devices train on "
-                "their processor; leave it at [cpu]"
+                f"run.devices = {list(self.run.devices)} cannot be with run.backend=agents: leave it at [cpu]. "
+                "Where an invited device trains, its owner says (flexfleet agent --device)"
             )
         return self
 

@@ -129,6 +129,8 @@ def test_devices_that_are_killed_and_hung_give_the_bits_of_one_process(scene: Sc
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_devices_with_a_gpu_give_the_bits_of_one_process_with_one(scene: Scene) -> None:
+    """APoZ would be a processor's here, and a GPU's there."""
+    scene.sets.append("algorithm.use_apoz=false")
     for invitation in scene.invite("--count", "3"):
         scene.agent(invitation, "--device", "cuda")
     found = finished(scene.run())["model_sha256"]
