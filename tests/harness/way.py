@@ -7,7 +7,7 @@ its answer still pass. From then on, for `seconds`:
     hangs     connections stay open and nothing passes; afterwards all that was held back arrives, late
     breaks    connections are broken, and each new one is broken after `after` bytes
 
-The process itself goes on and is not told. Which process a connection belongs to, Linux says (`/proc`).
+The process itself goes on and is not told. Which process a connection belongs to, Linux says (sock_diag(7), `/proc`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,24 @@ from typing import Literal
 How = Literal["refused", "hangs", "breaks"]
 BEGINS = (b"GET ", b"PUT ", b"POST ")
 """What a request starts with."""
+SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST = 4, 20, 1  # of linux/netlink.h and linux/sock_diag.h
+
+
+Address = tuple[str, int]
+
+
+def _inode(here: Address, there: Address) -> int:
+    """Of the TCP socket of `here` that is connected with `there`; 0: there is none any more. /proc/net/tcp says so too,
+    in milliseconds where connections have been many."""
+    sides = [socket.inet_aton(host) + bytes(12) for host, _ in (here, there)]
+    any_cookie = 2**32 - 1
+    wanted = struct.pack("!HH16s16sIII", here[1], there[1], *sides, 0, any_cookie, any_cookie)
+    asked = struct.pack("=BBBBI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0, 2**32 - 1) + wanted  # in any state
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, SOCK_DIAG) as kernel:
+        kernel.send(struct.pack("=IHHII", 16 + len(asked), SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, 0, 0) + asked)
+        answer = kernel.recv(4096)
+    (kind,) = struct.unpack_from("=H", answer, 4)
+    return int(struct.unpack_from("=I", answer, 84)[0]) if kind == SOCK_DIAG_BY_FAMILY else 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +95,7 @@ class _Cutting:
 class Way:
     """`to`: the server's host and port. `pids`: the processes that may be cut off. Devices call `url`."""
 
-    to: tuple[str, int]
+    to: Address
     pids: Callable[[], Iterable[int]]
     _cuts: dict[int, _Cutting] = field(default_factory=dict)
     _open: dict[int, list[_Connection]] = field(default_factory=dict)
@@ -124,7 +142,7 @@ class Way:
                 here, address = self._server.accept()
             except OSError:
                 return
-            pid = self._owner(address[1])
+            pid = self._owner(address)
             cutting = self._cuts.get(pid)
             if cutting is not None and cutting.begun and not cutting.over and cutting.cut.how == "refused":
                 here.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, no farewell
@@ -141,17 +159,15 @@ class Way:
             for source, target, asks in ((here, there, True), (there, here, False)):
                 threading.Thread(target=self._pass, args=(connection, source, target, asks), daemon=True).start()
 
-    def _owner(self, port: int) -> int:
-        """The process that has called from this port; 0: none of `pids`."""
-        for line in Path("/proc/net/tcp").read_text().splitlines():
-            parts = line.split()
-            if parts[1] == f"0100007F:{port:04X}":
-                for pid in self.pids():
+    def _owner(self, caller: Address) -> int:
+        """The process that has called from there; 0: none of `pids`."""
+        called = f"socket:[{_inode(caller, self._server.getsockname())}]"
+        for pid in self.pids():
+            with suppress(OSError):
+                for each in Path(f"/proc/{pid}/fd").iterdir():
                     with suppress(OSError):
-                        for each in Path(f"/proc/{pid}/fd").iterdir():
-                            with suppress(OSError):
-                                if os.readlink(each) == f"socket:[{parts[9]}]":
-                                    return pid
+                        if os.readlink(each) == called:
+                            return pid
         return 0
 
     def _pass(self, connection: _Connection, source: socket.socket, target: socket.socket, asks: bool) -> None:
