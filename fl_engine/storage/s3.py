@@ -7,6 +7,7 @@ each good for one key and a limited time; FLEXFLEET_SIGNING_AWS_* may name narro
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -258,6 +259,7 @@ class S3Store:
 
 def _connect(endpoint: str | None, settings: str, hasty: bool) -> Any:
     import boto3.session
+    import botocore.session
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
@@ -274,7 +276,9 @@ def _connect(endpoint: str | None, settings: str, hasty: bool) -> Any:
     )
     region = setting("AWS_REGION", settings) or setting("AWS_DEFAULT_REGION", settings) or "us-east-1"
     given = _credentials(settings) or _credentials(OWN)
-    session = boto3.session.Session(*given or ())  # without own ones: wherever boto3 finds them
+    core = botocore.session.Session()
+    core.register_component("data_loader", _services())
+    session = boto3.session.Session(*given or (), botocore_session=core)  # without own ones: wherever boto3 finds them
     try:
         return session.client("s3", endpoint_url=named, region_name=region, config=config)
     except BotoCoreError:  # of which some are ValueErrors
@@ -284,6 +288,15 @@ def _connect(endpoint: str | None, settings: str, hasty: bool) -> Any:
             f"{masked(str(error))}: the S3 server's address (AWS_ENDPOINT_URL) is http://host:port or "
             "https://host:port, with letters, digits, hyphens and dots in the host's name"
         ) from None
+
+
+@functools.cache
+def _services() -> Any:
+    """What botocore's files say of services: each session would read them anew, which takes most of a connection's time
+    on the processor."""
+    import botocore.session
+
+    return botocore.session.Session().get_component("data_loader")
 
 
 def _credentials(prefix: str) -> tuple[str, str, str | None] | None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import urllib3
 from botocore.exceptions import ClientError
+from botocore.loaders import JSONFileLoader
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, InUse, Unreachable
 from fl_engine.storage import lease, s3
@@ -252,6 +253,15 @@ def test_of_a_body_without_a_length_no_more_is_read_than_its_limit(broken: str) 
         with pytest.raises(IntegrityError, match="more than the 100000 bytes"):
             get("key", 100_000)
         assert _Broken.sent < 2**25, "what the sockets hold, and no more"
+
+
+def test_botocores_files_are_read_for_the_first_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connected(port: int) -> Any:
+        return S3Store(f"s3://{BUCKET}/x", endpoint=f"http://127.0.0.1:{port}")._client.meta.endpoint_url
+
+    assert connected(1) == "http://127.0.0.1:1"
+    monkeypatch.setattr(JSONFileLoader, "load_file", lambda loader, path: pytest.fail(f"reads {path}"))
+    assert connected(2) == "http://127.0.0.1:2"
 
 
 def test_a_server_that_is_not_there_is_said_without_its_secrets(
