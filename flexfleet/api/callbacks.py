@@ -9,17 +9,12 @@ model is the same, bit for bit.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import ClientUpdate, Params, WorkOrder
 from fl_engine.training.evaluation import published
-
-if TYPE_CHECKING:
-    from flexfleet.api.results import Result
 
 
 class _Stop:
@@ -52,8 +47,9 @@ class Round:
 class Callback:
     """Override what you need."""
 
-    def on_start(self, result: Result) -> None:
-        """Before the first round that is computed. `result.folder` is where the run writes."""
+    def on_start(self, result: Any) -> None:
+        """Before the first round that is computed. `result`: a `flexfleet.Result`, whose `folder` is where the run
+        writes."""
 
     def on_update(self, order: WorkOrder, update: ClientUpdate) -> None:
         """A client's update has arrived, in the order of arrival; whether it is merged is decided later."""
@@ -63,51 +59,3 @@ class Callback:
 
     def on_end(self, status: str) -> None:
         """A run that had started has ended: `finished`, `stopped` or `failed`."""
-
-
-class Watching:
-    """The engine's watcher that calls callbacks."""
-
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        for each in callbacks:
-            if isinstance(each, type) or not isinstance(each, Callback):
-                raise ConfigError(f"callbacks: objects of flexfleet.Callback are expected, got {each!r}")
-        self._callbacks = tuple(callbacks)
-        self._updates = [each for each in callbacks if type(each).on_update is not Callback.on_update]
-        self.stopped = False
-        self._started = False
-
-    def start(self, result: Result) -> None:
-        self._started = True
-        self._each(lambda callback: callback.on_start(result))
-
-    def update(self, order: WorkOrder, update: ClientUpdate) -> None:
-        for callback in self._updates:
-            hints, metrics = copy.deepcopy(dict(order.hints)), dict(update.metrics)
-            sent, kept, brought, state = map(_copied, (order.payload, order.memory, update.payload, update.state))
-            callback.on_update(
-                replace(order, payload=sent, memory=kept, hints=hints, encoded=None),
-                replace(update, payload=brought, state=state, metrics=metrics, encoded=None),
-            )
-
-    def round(
-        self, number: int, metrics: Mapping[str, float], clients: Sequence[Mapping[str, Any]], state: Any
-    ) -> bool:
-        for callback in self._callbacks:
-            said = callback.on_round(Round(number, dict(metrics), copy.deepcopy(list(clients)), state))
-            if said is not None and said is not STOP:
-                raise ConfigError(f"{type(callback).__name__}.on_round returns None or flexfleet.STOP, got {said!r}")
-            self.stopped |= said is STOP
-        return self.stopped
-
-    def end(self, status: str) -> None:
-        if self._started:
-            self._each(lambda callback: callback.on_end(status))
-
-    def _each(self, call: Callable[[Callback], None]) -> None:
-        for callback in self._callbacks:
-            call(callback)
-
-
-def _copied(params: Params) -> Params:
-    return {name: tensor.clone() for name, tensor in params.items()}

@@ -15,8 +15,8 @@ from flexfleet.api.asked import check_reach, plain
 from flexfleet.api.errors import told
 from flexfleet.api.labels import entries_of
 from flexfleet.api.paired import Paired, paired
+from flexfleet.api.progress import shown
 from flexfleet.api.results import Result, in_store
-from flexfleet.api.running import shown
 from flexfleet.api.tables import table, to_html
 from flexfleet.comparisons import tables, tabulate
 from flexfleet.comparisons.comparison import Comparison as ComparisonFile

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,21 +29,21 @@ from fl_engine.storage.store import decode
 from fl_engine.training.evaluation import weights_of
 from fl_engine.training.guest import guest
 from fl_engine.training.numerics import describe, differing
-from flexfleet.api.asked import with_own_data
+from flexfleet.api.asked import plain, with_own_data
+from flexfleet.api.callbacks import Callback
+from flexfleet.api.errors import told
 from flexfleet.api.tables import table, to_html
+from flexfleet.api.watched import run_watched
 from flexfleet.config import Config, codecs, parse_schema, parse_with_algorithm
 from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile
 from flexfleet.files.artifacts import Result as ResultFile
 from flexfleet.files.measure import measure_in
-from flexfleet.runs.status import is_finished
+from flexfleet.runs.status import OF_STUDY, is_finished
 from flexfleet.steps import own_code
 from flexfleet.steps.partition import folders_sum, simulated
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.resumed import devices_decide, store_of
 from flexfleet.steps.site import given_weights, initial_state, site_of, trace_of
-
-if TYPE_CHECKING:
-    from flexfleet.api.callbacks import Callback
 
 DEFAULT_STORE = Path("runs")
 
@@ -256,11 +256,15 @@ class Result:
         does not end it before. It goes on in `folder`, by that folder's name, also where it began with another one.
         `mlflow_uri`: the address of its MLflow, where that has a password, which run.json does not keep, or where the
         server has moved; MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD count as they do for `run`."""
-        from flexfleet.api.running import resumed
-
         __tracebackhide__ = True
+
+        def go() -> Result:
+            folder = self.folder if self.folder.name != ".." else self.folder.resolve()
+            config = _to_go_on_with(folder, rounds, mlflow_uri)
+            return run_watched(config, folder.name, True, callbacks, progress, Result)
+
         try:
-            return resumed(self, rounds, mlflow_uri, callbacks, progress)
+            return told(go)
         finally:  # what was read before is not so any more
             for name in ("_run", "_config", "_ledger", "_rows", "_pool", "_result", "_params"):
                 self.__dict__.pop(name, None)
@@ -306,6 +310,22 @@ class Result:
             run = Run(resolved.algorithm, site, config.rounds, config.run.devices, None, codecs(config), trace, wait)
             backend = InProcess(site, config.run.devices)
             return replay(run, initial, backend, self._ledger, round - 1, client)
+
+
+def _to_go_on_with(folder: Path, rounds: int | None, mlflow_uri: str | None) -> Config:
+    """The configuration of the run in the folder, which may be a copy or have another name by now."""
+    run = RunFile.read(folder / "run.json")
+    values = dict(own_code.recorded(run))
+    values["run"] = {**values["run"], "store": str(folder.parent)}
+    if rounds is not None:
+        values["rounds"] = {**values["rounds"], "stop": plain(rounds, "rounds")}
+    if mlflow_uri is not None:
+        values["tracking"] = {**values["tracking"], "mlflow": plain(mlflow_uri, "mlflow_uri")}
+    config = with_own_data(parse_with_algorithm(values)[0], folder)
+    if config.run.remote is not None and run.run_id != folder.name and folder.parent.name in OF_STUDY:
+        study = folder.resolve().parent.parent.name
+        raise ConfigError(f"{folder} is a run of the study {study}, and goes on with it alone: resume the study")
+    return config
 
 
 def load(run: str | Path | Result) -> Result:

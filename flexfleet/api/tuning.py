@@ -14,8 +14,9 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.training.guest import guest
 from flexfleet.api.asked import Default, check_kinds, check_once, check_reach, config_of, leaves, plain
 from flexfleet.api.errors import told
+from flexfleet.api.progress import shown
 from flexfleet.api.results import in_store
-from flexfleet.api.running import ALGORITHM, DATASET, MODEL, shown
+from flexfleet.api.running import ALGORITHM, DATASET, MODEL
 from flexfleet.api.tables import table, to_html
 from flexfleet.config import Config, load_config, parse
 from flexfleet.config.names import plain as plain_name

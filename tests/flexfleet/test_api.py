@@ -21,7 +21,7 @@ import flexfleet as ff
 from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
-from flexfleet.api import running
+from flexfleet.api import results
 from flexfleet.api.asked import Default, config_of, name_of
 from flexfleet.api.errors import in_python
 from flexfleet.api.errors import told as in_a_call
@@ -316,7 +316,7 @@ def test_a_resume_takes_the_address_of_mlflow_that_no_file_keeps(
     result: ff.Result, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs: list[Any] = []
-    monkeypatch.setattr(running, "_run", lambda config, *_: configs.append(config))
+    monkeypatch.setattr(results, "run_watched", lambda config, *_: configs.append(config))
     result.resume(3, mlflow_uri=SECRET)
     result.resume(3)
     assert [config.tracking.mlflow for config in configs] == [SECRET, None]
@@ -331,7 +331,7 @@ def test_a_run_of_an_earlier_version_is_resumed_without_the_password_in_its_reco
     known["config"]["dataset"]["root"] = "https://me:geheim@host/repo.git@v1:data"
     record.write_text(json.dumps(known))
     configs: list[Any] = []
-    monkeypatch.setattr(running, "_run", lambda config, *_: configs.append(config))
+    monkeypatch.setattr(results, "run_watched", lambda config, *_: configs.append(config))
     ff.load(tmp_path / "a").resume(3)
     assert [config.dataset.root for config in configs] == ["https://host/repo.git@v1:data"]
 
@@ -455,7 +455,7 @@ def test_progress_is_lines_a_bar_in_a_notebook_or_nothing(
     assert "round 1/2" in lines and "round 2/2" in lines and "2/2 [" not in lines
     ff.run(**common, progress=False)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("flexfleet.api.running.in_notebook", lambda: True)
+    monkeypatch.setattr("flexfleet.api.progress.in_notebook", lambda: True)
     ff.run(**common)
     bar = capsys.readouterr().err
     assert "2/2 [" in bar and "full" in bar and "round 1/2" not in bar

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fl_engine.training import numerics
-from flexfleet.api.running import shown as shown_in_python
+from flexfleet.api.progress import shown as shown_in_python
 from flexfleet.comparisons import side_by_side
 from flexfleet.files.live import CLEAR, Live, counted_warnings, span
 from flexfleet.files.terminal import settle

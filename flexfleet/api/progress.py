@@ -1,0 +1,71 @@
+"""What a call shows while it computes (`progress=`): lines, in a notebook a bar, or nothing."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from flexfleet.tracking.console import brief
+
+log = logging.getLogger("flexfleet")
+
+
+def in_notebook() -> bool:
+    """Whether this is the kernel of a notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+class Bar:
+    """A tracker: how many rounds are committed, the last one's figures, and the time that is left."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=int(values["rounds.stop"]), unit="round", file=sys.stderr)
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        if rows:
+            number, values = rows[-1]
+            self._bar.set_postfix_str(brief(values), refresh=False)
+            self._bar.update(number - self._bar.n)
+
+    def finish(self, status: str) -> None:
+        if self._bar is not None:
+            if status == "FINISHED":
+                self._bar.total = self._bar.n  # fewer than rounds.stop where the simulated clock ended the run
+            self._bar.close()
+
+
+def barred(progress: bool | None) -> bool:
+    """Whether a bar is shown instead of lines."""
+    return progress is None and in_notebook()
+
+
+@contextmanager
+def shown(progress: bool | None) -> Iterator[None]:
+    """The package's log on stderr, or by the process's own handlers where it has some; nothing where `progress` is
+    False. A level that the process has set for the package's log holds, but for a bar's or for False."""
+    level, propagate, handler = log.level, log.propagate, None
+    if progress is False or barred(progress):
+        log.setLevel(logging.ERROR if progress is False else logging.WARNING)
+    else:
+        log.setLevel(level or logging.INFO)
+        if not (log.handlers or logging.getLogger().handlers):
+            handler = logging.StreamHandler(sys.stderr)
+            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+            log.propagate = False
+            log.addHandler(handler)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
