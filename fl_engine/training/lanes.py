@@ -247,7 +247,7 @@ def _replace(module: nn.Module, side_by_side: bool) -> nn.Module:
     return new(module) or module
 
 
-def layout_of(layout: ParamLayout) -> ParamLayout:
+def stacked_layout(layout: ParamLayout) -> ParamLayout:
     """The layout of weights (n, ...): all lanes are sliced alike."""
     lane = Axis(None)
     slots = {name: Slot(slot.block, (lane, *slot.axes)) for name, slot in layout.slots.items()}

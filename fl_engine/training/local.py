@@ -307,7 +307,7 @@ def _objective(
     function is valid as long as the networks are `borrowed`; the generators that they draw from are put into
     `streams`."""
     task, n, device = jobs[0].task, len(jobs), jobs[0].x.device
-    layout = lanes.layout_of(family.layout())
+    layout = lanes.stacked_layout(family.layout())
     forward = _student(family, layout, jobs, state, streams, borrowed)
     teachers, fetch = _teachers(family, layout, jobs, state, streams, borrowed)
     seen = Seen()
