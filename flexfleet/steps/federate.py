@@ -147,7 +147,7 @@ def _federate(
     key, key_at = None, known.key_at if known else None
     if private or apart:
         place = keys.place(config, run_id, store, out)
-        key, key_at = keys.key_of_run(place, store, known), str(place)
+        key, key_at = keys.key_of_run(place, known), str(place)
     trace, trace_sha256 = trace_of(config, site)
     of_clients = simulated(resolved, site)
     wheel = own_code.wheel_of(config)

@@ -29,8 +29,7 @@ log = logging.getLogger("flexfleet")
 SIZE = 32
 """Bytes of a key."""
 IN_RUN = "secret/key"
-"""The key's place in the run's folder, where nothing else is set; runs of versions that did not keep it apart had it
-there in the ledger's store."""
+"""The key's place in the run's folder, where nothing else is set."""
 SETTINGS = "FLEXFLEET_SECRETS_"
 """Prefix of the environment variables with the address and credentials of a bucket for keys."""
 
@@ -184,13 +183,11 @@ def _address(settings: str) -> str:
     return (endpoint_of(settings) or "").rstrip("/")
 
 
-def key_of_run(place: Place, store: Store, known: RunFile | None) -> bytes:
-    """The run's key. Makes it if the run has none yet; moves it out of the ledger's `store` if an older version kept it
-    there.
+def key_of_run(place: Place, known: RunFile | None) -> bytes:
+    """The run's key. Makes it if the run has none yet.
 
     Raises IntegrityError if it is gone, or differs from the one in the run's record `known`.
     """
-    _move(store, place)
     expected = None if known is None else known.key_sha256
     key = place.read()
     if key is None and expected is None:
@@ -209,26 +206,3 @@ def key_of_run(place: Place, store: Store, known: RunFile | None) -> bytes:
             "another run (with another key the model would be another, and a known one takes the noise off)"
         )
     return key
-
-
-def _move(store: Store, place: Place) -> None:
-    """Moves the key of a run that began when keys were kept in its ledger's store."""
-    stays = isinstance(place, InStore) and place.store.uri(place.key) == store.uri(IN_RUN)
-    if stays or IN_RUN not in store.list(IN_RUN):
-        return
-    old = store.get(IN_RUN)
-    if len(old) != SIZE:
-        raise IntegrityError(f"{store.uri(IN_RUN)} holds {len(old)} bytes, a key has {SIZE}: put it back")
-    place.create(old)
-    if place.read() != old:
-        raise IntegrityError(
-            f"{place} holds another key than {store.uri(IN_RUN)}, where this run began with its own: delete the former "
-            "where no run needs it, or set run.secrets to another place"
-        )
-    store.delete(IN_RUN)
-    log.warning(
-        "the run's key was moved from %s to %s, out of reach of clients' URLs; a bucket with versions keeps the old "
-        "object until its versions are deleted",
-        store.uri(IN_RUN),
-        place,
-    )

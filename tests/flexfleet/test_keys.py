@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import logging
 import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -31,22 +30,20 @@ from flexfleet.steps.prepare import Resolved
 from tests.harness.moto_server import moto
 from tests.k8s import fake
 
-OLD = bytes(range(SIZE))
+KEY = bytes(range(SIZE))
 PRIVATE = ("algorithm.aggregation={name: private, noise_multiplier: 0.1}", "rounds.norm_bound=null")
 Step = Callable[..., Any]
 
 
-def record(key: bytes | None = None, at: str | None = "the Secret there/a-keys") -> RunFile:
-    digest = None if key is None else sha256(key)
-    return RunFile(
-        run_id="a", config={}, numerics={}, pool_sha256="", partition_sha256="", key_at=at, key_sha256=digest
-    )
+def record(key: bytes) -> RunFile:
+    of_key = {"key_at": "the Secret there/a-keys", "key_sha256": sha256(key)}
+    return RunFile(run_id="a", config={}, numerics={}, pool_sha256="", partition_sha256="", **of_key)
 
 
 class Dying:
     """A cluster, or anything else, whose calls that change something are not done any more after so many."""
 
-    def __init__(self, inner: Any, left: list[int], killed: type[BaseException]) -> None:
+    def __init__(self, inner: Any, left: int, killed: type[BaseException]) -> None:
         self.inner, self.left, self.killed = inner, left, killed
 
     def __getattr__(self, name: str) -> Any:
@@ -55,9 +52,9 @@ class Dying:
             return found
 
         def write(*given: Any) -> Any:
-            if self.left[0] == 0:
+            if self.left == 0:
                 raise self.killed
-            self.left[0] -= 1
+            self.left -= 1
             return found(*given)
 
         return write
@@ -73,68 +70,35 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
 
 # ------------------------------------------------------------------------------------------------- one place
 @pytest.mark.parametrize("kind", ["file", "Secret"])
-@pytest.mark.parametrize("old", [False, True], ids=["new", "moved"])
 def test_a_kill_at_any_write_loses_no_key(
-    kind: str, old: bool, cluster: Cluster, tmp_path: Path, memory_store: Store, killed: type[BaseException]
+    kind: str, cluster: Cluster, tmp_path: Path, killed: type[BaseException]
 ) -> None:
-    """Before its record is written, and after; of a new run, and of one whose key is moved."""
-    for writes in range(4):
+    """Before its record is written, and after."""
+    for writes in range(2):
         root, label = tmp_path / f"{writes}", f"a{writes}"
-        if old:
-            memory_store.put(IN_RUN, OLD)
 
-        def start(left: int, root: Path = root, label: str = label) -> bytes:
-            shared = [left]
-            store: Any = Dying(memory_store, shared, killed)
-            there = InSecret(Dying(cluster, shared, killed), label)  # type: ignore[arg-type]
-            here = InStore(Dying(FolderStore(root), shared, killed), "secret/key", "")  # type: ignore[arg-type]
-            return keys.key_of_run(here if kind == "file" else there, store, None)
+        def start(left: int, known: RunFile | None, root: Path = root, label: str = label) -> bytes:
+            there = InSecret(Dying(cluster, left, killed), label)  # type: ignore[arg-type]
+            here = InStore(Dying(FolderStore(root), left, killed), IN_RUN)  # type: ignore[arg-type]
+            return keys.key_of_run(here if kind == "file" else there, known)
 
         found = None
         try:
-            found = start(writes)
+            found = start(writes, None)
         except killed:
-            assert writes < (2 if old else 1)
-        again = start(-1)
-        assert again == (OLD if old else found or again) and len(again) == SIZE
-        assert keys.key_of_run(
-            InSecret(cluster, label) if kind == "Secret" else InStore(FolderStore(root), "secret/key", ""),
-            memory_store, record(again),
-        ) == again  # fmt: skip
-        assert memory_store.list("") == []
-
-
-def test_a_key_that_is_moved_is_told_of_and_read_back(
-    cluster: Cluster, memory_store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory_store.put(IN_RUN, OLD)
-    place = InSecret(cluster, "a")
-    with monkeypatch.context() as patch:
-        patch.setattr(Cluster, "create", lambda *_: {})
-        with pytest.raises(IntegrityError, match="holds another key than memory/secret/key"):
-            keys.key_of_run(place, memory_store, None)
-        assert memory_store.get(IN_RUN) == OLD, "nothing is deleted before it is seen elsewhere"
-    assert keys.key_of_run(place, memory_store, record()) == OLD
-    (told,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert "moved from memory/secret/key to the Secret flexfleet-clients/a-keys" in told and "versions" in told
-
-
-def test_a_place_that_holds_another_runs_key_is_left_as_it_is(tmp_path: Path, memory_store: Store) -> None:
-    memory_store.put(IN_RUN, OLD)
-    place = InStore(FolderStore(tmp_path), "a/key", "")
-    place.create(bytes(SIZE))
-    with pytest.raises(IntegrityError, match="another key"):
-        keys.key_of_run(place, memory_store, None)
-    assert place.read() == bytes(SIZE) and memory_store.get(IN_RUN) == OLD
+            assert writes == 0
+        again = start(-1, None)
+        assert again == (found or again) and len(again) == SIZE
+        assert start(-1, record(again)) == again
 
 
 def test_a_secret_is_created_once_owned_by_nobody_and_says_how_to_be_rid_of_it(
-    cluster: Cluster, memory_store: Store, caplog: pytest.LogCaptureFixture
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     place = InSecret(cluster, "a-123456")
-    made = keys.key_of_run(place, memory_store, None)
-    assert keys.key_of_run(place, memory_store, None) == made == keys.key_of_run(place, memory_store, record(made))
+    made = keys.key_of_run(place, None)
+    assert keys.key_of_run(place, None) == made == keys.key_of_run(place, record(made))
     body = cluster.get("secrets", "a-123456-keys")
     assert body is not None and base64.b64decode(body["data"]["key"]) == made and body["immutable"]
     assert "ownerReferences" not in body["metadata"]
@@ -144,11 +108,11 @@ def test_a_secret_is_created_once_owned_by_nobody_and_says_how_to_be_rid_of_it(
 
 
 @pytest.mark.parametrize("how", ["gone", "another", "half", "no base64", "no key"])
-def test_a_key_that_is_not_the_runs_is_named_with_where_it_was(how: str, cluster: Cluster, memory_store: Store) -> None:
+def test_a_key_that_is_not_the_runs_is_named_with_where_it_was(how: str, cluster: Cluster) -> None:
     """And none is made in its place."""
     place = InSecret(cluster, "a")
     if how in ("another", "half"):
-        place.create(bytes(SIZE) if how == "another" else OLD[:16])
+        place.create(bytes(SIZE) if how == "another" else KEY[:16])
     elif how != "gone":
         meta = {"name": "a-keys", "namespace": "flexfleet-clients"}
         data = {"key": "?"} if how == "no base64" else {"another": "AAAA"}
@@ -157,7 +121,7 @@ def test_a_key_that_is_not_the_runs_is_named_with_where_it_was(how: str, cluster
     gone = r"kept in the Secret there/a-keys: bring it there, or set run\.secrets"
     wanted = gone if how == "gone" else "a-keys holds"
     with pytest.raises(IntegrityError, match=wanted):
-        keys.key_of_run(place, memory_store, record(OLD))
+        keys.key_of_run(place, record(KEY))
     assert cluster.get("secrets", "a-keys") == kept
 
 
