@@ -20,6 +20,7 @@ from fl_engine.exchange.code import Wheel, store_key
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import KeyOf
 from fl_engine.exchange.updates import key_of as signing_key
+from fl_engine.fleet.trace import Trace
 from fl_engine.rounds import at_clients, loop
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
@@ -126,23 +127,16 @@ def _federate(
     watcher: Watcher | None,
 ) -> Path:
     config, algorithm = resolved.config, resolved.algorithm
-    if config.run.remote is not None:
-        fetch_run(store, out)
-    known = known_run(config, out, resume)
-    if known:
-        same_place(known, config, run_id, out)
-    else:
-        check_recorded(store, out)
+    private, apart = privacy.is_private(algorithm), config.run.apart
+    known = _known(config, store, out, run_id, resume)
     tell_unused(config)
     site = site_of(resolved, partition_dir, pool_dir, known.numerics if known else None)
     if config.evaluate.on == "clients":
         at_clients.check(algorithm, site.family, site.pool)
     if known:
         same_start(resolved, pool_dir, out)
-    rules = replace(site.rules, algorithm=algorithm, seed=None if devices_decide(config) else config.seed)
-    private, apart = privacy.is_private(algorithm), config.run.apart
-    if known and private:
-        same_noise(known, out)
+        if private:
+            same_noise(known, out)
     token = known.token if known else uuid.uuid4().hex if config.tracking.mlflow or private else ""
     key, key_at = None, known.key_at if known else None
     if private or apart:
@@ -151,6 +145,7 @@ def _federate(
     trace, trace_sha256 = trace_of(config, site)
     of_clients = simulated(resolved, site)
     wheel = own_code.wheel_of(config)
+    rules = replace(site.rules, algorithm=algorithm, seed=None if devices_decide(config) else config.seed)
     ledger = ledger_in(store, config.rounds.keep_every, rules, *_signing(key if apart else None), held)
 
     run = RunFile(
@@ -171,10 +166,7 @@ def _federate(
         noise_numerics=describe_noise() if private else None,
     )
     if known:
-        same(known, run, out, accept_numerics)
-        others = (known.numerics,) if differing(known.numerics, run.numerics) else ()
-        before = known.earlier_numerics + others
-        run = run.model_copy(update={"earlier_numerics": before})
+        run = _going_on(known, run, out, accept_numerics)
     loop.check_end(ledger, config.rounds, discard_damaged)  # before anything is written that says the new end
     if wheel is not None:  # before the record that names it
         FolderStore(out).put(store_key(wheel.sha256), wheel.value)
@@ -185,28 +177,12 @@ def _federate(
     tracker = Several([console, *(t for t in (mlflow, observer) if t is not None)])
     with ending(tracker, Replaced):  # once replaced, MLflow shows the other coordinator's run
         if mlflow is not None:
-            if known:
-                tell_shared(known, run_id, out)
-            track.inputs(mlflow, config, site.partition.data, run.partition_sha256, run.trace_sha256)
-            run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
-            run.write(out / "run.json")
-        form = Form.of(site.data) if site.most is not None else None
-        site_sums = _put_site(ledger, out, partition_dir, pool_dir, wheel, form)
-
+            _tell_mlflow(mlflow, config, run, known, site, out)
+        site_sums = _put_site(ledger, out, partition_dir, pool_dir, wheel, site)
         tracker.params(configs.shown(config))
         first = [initial_state(resolved, site, given_weights(pool_dir, site.family))]
         noise_key = privacy.noise_key(key, token) if private and key is not None else None
-        described = Run(
-            algorithm,
-            site,
-            config.rounds,
-            config.run.devices,
-            noise_key,
-            configs.codecs(config),
-            trace,
-            config.fleet.wait_s,
-            config.evaluate if config.evaluate.on == "clients" else None,
-        )
+        described = _described(resolved, site, noise_key, trace)
         with (
             counted_warnings(),
             stop_on_signals() as should_stop,
@@ -229,6 +205,50 @@ def _federate(
             )
         with loop.told_how_to_go_on(ledger):
             return _finish(out, ledger, final, tracker, mlflow)
+
+
+def _known(config: Config, store: Store, out: Path, run_id: str, resume: bool) -> RunFile | None:
+    """The record of the run that goes on here, from wherever it began; None: it begins."""
+    if config.run.remote is not None:
+        fetch_run(store, out)
+    known = known_run(config, out, resume)
+    if known:
+        same_place(known, config, run_id, out)
+    else:
+        check_recorded(store, out)
+    return known
+
+
+def _going_on(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> RunFile:
+    """The record `run` of a run that goes on, with how its earlier rounds were computed. Raises where it is not the
+    `known` one."""
+    same(known, run, out, accept_numerics)
+    others = (known.numerics,) if differing(known.numerics, run.numerics) else ()
+    return run.model_copy(update={"earlier_numerics": known.earlier_numerics + others})
+
+
+def _tell_mlflow(mlflow: MLflow, config: Config, run: RunFile, known: RunFile | None, site: Site, out: Path) -> None:
+    """Tells MLflow what goes into the run, and the run's record who it is in MLflow."""
+    if known:
+        tell_shared(known, run.run_id, out)
+    track.inputs(mlflow, config, site.partition.data, run.partition_sha256, run.trace_sha256)
+    run.model_copy(update={"mlflow_run_id": mlflow.run_id}).write(out / "run.json")
+
+
+def _described(resolved: Resolved, site: Site, noise_key: bytes | None, trace: Trace | None) -> Run:
+    """What the rounds know of the run."""
+    config = resolved.config
+    return Run(
+        resolved.algorithm,
+        site,
+        config.rounds,
+        config.run.devices,
+        noise_key,
+        configs.codecs(config),
+        trace,
+        config.fleet.wait_s,
+        config.evaluate if config.evaluate.on == "clients" else None,
+    )
 
 
 def _surroundings(
@@ -264,10 +284,10 @@ def _surroundings(
 
 
 def _put_site(
-    ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path, wheel: Wheel | None, form: Form | None
+    ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path, wheel: Wheel | None, site: Site
 ) -> dict[str, str]:
-    """Puts into the store what clients on other machines need to know: who holds which samples, or, with `form`, what
-    samples look like that clients have themselves. Gives the sum of each file, by name."""
+    """Puts into the store what clients on other machines need to know: who holds which samples, or what samples look
+    like that clients have themselves. Gives the sum of each file, by name."""
     if ledger.checkpoints.lease is None and ledger.mailbox.key is None:
         return {}
     run = RunFile.read(out / "run.json")
@@ -277,6 +297,7 @@ def _put_site(
     if wheel is not None:
         ledger.store.put(store_key(wheel.sha256), wheel.value)
     told = run.model_copy(update={"config": run.config | unseen})
+    form = Form.of(site.data) if site.most is not None else None
     found = {}
     for name in site_files(form is not None):
         if name == "run.json":
