@@ -1,83 +1,39 @@
-"""Preparations through `flexfleet run`: the search of docs/guides/extending.md, word for word, kept by its inputs."""
+"""Preparations through `flexfleet run`: what the search of docs/guides/extending.md finds decides the pool."""
 
 from __future__ import annotations
 
 import json
-import re
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 
 from fl_engine.algorithms import FlexFL, HeteroFL
 from fl_engine.algorithms.pooled import prefix_pool
 from fl_engine.core.contracts import ModelFamily, PreparationContext, ServerContext
-from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError, PoolError
+from fl_engine.core.errors import ConfigError, PartitionError, PoolError
 from fl_engine.core.types import Pool, Prepared
-from fl_engine.data.partitioning import TENSORS
-from fl_engine.exchange import code
 from fl_engine.preparation import CONTRACT, PREPARATIONS, preparation
-from flexfleet.comparisons import whole
-from flexfleet.config import load_config
-from flexfleet.config.entries import Entry
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import Apoz, PoolFile
 from flexfleet.runs.check import check
-from flexfleet.steps import keys, labels, model_pool, share
-from flexfleet.steps.partition import cut, partition, server_of
+from flexfleet.steps import model_pool
+from flexfleet.steps.partition import cut, server_of
 from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import pretrain
+from tests.harness.searched import MADE, prepared_in
+from tests.harness.searched import searched as searched  # a fixture
+
+pytestmark = pytest.mark.usefixtures("searched")
 
 HERE = __name__
-ROOT = Path(__file__).parents[2]
-MADE = "searched.Search.json"
 TABLE = ("dataset.name=fl_engine.testing.kinds:TABLE", "model.name=fl_engine.testing.kinds:TinyMLP")
-
-
-def recipe() -> str:
-    """The guide's file."""
-    guide = (ROOT / "docs/guides/extending.md").read_text()
-    (text,) = re.findall(r"```python\n# searched\.py.*?\n(.*?)```", guide, re.DOTALL)
-    return str(text)
-
-
-@pytest.fixture(autouse=True)
-def _where_the_file_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> Iterator[None]:
-    (tmp_path / "searched.py").write_text(recipe())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("searched", None)
 
 
 @pytest.fixture
 def sets(quick: Sequence[str]) -> list[str]:
     return [*quick, "algorithm.name=searched:Searched"]
-
-
-@pytest.fixture
-def unused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From now on a search is a mistake."""
-
-    def refuse() -> None:
-        import searched  # type: ignore[import-not-found]
-
-        monkeypatch.setattr(searched.Search, "prepare", lambda *_: pytest.fail("what is there is computed again"))
-
-    return refuse
-
-
-def prepared_in(folder: Path, sets: Sequence[str]) -> Path:
-    """The steps before the rounds, as a run that was killed then leaves them; gives pretrain/."""
-    resolved = Resolved.load(None, sets)
-    partition(resolved, folder / "partition")
-    pretrain(resolved, folder / "partition", folder / "pretrain")
-    return folder / "pretrain"
 
 
 # ------------------------------------------------------------------------------------------------ it decides
@@ -99,388 +55,6 @@ def test_what_is_found_decides_the_pool(flexfleet: Any, sets: list[str]) -> None
         assert found["width"] == min(enough)
         assert Apoz.read(Path("runs", run_id, "pretrain", "apoz.json")).layers == ()
     assert widths[1e9] == 0.25
-
-
-# -------------------------------------------------------------------------------------------------- it is kept
-def test_a_run_takes_over_what_is_there_and_says_so(
-    flexfleet: Any, sets: list[str], unused: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "flexfleet")
-    whole = flexfleet("run", "--json", "--run-id", "whole", sets=sets)
-    folder = prepared_in(Path("runs/a"), sets)
-    before = (folder / MADE).read_bytes()
-    unused()
-    # What does not move the result of a preparation is no input of it.
-    done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*sets, "run.devices=[cpu, cpu]"])
-    assert done.code == 0, done.err
-    said = [each.getMessage() for each in caplog.records if "taken over" in each.getMessage()]
-    assert said == ["searched:Search is taken over from runs/a/pretrain: its inputs are the same"]
-    assert (folder / MADE).read_bytes() == before
-    assert done.json["model_sha256"] == whole.json["model_sha256"]
-
-
-INPUTS = {
-    "pretrain.epochs": ["pretrain.epochs=2"],
-    "a parameter that it asks for": ["algorithm.candidates=[0.3, 0.5]"],
-    "one with its default": ["algorithm.tolerance=0.5"],
-    "the seed": ["seed=1"],
-    "the partition": ["partition.alpha=0.3"],
-    "the data": ["dataset.train_samples=241"],
-    "the network": ["model.width=0.25"],
-}
-
-
-@pytest.mark.parametrize("what", [*INPUTS, "its file"])
-def test_another_input_computes_again(tmp_path: Path, sets: list[str], what: str) -> None:
-    folder = prepared_in(tmp_path / "a", sets)
-    before = prepared.index(folder)["searched:Search"]
-    if what == "its file":
-        (tmp_path / "searched.py").write_text(recipe().replace("min(width for", "max(width for"))
-        sys.modules.pop("searched")
-    else:
-        sets = [*sets, *INPUTS[what]]
-    now = prepared.index(prepared_in(tmp_path / "a", sets))["searched:Search"]
-    assert now.inputs != before.inputs
-    # In a folder of its own it makes the same.
-    fresh = prepared_in(tmp_path / "b", sets)
-    assert (fresh / MADE).read_bytes() == (folder / MADE).read_bytes()
-    assert prepared.index(fresh)["searched:Search"] == now
-
-
-def test_another_file_beside_its_own_computes_again(tmp_path: Path, sets: list[str]) -> None:
-    """One that it takes names from: a file that is merely there says nothing of it."""
-    inputs = []
-    for text, other in (("OWN = 1", ""), ("OWN = 2", ""), ("OWN = 2", "OTHER = 1")):
-        (tmp_path / "beside.py").write_text(text)
-        (tmp_path / "other.py").write_text(other)
-        (tmp_path / "searched.py").write_text(f"import beside\n{recipe()}")
-        for name in ("beside", "searched"):
-            sys.modules.pop(name, None)
-        folder = prepared_in(tmp_path / "a", sets)
-        inputs.append(prepared.index(folder)["searched:Search"].inputs)
-    sys.modules.pop("beside")
-    assert inputs[0] != inputs[1] == inputs[2]
-
-
-NET = """
-from torch import nn
-
-class Net(nn.Sequential):
-    def __init__(self, outputs):
-        act = nn.ReLU
-        super().__init__(
-            nn.Conv2d(1, 4, 3), act(), nn.Conv2d(4, 8, 3), act(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-            nn.Linear(8, outputs),
-        )
-"""
-OWN_NETWORK = {"a file": ["model.name=own_net:Net"], "run.code": ["model.name=packed.own_net:Net", "run.code=packed"]}
-
-
-@pytest.fixture
-def edit(tmp_path: Path) -> Iterator[Callable[[str], None]]:
-    """Writes the network with this activation, to be imported anew."""
-
-    def write(act: str) -> None:
-        code.disable()
-        sys.modules.pop("own_net", None)
-        for folder in (tmp_path, tmp_path / "packed"):
-            folder.mkdir(exist_ok=True)
-            (folder / "__init__.py").touch()
-            (folder / "own_net.py").write_text(NET.replace("nn.ReLU", f"nn.{act}"))
-
-    yield write
-    code.disable()
-    sys.modules.pop("own_net", None)
-
-
-@pytest.mark.parametrize("where", OWN_NETWORK)
-def test_another_source_of_a_network_computes_again(
-    tmp_path: Path, quick: Sequence[str], edit: Callable[[str], None], where: str
-) -> None:
-    """Scores of its layers, its mistakes, clusters of its features: its name is the same as before."""
-    sets = [each for each in quick if not each.startswith("model.")] + OWN_NETWORK[where]
-    network = OWN_NETWORK[where][0].partition("=")[2]
-    more = {
-        "noise": ("noise.labels=0.5", "noise.epochs=1"),
-        "clusters": (f"partition.features={network}", "partition.clusters=3"),
-    }
-    found = []
-    for folder, act in (("a", "ReLU"), ("a", "Sigmoid"), ("b", "Sigmoid")):
-        edit(act)
-        prepared_in(tmp_path / folder, sets)
-        for name, given in more.items():
-            partition(Resolved.load(None, [*sets, *given, f"run.store={folder}"]), tmp_path / folder / name)
-        layers = Apoz.read(tmp_path / folder / "pretrain" / "apoz.json").layers
-        found.append((layers, (tmp_path / folder / "clusters" / TENSORS).read_bytes()))
-    before, now, fresh = found
-    assert now == fresh and all(one != two for one, two in zip(before, now, strict=True))
-    mistakes = {each: {path.read_text() for path in Path(each, ".kept").glob("confusion-*")} for each in "ab"}
-    assert len(mistakes["a"]) == 2 and mistakes["b"] < mistakes["a"]
-
-
-CHOOSES = """
-from fl_engine.algorithms import FlexFL
-
-class Chooses(FlexFL):
-    def network(self, family):
-        return family
-"""
-
-
-def test_another_source_of_an_algorithm_that_chooses_the_network_computes_again(
-    tmp_path: Path, quick: Sequence[str]
-) -> None:
-    inputs = {}
-    for name, text in (("network", CHOOSES), ("plain", CHOOSES.replace("def network", "def other"))):
-        for i in range(2):
-            (tmp_path / "chooses.py").write_text(f"{text}\n# {i}\n")
-            sys.modules.pop("chooses", None)
-            folder = prepared_in(tmp_path / name, [*quick, "algorithm.name=chooses:Chooses"])
-            inputs[name, i] = prepared.index(folder)["apoz"].inputs
-    sys.modules.pop("chooses")
-    assert inputs["plain", 0] == inputs["plain", 1] != inputs["network", 0] != inputs["network", 1]
-
-
-@pytest.mark.parametrize("what", ["training.lr=0.01", "rounds.stop=9", "algorithm.selection.name=uniform"])
-def test_what_is_no_input_computes_nothing(tmp_path: Path, sets: list[str], what: str, unused: Any) -> None:
-    prepared_in(tmp_path / "a", sets)
-    unused()
-    prepared_in(tmp_path / "a", [*sets, what])
-
-
-def test_an_algorithm_without_it_leaves_nothing_of_it(tmp_path: Path, quick: Sequence[str], sets: list[str]) -> None:
-    """What a step's folder holds follows from its inputs alone."""
-    folder = prepared_in(tmp_path / "a", sets)
-    prepared_in(tmp_path / "a", [*quick, "algorithm.name=all_large"])
-    assert sorted(path.name for path in folder.iterdir()) == ["apoz.json", "prepared.json"]
-    assert prepared.index(folder) == {}
-    prepared_in(tmp_path / "a", quick)
-    assert len(Apoz.read(folder / "apoz.json").layers) == 4, "APoZ again, though an empty apoz.json was there"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("algorithm", ["flexfl", "fedx"])
-def test_an_optimiser_that_begins_anew_each_epoch_finds_something_else(
-    tmp_path: Path, quick: Sequence[str], algorithm: str
-) -> None:
-    """`pretrain.reset_adam`, as in FlexFL's code; in a single epoch both are the same."""
-
-    def found(epochs: int, reset: str) -> Any:
-        sets = [*quick, f"algorithm.name={algorithm}", f"pretrain.epochs={epochs}", f"pretrain.reset_adam={reset}"]
-        folder = prepared_in(tmp_path / f"{epochs}-{reset}", sets)
-        if algorithm == "fedx":
-            return (folder / "supernet.safetensors").read_bytes()
-        return Apoz.read(folder / "apoz.json").layers
-
-    assert found(2, "true") != found(2, "false")
-    assert found(1, "true") == found(1, "false")
-
-
-# ------------------------------------------------------------------------------------------------- it is damaged
-@pytest.mark.parametrize("name", [MADE, "apoz.json"])
-@pytest.mark.parametrize("how", ["a digit", "truncated", "empty"])
-def test_a_damaged_artifact_is_one_clear_error(
-    flexfleet: Any, quick: Sequence[str], sets: list[str], name: str, how: str
-) -> None:
-    given = sets if name == MADE else list(quick)
-    path = prepared_in(Path("runs/a"), given) / name
-    value = path.read_bytes()
-    position = max(value.rfind(digit) for digit in b"123")
-    changed = {"a digit": value[:position] + b"9" + value[position + 1 :], "truncated": value[:-20], "empty": b""}
-    path.write_bytes(changed[how])
-    done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=given)
-    assert done.code == 4
-    assert done.err.count("\n") <= 2 and str(path) in done.err and "delete it" in done.err
-    path.unlink()
-    assert flexfleet("run", "--run-id", "a", "--resume", sets=given).code == 0
-    kept = json.loads(path.read_bytes())
-    assert {**kept, "seconds": 0} == {**json.loads(value), "seconds": 0}
-
-
-OUTSIDE = b'{"schema_version": 1, "made": {"../../b": {"inputs": "", "sha256": ""}}}'
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", OUTSIDE])
-def test_a_damaged_index_is_one_clear_error(flexfleet: Any, sets: list[str], content: bytes) -> None:
-    folder = prepared_in(Path("runs/a"), sets)
-    (folder / prepared.INDEX).write_bytes(content)
-    done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=sets)
-    assert done.code == 4
-    assert f"{folder / prepared.INDEX} is not a valid Index file" in done.err
-
-
-# --------------------------------------------------------------------------------------------- it is killed
-DYING = """
-import os
-import signal
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
-
-from searched import Found, Searched
-
-
-def die_once(where):
-    if os.environ.get("DIES_IN") == where and not Path("died").exists():
-        Path("died").write_text("")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@dataclass(frozen=True)
-class Last:
-    settings: ClassVar[tuple[str, ...]] = ()
-    needs_data: ClassVar[bool] = False
-    artifact: ClassVar[Any] = Found
-
-    def prepare(self, family, server):
-        die_once("preparation")
-        return Found(0.5, {str(server.seed): float(len(server.samples))})
-
-    def assumed(self, family):
-        return Found(0.5, {})
-
-
-@dataclass(frozen=True)
-class Twice(Searched):
-    preparations: ClassVar[tuple[str, ...]] = ("searched:Search", "dying:Last")
-
-    def task(self, order, ctx):
-        if order.round == 1:
-            die_once("round")
-        return super().task(order, ctx)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("where", ["preparation", "round"])
-def test_a_killed_run_goes_on_with_what_was_prepared(nursery: Any, tmp_path: Path, sets: list[str], where: str) -> None:
-    """Killed in the second preparation the first is there; killed in a round both are."""
-    (tmp_path / "dying.py").write_text(DYING)
-    given = [*sets, "algorithm.name=dying:Twice", "rounds.commit_every=1"]
-
-    def run(run_id: str, *more: str, env: dict[str, str]) -> Any:
-        argv = ("run", "--json", "--run-id", run_id, *more)
-        return nursery.start("flexfleet", *argv, cwd=tmp_path, sets=given, env=env).wait(120)
-
-    folder = tmp_path / "runs" / "a"
-    assert run("a", env={"DIES_IN": where}).code == -signal.SIGKILL
-    known = prepared.index(folder / "pretrain")
-    assert list(known) == (["searched:Search"] if where == "preparation" else ["searched:Search", "dying:Last"])
-    assert (folder / "run.json").exists() == (where == "round")
-    done, whole = run("a", "--resume", env={"DIES_IN": where}), run("whole", env={})
-    assert (done.code, whole.code) == (0, 0), done.err + whole.err
-    assert ("searched:Search is taken over" in done.err) == (where == "preparation")
-    assert done.json["model_sha256"] == whole.json["model_sha256"]
-    assert prepared.index(folder / "pretrain") == prepared.index(tmp_path / "runs" / "whole" / "pretrain")
-    last = json.loads((folder / "pretrain" / "dying.Last.json").read_bytes())
-    assert last == {"schema_version": 1, "width": 0.5, "scores": {"0": 6.0}}
-
-
-# --------------------------------------------------------------------------------------- several runs share it
-def test_runs_share_what_has_the_same_inputs(tmp_path: Path, sets: list[str], unused: Any) -> None:
-    """By the preparation's own inputs: the algorithm may have other settings that it does not ask for."""
-    shared = tmp_path / "shared-s0"
-    first, same, other = (
-        Resolved.load(None, [*sets, more])
-        for more in ("rounds.stop=1", "algorithm.selection.name=uniform", "algorithm.tolerance=0.5")
-    )
-    share.share(first, shared)
-    assert [share.fits(each, shared) for each in (first, same, other)] == [True, True, False]
-    made = (shared / "pretrain" / MADE).read_bytes()
-    share.adopt(other, shared, tmp_path / "other")
-    assert prepared.index(tmp_path / "other" / "pretrain") != prepared.index(shared / "pretrain")
-    unused()
-    share.adopt(same, shared, tmp_path / "same")
-    assert (tmp_path / "same" / "pretrain" / MADE).read_bytes() == made
-    (shared / "pretrain" / MADE).write_bytes(made[:-20])
-    with pytest.raises(IntegrityError, match=MADE):
-        share.adopt(same, shared, tmp_path / "late")
-    (shared / "pretrain" / prepared.INDEX).write_bytes(b"")
-    assert not share.fits(same, shared), "it is computed again"
-
-
-def test_what_is_shared_belongs_to_the_content_of_files_and_code(
-    tmp_path: Path, quick: Sequence[str], edit: Callable[[str], None]
-) -> None:
-    """Of a map, of features, of the network whose mistakes are the wrong labels."""
-    ways = {
-        "map": ["partition.rule=manual", "partition.map=map.json"],
-        "features": ["partition.features=f.npy", "partition.clusters=3"],
-        "network": ["model.name=own_net:Net", "noise.labels=0.2", "noise.epochs=1"],
-        "plain": [],
-    }
-    plain = [each for each in quick if not each.startswith("model.width")] + ["algorithm.name=all_large"]
-
-    def write(act: str, contiguous: bool) -> dict[str, Resolved]:
-        edit(act)
-        whose = np.arange(240) // 40 if contiguous else np.arange(240) % 6
-        clients = [np.flatnonzero(whose == client).tolist() for client in range(6)]
-        Path("map.json").write_text(json.dumps({"clients": clients}))
-        np.save("f.npy", np.eye(6)[whose])
-        return {name: Resolved.load(None, [*plain, *more]) for name, more in ways.items()}
-
-    before = write("ReLU", False)
-    for name, resolved in before.items():
-        share.share(resolved, tmp_path / name)
-    assert all(share.fits(resolved, tmp_path / name) for name, resolved in before.items())
-    now = write("Tanh", True)
-    assert {name: share.fits(resolved, tmp_path / name) for name, resolved in now.items()} == {
-        "map": False,
-        "features": False,
-        "network": False,
-        "plain": True,
-    }
-    with pytest.raises(ConfigError, match=r"other settings \(the content of partition.map: '"):
-        share.adopt(now["map"], tmp_path / "map", tmp_path / "out")
-
-
-@pytest.mark.parametrize("file", ["map.json", "f.npy"])
-def test_files_of_a_partition_lie_only_where_it_is_computed(tmp_path: Path, quick: Sequence[str], file: str) -> None:
-    """A study's trials run in other pods; and what earlier versions shared has no digests of files."""
-    Path("map.json").write_text(json.dumps({"clients": [list(range(i, 240, 6)) for i in range(6)]}))
-    np.save("f.npy", np.eye(6)[np.arange(240) % 6])
-    ways = {
-        "map.json": ["partition.rule=manual", "partition.map=map.json"],
-        "f.npy": ["partition.features=f.npy", "partition.clusters=3"],
-    }
-    more = ways[file]
-    resolved, other = (Resolved.load(None, [*quick, "algorithm.name=all_large", *more, f"seed={i}"]) for i in range(2))
-    share.share(resolved, tmp_path / "shared")
-    about = share.Shared.read(tmp_path / "shared" / share.ABOUT)
-    older = {k: v for k, v in about.settings.items() if k not in labels.CONTENTS}
-    assert len(older) == len(about.settings) - 1
-    Path(file).rename(f"elsewhere-{file}")
-    for settings, there in ((about.settings, False), (older, False), (older, True)):
-        if there:
-            Path(f"elsewhere-{file}").rename(file)
-        share.Shared(settings=settings).write(tmp_path / "shared" / share.ABOUT)
-        assert (share.fits(resolved, tmp_path / "shared"), share.fits(other, tmp_path / "shared")) == (True, False)
-        share.adopt(resolved, tmp_path / "shared", tmp_path / "out")
-    Path(file).unlink()
-    with pytest.raises(PartitionError, match=rf"{file} cannot be read: No such file"):
-        share.share(resolved, tmp_path / "again")
-
-
-def test_a_comparison_searches_once(sets: list[str], tmp_path: Path) -> None:
-    """As tasks of a graph, where the runs are made elsewhere than what they share."""
-    own = {"a": "training.lr=0.05", "b": "training.lr=0.01", "wide": "algorithm.candidates=[0.75]"}
-    runs = [Entry(label, 0, load_config(None, [*sets, "rounds.stop=1", more])) for label, more in own.items()]
-    inputs = {}
-    for pair in whole.below(whole.pairs_of(runs, "c", tmp_path / "shared"), None):
-        whole.run_pair(pair, tmp_path / "shared", tmp_path / "out" / pair["label"], "")
-        inputs[pair["label"]] = prepared.index(tmp_path / "out" / pair["label"] / "pretrain")["searched:Search"].inputs
-    (shared,) = (tmp_path / "shared" / "c").iterdir()
-    assert prepared.index(shared / "pretrain")["searched:Search"].inputs == inputs["a"] == inputs["b"] != inputs["wide"]
-
-
-def test_the_key_of_a_private_run_stays_in_its_store(quick: Sequence[str], tmp_path: Path) -> None:
-    private = ["algorithm.aggregation={name: private, noise_multiplier: 0.1}", "rounds.norm_bound=null"]
-    runs = [Entry("a", 0, load_config(None, [*quick, "algorithm.name=all_large", "rounds.stop=1", *private]))]
-    (pair,) = whole.below(whole.pairs_of(runs, "c", tmp_path / "shared"), None)
-    whole.run_pair(pair, tmp_path / "shared", tmp_path / "out", "")
-    assert (Path(runs[0].config.run.store) / runs[0].name / keys.IN_RUN).is_file()
-    assert (tmp_path / "out/result.json").is_file()
-    assert not (tmp_path / "out" / keys.IN_RUN).parent.exists()
 
 
 # ------------------------------------------------------------------------------------------- what the pool gets
@@ -674,7 +248,7 @@ def test_a_server_without_data_is_refused_where_data_are_needed(sets: list[str],
 
 @pytest.mark.parametrize("made", [{"width": float("nan"), "scores": {}}, {"width": 0.5}, None], ids=str)
 def test_what_the_file_cannot_hold_is_refused(sets: list[str], tmp_path: Path, made: Any, monkeypatch: Any) -> None:
-    import searched
+    import searched  # type: ignore[import-not-found]
 
     class Other:
         width, scores = 0.5, "none"

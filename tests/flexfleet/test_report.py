@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
-import math
 import re
-import warnings
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,19 +15,13 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.samples import Metric
-from fl_engine.data.partitioning import Manifest
-from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import sha256
 from fl_engine.tasks import TASKS
 from flexfleet.commands.runs import report as report_command
 from flexfleet.files.artifacts import (
-    Apoz,
-    ApozLayer,
     ConfusionFile,
     EvaluationFile,
     History,
-    Level,
-    LevelScore,
     LocalScore,
     PoolFile,
     RunFile,
@@ -38,117 +29,11 @@ from flexfleet.files.artifacts import (
     rows_of,
 )
 from flexfleet.files.measure import LOWER
-from flexfleet.reports import curves, page, plots
+from flexfleet.reports import page, plots
 from flexfleet.reports import report as r
+from tests.harness.run_folders import FLEXFL, POOL, rows, write_run
 
 pytestmark = pytest.mark.pictures
-
-GROUPS = {"conv1": 16, "conv2": 32, "fc1": 64}
-# Widths per layer, share, gamma; M2' and M3' are made on devices and not reported.
-POOL = {
-    "M1": ((8, 12, 24), 0.25, 0.9),
-    "M2'": ((11, 18, 40), 0.4, 1.1),
-    "M2": ((13, 22, 48), 0.5, 1.3),
-    "M3'": ((16, 30, 60), 0.9, 1.9),
-    "M3": ((16, 32, 64), 1.0, None),
-}
-# Per round: accuracies of the reported levels, MB down, MB up, clients trained, pruned, failed.
-FLEXFL = [
-    ({"M1": 0.30, "M2": 0.40, "M3": 0.50}, 2.0, 2.0, 3, 0, 0),
-    ({"M1": 0.60, "M2": 0.70, "M3": 0.80}, 2.0, 1.5, 3, 1, 0),
-    ({"M1": 0.60, "M2": 0.60, "M3": 0.75}, 2.0, 1.0, 2, 1, 1),
-]
-# avg 40, 70, 65 %: the best is round 2. 6 MB down, 4.5 MB up: waste 25 %. 2 pruned, 1 failed.
-ALL_LARGE = [
-    ({"full": 0.55}, 4.0, 4.0, 3, 0, 0),
-    ({}, 4.0, 0.0, 0, 0, 3),
-    ({"full": 0.72}, 4.0, 2.0, 2, 0, 1),
-]
-# 12 MB down, 6 MB up: waste 50 %. 4 failed; round 2 is not evaluated.
-
-
-def rows(measured: Sequence[tuple[dict[str, float], float, float, int, int, int]]) -> tuple[Row, ...]:
-    out = []
-    for i, (accuracy, down, up, trained, pruned, failed) in enumerate(measured):
-        metrics = {"bytes_down": down * 1e6, "bytes_up": up * 1e6, "waste": 1 - up / down, "seconds_round": 2.0}
-        metrics |= {"clients_trained": trained, "clients_pruned": pruned, "clients_failed": failed}
-        if accuracy:
-            metrics |= {"avg": sum(accuracy.values()) / len(accuracy), "full": list(accuracy.values())[-1]}
-            metrics |= {f"accuracy/{k}": v for k, v in accuracy.items()}
-            metrics |= {f"loss/{k}": 1 - v for k, v in accuracy.items()}
-        out.append(Row(round=i, metrics=metrics, clients=({"client": 0, "sent": "", "loss": 0.5},)))
-    return tuple(out)
-
-
-def level(name: str, widths: Sequence[int], share: float, gamma: float | None) -> Level:
-    aside = name.endswith("'")
-    return Level(
-        name=name,
-        params=int(40_000 * share),
-        share=share,
-        flops=int(180_000 * share),
-        bytes=int(160_000 * share),
-        widths=dict(zip(GROUPS, widths, strict=True)),
-        dispatched=not aside,
-        reported=not aside,
-        gamma=gamma,
-        ratios=(share,) * 3,
-        similarity=0.9925 if gamma else None,
-        spec={},
-    )
-
-
-def write_run(folder: Path, algorithm: str, run_id: str | None = None, **config: Any) -> Path:
-    """A finished run folder: flexfl with five levels of which three are reported, anything else with one."""
-    flexfl = algorithm == "flexfl"
-    history = rows(FLEXFL if flexfl else ALL_LARGE)
-    levels = POOL if flexfl else {"full": (tuple(GROUPS.values()), 1.0, None)}
-    scores = {k.removeprefix("accuracy/"): v for k, v in history[-1].metrics.items() if k.startswith("accuracy/")}
-    layers = [ApozLayer(group=g, size=10 * n, apoz=a, adjustment=0.8)
-              for (g, n), a in zip(GROUPS.items(), (0.4, 0.5, 0.6), strict=True)]  # fmt: skip
-    pool = PoolFile(
-        algorithm=algorithm,
-        model="small_cnn",
-        input_chw=(1, 8, 8),
-        classes=2,
-        groups=GROUPS,
-        levels=tuple(level(name, *about) for name, about in levels.items()),
-    ).write(folder / "pool" / "pool.json")
-    partition = folder / "partition" / "partition.json"
-    partition.parent.mkdir()
-    manifest = Manifest(
-        rule="dirichlet",
-        parameters={"clients": 3, "alpha": 0.6},
-        data_sha256="d" * 64,
-        proxy_train=8,
-        proxy_test=2,
-        client_samples=[30, 20, 10],
-        class_counts=[[20, 5, 10], [10, 15, 0]],
-        tensors_sha256="e" * 64,
-    )
-    partition.write_text(manifest.model_dump_json())
-    Apoz(layers=tuple(layers) if flexfl else (), reference=(0.41, 0.49, 0.6) if flexfl else None,
-         proxy_samples=10, proxy_accuracy=0.8).write(folder / "pretrain" / "apoz.json")  # fmt: skip
-    data = {"name": "digits", "root": str(folder)}
-    whole: dict[str, Any] = {"seed": 0, "dataset": data, "model": {"name": "small_cnn"}}
-    RunFile(
-        run_id=run_id or folder.name,
-        config=whole | {"algorithm": {"name": algorithm}, "partition": {"alpha": 0.6}} | config,
-        numerics={"torch": "2.13.0", "devices": ["cpu"]},
-        pool_sha256=sha256(pool.read_bytes()),
-        partition_sha256=sha256(partition.read_bytes()),
-    ).write(folder / "run.json")
-    History(rounds=tuple(row.model_dump(mode="json") for row in history), model_sha256="a" * 64, seconds=6.0).write(
-        folder / "history.json"
-    )
-    EvaluationFile(
-        rounds=3,
-        test_samples=100,
-        avg=sum(scores.values()) / len(scores),
-        full=list(scores.values())[-1],
-        levels={k: LevelScore(accuracy=v, loss=1 - v, params=40_000) for k, v in scores.items()},
-    ).write(folder / "evaluation.json")
-    return folder
 
 
 @pytest.fixture
@@ -549,107 +434,6 @@ def test_the_command_line(two: list[Path], tmp_path: Path, capsys: pytest.Captur
     assert r.main([*map(str, two), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert printed == f"{r.table(two)}\nreport: {out}\n" and out.is_file()
-
-
-# ---------------------------------------------------------------------------------------------------- drawings
-def test_drawings_of_one_round_of_long_runs_and_of_many_runs() -> None:
-    one = rows(FLEXFL[:1])
-    assert all("<svg" in draw([("run", one)]) for draw in (plots.learning_curves, plots.bytes_to_accuracy))
-    assert "means of" not in plots.clients_per_round(one)
-    long = rows(FLEXFL * 200)
-    assert "means of 5 rounds" in plots.clients_per_round(long)
-    assert len(plots.clients_per_round(long)) < 60_000
-    many = plots.learning_curves([(f"run {i}", rows(FLEXFL)) for i in range(9)])
-    assert "run 8" in many and "range of levels" not in many
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every figure that is drawn."""
-    found: list[Any] = []
-    save = plots.figures.save
-
-    def keep(figure: Any, *told: Any) -> None:
-        save(figure, *told)
-        found.append(figure)
-
-    monkeypatch.setattr(plots.figures, "save", keep)
-    return found
-
-
-def curve_of(points: int, of: float = 0.0) -> list[tuple[int, float, list[float]]]:
-    return [(i + 1, float(i), [of + i / 100]) for i in range(points)]
-
-
-@pytest.mark.parametrize("timed", [False, True])
-@pytest.mark.parametrize(("count", "chars"), [(3, 8), (24, 47), (49, 47), (49, 12)])
-def test_a_legend_of_any_length_leaves_the_axes_their_room(
-    drawn: list[Any], count: int, chars: int, timed: bool
-) -> None:
-    labels = [f"{i}-".ljust(chars, "a") for i in range(count)]
-    clocks = {label: [1.0, 2.0, 3.0] for label in labels if timed}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plots.comparison([(label, [], curve_of(3)) for label in labels], clocks=clocks)
-    drawn[0].draw_without_rendering()  # an SVG has another resolution
-    legend = drawn[0].legends[0].get_window_extent()
-    for axes in drawn[0].axes:
-        box = axes.get_window_extent()
-        assert 2.8 < box.height / drawn[0].dpi < 3.4
-        assert box.y1 < legend.y0
-    width, height = drawn[0].get_size_inches() * drawn[0].dpi
-    assert legend.x1 < width and legend.y1 < height
-
-
-def test_long_labels_that_begin_alike_are_told_apart(drawn: list[Any]) -> None:
-    labels = [f"{'a-study-of-learning-rates-' * 3}lr-{i}" for i in range(3)]
-    plots.learning_curves([(label, rows(FLEXFL)) for label in labels])
-    shown = [text.get_text() for text in drawn[0].legends[0].get_texts()[:3]]
-    assert len(set(shown)) == 3 and max(map(len, shown)) == 48 and shown[2].endswith("-lr-2"), shown
-
-
-@pytest.mark.parametrize("points", [[9], [5], [1, 0, 9]], ids=str)
-def test_a_run_looks_as_in_the_legend_and_like_no_other(drawn: list[Any], points: list[int]) -> None:
-    counts = [points[i % len(points)] for i in range(len(plots.PALETTE) * (len(plots.MARKS) - 1))]
-    series = [(f"run {i}", rows((FLEXFL * 3)[:n])) for i, n in enumerate(counts)]
-    plots.learning_curves(series)
-    plots.bytes_to_accuracy(series)
-    plots.comparison([(f"run {i}", [], curve_of(n)) for i, n in enumerate(counts)])
-    for figure in drawn:
-        shown = [(h.get_color(), h.get_marker(), h.get_linewidth()) for h in figure.legends[0].legend_handles]
-        shown = shown[: len(counts)]
-        assert len(set(shown)) == len(shown)
-        for axes in figure.axes:
-            lines = [line for line in axes.get_lines() if len(line.get_xdata())]
-            assert {(line.get_color(), line.get_marker()) for line in lines} == {
-                look[:2] for look, n in zip(shown, counts, strict=True) if n
-            }
-            assert all(line.get_marker() not in ("", "None") for line in lines if len(line.get_xdata()) < 8)
-
-
-def test_a_long_curve_keeps_its_lowest_and_highest_points() -> None:
-    x, y = list(range(10_000)), [math.sin(i / 900) for i in range(10_000)]
-    y[1234], y[8765] = -9.0, 9.0
-    few, kept = curves.thinned(x, y)
-    assert len(few) <= curves.MOST_POINTS and list(few) == sorted(set(few))
-    assert [y[i] for i in few] == list(kept) and {-9.0, 9.0} <= set(kept)
-    assert max(b - a for a, b in itertools.pairwise(few)) < 2 * 10_000 // (curves.MOST_POINTS // 2)
-    _, low, high = curves.band(x, y, [v + 1 for v in y])
-    assert min(low) == -9.0 and max(high) == 10.0 and len(low) == len(high) == curves.MOST_POINTS // 2
-    short = x[: curves.MOST_POINTS]
-    assert curves.thinned(short, short)[0] is short and curves.band(short, short, short)[2] is short
-
-
-def test_the_page_of_ten_thousand_rounds_is_small() -> None:
-    """Ten thousand evaluated rounds make no larger drawing than those of the most points that are drawn."""
-    measured = [({"M1": 0.3 + i % 7 / 100, "M3": 0.5 + i % 11 / 100}, 2.0, 2.0, 3, 0, 0) for i in range(10_000)]
-    series = [("long", rows(measured))]
-    for drawing in (
-        plots.learning_curves(series),
-        plots.bytes_to_accuracy(series),
-        plots.of_levels(series[0][1], ["M1", "M3"]),
-    ):
-        assert len(drawing) < 150_000
 
 
 def test_rows_that_a_history_has_checked_are_those_that_are_read_one_by_one(two: list[Path]) -> None:

@@ -1,0 +1,115 @@
+"""The drawings of reports and comparisons: every run is told apart, long ones stay small."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from typing import Any
+
+import pytest
+
+from flexfleet.reports import curves, plots
+from tests.harness.run_folders import FLEXFL, rows
+
+pytestmark = pytest.mark.pictures
+
+
+def test_drawings_of_one_round_of_long_runs_and_of_many_runs() -> None:
+    one = rows(FLEXFL[:1])
+    assert all("<svg" in draw([("run", one)]) for draw in (plots.learning_curves, plots.bytes_to_accuracy))
+    assert "means of" not in plots.clients_per_round(one)
+    long = rows(FLEXFL * 200)
+    assert "means of 5 rounds" in plots.clients_per_round(long)
+    assert len(plots.clients_per_round(long)) < 60_000
+    many = plots.learning_curves([(f"run {i}", rows(FLEXFL)) for i in range(9)])
+    assert "run 8" in many and "range of levels" not in many
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every figure that is drawn."""
+    found: list[Any] = []
+    save = plots.figures.save
+
+    def keep(figure: Any, *told: Any) -> None:
+        save(figure, *told)
+        found.append(figure)
+
+    monkeypatch.setattr(plots.figures, "save", keep)
+    return found
+
+
+def curve_of(points: int, of: float = 0.0) -> list[tuple[int, float, list[float]]]:
+    return [(i + 1, float(i), [of + i / 100]) for i in range(points)]
+
+
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize(("count", "chars"), [(3, 8), (24, 47), (49, 47), (49, 12)])
+def test_a_legend_of_any_length_leaves_the_axes_their_room(
+    drawn: list[Any], count: int, chars: int, timed: bool
+) -> None:
+    labels = [f"{i}-".ljust(chars, "a") for i in range(count)]
+    clocks = {label: [1.0, 2.0, 3.0] for label in labels if timed}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plots.comparison([(label, [], curve_of(3)) for label in labels], clocks=clocks)
+    drawn[0].draw_without_rendering()  # an SVG has another resolution
+    legend = drawn[0].legends[0].get_window_extent()
+    for axes in drawn[0].axes:
+        box = axes.get_window_extent()
+        assert 2.8 < box.height / drawn[0].dpi < 3.4
+        assert box.y1 < legend.y0
+    width, height = drawn[0].get_size_inches() * drawn[0].dpi
+    assert legend.x1 < width and legend.y1 < height
+
+
+def test_long_labels_that_begin_alike_are_told_apart(drawn: list[Any]) -> None:
+    labels = [f"{'a-study-of-learning-rates-' * 3}lr-{i}" for i in range(3)]
+    plots.learning_curves([(label, rows(FLEXFL)) for label in labels])
+    shown = [text.get_text() for text in drawn[0].legends[0].get_texts()[:3]]
+    assert len(set(shown)) == 3 and max(map(len, shown)) == 48 and shown[2].endswith("-lr-2"), shown
+
+
+@pytest.mark.parametrize("points", [[9], [5], [1, 0, 9]], ids=str)
+def test_a_run_looks_as_in_the_legend_and_like_no_other(drawn: list[Any], points: list[int]) -> None:
+    counts = [points[i % len(points)] for i in range(len(plots.PALETTE) * (len(plots.MARKS) - 1))]
+    series = [(f"run {i}", rows((FLEXFL * 3)[:n])) for i, n in enumerate(counts)]
+    plots.learning_curves(series)
+    plots.bytes_to_accuracy(series)
+    plots.comparison([(f"run {i}", [], curve_of(n)) for i, n in enumerate(counts)])
+    for figure in drawn:
+        shown = [(h.get_color(), h.get_marker(), h.get_linewidth()) for h in figure.legends[0].legend_handles]
+        shown = shown[: len(counts)]
+        assert len(set(shown)) == len(shown)
+        for axes in figure.axes:
+            lines = [line for line in axes.get_lines() if len(line.get_xdata())]
+            assert {(line.get_color(), line.get_marker()) for line in lines} == {
+                look[:2] for look, n in zip(shown, counts, strict=True) if n
+            }
+            assert all(line.get_marker() not in ("", "None") for line in lines if len(line.get_xdata()) < 8)
+
+
+def test_a_long_curve_keeps_its_lowest_and_highest_points() -> None:
+    x, y = list(range(10_000)), [math.sin(i / 900) for i in range(10_000)]
+    y[1234], y[8765] = -9.0, 9.0
+    few, kept = curves.thinned(x, y)
+    assert len(few) <= curves.MOST_POINTS and list(few) == sorted(set(few))
+    assert [y[i] for i in few] == list(kept) and {-9.0, 9.0} <= set(kept)
+    assert max(b - a for a, b in itertools.pairwise(few)) < 2 * 10_000 // (curves.MOST_POINTS // 2)
+    _, low, high = curves.band(x, y, [v + 1 for v in y])
+    assert min(low) == -9.0 and max(high) == 10.0 and len(low) == len(high) == curves.MOST_POINTS // 2
+    short = x[: curves.MOST_POINTS]
+    assert curves.thinned(short, short)[0] is short and curves.band(short, short, short)[2] is short
+
+
+def test_the_page_of_ten_thousand_rounds_is_small() -> None:
+    """Ten thousand evaluated rounds make no larger drawing than those of the most points that are drawn."""
+    measured = [({"M1": 0.3 + i % 7 / 100, "M3": 0.5 + i % 11 / 100}, 2.0, 2.0, 3, 0, 0) for i in range(10_000)]
+    series = [("long", rows(measured))]
+    for drawing in (
+        plots.learning_curves(series),
+        plots.bytes_to_accuracy(series),
+        plots.of_levels(series[0][1], ["M1", "M3"]),
+    ):
+        assert len(drawing) < 150_000
