@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fl_engine.core.types import ClientUpdate, Params, WorkOrder
 from fl_engine.training.evaluation import published
+
+if TYPE_CHECKING:
+    from flexfleet.api.results import Result
 
 
 class _Stop:
@@ -47,9 +50,8 @@ class Round:
 class Callback:
     """Override what you need."""
 
-    def on_start(self, result: Any) -> None:
-        """Before the first round that is computed. `result`: a `flexfleet.Result`, whose `folder` is where the run
-        writes."""
+    def on_start(self, result: Result) -> None:
+        """Before the first round that is computed. `result.folder` is where the run writes."""
 
     def on_update(self, order: WorkOrder, update: ClientUpdate) -> None:
         """A client's update has arrived, in the order of arrival; whether it is merged is decided later."""
