@@ -106,8 +106,8 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
     """Fetches what a run pushed into the new folder `out`, by the pointers in its MLflow run.
 
     Raises ConfigError if MLflow does not know the run, if the run pushed nothing, if the remote is a folder that is not
-    there, or if `out` exists; EnvironmentFailure if MLflow does not answer; IntegrityError if the remote has lost or
-    changed something: then there is nothing in `out`.
+    there, or if `out` exists; EnvironmentFailure if MLflow does not answer; IntegrityError if MLflow or the remote has
+    lost or changed something: then there is nothing in `out`.
     """
     client = client_of(uri)
     from mlflow import artifacts
@@ -129,6 +129,9 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
             run_id=mlflow_run_id, artifact_path=POINTERS, dst_path=scratch, tracking_uri=address(uri)
         )
         pointers = {path.stem: path.read_text("utf-8") for path in sorted(Path(got).iterdir())}
+    pushed = {key.removeprefix("dvc.") for key in tags if key.startswith("dvc.")} - {"remote"}
+    if missing := sorted(pushed - pointers.keys()):
+        raise IntegrityError(f"the run pushed {', '.join(missing)} too, of which MLflow has lost the pointer")
     for name, text in pointers.items():
         if (says := checksum(text)) != (tag := tags.get(f"dvc.{name}")):
             raise IntegrityError(f"{name}: its pointer says md5 {says}, the run's tag {tag}")

@@ -355,6 +355,18 @@ def test_a_run_comes_back_by_its_pointers(ran: Ran, flexfleet: Any, tmp_path: Pa
     assert tags["dvc.partition"] == versioned.md5(ran.out / "partition")
 
 
+@pytest.mark.parametrize("name", ["pool", "model.safetensors"])
+def test_a_pointer_that_mlflow_has_lost_is_told(ran: Ran, tmp_path: Path, name: str) -> None:
+    kept = Path(ran.client.get_run(ran.result.mlflow_run_id).info.artifact_uri) / versioned.POINTERS / f"{name}.dvc"
+    away = kept.rename(tmp_path / kept.name)
+    try:
+        with pytest.raises(IntegrityError, match=rf"the run pushed {re.escape(name)} too, .* lost the pointer"):
+            versioned.fetch_run(ran.uri, ran.result.mlflow_run_id, tmp_path / "back")
+    finally:
+        away.rename(kept)
+    assert not (tmp_path / "back").exists()
+
+
 def test_what_the_remote_has_lost_or_changed_is_told(ran: Ran, tmp_path: Path) -> None:
     remote, value = tmp_path / "remote", b"a model"
     (tmp_path / "m.bin").write_bytes(value)
