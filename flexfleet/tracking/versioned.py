@@ -44,7 +44,8 @@ log = logging.getLogger("flexfleet")
 def push(paths: Mapping[str, Path], remote: str) -> dict[str, str]:
     """Pushes files and folders under plain names, and gives their pointers. Does not send again what the remote has.
 
-    Raises ConfigError for a malformed remote, EnvironmentFailure if it cannot be reached.
+    Raises ConfigError for a malformed remote, EnvironmentFailure if it cannot be reached, IntegrityError if its list
+    of a folder's files is damaged.
     """
     with _scratch(remote) as (repo, folder):
         for name, path in paths.items():
@@ -273,9 +274,10 @@ def _remote(remote: str) -> dict[str, Any]:
 
 @contextmanager
 def _explained(remote: str, kind: type[FlexfleetError]) -> Iterator[None]:
-    """Turns errors of DVC into `kind`, and those of file systems into EnvironmentFailure. Of files that fail to travel
-    DVC raises how many they are, and logs why."""
+    """Turns errors of DVC into `kind`, that of a damaged list of a folder's files into IntegrityError, and those of
+    file systems into EnvironmentFailure. Of files that fail to travel DVC raises how many they are, and logs why."""
     from dvc.exceptions import CheckoutError, DvcException
+    from dvc_objects.errors import ObjectFormatError
 
     with _heard() as causes:
         try:
@@ -288,6 +290,9 @@ def _explained(remote: str, kind: type[FlexfleetError]) -> Iterator[None]:
                 names = ", ".join(Path(each).name for each in error.target_infos)
                 raise kind(f"DVC at {masked(remote)}: {names} is not there, or damaged") from error
             raise kind(f"DVC at {masked(remote)}: {masked(str(error))}") from error
+        except ObjectFormatError as error:
+            told = f"DVC at {masked(remote)}: {error}; delete it there, and push it again"
+            raise IntegrityError(told) from error
         except Exception as error:  # the file systems' own
             raise EnvironmentFailure(_told(remote, error)) from error
 

@@ -381,6 +381,23 @@ def test_what_the_remote_has_lost_or_changed_is_told(ran: Ran, tmp_path: Path) -
         versioned.pull({"m.bin": "nothing"}, str(remote), tmp_path / "back")
 
 
+def test_a_damaged_list_of_a_folders_files_is_told_and_how_it_is_mended(tmp_path: Path) -> None:
+    folder, remote = tmp_path / "pool", tmp_path / "remote"
+    folder.mkdir()
+    (folder / "pool.json").write_text("{}")
+    pointers = versioned.push({"pool": folder}, str(remote))
+    (listed,) = remote.rglob("*.dir")
+    listed.chmod(0o644)
+    listed.write_bytes(listed.read_bytes()[:20])
+    said = rf"DVC at .*remote: object {versioned.md5(folder)} is corrupted; delete it there"
+    with pytest.raises(IntegrityError, match=said):
+        versioned.pull(pointers, str(remote), tmp_path / "back")
+    with pytest.raises(IntegrityError, match=said):
+        versioned.push({"pool": folder}, str(remote))
+    listed.unlink()
+    assert versioned.push({"pool": folder}, str(remote)) == pointers and listed.exists()
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_why_a_remote_does_not_take_or_give_is_said_and_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int
