@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -245,11 +246,14 @@ def _scratch(remote: str) -> Iterator[tuple[Any, Path]]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch).resolve()
-        with Repo.init(str(folder), no_scm=True) as made, made.config.edit("local") as config:
-            config["core"] = {"analytics": False, "remote": "here", "site_cache_dir": str(folder / ".dvc" / "site")}
-            config["remote"] = {"here": _remote(remote)}
-        with Repo(str(folder)) as repo:
-            yield repo, folder
+        try:
+            with Repo.init(str(folder), no_scm=True) as made, made.config.edit("local") as config:
+                config["core"] = {"analytics": False, "remote": "here", "site_cache_dir": str(folder / ".dvc" / "site")}
+                config["remote"] = {"here": _remote(remote)}
+            with Repo(str(folder)) as repo:
+                yield repo, folder
+        except sqlite3.Error as error:  # of the files in which DVC keeps what it has seen
+            raise EnvironmentFailure(f"DVC cannot write into the temporary folder {folder.parent}: {error}") from error
 
 
 def _address(remote: str) -> str:

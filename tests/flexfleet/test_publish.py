@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -417,6 +418,18 @@ def test_why_a_remote_does_not_take_or_give_is_said_and_is_no_damage(
     with pytest.raises(EnvironmentFailure, match=rf"DVC at .*remote: OSError: .*{os.strerror(code)}"):
         versioned.pull(pointers, str(tmp_path / "remote"), tmp_path / "back")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_full_temporary_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DVC keeps databases in it, whose errors are not the file system's."""
+
+    def full(*_: object, **__: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr("dvc.repo.Repo.init", full)
+    (tmp_path / "m.bin").write_bytes(b"a model")
+    with pytest.raises(EnvironmentFailure, match=r"write into the temporary folder .*: database or disk is full"):
+        versioned.push({"m.bin": tmp_path / "m.bin"}, str(tmp_path / "remote"))
 
 
 def test_a_remote_in_a_folder_is_found_from_any_other(
