@@ -113,10 +113,10 @@ def check_devices(names: Sequence[str]) -> None:
 
 
 def check_device(name: str, named_by: str = "run.devices") -> None:
-    """Raises EnvironmentFailure where torch does not have the device."""
+    """Raises EnvironmentFailure where torch does not have the device, or it holds no values."""
     try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, ImportError) as error:  # the last one: of a device's own package
         raise EnvironmentFailure(
             f"{named_by} names {name!r}, which this torch cannot use: {str(error).splitlines()[0]}"
         ) from error

@@ -44,9 +44,10 @@ class TestBackends(BackendSuite):
             yield build
 
 
-def test_a_device_that_is_not_there_is_named() -> None:
-    with pytest.raises(EnvironmentFailure, match=r"run\.devices names 'warp:9'"):
-        InProcess(tiny_site(FlexFL()), ("cpu", "warp:9"))
+@pytest.mark.parametrize("name", ["warp:9", "meta", "hpu"])  # one that holds no values, one that needs a package
+def test_a_device_that_is_not_there_is_named(name: str) -> None:
+    with pytest.raises(EnvironmentFailure, match=f"run\\.devices names '{name}', which this torch cannot use"):
+        InProcess(tiny_site(FlexFL()), ("cpu", name))
 
 
 @pytest.mark.parametrize("names", [("cuda:0", "cuda:1"), ("cuda:0", "cpu")])
