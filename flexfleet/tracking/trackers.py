@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import tempfile
 import time
 import uuid
@@ -21,6 +22,7 @@ from fl_engine.core.errors import (
     Stopped,
     masked,
 )
+from fl_engine.storage.store import sha256
 from flexfleet.tracking.server import DELETED, FEW_TRIES, PARENT, SQLITE, address, answering, client_of, connect, usable
 
 log = logging.getLogger("flexfleet")
@@ -35,6 +37,9 @@ JOB = "kfp."
 """Prefix of the tags that say which pipeline run made a run, or resumed it last."""
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
+MLFLOW_KEY_CHARS = 250
+REFUSED = re.compile(r"[^\w ./:-]")
+"""Characters that MLflow takes in no name of a figure or parameter."""
 
 
 class MLflow:
@@ -142,7 +147,8 @@ class MLflow:
 
         with answering(self.uri):
             known = self._client.get_run(self.run_id).data.params
-            new = {k: str(v)[:MLFLOW_PARAM_CHARS] for k, v in values.items() if k not in known}
+            told = {key_of(k): str(v)[:MLFLOW_PARAM_CHARS] for k, v in values.items()}
+            new = {k: v for k, v in told.items() if k not in known}
             for chunk in _chunks([Param(k, v) for k, v in new.items()], 100):
                 self._client.log_batch(self.run_id, params=chunk)
 
@@ -158,7 +164,7 @@ class MLflow:
                 if len(batch) + len(values) > MLFLOW_BATCH:
                     self._client.log_batch(self.run_id, metrics=batch)
                     batch = []
-                batch += [Metric(key, value, now, step) for key, value in values.items()]
+                batch += [Metric(key_of(key), value, now, step) for key, value in values.items()]
             if batch:
                 self._client.log_batch(self.run_id, metrics=batch)
         self._last_step = max([self._last_step, *(step for step, _ in new)])
@@ -243,6 +249,17 @@ class Several:
             t.finish(status)
 
 
+def key_of(name: str) -> str:
+    """What MLflow calls a figure or parameter. Names of tiers and levels are in it, which may hold what MLflow refuses,
+    or be too long for it: the end then tells apart those that would be called alike."""
+    parts = REFUSED.sub("_", name).split("/")
+    key = "/".join("_" if part in ("", ".", "..") else part for part in parts)
+    if key == name and len(name) <= MLFLOW_KEY_CHARS:
+        return name
+    end = f"-{sha256(name.encode())[:5]}"
+    return key[: MLFLOW_KEY_CHARS - len(end)] + end
+
+
 def log_outcome(
     uri: str,
     run_id: str,
@@ -255,7 +272,7 @@ def log_outcome(
     client = client_of(uri)
     with answering(uri):
         known = client.get_run(run_id).data.metrics
-        for key, value in metrics.items():
+        for key, value in ((key_of(name), value) for name, value in metrics.items()):
             if known.get(key) != value:  # logged again after a kill, it must not be a second point
                 before = client.get_metric_history(run_id, key) if key in known else ()
                 newest = max((each.timestamp for each in before), default=0)

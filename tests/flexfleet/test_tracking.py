@@ -136,6 +136,25 @@ def test_parameters_may_be_many_and_long(mlflow_uri: str) -> None:
     assert params["list"] == "[1, 2]"
 
 
+def test_names_that_mlflow_refuses_are_told_apart_and_logged_once(mlflow_uri: str) -> None:
+    """Those of tiers and levels, which anybody may choose."""
+    tiers = ["Pi 4 (2 GB)", "Pi 4 [2 GB]", "../a", ".", "x" * 300, "x" * 301, "größe"]
+    names = [f"on_clients/mean/tier/{tier}" for tier in tiers]
+    run_id = None
+    for _ in range(2):  # once more, as a resumed run does
+        tracker = start(mlflow_uri, run_id)
+        run_id = tracker.run_id
+        tracker.params({"kubernetes.pools.Pi 4 (2 GB).memory": "1Gi"})
+        tracker.metrics([(1, {name: float(i) for i, name in enumerate(names)} | ROW)])
+        log_outcome(mlflow_uri, tracker.run_id, {f"final/{name}": float(i) for i, name in enumerate(names)}, {}, [])
+    run = mlflow.MlflowClient(mlflow_uri).get_run(run_id)
+    assert list(run.data.params) == ["kubernetes.pools.Pi 4 _2 GB_.memory-8d561"]
+    kept = {key: value for key, value in run.data.metrics.items() if key.startswith("on_clients/")}
+    assert sorted(kept.values()) == list(range(7)) and kept["on_clients/mean/tier/größe"] == 6
+    assert len([key for key in run.data.metrics if key.startswith("final/")]) == 7
+    assert {times for _, _, times in logged(mlflow_uri)} == {1}
+
+
 def test_metrics_are_logged_per_round_and_once(mlflow_uri: str) -> None:
     tracker = start(mlflow_uri)
     tracker.metrics([(1, ROW)])
