@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 TESTS = {
     "aggregation/averaging": ("laws/test_averaging", "laws/test_aggregation"),
-    "aggregation/privacy": ("laws/test_privacy",),
+    "aggregation/privacy": ("laws/test_privacy", "laws/test_private_runs"),
     "exchange/acceptance": ("laws/test_acceptance",),
     "exchange/mailbox": ("laws/test_ledger", "laws/test_updates", "laws/test_resume"),
     "exchange/updates": ("laws/test_updates", "fuzz/test_ledger"),

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import hmac
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,50 +17,13 @@ from hypothesis import strategies as st
 
 from fl_engine.aggregation import privacy
 from fl_engine.aggregation.privacy import NoisySum, Private, Public, epsilon
-from fl_engine.aggregation.rules import Mean
-from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, AllLarge, FedRolex, FlexFL, HeteroFL
+from fl_engine.algorithms import AllLarge, FedRolex, FlexFL
 from fl_engine.algorithms.pooled import Training
-from fl_engine.backends import InProcess
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
-from fl_engine.core.slicing import full_shapes, take
-from fl_engine.core.types import (
-    FULL,
-    Axis,
-    Device,
-    Outcome,
-    ParamLayout,
-    Params,
-    PoolModel,
-    RoundPlan,
-    Slot,
-    SubmodelSpec,
-)
-from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.rounds import loop as rounds
-from fl_engine.rounds.ledger import ledger_in
-from fl_engine.rounds.run import Run
-from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from fl_engine.core.slicing import take
+from fl_engine.core.types import FULL, Axis, Device, ParamLayout, Params, PoolModel, Slot, SubmodelSpec
 from fl_engine.selection import Curiosity, ResourceTable, Uniform
-from fl_engine.selection.capacity import level_of
-from fl_engine.storage.store import FolderStore
-from fl_engine.testing.tiny import (
-    SEED,
-    TRAINING,
-    assert_same_bits,
-    context_of,
-    failure_of,
-    learned,
-    on_devices_alone,
-    start_of,
-    tiny_fleet,
-    tiny_site,
-    update_of,
-)
-from fl_engine.testing.tracker import Memory
-from fl_engine.training.evaluation import published
-from flexfleet.config import load_config
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
 
 law = settings(max_examples=40, deadline=None)
 
@@ -311,250 +270,6 @@ def test_where_models_move_every_element_is_as_likely_held_as_any_other() -> Non
     assert aggregate.result()["w"].flatten().tolist() == pytest.approx([2] * 16, rel=1e-6)
 
 
-# ------------------------------------------------------------------------------------------- in an algorithm
-def private(name: str, **more: Any) -> Any:
-    kind: Any = ALGORITHMS[name]
-    options: dict[str, Any] = {"depthfl": {"alpha": 0.0}, "heterofl": {"static_bn": False}}
-    options["fedrolex"] = {"static_bn": False}
-    options |= {"federated_dropout": {"static_bn": False}, "adaptivefl": {"variant": "random"}}
-    options["dadaquant"] = {"phi": None, "q_min": 16}
-    return on_devices_alone(kind(training=TRAINING, aggregation=Private(**more), **options.get(name, {})))
-
-
-def held_by(site: Site, specs: Sequence[SubmodelSpec]) -> dict[str, torch.Tensor]:
-    """bool, shaped like the model: the elements that one of these sub-models has."""
-    numbers = {n: torch.arange(math.prod(shape)).view(shape) for n, shape in full_shapes(site.family).items()}
-    parts = [take(numbers, site.layout, spec) for spec in specs]
-    own = {n: [numbers[n][:0], *(part[n] for part in parts if n in part)] for n in numbers}
-    return {n: torch.isin(numbers[n], torch.cat([each.flatten() for each in own[n]])) for n in numbers}
-
-
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_merge_repeats_bit_for_bit_and_moves_every_element_that_can_be_sent(name: str) -> None:
-    """Also those that nobody trained, and where all have failed. The others, which no model of the pool has, stay."""
-    algorithm = private(name)
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    plan = replace(algorithm.plan(state, context_of(site, 0, SEED)), noise_seed=SECRET)
-    trained = [update_of(o, o.spec, {n: t + 0.01 for n, t in o.payload.items()}) for o in plan.orders]
-    pooled = held_by(site, [model.spec for model in site.pool if model.dispatched])
-    assert not any((held & ~pooled[n]).any() for n, held in held_by(site, [o.spec for o in plan.orders]).items())
-    for outcomes in (trained, [failure_of(o) for o in plan.orders]):
-        merged = published(algorithm.merge(state, plan, outcomes, ServerSite(site)))
-        assert_same_bits(published(algorithm.merge(state, plan, outcomes, ServerSite(site))), merged)
-        for tensor_name, tensor in published(state).items():
-            sent = pooled.get(tensor_name, torch.tensor(True))  # a level of its own is all sent
-            assert torch.equal(merged[tensor_name] != tensor, sent.expand(tensor.shape)), tensor_name
-        other = published(algorithm.merge(state, replace(plan, noise_seed=OTHER), outcomes, ServerSite(site)))
-        assert not any(torch.equal(other[n], merged[n]) for n in merged)
-    with pytest.raises(ConfigError, match="noise_seed"):
-        algorithm.merge(state, replace(plan, noise_seed=None), trained, ServerSite(site))
-
-
-@pytest.mark.parametrize("name", ["flexfl", "decoupled"])
-def test_a_resumed_run_has_the_same_noise_and_tells_what_it_has_spent(name: str, tmp_path: Path) -> None:
-    """Another key gives another run, the same seed or not."""
-    pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
-    algorithm = private(name)
-    site = tiny_site(algorithm)
-
-    def federate(folder: str, stop: int, key: bytes) -> tuple[Params, Memory]:
-        config = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, norm_bound=None)
-        ledger, tracker, start = ledger_in(FolderStore(tmp_path / folder)), Memory(), start_of(algorithm, site)
-        final = rounds.federate(Run(algorithm, site, config, noise_key=key), start, InProcess(site), ledger, tracker)
-        return dict(published(final)), tracker
-
-    whole, tracker = federate("whole", 3, b"key")
-    for stop in (1, 2):
-        federate("stopped", stop, b"key")
-    assert_same_bits(federate("stopped", 3, b"key")[0], whole)
-    assert not any(torch.equal(tensor, whole[n]) for n, tensor in federate("other", 3, b"another")[0].items())
-    logged = [tracker.rows[step]["epsilon"] for step in (1, 2, 3)]
-    assert logged == [epsilon(algorithm, site.fleet, site.pool, r) for r in (1, 2, 3)]
-
-
-class Idle:
-    """A backend whose clients all fail at once; remembers what they were asked."""
-
-    durable = False
-    phases: ClassVar[dict[str, float]] = {}
-
-    def __init__(self) -> None:
-        self.plans: list[RoundPlan] = []
-
-    def run(self, algorithm: Any, plan: RoundPlan) -> Iterator[Outcome]:
-        self.plans.append(plan)
-        return (failure_of(order) for order in plan.orders)
-
-
-Asked = list[tuple[int, int, int]]
-
-
-@pytest.fixture
-def asked(tmp_path: Path) -> Callable[..., Asked]:
-    """(round, client, the order's seed) of a run in `folder`; stopped in the middle of its `stop_in`-th round."""
-    pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
-
-    def run(name: str, folder: str, key: bytes | None, stop: int = 6, stop_in: int = 0, **more: Any) -> Asked:
-        algorithm = private(name) if key else on_devices_alone(ALGORITHMS[name](training=TRAINING))  # type: ignore[call-arg]
-        site = tiny_site(algorithm)
-        config = RoundsConfig(**{"stop": stop, "evaluate_every": 100, "commit_every": 1, "norm_bound": None} | more)
-        backend, ledger, start = Idle(), ledger_in(FolderStore(tmp_path / folder)), start_of(algorithm, site)
-        given = (Run(algorithm, site, config, noise_key=key), start, backend, ledger, Memory())
-        with suppress(Stopped):
-            rounds.federate(*given, should_stop=lambda: len(backend.plans) == stop_in)
-        return [(plan.round, order.client, order.seed) for plan in backend.plans for order in plan.orders]
-
-    return run
-
-
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_who_takes_part_in_a_private_run_follows_from_its_key_and_not_from_its_seed(
-    name: str, asked: Callable[..., Asked]
-) -> None:
-    """The seed is in what every client gets to read."""
-    public, one, other = asked(name, "public", None), asked(name, "one", SECRET), asked(name, "other", OTHER)
-    assert asked(name, "again", SECRET) == one
-    for left, right in ((public, one), (one, other)):
-        assert [pair[:2] for pair in left] != [pair[:2] for pair in right]
-        assert not {seed for *_, seed in left} & {seed for *_, seed in right}
-
-
-def test_a_resumed_private_run_asks_the_same_clients(asked: Callable[..., Asked]) -> None:
-    whole = asked("flexfl", "whole", SECRET)
-    assert asked("flexfl", "parts", SECRET, stop=2) + asked("flexfl", "parts", SECRET) == whole
-
-
-def test_nothing_that_a_private_run_stores_shows_its_key(tmp_path: Path, asked: Callable[..., Asked]) -> None:
-    """Nor what follows from it: whoever knows that of a round takes its noise off, or knows who was asked."""
-    key = hashlib.sha256(b"a key").digest()
-    asked("flexfl", "run", key, stop_in=4, keep_updates=True)
-    secrets = [key, *(privacy.noise_seed(key, round) for round in range(6))]
-    secrets += [privacy.plan_seed(key).to_bytes(32, order) for order in ("little", "big")]  # type: ignore[arg-type]
-    plan = str(privacy.plan_seed(key)).encode()
-    files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert any(path.name == "plan.json" for path in files) and len(files) > 3
-    for path, value in files.items():
-        forms = [plan, *(form for s in secrets if s for form in (s, s.hex().encode(), base64.b64encode(s)))]
-        assert not [form for form in forms if form in value], path
-
-
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_what_one_client_answers_changes_no_later_plan_of_a_private_run(name: str) -> None:
-    """Whether it fails, or what it brings back: only the weights may differ, which are noisy."""
-    algorithm = private(name)
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    plan = replace(algorithm.plan(state, context_of(site, 0, SEED)), noise_seed=SECRET)
-    updates = [update_of(o, o.spec, dict(o.payload)) for o in plan.orders]
-    expected: Any = None
-    for place, order in enumerate(plan.orders):
-        smallest = min(plan.orders, key=lambda o: sum(t.numel() for t in o.payload.values()))
-        for one in (failure_of(order), update_of(order, smallest.spec, dict(smallest.payload))):
-            merged = algorithm.merge(state, plan, [*updates[:place], one, *updates[place + 1 :]], ServerSite(site))
-            found = [
-                [
-                    (o.client, o.spec, o.seed, o.level, dict(o.hints))
-                    for o in algorithm.plan(merged, context_of(site, r, SEED)).orders
-                ]
-                for r in range(1, 9)
-            ]
-            expected = expected or found
-            assert found == expected
-
-
-@pytest.mark.parametrize("kind", privacy.LEARN_NOTHING)
-def test_selections_that_a_private_run_takes_learn_nothing(kind: Any) -> None:
-    tables = {"any": ((1.0, 2.0),)}
-    for sent, back, client in ((0, 0, 1), (1, 0, 0), (1, 1, 3)):
-        assert learned(kind(), tables, sent, back, client) is tables
-
-
-@pytest.mark.parametrize("options", [{}, {"variant": "c"}, {"selection": Curiosity()}])
-def test_selections_that_learn_from_single_clients_are_refused(options: dict[str, Any]) -> None:
-    algorithm = AdaptiveFL(training=TRAINING, aggregation=Private(), **options)
-    with pytest.raises(ConfigError, match=r"Curiosity learns from single .* algorithm\.selection=\{name: uniform\}"):
-        start_of(algorithm, tiny_site(algorithm))
-    start_of(replace(algorithm, aggregation=Mean()), tiny_site(algorithm))
-
-
-PRIVATE = ("algorithm.aggregation={name: private}", "rounds.norm_bound=null")
-
-
-@pytest.mark.parametrize(
-    ("sets", "wanted"),
-    [
-        (["pretrain.reference=true"], "pretrain.reference=false"),
-        (["rounds.stop_simulated_s=100.0"], "rounds.stop_simulated_s=null"),
-        (["partition.proxy_shared=true"], "partition.proxy_shared=false"),
-        (["noise.labels=0.1"], "noise.labels=0"),
-        (["run.backend=kubernetes", "kubernetes.access=ambient"], "kubernetes.access=presigned"),
-        (["algorithm.name=tests.laws.test_privacy:OwnFlexFL"], "an algorithm of your own learns .*ALGORITHMS"),
-    ],
-)
-def test_settings_that_show_more_than_the_noisy_sum_are_refused(sets: list[str], wanted: str) -> None:
-    load_config(None, sets)
-    load_config(None, PRIVATE)
-    with pytest.raises(ConfigError, match=wanted):
-        load_config(None, [*PRIVATE, *sets])
-
-
-@dataclass(frozen=True)
-class OwnFlexFL(FlexFL):
-    """Somebody's own."""
-
-
-@pytest.mark.parametrize("name", ["fedrolex", "federated_dropout", "fjord"])
-def test_windows_that_move_count_for_all_elements_alike(name: str) -> None:
-    """Every client adds 1 to all elements: the same step for a whole tensor, but where models are nested, more for what
-    fewer are sent."""
-    algorithm = private(name, clip=1e9, noise_multiplier=1e-18)
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    plan = replace(algorithm.plan(state, context_of(site, 0, SEED)), noise_seed=SECRET)
-    whole = [update_of(o, FULL, {n: t + 1 for n, t in state.params.items()}) for o in plan.orders]
-    merged = algorithm.merge(state, plan, whole, ServerSite(site)).params
-    steps = (merged["fc.linear.weight"] - state.params["fc.linear.weight"]).flatten()
-    spread = float(steps.max() / steps.min())
-    assert (spread > 2) if name == "fjord" else (spread == pytest.approx(1, rel=1e-5))
-
-
-def test_levels_of_decoupled_have_noise_of_their_own() -> None:
-    """Their tensors have the same names."""
-    algorithm = private("decoupled", noise_multiplier=100.0)
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    plan = replace(algorithm.plan(state, context_of(site, 0, SEED)), noise_seed=SECRET)
-    merged = algorithm.merge(state, plan, [failure_of(o) for o in plan.orders], ServerSite(site))
-    small, large = merged.levels["0.5x/classifier.weight"], merged.levels["0.71x/classifier.weight"]
-    assert not torch.isclose(small[0, 0], large[0, 0], rtol=0.01)
-
-
-@pytest.mark.parametrize("name", ["heterofl", "fedrolex", "federated_dropout"])
-def test_statistics_of_clients_data_are_refused(name: str) -> None:
-    kind: Any = ALGORITHMS[name]
-    algorithm = kind(training=TRAINING, aggregation=Private())
-    with pytest.raises(ConfigError, match=r"algorithm\.static_bn=false"):
-        start_of(algorithm, tiny_site(algorithm))
-
-
-def test_running_statistics_are_refused() -> None:
-    family = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
-    algorithm = HeteroFL(training=TRAINING, aggregation=Private(), static_bn=False)
-    with pytest.raises(ConfigError, match=r"model\.norm=batch"):
-        start_of(algorithm, tiny_site(algorithm, family))
-
-
-def test_updates_that_decide_about_others_are_refused() -> None:
-    algorithm = private("flexfl")
-    privacy.check_terms(algorithm, RoundsConfig(norm_bound=None))
-    privacy.check_terms(FlexFL(), RoundsConfig(over_provision=1.5, quorum=0.5))
-    with pytest.raises(ConfigError, match=r"set rounds\.norm_bound=null$"):
-        privacy.check_terms(algorithm, RoundsConfig())
-    with pytest.raises(ConfigError, match=r"rounds\.over_provision=1, rounds\.quorum=0$"):
-        privacy.check_terms(algorithm, RoundsConfig(norm_bound=None, over_provision=1.5, quorum=0.5))
-
-
 # ================================================================================================= accounting
 FLEET = tuple(Device(c, "any", 120.0 if c < 90 else 10.0, 0.0) for c in range(100))
 """90 can hold something."""
@@ -666,50 +381,6 @@ def test_what_is_not_private_has_no_epsilon() -> None:
         assert not privacy.is_private(algorithm)
         assert epsilon(algorithm, FLEET, POOL, 10) is None
     assert privacy.is_private(flexfl())
-
-
-ONE_DECIDES = {"adagq": "shares", "decoupled": "level by level", "multibranch": "ranks"}
-"""How one client that is drawn decides about others."""
-
-
-@pytest.mark.parametrize("name", ONE_DECIDES)
-def test_where_one_drawn_client_decides_about_others_no_amplification_is_claimed(name: str) -> None:
-    algorithm = private(name, secret_selection=True)
-    with pytest.raises(ConfigError, match=rf"{name} .*{ONE_DECIDES[name]}.* set .*\.secret_selection=false"):
-        start_of(algorithm, tiny_site(algorithm))
-    start_of(private(name), tiny_site(algorithm))
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A selection that draws these clients."""
-
-    clients: tuple[int, ...]
-
-    def pick(self, state: Any, context: Any, count: int, rng: Any) -> list[tuple[int, int]]:
-        return [(c, level_of(context.fleet[c], context.pool) or 0) for c in self.clients]
-
-
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_one_client_decides_about_nobody_else_s_order(name: str) -> None:
-    """Neither by how many samples it holds, nor, where secret selection is taken, by being drawn instead of another."""
-    algorithm = private(name, secret_selection=name not in ONE_DECIDES)
-    fleet = tuple(replace(d, memory=200.0, speed=1e9 / (1 + d.client)) for d in tiny_fleet())
-    site = tiny_site(algorithm, fleet=fleet)
-    state = start_of(algorithm, site)
-
-    def asked(first: int, samples: int) -> tuple[int, list[Any]]:
-        """How many, and the orders of all but `first`."""
-        held = tuple(samples if c == first else 8 for c in range(len(fleet)))
-        drawn = Drawn(tuple(sorted((first, 4, 5, 6, 7))))
-        among = algorithm if name == "decoupled" else replace(algorithm, selection=drawn)  # draws for each level
-        orders = among.plan(state, context_of(site, 0, samples=held, draws=held)).orders
-        others = [(o.client, o.level, o.spec, o.codecs, dict(o.hints)) for o in orders if o.client != first]
-        return len(orders), others
-
-    assert asked(0, 8000) == asked(0, 8)
-    if name not in ONE_DECIDES:
-        assert asked(19, 8) == asked(0, 8)
 
 
 def test_a_missing_library_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
