@@ -37,7 +37,7 @@ TESTS = {
     "exchange/acceptance": ("laws/test_acceptance",),
     "exchange/mailbox": ("laws/test_ledger", "laws/test_updates", "laws/test_resume"),
     "exchange/updates": ("laws/test_updates", "fuzz/test_ledger"),
-    "storage/checkpoints": ("laws/test_ledger", "laws/test_lease", "laws/test_resume"),
+    "storage/checkpoints": ("laws/test_ledger", "laws/test_packing", "laws/test_lease", "laws/test_resume"),
     "storage/lease": ("laws/test_lease",),
 }
 """The tests that should notice a change, by file of the engine."""

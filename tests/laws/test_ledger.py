@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,50 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.core.errors import ConfigError, IntegrityError
-from fl_engine.core.types import ClientFailure, ClientUpdate, Params, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.core.errors import IntegrityError
+from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, SubmodelSpec, WorkOrder
 from fl_engine.rounds.ledger import Ledger, ledger_in
-from fl_engine.rounds.replay import replay
-from fl_engine.storage import checkpoints
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.store import FolderStore, Store, sha256
-from fl_engine.training.memory import resident_peak, restart_peak
+from tests.harness.ledgers import DAMAGES, KEPT, STATE, commit, damage, files_of, rows, state
 
-KEPT = {"COMMITTED", "metrics.json"}
-STATE = {"state.safetensors", "state.json"}
 Make = Callable[[], Store]
-
-
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "flipped": lambda v: v[: len(v) // 2] + bytes([v[len(v) // 2] ^ 1]) + v[len(v) // 2 + 1 :],
-    "truncated": lambda v: v[: len(v) // 2],
-    "empty": lambda v: b"",
-    "other": lambda v: b'{"schema_version":1}',
-}
-
-
-def damage(store: Store, key: str, how: str) -> None:
-    if how == "deleted":
-        store.delete(key)
-    else:
-        store.put(key, DAMAGES[how](store.get(key)))
-
-
-def state(round: int) -> tuple[Params, dict[str, Any]]:
-    return {"params/w": torch.full((100,), float(round)), "params/b": torch.tensor([0.1])}, {"count": round}
-
-
-def rows(*numbers: int) -> list[Row]:
-    return [Row(round=r, metrics={"avg": r / 10, "seconds_round": 1.0}, clients=({"client": 0},)) for r in numbers]
-
-
-def commit(ledger: Ledger, *numbers: int) -> None:
-    for round in numbers:
-        ledger.checkpoints.commit(round, *state(round), rows(round))
-
-
-def files_of(store: Store, round: int) -> set[str]:
-    return {key.split("/", 2)[2] for key in store.list(f"rounds/{round:05d}/")}
 
 
 def plan_of(round: int, clients: int = 2, seed: int = 0) -> RoundPlan:
@@ -120,170 +83,6 @@ def test_after_many_commits_two_states_and_all_measurements_are_left(memory_stor
     assert all(files_of(memory_store, r) == KEPT | STATE for r in (58, 59))
     states = sum(len(memory_store.get(k)) for k in memory_store.list("") if k.rsplit("/")[-1] in STATE)
     assert states < 2 * 1000, "two states of 404 bytes each, and their headers"
-
-
-# ---------------------------------------------------------------------------------------------------- packing
-@pytest.fixture
-def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "PACKED", 10)
-    monkeypatch.setattr(checkpoints, "LOOK_EVERY", 1)
-    monkeypatch.setattr(checkpoints, "LINES", 20)
-
-
-def test_however_many_rounds_there_are_the_files_are_few_and_the_measurements_all_there(
-    memory_store: Store, small_packs: None
-) -> None:
-    ledger, most = ledger_in(memory_store), 0
-    for round in range(237):
-        commit(ledger, round)
-        most = max(most, len(memory_store.list("rounds/")))
-    assert most <= (10 + 2) * len(KEPT) + 2 * len(STATE) + len(KEPT | STATE)
-    assert len(memory_store.list("metrics/")) == 23
-    assert Checkpoints(memory_store).rows() == rows(*range(237))
-    assert Checkpoints(memory_store).last_good() == 236
-
-
-def test_states_that_are_kept_stay_when_measurements_are_packed(memory_store: Store, small_packs: None) -> None:
-    ledger = ledger_in(memory_store, keep_every=7)
-    commit(ledger, *range(40))
-    for round in (6, 13, 20, 27, 34):
-        assert Checkpoints(memory_store).read(round)[1] == {"count": round}
-    assert ledger.checkpoints.rows() == rows(*range(40))
-    ledger.checkpoints.discard_after(20)  # in the middle of a packed file
-    assert ledger.checkpoints.rows() == rows(*range(21)) and ledger.checkpoints.last_good() == 20
-    commit(ledger, *range(21, 50))
-    assert ledger.checkpoints.rows() == rows(*range(50))
-
-
-def test_a_client_whose_line_was_packed_away_is_not_said_to_be_missing(memory_store: Store, small_packs: None) -> None:
-    ledger, lines = ledger_in(memory_store), tuple({"client": client} for client in range(6))
-    for round in range(24):
-        row = Row(round=round, metrics={"clients_trained": 6.0}, clients=lines)
-        ledger.checkpoints.commit(round, *state(round), [row])
-    with pytest.raises(ConfigError, match=r"^round 2 was packed, and its clients' lines are kept no longer$"):
-        replay(None, None, None, ledger, 1, 3)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("held", [0, 30, 1000])
-def test_packed_rounds_keep_some_lines_about_clients_evenly_spread(
-    memory_store: Store, small_packs: None, monkeypatch: pytest.MonkeyPatch, held: int
-) -> None:
-    monkeypatch.setattr(checkpoints, "HELD_LINES", held)
-    ledger = ledger_in(memory_store)
-    for round in range(24):
-        lines = tuple({"client": c, "loss": round + c / 10} for c in range(6))
-        ledger.checkpoints.commit(round, *state(round), [Row(round=round, metrics={"avg": 0.5}, clients=lines)])
-    found = ledger.checkpoints.rows()
-    assert [row.round for row in found if row.clients] == [0, 3, 6, 9, 10, 13, 16, 19, 20, 21, 22, 23]
-    assert all(row.clients[5]["loss"] == row.round + 0.5 for row in found if row.clients)
-    assert all(row.metrics == {"avg": 0.5} for row in found)
-    assert ledger.checkpoints.rows(lines=False) == [row.model_copy(update={"clients": ()}) for row in found]
-
-
-def test_a_commit_of_many_rounds_is_thinned_like_many_commits(
-    memory_store: Store, small_packs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoints, "HELD_LINES", 40)
-    ledger = ledger_in(memory_store)
-    for last in range(2, 36, 3):
-        made = [Row(round=r, metrics={"avg": 0.5}, clients=({"client": r},) * 4) for r in range(last - 2, last + 1)]
-        ledger.checkpoints.commit(last, *state(last), made)
-    assert len(memory_store.list("metrics/")) == 1
-    found = ledger.checkpoints.rows()
-    assert [row.round for row in found] == list(range(36))
-    packed = [row.round for row in found[:30] if row.clients]
-    assert packed == list(range(0, 30, 6)), "120 lines, of which 20 are to stay"
-    assert all(row.clients == ({"client": row.round},) * 4 for row in found if row.clients)
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counting the peak anew is Linux's")
-def test_packing_and_resuming_hold_the_lines_of_one_commit(tmp_path: Path) -> None:
-    """All 150,000 lines at once took 66 MB, a commit of 5,000 takes 13."""
-    with multiprocessing.get_context("spawn").Pool(1) as alone:
-        assert alone.apply(added_by_large_rounds, (tmp_path,)) < 40e6
-
-
-def added_by_large_rounds(folder: Path) -> int:
-    checkpoints.PACKED, checkpoints.HELD_LINES = 20, 5000
-    ledger = ledger_in(FolderStore(folder))
-    lines = tuple({"client": c, "sent": "full", "loss": c / 3, "seconds": 0.1 * c, "free": 77.7} for c in range(5000))
-    row = Row(round=0, metrics={"avg": 0.5}, clients=lines)
-    held, _ = restart_peak()
-    for round in range(30):
-        ledger.checkpoints.commit(round, *state(round), [row.model_copy(update={"round": round})])
-    assert len(ledger.checkpoints.rows(lines=False)) == 30 and ledger.store.list("metrics/")
-    return resident_peak() - held
-
-
-def test_a_kill_between_any_two_writes_of_packing_and_cutting_loses_no_measurement(
-    new_store: Make, dying: Any, killed: type[BaseException], small_packs: None
-) -> None:
-    for writes in range(1000):
-        store = new_store()
-        commit(ledger_in(store), *range(11))
-        try:
-            ledger = ledger_in(dying(store, writes), keep_every=5)
-            commit(ledger, *range(11, 30))
-            ledger.checkpoints.discard_after(14)
-            commit(ledger, *range(15, 17))
-            break
-        except killed:
-            pass
-        again = ledger_in(store, keep_every=5)
-        last = again.checkpoints.commits()[-1]
-        assert again.checkpoints.rows() == rows(*range(last + 1)), f"killed after {writes} writes"
-        again.checkpoints.tidy()
-        assert again.checkpoints.rows() == rows(*range(last + 1)), f"killed after {writes} writes"
-        commit(again, *range(last + 1, 40))
-        assert Checkpoints(store).rows() == rows(*range(40)), f"killed after {writes} writes"
-    assert writes > 100
-
-
-def test_a_kill_while_old_rounds_are_deleted_leaves_no_mark_without_what_it_vouches_for(
-    new_store: Make, dying: Any, killed: type[BaseException], small_packs: None
-) -> None:
-    for writes in range(1000):
-        store = new_store()
-        commit(ledger_in(store), *range(11))
-        try:
-            commit(ledger_in(dying(store, writes)), *range(11, 14))
-            break
-        except killed:
-            pass
-        for round in Checkpoints(store).commits():
-            assert "metrics.json" in files_of(store, round), f"round {round}, killed after {writes} writes"
-    assert writes > 30
-
-
-@pytest.mark.parametrize("how", [*DAMAGES, "deleted"])
-def test_a_damaged_pack_is_named_and_can_be_got_over(memory_store: Store, small_packs: None, how: str) -> None:
-    commit(ledger_in(memory_store, keep_every=8), *range(35))
-    _, second, _ = memory_store.list("metrics/")
-    damage(memory_store, second, how)
-    ledger = ledger_in(memory_store, keep_every=8)
-    said = "the measurements of 10 rounds are missing" if how == "deleted" else second
-    with pytest.raises(IntegrityError, match=said) as error:
-        ledger.checkpoints.rows()
-    assert "--discard-damaged" in str(error.value)
-    assert ledger.checkpoints.last_good() == 7, "the last state before what is lost"
-    ledger.checkpoints.discard_after(7)
-    assert ledger.checkpoints.rows() == rows(*range(8))
-
-
-def test_a_listing_that_does_not_show_the_last_commits_yet_loses_none(memory_store: Store, small_packs: None) -> None:
-    """An S3 server is consistent today; a cache in front of it may not be."""
-
-    class Stale(type(memory_store)):  # type: ignore[misc]
-        def list(self, prefix: str) -> list[str]:
-            hidden = sorted(key for key in self.files if key.endswith("COMMITTED"))[-2:]
-            found: list[str] = super().list(prefix)
-            return [key for key in found if key not in hidden]
-
-    store = Stale()
-    commit(ledger_in(store), *range(30))
-    store.__class__ = type(memory_store)
-    assert Checkpoints(store).rows() == rows(*range(30))
-    assert Checkpoints(store).last_good() == 29
 
 
 def test_keep_every_keeps_some_states_more(memory_store: Store) -> None:
