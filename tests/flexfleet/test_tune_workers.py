@@ -1,0 +1,421 @@
+"""The workers of a study: how they share its trials, which ones they try again, and how they stop."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+import pytest
+
+from fl_engine.core.errors import ConfigError, Diverged, EnvironmentFailure, Stopped, Unreachable
+from flexfleet import cli
+from flexfleet.comparisons.side_by_side import Command
+from flexfleet.comparisons.whole import RunsFailed
+from flexfleet.config import Config, load_config
+from flexfleet.files.signals import stop_on_signals, stopping_at_once
+from flexfleet.studies import outcome, search
+from flexfleet.studies import study as steps
+from flexfleet.studies.study import tune, work
+
+
+@pytest.fixture(scope="module")
+def prepared(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config]:
+    """A folder with partition and pool for the workers of a study of four trials, and its configuration."""
+    folder = tmp_path_factory.mktemp("tune")
+    config = load_config(None, (*quick, "tune.trials=4", "algorithm.epsilon=8", "tracking.mlflow=null"))
+    steps._prepare_default(config, folder)
+    return folder, config
+
+
+def default(prepared: tuple[Path, Config]) -> dict[str, Any]:
+    """What the first trial draws."""
+    folder, config = prepared
+    return search.defaults(config, *steps._space(config, folder))
+
+
+@pytest.fixture
+def untrained(prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A study in a database whose trials come to a value at once."""
+
+    def trial(config: Config, study: Any, trial: Any, ready: Any) -> float:
+        return float(trial.params["algorithm.kd_weight"]) / 100
+
+    monkeypatch.setattr(steps, "_pools", lambda *_: [])
+    monkeypatch.setattr(steps, "_trial", trial)
+    monkeypatch.setattr(steps, "POLL_S", 0.02)
+    shared = prepared[1].tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'study.db'}"})
+    config = prepared[1].model_copy(update={"tune": shared})
+    steps._begin(config, tmp_path, "a", prepared[0], {})
+    return config
+
+
+def drawn(config: Config, folder: Path) -> list[dict[str, Any]]:
+    return [t.params for t in search.open_study(config, folder, "a").trials if t.state.name == "COMPLETE"]
+
+
+def test_trials_are_those_of_all_workers_together(
+    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path
+) -> None:
+    two = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"trials": 2})})
+    assert work(two, tmp_path, "a", 0, prepared[0]) == [0, 1]
+    assert work(untrained, tmp_path, "a", 1, prepared[0]) == [2, 3]
+    assert work(untrained, tmp_path, "a", 2, prepared[0]) == []
+
+
+def test_of_two_workers_that_both_find_the_last_trial_missing_one_leaves_it(tmp_path: Path) -> None:
+    study = search.open_study(Config(), tmp_path, "a")
+    first, second, third = (study.ask() for _ in range(3))
+    assert [search.surplus(study, t, 2) for t in (first, second, third)] == [False, False, True]
+    search.drop(study, third)
+    search.give_back(study, study.trials[0], 0)
+    assert not search.surplus(study, study.ask(), 2), "one that ended early leaves its place to another"
+
+
+def test_a_worker_that_is_started_again_does_not_draw_the_same(
+    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path
+) -> None:
+    for trials in (2, 4):
+        few = untrained.tune.model_copy(update={"trials": trials})
+        work(untrained.model_copy(update={"tune": few}), tmp_path, "a", 0, prepared[0])
+    found = [params["algorithm.kd_weight"] for params in drawn(untrained, tmp_path)]
+    assert len(set(found)) == 4
+
+
+def test_trials_of_a_worker_that_is_gone_are_tried_again(tmp_path: Path) -> None:
+    study = search.open_study(Config(), tmp_path, "a")
+    mine, gone, elsewhere = (study.ask() for _ in range(3))
+    for trial, worker in ((mine, search.me()), (gone, f"{os.uname().nodename}:1:0"), (elsewhere, "other:1:0")):
+        trial.set_user_attr(search.WORKER, worker)
+        trial.suggest_float("training.lr", 0.1, 1.0)
+    assert search.clear_stale(study) == [gone.number]
+    again = study.ask()
+    assert again.suggest_float("training.lr", 0.1, 1.0) == gone.params["training.lr"]
+
+
+def test_a_worker_takes_up_the_trials_of_one_elsewhere_that_gives_no_sign(
+    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "SILENT_S", 0.2)
+    lost = search.open_study(untrained, tmp_path, "a").ask()
+    lost.set_user_attr(search.WORKER, "other:1:0")
+    weight = lost.suggest_float("algorithm.kd_weight", 0.1, 100.0, log=True)
+    mine = work(untrained, tmp_path, "a", 0, prepared[0])
+    assert len(mine) == 4 and lost.number not in mine
+    again = [t for t in search.open_study(untrained, tmp_path, "a").trials if search.TRIED in t.user_attrs]
+    assert [t.params["algorithm.kd_weight"] for t in again] == [weight] and again[0].number in mine
+
+
+def test_who_gives_signs_is_not_gone_and_silence_is_measured_by_ones_own_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, seen, clock = search.open_study(Config(), tmp_path, "a"), dict[int, Any](), [0.0]
+    monkeypatch.setattr(search.time, "monotonic", lambda: clock[0])
+    alive, silent = study.ask(), study.ask()
+    for trial in (alive, silent):
+        trial.set_user_attr(search.WORKER, "other:1:0")
+        trial.suggest_float("training.lr", 0.1, 1.0)
+    gone = []
+    for i in range(4):
+        alive.set_user_attr(search.BEAT, i)
+        gone.append(search.clear_stale(study, seen))
+        clock[0] += search.SILENT_S / 2
+    assert gone == [[], [], [silent.number], []]
+
+
+def test_a_running_trial_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "BEAT_S", 0.01)
+    study = search.open_study(Config(), tmp_path, "a")
+    trial, end = study.ask(), time.monotonic() + 10
+    with search.beating(trial):
+        while study.trials[0].user_attrs.get(search.BEAT, 0) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        study.tell(trial.number, state=optuna.trial.TrialState.FAIL)  # signs of what has ended are refused: no error
+
+
+def test_values_that_no_worker_survives_are_left_and_only_one_worker_gives_them_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    study = search.open_study(Config(), tmp_path, "a")
+    study.enqueue_trial({"training.lr": 0.5})
+    for tried in range(1, search.MOST_TRIED + 1):
+        trial = study.ask()  # ended before it took its values
+        assert search.give_back(study, study.trials[trial.number], tried)
+        assert not search.give_back(study, study.trials[trial.number], tried)
+    states = [t.state.name for t in study.trials]
+    assert states == ["FAIL"] * search.MOST_TRIED
+    assert "4 workers have died on these values, which are not tried again: {'training.lr': 0.5}" in caplog.text
+    assert [t.system_attrs["fixed_params"] for t in study.trials] == [{"training.lr": 0.5}] * search.MOST_TRIED
+
+
+def test_a_worker_whose_trial_was_given_to_another_goes_on_with_the_next(
+    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it learns that with a round or in the end."""
+
+    def silent(config: Config, study: Any, trial: Any, ready: Any) -> float:
+        if trial.number in (0, 1):
+            search.give_back(study, study.trials[trial.number], 1)
+        if trial.number == 0:
+            search.Reporter(trial, "avg").metrics([(1, {"avg": 0.5})])
+        return 0.5
+
+    monkeypatch.setattr(steps, "_trial", silent)
+    mine = work(untrained, tmp_path, "a", 0, prepared[0])
+    assert len(mine) == 4 and not {0, 1} & set(mine)
+    assert len(drawn(untrained, tmp_path)) == 4
+
+
+def test_a_trial_that_ends_its_worker_is_tried_again(
+    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> float:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(steps, "_trial", broken)
+        work(untrained, tmp_path, "a", 0, prepared[0])
+    assert work(untrained, tmp_path, "a", 0, prepared[0]) == [1, 2, 3, 4]
+    assert drawn(untrained, tmp_path)[0] == pytest.approx(default(prepared))
+
+
+def test_values_are_not_left_for_a_server_that_is_gone_a_full_disk_or_a_stop(
+    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "MOST_TRIED", 1)
+    told = EnvironmentFailure("the store: no space left")
+    told.__cause__ = full = OSError(errno.ENOSPC, "no space left")
+    for error in (Unreachable("S3 is gone"), full, told, Stopped("asked to")):
+
+        def broken(*_: Any, error: Exception = error) -> float:
+            raise error
+
+        with monkeypatch.context() as patch, pytest.raises(type(error), match=re.escape(str(error))):
+            patch.setattr(steps, "_trial", broken)
+            work(untrained, tmp_path, "a", 0, prepared[0])
+    one = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"trials": 1})})
+    work(one, tmp_path, "a", 0, prepared[0])
+    assert drawn(one, tmp_path)[0] == pytest.approx(default(prepared))
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "no memory"), EnvironmentFailure("no such device")])
+def test_what_may_be_the_values_fault_counts(error: Exception) -> None:
+    assert search.tried(SimpleNamespace(user_attrs={search.TRIED: 2}), error) == 3
+
+
+@pytest.fixture
+def begun(untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Continues the study `a` of `untrained`, whose next trial does what the test says while it is prepared."""
+    shutil.copytree(prepared[0] / "default", tmp_path / "a" / "default")
+    monkeypatch.setattr(steps, "_prepare_default", lambda *_: None)
+    monkeypatch.setattr(steps, "_examine", lambda *_: None)
+    config = untrained.model_copy(update={"run": untrained.run.model_copy(update={"store": str(tmp_path)})})
+
+    def go_on(prepares: Callable[..., Any]) -> Any:
+        monkeypatch.setattr(steps, "_pools", prepares)
+        try:
+            tune(config, "a", resume=True)
+        finally:
+            begun.append(search.open_study(config, tmp_path, "a").trials[-1])
+
+    begun = list[Any]()
+    return go_on, begun
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_study_that_is_stopped_while_a_trial_is_prepared_says_how_it_goes_on(begun: Any, number: int) -> None:
+    def asked(*_: Any) -> None:
+        signal.raise_signal(number)
+        time.sleep(10)
+
+    def nobody(*_: Any) -> None:
+        raise AssertionError("nobody else handles the signal")
+
+    go_on, trials = begun
+    before = signal.signal(number, nobody)
+    try:
+        with pytest.raises(Stopped, match=r"^stopped on request: the same command with --id a --resume goes on$"):
+            go_on(asked)
+        assert signal.getsignal(number) is nobody
+    finally:
+        signal.signal(number, before)
+    assert (trials[0].state.name, trials[0].user_attrs[search.TRIED]) == ("WAITING", 0)
+
+
+@pytest.mark.parametrize("told", ["", ". What was committed stays: mend the cause, then go on with --resume"])
+def test_a_study_whose_server_is_gone_says_how_it_goes_on(begun: Any, told: str) -> None:
+    def gone(*_: Any) -> None:
+        raise Unreachable(f"s3://b/a cannot be reached{told}")
+
+    with pytest.raises(Unreachable) as error:
+        begun[0](gone)
+    assert str(error.value).startswith("s3://b/a cannot be reached") and str(error.value).count("--resume") == 1
+    assert str(error.value).endswith("the same command with --id a --resume goes on")
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, Stopped), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_stop_that_comes_when_the_run_of_a_trial_has_ended_stops_the_study(
+    number: int, raised: type[BaseException]
+) -> None:
+    with pytest.raises(raised), stopping_at_once():
+        with stop_on_signals():
+            signal.raise_signal(number)
+        pytest.fail("the study would go on with the next trial")
+
+
+def test_a_stop_that_a_destructor_swallows_comes_again() -> None:
+    class Ending:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Stopped), stopping_at_once():
+        Ending()
+        time.sleep(10)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_a_trial_whose_training_on_the_server_diverges_is_an_outcome(
+    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first_diverges(config: Config, study: Any, trial: Any, ready: Any) -> float:
+        if trial.number == 0:
+            raise Diverged("training on the server diverged")
+        return 0.5
+
+    monkeypatch.setattr(steps, "_trial", first_diverges)
+    assert work(untrained, tmp_path, "a", 0, prepared[0]) == [0, 1, 2, 3]
+    first, *others = (outcome.tried(t) for t in search.open_study(untrained, tmp_path, "a").trials)
+    assert (first.outcome, first.value, first.why) == ("diverged", None, "training on the server diverged")
+    assert {each.outcome for each in others} == {"complete"}
+
+
+def test_what_is_wrong_with_a_run_is_no_property_of_its_values(
+    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*_: Any) -> float:
+        raise ConfigError("is being run by another process")
+
+    monkeypatch.setattr(steps, "_trial", busy)
+    with pytest.raises(ConfigError, match="another process"):
+        work(untrained, tmp_path, "a", 0, prepared[0])
+    assert not any("infeasible" in t.user_attrs for t in search.open_study(untrained, tmp_path, "a").trials)
+
+
+def test_a_waiting_trial_is_given_to_one_worker_alone(tmp_path: Path) -> None:
+    """SQLite locks no row: of four workers that asked at once, two got the same trial."""
+    config = Config(tune={"storage": f"sqlite:///{tmp_path / 'study.db'}"})
+    study, many = search.open_study(config, tmp_path, "a"), 40
+    for i in range(many):
+        study.enqueue_trial({"x": i})
+    workers, given = [search.open_study(config, tmp_path, "a", begun=True) for _ in range(4)], list[int]()
+
+    def ask(worker: Any) -> None:
+        given.extend(worker.ask().number for _ in range(many // 4))
+
+    threads = [Thread(target=ask, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(given) == list(range(many))
+
+
+def test_a_study_that_was_begun_elsewhere_is_not_begun_again(untrained: Config, tmp_path: Path) -> None:
+    other = untrained.tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'of-one-pod.db'}"})
+    with pytest.raises(ConfigError, match=r"has no study 'a', though it was begun: give the address of a database"):
+        work(untrained.model_copy(update={"tune": other}), tmp_path, "a", 1, tmp_path)
+
+
+def test_a_data_base_that_does_not_answer_is_waited_for(
+    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told as what a task tries again; the trial that was running then is tried once more."""
+    here, away = tmp_path / "study.db", tmp_path / "away.db"
+
+    def cut_off(config: Config, study: Any, trial: Any, ready: Any) -> float:
+        study._storage._backend.engine.dispose()
+        here.rename(away)
+        here.mkdir()
+        return 0.5
+
+    with monkeypatch.context() as patch, pytest.raises(Unreachable, match=r"study's database \(sqlite.* not answer: "):
+        patch.setattr(steps, "_trial", cut_off)
+        with search.answering(untrained):
+            work(untrained, tmp_path, "a", 0, prepared[0])
+    with pytest.raises(Unreachable), search.answering(untrained):
+        work(untrained, tmp_path, "a", 0, prepared[0])
+    here.rmdir()
+    away.rename(here)
+    monkeypatch.setattr(search, "SILENT_S", 0.2)
+    with search.answering(untrained):
+        assert work(untrained, tmp_path, "a", 0, prepared[0]) == [1, 2, 3, 4]
+
+
+def test_the_command_line_has_as_many_workers_as_the_parameter_says(
+    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was killed is no failure where the others did its work."""
+    started: list[Command] = []
+
+    def side_by_side(jobs: Sequence[Command], at_once: int) -> dict[str, int]:
+        started.extend(jobs)
+        assert at_once == 3
+        work(untrained, tmp_path, "a", 1, prepared[0])
+        return {job.name: 137 if job is jobs[0] else 0 for job in jobs}
+
+    monkeypatch.setattr(steps, "side_by_side", side_by_side)
+    three = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"workers": 3})})
+    steps._work_all(three, tmp_path, "a")
+    assert [job.argv[-2:] for job in started] == [("--worker", "0"), ("--worker", "1"), ("--worker", "2")]
+    more = three.model_copy(update={"tune": three.tune.model_copy(update={"trials": 9})})
+    (tmp_path / "worker0.log").write_text("\n$ a\nerror: no space left\n")
+    with pytest.raises(RunsFailed, match="workers ended before the study was done: worker0") as failed:
+        steps._work_all(more, tmp_path, "a")
+    assert failed.value.exit_code == 137
+
+
+def test_jobs_is_short_for_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def stop(config: Config, *_: Any, **__: Any) -> None:
+        asked.append(config.tune.workers)
+        raise Stopped("seen")
+
+    monkeypatch.setattr(steps, "tune", stop)
+    monkeypatch.chdir(tmp_path)
+    for words in (("--jobs", "2"), ("--set", "tune.workers=3"), ()):
+        with pytest.raises(Stopped):
+            cli.dispatch(["tune", *words])
+    assert asked == [2, 3, 1]
+    with pytest.raises(ConfigError, match=r"tune\.workers"):
+        cli.dispatch(["tune", "--jobs", "0"])
+
+
+def test_pods_share_a_study_by_a_data_base_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLEXFLEET_TUNE_STORAGE", raising=False)
+    with pytest.raises(ConfigError, match=r"tune\.workers is 2, .*: set tune\.storage .* as FLEXFLEET_TUNE_STORAGE"):
+        steps.prepare(load_config(None, ("tune.workers=2",)), "a", tmp_path, "job")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["here", "in a graph"])
+def test_a_database_that_cannot_be_used_is_told_before_anything_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    config = Config(
+        run={"store": str(tmp_path / "runs")}, tune={"storage": f"sqlite:///{tmp_path / 'no' / 'study.db'}"}
+    )
+    for name in ("_prepare_default", "share"):
+        monkeypatch.setattr(steps, name, lambda *_: pytest.fail("it trains"))
+    with pytest.raises(ConfigError, match=r"tune\.storage = sqlite:.* cannot be used: .*unable to open database file"):
+        steps.tune(config, "a") if where == "here" else steps.prepare(config, "a", tmp_path / "out", "job")
