@@ -36,6 +36,7 @@ LONG = {
         "faults",
         "kinds",
         "lasting",
+        "lasting_lost",
         "lasting_memory",
         "lasting_suite",
         "lost_nodes",

@@ -31,6 +31,7 @@ from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
 from tests.harness.moto_server import moto
 from tests.k8s import kueue
+from tests.k8s.staying import Staying, threads_on
 
 MIB = 2**20
 
@@ -107,6 +108,13 @@ def quick_cluster(cluster: Any) -> Any:
     """Whose pods are threads."""
     cluster.start = Here
     return cluster
+
+
+@pytest.fixture
+def pods(cluster: Any) -> Iterator[type[Staying]]:
+    """The cluster's pods, which stay for the run and are threads."""
+    with threads_on(cluster) as here:
+        yield here
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,23 @@ from flexfleet.files import agent_options
 from flexfleet.steps import agent
 from flexfleet.steps.agent_line import Line, known_of
 
+STAY = ("kubernetes.lifetime=run", "rounds.stop=3")
+EVERYBODY = ("training.fraction=1.0", "rounds.stop=2")
+SHARED = ("kubernetes.lifetime=run", "kubernetes.clients_per_pod=2", *EVERYBODY)
+"""Of six clients in three tiers, two share a pod."""
+
+
+def model(out: Path) -> bytes:
+    return (out / "model.safetensors").read_bytes()
+
+
+def jobs_of(cluster: Any) -> list[dict[str, Any]]:
+    return [each for each in cluster.created if each["kind"] == "Job"]
+
+
+class Killed(BaseException):
+    """What ends a coordinator at an instant of the test's choice."""
+
 
 class Ended(SystemExit):
     """Stands for SIGKILL."""
