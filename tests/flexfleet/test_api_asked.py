@@ -1,0 +1,206 @@
+"""What `flexfleet.run` and its like may be asked for from Python, and what is said of anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flexfleet as ff
+from fl_engine.algorithms.full_model import AllLarge
+from flexfleet.api.asked import Default, config_of, name_of
+from flexfleet.api.errors import in_python
+from flexfleet.api.errors import told as in_a_call
+from flexfleet.config.factors import factors_of
+from tests.harness.from_python import SMALL
+
+TWO_ROUNDS: dict[str, Any] = {**SMALL, "rounds": 2}
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Ours(AllLarge):
+    boost: float = 1.0
+
+
+def test_keywords_win_over_options_and_options_over_the_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text("rounds: {stop: 7}\ntraining: {lr: 0.5}\nalgorithm: {name: heterofl}\nseed: 3\n")
+    found = config_of(file, {"training.lr": 0.25}, {"rounds": 9, "algorithm": Default("flexfl"), "seed": None})
+    assert (found.rounds.stop, found.training.lr, found.algorithm["name"], found.seed) == (9, 0.25, "heterofl", 3)
+    assert config_of(None, None, {"algorithm": Default("flexfl")}).algorithm["name"] == "flexfl"
+    assert config_of({"rounds": {"stop": 4}}, None, {}).rounds.stop == 4
+    assert (
+        config_of(None, {"training.lr": np.float32(0.5), "partition.clients": np.int64(7)}, {}).partition.clients == 7
+    )
+
+
+def test_options_of_what_a_keyword_names_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = config_of(None, {"algorithm.mu": 5.0}, {"algorithm": "fedprox"})
+    assert found.algorithm == {"name": "fedprox", "mu": 5.0}
+    found = config_of(None, {"algorithm": {"on_too_small": "fail"}}, {"algorithm": "heterofl"})
+    assert found.algorithm == {"name": "heterofl", "on_too_small": "fail"}
+    found = config_of(None, {"model.norm": "bn"}, {"model": "small_cnn", "algorithm": AllLarge})
+    assert found.model == {"name": "small_cnn", "norm": "bn"} and found.algorithm == {"name": "all_large"}
+    with pytest.raises(ff.ConfigError, match="width"):
+        config_of(None, {"algorithm.widths": [0.5, 1.0]}, {"algorithm": "fedprox"})
+    data = ff.from_arrays(np.zeros((8, 4), dtype=np.float32), np.arange(8) % 2)
+    found = config_of(None, None, {"dataset": data, "store_uri": "s3://bucket/prefix"})
+    assert (found.run.store, found.run.remote) == ("runs", "s3://bucket/prefix")
+    assert found.dataset.root == str(tmp_path / "runs" / ".data") and sorted(Path().iterdir()) == [Path("runs")]
+    found = config_of(None, {"run": {"store": "kept"}}, {"dataset": data})
+    assert found.dataset.root == str(tmp_path / "kept" / ".data")
+
+
+@pytest.mark.parametrize(
+    ("options", "keywords", "said"),
+    [
+        ({"algorithm.mu": 3.0}, {"algorithm": {"name": "fedprox", "mu": 2.0}}, r"algorithm\.mu is given twice"),
+        ({"rounds": {"stop": 3}, "rounds.stop": 4}, {}, r"rounds\.stop is given twice"),
+        ({"fleet": {"trace": None}, "fleet.trace": {"name": "lognormal"}}, {}, r"fleet\.trace is given twice"),
+        ({"fleet.trace.name": "lognormal", "fleet": {"trace": None}}, {}, r"fleet\.trace is given twice"),
+        ({"training": None}, {"learning_rate": 0.1}, "training is given twice"),
+        ({"run.remote": "s3://a/b"}, {"store_uri": "s3://c/d"}, r"run\.remote is given twice"),
+        ({"algorithm.muu": 3.0}, {"algorithm": "fedprox"}, "muu"),
+        ({"rounds.stop": 4}, {"rounds": 3}, "'rounds' is given as a keyword and as options"),
+        ({"rounds": {"stop": 4}}, {"rounds": 3}, "'rounds' is given as a keyword and as options"),
+        ({"rounds.stopp": 4}, {}, "stopp"),
+        ({3: 4}, {}, "dotted names are expected"),
+        ({"training.lr": object()}, {}, "a number, a text, a list or a mapping"),
+        (None, {"dataset": (np.zeros((4, 2)), np.zeros(4))}, r"flexfleet.from_arrays\(x, y\)"),
+        (None, {"dataset": 3}, "a name or data are expected, got int"),
+        (None, {"dataset": np.zeros((4, 2))}, r"got ndarray: flexfleet.from_arrays\(x, y\)"),
+        (None, {"dataset": torch.zeros(4, 2)}, r"got Tensor: flexfleet.from_arrays\(x, y\)"),
+        ({"rounds": 3}, {}, r"rounds is a section, got 3: set a parameter in it, e\.g\. rounds\.stop"),
+        ({"algorithm": "heterofl"}, {}, r"algorithm is a section, got 'heterofl'.* algorithm\.name"),
+        ({"tune": 3}, {}, r"tune is a section, got 3.* tune\.trials"),
+        ({"learning_rate": 0.1}, {}, r"unknown parameter 'learning_rate': its dotted name is training\.lr$"),
+        (None, {"algorithm": 3}, "a name, a class or an object"),
+        (None, {"algorithm": dict}, "a dataclass is expected"),
+        (None, {"algorithm": Ours(training=AllLarge.training.__class__(lr=7.0))}, "shared by all algorithms"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(options: Any, keywords: Any, said: str) -> None:
+    with pytest.raises(ff.ConfigError, match=said):
+        config_of(None, options, keywords)
+
+
+SECRET = "https://me:geheim@host"
+TELLS: dict[str, Callable[[], Any]] = {
+    "options that are none": lambda: ff.run(options=SECRET),  # type: ignore[arg-type]
+    "an option that is none": lambda: ff.run(options={"tracking.mlflow": {SECRET}}),
+    "a keyword": lambda: ff.run(mlflow_uri={SECRET}),  # type: ignore[arg-type]
+    "settings without a label": lambda: ff.compare([{"algorithm": "flexfl", "tracking.mlflow": SECRET}]),
+    "labels that are none": lambda: ff.compare(SECRET),
+    "factors that are none": lambda: ff.compare(["flexfl"], over=SECRET),
+    "values that are none": lambda: ff.compare(["flexfl"], over={"tracking.mlflow": SECRET}),
+    "a file": lambda: ff.run(config="broken.yaml"),
+    "values that are no YAML": lambda: factors_of([f"tracking.mlflow={{a: {SECRET}"]),
+    "no values": lambda: factors_of([SECRET]),
+}
+
+
+@pytest.mark.parametrize("what", TELLS)
+def test_no_error_tells_a_password(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.yaml").write_text(f"tracking: {{mlflow: {SECRET}: [\n")
+    with pytest.raises(ff.ConfigError) as told:
+        TELLS[what]()
+    assert "geheim" not in str(told.value) and "host" in str(told.value)
+
+
+def test_a_thing_without_a_name_is_refused() -> None:
+    def inner() -> None: ...
+
+    assert name_of(Ours, "algorithm") == f"{__name__}:Ours"
+    with pytest.raises(ff.ConfigError, match="no name by which it is found again"):
+        name_of(inner, "model")
+
+
+def test_an_error_comes_without_the_packages_frames() -> None:
+    try:
+        ff.run(algorithm="flexf")
+    except ff.ConfigError as error:
+        trace, frames = error.__traceback__, []
+        while trace is not None:
+            frames.append(Path(trace.tb_frame.f_code.co_filename).name)
+            trace = trace.tb_next
+        assert frames == ["test_api_asked.py", "running.py", "errors.py"] and "did you mean 'flexfl'" in str(error)
+    else:
+        pytest.fail("an unknown algorithm is an error")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a exists already: go on with --resume, or choose another --run-id",
+         "a exists already: go on with resume=True, or choose another run_id"),
+        ("pip install mlflow, or --set tracking.mlflow=null",
+         "pip install mlflow, or options={'tracking.mlflow': None}"),
+        ("or --set publish.onnx=false", "or options={'publish.onnx': False}"),
+        ("give --accept-numerics", "give --accept-numerics on the command line"),
+        ("the seeds are a list of their own (--seeds)", "the seeds are a list of their own (seeds)"),
+        ("the same command with --id cf --resume goes on", "the same call with id='cf', resume=True goes on"),
+        ("kubectl --namespace a --id-file b --identity", "kubectl --namespace a --id-file b --identity"),
+    ],
+)  # fmt: skip
+def test_a_message_names_arguments_of_python(text: str, said: str) -> None:
+    assert in_python(text) == said
+
+
+def test_errors_of_a_call_name_no_option_of_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ff.ConfigError, match=r"go on with resume=True, or choose another run_id"):
+        ff.run(run_id="a", store_uri=str(tmp_path), **TWO_ROUNDS)
+    with pytest.raises(ff.ConfigError) as told:
+        ff.compare(["flexfl"], over={"seed": [1, 2]}, store_uri=str(tmp_path), progress=False)
+    assert "--" not in str(told.value)
+    with pytest.raises(ff.ConfigError, match="the algorithms are the first argument"):
+        ff.compare({"a": "flexfl", "b": "flexfl"}, options={"algorithm.name": "flexfl"})
+
+
+def test_a_store_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ff.EnvironmentFailure, match="file") as told:
+        ff.run(store_uri=str(tmp_path / "file"), **TWO_ROUNDS)
+    assert told.value.__suppress_context__
+
+
+def test_an_error_of_the_system_in_own_code_keeps_its_traceback() -> None:
+    def own() -> None:
+        (ROOT / "no" / "such").read_text()
+
+    with pytest.raises(ff.EnvironmentFailure, match="no/such: No such file") as told:
+        in_a_call(own)
+    assert isinstance(told.value.__cause__, OSError)
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "a callback alone": (lambda: ff.run(callbacks=ff.Callback()), "a list of objects of flexfleet.Callback"),  # type: ignore[arg-type]
+    "no callbacks": (lambda: ff.run(callbacks=None), "a list of objects of flexfleet.Callback"),  # type: ignore[arg-type]
+    "a number as a name": (lambda: ff.run(run_id=3, **TWO_ROUNDS), "run_id is a name, a text, got 3"),  # type: ignore[arg-type]
+    "options in a list": (lambda: ff.run(options=["rounds.stop=3"]), "options: a mapping"),  # type: ignore[arg-type]
+    "config as a number": (lambda: ff.run(config=3), "config: a file.* got int"),  # type: ignore[arg-type]
+    "options of compare": (lambda: ff.compare(["flexfl"], options=3), "options: a mapping"),
+    "to as a number": (lambda: ff.compare(["flexfl"], to=0.5), "to: a list of accuracies"),  # type: ignore[arg-type]
+    "over a number": (lambda: ff.compare(["flexfl"], over={3: [1]}), "over: the dotted name of a parameter is a text"),  # type: ignore[dict-item]
+    "over as a list": (lambda: ff.compare(["flexfl"], over=["training.lr"]), "over: a mapping"),  # type: ignore[arg-type]
+    "space as a list": (lambda: ff.tune(space=["training.lr"]), "space: a mapping"),  # type: ignore[arg-type]
+    "nothing to load": (lambda: ff.load(None), "a folder or a name is expected"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_values_of_another_kind_are_refused_at_the_entrance(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    call, said = WRONG[what]
+    with pytest.raises(ff.ConfigError, match=said):
+        call()
