@@ -297,6 +297,8 @@ def _explained(remote: str, kind: type[FlexfleetError]) -> Iterator[None]:
         except ObjectFormatError as error:
             told = f"DVC at {masked(remote)}: {error}; delete it there, and push it again"
             raise IntegrityError(told) from error
+        except sqlite3.Error:  # of the temporary folder, and not of the remote: `_scratch` tells of it
+            raise
         except Exception as error:  # the file systems' own
             raise EnvironmentFailure(_told(remote, error)) from error
 

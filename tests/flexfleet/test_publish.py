@@ -420,15 +420,16 @@ def test_why_a_remote_does_not_take_or_give_is_said_and_is_no_damage(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_full_temporary_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DVC keeps databases in it, whose errors are not the file system's."""
+@pytest.mark.parametrize("where", ["init", "add"])
+def test_a_full_temporary_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """DVC keeps databases in it, whose errors are not the file system's. Nor are they the remote's."""
 
     def full(*_: object, **__: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr("dvc.repo.Repo.init", full)
+    monkeypatch.setattr(f"dvc.repo.Repo.{where}", full)
     (tmp_path / "m.bin").write_bytes(b"a model")
-    with pytest.raises(EnvironmentFailure, match=r"write into the temporary folder .*: database or disk is full"):
+    with pytest.raises(EnvironmentFailure, match=r"^DVC cannot write into the temporary folder .*: .* disk is full"):
         versioned.push({"m.bin": tmp_path / "m.bin"}, str(tmp_path / "remote"))
 
 
