@@ -14,7 +14,7 @@ from contextlib import closing
 
 import pytest
 
-from tests.harness.way import Cut, How, Way
+from tests.harness.way import Cut, How, Way, _inode
 
 ME = os.getpid()
 ORDER, LETTER = b"GET /orders/1 .....\n", b"GET /letter.json ..\n"
@@ -89,6 +89,14 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_both_ways_to_ask_the_kernel_name_the_socket(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected(way) as one:
+        sides, own = (one.getsockname(), one.getpeername()), os.fstat(one.fileno()).st_ino
+        assert _inode(*sides) == own and _inode(*sides[::-1]) not in (0, own)
+        monkeypatch.setattr("tests.harness.way.SOCK_DIAG", 31)  # a protocol that no kernel has
+        assert _inode(*sides) == own and _inode(*sides[::-1]) not in (0, own)
 
 
 def test_all_passes_for_a_process_that_is_not_cut_off(way: Way) -> None:
