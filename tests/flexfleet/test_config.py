@@ -425,7 +425,7 @@ class Odd(AllLarge):
     [
         (
             ["run.backend=agents", "run.devices=[cuda]"],
-            r"run\.devices = \['cuda'\] cannot be with .*leave it at \[cpu\]",
+            r"run\.devices = \['cuda'\] cannot be with .*leave it at \[cpu\]\. Where .*, its owner says .*",
         ),
         (
             ["run.devices=[cuda, cpu]"],

@@ -117,7 +117,7 @@ FROM |= {"faster_coco_eval": "faster-coco-eval"}
 """Packages whose modules have another name."""
 BROUGHT = {"botocore": "boto3", "urllib3": "boto3", "sqlalchemy": "optuna", "markupsafe": "jinja2"}
 BROUGHT |= {"pydantic_core": "pydantic", "certifi": "kubernetes", "requests": "kubernetes", "kfp_server_api": "kfp"}
-BROUGHT |= {"PIL": "matplotlib", "threadpoolctl": "scikit-learn", "shtab": "dvc"}
+BROUGHT |= {"PIL": "matplotlib", "threadpoolctl": "scikit-learn", "shtab": "dvc", "dvc_objects": "dvc"}
 """What comes with others."""
 
 
