@@ -37,9 +37,9 @@ test: setup
 	$(PYTEST) --numprocesses 2 -m "not long"
 
 # The long tests: commands of the documentation, nights, pipelines of real processes, kills, S3 servers. They wait for
-# other processes, so four of them fill two cores.
+# other processes, so five of them fill two cores.
 test-all: setup
-	$(PYTEST) --numprocesses 4 -m long
+	$(PYTEST) --numprocesses 5 -m long
 
 SOAK_KILLS ?= 300
 SOAK_MUTANTS ?= 50
