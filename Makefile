@@ -37,7 +37,7 @@ test: setup
 	$(PYTEST) --numprocesses 2 -m "not long"
 
 # The long tests: commands of the documentation, nights, pipelines of real processes, kills, S3 servers. They wait for
-# other processes, so five of them fill two cores.
+# other processes, so five of them keep two cores busy.
 test-all: setup
 	$(PYTEST) --numprocesses 5 -m long
 
