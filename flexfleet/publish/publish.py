@@ -43,7 +43,7 @@ from flexfleet.reports import precisions
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking.record import experiment
 from flexfleet.tracking.server import answering, client_of, platform_of
-from flexfleet.tracking.trackers import key_of
+from flexfleet.tracking.trackers import name_in_mlflow
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 MODEL = "model_sha256"
@@ -147,7 +147,7 @@ def register(uri: str, run_id: str, name: str, data: Data, folder: Path, levels:
                 measured = found[about.level]
                 values = {f"exported/{about.level}": about.accuracy_exported}
                 values |= {} if measured is None else precisions.metrics(measured)
-                for key, value in ((key_of(each), value) for each, value in values.items()):
+                for key, value in ((name_in_mlflow(each), value) for each, value in values.items()):
                     if run.data.metrics.get(key) != value:
                         client.log_metric(run_id, key, value)
             for about in levels:

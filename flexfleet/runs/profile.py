@@ -229,7 +229,7 @@ def _about(resolved: Resolved) -> dict[str, Any]:
 def text(found: Profile) -> str:
     """A configuration with this tier alone, in YAML; what was measured is in comments."""
     a = found.about
-    trained_on = "one thread" if a["device"] == "cpu" else f"the {a['device']}"
+    trained_on = "one thread" if a["device"].startswith("cpu") else f"the {a['device']}"
     assumed = {"bandwidth": f" It is then {Tier('', 1.0, 1.0).bandwidth:g} million bits a second, which is assumed."}
     lines = [
         f"Measured by `flexfleet profile`: {a['model']} on {a['dataset']} with {a['algorithm']}; {trained_on} of a "

@@ -147,7 +147,7 @@ class MLflow:
 
         with answering(self.uri):
             known = self._client.get_run(self.run_id).data.params
-            told = {key_of(k): str(v)[:MLFLOW_PARAM_CHARS] for k, v in values.items()}
+            told = {name_in_mlflow(k): str(v)[:MLFLOW_PARAM_CHARS] for k, v in values.items()}
             new = {k: v for k, v in told.items() if k not in known}
             for chunk in _chunks([Param(k, v) for k, v in new.items()], 100):
                 self._client.log_batch(self.run_id, params=chunk)
@@ -164,7 +164,7 @@ class MLflow:
                 if len(batch) + len(values) > MLFLOW_BATCH:
                     self._client.log_batch(self.run_id, metrics=batch)
                     batch = []
-                batch += [Metric(key_of(key), value, now, step) for key, value in values.items()]
+                batch += [Metric(name_in_mlflow(key), value, now, step) for key, value in values.items()]
             if batch:
                 self._client.log_batch(self.run_id, metrics=batch)
         self._last_step = max([self._last_step, *(step for step, _ in new)])
@@ -249,7 +249,7 @@ class Several:
             t.finish(status)
 
 
-def key_of(name: str) -> str:
+def name_in_mlflow(name: str) -> str:
     """What MLflow calls a figure or parameter. Names of tiers and levels are in it, which may hold what MLflow refuses,
     or be too long for it: the end then tells apart those that would be called alike."""
     parts = REFUSED.sub("_", name).split("/")
@@ -272,7 +272,7 @@ def log_outcome(
     client = client_of(uri)
     with answering(uri):
         known = client.get_run(run_id).data.metrics
-        for key, value in ((key_of(name), value) for name, value in metrics.items()):
+        for key, value in ((name_in_mlflow(name), value) for name, value in metrics.items()):
             if known.get(key) != value:  # logged again after a kill, it must not be a second point
                 before = client.get_metric_history(run_id, key) if key in known else ()
                 newest = max((each.timestamp for each in before), default=0)
