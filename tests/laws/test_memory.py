@@ -153,15 +153,16 @@ def predicted(trial: Trial, batches: int = 2) -> int:
 
 @pytest.mark.long
 def test_measured_peaks_are_those_of_the_tensors_that_are_alive() -> None:
-    """Within 30 % and 60 MiB: code that is loaded, and what the C library keeps, are on top, of every level alike. What
-    the largest takes more than the smallest is within 40 %. They grow far less than the parameters do."""
+    """Within 30 % and 120 MiB: code that is loaded, and what the C library keeps, are on top, of every level alike (30 to
+    40 MiB on a Zen 4 EPYC, 70 on another machine). What the largest takes more than the smallest is within 40 %. They
+    grow far less than the parameters do."""
     pool, (smallest, *_, largest) = flexfl_trials()
     held = bytearray(600 * 2**20)  # what a coordinator holds does not count
     peaks = memory.level_peaks(VGG, DATA, (smallest, largest), 3 * BATCH, SINGLE, PREPARE)
     assert len(held) and peaks.base < 600 * 2**20
     expected = [predicted(trial) for trial in (smallest, largest)]
     for counted_bytes, need in zip(expected, peaks.needs, strict=True):
-        assert 0.7 * counted_bytes < need < 1.3 * counted_bytes + 60 * 2**20
+        assert 0.7 * counted_bytes < need < 1.3 * counted_bytes + 120 * 2**20, (peaks, expected)
     assert peaks.needs[1] - peaks.needs[0] == pytest.approx(expected[1] - expected[0], rel=0.4)
     assert 1.2 * pool[0].share < peaks.needs[0] / peaks.needs[1] < 0.95, "not in proportion to the parameters"
 
