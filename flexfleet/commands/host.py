@@ -8,12 +8,18 @@ import re
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError
+from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
 
 MLFLOW_RUN = re.compile(r"[0-9a-f]{32}")
 
 
 def fetch(args: argparse.Namespace) -> int:
+    with stopping_at_once("the same command goes on"):
+        return _fetch(args)
+
+
+def _fetch(args: argparse.Namespace) -> int:
     if len(args.names) == 1 and MLFLOW_RUN.fullmatch(args.names[0]):
         return fetch_run(args)
     from fl_engine.core.registry import resolve

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fl_engine.core.errors import ConfigError, FlexfleetError, masked
+from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped, masked
 from flexfleet.commands.common import tags_of
+from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
 
 if TYPE_CHECKING:
@@ -74,17 +75,18 @@ def _follow_again(args: argparse.Namespace, run_id: str) -> str:
 
 
 def follow(args: argparse.Namespace, run_id: str, about: dict[str, object]) -> int:
-    """`about`: what is already known about the run, for --json. Ctrl-C stops following, not the run."""
+    """`about`: what is already known about the run, for --json. Ctrl-C and SIGTERM stop following, not the run."""
     from dataclasses import asdict
 
     from flexfleet.kubeflow.follow import follow as watch
 
     again = f"to follow it again: {_follow_again(args, run_id)}"
     try:
-        followed = watch(run_id, host=args.host, tell=_teller(args))
-    except KeyboardInterrupt:
+        with stopping_at_once():
+            followed = watch(run_id, host=args.host, tell=_teller(args))
+    except (KeyboardInterrupt, Stopped) as stopped:
         print(f"not followed any more; the run goes on. {again[0].upper()}{again[1:]}", file=sys.stderr)
-        return 130
+        return 143 if isinstance(stopped, Stopped) else 130  # 3 would say that the run was terminated
     except FlexfleetError as error:
         raise type(error)(f"{error}. {again[0].upper()}{again[1:]}") from error
     if args.json:

@@ -7,9 +7,11 @@ import gzip
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 
 import fl_engine
 from fl_engine.core.errors import DataError
+from fl_engine.data import files
 from fl_engine.datasets import DATASETS, Source, fashion_mnist
 from flexfleet.commands import common, host
 from flexfleet.files import terminal
@@ -275,6 +278,7 @@ BAD = {
     "a pool of no tier": (["run.backend=kubernetes", "kubernetes.pools={wek: {}}"], ("kubernetes.pools", "'weak'")),
     "a store that pods cannot reach": (["run.backend=kubernetes"], ("the store is runs", "run.remote=s3://bucket")),
     "a ledger of another kind": (["run.remote=s3://"], ("run.remote is s3://bucket/prefix or a folder, got 's3://'",)),
+    "a blank at the end": (['run.remote="s3://bucket/prefix "'], ("run.remote", "ends with a blank")),
     "keys of another kind": (["run.secrets=http://x"], ("run.secrets is s3://bucket/prefix or a folder, got",)),
     "a DVC remote of another kind": (
         ["publish.dvc=gs://me:secret@bucket/x"],
@@ -418,6 +422,21 @@ def test_report_of_what_is_no_run(flexfleet: Any, finished: Any) -> None:
     assert "--resume" in refused(flexfleet("report", "runs/a"), 4)
 
 
+def test_a_fetch_that_is_stopped_leaves_nothing_beside(
+    flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = DATASETS["cifar10"]
+
+    def fetched(root: Path) -> None:
+        with files.replacing(root / "large"):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setitem(DATASETS, "cifar10", replace(source, fetch=fetched))
+    done = flexfleet("fetch", "cifar10", "--root", str(tmp_path / "data"))
+    assert done.code == 3 and "stopped on request: the same command goes on" in done.err
+    assert not list((tmp_path / "data").iterdir())
+
+
 def test_fetch_lists_what_there_is(flexfleet: Any, tmp_path: Path) -> None:
     done = flexfleet("fetch", "--root", str(tmp_path))
     assert done.code == 0
@@ -545,6 +564,6 @@ def test_a_tracking_server_is_named_by_its_address_a_data_base_by_the_command_th
 
 
 def test_the_module_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "flexfleet.cli", "--version"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert fl_engine.__version__ in done.stdout
+    for module in ("flexfleet", "flexfleet.cli"):
+        done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, f"flexfleet {fl_engine.__version__}\n")

@@ -149,8 +149,9 @@ def test_a_pipeline_to_start_or_a_run_to_follow(kubeflow: tuple[Any, str], flexf
     assert done.code == 2 and "one of the two" in done.err and not server.runs
 
 
-def test_ctrl_c_stops_following_and_not_the_run(
-    kubeflow: tuple[Any, str], flexfleet: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_stop_following_and_not_the_run(
+    kubeflow: tuple[Any, str], flexfleet: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
 ) -> None:
     server, host = kubeflow
     run_id = submit("train", {}, host=host).run_id
@@ -161,11 +162,11 @@ def test_ctrl_c_stops_following_and_not_the_run(
     def press() -> None:
         while server.asked < 3:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=press, daemon=True).start()
     done = flexfleet("submit", "--follow", run_id, "--host", host)
-    assert done.code == 130
+    assert done.code == code
     assert "the run goes on" in done.err and f"flexfleet submit --follow {run_id} --host {host}" in done.err
     assert server.runs[0]["state"] == "PENDING"
 
