@@ -15,6 +15,7 @@ first model whose prunable part is within 5 points of the target is taken, which
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal
@@ -35,6 +36,9 @@ Rule = Literal["closest", "authors"]
 MIN_RATIO = 0.01
 AUTHORS_GAMMAS = tuple(100 / g for g in range(1, 200))
 AUTHORS_TOLERANCE = 0.05
+SIGNS, MOST_CHARS = "_ . + - ( ) % = '", 64
+NAMED = re.compile(rf"\w[\w.+()%=' -]{{0,{MOST_CHARS - 1}}}")
+"""Of a pool model."""
 UNMEASURED = 0.5
 """A_i of a layer without a ReLU (an LSTM, an embedding), as if it were as often zero as not. Its real share of zeros is
 about 0, which would keep it as wide as gamma allows, however little it contributes."""
@@ -223,6 +227,12 @@ def pool_of(algorithm: Algorithm, family: ModelFamily, prepared: Prepared, serve
     names = [model.name for model in found]
     if twice := [each for each in names if names.count(each) > 1]:
         raise PoolError(f"{name}.pool: each model needs a name of its own, {twice[0]} is there twice")
+    for each in names:
+        if not isinstance(each, str) or not NAMED.fullmatch(each):
+            raise PoolError(
+                f"{name}.pool: a model's name is a folder's name, and a part of what MLflow calls it: letters, digits, "
+                f"spaces and any of {SIGNS}, a letter or digit first, {MOST_CHARS} characters at most; got {each!r}"
+            )
     if not found[-1].reported:
         raise PoolError(f"{name}.pool: the largest model, {names[-1]}, has to be reported: its score is `full`")
     return found

@@ -165,7 +165,8 @@ def _version(client: Any, name: str, source: str, run_id: str, model: str, about
     does the alias unless a kill came between the two: a run that is registered again is no new candidate."""
     from mlflow.exceptions import MlflowException
 
-    known = sorted(client.search_model_versions(f"name = '{name}'"), key=lambda v: int(v.version))
+    quoted = f'"{name}"' if "'" in name else f"'{name}'"
+    known = sorted(client.search_model_versions(f"name = {quoted}"), key=lambda v: int(v.version))
     if any(v.run_id == run_id and v.tags.get(MODEL) == model for v in known):
         if known[-1].run_id == run_id and known[-1].tags.get(MODEL) == model:
             _give(client, known[-1], CANDIDATE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,6 +85,10 @@ def test_the_pool_may_ask_the_server(flexfleet: Any, quick: Sequence[str]) -> No
     assert "asks for the server's data" in done.err and "leave out --input" in done.err
 
 
+ODD_NAMES = ("a/b", "..", "", "a:b", 'a"b', "a\nb", "x" * 65)
+"""They would be other folders, or none, or what MLflow refuses when the run is done."""
+
+
 @dataclass(frozen=True)
 class Odd(HeteroFL):
     how: str = ""
@@ -92,6 +97,7 @@ class Odd(HeteroFL):
         pool = prefix_pool(family, (0.5, 1.0), "ceil")
         unreported = replace(pool[-1], reported=False)
         as_is: dict[str, Any] = {"none": None, "empty": (), "one": pool[0], "specs": (pool[0].spec,)}
+        as_is |= {each: (pool[0], replace(pool[1], name=each)) for each in ODD_NAMES}
         as_is |= {"reversed": pool[::-1], "twice": (*pool, pool[-1]), "unreported": (pool[0], unreported)}
         return as_is.get(self.how, list(pool))
 
@@ -106,10 +112,11 @@ class Odd(HeteroFL):
         ("reversed", r"the smallest model comes first, got 1x \([\d,]+ parameters\) before 0.5x \([\d,]+\)$"),
         ("twice", r"each model needs a name of its own, 1x is there twice$"),
         ("unreported", r"the largest model, 1x, has to be reported"),
+        *((name, rf"a model's name is a folder's name.*; got {re.escape(repr(name))}$") for name in ODD_NAMES),
     ],
 )
 def test_a_pool_of_ones_own_is_checked_before_anything_runs(quick: Sequence[str], how: str, said: str) -> None:
-    resolved = Resolved.load(None, [*quick, f"algorithm.name={HERE}:Odd", f"algorithm.how={how}"])
+    resolved = Resolved.load(None, [*quick, f"algorithm.name={HERE}:Odd", f"algorithm.how={json.dumps(how)}"])
     server = server_of(resolved)
     with pytest.raises(PoolError, match=f"^Odd.pool: {said}"):
         check(resolved)

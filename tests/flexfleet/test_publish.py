@@ -245,6 +245,15 @@ def test_one_model_answers_for_any_level_in_a_process_without_this_package(ran: 
     assert wrong == "level is one of M1, M2, M3, got 'M9'"
 
 
+def test_a_level_with_a_quote_in_its_name_is_found_again(ran: Ran) -> None:
+    """Two of FlexFL's levels are called like that; they are not reported, and those of one's own may be."""
+    folder, run_id = ran.out / "export" / "M1", ran.result.mlflow_run_id
+    for _ in range(2):
+        publish._version(ran.client, "quoted-M2'", str(folder), str(run_id), "f" * 64, "")
+    assert len(ran.client.search_model_versions('name = "quoted-M2\'"')) == 1
+    assert ran.client.get_model_version_by_alias("quoted-M2'", publish.CANDIDATE).run_id == run_id
+
+
 def test_done_again_it_makes_no_second_version_and_another_run_makes_one(ran: Ran) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ran.out.parents[1])
