@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import struct
 import tarfile
 import time
@@ -106,10 +107,14 @@ def warn_of_other_counts(data: Data, train: int, test: int) -> None:
 def read(path: Path, checksum: str | None = None, most: int | None = None) -> bytes:
     """The content of a file, which must match `checksum` (`md5:...`, `sha1:...`) if one is given.
 
-    Raises DataError for a file that cannot be read, has more than `most` bytes or does not match its checksum.
+    Raises DataError for what is no file, such as a pipe, which might be waited for without end, and for a file that
+    cannot be read, has more than `most` bytes or does not match its checksum.
     """
     try:
-        if most is not None and (size := path.stat().st_size) > most:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):  # of a folder reading says it
+            raise DataError(f"{path}: expected a file, found a pipe, a socket or a device")
+        if most is not None and (size := about.st_size) > most:
             raise DataError(f"{path}: expected at most {most} bytes, found {size}; is it another file?")
         content = path.read_bytes()
     except OSError as error:

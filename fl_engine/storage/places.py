@@ -14,6 +14,8 @@ def open_store(uri: str, hasty: bool = False) -> Store:
 
 def check_place(name: str, uri: str | None) -> None:
     """Raises ConfigError unless the parameter of this name says an address of a store, or nothing. Nobody is asked."""
+    if uri is not None and uri != uri.strip():
+        raise ConfigError(f"{name}: {masked(uri)!r} begins or ends with a blank, which would be a part of the address")
     try:
         open_store(uri or "")
     except ConfigError:

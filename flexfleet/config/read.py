@@ -38,6 +38,8 @@ log = logging.getLogger("flexfleet")
 
 Files = str | Path | Sequence[str | Path] | None
 """The files of a configuration, each on top of those before it; None: no file."""
+MOST_CHARS = 2**22
+"""Of a configuration's file; it may be a pipe, whose size nobody knows."""
 
 
 def load_config(files: Files = None, overrides: Sequence[str] = ()) -> Config:
@@ -60,7 +62,11 @@ def load_with_algorithm(files: Files = None, overrides: Sequence[str] = ()) -> t
 
 def _read(path: str | Path) -> dict[str, Any]:
     try:
-        values = read_yaml(Path(path).read_text(encoding="utf-8")) or {}
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MOST_CHARS + 1)
+        if len(text) > MOST_CHARS:
+            raise ConfigError(f"{path} has more than {MOST_CHARS:,} characters: is it a configuration?")
+        values = read_yaml(text) or {}
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -211,6 +211,9 @@ def test_cifar10_refuses_labels_out_of_range(cifar: Path, name: str) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{tmp_path}: cannot be read"):
         files.read(tmp_path)
+    os.mkfifo(tmp_path / "pipe")  # nobody writes into it: to read it would wait without end
+    with pytest.raises(DataError, match="pipe: expected a file, found a pipe, a socket or a device"):
+        files.read(tmp_path / "pipe")
 
 
 # ------------------------------------------------------------------------------------------------- digits

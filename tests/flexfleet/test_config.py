@@ -258,6 +258,11 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         load_config(written(tmp_path, "seed: 1\nrounds: {stop: 3}\nseed: 2\n"))
 
 
+def test_a_file_without_end_is_not_read_to_it() -> None:
+    with pytest.raises(ConfigError, match=r"^/dev/zero has more than 4,194,304 characters: is it a configuration\?$"):
+        load_config("/dev/zero")
+
+
 def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         load_config(written(tmp_path, "seed: !!python/object/apply:os.getpid []\n"))

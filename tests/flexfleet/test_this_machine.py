@@ -130,6 +130,11 @@ def test_the_measured_network_is_the_benchmarks() -> None:
 
 
 # ------------------------------------------------------------------------------------------- what is installed
+def test_every_extra_is_told() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert EXTRAS.keys() == project["optional-dependencies"].keys() - {"all", "dev"}
+
+
 @pytest.mark.long
 def test_the_extra_for_a_run_is_enough_for_the_digits(quick: Sequence[str], tmp_path: Path) -> None:
     """Everything that other extras bring is hidden; MLflow is the default, and a line says that it is not there."""

@@ -153,9 +153,9 @@ def predicted(trial: Trial, batches: int = 2) -> int:
 
 @pytest.mark.long
 def test_measured_peaks_are_those_of_the_tensors_that_are_alive() -> None:
-    """Within 30 % and 120 MiB: code that is loaded, and what the C library keeps, are on top, of every level alike (30 to
-    40 MiB on a Zen 4 EPYC, 70 on another machine). What the largest takes more than the smallest is within 40 %. They
-    grow far less than the parameters do."""
+    """Within 30 % and 120 MiB: code that is loaded, and what the C library keeps, are on top, of every level alike (30
+    to 40 MiB on a Zen 4 EPYC, 70 on another machine). What the largest takes more than the smallest is within 40 %.
+    They grow far less than the parameters do."""
     pool, (smallest, *_, largest) = flexfl_trials()
     held = bytearray(600 * 2**20)  # what a coordinator holds does not count
     peaks = memory.level_peaks(VGG, DATA, (smallest, largest), 3 * BATCH, SINGLE, PREPARE)
