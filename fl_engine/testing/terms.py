@@ -57,17 +57,25 @@ class TermsSuite:
         return True
 
     def test_each_weighting_changes_the_mean_where_weights_differ(self, algorithm: Any) -> None:
-        alike, answers, site, _ = _ran(replace(algorithm, weighting="uniform"))
-        layout, server, told = site.family.layout(), ServerSite(site), set()
+        """All of them merge the same updates."""
+        site = _site(algorithm, FAMILY)
+        layout, server, told = site.layout, ServerSite(site), set()
+        state = start_of(algorithm, site)
+        plan, answers = _round(algorithm, state, site, 0)
+
+        def merged(weighting: Weighting) -> Params:
+            return published(replace(algorithm, weighting=weighting).merge(state, plan, answers, server))
+
+        alike = merged("uniform")
         for weighting in get_args(Weighting):
-            chosen = replace(algorithm, weighting=weighting)
-            weight = terms.weight_of(chosen, layout, server)
+            weight = terms.weight_of(replace(algorithm, weighting=weighting), layout, server)
             together = defaultdict[Any, set[float]](set)
-            for level, update in answers:
-                part = (update.round, level if self.aggregates_by_level(algorithm) else None)
-                together[part].add(weight(update))
+            for update in answers:
+                if isinstance(update, ClientUpdate):
+                    level = plan.order_of[update.client].level
+                    together[level if self.aggregates_by_level(algorithm) else None].add(weight(update))
             differ = any(len(weights) > 1 for weights in together.values())
-            assert _differ(_ran(chosen)[0], alike) == differ, weighting
+            assert _differ(merged(weighting), alike) == differ, weighting
             told |= {weighting} if differ else set()
         assert "examples" in told
 
@@ -119,16 +127,20 @@ def _ran(
     """The weights after two rounds, the updates with the levels that were sent, and the levels' scores."""
     site = _site(algorithm, family)
     state, answers = start_of(algorithm, site), list[tuple[int, ClientUpdate]]()
-    backend = InProcess(site)
     for round in range(ROUNDS):
-        plan: RoundPlan = algorithm.plan(state, context_of(site, round, SEED))
-        found: list[Outcome] = sorted(backend.run(algorithm, plan), key=lambda answer: answer.client)
+        plan, found = _round(algorithm, state, site, round)
         answers += [(plan.order_of[a.client].level, a) for a in found if isinstance(a, ClientUpdate)]
         state = algorithm.merge(state, plan, found, ServerSite(site))
     assert answers, "every client failed"
     weights = published(state)
     scores = evaluate_pool(site.family, weights, site.pool, site.data)
     return weights, answers, site, scores
+
+
+def _round(algorithm: Any, state: Any, site: Site, round: int) -> tuple[RoundPlan, list[Outcome]]:
+    """Its plan, and the answers in the clients' order."""
+    plan: RoundPlan = algorithm.plan(state, context_of(site, round, SEED))
+    return plan, sorted(InProcess(site).run(algorithm, plan), key=lambda answer: answer.client)
 
 
 def _site(algorithm: Any, family: ModelFamily) -> Site:
