@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeGuard, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
@@ -16,6 +16,11 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
+
+
+def is_model(kind: Any) -> TypeGuard[type[BaseModel]]:
+    """Whether an annotation is a model of pydantic's. (In Python 3.10 `list[int]` passes as a type.)"""
+    return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 class Moves(Enum):

@@ -21,6 +21,7 @@ from pydantic_core import core_schema
 from fl_engine.core.blank import blank
 from fl_engine.core.contracts import ModelFamily, Preparation
 from fl_engine.core.errors import ConfigError, ModelError
+from fl_engine.core.fields import is_model
 from fl_engine.core.slicing import largest
 from fl_engine.core.types import Params, Prepared
 
@@ -33,7 +34,7 @@ Weights = Annotated[Params, GetPydanticSchema(lambda *_: core_schema.any_schema(
 def gives_weights(kind: Preparation) -> bool:
     """Whether its artifact has a field for them."""
     artifact = kind.artifact
-    if isinstance(artifact, type) and issubclass(artifact, BaseModel):
+    if is_model(artifact):
         return FIELD in artifact.model_fields
     return dataclasses.is_dataclass(artifact) and any(field.name == FIELD for field in dataclasses.fields(artifact))
 

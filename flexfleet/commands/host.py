@@ -84,5 +84,5 @@ def doctor(args: argparse.Namespace) -> int:
             for line in said(seconds):
                 show(f"  {line} ({device}: a step of McMahan's CNN, {1e3 * seconds['fp32']:.1f} ms in fp32)")
     for name, there in report["data"].items():
-        show(f"  data {name:14} {'there' if there else 'not there'}")
+        show(f"  data {name:16} {'there' if there else 'not there'}")
     return 0

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 
 from fl_engine.algorithms import ALGORITHMS
 from fl_engine.codecs import CODECS
+from fl_engine.core.fields import is_model
 from fl_engine.core.registry import Contract
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import FLEETS
@@ -132,7 +133,7 @@ def _about(kind: type, name: str, path: str) -> str:
     listed = _choices(hint)
     if not all(word in text for word in listed):
         return f"{_listed(listed, 'or')}. {text}".strip()
-    if get_origin(_bare(hint)) is dict and issubclass(each := get_args(_bare(hint))[1], BaseModel):
+    if get_origin(_bare(hint)) is dict and is_model(each := get_args(_bare(hint))[1]):
         return f"{text} Each: {{{', '.join(each.model_fields)}}}."
     if registry := _registered(hint) or NAMES.get(f"{path}.name", {}):
         by_name = [f"{own}{_options(member)}" for own, member in registry.items()]

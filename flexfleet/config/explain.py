@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from fl_engine.core.errors import did_you_mean, masked, nearest
+from fl_engine.core.fields import is_model
 from fl_engine.core.registry import COMPLETE, UNKNOWN
 from flexfleet.config.short import SHORT
 
@@ -144,7 +145,7 @@ def _kinds(kind: Any) -> list[Any]:
 
 
 def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, BaseModel))
+    return is_model(kind) or (isinstance(kind, type) and is_dataclass(kind))
 
 
 def _fields(kinds: Sequence[Any]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from fl_engine.algorithms import CONTRACT as ALGORITHM
+from fl_engine.core.fields import is_model
 from fl_engine.models.build import CONTRACT as MODEL
 from fl_engine.models.build import FROM_DATA
 from flexfleet.config import document
@@ -160,7 +161,7 @@ def _type(hint: Any) -> str:
         return ", or ".join(_type(each) for each in inside)
     if origin in (tuple, list):
         return f"list of {_type(inside[0])}" if inside[-1] is Ellipsis or origin is list else "list"
-    if origin is dict or is_dataclass(hint) or (isinstance(hint, type) and issubclass(hint, BaseModel)):
+    if origin is dict or is_dataclass(hint) or is_model(hint):
         return "mapping"
     return WORDS.get(hint, "value")
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from fl_engine.algorithms import ALGORITHMS
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core.adapters import adapter
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, holds_password, masked
+from fl_engine.core.fields import is_model
 from fl_engine.core.plain import check_plain, comment_of, read_yaml
 from fl_engine.core.registry import resolve
 from fl_engine.datasets import DATASETS
@@ -105,15 +106,11 @@ def chosen_by_name(path: str) -> bool:
     algorithm, a codec and of what they and `training` name, false of a plain section (`dataset`)."""
     here: Any = Config
     for part in path.split(".") if path else ():
-        if not _is_section(here):
+        if not is_model(here):
             return True
         field = here.model_fields.get(part)
         here = None if field is None else field.annotation
-    return not (_is_section(here) or here is Training)
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    return not (is_model(here) or here is Training)
 
 
 def names_first(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:

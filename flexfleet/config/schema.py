@@ -10,14 +10,14 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.agents.settings import AgentsConfig
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.augmentation import Augmenting
 from fl_engine.core.errors import masked
-from fl_engine.core.fields import Count, Fraction, Index, Moves, NotNegative, Positive, Section, Unseen
+from fl_engine.core.fields import Count, Fraction, Index, Moves, NotNegative, Positive, Section, Unseen, is_model
 from fl_engine.core.samplers import Sampling, Shuffle
 from fl_engine.core.schedules import Constant, Scheduling
 from fl_engine.data.partitioning import Rule
@@ -423,7 +423,7 @@ def moves(path: str) -> Moves:
     here: Any = Config
     moved = Moves.RESULT
     for part in path.split("."):
-        field = here.model_fields.get(part) if isinstance(here, type) and issubclass(here, BaseModel) else None
+        field = here.model_fields.get(part) if is_model(here) else None
         if field is None:
             break
         moved = next((each for each in field.metadata if isinstance(each, Moves)), moved)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from flexfleet.cli import ON_DEVICES
 from tests.harness.imports import ROOT, reach
 
 PARTS = ("flexfleet.steps.agent", "flexfleet.steps.client", "flexfleet.runs.profile")
@@ -78,6 +79,34 @@ def test_an_agent_of_python_3_10_gives_the_bits_of_the_server_s(
         assert done.code == 0, done.err + (tmp_path / "log").read_text()
     here = flexfleet("run", "--json", "--run-id", "b").wait(120)
     assert done.json["model_sha256"] == here.json["model_sha256"]
+
+
+MISTAKES = (
+    "rounds.stop=x",
+    "training.lr=[1]",
+    "algorithm.kd_weights=1",
+    "fleet.tiers=[3]",
+    "kubernetes.pools={weak: 3}",
+)
+
+
+def test_every_command_for_devices_runs_on_python_3_10(python310: str, tmp_path: Path) -> None:
+    """All but `agent` and `profile`, which have tests of their own; and what a user of it mistypes is told."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def flexfleet(*argv: str) -> subprocess.CompletedProcess[str]:
+        given = [python310, "-m", "flexfleet", *argv]
+        return subprocess.run(
+            given, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
+        )
+
+    given = {"completion": ["bash"], "init": ["new"], "list": ["algorithms"]}
+    for command in sorted(set(ON_DEVICES) - {"agent", "profile"}):
+        done = flexfleet(command, *given.get(command, ()))
+        assert done.returncode == 0 and done.stdout, f"{command}: {done.stderr}"
+    for text in MISTAKES:
+        done = flexfleet("check", "--set", text)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, f"{text}: {done.stderr}"
 
 
 def test_a_profile_is_taken_on_python_3_10(python310: str, quick: Sequence[str], tmp_path: Path) -> None:
