@@ -19,7 +19,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@# Python brings an old pip, which takes longer. Bytecode is kept of what is imported, not of all 22,000 files.
 	$(BIN)/pip install --quiet --constraint constraints.txt --upgrade pip
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[all,dev]'
+	@# Of an editable installation setuptools warns at length, of nothing that is wrong here.
+	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[all,dev]'
 	@$(BIN)/python -c 'import dvc.repo, flexfleet.runs.whole, kfp, matplotlib.pyplot, optuna, sklearn'
 	@$(BIN)/python -c 'import mlflow.store.tracking.sqlalchemy_store'
 	@$(BIN)/python -m components.torch_build

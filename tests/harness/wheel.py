@@ -36,6 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(ROOT / name, source / name)
     done = run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source), cwd=out)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "would be ignored" not in done.stdout + done.stderr, "setuptools tells whoever installs it of each folder"
     (found,) = out.glob("*.whl")
     return found
 
