@@ -15,6 +15,8 @@ export DVC_NO_ANALYTICS ?= 1
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, and $(PYTHON) \
+	is %d.%d: name another one, as in make run PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	@# Python brings an old pip, which takes longer. Bytecode is kept of what is imported, not of all 22,000 files.
 	$(BIN)/pip install --quiet --constraint constraints.txt --upgrade pip
