@@ -68,19 +68,28 @@ def config_of(
         [(path, plain(value, f"options[{path!r}]")) for path, value in each] for each in (told.items(), below)
     )
     store = _store(values, [*below, *pairs], own.get("run.store", (None, None))[1])
-    for path, (name, value) in own.items():
-        if name == "store_uri" and "://" in str(value):
-            pairs.append(("run.remote", str(value)))
-        elif name in NAMED:
-            pairs.extend(NAMED[name](value, store).items())
-        else:
-            pairs.append((path, whole(plain(value, name)) if name == "seed" else plain(value, name)))
+    for name, value in own.values():
+        pairs.extend(_of_keyword(name, value, store))
     check_once(pairs, "by a keyword and an option or by two options")
     named = {leaf for path, value in pairs for leaf in leaves(path, value)}
     before = [pair for path, value in below for pair in giving_way(named, path, value)]
     for path, value in names_first([*before, *pairs]):  # all of them: a name drops the options of the one before it
         set_path(values, path, value)
     return parse(values)
+
+
+def _of_keyword(name: str, value: Any, store: str) -> list[tuple[str, Any]]:
+    """The dotted names and values that a keyword stands for. `store`: the folder of all runs, where data are kept."""
+    if name == "store_uri" and "://" in str(value):
+        return [("run.remote", str(value))]
+    if name == "dataset":
+        return list(_dataset(value, store).items())
+    if name == "model":
+        return list(_model(value).items())
+    if name == "algorithm":
+        return list(algorithm_options(value).items())
+    value = plain(value, name)
+    return [(PARAMETERS[name], whole(value) if name == "seed" else value)]
 
 
 def _store(values: dict[str, Any], options: Sequence[tuple[str, Any]], uri: Any) -> str:
@@ -194,7 +203,7 @@ def with_own_data(config: Config, folder: Path) -> Config:
     return config.model_copy(update={"dataset": config.dataset.model_copy(update={"root": str(found)})})
 
 
-def _model(value: Any, store: str) -> dict[str, Any]:
+def _model(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         return {"model.name": str(value)}
     if isinstance(value, Mapping):
@@ -211,7 +220,9 @@ def _model(value: Any, store: str) -> dict[str, Any]:
     return {"model.name": name_of(value, "model")}
 
 
-def _algorithm(value: Any, store: str) -> dict[str, Any]:
+def algorithm_options(value: Any) -> dict[str, Any]:
+    """Name and options, by dotted names, of an algorithm that is given as a name, a mapping, a class or an object.
+    Raises ConfigError."""
     if isinstance(value, str):
         return {"algorithm.name": str(value)}
     if isinstance(value, Mapping):
@@ -238,10 +249,6 @@ def _section(algorithm: Any) -> dict[str, Any]:
             "as keywords, the rest as options={'training.<option>': ...}"
         )
     return {"name": name, **{key: value for key, value in written.items() if key != "training"}}
-
-
-NAMED = {"dataset": _dataset, "model": _model, "algorithm": _algorithm}
-"""Keywords that take objects."""
 
 
 def name_of(value: Any, what: str) -> str:

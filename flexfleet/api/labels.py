@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fl_engine.core.errors import ConfigError
-from flexfleet.api.asked import NAMED, check_kinds, check_once, config_of, leaves, plain
+from flexfleet.api.asked import algorithm_options, check_kinds, check_once, config_of, leaves, plain
 from flexfleet.api.running import DATASET, MODEL
 from flexfleet.config import Config, parse
 from flexfleet.config.entries import FIXED, LABEL, RESERVED, Entry, check_factors, entries
@@ -23,6 +23,8 @@ ELSEWHERE = {
     "callbacks": "callbacks look on at one run: give them to flexfleet.run",
 }
 """Keywords of `run` that a comparison does not take, and why."""
+SECTIONS = ("dataset", "model", "algorithm")
+"""What may be given as a mapping, which is then its section."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def labels_of(algorithms: Any) -> dict[str, Label]:
         for value in algorithms:
             if isinstance(value, Mapping):
                 raise ConfigError(f"algorithms: settings need a label: {{'mine': {quoted(value)}}}")
-            label = _name(chosen := NAMED["algorithm"](value, "")["algorithm.name"])
+            label = _name(chosen := algorithm_options(value)["algorithm.name"])
             if label in labels:
                 raise ConfigError(f"algorithms: {label} is there twice: give labels, {{'a': {chosen!r}, 'b': ...}}")
             labels[label] = _label(label, value)
@@ -74,7 +76,7 @@ def _label(label: str, value: Any) -> Label:
         if (value := own.pop("algorithm.name", None)) is None:
             raise ConfigError(f"algorithms: {label} names no algorithm: {{{label!r}: {{'algorithm': 'flexfl', ...}}}}")
         _no_fixed(own, label)
-    return Label(NAMED["algorithm"](value, ""), own)
+    return Label(algorithm_options(value), own)
 
 
 def _no_fixed(settings: Mapping[str, Any], where: str) -> None:
@@ -138,7 +140,7 @@ def _pairs(settings: Mapping[Any, Any]) -> list[tuple[str, Any]]:
     for key, value in settings.items():
         path = place(str(key), value) if key in PARAMETERS else str(key)
         section = path.removesuffix(".name")
-        pairs.append((section if section in NAMED and isinstance(value, Mapping) else path, value))
+        pairs.append((section if section in SECTIONS and isinstance(value, Mapping) else path, value))
     return pairs
 
 
