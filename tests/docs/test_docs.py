@@ -98,6 +98,16 @@ def test_an_unknown_command_would_be_seen(place: dict[str, str], tmp_path: Path)
         assert done.returncode != 0, text
 
 
+def test_the_site_leads_to_every_guide_and_reference() -> None:
+    led_to = set(re.findall(r"[\w/.-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    pages = {
+        str(path.relative_to(ROOT / "docs"))
+        for part in ("guides", "reference")
+        for path in ROOT.glob(f"docs/{part}/*.md")
+    }
+    assert pages - led_to == set()
+
+
 def test_every_test_that_the_promises_name_is_there() -> None:
     named = re.findall(r"`(tests/[\w/]+(?:\.py)?)`", (ROOT / "docs" / "reliability.md").read_text())
     assert len(named) > 15
