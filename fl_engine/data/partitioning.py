@@ -130,39 +130,8 @@ def partition(
     parameters |= {} if server_classes else {"proxy_share": proxy_share}
     parameters |= {"proxy_shared": True} if proxy_shared else {}
     parameters |= {"seed": seed, "minimum": minimum}
-    match rule:
-        case "iid":
-            parts = iid(labels[rest], clients, rng)
-        case "dirichlet" | "dirichlet_per_client" | "quantity":
-            if alpha is None:
-                raise PartitionError(f"the rule {rule} needs alpha, for example 0.3; got none")
-            parameters["alpha"] = alpha
-            if rule == "dirichlet":
-                parameters |= {"cap": True} if cap else {}
-                parts = dirichlet(labels[rest], clients, alpha, minimum, rng, cap)
-            else:
-                cut = quantity if rule == "quantity" else dirichlet_per_client
-                parts = cut(labels[rest], clients, alpha, minimum, rng)
-        case "disjoint_labels":
-            if labels_per_client is None:
-                raise PartitionError("the rule disjoint_labels needs labels_per_client, for example 2; got none")
-            parameters["labels_per_client"] = labels_per_client
-            parts = disjoint_labels(labels[rest], clients, labels_per_client, rng)
-        case "natural":
-            if data.natural_client is None:
-                raise PartitionError(
-                    f"{data.name} does not know where a sample comes from, so it has no natural "
-                    f"partition; take one of {', '.join(each for each in RULES if each != 'natural')}"
-                )
-            parts = natural(data.natural_client.numpy()[rest], clients)
-        case "manual":
-            if owner is None:
-                raise PartitionError("the rule manual needs a map; set partition.map to a file")
-            parts = manual(owner, clients, rest)
-        case "local":
-            raise PartitionError("the rule local deals nothing: clients have data of their own (fl_engine.data.local)")
-        case _:
-            raise PartitionError(f"no partition rule {rule!r}{nearest(rule, RULES)}")
+    parts, options = _dealt(data, rule, labels, rest, clients, minimum, rng, alpha, labels_per_client, cap, owner)
+    parameters |= options
     held = tuple(rest[part] for part in parts)
     sizes = [len(part) for part in held]
     if min(sizes) < minimum:
@@ -178,6 +147,54 @@ def partition(
     return Partition(
         proxy_train, proxy_test, held, rule, parameters, fingerprint(data), counts, word, clusters, None, owned
     )
+
+
+def _dealt(
+    data: Data,
+    rule: str,
+    labels: Ints,
+    rest: Ints,
+    clients: int,
+    minimum: int,
+    rng: np.random.Generator,
+    alpha: float | None,
+    labels_per_client: int | None,
+    cap: bool,
+    owner: Ints | None,
+) -> tuple[tuple[Ints, ...], dict[str, bool | int | float]]:
+    """Where in `rest`, the positions that the proxy has left, each client's samples are; and the rule's own parameters.
+    Raises PartitionError."""
+    match rule:
+        case "iid":
+            return iid(labels[rest], clients, rng), {}
+        case "dirichlet" | "dirichlet_per_client" | "quantity":
+            if alpha is None:
+                raise PartitionError(f"the rule {rule} needs alpha, for example 0.3; got none")
+            if rule == "dirichlet":
+                parts = dirichlet(labels[rest], clients, alpha, minimum, rng, cap)
+                return parts, {"alpha": alpha, "cap": True} if cap else {"alpha": alpha}
+            cut = quantity if rule == "quantity" else dirichlet_per_client
+            return cut(labels[rest], clients, alpha, minimum, rng), {"alpha": alpha}
+        case "disjoint_labels":
+            if labels_per_client is None:
+                raise PartitionError("the rule disjoint_labels needs labels_per_client, for example 2; got none")
+            parts = disjoint_labels(labels[rest], clients, labels_per_client, rng)
+            return parts, {"labels_per_client": labels_per_client}
+        case "natural":
+            if data.natural_client is None:
+                raise PartitionError(
+                    f"{data.name} does not know where a sample comes from, so it has no natural "
+                    f"partition; take one of {', '.join(each for each in RULES if each != 'natural')}"
+                )
+            return natural(data.natural_client.numpy()[rest], clients), {}
+        case "manual":
+            if owner is None:
+                raise PartitionError("the rule manual needs a map; set partition.map to a file")
+            return manual(owner, clients, rest), {}
+        case "local":
+            raise PartitionError("the rule local deals nothing: clients have data of their own (fl_engine.data.local)")
+        case _:
+            raise PartitionError(f"no partition rule {rule!r}{nearest(rule, RULES)}")
 
 
 def _check_labels(data: Data, rule: str) -> None:
