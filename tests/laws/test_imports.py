@@ -32,6 +32,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"flexfleet.api", "flexfleet.kubeflow"}),
     frozenset({"flexfleet.commands", "flexfleet.finding"}),
     frozenset({"flexfleet.cli"}),
+    frozenset({"flexfleet.__main__"}),
     frozenset({"components"}),
     frozenset({"pipelines"}),
 )
