@@ -84,12 +84,16 @@ def conv_bn(
     return unit
 
 
+def conv_slots(name: str, block: str, inside: Axis, out: Axis, *, bias: bool = True) -> dict[str, Slot]:
+    """The slots of an `nn.Conv2d` (weight (out, in, H, W), bias (out,)) called `name`, in state order. A depthwise
+    convolution has `inside=FREE`."""
+    slots = {f"{name}.weight": Slot(block, (out, inside, FREE, FREE))}
+    return slots | ({f"{name}.bias": Slot(block, (out,))} if bias else {})
+
+
 def conv_bn_slots(name: str, block: str, inside: Axis, out: Axis, norm: Norm, *, bias: bool = True) -> dict[str, Slot]:
-    """The slots of `conv_bn` under `name`, in state order. A depthwise convolution has `inside=FREE`."""
-    slots = {f"{name}.conv.weight": Slot(block, (out, inside, FREE, FREE))}
-    if bias:
-        slots[f"{name}.conv.bias"] = Slot(block, (out,))
-    return slots | batch_norm_slots(f"{name}.bn", block, out, norm)
+    """The slots of `conv_bn` under `name`, in state order; `inside` as in `conv_slots`."""
+    return conv_slots(f"{name}.conv", block, inside, out, bias=bias) | batch_norm_slots(f"{name}.bn", block, out, norm)
 
 
 def linear_slots(name: str, block: str, inside: Axis, out: Axis) -> dict[str, Slot]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine.core.types import HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.layers import FREE, Norm, batch_norm, batch_norm_slots, linear_slots, scaled
+from fl_engine.models.layers import Norm, batch_norm, batch_norm_slots, conv_slots, linear_slots, scaled
 
 CHANNELS = {"stage1": 64, "stage2": 128, "stage3": 256, "stage4": 512}
 STRIDES = {"stage1": 1, "stage2": 2, "stage3": 2, "stage4": 2}
@@ -145,9 +145,7 @@ class Trunk:
         return unit
 
     def _unit_slots(self, name: str, block: str, inside: Axis, out: Axis, bias: bool = False) -> dict[str, Slot]:
-        slots = {f"{name}.conv.weight": Slot(block, (out, inside, FREE, FREE))}
-        if bias:
-            slots[f"{name}.conv.bias"] = Slot(block, (out,))
+        slots = conv_slots(f"{name}.conv", block, inside, out, bias=bias)
         # Group norm has the parameters of a batch norm without stored statistics.
         return slots | batch_norm_slots(f"{name}.norm", block, out, "batch" if self.norm == "group" else self.norm)
 

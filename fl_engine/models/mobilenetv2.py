@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
-from fl_engine.models.layers import FREE, Norm, check_options, check_spec, conv_bn, conv_bn_slots, scaled
+from fl_engine.models.layers import FREE, Norm, check_options, check_spec, conv_bn, conv_bn_slots, conv_slots, scaled
 
 
 class Stage(NamedTuple):
@@ -100,8 +100,7 @@ class MobileNetV2:
                 slots |= _block_slots(f"{name}.{b}", inside, name, stage.t, self.norm)
                 inside = name
         slots |= conv_bn_slots("head", "head", Axis(inside), Axis("head"), self.norm)
-        slots["classifier.weight"] = Slot("classifier", (Axis(HEAD), Axis("head"), FREE, FREE))
-        slots["classifier.bias"] = Slot("classifier", (Axis(HEAD),))
+        slots |= conv_slots("classifier", "classifier", Axis("head"), Axis(HEAD))
         slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)
         return ParamLayout(groups | {HEAD: self.outputs}, slots)
 

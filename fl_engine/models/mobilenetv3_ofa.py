@@ -36,7 +36,16 @@ from torch import Tensor, nn
 from fl_engine.core.slicing import count_params
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
-from fl_engine.models.layers import FREE, Norm, check_options, check_spec, conv_bn, conv_bn_slots, linear_slots
+from fl_engine.models.layers import (
+    FREE,
+    Norm,
+    check_options,
+    check_spec,
+    conv_bn,
+    conv_bn_slots,
+    conv_slots,
+    linear_slots,
+)
 
 
 class Stage(NamedTuple):
@@ -137,19 +146,14 @@ def _unit(
     return unit
 
 
-def _slots_of_convolution(name: str, block: str, inside: Axis, out: Axis) -> dict[str, Slot]:
-    """Of a 1x1 convolution with bias and without batch norm."""
-    return {f"{name}.weight": Slot(block, (out, inside, FREE, FREE)), f"{name}.bias": Slot(block, (out,))}
-
-
 def _block_slots(name: str, inside: str, out: str, squeeze: bool, norm: Norm) -> dict[str, Slot]:
     inner = Axis(f"{name}.inner")
     slots = conv_bn_slots(f"{name}.expand", name, Axis(inside), inner, norm, bias=False)
     slots |= conv_bn_slots(f"{name}.depthwise", name, FREE, inner, norm, bias=False)
     if squeeze:
         mid = Axis(f"{name}.squeeze")
-        slots |= _slots_of_convolution(f"{name}.se.squeeze", name, inner, mid)
-        slots |= _slots_of_convolution(f"{name}.se.excite", name, mid, inner)
+        slots |= conv_slots(f"{name}.se.squeeze", name, inner, mid)
+        slots |= conv_slots(f"{name}.se.excite", name, mid, inner)
     return slots | conv_bn_slots(f"{name}.project", name, inner, Axis(out), norm, bias=False)
 
 
@@ -190,7 +194,7 @@ class MobileNetV3OFA:
         for name, inside, stage, squeeze in _blocks():
             slots |= _block_slots(name, inside, stage, squeeze, self.norm)
         slots |= conv_bn_slots("final", "final", Axis(next(reversed(STAGES))), Axis("final"), self.norm, bias=False)
-        slots["mix.conv.weight"] = Slot("mix", (Axis("mix"), Axis("final"), FREE, FREE))
+        slots |= conv_slots("mix.conv", "mix", Axis("final"), Axis("mix"), bias=False)
         slots |= linear_slots("classifier", "classifier", Axis("mix"), Axis(HEAD))
         slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)
         return ParamLayout(self._groups() | {HEAD: self.outputs}, slots)

@@ -24,8 +24,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.layers import FREE, Norm, check_options, check_spec, conv_bn, conv_bn_slots, scaled
+from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, SubmodelSpec
+from fl_engine.models.layers import FREE, Norm, check_options, check_spec, conv_bn, conv_bn_slots, conv_slots, scaled
 from fl_engine.models.resnet import BasicBlock, block_slots
 
 CHANNELS = {"stem": 32, "stage1": 48, "stage2": 96, "stage3": 192, "stage4": 256, "pyramid": 64, "tower": 96}
@@ -64,8 +64,7 @@ class PointDetector:
             slots |= conv_bn_slots(f"lateral.{stage}", "pyramid", Axis(stage), pyramid, self.norm, bias=False)
         slots |= conv_bn_slots("merged", "tower", pyramid, tower, self.norm, bias=False)
         slots |= conv_bn_slots("tower", "tower", tower, tower, self.norm, bias=False)
-        head = Axis(HEAD)
-        slots |= {"output.weight": Slot("output", (head, tower, FREE, FREE)), "output.bias": Slot("output", (head,))}
+        slots |= conv_slots("output", "output", tower, Axis(HEAD))
         return ParamLayout(groups | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:

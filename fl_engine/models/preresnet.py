@@ -31,6 +31,7 @@ from fl_engine.models.layers import (
     batch_norm_slots,
     check_options,
     check_spec,
+    conv_slots,
     linear_slots,
     scaled,
 )
@@ -70,11 +71,11 @@ class PreActBlock(nn.Module):
 def _block_slots(name: str, inside: Axis, out: Axis, norm: Norm, project: bool) -> dict[str, Slot]:
     slots = batch_norm_slots(f"{name}.norm1.bn", name, inside, norm)
     inner = replace(out, choice=f"{name}.inner")
-    slots[f"{name}.conv1.weight"] = Slot(name, (inner, inside, FREE, FREE))
+    slots |= conv_slots(f"{name}.conv1", name, inside, inner, bias=False)
     slots |= batch_norm_slots(f"{name}.norm2.bn", name, inner, norm)
-    slots[f"{name}.conv2.weight"] = Slot(name, (out, inner, FREE, FREE))
+    slots |= conv_slots(f"{name}.conv2", name, inner, out, bias=False)
     if project:
-        slots[f"{name}.shortcut.weight"] = Slot(name, (out, inside, FREE, FREE))
+        slots |= conv_slots(f"{name}.shortcut", name, inside, out, bias=False)
     return slots
 
 
@@ -104,7 +105,7 @@ class PreResNet18:
     def layout(self) -> ParamLayout:
         groups = {name: scaled(n, self.width) for name, n in CHANNELS.items()}
         inside = Axis("stage1")
-        slots = {"stem.weight": Slot("stem", (inside, FREE, FREE, FREE))}
+        slots = conv_slots("stem", "stem", FREE, inside, bias=False)
         for stage in CHANNELS:
             out = Axis(stage)
             for b in range(DEPTH):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fl_engine.core.errors import ModelError
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.exits import assemble, check_exits, slots_with_exits
-from fl_engine.models.layers import FREE, check_sizes, check_spec, scaled
+from fl_engine.models.layers import FREE, check_sizes, check_spec, conv_slots, scaled
 from fl_engine.models.maps_resnet18 import Trunk
 
 DOWN = {"down1": 3, "down2": 3}
@@ -70,8 +70,7 @@ class UTHARResNet18:
         slots: dict[str, Slot] = {}
         inside = FREE
         for name in DOWN:
-            slots[f"{name}.conv.weight"] = Slot(name, (Axis(name), inside, FREE, FREE))
-            slots[f"{name}.conv.bias"] = Slot(name, (Axis(name),))
+            slots |= conv_slots(f"{name}.conv", name, inside, Axis(name))
             inside = Axis(name)
         slots = slots_with_exits(slots | trunk.slots(inside), self.exits)
         return ParamLayout(groups | trunk.groups() | {HEAD: self.outputs}, slots)

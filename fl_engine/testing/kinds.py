@@ -18,7 +18,7 @@ from fl_engine.core.samples import Data
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.data.files import byte_statistics
 from fl_engine.datasets import Source
-from fl_engine.models.layers import FREE, check_spec, linear_slots
+from fl_engine.models.layers import FREE, check_spec, conv_slots, linear_slots
 from fl_engine.models.text_transformer import TextTransformer
 from fl_engine.tasks import Classification, Detection, NextToken, Regression
 from fl_engine.testing.tiny import CLIENTS, SAMPLES
@@ -173,9 +173,9 @@ class TinyDetector:
     channels: int = 8
 
     def layout(self) -> ParamLayout:
-        slots = _conv_slots("conv1.conv", "conv1", FREE, Axis("conv1"))
-        slots |= _conv_slots("conv2.conv", "conv2", Axis("conv1"), Axis("conv2"))
-        slots |= _conv_slots("head", "head", Axis("conv2"), Axis(HEAD))
+        slots = conv_slots("conv1.conv", "conv1", FREE, Axis("conv1"))
+        slots |= conv_slots("conv2.conv", "conv2", Axis("conv1"), Axis("conv2"))
+        slots |= conv_slots("head", "head", Axis("conv2"), Axis(HEAD))
         return ParamLayout({"conv1": self.channels, "conv2": 2 * self.channels, HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
@@ -196,10 +196,6 @@ class TinyDetector:
 
     def prunable(self) -> tuple[Prunable, ...]:
         return tuple(Prunable(name, (f"{name}.",), (f"{name}.relu",)) for name in ("conv1", "conv2"))
-
-
-def _conv_slots(name: str, block: str, inside: Axis, out: Axis) -> dict[str, Slot]:
-    return {f"{name}.weight": Slot(block, (out, inside, FREE, FREE)), f"{name}.bias": Slot(block, (out,))}
 
 
 def tiny_table(clients: int = CLIENTS) -> Data:
