@@ -26,7 +26,7 @@ Region = tuple[slice | Tensor, ...]
 """Where an update's entries lie in the global tensor: slices, or broadcast indices like `numpy.ix_`."""
 
 Kind = tuple[SubmodelSpec, tuple[str, ...]]
-"""What updates hold: a sub-model, and the names that they bring of it."""
+"""What updates hold: a sub-model, and which of its tensors, by name."""
 
 HELD_BACK_BYTES = 2**20
 """Bytes. Small updates of one kind are held back until together they are this large, then added at once."""

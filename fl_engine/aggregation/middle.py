@@ -77,7 +77,7 @@ class Middle:
         self._trim = trim
         self._spool = Spool()
         self._kinds: list[Kind] = []
-        """Of each of the spool's entries."""
+        """What each entry of the spool holds."""
         self._count: dict[Kind, float] = {}
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:

@@ -161,7 +161,8 @@ def distance(before: Params, after: Params) -> float:
 
 
 def mean_bits(bits: int, first: float, last: float, least: int, most: int) -> float:
-    """Of a round's clients. `first`, `last`: norms; 0: not known yet."""
+    """The mean bits of a round's clients. `first`, `last`: norms of the first merge and of the last one; 0: not known
+    yet."""
     change = math.log2(last / first) if first and last else 0.0
     return min(max(float(least), bits + change), float(most))
 

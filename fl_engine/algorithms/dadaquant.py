@@ -163,7 +163,7 @@ class DAdaQuant(Terms):
 
 
 def _heard(answers: Iterable[Outcome], losses: list[float]) -> Iterator[Outcome]:
-    """The same answers, once; adds the losses that clients report."""
+    """The same answers, to be read once; appends each loss that a client reports to `losses`."""
     for answer in answers:
         if isinstance(answer, ClientUpdate):
             losses.append(answer.metrics["loss"])

@@ -256,8 +256,8 @@ def _known(name: str, levels: Mapping[str, object], where: str) -> None:
 
 
 def _finest(codecs: Sequence[Codecs | None]) -> Codecs | None:
-    """Of the codecs of one sub-network's tiers those with the most bits: what its bytes are counted by. None, the run's
-    codecs, where a tier has none of its own."""
+    """The codecs with the most bits of all tiers that are sent one sub-network: its bytes are counted by them. None,
+    which stands for the run's codecs, where a tier has none of its own."""
     known = [each for each in codecs if each is not None and isinstance(each.down, Qsgd)]
     if len(known) < len(codecs):
         return None

@@ -40,7 +40,7 @@ from fl_engine.core.fields import STRICT, Count
 from fl_engine.core.types import Header, Params
 
 MOST_LEVELS = 2**16 - 1
-"""Of each sign, those of 16 bits."""
+"""The most levels of each sign: those of 16 bits."""
 FIXED, ELIAS = 0, 1
 """The first byte of a stream."""
 Levels = NDArray[np.int32]

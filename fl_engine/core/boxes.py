@@ -13,7 +13,7 @@ from torch import Tensor
 NONE = -1
 """The category of a row without a box."""
 TINY = 1e-12
-"""Of the image: where something is divided by an area, smaller ones count as this one."""
+"""As a share of the image: where something is divided by an area, a smaller area counts as this one."""
 VISIBLE = 0.1
 """The share of its area that a moved box has to have left in the image, as detectors' training code commonly has it."""
 

@@ -42,7 +42,7 @@ class ModelFamily(Protocol):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one sample; (C, H, W) of an image."""
+        """The shape of one sample; (C, H, W) of an image."""
 
     @property
     def outputs(self) -> int:
@@ -80,7 +80,7 @@ class GivesWeights(Protocol):
     """A network that comes with weights of its own, which a run starts from."""
 
     def weights(self) -> Params:
-        """Those of the whole network, as in its state; empty: it has none, and the run starts from fresh ones."""
+        """The weights of the whole network, as in its state; empty: it has none, and the run starts from fresh ones."""
 
 
 @runtime_checkable

@@ -119,8 +119,8 @@ class InUse(EnvironmentFailure):
 
 
 class UnreachableAddress(Unreachable, ConfigError):
-    """One that has never answered yet: the parameter that names it may be wrong, or the server may be starting. Exit
-    code 6, with which a Job tries again."""
+    """The server at an address has never answered yet: the parameter that names it may be wrong, or the server may be
+    starting. Exit code 6, with which a Job tries again."""
 
 
 class Refused(EnvironmentFailure):
@@ -168,8 +168,8 @@ def printable(text: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Of what somebody else's error says, without passwords; its kind where it says nothing. SQLAlchemy begins with
-    advice to programmers."""
+    """The first line of what somebody else's error says, without passwords; its kind where it says nothing. (What
+    follows is often advice to programmers, as with SQLAlchemy.)"""
     said = [line for line in str(error).splitlines() if not line.startswith("(raised as a result of ")]
     return masked((said or [type(error).__name__])[0])
 

@@ -25,7 +25,7 @@ from fl_engine.core.samples import IMAGE_AXES
 
 Change = Annotated[float, Field(ge=0, lt=1)]
 BEST_QUALITY = 95
-"""Of a JPEG: Pillow's documentation advises against more."""
+"""The highest quality of a JPEG: Pillow's documentation advises against more."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import yaml
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _BOOL, _TEXT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
 MOST_VALUES, DEEPEST = 100_000, 50
-"""In a file of parameters: a few lines of YAML's aliases can stand for more than fits into memory."""
+"""The most values in a file of parameters, and the deepest one inside others: a few lines of YAML's aliases can stand
+for more than fits into memory."""
 
 
 class _Yaml(yaml.SafeLoader):

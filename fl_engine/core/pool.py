@@ -38,7 +38,7 @@ AUTHORS_GAMMAS = tuple(100 / g for g in range(1, 200))
 AUTHORS_TOLERANCE = 0.05
 SIGNS, MOST_CHARS = "_ . + - ( ) % = '", 64
 NAMED = re.compile(rf"\w[\w.+()%=' -]{{0,{MOST_CHARS - 1}}}")
-"""Of a pool model."""
+"""What a pool model may be called."""
 UNMEASURED = 0.5
 """A_i of a layer without a ReLU (an LSTM, an embedding), as if it were as often zero as not. Its real share of zeros is
 about 0, which would keep it as wide as gamma allows, however little it contributes."""
@@ -182,7 +182,7 @@ def solve_as_authors(
 
 
 def _gamma_max(apoz: Sequence[float], adjust: Sequence[float]) -> float:
-    """Beyond it nothing grows any more."""
+    """The gamma above which no layer gets wider. Raises PoolError where no gamma widens any layer."""
     slopes = [1 - a * w for a, w in zip(apoz, adjust, strict=True) if 1 - a * w > 1e-9]
     if not slopes:
         raise PoolError(

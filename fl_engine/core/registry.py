@@ -65,7 +65,7 @@ class Contract(Generic[T]):
     largest}`, and `{name: my.module:Mine, ...}` with the fields of `Mine` as options."""
 
     what: str
-    """In errors."""
+    """What errors call the choice."""
     registry: Mapping[str, type[T]] = field(hash=False)
     protocol: type
     """Every method and attribute of it is required."""
@@ -169,7 +169,7 @@ def _at(key: str, value: Any, said: str) -> ValidationError:
 
 
 def _again(error: Any) -> InitErrorDetails:
-    """An error that pydantic has told, to be raised from a validator of ours."""
+    """An error that pydantic has reported, in the form in which a validator of ours can raise it."""
     said = PydanticCustomError(error["type"], "{said}", {**error.get("ctx", {}), "said": error["msg"]})
     return {"type": said, "loc": error["loc"], "input": error["input"]}
 

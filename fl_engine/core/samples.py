@@ -260,7 +260,7 @@ class Data:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one sample."""
+        """The shape of one sample."""
         return tuple(self.train_x.shape[1:])
 
     @property

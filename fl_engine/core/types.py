@@ -594,9 +594,9 @@ class LocalTask:
     (HeteroFL)."""
     sampler: Sampler = Shuffle()
     augment: tuple[Augmentation, ...] = ()
-    """One after the other, on every batch."""
+    """Changes of the samples, made one after the other on every batch."""
     schedule: Schedule = Constant()
-    """Of the optimiser's learning rate, over the steps of this task."""
+    """How the optimiser's learning rate changes over the steps of this task."""
     objective: str | None = None
     """A function, `package.module:NAME`, that gives the loss of a batch instead of the task of the data and of
     `distillation`, `exits` and `widths`, which cannot stand beside it (`training.own`)."""

@@ -17,7 +17,7 @@ from fl_engine.training.memory import Peaks
 
 
 class Options(Protocol):
-    """Of the backend."""
+    """What assignments need of a backend's settings."""
 
     @property
     def observe(self) -> Literal["simulated", "cgroup"]: ...
@@ -41,10 +41,10 @@ def assignment(
     device: str = "cpu",
     failures: int = 0,
 ) -> Assignment:
-    """Of orders of a round that the mailbox has written last, without the way to the store. `key`: what signs their
-    answers; `site_sums`: see `Assignment.site`; `code`: the sha256 of the wheel with one's own; `memory`: what training
-    each level takes, for observe=cgroup; `device`: the torch device that trains; `failures`: how many pods were killed
-    that held one of the orders."""
+    """The assignment of these orders of a round, which the mailbox has just written; it lacks the way to the store.
+    `key`: what signs their answers; `site_sums`: see `Assignment.site`; `code`: the sha256 of the wheel with the run's
+    own code; `memory`: what training each level takes, for observe=cgroup; `device`: the torch device that trains;
+    `failures`: how many pods were killed that held one of the orders."""
     first = orders[0]
     return Assignment(
         round=first.round,

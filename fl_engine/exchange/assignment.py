@@ -95,7 +95,7 @@ class Assignment(BaseModel):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Of the keys that can be written at one length alone, in bytes."""
+        """By key of the store, the only length in bytes at which it can be written; other keys are left out."""
         return {key: upload.size for key, upload in self.writes.items() if upload.verb == "PUT"}
 
 

@@ -29,9 +29,9 @@ from fl_engine.core.errors import ClientError, ConfigError, IntegrityError
 from fl_engine.storage.store import sha256
 
 LARGEST = 64 * 2**20
-"""Bytes of a package's files."""
+"""The most bytes of a package's files together."""
 LARGEST_WHEEL = 2 * LARGEST
-"""Bytes of its wheel that are read at most."""
+"""The most bytes that are read of its wheel."""
 COMPILED = (".so", ".pyd", ".dll", ".dylib")
 LEFT_OUT = ("__pycache__",)
 FIXED_TIME = (1980, 1, 1, 0, 0, 0)
@@ -47,7 +47,7 @@ class Wheel:
 
 
 def store_key(digest: str) -> str:
-    """Of a wheel, in the run's store."""
+    """The key of a wheel in the run's store."""
     return f"code/{digest}.whl"
 
 
@@ -134,7 +134,8 @@ def check_content(value: bytes, digest: str, where: str) -> None:
 
 # --------------------------------------------------------------------------------------------------- importing it
 _folders: list[str] = []
-"""Of all files, also of packages that are disabled: they may be enabled again."""
+"""The temporary folders of all files that packages are imported from, also of packages that are disabled: they may be
+enabled again."""
 
 
 def enable(value: bytes, digest: str, where: str, parent: str | None = None) -> None:
@@ -164,7 +165,7 @@ def enable(value: bytes, digest: str, where: str, parent: str | None = None) -> 
 
 
 def _folder() -> str:
-    """A new one, which `clear` removes."""
+    """A new temporary folder, which `clear` removes."""
     folder = tempfile.mkdtemp(prefix="flexfleet-code-")
     _folders.append(folder)
     return folder

@@ -69,7 +69,7 @@ N = TypeVar("N", bound="Signed")
 
 class Signed(Note):
     generation: Claim = 0
-    """Of the key that signs it."""
+    """Which of the device's keys signs it: each new key has the next number."""
     signature: str = Field(default="", max_length=64)
     """HMAC-SHA256 of all the rest."""
 
@@ -84,7 +84,7 @@ class Signed(Note):
         return hmac.compare_digest(self._sum(key).encode(), self.signature.encode())
 
     def text(self, length: int = 0) -> bytes:
-        """As a file; with `length`, of exactly so many bytes, as `urls.Upload` by PUT asks for."""
+        """What is written to the store; with `length`, exactly so many bytes, as `urls.Upload` by PUT asks for."""
         return self.model_dump_json().encode().ljust(length)
 
 
@@ -146,7 +146,7 @@ class Beat(Signed):
     said: str = Field(default="", max_length=500)
     """Why it has failed."""
     requests: Claim = 0
-    """To the store, since it was started."""
+    """How many requests it has made to the store since it was started."""
     version: str = Field(default="", max_length=40)
     at: Annotated[float, Field(ge=0, le=1e11)] = 0.0
     """Unix time, by the device's clock; to be shown only."""

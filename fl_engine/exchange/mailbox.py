@@ -78,7 +78,7 @@ class Closed(Record):
     times: dict[int, Times] = Field(default={})
     """What the orders of the refused updates took: the updates themselves are not read again."""
     checksum: str = ""
-    """Of all other fields."""
+    """A checksum of all other fields."""
 
     def sealed(self) -> Closed:
         unsaid = {name for name in ("metrics", "moved", "times") if not getattr(self, name)}  # older records have none

@@ -65,7 +65,7 @@ def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Mov
 
 
 def _movements(updates: Sequence[ClientUpdate], order: WorkOrder, layout: ParamLayout) -> list[Moved]:
-    """Of updates of one kind."""
+    """What `movement` gives, for each of these updates of one kind."""
     spec = updates[0].spec
     sent = order.payload if spec == order.spec else take(order.payload, layout, spec, have=order.spec)
     pairs = {name: ([update.payload[name] for update in updates], sent[name]) for name in updates[0].payload}
@@ -87,7 +87,7 @@ def size_sent(plan: RoundPlan) -> Moved:
 
 
 def _each(pairs: Mapping[str, tuple[list[Tensor], Tensor]], count: int) -> list[Moved]:
-    """Of `count` updates: by name, their tensors and the one that was sent."""
+    """By name, the tensors of all `count` updates, and the one that was sent."""
     far: tuple[list[list[float]], list[list[float]]] = [], []
     statistics = 0
     for name, (here, there) in pairs.items():

@@ -54,7 +54,8 @@ class ServerSite:
         return {name: tensor.cpu() for name, tensor in trained.params.items()}
 
     def _ordered(self, params: Params) -> Params:
-        """As in the layout. Sums over all parameters depend on the parameters' order, and a file does not keep it."""
+        """The parameters in the order of the layout: sums over all of them depend on their order, and a file does not
+        keep it."""
         return {name: params[name] for name in self.site.layout.slots if name in params}
 
     def evaluate(self, spec: SubmodelSpec, params: Params) -> float:

@@ -33,7 +33,7 @@ Seconds = Annotated[float, Field(ge=1, le=1e9)]
 
 MOST_ROWS = 50_000_000
 SHORTEST_S = 1.0
-"""Of a session, so that there are not too many."""
+"""The shortest session in seconds, so that there are not too many of them."""
 
 
 @dataclass(frozen=True)

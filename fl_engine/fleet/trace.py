@@ -29,10 +29,10 @@ Flags = NDArray[np.bool_]
 Rows = NDArray[np.int64]
 
 MOST_PIECES = 100_000
-"""Of one order. What is left of its work after so many takes the time of the last one, so that a client that hardly
-moves cannot hold up the server."""
+"""The most pieces over which one order's work is followed. What is left of it after so many takes the time of the last
+one, so that a client that hardly moves cannot hold up the server."""
 REMEMBERED_BYTES = 2**25
-"""Of factors that are remembered, so that they are not drawn again for each client."""
+"""The most bytes of factors that are remembered, so that they are not drawn again for each client."""
 
 
 class Now(NamedTuple):

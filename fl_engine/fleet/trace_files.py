@@ -38,10 +38,10 @@ T = TypeVar("T")
 COLUMNS = ("client", "time", "compute", "bandwidth", "online")
 NEEDED = ("client", "time", "online")
 LONGEST_LINE = 1000
-"""Bytes."""
+"""The most bytes of a line."""
 MOST_ROWS = 50_000_000
 MOST_BYTES = 2**29
-"""Of one of FedScale's files, which are read whole."""
+"""The most bytes of one of FedScale's files, which are read whole."""
 FLAGS = {"1": True, "0": False, "true": True, "false": False}
 
 Number = Annotated[float, Field(allow_inf_nan=False)]

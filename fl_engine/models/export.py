@@ -41,7 +41,7 @@ AGREE = 1e-3
 largest output or to 1, whichever is more."""
 CHECKED = 64
 BATCH = 128
-"""Of the proxy data, samples in a batch at most."""
+"""The most samples in a batch of the proxy data."""
 
 
 class About(BaseModel):

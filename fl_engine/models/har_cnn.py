@@ -50,7 +50,7 @@ CHANNELS = {"conv1": 128, "conv2": 64, "conv3": 32}
 UNITS = {"fc1": 64, "fc2": 32, "fc3": 16, "fc4": 16}
 KERNEL = 3
 PARTS = {"small": 4, "medium": 2, "large": 1}
-"""One channel in how many is kept."""
+"""By sub-network, n where it keeps one channel in n."""
 
 
 class AsMap(nn.Module):

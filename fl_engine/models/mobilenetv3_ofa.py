@@ -158,7 +158,7 @@ def _block_slots(name: str, inside: str, out: str, squeeze: bool, norm: Norm) ->
 
 
 def _blocks() -> Iterator[tuple[str, str, str, bool]]:
-    """Of all blocks of the stages, in network order: the name, the group of its input, its stage, and whether it has
+    """For each block of the stages, in network order: its name, the group of its input, its stage, and whether it has
     squeeze-and-excitation."""
     inside = "stem"
     for name, stage in STAGES.items():

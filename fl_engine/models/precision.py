@@ -135,7 +135,7 @@ def measure(
 
 
 def _answers(opened: Any, x: Tensor, batch: int) -> Tensor:
-    """Of raw samples (N, ...), so many at a time: (N, outputs, ...)."""
+    """The answers (N, outputs, ...) to raw samples (N, ...), of which `batch` at a time are asked."""
     given = opened.get_inputs()[0].name
     return torch.cat([torch.from_numpy(opened.run(None, {given: part.numpy()})[0]) for part in torch.split(x, batch)])
 

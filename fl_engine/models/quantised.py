@@ -215,7 +215,8 @@ def stored(precision: OnnxPrecision, source: Path, target: Path) -> float:
 
 
 def session(path: Path) -> Any:
-    """On one thread, so that latencies are comparable and answers the same on machines of any size."""
+    """An ONNX Runtime session on one thread, so that latencies are comparable and answers the same on machines of any
+    size."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -35,7 +35,7 @@ from fl_engine.models.layers import FREE, check_spec, linear_slots, scaled
 from fl_engine.models.text import Answers, answering, check_text
 
 EPSILON = 1e-6
-"""Of layer norm, as in the code that the paper follows."""
+"""The epsilon of layer norm, as in the code that the paper follows."""
 LATER = -1e4
 """The score of a later position. Softmax makes exactly 0 of it, as of -infinity, which has no place among the 256
 values of a quantised tensor."""

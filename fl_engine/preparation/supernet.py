@@ -74,7 +74,7 @@ class Supernet(BaseModel):
     table: tuple[Candidate, ...] = ()
     """All that the search measured."""
     seconds_per_round: dict[str, dict[str, float]] = {}
-    """By tier and sub-network that its devices can hold, of a local round on the simulated clock."""
+    """By tier and sub-network that its devices can hold: the seconds of a local round on the simulated clock."""
     regret: dict[str, float] = {}
     """By tier, how much more accurate, not quantised, the best of the sub-networks is that `algorithm.search_levels`
     left out than what was chosen: at least 0; an estimate, as nobody has quantised these. Empty where none was left
@@ -82,9 +82,9 @@ class Supernet(BaseModel):
     smaller_gets_more_bits: bool | None = None
     """Whether tiers with smaller sub-networks got more bits; null: all have the same, or nothing was searched."""
     samples: int = 0
-    """Of the server, both parts."""
+    """How many samples the server has, in both parts."""
     seconds: float = 0.0
-    """That all of this took."""
+    """How long the whole preparation took."""
 
 
 @dataclass(frozen=True)

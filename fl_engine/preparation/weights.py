@@ -85,7 +85,7 @@ SHOWN = 6
 
 
 def names_of(family: ModelFamily) -> tuple[str, ...]:
-    """Of the whole network's weights and statistics, in its order."""
+    """The names of the whole network's weights and statistics, in its order."""
     return tuple(_forms(family))
 
 

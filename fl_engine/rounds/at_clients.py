@@ -42,7 +42,7 @@ log = logging.getLogger("flexfleet")
 
 PREFIX = "on_clients/"
 FIGURES = ("mean", "p10", "worst", "spread", "loss", "clients")
-"""Of a group of clients."""
+"""What is measured of a group of clients."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ SIMULATED = ("simulated_compute", "simulated_communication")
 BITS = ("bits_down", "bits_up")
 NAMES = (*ON_THE_SERVER, "seconds_decode", "seconds_encode_clients", *SIMULATED, *BITS)
 REPEATED = (*SIMULATED, *BITS)
-"""Those that are the same again when a run is repeated."""
+"""Those that are the same again when a run is repeated, since no real clock measures them."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ def of_the_last(merged: Iterable[Times]) -> dict[str, float]:
 
 
 def bits(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Of the bytes of a round."""
+    """Eight for each byte of a round."""
     return {"bits_down": 8 * metrics["bytes_down"], "bits_up": 8 * metrics["bytes_up"]}
 
 

@@ -36,7 +36,7 @@ class Run:
     noise_key: bytes | None = None
     """A private aggregation's noise, and who takes part, come from it instead of the site's seed."""
     codecs: Codecs = Codecs()
-    """Of orders whose level has none of its own."""
+    """What codes the weights of orders whose level has no codecs of its own."""
     trace: Trace | None = None
     """What the devices do over time; None: all are online, each with its own speed and bandwidth."""
     wait_s: float = 86_400.0

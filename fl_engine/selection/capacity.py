@@ -11,7 +11,7 @@ from fl_engine.core.types import Codecs, Device, Pool
 log = logging.getLogger("flexfleet")
 
 LEAST = 1e-9
-"""Points that a device lacks which has just the size of a model: it needs more than that."""
+"""What `lacks` says, in points, of a device that has exactly a model's size free: it needs more than that."""
 
 
 def round_size(fraction: float, clients: int) -> int:

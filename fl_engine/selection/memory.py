@@ -15,7 +15,7 @@ CLIENT, UTILITY, ASKED, LAST, SECONDS, LEVEL = range(6)
 """Rows of `clients`."""
 NOBODY: tuple[tuple[float, ...], ...] = ((),) * 6
 LATE, FAILED = -1.0, -2.0
-"""In `heard`, instead of a utility."""
+"""What stands in `heard` instead of a utility."""
 
 
 def entered(clients: np.ndarray, heard: np.ndarray) -> tuple[np.ndarray, int, float]:

@@ -32,7 +32,7 @@ class KeptFiles:
     ) -> None:
         self._checkpoints, self._folder, self._names = checkpoints, folder, named
         self._named: dict[int, frozenset[str]] = {}
-        """By committed round, files."""
+        """By committed round, the files that its commit names."""
 
     def put(self, tensors: Params, before: str | None = None) -> str:
         """Writes the tensors; gives the name of their file. `before`: a file that may hold the same."""

@@ -39,9 +39,9 @@ BEAT_S = 5.0
 TTL_S = 20.0
 POLL_S = 0.5
 LET_GO_S = 5.0
-"""Seconds that the end of a run waits for the store to take its last word."""
+"""Seconds that the end of a run waits for the store to take the file with which the lease lets go."""
 SOMEBODY = "another coordinator"
-"""One whose file cannot be read."""
+"""A holder whose file cannot be read."""
 
 
 class Holder(BaseModel):
@@ -84,14 +84,15 @@ class Lease:
             )
 
     def _beat(self) -> None:
-        """Until the holder ends; then lets go. One thread writes, so that nothing comes after the last word."""
+        """Raises the count until the holder ends; then lets go. One thread writes, so that no later beat takes that
+        back."""
         while not self._ended.wait(BEAT_S):
             self._say(beats=self._holder.beats + 1)
         self._say(released=True)
 
     def _say(self, **changed: Any) -> None:
         self._holder = self._holder.model_copy(update=changed)
-        # A store that fails may answer again before anybody takes over; after the last word, who comes next waits.
+        # A store that fails now may answer the next beat. If it misses the last one, the next coordinator waits TTL_S.
         with suppress(FlexfleetError):
             self._store.put(_key(self.number), self._holder.model_dump_json().encode())
 

@@ -41,7 +41,7 @@ class Pieces:
     parts: tuple[bytes | Tensor, ...]
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
-        """Can be repeated. Only of a tensor that does not lie in one piece of this machine's memory a copy is made."""
+        """May be repeated. A tensor is copied only if it is not in one piece in this machine's memory."""
         for part in self.parts:
             if isinstance(part, bytes):
                 yield part

@@ -42,7 +42,7 @@ ATTEMPTS = 6
 BUSY = ("InternalError", "ServiceUnavailable", "SlowDown")
 """What a server says of a key whose deletion may be tried again."""
 HASTY_S = 5
-"""Seconds in which a server answers who does not want to wait."""
+"""Seconds within which a server has to answer a caller that does not want to wait (`hasty`)."""
 MOST_AT_ONCE = 5 * 2**30
 """Bytes of the largest upload in one request, by a URL or a form."""
 PAGE = 1000
@@ -50,10 +50,11 @@ PAGE = 1000
 CONNECTING = threading.Lock()
 """A client takes 20 MB and credentials: threads that need the same one wait for it."""
 OWN = "FLEXFLEET_"
-"""Prefix of a variable that boto3 reads: the value for the run store alone, where another part of the process needs
-another value."""
+"""Before the name of a variable that boto3 reads: its value for the run store alone, where another part of the process
+needs another one."""
 SIGNING = "FLEXFLEET_SIGNING_"
-"""Prefix likewise: credentials that sign what clients get, so that clients can do no more than these may."""
+"""Before the name of a variable likewise: credentials that sign what clients get, so that clients can do no more than
+these may."""
 MISSING = ("NoSuchKey", "404", "NotFound")
 
 

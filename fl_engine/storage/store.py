@@ -24,7 +24,7 @@ from fl_engine.core.types import Params
 from fl_engine.storage.pieces import Value, digest, laid_out, pieces_of
 
 TRIES = 100
-"""To write into a folder that others remove as often as it is empty."""
+"""How often a write is tried into a folder that others remove whenever it is empty."""
 
 
 class Store(Protocol):

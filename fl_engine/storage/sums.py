@@ -1,5 +1,5 @@
-"""What a file is, told beforehand: its sha256 and its length. A device or pod reads by that what the coordinator wrote,
-since others may be able to write the store."""
+"""The sha256 and the length of a file, told to whoever reads it: since others may be able to write the store, a device
+or a pod accepts only what the coordinator wrote."""
 
 from __future__ import annotations
 

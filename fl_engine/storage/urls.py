@@ -59,9 +59,9 @@ class Upload(BaseModel):
     verb: Verb
     url: str
     fields: dict[str, str]
-    """Of the form; with PUT, headers."""
+    """The fields of the form; with PUT, headers."""
     size: int
-    """In bytes."""
+    """In bytes: with POST the most, with PUT the only one."""
 
 
 class UrlStore:

@@ -72,7 +72,7 @@ class LocalAccuracy:
         right[places] = chosen == self._labels[places]
 
     def of(self, level: str) -> Local | None:
-        """Of a level that was watched on all test samples; None if no client has test samples."""
+        """The local accuracy of a level that was watched on all test samples; None if no client has test samples."""
         dealt = self._owner != NOBODY
         counts, watched = np.bincount(self._owner[dealt]), self._right[level].numpy()[dealt]
         right = np.bincount(self._owner[dealt], weights=watched)[counts > 0].astype(np.int64)

@@ -35,10 +35,12 @@ from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import Numerics
 
 BATCHES = 3
-"""Of a trial: after the second step the optimiser has its state, and the allocator what it keeps."""
+"""How many batches a trial trains: after the second one the optimiser has its state, and the allocator what it
+keeps."""
 Bytes = Annotated[int, Field(ge=0, lt=2**60)]
 HEADROOM = 1.25
-"""Of `needed`: what the files take while they are read, and what an allocator keeps."""
+"""How many times the measured peak `needed` asks for: files take memory while they are read, and an allocator keeps
+some."""
 
 
 @dataclass(frozen=True)

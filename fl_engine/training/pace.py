@@ -28,7 +28,7 @@ class Pace:
     seconds: float
     """On the clock."""
     joules: float | None
-    """Of all that the sensors cover, not of the training alone; None: there are none."""
+    """Energy of all that the sensors cover, not of the training alone; None: there are no sensors."""
 
 
 def level_paces(

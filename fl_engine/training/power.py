@@ -61,7 +61,8 @@ class Used:
 
 
 def sensors(sys: Path | None = None) -> tuple[Sensor, ...]:
-    """Those that are to be added; none where the board does not tell. `sys`: by default FLEXFLEET_SYS, or /sys."""
+    """The sensors whose figures are to be added up; none where the board has none. `sys`: by default FLEXFLEET_SYS, or
+    /sys."""
     sys = sys or Path(os.environ.get("FLEXFLEET_SYS", "/sys"))
     channels = [*_ina_hwmon(sys), *_ina_iio(sys)]
     if channels:
@@ -106,7 +107,7 @@ def metered(found: Sequence[Sensor], every_s: float = EVERY_S) -> Iterator[Used]
 
 
 def _integral(readings: Sequence[tuple[float, float]]) -> float:
-    """Of watts over seconds, by the trapezoidal rule."""
+    """Joules: the integral of watts over seconds, by the trapezoidal rule."""
     return sum((later - now) * (watts + after) / 2 for (now, watts), (later, after) in pairwise(readings))
 
 

@@ -34,7 +34,7 @@ from fl_engine.storage.urls import Upload, Verb
 log = logging.getLogger("flexfleet")
 
 BOOTS = 8
-"""Of a device's earlier processes, how many are remembered."""
+"""How many of a device's earlier processes are remembered."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Held:
 
     loan: str
     clients: list[int]
-    """Those that it has not answered yet."""
+    """Clients whose orders it has not answered yet."""
     alone: bool
     """It was lent a single order."""
     since: float
@@ -70,7 +70,7 @@ class Agent:
     rests: float = 0.0
     """It has failed, or has let an order lie, and gets none before this time."""
     failures: int = 0
-    """One after the other."""
+    """How often in a row it has failed, or has let an order lie."""
     held: Held | None = None
     boot: str = ""
     """The process that gave its last answer."""

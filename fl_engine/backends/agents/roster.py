@@ -30,7 +30,7 @@ class Member(Note):
     """The key before: the device signs with it until it has read a letter with the new one."""
     generation: int = 0
     nonce: str = ""
-    """From which, with `before`, `key` follows."""
+    """`key` follows from this and `before`."""
     ahead: int = AHEAD
     """No letter with this number or a higher one was written: with it letters go on where the last one is lost."""
 
@@ -58,7 +58,7 @@ class Roster:
         return {key.removeprefix(REVOKED) for key in self.store.list(REVOKED)}
 
     def names(self) -> list[str]:
-        """Of the devices that are invited."""
+        """The names of the devices that are invited."""
         keys = self.store.list("")
         files = {key.removesuffix(".json") for key in keys if "/" not in key and key.endswith(".json")}
         return sorted(files - {key.removeprefix(REVOKED) for key in keys if key.startswith(REVOKED)})

@@ -21,7 +21,7 @@ KEY = "site/devices.json"
 
 class Seats(Record):
     clients: dict[str, int]
-    """By device."""
+    """By device, the client that it is."""
 
 
 def seated(before: Mapping[str, int], members: Iterable[Member], fleet: Sequence[Device]) -> dict[str, int]:

@@ -55,7 +55,7 @@ def _computed(module: nn.Module) -> bool:
 
 
 def _present(module: nn.Module, **axes: Dims) -> dict[str, Dims]:
-    """Those of these parameters and buffers that the layer has."""
+    """Which of these parameters and buffers the layer has."""
     held = module._parameters | module._buffers
     return {name: dims for name, dims in axes.items() if held.get(name) is not None}
 

@@ -98,7 +98,7 @@ def _spread(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _drawn(layout: ParamLayout, generator: torch.Generator) -> SubmodelSpec:
-    """Of each group all channels, the first ones, or any."""
+    """A sub-model that keeps of each group all channels, the first ones, or any."""
     keep: dict[str, int | list[int]] = {}
     for group, size in layout.groups.items():
         how, count = (int(torch.randint(high, (), generator=generator)) for high in (3, size))
