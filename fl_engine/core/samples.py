@@ -185,7 +185,8 @@ class Data:
 
     NumPy arrays are taken, and become tensors. What targets look like is the task's to say. `natural_client`
     (N_train,) names the source of each training sample where the data set knows it (a writer, a user), for the
-    natural partition. Raises DataError for everything that cannot be meant.
+    natural partition. Raises DataError for samples of no such kind, for numbers that are not finite, and for fields
+    that do not fit each other.
     """
 
     name: str

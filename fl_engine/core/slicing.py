@@ -176,8 +176,8 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) 
     one sample. `linear`: how much a multiply-add of a linear layer counts; FedRolex's Table 3.6 counts 2, its
     multiplication and its addition.
 
-    Runs one sample of nothing through weights of nothing: on torch's meta device the first convolution would import its
-    compiler and sympy, seconds in every client's pod.
+    Runs a made-up sample through a network whose weights are not set. (On torch's meta device, which computes nothing,
+    the first convolution would import torch's compiler and sympy: seconds in every client's pod.)
     """
     total = 0
 
@@ -187,8 +187,8 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) 
         own = layer.macs(x, output) if isinstance(layer, CountsMacs) else _macs(layer, x, output)
         total += own * linear if isinstance(layer, nn.Linear) else own
 
-    nothing = shapes(layout_of(family), spec, full_shapes(family))
-    module = runnable(family, spec, {name: torch.empty(shape) for name, shape in nothing.items()}).eval()
+    sizes = shapes(layout_of(family), spec, full_shapes(family))
+    module = runnable(family, spec, {name: torch.empty(shape) for name, shape in sizes.items()}).eval()
     for layer, name in {layer: name for name, layer in _costly(module)}.items():
         if not isinstance(layer, CountsMacs | COUNTED):
             raise ModelError(

@@ -129,21 +129,21 @@ def check_end(ledger: Ledger, terms: RoundsConfig, discard_damaged: bool = False
 
 
 def _end(terms: RoundsConfig, rows: Sequence[Row]) -> int | None:
-    """After how many rounds the run ends; None: not within those that are committed, whose measurements `rows` are.
-    Raises ConfigError where more are committed, or none was evaluated of those with which it ends."""
+    """After how many rounds the run ends, where that is within the committed ones, whose measurements are `rows`; else
+    None. Raises ConfigError where more rounds are committed than that, or none of these was evaluated."""
     end, done = terms.end(row.metrics for row in rows), len(rows)
     if end is not None and done > end:
-        raise ConfigError(f"{_ends(terms, end)}, but {done} rounds are committed: a run cannot go back")
+        raise ConfigError(f"{_what_ends(terms, end)}, but {done} rounds are committed: a run cannot go back")
     if rows and done == end and not any("avg" in row.metrics for row in rows):
-        ends = _ends(terms, end)
+        ends = _what_ends(terms, end)
         raise ConfigError(
             f"{ends}, and the {done} rounds that are committed were not evaluated: set {ends.split()[0]} to more"
         )
     return end
 
 
-def _ends(terms: RoundsConfig, end: int) -> str:
-    """What ends the run after `end` rounds."""
+def _what_ends(terms: RoundsConfig, end: int) -> str:
+    """The parameter that ends the run after `end` rounds, in words that begin with its name."""
     if end >= terms.stop:
         return f"rounds.stop = {terms.stop}"
     return f"rounds.stop_simulated_s = {terms.stop_simulated_s:g}, which the simulated clock passes in round {end}"

@@ -22,12 +22,12 @@ AT_ONCE_BYTES = 64 * 2**20
 
 def overlapped(store: Store, size: int, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """What `work` makes of each item, in the items' order. `work` makes requests to `store`, and holds about `size`
-    bytes for it; so many items are under way as the store takes (`at_once`) and as hold AT_ONCE_BYTES, one after the
-    other where that is one.
+    bytes while it does. As many items are under way at once as the store takes (`at_once`) and as fit into
+    AT_ONCE_BYTES; where that is one, there are no threads.
 
-    Items are taken, and results given, in the caller's thread, a little ahead of who asks for them. As from a plain
-    loop, an error of `work` or of `items` comes after the results before it; what has not begun by then never does, and
-    nothing goes on behind the caller's back. Ctrl-C and SystemExit alone wait for nobody.
+    Items are taken in the caller's thread, a few ahead of the result that it asks for. An error of `work` or of `items`
+    is raised where a plain loop would raise it, after the results before it. Items that have not begun by then are
+    dropped, and those that have begun are waited for, but for Ctrl-C and SystemExit.
     """
     at_once = min(getattr(store, "at_once", 1), max(1, AT_ONCE_BYTES // max(1, size)))
     if at_once == 1:

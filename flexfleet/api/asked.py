@@ -191,8 +191,9 @@ def _dataset(value: Any, store: str) -> dict[str, Any]:
 
 
 def with_own_data(config: Config, folder: Path) -> Config:
-    """Of the run in `folder`: where the data that were given are not any more where it began, but in the store that it
-    is in now, those, as after a move of the whole store. Their name is their fingerprint: no other samples have it."""
+    """The configuration of the run in `folder`. If data were given to it that are no longer where they were when it
+    began, but in the store in which the run is now, as after a move of the whole store, it names these. (The data's
+    name is their fingerprint, which no other samples have.)"""
     name, root = config.dataset.name, config.dataset.root
     if not kept.is_kept(name) or (root is not None and kept.holds(Path(root), name)):
         return config
@@ -236,7 +237,7 @@ def algorithm_options(value: Any) -> dict[str, Any]:
 
 
 def _section(algorithm: Any) -> dict[str, Any]:
-    """Of an algorithm with its options."""
+    """The section `algorithm` for this object: its name, and its options."""
     kind = type(algorithm)
     registered = next((name for name, each in ALGORITHMS.items() if each is kind), None)
     name = registered or name_of(kind, "algorithm")

@@ -94,7 +94,7 @@ def _compare(
 
 
 def _listed(seeds: Any) -> tuple[int, ...]:
-    """As plain whole numbers."""
+    """The seeds as plain whole numbers."""
     if isinstance(seeds, str) or not hasattr(seeds, "__iter__"):
         raise ConfigError(f"seeds: a list of whole numbers is expected, e.g. (0, 1, 2), got {seeds!r}")
     return seeds_of(",".join(str(plain(seed, "seeds")) for seed in seeds))

@@ -249,7 +249,7 @@ def _array(value: Any, what: str, targets: bool = False) -> Array:
 
 
 def _targets(y: Any, what: str) -> Array:
-    """As `_array`; integers as int64, since NumPy joins int64 and uint64 to floats."""
+    """What `_array` gives, with integers as int64, since NumPy joins int64 and uint64 to floats."""
     found = _array(y, what, targets=True)
     if found.dtype.kind == "u" and found.size and found.max() > np.iinfo(np.int64).max:
         raise DataError(f"{what}: {found.max()} is no class: classes are 0, 1, 2, ...")
@@ -375,7 +375,7 @@ def _tell_merged(x: Array, name: str) -> None:
 
 
 def _samples(x: Array, name: str) -> Array:
-    """As the module's head says, with the channel in front."""
+    """Samples in the form that the head of this file says, with the channel in front."""
     if x.dtype == np.uint8 and x.ndim == 3:
         return x[:, None]
     if x.dtype == np.uint8 and x.ndim != 4:

@@ -152,7 +152,7 @@ class Result:
 
     @property
     def model_sha256(self) -> str | None:
-        """Of the final weights; None for a run that is stopped."""
+        """The sha256 of the final weights; None for a run that is stopped."""
         return None if self._result is None else self._result.model_sha256
 
     @property

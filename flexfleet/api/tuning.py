@@ -31,11 +31,11 @@ BOUNDS = 2
 
 
 class DefaultNumber(int):
-    """As `Default`, of a number."""
+    """A `Default` that is a number."""
 
 
 class DefaultSeeds(tuple[int, ...]):
-    """As `Default`, of seeds."""
+    """A `Default` that is seeds."""
 
     __slots__ = ()
 

@@ -26,10 +26,11 @@ BY_OWNER = ("avg_device_classes", "full_device_classes", "avg_server_classes", "
 LOCAL = ("local_avg", "local_full")
 """Figures of a run and of a label, where the task has classes."""
 CASE = ("dataset.", "partition.", "noise.", "model.name")
-"""Parameters that make another case: who is first in one says nothing of another."""
+"""Runs that differ in one of these parameters belong to different cases: which label is first in one case says nothing
+about another."""
 FACTORS = (*CASE, "model.", "fleet.")
-"""Those that do so where they are a factor: a row alone may have a width or a fleet of its own, as papers' baselines
-have."""
+"""Parameters that make different cases if they are a factor. (A single row may have a width or a fleet of its own, as
+papers' baselines have.)"""
 
 
 class _Part(BaseModel):

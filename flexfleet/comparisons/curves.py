@@ -13,9 +13,9 @@ from flexfleet.reports.report import Run
 Runs = Mapping[str, Sequence[Run]]
 """The runs of each label, in the order of the seeds."""
 STEPS = 20
-"""Without given accuracies to reach, they are multiples of 1/20,"""
+"""The accuracies to reach, where none are given, are multiples of 1 / STEPS."""
 MOST_TARGETS = 4
-"""and at most this many."""
+"""The most accuracies to reach where none are given."""
 
 
 def default_targets(runs: Runs) -> tuple[float, ...]:

@@ -61,7 +61,7 @@ def options_of(config: Config, method: Algorithm, pool: Pool) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    """As JSON can hold it."""
+    """The value in a form that JSON can hold."""
     if is_dataclass(value):
         told = {each.name: _value(getattr(value, each.name)) for each in fields(value)}
         if (name := told.get("name") if _is_ours(value) else _own_name(value)) is None:
@@ -80,7 +80,8 @@ def _is_ours(value: object) -> bool:
 
 
 def _own_name(value: object) -> str:
-    """Of somebody's own class, as a configuration names it; one that extends ours has our name as an option."""
+    """The name of somebody's own class, as a configuration has it. (A class that extends one of ours has our name among
+    its options.)"""
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
 

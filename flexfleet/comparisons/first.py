@@ -55,7 +55,7 @@ class Behind(_Part):
 
 
 class First(_Part):
-    """Of one figure."""
+    """Who is first by one figure."""
 
     highest: str
     """The label with the highest mean over the seeds; of several, the first by name."""
@@ -68,7 +68,8 @@ class First(_Part):
 
 
 class Case(_Part):
-    """Of the labels that have these settings of data, partition, noise and network, where others have others."""
+    """Who is first among the labels with these settings of data, partition, noise and network, where other labels have
+    others."""
 
     settings: dict[str, Any]
     """By dotted name."""

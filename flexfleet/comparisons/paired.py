@@ -15,8 +15,8 @@ ROUNDING = 1e-12
 
 
 class TTest(NamedTuple):
-    """Of n differences: their mean, half of the width of its 95 % interval, and the two-sided p of the t test, in the
-    differences' unit."""
+    """A t test of n differences: their mean and half of the width of its 95 % interval, in the differences' unit, and
+    the two-sided p."""
 
     mean: float
     half: float
@@ -24,8 +24,8 @@ class TTest(NamedTuple):
 
 
 def tested(a: Sequence[float], b: Sequence[float]) -> TTest | None:
-    """Of the differences a - b, (n,) each. None where nothing can be tested: one pair, or differences that are all the
-    same."""
+    """The t test of the differences a - b, (n,) each. None where nothing can be tested: one pair, or differences that
+    are all the same."""
     differences = [x - y for x, y in zip(a, b, strict=True)]
     mean, n = fmean(differences), len(differences)
     if n < 2 or max(differences) - min(differences) <= ROUNDING * max(map(abs, (*a, *b))):

@@ -171,7 +171,8 @@ def _on(base: Suite, own: Suite) -> Suite:
 
 
 def _each_on(base: Mapping[str, _Row], own: Mapping[str, _Row]) -> dict[str, _Row]:
-    """Those of the base in its order, then new ones of the other; its values stand on top of the base's."""
+    """The base's entries in their order, then the other's new ones; where both have an entry, the other's is put on
+    top."""
     changed = {label: None if row is None else {**(base.get(label) or {}), **row} for label, row in own.items()}
     return {**base, **changed}
 

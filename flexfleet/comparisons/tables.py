@@ -131,8 +131,8 @@ def _behind(c: Comparison, measure: Measure) -> list[Table]:
 
 
 def _local(c: Comparison) -> Table:
-    """As FedRolex prints it: beside each mean the standard deviation over the clients. Both are means over the
-    seeds."""
+    """The table of local accuracies as FedRolex prints it: beside each mean the standard deviation over the clients.
+    Both are means over the seeds."""
     rows = (
         (label, name, f"{100 * of.mean.mean:.2f} ± {100 * of.sd.mean:.2f}", cell(of.clients, digits=0))
         for label, r in c.results.items()
@@ -159,7 +159,7 @@ PHASES = {
 
 
 def _phases(c: Comparison) -> list[Table]:
-    """Of runs that measured them."""
+    """The table of a round's phases, for the labels whose runs measured them."""
 
     def cells(found: Mapping[str, Spread]) -> Iterator[str]:
         for name in PHASES.values():

@@ -190,7 +190,7 @@ def draw(runs: Runs, central: Central | None = None) -> str:
 
 
 def colours(c: Comparison) -> dict[str, str]:
-    """Of the labels, in the drawings and the tables."""
+    """By label, its colour in the drawings and the tables."""
     return {label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)}
 
 

@@ -149,7 +149,7 @@ def _registered(hint: Any) -> Mapping[str, type]:
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
-    """Of Literal["a", "b"], also inside of a union with other Literals or None."""
+    """The choices of Literal["a", "b"], also inside of a union with other Literals or None."""
     bare = _bare(hint)
     if get_origin(bare) is Literal:
         return tuple(get_args(bare)) if len(get_args(bare)) > 1 and isinstance(get_args(bare)[0], str) else ()

@@ -34,7 +34,7 @@ def plain(name: str, what: str) -> str:
 
 
 def new_name(config: Config) -> str:
-    """Of a run: algorithm, seed and time, as no run of the store is called yet."""
+    """A name for a run, made of algorithm, seed and time, that no run of the store has yet."""
     name = f"{config.algorithm['name']}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}".replace(":", ".")
     store, others = Path(config.run.store), (f"{name}-{i}" for i in count(2))
     return name if not (store / name).exists() else next(other for other in others if not (store / other).exists())

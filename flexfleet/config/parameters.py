@@ -59,8 +59,8 @@ def everything(config: Config | None = None) -> list[Parameter]:
 
 
 def found(word: str, among: Iterable[Parameter]) -> list[Parameter]:
-    """Those that hold the word, in any case: first those that have it as a name (`mu`, `heterofl`, `rounds.stop`), then
-    those that have it inside of a name, a choice or the meaning."""
+    """The parameters in which the word occurs, in upper or lower case: first those that have it as a name (`mu`,
+    `heterofl`, `rounds.stop`), then those that have it inside of a name, a choice or the meaning."""
     asked = word.casefold()
     named, others = [], []
     for each in among:
@@ -72,7 +72,7 @@ def found(word: str, among: Iterable[Parameter]) -> list[Parameter]:
 
 
 def in_use(config: Config, among: Iterable[Parameter]) -> list[Parameter]:
-    """Those that this configuration has: without the options of what it does not name."""
+    """The parameters that this configuration has: without the options of what it does not name."""
     named: dict[str, str] = {}
 
     def walk(value: Any, path: str) -> None:

@@ -40,7 +40,7 @@ log = logging.getLogger("flexfleet")
 Files = str | Path | Sequence[str | Path] | None
 """The files of a configuration, each on top of those before it; None: no file."""
 MOST_CHARS = 2**22
-"""Of a configuration's file; it may be a pipe, whose size nobody knows."""
+"""The most characters of a configuration's file; it may be a pipe, whose size nobody knows."""
 
 
 def load_config(files: Files = None, overrides: Sequence[str] = ()) -> Config:

@@ -101,7 +101,7 @@ class Level(LeavesOut):
     gamma: float | None
     ratios: tuple[float, ...]
     similarity: float | None = None
-    """Of the pruning ratios to those of a reference pre-trained on all data (FlexFL Sec. IV-C1)."""
+    """How similar the pruning ratios are to those of a reference pre-trained on all data (FlexFL Sec. IV-C1)."""
     spec: dict[str, Any]
     ensemble: bool = False
     """Its prediction is the mean over its exits."""
@@ -129,7 +129,7 @@ class PoolFile(Artifact, LeavesOut):
     groups: dict[str, int]
     """Widths of the full model's prunable layers, in network order."""
     weights_sha256: str | None = None
-    """Of WEIGHTS; left out where the rounds start from fresh weights."""
+    """The sha256 of WEIGHTS; left out where the rounds start from fresh weights."""
     levels: tuple[Level, ...] = Field(min_length=1)
 
     def weights(self, folder: Path) -> Params | None:
@@ -202,13 +202,15 @@ class RunFile(Artifact):
     pool_sha256: str
     partition_sha256: str
     trace_sha256: str | None = None
-    """Of the files that `fleet.trace` names, together; null: it names none."""
+    """The sha256 of all files that `fleet.trace` names; null: it names none."""
     folders_sha256: str | None = None
-    """Of the data in `partition.folders`, by client; null: this machine simulates no clients with data of their own."""
+    """The sha256 of the data in `partition.folders`, by client; null: this machine simulates no clients with data of
+    their own."""
     sources: dict[str, str] = {}
     """By name (package.module:Name), the sha256 of the source of what the run takes of one's own."""
     code_sha256: str | None = None
-    """Of the wheel of one's own code (`run.code`), code/<sha256>.whl beside this file; null: there is none."""
+    """The sha256 of the wheel of one's own code (`run.code`), code/<sha256>.whl beside this file; null: there is
+    none."""
     mlflow_run_id: str | None = None
     key_at: str | None = None
     """Where the run's key is kept (`keys`), for people to read; null: it has none."""
@@ -333,7 +335,7 @@ Histogram = dict[Annotated[int, Field(ge=0, le=100)], Annotated[int, Field(ge=1)
 
 
 class ClientFigures(BaseModel):
-    """Of the metric that decides, over so many clients, each counted once (`fl_engine.rounds.at_clients`)."""
+    """Figures of the metric that decides, over so many clients, each counted once (`fl_engine.rounds.at_clients`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     mean: float

@@ -87,5 +87,5 @@ def _now(device: str) -> float:
 
 
 def said(seconds: Mapping[Precision, float]) -> list[str]:
-    """Of each precision but fp32 a line: `bf16: 1.9 x fp32 here`."""
+    """A line for each precision but fp32: `bf16: 1.9 x fp32 here`."""
     return [f"{name}: {seconds['fp32'] / each:.1f} x fp32 here" for name, each in seconds.items() if name != "fp32"]

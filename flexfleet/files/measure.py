@@ -27,12 +27,12 @@ class Measure:
 
     @property
     def title(self) -> str:
-        """Of an axis: `test accuracy (%)`."""
+        """The title of an axis: `test accuracy (%)`."""
         return f"test {self.name} ({self.unit})" if self.unit else f"test {self.name}"
 
     @property
     def column(self) -> str:
-        """Of a table: `top5 %`."""
+        """The head of a table's column: `top5 %`."""
         return f"{self.name} {self.unit}".rstrip()
 
     @property
@@ -64,7 +64,7 @@ def measure_in(values: Mapping[str, float]) -> Measure:
 
 
 SHARES = (50, 80, 100)
-"""In % of the rounds."""
+"""Shares of the rounds, in %."""
 
 
 def highest(rounds: Sequence[Mapping[str, float]], key: str) -> dict[int, float | None]:

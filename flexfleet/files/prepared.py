@@ -29,9 +29,9 @@ class Entry(BaseModel):
     inputs: str
     """Digest of all that it was computed from."""
     sha256: str
-    """Of its file."""
+    """The sha256 of its file."""
     weights_sha256: str | None = None
-    """Of the file of its weights; null: it gives none."""
+    """The sha256 of the file of its weights; null: it gives none."""
 
 
 class Index(Artifact):

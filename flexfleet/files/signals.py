@@ -16,7 +16,7 @@ GRACE_S = 5.0
 """How long what is `brief_once_stopped` may still take after a signal."""
 
 
-@dataclass(eq=False)  # of two runs, one within the other, each is itself
+@dataclass(eq=False)  # a run within another one is not the other, though their fields be equal
 class _Rounds:
     """A run within `stop_on_signals`."""
 
@@ -27,7 +27,7 @@ class _Rounds:
 
 
 _running: list[_Rounds] = []
-"""The innermost last."""
+"""Those that are going on, the innermost last."""
 
 
 def stopping() -> list[signal.Signals]:

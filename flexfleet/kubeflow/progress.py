@@ -15,7 +15,7 @@ from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, IntegrityE
 from flexfleet.files import terminal as common
 
 NAMED = {"run_id": "train", "comparison_id": "compare", "study_id": "tune", "night_id": "nightly"}
-"""By the parameter that names what a pipeline makes: the pipeline."""
+"""The pipeline, by the parameter that names what it makes."""
 COMMITTED = re.compile(r"(.+)/rounds/[0-9]{5,}/(?:[0-9]+-)?COMMITTED")
 FIGURES = ("avg", "full", "train_loss", "clients_trained", "clients_pruned", "clients_failed")
 

@@ -9,8 +9,8 @@ import numpy as np
 from fl_engine.data.rules import Ints
 
 MOST_POINTS = 1000
-"""Of a longer curve the lowest and the highest point of each of half as many parts are drawn: on a page nobody sees the
-difference."""
+"""The most points that are drawn of a curve. A longer one is cut into half as many parts, and the lowest and the
+highest point of each part are drawn: on a page nobody sees the difference."""
 
 
 def _parts(points: int) -> Ints:

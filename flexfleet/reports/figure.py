@@ -19,7 +19,7 @@ from fl_engine.data import figures
 
 LABEL_CHARS = 48
 LINE_CHARS = 78 / 6.4
-"""Of a legend, to an inch."""
+"""Characters of a legend's line per inch."""
 LEGEND_ROW = 0.2
 """The height of a legend's row in inches."""
 

@@ -15,17 +15,17 @@ import numpy as np
 from flexfleet.reports.figure import drawing, shortened, whole, write
 
 WIDTHS = (1, 2, 5, 10)
-"""Of a bar, in %."""
+"""The widths that bars may have, in %."""
 NARROWEST = 20
 """The axis of the accuracy has at least so many %."""
 STRIP = 0.16
 """The height of a mean above the bars, as a share of the highest bar."""
 LEGEND_ROW = 0.22
-"""In inches."""
+"""The height of a row of the legend or of a title, in inches."""
 TITLE = 50
 """Characters in a line of a panel's title."""
 MOST_OVER = 3
-"""With more histograms over each other nobody can follow one."""
+"""The most histograms over each other: with more nobody can follow one."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Shown:
 
 
 Panel = Mapping[str, Shown]
-"""By label: histograms over each other."""
+"""Histograms that are drawn over each other, by label."""
 
 
 def over_each_other(panels: Sequence[tuple[str, Panel]]) -> list[tuple[str, Panel]]:
@@ -102,9 +102,9 @@ def local_accuracy(panels: Sequence[tuple[str, Panel]], name: str = "local", col
 
 
 def bars(histograms: Sequence[Mapping[int, float]]) -> list[int]:
-    """Of the bars, in %, from the lowest to the highest accuracy that occurs. The more clients, the narrower; and not
-    more bars than accuracies that occur: of clients with ten test samples each they are 10 % apart, and narrower bars
-    would have gaps."""
+    """The edges of the bars, in %, from the lowest to the highest accuracy that occurs. The more clients, the narrower;
+    and not more bars than accuracies that occur: of clients with ten test samples each they are 10 % apart, and
+    narrower bars would have gaps."""
     seen = sorted({min(percent, 99) for histogram in histograms for percent in histogram})
     clients = max(sum(histogram.values()) for histogram in histograms)
     most = min(len(seen), 2 * math.sqrt(clients))
@@ -118,7 +118,8 @@ def heights(histogram: Mapping[int, float], edges: Sequence[int]) -> Any:
 
 
 def _range(every: Sequence[Shown], edges: Sequence[int]) -> tuple[float, float]:
-    """Of the accuracy's axis, in %: room for the bars and the means, and for standard deviations up to 0 and 100 %."""
+    """Where the accuracy's axis begins and ends, in %: with room for the bars and the means, and for standard
+    deviations up to 0 and 100 %."""
     low = min([100 * (shown.mean - shown.sd) - 1 for shown in every] + [*edges])
     high = max([100 * (shown.mean + shown.sd) + 1 for shown in every] + [*edges])
     return max(-1, min(low, high - NARROWEST)), min(101, max(high, low + NARROWEST))

@@ -35,7 +35,7 @@ FEW = 8
 """A curve of fewer points has a mark at each."""
 GREY = "#7a828c"
 MOST_BANDS = 6
-"""With more runs the bands hide each other."""
+"""The most runs that are drawn with bands: with more the bands hide each other."""
 MOST_BARS = 120
 
 

@@ -35,7 +35,7 @@ def to_json(found: Sequence[Precisions]) -> dict[str, dict[str, dict[str, Any]]]
 
 
 def metrics(found: Precisions) -> Mapping[str, float]:
-    """As MLflow keeps them: `precision/<level>/<precision>/<figure>`."""
+    """The figures by the names that MLflow keeps them under: `precision/<level>/<precision>/<figure>`."""
     return {
         f"precision/{found.level}/{name}/{key}": float(value)
         for name, figures in found.precisions.items()
@@ -54,7 +54,7 @@ class Row:
     agreement: str
     kilobytes: str
     size: str
-    """As a multiple of fp32's; so is `time`."""
+    """The file's size as a multiple of fp32's; `time` likewise."""
     latency: str
     time: str
     share: str

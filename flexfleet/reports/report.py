@@ -55,12 +55,12 @@ NEEDED = {
 """Files of a finished run, and what to do where one is missing."""
 
 DEFAULTS = flatten(Config())
-"""Of all parameters, by dotted name."""
+"""The defaults of all parameters, by dotted name."""
 COUNTED = ("bytes_down", "bytes_up", "clients_trained", "clients_pruned", "clients_failed")
 COMPARED = (Moves.RESULT, Moves.LENGTH, Moves.ANSWERS)
 """Parameters that move these should be the same in runs that are compared, the algorithm's own apart."""
 CLASSES = 26
-"""A confusion matrix of more is not drawn: nobody can read it."""
+"""The most classes of a confusion matrix that is drawn: nobody can read a larger one."""
 NONE = "\N{EN DASH}"
 
 
@@ -78,7 +78,7 @@ class Run:
     partition: Manifest
     evaluation: EvaluationFile
     precisions: tuple[Precisions, ...]
-    """Of the exported levels, smallest first."""
+    """What was measured of the exported levels, smallest first."""
     confusion: ConfusionFile | None
     """None in folders that were made before there was one."""
     best: Row
@@ -325,7 +325,7 @@ def _check_ending(out: Path) -> None:
 
 
 FILTERS = {"percent": percent, "mb": mb, "plain": plain, "short_seconds": short_seconds}
-"""Of the page's template."""
+"""The functions that the page's template calls by name."""
 
 
 def _page(runs: Sequence[Run]) -> str:

@@ -72,12 +72,12 @@ class CentralFile(Artifact):
     data_sha256: str
     """Fingerprint of the data set."""
     weights_sha256: str | None = None
-    """Of the weights that `model.init` names, or that the network comes with; null: the training starts from fresh
-    ones."""
+    """The sha256 of the weights that `model.init` names, or that the network comes with; null: the training starts from
+    fresh ones."""
     sources: Mapping[str, str] = {}
-    """Of one's own code that the parameters name (`config.sources`)."""
+    """By name, the sha256 of the source of one's own code that the parameters name (`config.sources`)."""
     code_sha256: str | None = None
-    """Of the wheel of `run.code`; null: there is none."""
+    """The sha256 of the wheel of `run.code`; null: there is none."""
     numerics: dict[str, Any]
     earlier_numerics: tuple[dict[str, Any], ...] = ()
     """The numerics before each resume with --accept-numerics."""

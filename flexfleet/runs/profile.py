@@ -46,11 +46,11 @@ SECONDS = 5.0
 class Level:
     name: str
     size: float
-    """In % of the full model's parameters."""
+    """The level's parameters in % of the full model's."""
     fits: bool
     """Whether its peak has room here. A level that does not fit is not timed."""
     peak_bytes: int | None
-    """Of memory, at the peak of training, on top of what the process holds before; None: training it failed."""
+    """Memory in bytes at the peak of training, on top of what the process holds before; None: training it failed."""
     samples_per_second: float | None
     macs_per_sample: float | None
     """Multiply-adds of a training step, by sample, as the simulated clock counts them."""
@@ -65,7 +65,7 @@ class Profile:
     room_bytes: int
     """What training may take."""
     sensors: tuple[str, ...]
-    """Of power, by name."""
+    """The names of the sensors of power that were read."""
     left_out: dict[str, str]
     """What was not measured, and why."""
     about: dict[str, Any]

@@ -42,7 +42,7 @@ from flexfleet.tracking import record as track
 from flexfleet.tracking import versioned
 
 MEANS = (*(name for name in uniformity.NAMES if name != uniformity.MEASURED), *phases.REPEATED)
-"""Of the rounds' metrics, those that are the same again when a run is repeated and of which a run tells the mean."""
+"""The metrics of rounds of which a run says the mean; they are the same again when a run is repeated."""
 
 
 def run(

@@ -131,10 +131,10 @@ def serve(line: Line, silence_s: float, recycle: int, once: bool, restart: Calla
     letters say where that is, does not change. Raises ClientError where the device was revoked."""
     site: tuple[str, Algorithm, Site] | None = None
     began = heard = time.monotonic()
-    carried, told, about = 0, -1, None
+    carried, number, about = 0, -1, None
     failed = ""
     """The loan whose failure the coordinator may not have read: as long as letters name it, no other beat covers it."""
-    shown: bytes | None = None
+    last_sign: bytes | None = None
     beaten = -math.inf
     unread, unseen = Seldom("no letter"), Seldom("no sign of the coordinator")
     while True:
@@ -147,8 +147,8 @@ def serve(line: Line, silence_s: float, recycle: int, once: bool, restart: Calla
         now = time.monotonic()
         loan = None
         if letter is not None:
-            if letter.number != told:
-                told, heard = letter.number, now
+            if letter.number != number:
+                number, heard = letter.number, now
             if about != (about := _about(letter)):
                 beaten = -math.inf
             loan = letter.loan if letter.loan is not None and letter.loan.id != line.known.done else None
@@ -166,9 +166,9 @@ def serve(line: Line, silence_s: float, recycle: int, once: bool, restart: Calla
                 restart(f"{carried} orders are answered")
             began = beaten = heard = time.monotonic()  # the order was no silence, however long it took
             continue
-        if now - heard > silence_s / 2 and (sign := _sign_of(line, unseen)) not in (None, shown):
-            heard = heard if shown is None else now  # the first one shows no change
-            shown = sign
+        if now - heard > silence_s / 2 and (sign := _sign_of(line, unseen)) not in (None, last_sign):
+            heard = heard if last_sign is None else now  # the first one shows no change
+            last_sign = sign
         if now - heard > silence_s:
             log.info("the server is silent for %.0f s", now - heard)
             return
@@ -193,7 +193,7 @@ def _sign_of(line: Line, unseen: Seldom) -> bytes | None:
 
 
 def _about(letter: Letter) -> tuple[object, ...]:
-    """What a letter says that the coordinator waits for a sign of: one that only renews URLs says the same."""
+    """What a device answers with a new beat when a letter changes it; a letter that only renews URLs does not."""
     return letter.generation, letter.run, letter.site, letter.loan and letter.loan.id, letter.account.lost
 
 

@@ -39,7 +39,7 @@ from fl_engine.storage.urls import Upload, UrlStore, patient_pool, why
 log = logging.getLogger("flexfleet")
 
 BEATS = 6
-"""In the time after which a silent device counts as gone."""
+"""How many beats a device sends within the time of silence after which it counts as gone."""
 INVITATION_BYTES = 2**16
 
 
@@ -55,7 +55,7 @@ class Known(Note):
     beat: Upload | None
     folder: str | None
     number: int = -1
-    """Of the last letter."""
+    """The number of the last letter."""
     done: str = ""
     """The last loan that it answered, or gave up."""
     begun: str = ""

@@ -27,14 +27,14 @@ def wheel_of(config: Config) -> Wheel | None:
 
 
 def sha256_of(config: Config) -> str | None:
-    """Of the wheel. Raises what `wheel_of` raises."""
+    """The sha256 of the wheel; None: the configuration names no code. Raises what `wheel_of` raises."""
     wheel = wheel_of(config)
     return None if wheel is None else wheel.sha256
 
 
 def digests(config: Config, sections: Collection[str]) -> dict[str, Any]:
-    """Of the code of one's own that these sections name, for the inputs of what is computed with it and kept; empty
-    where they name none. Raises what `sources` and `wheel_of` raise."""
+    """Digests of the code of one's own that these sections name, for the inputs of what is computed with it and kept;
+    empty where they name none. Raises what `sources` and `wheel_of` raise."""
     found = sources(config, sections)
     packed = set(named(config, sections)) - found.keys()  # in the wheel, which has one sha256 for all
     return ({"sources": found} if found else {}) | ({"own code": sha256_of(config)} if packed else {})

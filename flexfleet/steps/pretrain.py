@@ -157,8 +157,8 @@ def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
 
 
 def _code(kind: Preparation) -> list[str] | None:
-    """Of the file that the preparation is written in, then of those beside it that it takes names from; None where it
-    is in no file."""
+    """Digests of the file that the preparation is written in, then of those beside it that it takes names from; None
+    where it is in no file."""
     try:
         own = Path(inspect.getfile(type(kind)))
         for place in own.parents:

@@ -43,7 +43,7 @@ def check_recorded(store: Store, out: Path) -> None:
 
 
 def place_of(remote: str, run_id: str) -> str:
-    """Of a run's ledger in `run.remote`."""
+    """The address of a run's ledger in `run.remote`."""
     return f"{remote.rstrip('/')}/{run_id}"
 
 
@@ -69,7 +69,7 @@ def fetch_run(store: Store, out: Path) -> None:
 
 
 FILES = ("pool_sha256", "partition_sha256", "trace_sha256")
-"""Of the files that a run's rounds are computed from, in its record."""
+"""The fields of a run's record with the digests of the files that its rounds are computed from."""
 
 
 def _computed_from(run: RunFile, where: Path | str) -> dict[str, Any]:

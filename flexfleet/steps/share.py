@@ -67,7 +67,7 @@ def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of all parameters, by dotted name, those that partition and pre-training depend on. Not in it: the algorithm, and
+    """By dotted name, the parameters that partition and pre-training depend on. The algorithm is not among them, nor
     how it changes the network."""
     spared = config.get("noise.labels") and config.get("evaluate.on") == "clients"
     held_out = HELD_OUT if spared else ()

@@ -114,7 +114,8 @@ def _decoded(value: bytes, path: Path) -> Params:
 
 
 def _folder(folder: Path, names: Collection[str]) -> Params:
-    """Of a run, its global model where levels have weights of their own; or of a level that was exported."""
+    """The weights in the folder of a run, of its global model where levels have weights of their own; or in that of an
+    exported level."""
     path = _only(folder, [folder / MODEL] if (folder / MODEL).is_file() else [])
     value = path.read_bytes()
     if (folder / "history.json").is_file() and not (folder / ABOUT).is_file():

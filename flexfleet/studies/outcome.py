@@ -35,8 +35,7 @@ class Tried(BaseModel):
     """Null unless it is complete."""
     params: dict[str, Any]
     why: str | None = None
-    """Of one that is infeasible or has diverged, and of one whose models some devices cannot hold: such a trial is not
-    the best."""
+    """Why the trial cannot be the best: it is infeasible, has diverged, or some devices cannot hold its models."""
 
 
 class Tuned(Artifact):

@@ -330,7 +330,7 @@ def sampler(seed: int) -> Any:
 
 
 TOKEN = token_hex(8)
-"""Of this process, instead of when it began, where there is no /proc (macOS)."""
+"""Tells this process from others, in place of when it began, where there is no /proc (macOS)."""
 
 
 def me() -> str:
