@@ -27,6 +27,8 @@ from numpy.typing import NDArray
 from fl_engine.core.errors import PartitionError
 
 Ints = NDArray[np.int64]
+TO_MEASURE = 0.2
+"""Share of the proxy to measure on; the rest is to train on (FlexFL: 80 % to pre-train, 20 % for APoZ)."""
 
 
 def iid(labels: Ints, clients: int, rng: np.random.Generator) -> tuple[Ints, ...]:
@@ -230,15 +232,13 @@ def manual(owner: Ints, clients: int, rest: Ints) -> tuple[Ints, ...]:
     return tuple(np.flatnonzero(owner[rest] == client) for client in range(clients))
 
 
-def split_proxy(
-    samples: int, share: float, rng: np.random.Generator, test_share: float = 0.2, shared: bool = False
-) -> tuple[Ints, Ints, Ints]:
+def split_proxy(samples: int, share: float, rng: np.random.Generator, shared: bool = False) -> tuple[Ints, Ints, Ints]:
     """(proxy to train on, proxy to measure on, the rest) of positions 0 .. samples - 1, drawn uniformly. With `shared`
     the rest is all positions, and the proxy is the same as without.
 
-    The proxy has `share` of the samples, `test_share` of it to measure (FlexFL: 80 % to pre-train, 20 % for APoZ), each
-    rounded half up and at least one sample. A share of 0 means no proxy. Raises PartitionError for a share outside [0,
-    1), with `shared` outside (0, 1], or a proxy of fewer than two samples.
+    The proxy has `share` of the samples, TO_MEASURE of it to measure on, each rounded half up and at least one sample.
+    A share of 0 means no proxy. Raises PartitionError for a share outside [0, 1), with `shared` outside (0, 1], or a
+    proxy of fewer than two samples.
     """
     if shared and not 0 < share <= 1:
         raise PartitionError(
@@ -256,17 +256,18 @@ def split_proxy(
             f"a proxy share of {share} of {samples} samples is {size}, but one to train and one to "
             "measure are needed; raise the share, or set it to 0 where no proxy is used"
         )
-    test = _to_measure(size, test_share) if size else 0
+    test = _to_measure(size) if size else 0
     order = rng.permutation(samples)
     rest = np.arange(samples) if shared else np.sort(order[size:])
     return np.sort(order[test:size]), np.sort(order[:test]), rest
 
 
 def split_classes(
-    classes_n: Ints, owned: Sequence[int], count: int, rng: np.random.Generator, test_share: float = 0.2
+    classes_n: Ints, owned: Sequence[int], count: int, rng: np.random.Generator
 ) -> tuple[Ints, Ints, Ints]:
     """(proxy to train on, proxy to measure on, the rest): the proxy has all samples of the classes `owned`, and no
-    others. `classes_n` (N,) are the samples' classes, 0 .. count - 1; `test_share` as in `split_proxy`.
+    others. `classes_n` (N,) are the samples' classes, 0 .. count - 1; TO_MEASURE of the proxy is to measure on, as in
+    `split_proxy`.
 
     Raises PartitionError for a class that there is not or that is named twice, and where all classes are owned, or
     their samples are fewer than two.
@@ -286,15 +287,13 @@ def split_classes(
             f"partition.server_classes: the classes {list(owned)} have {size} training samples, but one to train and "
             "one to measure are needed; take other classes, or more of dataset.train_samples"
         )
-    test, order = _to_measure(size, test_share), rng.permutation(np.flatnonzero(own))
+    test, order = _to_measure(size), rng.permutation(np.flatnonzero(own))
     return np.sort(order[test:]), np.sort(order[:test]), np.flatnonzero(~own)
 
 
-def _to_measure(size: int, test_share: float) -> int:
+def _to_measure(size: int) -> int:
     """How many of a proxy's samples are to measure on."""
-    if not 0 < test_share < 1:
-        raise PartitionError(f"the proxy's test share must be in (0, 1), got {test_share}")
-    return min(max(math.floor(size * test_share + 0.5), 1), size - 1)
+    return min(max(math.floor(size * TO_MEASURE + 0.5), 1), size - 1)
 
 
 def check_room(samples: int, clients: int, minimum: int) -> None:

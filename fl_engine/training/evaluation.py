@@ -18,6 +18,9 @@ from fl_engine.core.samples import Data, Task, batch_layout, measured, outputs_o
 from fl_engine.core.slicing import runnable, take
 from fl_engine.core.types import ParamLayout, Params, Pool, PoolModel, SubmodelSpec
 
+BATCH = 128
+"""Samples in a batch. Where batch norm takes the statistics of the batch, scores depend on it."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -38,7 +41,7 @@ def evaluate(
     x: Tensor,
     y: Tensor,
     device: str = "cpu",
-    batch_size: int = 128,
+    batch_size: int = BATCH,
     *,
     ensemble: bool = False,
     static_bn: bool = False,
@@ -64,7 +67,7 @@ def evaluate_exits(
     x: Tensor,
     y: Tensor,
     device: str = "cpu",
-    batch_size: int = 128,
+    batch_size: int = BATCH,
     *,
     static_bn: bool = False,
 ) -> tuple[Score, ...]:
@@ -153,20 +156,18 @@ def _batches(count: int, batch_size: int) -> list[Tensor]:
     return chunks
 
 
-def score(network: nn.Module, data: Data, ensemble: bool, device: str = "cpu", batch_size: int = 128) -> Score:
-    """Scores a network, as it is, on the test samples, which are normalised here."""
-    return _one_pass([(network, ensemble)], data, data.test_x, data.test_y, device, batch_size)[0]
+def score(network: nn.Module, data: Data, ensemble: bool) -> Score:
+    """Scores a network, as it is, on the CPU, on the test samples, which are normalised here."""
+    return _one_pass([(network, ensemble)], data, data.test_x, data.test_y, "cpu", BATCH)[0]
 
 
-def losses_of(
-    family: ModelFamily, goal: Task, params: Params, spec: SubmodelSpec, x: Tensor, y: Tensor, batch_size: int = 128
-) -> Tensor:
+def losses_of(family: ModelFamily, goal: Task, params: Params, spec: SubmodelSpec, x: Tensor, y: Tensor) -> Tensor:
     """float32 (N,): the loss of each of these normalised samples at the network's last output, in the batches of
     `evaluate`."""
     module = runnable(family, spec, params).eval()
     found = torch.empty(len(y), device=x.device)
     with torch.no_grad():
-        for chunk in _batches(len(y), batch_size):
+        for chunk in _batches(len(y), BATCH):
             last = outputs_of(module(batch_layout(x[chunk])))[-1]
             found[chunk] = goal.loss(last.float(), y[chunk]).float()
     return found
@@ -202,11 +203,10 @@ def recalibrated(
     data: Data,
     x: Tensor,
     device: str = "cpu",
-    batch_size: int = 128,
 ) -> Params:
     """The sub-model's weights with the running statistics that `collect_statistics` finds on samples `x`."""
     module = runnable(family, spec, {k: v.to(device) for k, v in params.items()}).eval()
-    collect_statistics(module, data, x, device, batch_size)
+    collect_statistics(module, data, x, device, BATCH)
     state = module.state_dict()
     return {name: state[name].detach().cpu() for name in params}
 
@@ -233,7 +233,7 @@ def evaluate_pool(
     pool: Pool,
     data: Data,
     devices: Sequence[str] = ("cpu",),
-    batch_size: int = 128,
+    batch_size: int = BATCH,
     watch: Callable[[str, Tensor, Tensor], None] | None = None,
 ) -> dict[str, Score]:
     """Scores every reported pool model on the test samples: by name, smallest first. The models are spread over the

@@ -373,11 +373,6 @@ def test_natural_needs_to_know_the_source_of_a_sample() -> None:
         p.partition(data_of(np.arange(100) % 10), "natural", 5, 0, 0)
 
 
-def test_the_proxy_needs_a_sensible_test_share() -> None:
-    with pytest.raises(PartitionError, match="test share"):
-        rules.split_proxy(100, 0.1, seeds.rng(0, "test"), test_share=1.0)
-
-
 # ------------------------------------------------------------------------------------------------- storage
 def test_saved_and_loaded_are_equal(tmp_path: Path) -> None:
     for rule, case in CASES.items():
