@@ -57,9 +57,9 @@ def context(site: Site, client: int, free: float) -> TaskContext:
     return TaskContext(site.family.layout(), site.pool, site.fleet[client], free)
 
 
-def orders_by_model(algorithm: Algorithm, site: Site, rounds: int = 20) -> dict[str, WorkOrder]:
+def orders_by_model(algorithm: Algorithm, site: Site) -> dict[str, WorkOrder]:
     state = start_of(algorithm, site)
-    found = [o for r in range(rounds) for o in algorithm.plan(state, context_of(site, r, SEED)).orders]
+    found = [o for r in range(20) for o in algorithm.plan(state, context_of(site, r, SEED)).orders]
     return {site.pool[o.level].name: o for o in found}
 
 

@@ -93,8 +93,8 @@ def test_the_moving_average_by_hand() -> None:
     assert averaged([-5.0], [], 0.9) == 0
 
 
-def levels_over(averages: Sequence[float], phi: int, q_max: int = 64, level: int = 1) -> list[int]:
-    found, kept = [], tuple[float, ...]()
+def levels_over(averages: Sequence[float], phi: int, q_max: int = 64) -> list[int]:
+    found, level, kept = list[int](), 1, tuple[float, ...]()
     for average in averages:
         level, kept = doubled(level, (*kept, average), phi, q_max)
         assert len(kept) <= phi + 1

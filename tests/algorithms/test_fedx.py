@@ -69,10 +69,10 @@ def made(**chosen: tuple[str, int]) -> Supernet:
     return Supernet(chosen=found)
 
 
-def with_server(site: Site, count: int = 8) -> Site:
+def with_server(site: Site) -> Site:
     """The server owns what the last client held."""
     *clients, last = site.partition.clients
-    cut = np.sort(last[:count])
+    cut = np.sort(last[:8])
     parts = replace(site.partition, clients=(*clients, last[:0]), proxy_train=cut[:-2], proxy_test=cut[-2:])
     return replace(site, partition=parts)
 

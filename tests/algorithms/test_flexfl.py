@@ -340,10 +340,10 @@ def test_where_they_are_in_training_mode_teachers_drop_units_too() -> None:
 
 
 # ================================================================================= hyper-parameters of a task
-def task_at(algorithm: FlexFL, round: int = 0, received: str = "M3", free: float = 110.0, seed: int = 1) -> LocalTask:
+def task_at(algorithm: FlexFL, round: int = 0, received: str = "M3", free: float = 110.0) -> LocalTask:
     layout, pool = paper_pool()
     (sent,) = (m for m in pool if m.name == received)
-    order = WorkOrder(round, 0, sent.spec, {}, seed, NAMES.index(received))
+    order = WorkOrder(round, 0, sent.spec, {}, 1, NAMES.index(received))
     return algorithm.task(order, TaskContext(layout, pool, Device(0, "any", 110.0, 8.0), free))
 
 

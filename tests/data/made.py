@@ -21,11 +21,11 @@ def idx(values: NDArray[np.uint8]) -> bytes:
     return header + values.tobytes()
 
 
-def idx_files(root: Path, files: Sequence[str], samples: tuple[int, int], classes: int, side: int = 28) -> None:
+def idx_files(root: Path, files: Sequence[str], samples: tuple[int, int], classes: int) -> None:
     """Images and labels of the training part, images and labels of the test part; every class occurs."""
     rng = np.random.default_rng(0)
     for part, count in zip((files[:2], files[2:]), samples, strict=True):
-        images = rng.integers(0, 256, (count, side, side), dtype=np.uint8)
+        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
         labels = (np.arange(count) % classes).astype(np.uint8)
         for file, values in zip(part, (images, labels), strict=True):
             write(root / file, gzip.compress(idx(values), 1, mtime=0))

@@ -40,8 +40,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def curve_of(points: int, of: float = 0.0) -> list[tuple[int, float, list[float]]]:
-    return [(i + 1, float(i), [of + i / 100]) for i in range(points)]
+def curve_of(points: int) -> list[tuple[int, float, list[float]]]:
+    return [(i + 1, float(i), [i / 100]) for i in range(points)]
 
 
 @pytest.mark.parametrize("timed", [False, True])

@@ -76,12 +76,12 @@ def test_noise_is_where_it_may_be_and_the_same_for_a_seed(data: st.DataObject) -
     assert alone.labels[0].tolist() == found.labels[0].tolist()
 
 
-def noisy_partition(share: float = 0.5) -> tuple[Any, p.Partition]:
+def noisy_partition() -> tuple[Any, p.Partition]:
     data = tiny_data()
     parts = p.partition(data, "iid", 4, 0.1, 0)
     others = 1.0 - np.eye(data.task.outputs)
     mistakes = others / others.sum(1, keepdims=True)
-    made = noise.made_wrong(data.train_y.numpy(), parts.clients, mistakes, share, 0)
+    made = noise.made_wrong(data.train_y.numpy(), parts.clients, mistakes, 0.5, 0)
     return data, replace(parts, noise=made)
 
 

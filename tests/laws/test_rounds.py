@@ -175,17 +175,17 @@ class FineTuned(AllLarge):
         return replace(merged, params=server.train(task, merged.params))
 
 
-def with_proxy(site: Any, count: int) -> Any:
-    """The first samples of client 0 are the server's."""
+def with_proxy(site: Any) -> Any:
+    """The first six samples of client 0 are the server's."""
     p: Partition = site.partition
-    clients = (p.clients[0][count:], *p.clients[1:])
-    return replace(site, partition=replace(p, proxy_train=p.clients[0][:count], clients=clients))
+    clients = (p.clients[0][6:], *p.clients[1:])
+    return replace(site, partition=replace(p, proxy_train=p.clients[0][:6], clients=clients))
 
 
 @pytest.mark.parametrize("keep_updates", [False, True], ids=["in memory", "through the ledger"])
 def test_a_server_that_trains_is_resumed_bit_for_bit(tmp_path: Path, keep_updates: bool) -> None:
     plain, algorithm = (kind(training=TRAINING, eligible="all") for kind in (AllLarge, FineTuned))
-    site = with_proxy(tiny_site(algorithm), 6)
+    site = with_proxy(tiny_site(algorithm))
     whole, _ = federate(algorithm, site, tmp_path / "whole", stop=3, keep_updates=keep_updates)
     for stop in (1, 2, 3):
         final, _ = federate(algorithm, site, tmp_path / "stopped", stop=stop, keep_updates=keep_updates)
@@ -196,7 +196,7 @@ def test_a_server_that_trains_is_resumed_bit_for_bit(tmp_path: Path, keep_update
 
 def test_the_server_evaluates_on_its_own_samples() -> None:
     algorithm = AllLarge(training=TRAINING, eligible="all")
-    site = with_proxy(tiny_site(algorithm), 6)
+    site = with_proxy(tiny_site(algorithm))
     server, params = ServerSite(site), start_of(algorithm, site).params
     own = torch.from_numpy(site.partition.proxy_train)
     x, y = site.data.train_x[own], site.data.train_y[own]
