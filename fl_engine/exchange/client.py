@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fl_engine.core.client_state import Shapes, apart, kept_by_clients
-from fl_engine.core.contracts import Algorithm, ClientMetric, ModelFamily, keeps_client_state
+from fl_engine.core.contracts import Algorithm, ClientMetric, KeepsClientState, ModelFamily, keeps_client_state
 from fl_engine.core.errors import ClientError, IntegrityError, ModelError, first_line, kind_of, memory_errors
 from fl_engine.core.heap import at_work
 from fl_engine.core.measures import LARGEST_LOSS, client_metrics
@@ -159,19 +159,25 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
     if state and site.state_key is not None:
         state = _unsealed(state, algorithm, site, site.state_key, order)
     start = Start(received, {name: memory[name] for name in memory if name in received})
-    weights = received
     if keeps_client_state(algorithm):
         try:
-            began = algorithm.begin(state, start, order, task, context)
+            start = _begun(algorithm, state, start, order, task, context)
         except (ClientError, ModelError) as error:
             return ClientFailure(order.round, order.client, "train", str(error))
-        if began.params.keys() != received.keys():
-            odd = sorted(began.params.keys() ^ received.keys())[:4]
-            said = f"{type(algorithm).__name__}.begin gives other parameters than those of the sub-model: {odd}"
-            return ClientFailure(order.round, order.client, "train", said)
-        start = began
-        weights = {name: start.params[name] for name in received}
+    weights = {name: start.params[name] for name in received}
     return Work(order, task, weights, indices, free, algorithm, start.linear, received, state)
+
+
+def _begun(
+    algorithm: KeepsClientState, state: Params, start: Start, order: WorkOrder, task: LocalTask, context: TaskContext
+) -> Start:
+    """What training starts from where clients keep something. Raises ModelError where `begin` gives other parameters
+    than those of the sub-model."""
+    names = set(start.params)
+    began = algorithm.begin(state, start, order, task, context)
+    if odd := sorted(began.params.keys() ^ names)[:4]:
+        raise ModelError(f"{type(algorithm).__name__}.begin gives other parameters than those of the sub-model: {odd}")
+    return began
 
 
 def _unsealed(state: Params, algorithm: Algorithm, site: Site, key: bytes, order: WorkOrder) -> Params:

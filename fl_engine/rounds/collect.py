@@ -30,7 +30,7 @@ BESIDE_A_STORE = 2**20
 
 
 Heard = Callable[[int, int, int], None]
-"""`heard(round, answered, asked)`: as a round begins, and with each answer."""
+"""Called as `heard(round, answered, asked)` when a round begins, and with each answer. Rounds count from 0."""
 
 
 def nobody_listens(round: int, answered: int, asked: int) -> None:
@@ -50,7 +50,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class Clients:
-    """How the server reaches them."""
+    """How the server reaches the clients, where it keeps their answers, and who is told of these."""
 
     backend: Backend
     mailbox: Mailbox | None

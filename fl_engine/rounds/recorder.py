@@ -38,17 +38,21 @@ def recorded(
     begin: float = 0.0,
     sent_bytes: Mapping[int, tuple[int, int]] | None = None,
 ) -> Record:
-    """Bytes are those of the tensors that travel, to all clients that are asked and back from those whose updates are
+    """What a round measures, with a line for each client that was asked.
+
+    Bytes are those of the tensors that travel, to all clients that are asked and back from those whose updates are
     merged: 4 for each parameter, or what a codec makes of them, and 4 for each number of what a client keeps. An update
     that arrives and is not merged (too late, one too many, refused) is not counted. `phases.waste` is the share of the
-    weights that was sent in vain. A simulated round ends with the slowest client that it takes. If it takes fewer
-    updates than it wants and an answer has not come by its deadline, it ends then; an answer that cannot be read, which
-    has no time, counts as not come. A round that takes no update ends with the last one that came, or as
-    `Run.without_updates` says where that is later. Another client that failed is not waited for. `uniformity.measured`
-    says how evenly the clients finish.
+    weights that was sent in vain, `uniformity.measured` says how evenly the clients finish.
 
-    `begin`: when the round began on that clock. `sent_bytes`: by client, of the weights that it was sent, as they
-    travelled and as a model has them, where the orders no longer hold them."""
+    On the simulated clock a round ends with the slowest client whose update it takes. If it takes fewer updates than it
+    wants, and an answer has not come by the deadline, it ends then; an answer that cannot be read has no time, and
+    counts as not come. A round that takes no update ends with the last one that came, or as `Run.without_updates` says
+    where that is later. Other clients that failed are not waited for.
+
+    `begin`: when the round began on that clock. `sent_bytes`: by client, the bytes of the weights that it was sent, as
+    they travelled and as a model has them, where the orders no longer hold them.
+    """
     lines, updates, failures = [], list[ClientUpdate](), list[ClientFailure]()
     pruned = 0
     for head in answers.heads():
