@@ -17,7 +17,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "engine": (("torch", "safetensors", "numpy", "boto3"), "models, rounds, run stores: everything that trains"),
     "data": (("sklearn", "dvc"), "the bundled digits; the steps as `dvc repro`, artifacts in a DVC remote"),
     "tracking": (("mlflow", "matplotlib", "jinja2"), "metrics in MLflow, drawings, the HTML report"),
-    "hdf5": (("h5py",), "the data set femnist_tff, which is published as HDF5"),
+    "hdf5": (("h5py",), "the data sets femnist_tff and stackoverflow_tff, which are published as HDF5"),
     "pipeline": (("kfp",), "compiling and submitting the steps as a Kubeflow pipeline"),
     "kubernetes": (("kubernetes", "boto3"), "clients as pods of a cluster, with their ledger in S3"),
     "tune": (("optuna",), "searching hyper-parameters"),

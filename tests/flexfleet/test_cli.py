@@ -89,7 +89,7 @@ def without(packages: Sequence[str], *argv: str) -> subprocess.CompletedProcess[
 
 
 HEAVY = (
-    "onnx", "onnxruntime", "mkdocs", "dp_accounting", "faster_coco_eval", "pytest", "hypothesis",
+    "onnx", "onnxruntime", "mkdocs", "dp_accounting", "faster_coco_eval", "h5py", "pytest", "hypothesis",
     "torch", "numpy", "safetensors", "sklearn", "mlflow", "matplotlib", "jinja2", "kfp", "kubernetes", "optuna", "dvc"
 )  # fmt: skip
 
@@ -108,7 +108,7 @@ def test_doctor_says_what_a_bare_installation_lacks() -> None:
     assert found["version"] == fl_engine.__version__
     assert found["extras"].keys() == {
         "engine", "data", "tracking", "pipeline", "kubernetes", "tune", "export", "privacy", "detection",
-        "testing", "run", "docs"
+        "testing", "run", "docs", "hdf5"
     }  # fmt: skip
     assert set(found["extras"]["engine"]["missing"]) >= {"torch", "safetensors", "numpy"}
     assert all(about["missing"] and about["enables"] for about in found["extras"].values())
