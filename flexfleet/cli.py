@@ -13,8 +13,7 @@ from fl_engine.core.errors import EnvironmentFailure
 from flexfleet import finding
 from flexfleet.commands import devices, host, kubeflow, many_runs, pool, runs
 from flexfleet.config.short import SHORT, STUDY
-from flexfleet.files import agent_options
-from flexfleet.files import terminal as common
+from flexfleet.files import agent_options, terminal
 
 DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
 
@@ -57,27 +56,27 @@ def parser() -> argparse.ArgumentParser:
     def add(name: str, about: str, *, config: bool = True) -> argparse.ArgumentParser:
         c = subparsers.add_parser(name, help=about, description=about)
         if config:
-            common.add_config(c)
+            terminal.add_config(c)
         c.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
-        common.add_loudness(c)
+        terminal.add_loudness(c)
         return c
 
     c = add("run", "partition, pre-train, build the pool, run the rounds, evaluate, report")
     c.add_argument("--run-id", metavar="NAME", help="name of the run's folder (default: algorithm, seed and time)")
-    common.add_resume(c)
-    common.add_faults(c)
+    terminal.add_resume(c)
+    terminal.add_faults(c)
     c.add_argument(
         "--shared", type=Path, metavar="DIR", help="use the partition and pre-training that a comparison computed"
     )
     c.add_argument("--tag", action="append", default=[], metavar="key=value", help="tag of the MLflow run; repeatable")
-    common.add_short(c, SHORT)
+    terminal.add_short(c, SHORT)
     c.set_defaults(call=runs.run)
 
     c = add("central", "train the network on all training samples, as a reference for federated runs (see `central`)")
     c.add_argument("--run-id", metavar="NAME", help="name of the run's folder (default: central, seed and time)")
-    common.add_resume(c)
+    terminal.add_resume(c)
     c.add_argument("--tag", action="append", default=[], metavar="key=value", help="tag of the MLflow run; repeatable")
-    common.add_short(c, ("dataset", "model", "seed", "mlflow_uri", "store_uri"))  # those that it reads
+    terminal.add_short(c, ("dataset", "model", "seed", "mlflow_uri", "store_uri"))  # those that it reads
     c.set_defaults(call=runs.central)
 
     c = add("compare", "several algorithms and seeds on one task, in one table")
@@ -100,16 +99,16 @@ def parser() -> argparse.ArgumentParser:
         "--central", type=Path, nargs="+", default=[], metavar="DIR",
         help="folders of central trainings, one for each seed: a reference in the tables",
     )  # fmt: skip
-    common.add_resume(c)
-    common.add_faults(c)
-    common.add_short(c, (name for name in SHORT if name not in ("algorithm", "seed")))
+    terminal.add_resume(c)
+    terminal.add_faults(c)
+    terminal.add_short(c, (name for name in SHORT if name not in ("algorithm", "seed")))
     c.set_defaults(call=many_runs.compare)
 
     c = add("tune", "search hyper-parameters: trials, then the best against the default on new seeds")
     c.add_argument("--id", metavar="NAME", help="name of the study's folder (default: the time)")
     c.add_argument("--jobs", type=int, metavar="N", help="workers side by side (default: tune.workers)")
     c.add_argument("--resume", action="store_true", help="go on with the study if it exists")
-    common.add_short(c, (*SHORT, *STUDY))
+    terminal.add_short(c, (*SHORT, *STUDY))
     c.set_defaults(call=many_runs.tune)
 
     c = add("regress", "run a fixed suite; exit code 5 if a figure is worse than before", config=False)
@@ -146,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
     c.set_defaults(call=kubeflow.nightly)
 
     c = add("pool", "show the model pool: sizes, multiply-adds (MFLOPs: millions of them for a sample), widths")
-    common.add_short(c, ("dataset", "model", "algorithm"))
+    terminal.add_short(c, ("dataset", "model", "algorithm"))
     c.add_argument(
         "--input",
         metavar="SHAPE",
@@ -203,11 +202,11 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--seconds", type=float, default=5.0, metavar="S", help="how long to train each level (default: 5)")
     c.add_argument("--device", default="cpu", metavar="NAME", help="the torch device, e.g. cuda (default: cpu)")
     c.add_argument("--out", type=Path, metavar="FILE", help="write the entry there too, as YAML")
-    common.add_short(c, ("dataset", "model", "algorithm"))
+    terminal.add_short(c, ("dataset", "model", "algorithm"))
     c.set_defaults(call=devices.profile)
 
     c = add("check", "check parameters, data, partition, fleet and pool without training")
-    common.add_short(c, SHORT)
+    terminal.add_short(c, SHORT)
     c.set_defaults(call=runs.check)
 
     c = add("init", "write a params.yaml with every parameter explained, or an algorithm of your own", config=False)
@@ -220,7 +219,7 @@ def parser() -> argparse.ArgumentParser:
 
     c = add("params", "show every parameter with its type, default, choices and meaning; or those that hold a word")
     c.add_argument("word", nargs="?", metavar="WORD", help="of a name, a choice, a meaning, or an algorithm: heterofl")
-    common.add_short(c, ("model", "algorithm"))
+    terminal.add_short(c, ("model", "algorithm"))
     c.set_defaults(call=finding.params)
 
     c = add("list", "list what there is by name", config=False)
@@ -248,7 +247,7 @@ def dispatch(argv: Sequence[str] | None = None) -> int:
             f"`flexfleet {args.command}` needs Python 3.11 or newer, and this is {platform.python_version()}: 3.10 is "
             f"for devices ({', '.join(ON_DEVICES)})"
         )
-    common.settle(args)
+    terminal.settle(args)
     code: int = args.call(args)
     return code
 
@@ -257,7 +256,7 @@ def main() -> None:
     """Entry point. Exit codes: 0 ok, 1 an unexpected error or a followed run that failed, 2 bad input, 3 stopped but
     resumable (a followed run: terminated), 4 integrity, 5 gate failed, 6 environment, 42 an agent or pod
     that cannot do its order, 130 Ctrl-C, 143 an agent, a pod, or who follows a run that was asked to stop."""
-    common.run_main(dispatch)
+    terminal.run_main(dispatch)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from fl_engine.testing.tiny import measured_alike, tiny_pool
 from fl_engine.testing.tracker import Memory
 from fl_engine.training.guest import set_repeatable
 from flexfleet import cli
-from flexfleet.files import terminal as common
+from flexfleet.files import terminal
 from flexfleet.runs import whole as run_module
 from tests.harness.comparisons import compared as compared  # a fixture, as the next two
 from tests.harness.comparisons import compared_template as compared_template
@@ -368,7 +368,7 @@ def end_of(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> Done:
     """Runs a command in this process as its entry point would. An unexpected exception is not caught."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
-        common.run_main(lambda _: main(argv))
+        terminal.run_main(lambda _: main(argv))
     code = end.value.code
     return Done(code if isinstance(code, int) else 0 if code is None else 1, out.getvalue(), err.getvalue())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, IntegrityError, first_line, masked
-from flexfleet.files import terminal as common
+from flexfleet.files import terminal
 
 NAMED = {"run_id": "train", "comparison_id": "compare", "study_id": "tune", "night_id": "nightly"}
 """The pipeline, by the parameter that names what it makes."""
@@ -59,7 +59,7 @@ def rounds_of(parameters: Mapping[str, Any], job_id: str, tell: Callable[[str], 
         try:
             look = begin()
         except ModuleNotFoundError as error:
-            reasons.append(f"{masked(where)}: {common.missing(str(error.name))}")
+            reasons.append(f"{masked(where)}: {terminal.missing(str(error.name))}")
         except FlexfleetError as error:
             reasons.append(str(error))
         else:

@@ -28,7 +28,7 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.config import Config, flatten, moves
-from flexfleet.files import terminal as common
+from flexfleet.files import terminal
 from flexfleet.files.artifacts import (
     Apoz,
     BareHistory,
@@ -422,10 +422,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page, an .html file")
     args = p.parse_args(argv)
     page = report(args.runs, args.out)
-    common.show(table(args.runs))
-    common.show(f"report: {page}")
+    terminal.show(table(args.runs))
+    terminal.show(f"report: {page}")
     return 0
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    terminal.run_main(main)

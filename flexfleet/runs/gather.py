@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexfleet.config import PRIVATE, Config, parse_with_algorithm, public
-from flexfleet.files import terminal as common
+from flexfleet.files import terminal
 from flexfleet.files.artifacts import Result, RunFile
 from flexfleet.reports.report import table
 from flexfleet.runs.whole import conclude
@@ -53,15 +53,15 @@ def _published(config: Config, given: Config) -> Config:
 
 def main(argv: Sequence[str] | None = None) -> int:
     reads = {"partition": "partition", "pretrain": "pretrain", "pool": "model_pool", "evaluation": "evaluate"}
-    p = common.step_parser(__doc__ or "", run="federate", **reads)
-    args = common.parsed(p, argv)
+    p = terminal.step_parser(__doc__ or "", run="federate", **reads)
+    args = terminal.parsed(p, argv)
     steps = (args.partition, args.pretrain, args.pool, args.evaluation)
     with unchanged(args) as resolved:
         result = finish(resolved.config, args.run, *steps, args.out)
-    common.show(table([args.out]))
-    common.show(f"report: {result.report}")
+    terminal.show(table([args.out]))
+    terminal.show(f"report: {result.report}")
     return 0
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    terminal.run_main(main)

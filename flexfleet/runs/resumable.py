@@ -27,7 +27,7 @@ from fl_engine.storage.store import sha256
 from fl_engine.training.numerics import Numerics, describe, describe_noise, settled
 from flexfleet.config import flatten, moves
 from flexfleet.config.sources import sources
-from flexfleet.files import terminal as common
+from flexfleet.files import terminal
 from flexfleet.files.artifacts import RunFile
 from flexfleet.steps.federate import federate
 from flexfleet.steps.own_code import sha256_of
@@ -131,15 +131,15 @@ def digest_of(resolved: Resolved, partition: Path, pool: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.step_parser(__doc__ or "", partition="partition", pool="model_pool")
-    args = common.parsed(p, argv)
+    p = terminal.step_parser(__doc__ or "", partition="partition", pool="model_pool")
+    args = terminal.parsed(p, argv)
     resolved = resolved_of(args)
     written = federate_for_dvc(
         resolved, args.partition, args.pool, args.out, lambda: check_unchanged(args, resolved.config)
     )
-    common.show(str(written))
+    terminal.show(str(written))
     return 0
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    terminal.run_main(main)

@@ -44,8 +44,7 @@ from fl_engine.exchange.letters import (
 )
 from fl_engine.storage.store import FolderStore, Store
 from fl_engine.training import cgroup
-from flexfleet.files import agent_options
-from flexfleet.files import terminal as common
+from flexfleet.files import agent_options, terminal
 from flexfleet.files.alone import alone
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.steps.agent_line import BEATS, Line, known_of
@@ -271,9 +270,9 @@ def run(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     agent_options.add(p)
-    common.add_loudness(p)
-    return run(common.parsed(p, argv))
+    terminal.add_loudness(p)
+    return run(terminal.parsed(p, argv))
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    terminal.run_main(main)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_engine.core.errors import BadInput, ClientError, EnvironmentFailure, IntegrityError
-from flexfleet.files import terminal as common
+from flexfleet.files import terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,4 +49,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    terminal.run_main(main)

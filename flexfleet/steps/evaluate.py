@@ -15,7 +15,7 @@ from fl_engine.rounds.at_clients import gathered
 from fl_engine.storage.store import FolderStore, decode, sha256
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool
 from fl_engine.training.local_accuracy import LocalAccuracy
-from flexfleet.files import terminal as common
+from flexfleet.files import terminal
 from flexfleet.files.artifacts import (
     BareHistory,
     ConfusionFile,
@@ -90,13 +90,13 @@ def told(level: str, score: Score, params: int) -> LevelScore:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.step_parser(__doc__ or "", run="federate", partition="partition", pool="model_pool")
-    args = common.parsed(p, argv)
+    p = terminal.step_parser(__doc__ or "", run="federate", partition="partition", pool="model_pool")
+    args = terminal.parsed(p, argv)
     with unchanged(args) as resolved:
         written = evaluate(resolved, args.run, args.partition, args.pool, args.out)
-    common.show(str(written))
+    terminal.show(str(written))
     return 0
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    terminal.run_main(main)

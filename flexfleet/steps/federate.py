@@ -36,7 +36,7 @@ from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.config.names import plain
 from flexfleet.config.sources import sources
-from flexfleet.files import terminal as common
+from flexfleet.files import terminal
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import RunFile, history_of
 from flexfleet.files.live import counted_warnings
@@ -341,10 +341,10 @@ def _watched(rows: Iterable[Row], names: dict[str, None]) -> Iterator[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.step_parser(__doc__ or "", partition="partition", pool="model_pool")
-    common.add_resume(p)
-    common.add_faults(p)
-    args = common.parsed(p, argv)
+    p = terminal.step_parser(__doc__ or "", partition="partition", pool="model_pool")
+    terminal.add_resume(p)
+    terminal.add_faults(p)
+    args = terminal.parsed(p, argv)
     out = federate(
         resolved_of(args),
         args.partition,
@@ -354,9 +354,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         discard_damaged=args.discard_damaged,
         accept_numerics=args.accept_numerics,
     )
-    common.show(str(out))
+    terminal.show(str(out))
     return 0
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    terminal.run_main(main)

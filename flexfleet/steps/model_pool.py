@@ -16,8 +16,7 @@ from fl_engine.preparation.weights import given
 from fl_engine.storage.store import FolderStore, encode, sha256
 from flexfleet import config as configs
 from flexfleet.config import Config
-from flexfleet.files import prepared
-from flexfleet.files import terminal as common
+from flexfleet.files import prepared, terminal
 from flexfleet.files.artifacts import WEIGHTS, Level, PoolFile
 from flexfleet.steps.partition import server_of
 from flexfleet.steps.prepare import Resolved, unchanged
@@ -85,13 +84,13 @@ def build(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.step_parser(__doc__ or "", pretrain="pretrain")
-    args = common.parsed(p, argv)
+    p = terminal.step_parser(__doc__ or "", pretrain="pretrain")
+    args = terminal.parsed(p, argv)
     with unchanged(args) as resolved:
         written = model_pool(resolved, args.pretrain, args.out)
-    common.show(str(written))
+    terminal.show(str(written))
     return 0
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    terminal.run_main(main)

@@ -20,7 +20,7 @@ from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import LazyServer, ServerSite
 from fl_engine.storage.store import canonical, sha256
 from flexfleet.config import Config, cut_seed
-from flexfleet.files import terminal as common
+from flexfleet.files import terminal
 from flexfleet.steps.labels import keep_clusters, noisy
 from flexfleet.steps.prepare import Resolved, unchanged
 
@@ -132,13 +132,13 @@ def server_of(resolved: Resolved) -> ServerContext:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.step_parser(__doc__ or "")
-    args = common.parsed(p, argv)
+    p = terminal.step_parser(__doc__ or "")
+    args = terminal.parsed(p, argv)
     with unchanged(args) as resolved:
         written = partition(resolved, args.out)
-    common.show(str(written))
+    terminal.show(str(written))
     return 0
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    terminal.run_main(main)

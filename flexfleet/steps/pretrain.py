@@ -30,8 +30,7 @@ from fl_engine.preparation import preparation
 from fl_engine.preparation.weights import fitting, given, giver
 from fl_engine.storage.store import FolderStore, encode, sha256
 from flexfleet import config as configs
-from flexfleet.files import prepared
-from flexfleet.files import terminal as common
+from flexfleet.files import prepared, terminal
 from flexfleet.files.artifacts import Apoz
 from flexfleet.files.prepared import Index
 from flexfleet.steps import own_code
@@ -200,13 +199,13 @@ def settings_of(resolved: Resolved, name: str, kind: Preparation) -> dict[str, A
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.step_parser(__doc__ or "", partition="partition")
-    args = common.parsed(p, argv)
+    p = terminal.step_parser(__doc__ or "", partition="partition")
+    args = terminal.parsed(p, argv)
     with unchanged(args) as resolved:
         written = pretrain(resolved, args.partition, args.out)
-    common.show(str(written))
+    terminal.show(str(written))
     return 0
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    terminal.run_main(main)

@@ -16,7 +16,7 @@ from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.fields import Moves
 from flexfleet import config as configs
 from flexfleet.config import Config
-from flexfleet.files import terminal as common
+from flexfleet.files import terminal
 from flexfleet.files.artifacts import Artifact
 from flexfleet.steps.labels import CONTENTS, contents
 from flexfleet.steps.partition import partition
@@ -90,11 +90,11 @@ def _changed(config: Config, shared: Path) -> list[tuple[str, tuple[Any, Any]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.step_parser(__doc__ or "")
-    args = common.parsed(p, argv)
-    common.show(str(share(resolved_of(args), args.out)))
+    p = terminal.step_parser(__doc__ or "")
+    args = terminal.parsed(p, argv)
+    terminal.show(str(share(resolved_of(args), args.out)))
     return 0
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    terminal.run_main(main)

@@ -31,7 +31,7 @@ from flexfleet.comparisons.whole import RunsFailed
 from flexfleet.config import Config, Range, algorithm, flatten, load_config, moves, public, set_path, shown
 from flexfleet.config.names import plain
 from flexfleet.config.overrides import hand_over, write_config
-from flexfleet.files import terminal as common
+from flexfleet.files import terminal
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, PoolFile
 from flexfleet.files.begun import check_free, check_same, go_on
@@ -533,4 +533,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    terminal.run_main(main)

@@ -38,18 +38,18 @@ QUICK = (
 )
 FEW_SEEDS = """
 from flexfleet import cli
-from flexfleet.files import terminal as common
+from flexfleet.files import terminal
 from flexfleet.nightly import regress
 regress.REFERENCE_SEEDS, regress.REFERENCE_TURNS, regress.TURNS = (0, 1, 2), 2, 2
-common.run_main(cli.dispatch)
+terminal.run_main(cli.dispatch)
 """
 WHOLE_SUITE = """
 import sys
 from flexfleet import cli
-from flexfleet.files import terminal as common
+from flexfleet.files import terminal
 from flexfleet.nightly import regress
 args = cli.parser().parse_args(sys.argv[1:])
-common.run_main(lambda _: 0 if regress.prepare(args.suite, args.id, args.set) else 1)
+terminal.run_main(lambda _: 0 if regress.prepare(args.suite, args.id, args.set) else 1)
 """
 KNOWN_KUBECTL = (
     "apply", "create", "delete", "get", "label", "logs", "patch", "port-forward", "rollout", "taint", "wait"

@@ -192,7 +192,7 @@ def test_a_stage_fails_if_its_parameters_changed_while_it_ran(
                 given[-1]()  # the check, where the work calls it itself
 
         monkeypatch.setattr(module, {"federate": "federate_for_dvc", "report": "finish"}.get(name, name), work)
-        monkeypatch.setattr(module.common, "show", lambda _: None)
+        monkeypatch.setattr(module.terminal, "show", lambda _: None)
         return step(module.main, *command[3:])
 
     command = stages()[name]["cmd"].split()

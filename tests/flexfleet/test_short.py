@@ -41,7 +41,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def parsed(*argv: str) -> argparse.Namespace:
     args = cli.parser().parse_args(argv)
-    cli.common.settle(args)
+    cli.terminal.settle(args)
     return args
 
 

@@ -286,7 +286,7 @@ def test_every_step_settles_its_options(
     step: Step, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is short for --set would be left out without a word."""
-    monkeypatch.setattr(module.common, "settle", Mock(side_effect=ConfigError("is settled")))
+    monkeypatch.setattr(module.terminal, "settle", Mock(side_effect=ConfigError("is settled")))
     needed = re.findall(r"(--[a-z]+)\s+DIR", step(module.main, "--help").out.partition("\n\n")[0])
     done = step(module.main, *(word for option in needed for word in (option, str(tmp_path))))
     assert "--out" in needed and done.code == 2 and done.err.endswith("error: is settled\n")

@@ -238,7 +238,7 @@ def _serve(scratch: Path) -> None:
 
 def _live(order: Mapping[str, Any], mains: Mapping[str, Callable[[list[str]], int]]) -> NoReturn:
     """Runs the command in the forked child."""
-    from flexfleet.files import terminal as common
+    from flexfleet.files import terminal
     from tests.harness import faults
 
     def work() -> None:
@@ -247,7 +247,7 @@ def _live(order: Mapping[str, Any], mains: Mapping[str, Callable[[list[str]], in
         os.environ.update(order["env"])
         os.chdir(order["cwd"])
         with faults.install(**order["faults"] or {}):
-            common.run_main(lambda _: mains[order["main"]](order["argv"]))
+            terminal.run_main(lambda _: mains[order["main"]](order["argv"]))
 
     lived(work)
 
