@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,6 +191,14 @@ def _passing_signals_on(running: dict[Command, tuple[subprocess.Popen[bytes], fl
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def told_failures(codes: Mapping[str, int], logs: Mapping[str, Path]) -> str:
+    """Logs why each command failed that has an exit code other than 0; gives their names and logs, for an error."""
+    failed = {name: code for name, code in codes.items() if code}
+    for name, code in failed.items():
+        log.error("%s: exit code %d, %s: %s", name, code, logs[name], last_words(logs[name]))
+    return ", ".join(f"{name} ({logs[name]})" for name in failed)
 
 
 def last_words(path: Path) -> str:

@@ -23,7 +23,7 @@ from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.comparisons import reference
 from flexfleet.comparisons.comparison import Comparison
-from flexfleet.comparisons.side_by_side import Command, last_words, side_by_side
+from flexfleet.comparisons.side_by_side import Command, side_by_side, told_failures
 from flexfleet.comparisons.tabulate import FILES, tabulate
 from flexfleet.config import Config, algorithm, flatten, parse
 from flexfleet.config.entries import Entry, folder_of, varied
@@ -234,17 +234,14 @@ def _run(
     for name in FILES if ready else ():  # before a run changes that they are of, whatever is killed then
         (folder / name).unlink(missing_ok=True)
     codes |= carry_out(commands, at_once)
-    failed = [(name, code) for name, code in codes.items() if code]
+    failed = [code for code in codes.values() if code]
     if failed:
-        logs = {each.name: each.log for each in (*shares, *commands)}
-        for name, code in failed:
-            log.error("%s: exit code %d, %s: %s", name, code, logs[name], last_words(logs[name]))
+        names = told_failures(codes, {each.name: each.log for each in (*shares, *commands)})
         done = sum(finished(entry.config, folder / entry.name) for entry in runs)
-        names = ", ".join(f"{name} ({logs[name]})" for name, _ in failed)
         raise RunsFailed(
             f"{done} of {len(runs)} runs are finished, failed: {names}. Nothing is tabulated while runs are missing: "
             f"fix the cause, and {goes_on}; or leave the algorithm or the seed out there",
-            failed[0][1],
+            failed[0],
         )
 
 

@@ -26,7 +26,7 @@ from fl_engine.core.fields import Moves
 from fl_engine.core.plain import write_yaml
 from fl_engine.core.types import Pool
 from fl_engine.storage.store import FolderStore
-from flexfleet.comparisons.side_by_side import Command, last_words, side_by_side
+from flexfleet.comparisons.side_by_side import Command, side_by_side, told_failures
 from flexfleet.comparisons.whole import RunsFailed
 from flexfleet.config import Config, Range, algorithm, flatten, load_config, moves, public, set_path, shown
 from flexfleet.config.names import plain
@@ -57,6 +57,7 @@ from flexfleet.studies.outcome import (
     tried,
     why_none,
 )
+from flexfleet.tracking import server
 from flexfleet.tracking.record import of_job, tracker
 from flexfleet.tracking.trackers import MLflow, ending, log_outcome
 
@@ -176,7 +177,7 @@ def _parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | No
 
 def _tags(study: Any, **more: str) -> dict[str, str]:
     parent = study.user_attrs.get(PARENT)
-    of = {} if parent is None else {"mlflow.parentRunId": str(parent)}
+    of = {} if parent is None else {server.PARENT: str(parent)}
     return {**of, "flexfleet.study": study.study_name, **{f"flexfleet.{key}": value for key, value in more.items()}}
 
 
@@ -187,19 +188,15 @@ def _work_all(config: Config, folder: Path, id: str) -> None:
         work(config, folder, id)
         return
     asked = ("--config", given, "--study", str(folder), "--id", id, "--worker")
-    names = [f"worker{i}" for i in range(many)]
     workers = [
-        Command(name, "flexfleet.studies.study", (*asked, str(i)), folder / f"{name}.log", stdin)
-        for i, name in enumerate(names)
+        Command(f"worker{i}", "flexfleet.studies.study", (*asked, str(i)), folder / f"worker{i}.log", stdin)
+        for i in range(many)
     ]
-    failed = {worker: code for worker, code in side_by_side(workers, many).items() if code}
+    codes = side_by_side(workers, many)
+    failed = [code for code in codes.values() if code]
     if failed and len(_done(search.open_study(config, folder, id))) < config.tune.trials:
-        logs = {worker: folder / f"{worker}.log" for worker in failed}
-        for worker, code in failed.items():
-            log.error("%s: exit code %d, %s: %s", worker, code, logs[worker], last_words(logs[worker]))
-        ended = ", ".join(f"{worker} ({path})" for worker, path in logs.items())
-        why = f"workers ended before the study was done: {ended}; {go_on(id)}"
-        raise RunsFailed(why, next(iter(failed.values())))
+        ended = told_failures(codes, {each.name: each.log for each in workers})
+        raise RunsFailed(f"workers ended before the study was done: {ended}; {go_on(id)}", failed[0])
 
 
 # ------------------------------------------------------------------------------------------------------- trials
