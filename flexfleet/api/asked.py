@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from fl_engine.tasks import TASKS
 from flexfleet.config import Config, load_config, set_path
 from flexfleet.config.explain import quoted
 from flexfleet.config.overrides import PARAMETERS, whole
-from flexfleet.config.read import MAPPINGS, giving_way, meet, names_first, parse
+from flexfleet.config.read import giving_way, leaves, meet, names_first, parse
 from flexfleet.config.sources import MAIN, cells, to_a_file
 
 OWN_DATA = ".data"
@@ -71,7 +71,7 @@ def config_of(
     for name, value in own.values():
         pairs.extend(_of_keyword(name, value, store))
     check_once(pairs, "by a keyword and an option or by two options")
-    named = {leaf for path, value in pairs for leaf in leaves(path, value)}
+    named = {leaf for path, value in pairs for leaf in leaves({path: value})}
     before = [pair for path, value in below for pair in giving_way(named, path, value)]
     for path, value in names_first([*before, *pairs]):  # all of them: a name drops the options of the one before it
         set_path(values, path, value)
@@ -108,19 +108,10 @@ def check_once(pairs: Iterable[tuple[str, Any]], how: str) -> None:
     in it; `how`: by which spellings that can be."""
     seen: list[str] = []
     for path, value in pairs:
-        for leaf in leaves(str(path), value):
+        for leaf in leaves({str(path): value}):
             if twice := next((each for each in seen if meet(each, leaf)), None):
                 raise ConfigError(f"{min(twice, leaf, key=len)} is given twice, {how}: say it once")
             seen.append(leaf)
-
-
-def leaves(path: str, value: Any) -> Iterator[str]:
-    """The dotted names of the parameters that a value sets: of a section those in it."""
-    if isinstance(value, Mapping) and path not in MAPPINGS:
-        for key, inner in value.items():
-            yield from leaves(f"{path}.{key}", inner)
-    else:
-        yield path
 
 
 def check_kinds(config: Any, options: Any) -> None:

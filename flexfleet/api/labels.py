@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from fl_engine.core.errors import ConfigError
-from flexfleet.api.asked import algorithm_options, check_kinds, check_once, config_of, leaves, plain
+from flexfleet.api.asked import algorithm_options, check_kinds, check_once, config_of, plain
 from flexfleet.api.running import DATASET, MODEL
 from flexfleet.config import Config, parse
 from flexfleet.config.entries import FIXED, LABEL, RESERVED, Entry, check_factors, entries
 from flexfleet.config.explain import quoted
 from flexfleet.config.factors import crossed
 from flexfleet.config.overrides import PARAMETERS
+from flexfleet.config.read import leaves
 from flexfleet.config.short import place
 
 ELSEWHERE = {
@@ -146,7 +147,7 @@ def _pairs(settings: Mapping[Any, Any]) -> list[tuple[str, Any]]:
 
 def _names(pairs: Iterable[tuple[str, Any]]) -> set[str]:
     """The dotted names of all parameters that are set."""
-    return {leaf for path, value in pairs for leaf in leaves(path, value)}
+    return {leaf for path, value in pairs for leaf in leaves({path: value})}
 
 
 def _values(path: str, values: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.training.guest import guest
-from flexfleet.api.asked import Default, check_kinds, check_once, check_reach, config_of, leaves, plain
+from flexfleet.api.asked import Default, check_kinds, check_once, check_reach, config_of, plain
 from flexfleet.api.errors import told
 from flexfleet.api.progress import shown
 from flexfleet.api.results import in_store
@@ -21,6 +21,7 @@ from flexfleet.api.tables import table, to_html
 from flexfleet.config import Config, load_config, parse
 from flexfleet.config.names import plain as plain_name
 from flexfleet.config.overrides import PARAMETERS
+from flexfleet.config.read import leaves
 from flexfleet.files.terminal import missing
 from flexfleet.studies import outcome
 from flexfleet.studies.outcome import Tuned
@@ -113,7 +114,7 @@ def study_of(space: Mapping[str, Any] | None, given: Mapping[str, Any], keywords
         check_once(((PARAMETERS.get(path, path), None) for path in space), "by two names in space")
         own["space"] = {PARAMETERS.get(path, path): value for path, value in space.items()}
         own["space"] = {path: _range(config, path, value) for path, value in own["space"].items()}
-    told = {leaf for path, value in options.items() for leaf in leaves(path, value)}
+    told = {leaf for path, value in options.items() for leaf in leaves({path: value})}
     if twice := [name for name in own if f"tune.{name}" in told]:
         raise ConfigError(f"{twice[0]!r} is given as a keyword and as tune.{twice[0]} in options: say it once")
     values = config.model_dump(mode="json")

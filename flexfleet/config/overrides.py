@@ -13,7 +13,7 @@ from flexfleet.config.entries import Entry, by_label, entries, labels_of, seeds_
 from flexfleet.config.names import plain
 from flexfleet.config.passwords import no_passwords
 from flexfleet.config.platform import platform_uri
-from flexfleet.config.read import MAPPINGS, names_first
+from flexfleet.config.read import MAPPINGS, leaves, names_first
 from flexfleet.config.short import SHORT, place
 
 PARAMETERS = dict(SHORT)
@@ -101,7 +101,7 @@ def form_of(sets: Sequence[str]) -> dict[str, Any]:
 
 def check_once(fields: Iterable[str], sets: Sequence[str]) -> None:
     """Raises ConfigError for a field of a form that is given, and that one of `sets` (`a.b=value`) sets too."""
-    named = _leaves(dict(pair_of(text) for text in sets))
+    named = leaves(dict(pair_of(text) for text in sets))
     for name in fields:
         path = (PARAMETERS | STUDY).get(name, "")
         for each in (path, *(remote for remote, field in REMOTE.items() if field == name)):
@@ -112,24 +112,13 @@ def check_once(fields: Iterable[str], sets: Sequence[str]) -> None:
 def parameters_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """The reverse of `config_from`: the `parameters` and `advanced` from which it makes this configuration. An MLflow
     database in a file of this machine is left out, since tasks of a cluster cannot use it."""
-    values, plain = _leaves(config.model_dump(mode="json")), _leaves(Config().model_dump(mode="json"))
+    values, plain = leaves(config.model_dump(mode="json")), leaves(Config().model_dump(mode="json"))
     known = PARAMETERS | STUDY
     parameters = {name: values.pop(path) for name, path in known.items()}
     if str(parameters["mlflow_uri"] or "").partition(":")[0] not in ("http", "https"):
         parameters["mlflow_uri"] = ""
     parameters["store_uri"] = values.pop("run.remote") or parameters["store_uri"]
     return parameters, {path: v for path, v in values.items() if path not in plain or plain[path] != v}
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping) and path not in MAPPINGS:
-            out |= _leaves(value, f"{path}.")
-        else:
-            out[path] = value
-    return out
 
 
 def comparison_from(

@@ -101,6 +101,15 @@ MAPPINGS = ("kubernetes.pools", "tune.space")
 """Parameters whose keys the user chooses, so that they are given as a whole."""
 
 
+def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """By dotted name, the parameters that nested mappings set: of a section those in it, of MAPPINGS the whole."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        out |= leaves(value, f"{path}.") if isinstance(value, Mapping) and path not in MAPPINGS else {path: value}
+    return out
+
+
 def chosen_by_name(path: str) -> bool:
     """Whether the `name` of the mapping at this dotted name decides which other parameters it has: true of a model, an
     algorithm, a codec and of what they and `training` name, false of a plain section (`dataset`)."""
