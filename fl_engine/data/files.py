@@ -37,7 +37,7 @@ import torch
 from numpy.typing import NDArray
 
 from fl_engine.core import boxes, seeds
-from fl_engine.core.errors import DataError
+from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data, has_boxes
 from fl_engine.core.system import hashed
 
@@ -187,25 +187,28 @@ OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yields a file to write, which replaces `path` unless an error is raised, so that `path` is never half written.
-    Raises OSError, which names `path`, where the disk takes no more."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    Raises EnvironmentFailure, which names `path`, where nothing can be written there, or the disk takes no more."""
     part = part_of(path)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as out:
             yield out
         part.replace(path)
     except OSError as error:
-        if error.filename is not None or error.errno not in OF_DISKS:
+        if error.filename is None and error.errno not in OF_DISKS:  # that of a write names no file
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # that of a write names no file
+        why = f"{path}: cannot be written ({error}); make room, or see who may write there"
+        raise EnvironmentFailure(why) from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # there is none, or no folder that could hold it
+            part.unlink()
 
 
 def download(remote: Remote, folder: Path, timeout_s: float = 60.0) -> Path:
     """Downloads one file unless it exists and is right. Logs progress in steps of a tenth.
 
-    Raises DataError if the network fails or the content does not match the checksum; then nothing is kept.
+    Raises DataError if the network fails or the content does not match the checksum, EnvironmentFailure if it cannot be
+    written; then nothing is kept.
     """
     target = folder / remote.filename
     if target.exists():
@@ -253,7 +256,7 @@ def extract(archive: Path, members: Mapping[str, Path]) -> None:
     """Writes the named members of a tar or zip file (told apart by the file's suffix) to the given paths.
 
     Other members are ignored and no path is taken from the archive, so no archive can write elsewhere. Raises DataError
-    for an archive that is broken or has no such member.
+    for an archive that is broken or has no such member, EnvironmentFailure if one cannot be written.
     """
     sweep(members.values())
     try:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fl_engine.core.errors import DataError
+from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
 from fl_engine.data import files
 from fl_engine.data.files import Remote
@@ -323,14 +323,30 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
 
 
-@pytest.mark.parametrize(("number", "named"), [(errno.ENOSPC, True), (errno.ECONNRESET, False)])
+@pytest.mark.parametrize(
+    ("number", "raised", "match"),
+    [
+        (errno.ENOSPC, EnvironmentFailure, r"/file: cannot be written .*No space left on device.*make room"),
+        (errno.ECONNRESET, OSError, "Connection reset"),
+    ],
+)
 def test_a_disk_that_is_full_is_told_with_the_file_and_a_network_is_not(
-    number: int, named: bool, tmp_path: Path
+    number: int, raised: type[Exception], match: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(OSError, match=os.strerror(number)) as error, files.replacing(tmp_path / "file"):
+    with pytest.raises(raised, match=match), files.replacing(tmp_path / "file"):
         raise OSError(number, os.strerror(number))
-    assert error.value.filename == (str(tmp_path / "file") if named else None)
     assert not any(tmp_path.iterdir())
+
+
+def test_what_cannot_be_written_is_not_blamed_on_the_archive_or_the_network(tmp_path: Path) -> None:
+    (tmp_path / "afile").write_bytes(b"x")
+    place = tmp_path / "afile" / "folder"
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as made:
+        made.writestr("member", b"whole")
+    with pytest.raises(EnvironmentFailure, match=r"afile/folder/out: cannot be written .*Not a directory"):
+        files.extract(tmp_path / "a.zip", {"member": place / "out"})
+    with pytest.raises(EnvironmentFailure, match=r"afile/folder/here: cannot be written .*Not a directory"):
+        files.download(Remote((tmp_path / "afile").as_uri(), "here", md5(b"x")), place)
 
 
 def test_two_writers_of_a_file_do_not_write_into_one_another(tmp_path: Path) -> None:
