@@ -207,7 +207,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def download(remote: Remote, folder: Path, timeout_s: float = 60.0) -> Path:
     """Downloads one file unless it exists and is right. Logs progress in steps of a tenth.
 
-    Raises DataError if the network fails or the content does not match the checksum, EnvironmentFailure if it cannot be
+    Raises DataError if the content does not match the checksum, EnvironmentFailure if the network fails or it cannot be
     written; then nothing is kept.
     """
     target = folder / remote.filename
@@ -219,7 +219,8 @@ def download(remote: Remote, folder: Path, timeout_s: float = 60.0) -> Path:
     digest = hashlib.new(algorithm, usedforsecurity=False)
     try:
         with urllib.request.urlopen(remote.url, timeout=timeout_s) as response, replacing(target) as out:
-            total = int(response.headers.get("Content-Length") or 0)
+            said = response.headers.get("Content-Length") or ""
+            total = int(said) if said.isdecimal() else 0
             done = 0
             while chunk := response.read(CHUNK):
                 out.write(chunk)
@@ -227,13 +228,14 @@ def download(remote: Remote, folder: Path, timeout_s: float = 60.0) -> Path:
                 _report(remote.filename, done, done + len(chunk), total)
                 done += len(chunk)
             if digest.hexdigest() != expected:
+                of = f" of {total}" if total else ""
                 raise DataError(
                     f"{remote.url}: expected {algorithm} {expected}, found {digest.hexdigest()} "
-                    f"({done} of {total} bytes); nothing was kept: fetch again, "
+                    f"({done}{of} bytes); nothing was kept: fetch again, "
                     f"or put the right file at {target}"
                 )
     except (OSError, http.client.HTTPException) as error:
-        raise DataError(
+        raise EnvironmentFailure(
             f"{remote.url}: download failed ({error}); check the network, "
             f"or download it elsewhere and put it at {target}"
         ) from error

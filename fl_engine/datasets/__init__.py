@@ -49,7 +49,8 @@ class Source:
 
     fetch: Callable[[Path], None] | None = None
     """Downloads what is missing. None if a package contains the data, or if the download needs a form or a program of
-    the publisher's; then `load` says what to do. Raises DataError."""
+    the publisher's; then `load` says what to do. Raises DataError for what is damaged, EnvironmentFailure where the
+    network fails or nothing can be written."""
 
     files: tuple[str, ...] = ()
     """The files that `load` reads; a name with a `*` stands for one file or more."""

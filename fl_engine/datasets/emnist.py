@@ -82,7 +82,7 @@ def load(root: Path, split: Split = BALANCED) -> Data:
 def fetch(root: Path, split: Split = BALANCED, archive: Remote = ARCHIVE) -> None:
     """Downloads the archive and unpacks the split's files that are not there yet. The archive stays.
 
-    Raises DataError as `files.download` and `files.extract` do.
+    Raises what `files.download` and `files.extract` raise.
     """
     absent = {f"{INNER}/{path.name}": path for path in (root / file for file in split.files) if not path.exists()}
     if absent:

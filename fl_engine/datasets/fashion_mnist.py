@@ -49,7 +49,7 @@ def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS) -> Data:
 
 
 def fetch(root: Path, remotes: Sequence[Remote] = REMOTES) -> None:
-    """Downloads the files that do not exist yet. Raises DataError as `files.download` does."""
+    """Downloads the files that do not exist yet. Raises what `files.download` raises."""
     for remote in remotes:
         download(remote, root / FOLDER)
 

@@ -81,7 +81,7 @@ def fetch(root: Path, archive: Remote = ARCHIVE) -> None:
     """Downloads the archive, unless the folders exist without it, and unpacks what does not exist yet. The archive
     stays.
 
-    Raises DataError as `files.download` and `files.extract` do.
+    Raises what `files.download` and `files.extract` raise.
     """
     # If the archive is there too, it may have been unpacked only in part.
     if not absent(root, FILES) and not (root / archive.filename).exists():

@@ -1,4 +1,4 @@
-"""The official file formats, on small files made here; downloads, from file:// addresses; pad and subset."""
+"""The official file formats, on small files made here; downloads; pad and subset."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import logging
 import os
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -260,8 +263,48 @@ def test_download_never_overwrites(tmp_path: Path) -> None:
 
 def test_download_without_network_names_the_address_and_the_place(tmp_path: Path) -> None:
     remote = Remote("http://127.0.0.1:9/file", "here", md5(b""))
-    with pytest.raises(DataError, match=r"http://127\.0\.0\.1:9/file: download failed.*put it at .*new/here"):
+    with pytest.raises(EnvironmentFailure, match=r"http://127\.0\.0\.1:9/file: download failed.*put it at .*new/here"):
         files.download(remote, tmp_path / "new")
+
+
+class Answers(BaseHTTPRequestHandler):
+    """The path is the status and the Content-Length; the body is always `whole`."""
+
+    def do_GET(self) -> None:
+        status, length = self.path[1:].split("/")
+        self.send_response(int(status))
+        if length:
+            self.send_header("Content-Length", length)
+        self.end_headers()
+        self.wfile.write(b"whole")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Answers) as there:
+        thread = Thread(target=there.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{there.server_port}"
+        there.shutdown()
+        thread.join()
+
+
+def test_download_tells_what_a_server_answers(server: str, tmp_path: Path) -> None:
+    for length in ("5", "", "five", "-5"):
+        remote = Remote(f"{server}/200/{length}", f"whole{length}", md5(b"whole"))
+        assert files.download(remote, tmp_path / "new").read_bytes() == b"whole"
+    for path, raised, match in (
+        ("403/", EnvironmentFailure, "403/: download failed .*403: Forbidden"),
+        ("503/5", EnvironmentFailure, "503/5: download failed .*503: Service Unavailable"),
+        ("200/", DataError, r"expected md5 \w+, found \w+ \(5 bytes\); nothing was kept"),
+        ("200/9", DataError, r"expected md5 \w+, found \w+ \(5 of 9 bytes\); nothing was kept"),
+    ):
+        with pytest.raises(raised, match=match):
+            files.download(Remote(f"{server}/{path}", "here", md5(b"right")), tmp_path / "other")
+    assert not any((tmp_path / "other").iterdir())
 
 
 def test_fetch_fashion_mnist_gets_what_is_missing(fashion: Path, tmp_path: Path) -> None:
