@@ -170,7 +170,7 @@ def folder_of(root: str | None) -> Path:
     """The folder of a data set's files, for `dataset.root`: a folder; or `repo@rev:path` of a DVC repository (an
     address or a folder), or a `.dvc` file. The latter two are first fetched into the cache below the data root.
 
-    Raises DataError if they cannot be fetched.
+    Raises DataError if they cannot be fetched, IntegrityError if other content arrives than DVC has recorded.
     """
     try:
         if root is not None and (match := REV.fullmatch(root)) and not Path(root).exists():
@@ -193,8 +193,10 @@ def _at_revision(url: str, rev: str, path: str) -> Path:
         if not cached.exists():
             log.info("%s: fetching %s", what, commit[:12])
             with _replacing(cached) as part:
-                files.get(path, str(part), recursive=True)
+                _get(files, path, part)
         return cached
+    except IntegrityError as error:
+        raise IntegrityError(f"{what}: {error}") from error
     except Exception as error:  # DVC, git and the file systems each have their own errors
         raise DataError(f"{what} is not to be had: {type(error).__name__}: {masked(str(error))}") from error
 
@@ -214,10 +216,26 @@ def _pointed_to(pointer: Path) -> Path:
             log.info("dataset.root = %s: fetching", pointer)
             repo.fetch(targets=[str(pointer)])
             with _replacing(cached) as part:
-                repo.dvcfs.get(os.path.relpath(pointer.with_suffix(""), repo.root_dir), str(part), recursive=True)
+                _get(repo.dvcfs, os.path.relpath(pointer.with_suffix(""), repo.root_dir), part)
+    except IntegrityError as error:
+        raise IntegrityError(f"dataset.root = {pointer}: {error}") from error
     except Exception as error:
         raise DataError(f"dataset.root = {pointer} is not to be had: {type(error).__name__}: {error}") from error
     return cached
+
+
+def _get(files: Any, path: str, part: Path) -> None:
+    """Copies a file or folder of a DVC repository to `part`. Raises IntegrityError for content that is not what DVC has
+    recorded, which DVC itself does not look at."""
+    files.get(path, str(part), recursive=True)
+    for name in files.find(path):
+        # None: kept by git, or with a sum of another kind, such as that of DVC 2, which ignores line ends.
+        recorded = (files.info(name).get("dvc_info") or {}).get("md5")
+        if recorded is not None and (found := md5(part / os.path.relpath(name, path))) != recorded:
+            raise IntegrityError(
+                f"of {name} content with md5 {found} arrived, and {recorded} is recorded: the remote, or the "
+                "repository's DVC cache, is damaged; delete the file there, and push it again"
+            )
 
 
 def _cached(name: str) -> Path:

@@ -522,6 +522,25 @@ def test_a_data_set_comes_from_a_revision_or_a_pointer(
     assert versioned.folder_of(None) == tmp_path and versioned.folder_of("/some/data") == Path("/some/data")
 
 
+@pytest.mark.parametrize("root", ["{}@v2:set", "{}/set.dvc"])
+def test_what_a_remote_has_damaged_is_refused(
+    root: str, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
+    remote, cache = repository.parent / "remote", repository / ".dvc" / "cache"
+    sent = next(path for path in remote.rglob("*") if path.is_file() and path.read_bytes() == b"two")
+    shutil.rmtree(cache, ignore_errors=True)
+    try:
+        sent.chmod(0o644)
+        sent.write_bytes(b"owt")
+        with pytest.raises(IntegrityError, match=r"dataset.root = .*of set/a\.txt content with md5 .* is recorded"):
+            versioned.folder_of(root.format(repository))
+    finally:
+        sent.write_bytes(b"two")
+        shutil.rmtree(cache, ignore_errors=True)
+    assert (versioned.folder_of(root.format(repository)) / "a.txt").read_text() == "two"
+
+
 def test_a_run_reads_its_data_from_there(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
