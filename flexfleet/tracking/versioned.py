@@ -15,7 +15,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import yaml
 from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
 from fl_engine.core.plain import read_yaml
 from fl_engine.core.system import hashed
+from fl_engine.data.files import part_of, remove, sweep
 from fl_engine.datasets import data_root
 from fl_engine.storage.places import check_place
 from fl_engine.storage.s3 import setting
@@ -137,11 +138,14 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
     for name, text in pointers.items():
         if (says := checksum(text)) != (tag := tags.get(f"dvc.{name}")):
             raise IntegrityError(f"{name}: its pointer says md5 {says}, the run's tag {tag}")
-    with _replacing(out) as part:
-        pull(pointers, tags["dvc.remote"], part)
-        actual, expected = sha256((part / "model.safetensors").read_bytes()), tags.get("model_sha256")
-        if expected is not None and actual != expected:
-            raise IntegrityError(f"the model's sha256 is {actual}, the run's tag says {expected}")
+    try:
+        with _new(out) as part:
+            pull(pointers, tags["dvc.remote"], part)
+            actual, expected = sha256((part / "model.safetensors").read_bytes()), tags.get("model_sha256")
+            if expected is not None and actual != expected:
+                raise IntegrityError(f"the model's sha256 is {actual}, the run's tag says {expected}")
+    except _Taken as error:
+        raise ConfigError(f"{out} was made by another process meanwhile: give another --out") from error
     return [out / name for name in pointers]
 
 
@@ -192,7 +196,7 @@ def _at_revision(url: str, rev: str, path: str) -> Path:
         cached = _cached(f"{url}@{commit}:{path}")
         if not cached.exists():
             log.info("%s: fetching %s", what, commit[:12])
-            with _replacing(cached) as part:
+            with suppress(_Taken), _new(cached) as part:
                 _get(files, path, part)
         return cached
     except IntegrityError as error:
@@ -215,7 +219,7 @@ def _pointed_to(pointer: Path) -> Path:
         with Repo(str(pointer.parent)) as repo:
             log.info("dataset.root = %s: fetching", pointer)
             repo.fetch(targets=[str(pointer)])
-            with _replacing(cached) as part:
+            with suppress(_Taken), _new(cached) as part:
                 _get(repo.dvcfs, os.path.relpath(pointer.with_suffix(""), repo.root_dir), part)
     except IntegrityError as error:
         raise IntegrityError(f"dataset.root = {pointer}: {error}") from error
@@ -242,15 +246,28 @@ def _cached(name: str) -> Path:
     return data_root() / "dvc" / hashlib.sha256(name.encode()).hexdigest()[:24]
 
 
+class _Taken(Exception):
+    """Another process was quicker."""
+
+
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A folder to write into; it gets its name only if all went well."""
+def _new(path: Path) -> Iterator[Path]:
+    """A folder or file to write, which gets the name `path` only if all went well. Raises _Taken if it is there by
+    then."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        part = Path(scratch) / "part"
+    sweep([path])
+    part = part_of(path)
+    try:
         yield part
-        if not path.exists():
+        try:
             part.rename(path)
+        except OSError as error:
+            if not path.exists():
+                raise
+            raise _Taken from error
+    finally:
+        with suppress(OSError):  # it has its name
+            remove(part)
 
 
 # ------------------------------------------------------------------------------------------------ DVC itself

@@ -365,6 +365,28 @@ def test_a_run_comes_back_by_its_pointers(ran: Ran, flexfleet: Any, tmp_path: Pa
     assert tags["dvc.partition"] == versioned.md5(ran.out / "partition")
 
 
+def test_a_fetch_into_a_folder_that_another_one_has_made_meanwhile_is_refused(
+    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one may be of another run: nothing of it is told as this run's files."""
+    pull, out = versioned.pull, tmp_path / "back"
+
+    def slow(pointers: Any, remote: str, part: Path) -> list[Path]:
+        brought = pull(pointers, remote, part)
+        out.mkdir()
+        (out / "model.safetensors").write_bytes(b"of another run")
+        return brought
+
+    monkeypatch.setattr(versioned, "pull", slow)
+    with pytest.raises(ConfigError, match=r"back was made by another process meanwhile: give another --out"):
+        versioned.fetch_run(ran.uri, ran.result.mlflow_run_id, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["back"], "nothing is left beside it"
+    assert (out / "model.safetensors").read_bytes() == b"of another run"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        versioned.fetch_run(ran.uri, ran.result.mlflow_run_id, tmp_path / "file" / "back")
+
+
 @pytest.mark.parametrize("name", ["pool", "model.safetensors"])
 def test_a_pointer_that_mlflow_has_lost_is_told(ran: Ran, tmp_path: Path, name: str) -> None:
     kept = Path(ran.client.get_run(ran.result.mlflow_run_id).info.artifact_uri) / versioned.POINTERS / f"{name}.dvc"
@@ -520,6 +542,21 @@ def test_a_data_set_comes_from_a_revision_or_a_pointer(
         with pytest.raises(DataError, match=r"dataset.root = .*(is not to be had|does not exist)"):
             versioned.folder_of(root)
     assert versioned.folder_of(None) == tmp_path and versioned.folder_of("/some/data") == Path("/some/data")
+
+
+def test_what_a_killed_fetch_left_is_removed_a_day_later(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
+    cached = versioned.folder_of(f"{repository}@v1:set")
+    left, alive = (cached.with_name(f"{cached.name}.{number}.part") for number in ("0a1b0a1b", "2c3d2c3d"))
+    for folder in (left, alive):
+        folder.mkdir()
+        (folder / "a.txt").write_text("on")
+    os.utime(left, (0, 0))
+    shutil.rmtree(cached)
+    assert (versioned.folder_of(f"{repository}@v1:set") / "a.txt").read_text() == "one"
+    assert {path.name for path in cached.parent.iterdir()} == {cached.name, alive.name}
 
 
 @pytest.mark.parametrize("root", ["{}@v2:set", "{}/set.dvc"])
