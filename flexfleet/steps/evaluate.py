@@ -11,6 +11,7 @@ from fl_engine.backends.in_process import check_devices, prepare_process
 from fl_engine.core.errors import Diverged, IntegrityError
 from fl_engine.core.samples import class_count
 from fl_engine.data import partitioning
+from fl_engine.data.partitioning import Partition
 from fl_engine.rounds.at_clients import gathered
 from fl_engine.storage.store import FolderStore, decode, sha256
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool
@@ -46,7 +47,7 @@ def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path,
     params = decode(value, str(run / "model.safetensors"))
     check_devices(devices)
     prepare_process(devices)
-    local = _local(resolved, partition_dir)
+    local = _local(resolved, partitioning.load(partition_dir, data))
     watch = None if local is None else local.watch
     scores = evaluate_pool(family, params, pool, data, devices, watch=watch)
     of_clients = {} if local is None else {name: found for name in scores if (found := local.of(name))}
@@ -68,12 +69,12 @@ def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path,
     ).write(out / "evaluation.json")
 
 
-def _local(resolved: Resolved, partition_dir: Path) -> LocalAccuracy | None:
+def _local(resolved: Resolved, parts: Partition) -> LocalAccuracy | None:
     """None where the task has no classes, or the server does not know those of its clients' samples."""
     data = resolved.data
     if not (classes := class_count(data.task)) or most_of(resolved.config) is not None:
         return None
-    held = partitioning.statistics(partitioning.load(partition_dir, data), partitioning.labels_of(data), classes)
+    held = partitioning.statistics(parts, partitioning.labels_of(data), classes)
     return LocalAccuracy(data.task.labels(data.test_y), held, resolved.config.seed)
 
 

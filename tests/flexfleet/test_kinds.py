@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from fl_engine.core.errors import PartitionError
 from fl_engine.core.pool import member
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SubmodelSpec
@@ -31,6 +32,8 @@ from fl_engine.testing.kinds import (
 )
 from flexfleet.files.artifacts import EvaluationFile, History, RunFile
 from flexfleet.reports.report import table
+from flexfleet.steps.evaluate import evaluate
+from flexfleet.steps.prepare import Resolved
 
 HERE = "fl_engine.testing.kinds"
 KINDS = {
@@ -118,6 +121,19 @@ def test_what_is_told_speaks_of_the_tasks_metric(flexfleet: Any, sets: list[str]
     assert list(confusion) == (list(evaluation.levels) if kind == "tokens" else [])
     local = json.loads((run / "evaluation.json").read_text()).get("local", {})
     assert list(local) == list(confusion) == list(done.json["metrics"].get("local", {})), "where there are classes"
+
+
+@pytest.mark.parametrize("sets", ["regression"], indirect=True)
+def test_evaluate_refuses_other_data_than_were_trained_on(
+    flexfleet: Any, sets: list[str], tmp_path: Path, no_drawings: None
+) -> None:
+    """Also where no client's classes are looked at."""
+    assert flexfleet("run", "--run-id", "a", sets=sets).code == 0
+    run, resolved = tmp_path / "runs" / "a", Resolved.load(None, [*sets, "dataset.test_samples=20"])
+    with pytest.raises(PartitionError, match="this partition was cut from other data"):
+        evaluate(resolved, run, run / "partition", run / "pool", tmp_path / "out")
+    with pytest.raises(PartitionError, match="no partition in nowhere"):
+        evaluate(Resolved.load(None, sets), run, Path("nowhere"), run / "pool", tmp_path / "out")
 
 
 @dataclass(frozen=True)
