@@ -60,12 +60,20 @@ def packed(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
     there. If it cannot be written, they are made in a temporary folder, for this process alone.
 
     The tensors are mapped copy-on-write: changes to them never reach the files. Raises DataError if an input cannot be
-    read or the disk is full, and whatever `write` raises; then nothing is stored.
+    read or changes while it is read, or the disk is full, and whatever `write` raises; then nothing is stored.
     """
     index = _index(folder)
     known = index.inputs if index is not None else {}
     names = {os.path.relpath(path, folder.parent): path for path in inputs}
     made_of = {name: _seen(path, known.get(name)) for name, path in names.items()}
+
+    def written(room: Path) -> dict[str, Seen]:
+        write(room)
+        for name, path in names.items():
+            if _seen(path, made_of[name]).sha256 != made_of[name].sha256:
+                raise DataError(f"{path} has changed while it was read: start again when nobody writes it any more")
+        return {path.stem: _seen(path) for path in sorted(room.glob("*.npy"))}
+
     if index is not None and index.version == version and _contents(known) == _contents(made_of):
         if damaged := _damaged(folder, index):
             log.warning("%s: %s is not what was written; made anew from %d files", folder, damaged, len(inputs))
@@ -82,11 +90,11 @@ def packed(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
         log.warning("%s: cannot be written (%s), so the next run reads all %d files again", folder, error, len(inputs))
         with tempfile.TemporaryDirectory() as room:
             try:
-                return _mapped(Path(room), _written(Path(room), write))
+                return _mapped(Path(room), written(Path(room)))
             except OSError as full:
                 raise DataError(f"{room}: cannot be written ({full}); make room, or let {folder} be written") from full
     try:
-        arrays = _written(part, write)
+        arrays = written(part)
         (part / INDEX).write_text(
             Index(version=version, inputs=made_of, arrays=arrays).model_dump_json(indent=1), encoding="utf-8"
         )
@@ -133,11 +141,6 @@ def _seen(path: Path, before: Seen | None = None) -> Seen:
 
 def _contents(files: Mapping[str, Seen]) -> dict[str, str]:
     return {name: seen.sha256 for name, seen in files.items()}
-
-
-def _written(folder: Path, write: Callable[[Path], None]) -> dict[str, Seen]:
-    write(folder)
-    return {path.stem: _seen(path) for path in sorted(folder.glob("*.npy"))}
 
 
 def _replace(folder: Path, part: Path) -> None:

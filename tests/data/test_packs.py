@@ -126,6 +126,19 @@ def test_what_a_killed_process_left_is_removed_a_day_later(reader: Reader, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt", "packed", "packed.2c3d2c3d.part"]
 
 
+def test_an_input_that_changes_while_it_is_read_is_refused(reader: Reader, tmp_path: Path) -> None:
+    """As when the files are still being copied: else the arrays were a mixture, or kept as those of what was there."""
+
+    def slow(folder: Path) -> None:
+        (tmp_path / "a.txt").write_text("aaaaa and more")
+        reader(folder)
+
+    with pytest.raises(DataError, match=r"a\.txt has changed while it was read: start again"):
+        packed(tmp_path / "packed", 1, reader.inputs, slow)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt"]
+    assert bytes(load(reader)["x"].tolist()) == b"aaaaa and morebbbbb"
+
+
 def test_no_room_is_an_error_that_names_the_folder(reader: Reader, tmp_path: Path) -> None:
     def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
