@@ -246,7 +246,8 @@ def told_of(error: Exception) -> tuple[str, int] | None:
         (_, path, why), *more = error.args[0]
         return f"{path}: {why}{f' (and {len(more)} more)' if more else ''}", ours
     if isinstance(error, OSError):
-        return f"{error.filename or 'system'}: {error.strerror or error}", ours
+        full = error.errno == errno.ENOSPC and error.filename2  # of a copy, the file that is written
+        return f"{full or error.filename or 'system'}: {error.strerror or error}", ours
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of Path.resolve, until Python 3.13
         return printable(str(error)), ours
     if out_of_memory(error):

@@ -63,6 +63,14 @@ run_main(main)
     assert child.returncode == Stopped.exit_code
 
 
+def test_a_full_disk_is_told_by_the_file_that_is_written() -> None:
+    """Python names the one that is copied first."""
+    full = OSError(errno.ENOSPC, "No space left on device", "/tmp/from", None, "/small/to")
+    assert told_of(full) == ("/small/to: No space left on device", 6)
+    gone = OSError(errno.ENOENT, "No such file or directory", "/tmp/from", None, "/small/to")
+    assert told_of(gone) == ("/tmp/from: No such file or directory", 6)
+
+
 def test_a_folder_that_cannot_be_copied_is_told_by_a_file_and_the_reason(tmp_path: Path) -> None:
     def full(source: str, target: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
