@@ -65,14 +65,14 @@ def packed(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
     index = _index(folder)
     known = index.inputs if index is not None else {}
     names = {os.path.relpath(path, folder.parent): path for path in inputs}
-    made_of = {name: _seen(path, known.get(name)) for name, path in names.items()}
+    made_of = {name: seen(path, known.get(name)) for name, path in names.items()}
 
     def written(room: Path) -> dict[str, Seen]:
         write(room)
         for name, path in names.items():
-            if _seen(path, made_of[name]).sha256 != made_of[name].sha256:
+            if seen(path, made_of[name]).sha256 != made_of[name].sha256:
                 raise DataError(f"{path} has changed while it was read: start again when nobody writes it any more")
-        return {path.stem: _seen(path) for path in sorted(room.glob("*.npy"))}
+        return {path.stem: seen(path) for path in sorted(room.glob("*.npy"))}
 
     if index is not None and index.version == version and _contents(known) == _contents(made_of):
         if damaged := _damaged(folder, index):
@@ -118,7 +118,7 @@ def _damaged(folder: Path, index: Index) -> str | None:
     """The name of the first array that is missing or differs from what was written."""
     for name, wanted in index.arrays.items():
         try:
-            found = _seen(folder / f"{name}.npy", wanted).sha256
+            found = seen(folder / f"{name}.npy", wanted).sha256
         except DataError:
             found = None
         if found != wanted.sha256:
@@ -126,7 +126,7 @@ def _damaged(folder: Path, index: Index) -> str | None:
     return None
 
 
-def _seen(path: Path, before: Seen | None = None) -> Seen:
+def seen(path: Path, before: Seen | None = None) -> Seen:
     """The file as it is now: as `before` where nothing has written to it since. Raises DataError if it cannot be
     read."""
     try:
@@ -140,7 +140,7 @@ def _seen(path: Path, before: Seen | None = None) -> Seen:
 
 
 def _contents(files: Mapping[str, Seen]) -> dict[str, str]:
-    return {name: seen.sha256 for name, seen in files.items()}
+    return {name: each.sha256 for name, each in files.items()}
 
 
 def _replace(folder: Path, part: Path) -> None:

@@ -14,17 +14,19 @@ import re
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
 from fl_engine.core.plain import read_yaml
 from fl_engine.core.system import hashed
-from fl_engine.data.files import part_of, remove, sweep
+from fl_engine.data.files import part_of, remove, replacing, sweep
+from fl_engine.data.packs import INDEX, Seen, seen
 from fl_engine.datasets import data_root
 from fl_engine.storage.places import check_place
 from fl_engine.storage.s3 import setting
@@ -174,7 +176,8 @@ def folder_of(root: str | None) -> Path:
     """The folder of a data set's files, for `dataset.root`: a folder; or `repo@rev:path` of a DVC repository (an
     address or a folder), or a `.dvc` file. The latter two are first fetched into the cache below the data root.
 
-    Raises DataError if they cannot be fetched, IntegrityError if other content arrives than DVC has recorded.
+    Raises DataError if they cannot be fetched, IntegrityError if other content arrives than DVC has recorded, or if
+    what was fetched has changed in the cache.
     """
     try:
         if root is not None and (match := REV.fullmatch(root)) and not Path(root).exists():
@@ -193,14 +196,14 @@ def _at_revision(url: str, rev: str, path: str) -> Path:
     try:
         files = DVCFileSystem(url, rev=rev)
         commit = files.repo.get_rev()
-        cached = _cached(f"{url}@{commit}:{path}")
-        if not cached.exists():
+
+        def get(part: Path) -> None:
             log.info("%s: fetching %s", what, commit[:12])
-            with suppress(_Taken), _new(cached) as part:
-                _get(files, path, part)
-        return cached
-    except IntegrityError as error:
-        raise IntegrityError(f"{what}: {error}") from error
+            _get(files, path, part)
+
+        return _cached(f"{url}@{commit}:{path}", get)
+    except FlexfleetError as error:
+        raise type(error)(f"{what}: {error}") from error
     except Exception as error:  # DVC, git and the file systems each have their own errors
         raise DataError(f"{what} is not to be had: {type(error).__name__}: {masked(str(error))}") from error
 
@@ -211,21 +214,19 @@ def _pointed_to(pointer: Path) -> Path:
         raise DataError(f"dataset.root = {pointer} does not exist: give a .dvc file, a folder, or repo@rev:path")
     from dvc.repo import Repo
 
-    wanted = checksum(pointer.read_text(encoding="utf-8", errors="replace"))
-    cached = _cached(wanted)
-    if cached.exists():
-        return cached
-    try:
+    def get(part: Path) -> None:
         with Repo(str(pointer.parent)) as repo:
             log.info("dataset.root = %s: fetching", pointer)
             repo.fetch(targets=[str(pointer)])
-            with suppress(_Taken), _new(cached) as part:
-                _get(repo.dvcfs, os.path.relpath(pointer.with_suffix(""), repo.root_dir), part)
-    except IntegrityError as error:
-        raise IntegrityError(f"dataset.root = {pointer}: {error}") from error
+            _get(repo.dvcfs, os.path.relpath(pointer.with_suffix(""), repo.root_dir), part)
+
+    wanted = checksum(pointer.read_text(encoding="utf-8", errors="replace"))
+    try:
+        return _cached(wanted, get)
+    except FlexfleetError as error:
+        raise type(error)(f"dataset.root = {pointer}: {error}") from error
     except Exception as error:
         raise DataError(f"dataset.root = {pointer} is not to be had: {type(error).__name__}: {error}") from error
-    return cached
 
 
 def _get(files: Any, path: str, part: Path) -> None:
@@ -242,8 +243,43 @@ def _get(files: Any, path: str, part: Path) -> None:
             )
 
 
-def _cached(name: str) -> Path:
-    return data_root() / "dvc" / hashlib.sha256(name.encode()).hexdigest()[:24]
+SUMS = TypeAdapter(dict[str, Seen])
+
+
+def _cached(name: str, get: Callable[[Path], None]) -> Path:
+    """The file or folder of this name in the cache below the data root, which `get` makes where it is not there. Raises
+    IntegrityError where it is not as it was fetched."""
+    cached = data_root() / "dvc" / hashlib.sha256(name.encode()).hexdigest()[:24]
+    sums = cached.with_name(f"{cached.name}.json")
+    if cached.exists():
+        _check_as_fetched(cached, sums)
+        return cached
+    with suppress(_Taken):
+        with _new(cached) as part:
+            get(part)
+        inside = [cached] if cached.is_file() else [path for path in sorted(cached.rglob("*")) if path.is_file()]
+        own = [path for path in inside if not (path.parent / INDEX).exists()]  # a pack has its own sums, and may change
+        with replacing(sums) as out:
+            out.write(SUMS.dump_json({os.path.relpath(path, cached): seen(path) for path in own}))
+    return cached
+
+
+def _check_as_fetched(cached: Path, sums: Path) -> None:
+    """Reads only files with other sizes or times than they had then."""
+    if not sums.exists():  # fetched by an earlier version, or by a process that was killed just then
+        return
+    again = f"delete {cached}, and it is fetched again"
+    try:
+        known = SUMS.validate_json(sums.read_bytes())
+    except ValidationError as error:
+        raise IntegrityError(f"{sums} is damaged: {again}") from error
+    for name, before in known.items():
+        try:
+            same = seen(cached / name, before).sha256 == before.sha256
+        except DataError:
+            same = False
+        if not same:
+            raise IntegrityError(f"{cached / name} is not what was fetched: {again}")
 
 
 class _Taken(Exception):

@@ -556,7 +556,30 @@ def test_what_a_killed_fetch_left_is_removed_a_day_later(
     os.utime(left, (0, 0))
     shutil.rmtree(cached)
     assert (versioned.folder_of(f"{repository}@v1:set") / "a.txt").read_text() == "one"
-    assert {path.name for path in cached.parent.iterdir()} == {cached.name, alive.name}
+    assert {path.name for path in cached.parent.iterdir()} == {cached.name, f"{cached.name}.json", alive.name}
+
+
+@pytest.mark.parametrize("root", ["{}@v1:set", "{}/set.dvc"])
+def test_what_has_changed_in_the_cache_is_refused(
+    root: str, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
+    where = root.format(repository)
+    cached = versioned.folder_of(where)
+    was = (cached / "a.txt").read_text()
+    (cached / "packed").mkdir()  # what readers add is theirs
+    (cached / "a.txt").touch()
+    for change in (lambda path: path.write_text("owt"), Path.unlink):
+        assert (versioned.folder_of(where) / "a.txt").read_text() == was
+        change(cached / "a.txt")
+        told = rf"{cached.name}/a\.txt is not what was fetched: delete {re.escape(str(cached))}, and it is fetched"
+        with pytest.raises(IntegrityError, match=told):
+            versioned.folder_of(where)
+        shutil.rmtree(cached)
+    cached = versioned.folder_of(where)
+    cached.with_name(f"{cached.name}.json").write_text("{")
+    with pytest.raises(IntegrityError, match=r"\.json is damaged: delete"):
+        versioned.folder_of(where)
 
 
 @pytest.mark.parametrize("root", ["{}@v2:set", "{}/set.dvc"])
