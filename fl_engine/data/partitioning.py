@@ -348,7 +348,7 @@ def load(folder: Path, data: Data | None = None) -> Partition:
     if data is not None and (given := fingerprint(data)) != manifest.data_sha256:
         raise PartitionError(
             f"{folder}: this partition was cut from other data (fingerprint {manifest.data_sha256[:12]}, "
-            f"{data.name} has {given[:12]}); partition again"
+            f"{data.name} has {given[:12]}): give those data again, or begin anew with these"
         )
     tensors = _tensors(content, manifest, tensors_path)
     _check_positions(tensors, bool(manifest.parameters.get("proxy_shared")), tensors_path, data)
