@@ -15,6 +15,7 @@ import json
 import logging
 import shutil
 import time
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,7 +60,7 @@ from flexfleet.studies.outcome import (
 )
 from flexfleet.tracking import server
 from flexfleet.tracking.record import of_job, tracker
-from flexfleet.tracking.trackers import MLflow, ending, log_outcome
+from flexfleet.tracking.trackers import TOKEN, MLflow, ending, log_outcome
 
 log = logging.getLogger("flexfleet")
 
@@ -169,9 +170,13 @@ def _check_same(study: Any, config: Config, folder: Path) -> None:
 
 
 def _parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | None:
-    """The study's MLflow run, begun or continued. `given`: more tags."""
+    """The study's MLflow run, begun or continued. `given`: more tags. The study keeps a token before the MLflow run
+    exists, so that a resumed study finds one that began as MLflow went away."""
     id, known = study.study_name, study.user_attrs.get(PARENT)
-    tags = {"flexfleet.study": id, "algorithm": str(config.algorithm["name"]), **given}
+    if known is None and TOKEN not in study.user_attrs:
+        study.set_user_attr(TOKEN, uuid.uuid4().hex)
+    token = study.user_attrs.get(TOKEN, "")
+    tags = {"flexfleet.study": id, "algorithm": str(config.algorithm["name"]), TOKEN: token, **given}
     return tracker(config, f"study {id}", tags, known)
 
 

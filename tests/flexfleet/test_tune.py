@@ -15,7 +15,7 @@ import optuna
 import pytest
 import yaml
 
-from fl_engine.core.errors import BadInput, ConfigError, Stopped
+from fl_engine.core.errors import BadInput, ConfigError, Stopped, Unreachable
 from flexfleet.config import Config, load_config
 from flexfleet.config.overrides import write_config
 from flexfleet.files.artifacts import History, RunFile
@@ -131,6 +131,23 @@ def test_a_study_that_ends_early_does_not_run_for_ever_in_mlflow(
     study = search.open_study(config, folder, "a")
     run = mlflow.MlflowClient(config.tracking.mlflow).get_run(study.user_attrs[steps.PARENT])
     assert run.info.status == status
+
+
+def test_a_study_whose_mlflow_goes_away_as_its_run_begins_goes_on_in_that_run(
+    done: tuple[Tuned, Path, Config], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> None:
+        raise mlflow.exceptions.MlflowException("API request failed: connection refused")
+
+    _, folder, config = done
+    tracking = config.tracking.model_copy(update={"mlflow": mlflow_uri})
+    config = config.model_copy(update={"tracking": tracking})
+    with monkeypatch.context() as patch, pytest.raises(Unreachable):
+        patch.setattr(mlflow.MlflowClient, "get_metric_history", gone)
+        steps._begin(config, tmp_path, "a", folder, {})
+    steps._begin(config, tmp_path, "a", folder, {})
+    client = mlflow.MlflowClient(mlflow_uri)
+    assert len(client.search_runs([e.experiment_id for e in client.search_experiments()])) == 1
 
 
 def test_a_finished_study_has_nothing_left_to_do(done: tuple[Tuned, Path, Config]) -> None:
