@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,6 @@ from fl_engine.rounds import at_clients, loop
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.storage import lease
-from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.lease import Lease
 from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.store import FolderStore, Store, sha256
@@ -322,22 +321,15 @@ def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLf
     for store in (folder, ledger.store) if ledger.checkpoints.lease is not None else (folder,):
         store.sweep("")  # what killed writers left: nobody writes any more
         store.put("model.safetensors", value)
-    names: dict[str, None] = {}
-    # One round at a time, whose lines can be ten thousand.
-    folder.put("history.json", history_of(_watched(ledger.checkpoints.each_row(), names), sha256(value)))
+    each_row = ledger.checkpoints.each_row  # one round at a time, whose lines can be ten thousand
     if mlflow is not None:
-        rows = ledger.checkpoints.each_row()
-        lines = ({"round": row.round + 1, **line} for row in rows for line in row.clients)
+        names = dict.fromkeys(name for row in each_row() for line in row.clients for name in line)
+        lines = ({"round": row.round + 1, **line} for row in each_row() for line in row.clients)
         mlflow.table(["round", *names], lines, "clients.json")
     tracker.finish("FINISHED")
+    # Last: a study does not go on with rounds that have this file, so MLflow has to have them by then.
+    folder.put("history.json", history_of(each_row(), sha256(value)))
     return out / "history.json"
-
-
-def _watched(rows: Iterable[Row], names: dict[str, None]) -> Iterator[Row]:
-    """The rows; adds to `names` what their clients' lines say."""
-    for row in rows:
-        names.update(dict.fromkeys(name for line in row.clients for name in line))
-        yield row
 
 
 def main(argv: Sequence[str] | None = None) -> int:

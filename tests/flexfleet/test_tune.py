@@ -24,6 +24,7 @@ from flexfleet.studies import outcome, search
 from flexfleet.studies import study as steps
 from flexfleet.studies.outcome import Tuned
 from flexfleet.studies.study import _conclude, tune
+from flexfleet.tracking.trackers import MLflow
 
 FEW = ("tune.trials=4", "tune.held_out=[7]", "rounds.stop=2", "algorithm.epsilon=8")
 
@@ -148,6 +149,27 @@ def test_a_study_whose_mlflow_goes_away_as_its_run_begins_goes_on_in_that_run(
     steps._begin(config, tmp_path, "a", folder, {})
     client = mlflow.MlflowClient(mlflow_uri)
     assert len(client.search_runs([e.experiment_id for e in client.search_experiments()])) == 1
+
+
+def test_a_held_out_run_whose_mlflow_goes_away_at_its_end_is_ended_there_by_a_resumed_study(
+    done: tuple[Tuned, Path, Config], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> None:
+        raise Unreachable("MLflow does not answer")
+
+    _, before, config = done
+    folder = shutil.copytree(before, tmp_path / "a", ignore=shutil.ignore_patterns("held-out"))
+    tracking = config.tracking.model_copy(update={"mlflow": mlflow_uri})
+    config = config.model_copy(update={"tracking": tracking})
+    study = search.open_study(config, folder, "a")
+    with monkeypatch.context() as patch, pytest.raises(Unreachable):
+        patch.setattr(MLflow, "table", gone)
+        patch.setattr(MLflow, "finish", gone)
+        steps._held_out(config, config, study, folder, "default", "default")
+    steps._held_out(config, config, study, folder, "default", "default")
+    client = mlflow.MlflowClient(mlflow_uri)
+    (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert run.info.status == "FINISHED" and "clients.json" in [f.path for f in client.list_artifacts(run.info.run_id)]
 
 
 def test_a_finished_study_has_nothing_left_to_do(done: tuple[Tuned, Path, Config]) -> None:
