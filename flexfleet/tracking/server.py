@@ -260,7 +260,7 @@ def _waiting_is_told(uri: str) -> Iterator[None]:
 
 GONE = re.compile(
     r"Max retries exceeded|too many \d+ error responses|status code 5\d\d|could not connect|database is locked"
-    r"|server closed the connection|[Cc]onnection (refused|reset|aborted|timed out)"
+    r"|server closed the connection|[Cc]onnection (refused|reset|aborted|broken|timed out)|Response ended prematurely"
 )
 """What MLflow, requests and database drivers say if a server does not answer."""
 

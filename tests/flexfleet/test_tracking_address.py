@@ -17,7 +17,7 @@ import mlflow
 import mlflow.store.db.utils
 import pytest
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, UnreachableAddress
 from flexfleet.config import Config
 from flexfleet.nightly.regress import champion_of
 from flexfleet.tracking import server
@@ -181,6 +181,18 @@ def test_mlflow_is_imported_without_its_telemetry_unless_somebody_wants_it(
     with pytest.raises(EnvironmentFailure, match="mlflow is not installed"):
         FIRST[who]()
     assert found == [wanted or "true"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "('Connection broken: IncompleteRead(84 bytes read, 84 more expected)', IncompleteRead(84 bytes read))",
+        "Response ended prematurely",
+    ],
+)
+def test_half_an_answer_may_be_whole_at_another_try(said: str) -> None:
+    with pytest.raises(UnreachableAddress), server.usable("http://nowhere"):
+        raise mlflow.MlflowException(f"API request to http://nowhere/get-by-name failed with exception {said}")
 
 
 @pytest.mark.parametrize(
