@@ -31,7 +31,7 @@ from flexfleet.config.overrides import hand_over
 from flexfleet.config.sources import sources
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, Result, RunFile, row_of
-from flexfleet.files.begun import check_free, go_on
+from flexfleet.files.begun import check_free, failures_tell, go_on
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages, run
@@ -99,7 +99,7 @@ def compare(
     runs = in_one_experiment(runs)
     track.prepare(runs[0].config)
     try:
-        with alone(folder), stopping_at_once():
+        with failures_tell(goes_on_as or id), alone(folder), stopping_at_once():
             mlflow = begin(runs, id, {PARENT: night} if night else {})
             with ending(mlflow):
                 parent = mlflow.root if mlflow else None

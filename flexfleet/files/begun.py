@@ -3,11 +3,12 @@ it goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, EnvironmentFailure
 
 
 def check_free(folder: Path, resume: bool, name: str = "--run-id") -> None:
@@ -38,3 +39,12 @@ def told_changes(before: Mapping[str, Any], now: Mapping[str, Any], counts: Call
 def go_on(id: str) -> str:
     """How a comparison, a study or a night goes on."""
     return f"the same command with --id {id} --resume goes on"
+
+
+@contextmanager
+def failures_tell(id: str) -> Iterator[None]:
+    """An EnvironmentFailure inside says how a comparison or a night goes on."""
+    try:
+        yield
+    except EnvironmentFailure as error:
+        raise type(error)(f"{error}: {go_on(id)}") from error

@@ -21,7 +21,7 @@ from flexfleet.comparisons import whole
 from flexfleet.config.entries import Entry
 from flexfleet.config.names import plain
 from flexfleet.files.artifacts import Artifact, BareHistory, RunFile
-from flexfleet.files.begun import check_free, go_on
+from flexfleet.files.begun import check_free, failures_tell, go_on
 from flexfleet.files.measure import Measure
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.nightly import gate, suite
@@ -118,10 +118,12 @@ def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
     what `compare` raises."""
     take_folder(night, resume)
     with stopping_at_once(go_on(night.id)):
-        mlflow = begin(night, {})
+        with failures_tell(night.id):
+            mlflow = begin(night, {})
         with ending(mlflow):
             folders = make(night, jobs, resume, mlflow.root if mlflow else None)
-        return settle(night, folders, night.folder)
+        with failures_tell(night.id):
+            return settle(night, folders, night.folder)
 
 
 def update(night: Night, *, jobs: int = 1, resume: bool = False) -> Figures:

@@ -172,13 +172,15 @@ def _federate(
     run.write(out / "run.json")
     done = max((round + 1 for round in ledger.checkpoints.commits()), default=0)
     console = Console(config.rounds.stop, done, stop_simulated_s=config.rounds.stop_simulated_s)
-    mlflow = track.start(config, run, out, tags)
+    with loop.told_how_to_go_on():  # run.json is there
+        mlflow = track.start(config, run, out, tags)
     tracker = Several([console, *(t for t in (mlflow, observer) if t is not None)])
     with ending(tracker, Replaced):  # once replaced, MLflow shows the other coordinator's run
-        if mlflow is not None:
-            _tell_mlflow(mlflow, config, run, known, site, out)
+        with loop.told_how_to_go_on():
+            if mlflow is not None:
+                _tell_mlflow(mlflow, config, run, known, site, out)
+            tracker.params(configs.shown(config))
         site_sums = _put_site(ledger, out, partition_dir, pool_dir, wheel, site)
-        tracker.params(configs.shown(config))
         first = [initial_state(resolved, site, given_weights(pool_dir, site.family))]
         noise_key = privacy.noise_key(key, token) if private and key is not None else None
         described = _described(resolved, site, noise_key, trace)

@@ -10,7 +10,7 @@ from typing import Any
 import mlflow
 import pytest
 
-from fl_engine.core.errors import Stopped
+from fl_engine.core.errors import Stopped, Unreachable
 from flexfleet.comparisons import side_by_side, tabulate
 from flexfleet.comparisons import whole as compare_module
 from flexfleet.files.artifacts import RunFile
@@ -145,3 +145,16 @@ def test_one_that_is_stopped_while_its_tables_are_made_says_so_here_and_in_mlflo
     assert client.get_run(compared.json["mlflow_run_id"]).info.status == "KILLED"
     assert flexfleet(*argv, sets=given).code == 0
     assert client.get_run(compared.json["mlflow_run_id"]).info.status == "FINISHED"
+
+
+def test_what_fails_at_its_end_says_how_it_goes_on(
+    compared: Compared, flexfleet: Any, sets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> None:
+        raise Unreachable("MLflow does not take measurements any more")
+
+    monkeypatch.setattr(tabulate, "log_outcome", gone)
+    given, argv = [*sets, f"tracking.mlflow={compared.uri}"], ("compare", *TWO, "--id", "both", "--resume")
+    failed = flexfleet(*argv, sets=given)
+    assert failed.code == 6
+    assert failed.err.rstrip().endswith("any more: the same command with --id both --resume goes on")

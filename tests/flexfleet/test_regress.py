@@ -17,7 +17,7 @@ import mlflow
 import pytest
 import yaml
 
-from fl_engine.core.errors import EnvironmentFailure, IntegrityError
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError, Unreachable
 from fl_engine.rounds.run import Run
 from flexfleet.config import load_config
 from flexfleet.nightly import regress, suite
@@ -223,6 +223,17 @@ def test_a_night_is_not_begun_twice_and_goes_on(place: Place, first: Verdict) ->
     assert Verdict.model_validate_json(done.out) == first, "judged once"
     again = mlflow.MlflowClient(tracking_uri=place.uri).search_model_versions("name = 'tiny-quick-flexfl'")
     assert len(again) == versions, "nothing is registered twice"
+
+
+def test_a_night_that_fails_as_it_is_judged_says_how_it_goes_on(
+    place: Place, first: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> None:
+        raise Unreachable("MLflow does not give the verdict")
+
+    monkeypatch.setattr(regress, "settle", gone)
+    done = place.night(place.folder / "tiny.yaml", "first", "--resume")
+    assert done.code == 6 and done.err.rstrip().endswith("verdict: the same command with --id first --resume goes on")
 
 
 def test_a_number_of_jobs_that_cannot_be_is_refused_at_once(place: Place, caplog: pytest.LogCaptureFixture) -> None:

@@ -534,6 +534,19 @@ def test_what_fails_after_the_rounds_says_how_to_go_on(
     assert stopped.err.count("--resume") == 1
 
 
+@pytest.mark.parametrize("call", ["get_metric_history", "log_inputs", "log_batch"])
+def test_what_fails_as_the_mlflow_run_begins_says_how_to_go_on(
+    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def gone(*_: Any, **__: Any) -> None:
+        raise mlflow.exceptions.MlflowException("API request failed: connection refused")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mlflow.MlflowClient, call, gone)
+    stopped = flexfleet("run", "--run-id", "a", sets=[*quick, f"tracking.mlflow={mlflow_uri}"])
+    assert stopped.code == 6 and stopped.err.count("go on with --resume") == 1
+
+
 @pytest.mark.parametrize("given", [None, "9", "7.5"])
 def test_a_server_is_not_waited_for_to_tell_it_that_a_run_has_failed(
     given: str | None, monkeypatch: pytest.MonkeyPatch
