@@ -168,9 +168,9 @@ def printable(text: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what somebody else's error says, without passwords; its kind where it says nothing. (What
-    follows is often advice to programmers, as with SQLAlchemy.)"""
-    said = [line for line in str(error).splitlines() if not line.startswith("(raised as a result of ")]
+    """The first line of what somebody else's error says, without passwords; its kind where it says nothing. (SQLAlchemy
+    begins with advice to programmers, before which MLflow's server puts a code.)"""
+    said = [line for line in str(error).splitlines() if not re.match(r"([A-Z_]+: )?\(raised as a result of ", line)]
     return masked((said or [type(error).__name__])[0])
 
 

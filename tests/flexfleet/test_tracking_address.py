@@ -204,10 +204,11 @@ def test_half_an_answer_may_be_whole_at_another_try(said: str) -> None:
         "a read-only transaction",
     ],
 )
-def test_a_database_that_takes_nothing_is_an_environment_error_that_says_why(cause: str) -> None:
+@pytest.mark.parametrize("of_server", ["", "BAD_REQUEST: "])
+def test_a_database_that_takes_nothing_is_an_environment_error_that_says_why(cause: str, of_server: str) -> None:
     said = f"(raised as a result of Query-invoked autoflush; consider)\n(sqlite3.OperationalError) {cause}\n[SQL: ...]"
     with pytest.raises(EnvironmentFailure) as error, server.usable("sqlite:///a.db"):
-        raise mlflow.MlflowException(said)
+        raise mlflow.MlflowException(of_server + said)
     assert str(error.value) == f"tracking.mlflow = 'sqlite:///a.db' cannot be used: (sqlite3.OperationalError) {cause}"
 
 
