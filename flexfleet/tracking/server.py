@@ -259,7 +259,7 @@ def _waiting_is_told(uri: str) -> Iterator[None]:
 
 
 GONE = re.compile(
-    r"Max retries exceeded|too many \d+ error responses|status code 5\d\d|could not connect|database is locked"
+    r"Max retries exceeded|too many \d+ error responses|(status|error) code 5\d\d|could not connect|database is locked"
     r"|server closed the connection|[Cc]onnection (refused|reset|aborted|broken|timed out)|Response ended prematurely"
 )
 """What MLflow, requests and database drivers say if a server does not answer."""

@@ -188,9 +188,10 @@ def test_mlflow_is_imported_without_its_telemetry_unless_somebody_wants_it(
     [
         "('Connection broken: IncompleteRead(84 bytes read, 84 more expected)', IncompleteRead(84 bytes read))",
         "Response ended prematurely",
+        "API request to endpoint /get-by-name failed with error code 520 != 200. Response body: '<html></html>'",
     ],
 )
-def test_half_an_answer_may_be_whole_at_another_try(said: str) -> None:
+def test_half_an_answer_and_a_proxy_s_error_may_be_whole_at_another_try(said: str) -> None:
     with pytest.raises(UnreachableAddress), server.usable("http://nowhere"):
         raise mlflow.MlflowException(f"API request to http://nowhere/get-by-name failed with exception {said}")
 
