@@ -134,6 +134,36 @@ def test_a_secret_holds_the_invitations_of_all_pods_of_a_job(monkeypatch: pytest
     assert 50 < len(group.pods) <= crew.MOST_PODS
 
 
+class Nowhere(Cluster):
+    """Takes what it is sent, and makes no pods."""
+
+    def create(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+        return {**body, "metadata": {**body["metadata"], "uid": body["metadata"]["name"]}}
+
+    def select(self, *_: Any) -> list[dict[str, Any]]:
+        return []
+
+    def delete(self, *_: Any) -> None:
+        """Gone."""
+
+
+def test_an_order_that_is_answered_counts_as_a_pod_that_ends_for_those_that_wait_for_room() -> None:
+    """A pod of a round would have ended, and made room."""
+    ground = Ground.__new__(Ground)
+    ground.options = KubernetesConfig(lifetime="run", image="flexfleet:latest", poll_s=1e-9)
+    ground.cluster, ground.run, ground.store, ground._owner = Nowhere("clients"), "run", "memory", None
+    ground.template = jobs.template(None)
+    fleet = [Device(client, "medium", 100.0, 0.0) for client in range(3)]
+    orders = tuple(WorkOrder(0, each.client, SubmodelSpec.of({}), {}, seed=0, level=0) for each in fleet)
+    found = crew.Crew(ground, fleet, Post(MemoryStore(), Roster(MemoryStore(), rotates=False)))
+    found.begin(RoundPlan(0, orders))
+    moved = []
+    for asked in (3, 3, 2, 2):
+        found.keep({"medium": asked}, {"medium": asked}, ())
+        moved.append(found.moved)
+    assert moved[0] == moved[1] < moved[2] == moved[3]
+
+
 # ---------------------------------------------------------------------------------- pods that are threads
 def test_a_run_whose_jobs_are_never_admitted_stops_and_says_why(
     cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote, in_a_queue: str

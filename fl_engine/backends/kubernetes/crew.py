@@ -102,7 +102,7 @@ class Crew:
         self._fell: set[tuple[str, int]] = set()
         """Places and indices whose pod has ended by itself in this round: that others start and end in its stead, again
         and again, is no sign that orders will be taken."""
-        self._round = 0
+        self._round = self._left = 0
         self._looked = self._heard = self._gave = self._said = -math.inf
         self.moved = -math.inf
         o = ground.options
@@ -121,6 +121,7 @@ class Crew:
     def begin(self, plan: RoundPlan) -> None:
         self._round, self._looked, self._ended, self._fell = plan.round, -math.inf, Counter(), set()
         self._groups = {group.host or group.tier: group for group in self._groups_of(plan)}
+        self._left = len(plan.orders)
 
     def keep(self, asked: Mapping[str, int], unheld: Mapping[str, int], silent: Collection[str]) -> bool:
         """Asks the cluster every `poll_s`. Raises Stopped where the pods of a place that has orders end, or do not
@@ -129,6 +130,9 @@ class Crew:
         if now - self._looked < self._options.poll_s:
             return False
         begins, self._looked = math.isinf(self._looked), now
+        before, self._left = self._left, sum(asked.values())
+        if self._left < before:  # where a round's pod would have ended and made room
+            self.moved = now
         changed = self._look(now, asked, silent)
         if begins:
             for place, one in list(self._standing.items()):
