@@ -267,8 +267,11 @@ def test_without_pods_the_run_stops_and_says_why(
     cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote
 ) -> None:
     cluster.refuse = lambda job, index: 'violates PodSecurity "restricted:latest"'
-    with pytest.raises(Stopped, match=r"no pod takes orders: .*violates PodSecurity.*kubectl -n flexfleet-clients"):
+    with pytest.raises(Stopped, match=r"takes orders: .*violates PodSecurity.*kubectl -n flexfleet-clients") as stopped:
         rounds("refused", *remote, *STAY)
+    tier = str(stopped.value).split("takes orders: ")[1].split(":")[0]
+    there = [each["metadata"] for (kind, _), each in cluster.objects.items() if kind == "jobs"]
+    assert tier in [meta["labels"][jobs.TIER] for meta in there], "what it says to describe is there"
 
 
 def test_with_a_node_for_each_client_no_order_goes_elsewhere(
@@ -314,7 +317,7 @@ def test_with_a_node_for_each_client_the_quorum_decides_whether_one_is_waited_fo
     sets = (*STAY, "rounds.stop=1", "kubernetes.placement=device", "kubernetes.hostname=pi-{client}")
     sets += ("kubernetes.pending_s=4", "kubernetes.attempts=1", "kubernetes.lease_s=3", f"kubernetes.quorum={quorum}")
     if quorum == 1.0:
-        said = r"2 of 3 clients have answered, 3 are needed \(kubernetes.quorum\): the device"
+        said = r"2 of 3 clients have answered, 3 are needed \(kubernetes.quorum\): no device of pi-"
         with pytest.raises(
             Stopped, match=said if how == "takes none" else "no pod takes orders: .*not started after 4 s"
         ):
@@ -323,7 +326,30 @@ def test_with_a_node_for_each_client_the_quorum_decides_whether_one_is_waited_fo
     rounds("bound", *remote, *sets)
     (row,) = rows(remote, "bound")
     (failure,) = [line["failure"] for line in row.clients if "failure" in line]
-    assert failure.startswith("pod") and "has not taken the order for 4 s" in failure and len(row.clients) == 3
+    assert failure.startswith("pod") and "has taken the order for 4 s" in failure and len(row.clients) == 3
+
+
+@pytest.mark.parametrize(("quorum", "how"), [(0.3, "unschedulable"), (0.3, "hang"), (0.5, "image")])
+def test_the_quorum_decides_whether_a_tier_is_waited_for_whose_pods_take_no_orders(
+    cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote, rows: Rows,
+    monkeypatch: pytest.MonkeyPatch, quorum: float, how: str,
+) -> None:  # fmt: skip
+    """As in a round's Jobs. The tier has two of the round's three orders."""
+    monkeypatch.setattr(lasting, "GRACE_S", 0)
+    cluster.script = lambda job, index, before: how if job["metadata"]["labels"][jobs.TIER] == "strong" else "run"
+    sets = (*STAY, "rounds.stop=1", "kubernetes.pending_s=1", "kubernetes.lease_s=3", f"kubernetes.quorum={quorum}")
+    if quorum == 0.5:
+        said = (
+            r"1 of 3 clients have answered, 2 are needed \(kubernetes.quorum\): .*ImagePullBackOff.* describe jobs,pods"
+        )
+        with pytest.raises(Stopped, match=said):
+            rounds("without", *remote, *sets)
+        return
+    rounds("without", *remote, *sets)
+    (row,) = rows(remote, "without")
+    first, second = (line["failure"] for line in row.clients if "failure" in line)
+    assert first == second and first.startswith("pod: no device of strong has taken the order for 2 s")
+    assert ("Unschedulable" in first) == (how == "unschedulable")
 
 
 def test_the_others_are_called_off_once_enough_updates_are_there(

@@ -113,7 +113,7 @@ def test_a_client_whose_place_takes_no_order_is_given_up_where_others_have_answe
 ) -> None:
     """As with placement=device: its own pod beats, and no other one may have its order."""
     scene = scene_of(10, lease_s=20.0, wait_s=100.0)
-    scene.keeper.bound = True
+    scene.keeper.spares = True
     scene.fleet[9] = Device(9, "own", 100.0, 0.0)
     for _ in range(3):
         scene.device(scene.honest(5.0), "weak")
@@ -131,7 +131,7 @@ def test_a_client_whose_place_takes_no_order_is_given_up_where_others_have_answe
 
 def test_where_no_place_takes_an_order_the_run_stops(scene_of: Callable[..., Scene]) -> None:
     scene = scene_of(1, lease_s=20.0, wait_s=100.0)
-    scene.keeper.bound = True
+    scene.keeper.spares = True
     scene.device(scene.idle).takes = False
     with pytest.raises(Stopped, match="weak-1 beat, but took none"):
         scene.outcomes()

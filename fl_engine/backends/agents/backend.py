@@ -361,10 +361,8 @@ class Agents:
                 del self._agents[agent.name]
 
     def _can_go_on(self, r: OpenRound) -> bool:
-        """Whether the round does without the clients that are missing: no other device may have their orders, and some
-        have answered."""
-        alone = self._own_data or self._keeper.bound
-        return alone and (r.plan.adopted > 0 or len(r.open_) < len(r.plan.orders))
+        """Whether the round does without the clients that are missing, as some have answered."""
+        return (self._own_data or self._keeper.spares) and (r.plan.adopted > 0 or len(r.open_) < len(r.plan.orders))
 
     def _may_take_one(self, r: OpenRound) -> bool:
         """Whether a device is there that has not failed since its last answer, nor let an order lie: it is asked before
@@ -373,7 +371,7 @@ class Agents:
         return any(self._suits(a, client, r, there) for a in there if not a.failures for client in r.open_)
 
     def _absent(self, r: OpenRound) -> Iterator[ClientFailure]:
-        """Gives up clients whose own devices stay away, where nothing has moved for `wait_s`."""
+        """Gives up clients whose devices stay away, where nothing has moved for `wait_s`."""
         if not self._can_go_on(r) or self._waited(r) <= self._options.wait_s:
             return
         while r.waiting:
@@ -384,8 +382,13 @@ class Agents:
                 for name in sorted(r.idle & self._agents.keys())
                 if self._suits(self._agents[name], client, r, ())
             )
-            why = f"the device that holds its data{who} has not taken the order for {self._options.wait_s:g} s"
-            yield ClientFailure(r.plan.round, client, LOST, why + (" (agents.wait_s)" if self._own_data else ""))
+            place, waited = self._keeper.place(client), f"for {self._options.wait_s:g} s"
+            if self._own_data:
+                why = f"the device that holds its data{who} has not taken the order {waited} (agents.wait_s)"
+            else:
+                known = self._keeper.why(place)
+                why = f"no device of {place}{who} has taken the order {waited}{known and f': {known}'}"
+            yield ClientFailure(r.plan.round, client, LOST, why)
 
     def _waited(self, r: OpenRound) -> float:
         """Seconds since a device was last at work, or on its way."""

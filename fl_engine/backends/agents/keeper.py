@@ -29,8 +29,9 @@ class Keeper(Protocol):
     """How many orders a device may hold at once."""
     strangers: bool
     """The devices are other people's: each gets a limited share of a round's orders."""
-    bound: bool
-    """No other device may have a client's order than the one at its place."""
+    spares: bool
+    """A round may do without the clients of a place whose devices take no orders: whoever asked for it counts the
+    answers."""
     drains: int
     """How often in a round a device that holds an order may end, and say so, as one that is taken away: from then on it
     counts against the order, since a device may say so and live on."""
@@ -51,6 +52,9 @@ class Keeper(Protocol):
     def lost(self, name: str, heard: float) -> Lost | None:
         """What is known of a device that was heard of last at `heard`; None: nothing, or nothing since."""
 
+    def why(self, place: str) -> str:
+        """Why no device of this place takes orders; empty: nobody knows."""
+
     def advice(self, names: Sequence[str], places: Sequence[str]) -> str:
         """What to do where devices of these places are waited for in vain; `names`: those that are known."""
 
@@ -58,7 +62,7 @@ class Keeper(Protocol):
 class Invited:
     """Devices that people start where they are: each is one client. `roster`: where they are listed."""
 
-    moved, room, strangers, bound, drains = -math.inf, 1, True, False, 1
+    moved, room, strangers, spares, drains = -math.inf, 1, True, False, 1
 
     def __init__(self, fleet: Sequence[Device], roster: str = "") -> None:
         self._fleet, self._roster, self._met = fleet, roster, 0.0
@@ -81,6 +85,9 @@ class Invited:
 
     def lost(self, name: str, heard: float) -> Lost | None:
         return None
+
+    def why(self, place: str) -> str:
+        return ""
 
     def advice(self, names: Sequence[str], places: Sequence[str]) -> str:
         invite = f"flexfleet invite --tier {places[0] if places else 'TIER'}"

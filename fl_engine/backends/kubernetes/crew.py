@@ -85,7 +85,7 @@ class Standing:
 class Crew:
     """A `Keeper`. `post`: the letters of this run alone, with a roster that remembers nothing."""
 
-    strangers = False
+    strangers, spares = False, True
     drains = waiting.LOST_NODES
 
     def __init__(self, ground: Ground, fleet: Sequence[Device], post: Post) -> None:
@@ -99,15 +99,16 @@ class Crew:
         """Places that have given way: their pods come when there are orders for them."""
         self._ended: Counter[str] = Counter()
         """By place, the Jobs that came to nothing in this round."""
+        self._why: dict[str, str] = {}
+        """By place, why the last of them did."""
         self._fell: set[tuple[str, int]] = set()
         """Places and indices whose pod has ended by itself in this round: that others start and end in its stead, again
         and again, is no sign that orders will be taken."""
-        self._round = self._left = 0
+        self._round = self._left = self._wanted = 0
         self._looked = self._heard = self._gave = self._said = -math.inf
         self.moved = -math.inf
         o = ground.options
-        self.bound = o.placement == "device"
-        self.room = 1 if self.bound else min(o.clients_per_pod, MOST_ORDERS)
+        self.room = 1 if o.placement == "device" else min(o.clients_per_pod, MOST_ORDERS)
 
     # ------------------------------------------------------------------------------------------- as a Keeper
     def place(self, client: int) -> str:
@@ -121,11 +122,11 @@ class Crew:
     def begin(self, plan: RoundPlan) -> None:
         self._round, self._looked, self._ended, self._fell = plan.round, -math.inf, Counter(), set()
         self._groups = {group.host or group.tier: group for group in self._groups_of(plan)}
-        self._left = len(plan.orders)
+        self._left, self._wanted, self._why = len(plan.orders), len(plan.orders) + plan.adopted, {}
 
     def keep(self, asked: Mapping[str, int], unheld: Mapping[str, int], silent: Collection[str]) -> bool:
         """Asks the cluster every `poll_s`. Raises Stopped where the pods of a place that has orders end, or do not
-        start, `attempts` times; where a quorum may do without a client with a place of its own, it makes no others."""
+        start, `attempts` times; where the quorum may do without its clients, it makes no others in this round."""
         now = time.monotonic()
         if now - self._looked < self._options.poll_s:
             return False
@@ -168,13 +169,20 @@ class Crew:
                     return Lost(f"{one.live.tier}: {state.reason or 'the pod failed'}", not state.disrupted)
         return None
 
+    def why(self, place: str) -> str:
+        there = [one.live for here, one in self._standing.items() if here == place]
+        counts = waiting.reasons(there).get(there[0].tier) if there else None
+        return waiting.told(counts) if counts else self._why.get(place, "")
+
     def advice(self, names: Sequence[str], places: Sequence[str]) -> str:
         reasons = waiting.reasons(one.live for one in self._standing.values())
         said = "".join(f"{waiting.told(counts)}. " for counts in reasons.values() if counts)
-        return (
-            f"{said}To look at the pods: kubectl -n {self._options.namespace} describe jobs,pods "
-            f"-l {jobs.RUN}={self._ground.run}; mend the cause"
-        )
+        return f"{said}{self.looking}; mend the cause"
+
+    @property
+    def looking(self) -> str:
+        kubectl, of = f"kubectl -n {self._options.namespace}", f"-l {jobs.RUN}={self._ground.run}"
+        return f"To look at the pods: {kubectl} describe jobs,pods {of}, and {kubectl} logs --prefix {of}"
 
     # ------------------------------------------------------------------------------------------- Jobs
     @property
@@ -223,23 +231,29 @@ class Crew:
             if len(one.losses.keys() | one.hung) < len(one.names):
                 continue
             reasons = {loss.reason for loss in one.losses.values()} | ({"its pods hang"} if one.hung else set())
-            why = "; ".join(sorted(reasons)[:3])
-            self._drop(place, why)
-            changed = True
+            why = self._why[place] = "; ".join(sorted(reasons)[:3])
             if job is None:
                 self._ground.forget_owner()
             # Pods that waited in vain for a coordinator, and those that somebody has deleted, say nothing of the next.
             failed = job is not None and jobs.ended(job) != "Complete"
             self._ended[place] += failed and (bool(one.hung) or not all(loss.node for loss in one.losses.values()))
             if asked.get(place) and self._ended[place] >= self._options.attempts:
-                if self.bound and self._options.quorum < 1:  # the others' answers may do without this client's
-                    log.warning("round %d: no pod of %s takes orders: %s", self._round + 1, place, why)
-                    continue
-                raise Stopped(
-                    f"round {self._round + 1}: no pod takes orders: {why}. What arrived is kept. "
-                    f"{self.advice([], [])}, then resume with --resume"
-                )
+                if not self._others_answer(asked):
+                    if one.hung:
+                        self._drop(place, why)  # others stay, to be looked at
+                    raise Stopped(
+                        f"round {self._round + 1}: no pod takes orders: {why}. What arrived is kept. "
+                        f"{self.advice([], [])}, then resume with --resume"
+                    )
+                log.warning("round %d: no pod of %s takes orders: %s", self._round + 1, place, why)
+            self._drop(place, why)
+            changed = True
         return changed
+
+    def _others_answer(self, asked: Mapping[str, int]) -> bool:
+        """Whether answers of other places, which are there or may come, may do for the quorum."""
+        come = any(n and self._ended[place] < self._options.attempts for place, n in asked.items())
+        return self._options.quorum < 1 and (come or sum(asked.values()) < self._wanted)
 
     def _find(self, now: float) -> None:
         """The Jobs that an earlier coordinator has left. Those that were made with other settings are deleted, and so

@@ -18,7 +18,7 @@ from fl_engine.backends.kubernetes.ground import Ground
 from fl_engine.backends.kubernetes.quorum import quorum_of, too_few, unanswered
 from fl_engine.backends.kubernetes.settings import GRACE_S, KubernetesConfig
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import ConfigError, FlexfleetError
+from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan, WorkOrder
 from fl_engine.exchange.letters import safe
 from fl_engine.exchange.mailbox import Mailbox
@@ -70,7 +70,7 @@ class Lasting:
         self._options, self._mailbox, self._home, self._held = self._ground.options, mailbox, home, held
         post = Post(home, Roster(MemoryStore(), rotates=False), self._ground.verb, options.endpoint, held.key)
         _say_plain(post)
-        crew = Crew(self._ground, fleet, post)
+        self._crew = Crew(self._ground, fleet, post)
         waits = AgentsConfig(
             lease_s=options.lease_s,
             deadline_s=options.deadline_s,
@@ -89,7 +89,7 @@ class Lasting:
             should_stop,
             code,
             check=held.check,
-            keeper=crew,
+            keeper=self._crew,
             memory=memory,
             site_sums=site_sums,
             befalls=befalls,
@@ -115,7 +115,7 @@ class Lasting:
         quorum = quorum_of(self._mailbox, plan, self._options.quorum)
         answers = quorum.before + len(plan.orders) - len(open_)
         if answers < quorum.enough:
-            raise too_few(plan, answers, quorum, lost)
+            raise Stopped(f"{too_few(plan, answers, quorum, lost)}. {self._crew.looking}")
         yield from unanswered(plan, open_, lost)
 
     def finish(self) -> None:
