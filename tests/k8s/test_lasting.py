@@ -274,6 +274,35 @@ def test_without_pods_the_run_stops_and_says_why(
     assert tier in [meta["labels"][jobs.TIER] for meta in there], "what it says to describe is there"
 
 
+def test_what_was_refused_before_a_coordinator_started_again_may_have_been_mended(
+    cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote, expected: Expected,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The event is still there; the Job's pods are made now, though it takes its controller a while to try again."""
+    monkeypatch.setattr(crew, "EVENTS_EVERY_S", 0.1)
+    sets, looks, go, keep = (
+        (*STAY, "rounds.stop=1", "kubernetes.attempts=1"),
+        list[int](),
+        threading.Event(),
+        crew.Crew.keep,
+    )
+    cluster.refuse = lambda job, index: 'violates PodSecurity "restricted:latest"'
+    with pytest.raises(Stopped, match="violates PodSecurity"):
+        rounds("mended", *remote, *sets)
+    before = len(jobs_of(cluster))
+
+    def looked(self: Any, *asked: Any) -> bool:
+        looks.append(1)
+        if len(looks) > 10:
+            go.set()
+        return keep(self, *asked)
+
+    cluster.refuse = lambda job, index: "" if go.wait(60) else "late"
+    monkeypatch.setattr(crew.Crew, "keep", looked)
+    assert model(rounds("mended", *remote, *sets, resume=True)) == expected(1)
+    assert len(jobs_of(cluster)) == before
+
+
 def test_with_a_node_for_each_client_no_order_goes_elsewhere(
     cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:

@@ -272,6 +272,10 @@ class Crew:
                 continue
             log.info("the pods of the Job %s are there already", name)
             self._enter(place, job, members, now - RENEW_S)
+        if self._jobs:
+            events = self._ground.refusals()
+            for one in self._standing.values():
+                waiting.forget_refusals(one.live, events)
 
     def _members(self, name: str) -> list[Member]:
         """The devices of a Job that is there, as its Secret has them; empty: it has none, or not all."""
