@@ -276,11 +276,12 @@ def test_pods_that_an_order_kills_do_not_start_for_ever(
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize(("code", "how"), [(0, "run"), (1, "run"), (1, "vanish")], ids=["well", "badly", "evicted"])
 def test_pods_that_end_before_they_take_an_order_are_not_waited_for_without_end(
-    cluster: Any, rounds: Rounds, remote: Remote, monkeypatch: pytest.MonkeyPatch, code: int
+    cluster: Any, rounds: Rounds, remote: Remote, monkeypatch: pytest.MonkeyPatch, code: int, how: str
 ) -> None:
-    """Each time others start in their stead: they cannot read letters and end (0), or something kills them (1)."""
+    """Each time others start in their stead: they cannot read letters and end (0), something kills them (1), or their
+    nodes evict them."""
     monkeypatch.setattr(lasting, "GRACE_S", 0)
     began, ended = time.monotonic(), threading.Event()
 
@@ -300,8 +301,9 @@ def test_pods_that_end_before_they_take_an_order_are_not_waited_for_without_end(
 
     def script(job: Any, index: int, before: int) -> str:
         time.sleep(0.5 if before else 0.0)  # as the Job controller waits before it makes another one
-        return "run"
+        return how
 
     cluster.start, cluster.slots, cluster.script = Ends, threading.Semaphore(100), script
     with pytest.raises(Stopped, match=r"no device has taken an order for \d+ s; 3 of 3 clients"):
         rounds("ends", *remote, *STAY, "kubernetes.pending_s=2", "kubernetes.attempts=1")
+    assert time.monotonic() < began + 25

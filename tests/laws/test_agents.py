@@ -15,7 +15,7 @@ from fl_engine.algorithms import AllLarge
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import BACKENDS, Surroundings
 from fl_engine.backends.agents.backend import Agents
-from fl_engine.backends.agents.keeper import Invited
+from fl_engine.backends.agents.keeper import Invited, Lost
 from fl_engine.core.errors import EnvironmentFailure, Replaced, Stopped
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, RoundPlan
 from fl_engine.exchange.client import Site, accept
@@ -307,6 +307,27 @@ def test_a_device_that_gives_its_order_back_does_so_once_for_nothing(scene_of: C
     (failure,) = scene.outcomes().values()
     assert isinstance(failure, ClientFailure) and failure.reason == f"{device.name} was ended"
     assert len(device.taken) == 3
+
+
+def test_an_order_that_has_its_pod_evicted_again_and_again_does_not_hold_its_round_open(
+    scene_of: Callable[..., Scene],
+) -> None:
+    """Nobody is left to say so but the cluster: a node that runs out of memory kills what it evicts at once."""
+    scene = scene_of(1, attempts=2)
+    scene.keeper.drains, scene.until = 3, 3000.0
+    device = scene.device(scene.hung)
+
+    def lost(name: str, heard: float) -> Lost | None:
+        if not device.taken or device.done == device.taken[-1][0] or scene.clock.now < device.since + 5:
+            return None
+        device.done = device.taken[-1][0]
+        device.restart()
+        return Lost("weak: Evicted", False)
+
+    scene.keeper.lost = lost  # type: ignore[method-assign]
+    (failure,) = scene.outcomes().values()
+    assert isinstance(failure, ClientFailure) and failure.reason == f"{device.name} is lost: weak: Evicted"
+    assert len(device.taken) == 3 + 2
 
 
 def test_a_device_that_says_all_the_time_that_it_was_ended_does_not_hold_its_round_open(

@@ -33,8 +33,8 @@ class Keeper(Protocol):
     """A round may do without the clients of a place whose devices take no orders: whoever asked for it counts the
     answers."""
     drains: int
-    """How often in a round a device that holds an order may end, and say so, as one that is taken away: from then on it
-    counts against the order, since a device may say so and live on."""
+    """How often in a round a device that holds an order may be taken away, as it says itself or others do: from then on
+    it counts against the order, which may be why its pod is evicted, and since a device may say so and live on."""
 
     def place(self, client: int) -> str: ...
 

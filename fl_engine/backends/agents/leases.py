@@ -35,14 +35,13 @@ def why_ended(
     if agent.is_gone and held.taken:
         post.hear(agent)  # it may be back
         if agent.is_gone:
-            r.gone.update((agent.name, client) for client in held.clients)
-            most = max(r.gone[agent.name, client] for client in held.clients)
-            return Ended(f"{agent.name} was ended", most > keeper.drains)
+            return Ended(f"{agent.name} was ended", _too_often(agent, held, r, keeper))
     lost = keeper.lost(agent.name, max(agent.heard, held.since))
     if lost is not None:
         if not held.taken:
             post.hear(agent)  # it may have begun, and been killed before anybody looked
-        agent.away, failed = True, lost.counts and held.taken
+        agent.away = True
+        failed = held.taken and (lost.counts or _too_often(agent, held, r, keeper))
         if failed and held.alone:
             r.killed.update(held.clients)
         return Ended(f"{agent.name} is lost: {lost.reason}", failed)
@@ -55,3 +54,9 @@ def why_ended(
         agent.away = True
         return Ended(f"{agent.name} is silent for {silent:.0f} s", held.taken, untaken=not held.taken)
     return None
+
+
+def _too_often(agent: Agent, held: Held, r: OpenRound, keeper: Keeper) -> bool:
+    """Counts that the device was taken away with its orders, and whether one of them may be why."""
+    r.gone.update((agent.name, client) for client in held.clients)
+    return max(r.gone[agent.name, client] for client in held.clients) > keeper.drains

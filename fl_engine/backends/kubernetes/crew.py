@@ -101,9 +101,11 @@ class Crew:
         """By place, the Jobs that came to nothing in this round."""
         self._why: dict[str, str] = {}
         """By place, why the last of them did."""
+        self._taken: dict[tuple[str, int], set[str]] = {}
+        """By place and index, the pods that were taken away in this round."""
         self._fell: set[tuple[str, int]] = set()
-        """Places and indices whose pod has ended by itself in this round: that others start and end in its stead, again
-        and again, is no sign that orders will be taken."""
+        """Places and indices whose pod has ended by itself in this round, or was taken away too often: that others
+        start and end in its stead, again and again, is no sign that orders will be taken."""
         self._round = self._left = self._wanted = 0
         self._looked = self._heard = self._gave = self._said = -math.inf
         self.moved = -math.inf
@@ -120,9 +122,10 @@ class Crew:
         return self._options.pools.get(self._fleet[client].tier, NodePool()).torch_device
 
     def begin(self, plan: RoundPlan) -> None:
-        self._round, self._looked, self._ended, self._fell = plan.round, -math.inf, Counter(), set()
+        self._round, self._looked, self._ended, self._why = plan.round, -math.inf, Counter(), {}
+        self._taken, self._fell = {}, set()
         self._groups = {group.host or group.tier: group for group in self._groups_of(plan)}
-        self._left, self._wanted, self._why = len(plan.orders), len(plan.orders) + plan.adopted, {}
+        self._left, self._wanted = len(plan.orders), len(plan.orders) + plan.adopted
 
     def keep(self, asked: Mapping[str, int], unheld: Mapping[str, int], silent: Collection[str]) -> bool:
         """Asks the cluster every `poll_s`. Raises Stopped where the pods of a place that has orders end, or do not
@@ -216,8 +219,11 @@ class Crew:
             moved = {(place, index) for index in waiting.hear(one.live, there.get(one.name), pods, now)}
             if moved - self._fell:
                 self.moved = now
-            over = {index for index, state in one.live.states.items() if state.over and not state.disrupted}
-            self._fell |= {(place, index) for index in over}
+            for index, state in one.live.states.items():
+                taken = self._taken.setdefault((place, index), set())
+                taken |= {state.uid} if state.disrupted else set()
+                if (state.over and not state.disrupted) or len(taken) > self.drains:
+                    self._fell.add((place, index))
         if now - self._heard > EVENTS_EVERY_S and any(one.live.lacks_pods() for one in self._standing.values()):
             self._heard = now
             events = self._ground.refusals()
