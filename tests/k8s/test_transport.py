@@ -363,6 +363,38 @@ def test_a_quota_that_is_used_up_says_what_may_go(start: Start, configure: Confi
         configure(server, encoded(server.authority.issue("coordinator"))).create("jobs", {})
 
 
+@pytest.mark.parametrize(
+    ("status", "said", "hint"),
+    [
+        (
+            403,
+            "unable to create new content in namespace clients because it is being terminated",
+            "deletes the namespace",
+        ),
+        (403, 'admission webhook "a.b" denied the request: label team is required', "a policy of the cluster's"),
+        (422, "ValidatingAdmissionPolicy 'a' with binding 'b' denied request: no", "a policy of the cluster's"),
+    ],
+)
+def test_what_no_right_would_mend_is_not_blamed_on_the_role(
+    start: Start, configure: Configure, status: int, said: str, hint: str
+) -> None:
+    server = start()
+    server.answers, server.values = [(status, [])], [{"message": said}]
+    with pytest.raises(EnvironmentFailure, match=rf"{re.escape(said)}\. .*{hint}") as refused:
+        configure(server, encoded(server.authority.issue("coordinator"))).create("jobs", {})
+    assert "role.yaml" not in str(refused.value)
+
+
+def test_what_a_server_that_fails_says_is_told(
+    start: Start, configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "TRIES", 1)
+    server = start()
+    server.answers, server.values = [(500, [])], [{"message": 'failed calling webhook "kueue": connection refused'}]
+    with pytest.raises(EnvironmentFailure, match='HTTP 500 failed calling webhook "kueue": connection refused'):
+        configure(server, encoded(server.authority.issue("coordinator"))).create("jobs", {})
+
+
 @pytest.mark.parametrize("content", [b"- a list", b"a: [", b"\xff\xfe\x00", b"clusters: {}\ncontexts: 3"])
 def test_a_kubeconfig_that_is_none_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes

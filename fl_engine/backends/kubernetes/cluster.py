@@ -42,6 +42,7 @@ PATHS = {
 
 WARNING = re.compile(r'299 [^"]*"((?:[^"\\]|\\.)*)"')
 """The text of the header Warning's values: `299 - "text"`, with commas between several."""
+POLICY = re.compile(r"admission webhook .* denied|ValidatingAdmissionPolicy .* denied")
 
 
 class Cluster:
@@ -113,7 +114,7 @@ class Cluster:
                 # A create that was cut off may have succeeded; the next try then answers 409, as it should.
                 if answer.status != 429 and answer.status < 500 and not conflict:
                     raise EnvironmentFailure(_why(answer, method, kind, name, self.namespace))
-                said = f"HTTP {answer.status}" + (f" {_message(answer)}" if conflict else "")
+                said = f"HTTP {answer.status} {_message(answer)}"
             except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
                 _raise_if_untrusted(error)
                 said = str(error)
@@ -223,7 +224,7 @@ def _status(answer: urllib3.BaseHTTPResponse) -> Resource:
 
 
 def _message(answer: urllib3.BaseHTTPResponse) -> str:
-    return str(_status(answer).get("message") or answer.reason)
+    return printable(_status(answer).get("message") or answer.reason or "")[:500]
 
 
 def _why(answer: urllib3.BaseHTTPResponse, method: str, kind: str, name: str, namespace: str) -> str:
@@ -237,6 +238,10 @@ def _why(answer: urllib3.BaseHTTPResponse, method: str, kind: str, name: str, na
             hint += ": of each run that gets no more rounds the Secret <run>-keys"
         elif "count/jobs" in said:
             hint += ": Jobs of runs that have stopped. With kubernetes.placement=device each device has a Job"
+    elif "is being terminated" in said:
+        hint = f". Somebody deletes the namespace {namespace}: make it anew, or set kubernetes.namespace"
+    elif POLICY.search(said):
+        hint = ". That is a policy of the cluster's: change it, or what the Job says (kubernetes.template)"
     elif answer.status == 403:
         hint = f". The service account needs the rights of k8s/base/role.yaml in the namespace {namespace}"
     elif answer.status == 404:
