@@ -234,6 +234,23 @@ def test_pods_of_other_settings_and_those_of_rounds_are_not_taken_over(
     assert {pod.options.recycle for pod in pods.all} == {7}
 
 
+def test_pods_that_stay_make_room_where_the_run_goes_on_with_pods_for_each_round(
+    cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote
+) -> None:
+    def killed(*_: object) -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Agents, "_answered", killed)
+        with pytest.raises(Killed):
+            rounds("back", *remote, *STAY)
+        patch.setattr(Kubernetes, "_collect", killed)
+        with pytest.raises(Killed):
+            rounds("back", *remote, "rounds.stop=3", resume=True)
+    there = [name for kind, name in cluster.objects if kind == "jobs"]
+    assert there and all("-r0-" in name for name in there)
+
+
 def test_a_run_whose_objects_somebody_deletes_makes_them_anew(
     cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote, expected: Expected,
     monkeypatch: pytest.MonkeyPatch,

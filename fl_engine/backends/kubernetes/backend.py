@@ -110,6 +110,8 @@ class Kubernetes:
         self._memory, self._code, self._site_sums = memory, code, dict(site_sums)
         self._site = sha256(canonical(self._site_sums))
         self._should_stop = should_stop
+        self._looked = False
+        """Whether pods of this run that stay, as it had them with lifetime=run, have been looked for."""
         self.phases: dict[str, float] = {}
         self._phase, self._entered = PHASES[0], 0.0
 
@@ -197,6 +199,10 @@ class Kubernetes:
         """Watches Jobs of this round that an earlier coordinator left and that still run. Those that were made with
         other settings are deleted: what is resumed may have been mended, and their pods would refuse what they are told
         of the run now."""
+        if not self._looked:
+            for job in self._cluster.select("jobs", {jobs.RUN: self._run, jobs.LIFETIME: "run"}):
+                self._cluster.delete("jobs", job["metadata"]["name"])
+            self._looked = True
         settings = {jobs.SETTINGS: jobs.settings_sum(self._template, self._options), jobs.SITE: self._site}
         other = set()
         for job in sorted(self._cluster.select("jobs", self._labels(r.plan)), key=jobs.attempt_of):
