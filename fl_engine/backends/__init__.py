@@ -18,7 +18,7 @@ from fl_engine.backends.kubernetes.lasting import LETTERS, Lasting
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.backends.processes import Processes
 from fl_engine.core.contracts import Backend
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, Replaced, Stopped
+from fl_engine.core.errors import ConfigError, FlexfleetError, Replaced
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage import lease
@@ -97,7 +97,7 @@ def _tidied(pods: P) -> Iterator[P]:
         pods.finish()
     except Replaced:
         raise  # the objects belong to the other coordinator now
-    except (Stopped, EnvironmentFailure, KeyboardInterrupt):
+    except (FlexfleetError, KeyboardInterrupt):
         log.warning(pods.what_is_left())
         raise
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from fl_engine.backends import _tidied
 from fl_engine.backends.kubernetes.backend import Kubernetes, jobs
-from fl_engine.core.errors import Stopped
+from fl_engine.core.errors import Diverged, EnvironmentFailure, IntegrityError, Replaced, Stopped
 from tests.k8s.fake import leftovers, telling
 
 Rounds = Callable[..., Path]
@@ -30,6 +31,21 @@ def model(out: Path) -> bytes:
 
 def jobs_of(cluster: Any) -> list[str]:
     return [job["metadata"]["name"] for job in cluster.created if job["kind"] == "Job"]
+
+
+@pytest.mark.parametrize("error", [Stopped, EnvironmentFailure, IntegrityError, Diverged, KeyboardInterrupt, Replaced])
+def test_whatever_ends_a_run_the_log_says_how_to_remove_what_is_left(
+    caplog: pytest.LogCaptureFixture, error: type[BaseException]
+) -> None:
+    """Pods that stay are there between rounds too. What another coordinator has taken over is not left."""
+
+    class Pods:
+        def what_is_left(self) -> str:
+            return "delete what is left"
+
+    with pytest.raises(error), _tidied(Pods()):  # type: ignore[type-var]
+        raise error
+    assert ("delete what is left" in caplog.text) == (error is not Replaced)
 
 
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, Stopped), (signal.SIGINT, KeyboardInterrupt)])
