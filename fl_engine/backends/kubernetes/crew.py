@@ -178,8 +178,7 @@ class Crew:
         return waiting.told(counts) if counts else self._why.get(place, "")
 
     def advice(self, names: Sequence[str], places: Sequence[str]) -> str:
-        reasons = waiting.reasons(one.live for one in self._standing.values())
-        said = "".join(f"{waiting.told(counts)}. " for counts in reasons.values() if counts)
+        said = "".join(f"{place}: {why}. " for place in places if (why := self.why(place)))
         return f"{said}{self.looking}; mend the cause"
 
     @property
@@ -237,7 +236,8 @@ class Crew:
             if len(one.losses.keys() | one.hung) < len(one.names):
                 continue
             reasons = {loss.reason for loss in one.losses.values()} | ({"its pods hang"} if one.hung else set())
-            why = self._why[place] = "; ".join(sorted(reasons)[:3])
+            why = "; ".join(sorted(reasons)[:3])
+            self._why[place] = why.removeprefix(f"{one.live.tier}: ")
             if job is None:
                 self._ground.forget_owner()
             # Pods that waited in vain for a coordinator, and those that somebody has deleted, say nothing of the next.
@@ -249,7 +249,7 @@ class Crew:
                         self._drop(place, why)  # others stay, to be looked at
                     raise Stopped(
                         f"round {self._round + 1}: no pod takes orders: {why}. What arrived is kept. "
-                        f"{self.advice([], [])}, then resume with --resume"
+                        f"{self.looking}; mend the cause, then resume with --resume"
                     )
                 log.warning("round %d: no pod of %s takes orders: %s", self._round + 1, place, why)
             self._drop(place, why)
