@@ -234,6 +234,23 @@ def test_pods_of_other_settings_and_those_of_rounds_are_not_taken_over(
     assert {pod.options.recycle for pod in pods.all} == {7}
 
 
+def test_a_run_that_goes_on_with_fewer_pods_at_a_time_keeps_no_more(
+    cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote
+) -> None:
+    def killed(*_: object) -> None:
+        raise Killed
+
+    there = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Agents, "_answered", killed)
+        for most in (5, 3):
+            with pytest.raises(Killed):
+                rounds("fewer", *remote, *STAY, *EVERYBODY, f"kubernetes.parallelism={most}", resume=most == 3)
+            found = [each for (kind, _), each in cluster.objects.items() if kind == "jobs"]
+            there.append(sum(job["spec"]["completions"] for job in found))
+    assert there == [5, 3]
+
+
 def test_pods_that_stay_make_room_where_the_run_goes_on_with_pods_for_each_round(
     cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote
 ) -> None:

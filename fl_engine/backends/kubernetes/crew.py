@@ -196,10 +196,14 @@ class Crew:
         """The Jobs that this round wants to be there, each with as many pods as it should have."""
         if self._options.placement == "device":
             return jobs.groups(plan.orders, self._fleet, self._options.model_copy(update={"clients_per_pod": 1}))
-        tiers = Counter(device.tier for device in self._fleet)
         most = math.ceil(len(plan.orders) / self._options.clients_per_pod)
-        shares = jobs.shares(list(tiers.values()), min(most, self._options.parallelism or most))
-        return [Group(tier, ((),) * min(share, self._most), 0) for tier, share in zip(tiers, shares, strict=True)]
+        shares = self._shares(min(most, self._options.parallelism or most))
+        return [Group(tier, ((),) * min(share, self._most), 0) for tier, share in shares.items()]
+
+    def _shares(self, pods: int) -> dict[str, int]:
+        """So many pods, divided over the tiers."""
+        tiers = Counter(device.tier for device in self._fleet)
+        return dict(zip(tiers, jobs.shares(list(tiers.values()), pods), strict=True))
 
     @cached_property
     def _most(self) -> int:
@@ -262,9 +266,10 @@ class Crew:
         return self._options.quorum < 1 and (come or sum(asked.values()) < self._wanted)
 
     def _find(self, now: float) -> None:
-        """The Jobs that an earlier coordinator has left. Those that were made with other settings are deleted, and so
-        are those of rounds, as this run had them with lifetime=round."""
+        """The Jobs that an earlier coordinator has left. Those that were made with other settings are deleted, those of
+        more pods than `parallelism` is now, and those of rounds, as this run had them with lifetime=round."""
         settings = jobs.settings_sum(self._ground.template, self._options)
+        cap = {} if self._options.parallelism is None else self._shares(self._options.parallelism)
         for job in self._cluster.select("jobs", {jobs.RUN: self._ground.run}):
             meta, name = job["metadata"], job["metadata"]["name"]
             self._attempt = max(self._attempt, jobs.attempt_of(job) + 1)
@@ -273,7 +278,8 @@ class Crew:
             stays = meta["labels"].get(jobs.LIFETIME) == "run" and meta["annotations"].get(jobs.SETTINGS) == settings
             members = self._members(name) if stays and jobs.ended(job) is None else []
             place = meta["annotations"].get(jobs.PLACE, "")
-            if len(members) != len(jobs.pods_of(job)) or place in self._standing:
+            fits = len(members) == len(jobs.pods_of(job)) <= cap.get(place, MOST_PODS)
+            if not fits or place in self._standing:
                 self._cluster.delete("jobs", name)
                 continue
             log.info("the pods of the Job %s are there already", name)
