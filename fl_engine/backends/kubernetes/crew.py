@@ -100,7 +100,7 @@ class Crew:
         self._ended: Counter[str] = Counter()
         """By place, the Jobs that came to nothing in this round."""
         self._why: dict[str, str] = {}
-        """By place, why the last of them did."""
+        """By place, why the last of them did, or why a pod of its last ended."""
         self._taken: dict[tuple[str, int], set[str]] = {}
         """By place and index, the pods that were taken away in this round."""
         self._fell: set[tuple[str, int]] = set()
@@ -225,6 +225,8 @@ class Crew:
             for index, state in one.live.states.items():
                 taken = self._taken.setdefault((place, index), set())
                 taken |= {state.uid} if state.disrupted else set()
+                if state.over and state.reason:  # the next one may run, and end like it
+                    self._why[place] = state.reason
                 if (state.over and not state.disrupted) or len(taken) > self.drains:
                     self._fell.add((place, index))
         if now - self._heard > EVENTS_EVERY_S and any(one.live.lacks_pods() for one in self._standing.values()):
