@@ -125,7 +125,7 @@ def test_a_pool_of_ones_own_is_checked_before_anything_runs(quick: Sequence[str]
 
 
 def test_a_list_is_a_pool_too(quick: Sequence[str]) -> None:
-    assert check(Resolved.load(None, [*quick, f"algorithm.name={HERE}:Odd"]))["ok"]
+    assert check(Resolved.load(None, [*quick, f"algorithm.name={HERE}:Odd", "algorithm.how=list"]))["ok"]
 
 
 def test_the_pool_command_prepares_and_leaves_nothing(flexfleet: Any, sets: list[str], tmp_path: Path) -> None:
