@@ -473,7 +473,7 @@ def test_what_fails_before_and_after_the_rounds_fails_the_run_in_mlflow(
         patch.setattr(MLflow, call, gone)
         done = rounds(tmp_path / "a", sets=sets)
     assert done.code == 6 and "does not answer" in done.err
-    assert ("go on with --resume" in done.err) == (call == "table")
+    assert "go on with --resume" in done.err
     (run,) = mlflow.MlflowClient(tracking_uri=mlflow_uri).search_runs(experiments_of(mlflow_uri))
     assert run.info.status == "FAILED"
     assert rounds(tmp_path / "a", "--resume", sets=sets).code == 0
