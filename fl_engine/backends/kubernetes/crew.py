@@ -63,6 +63,8 @@ class Standing:
     """By uid of a pod that runs: since when."""
     hung: set[int] = field(default_factory=set)
     """Indices of pods that run, and say nothing any more."""
+    failed: dict[int, set[str]] = field(default_factory=dict)
+    """By index, the uids of its pods that have failed, and were not taken away."""
 
     @property
     def name(self) -> str:
@@ -229,6 +231,8 @@ class Crew:
                     self._why[place] = state.reason
                 if (state.over and not state.disrupted) or len(taken) > self.drains:
                     self._fell.add((place, index))
+                if state.phase == "Failed" and not state.disrupted:
+                    one.failed.setdefault(index, set()).add(state.uid)
         if now - self._heard > EVENTS_EVERY_S and any(one.live.lacks_pods() for one in self._standing.values()):
             self._heard = now
             events = self._ground.refusals()
@@ -238,6 +242,7 @@ class Crew:
         for place, one in list(self._standing.items()):
             job = there.get(one.name)
             one.losses = waiting.lost(one.live, job, now, self.moved, self._options.pending_s)
+            one.losses = self._never_there(place, one) | one.losses
             one.hear(silent, now, self._options.lease_s)
             if len(one.losses.keys() | one.hung) < len(one.names):
                 continue
@@ -261,6 +266,13 @@ class Crew:
             self._drop(place, why)
             changed = True
         return changed
+
+    def _never_there(self, place: str, one: Standing) -> dict[int, Loss]:
+        """By index, the pods that fail at their start: `attempts` have failed, and none has said a word."""
+        often = [index for index, pods in one.failed.items() if len(pods) >= self._options.attempts]
+        roster = self._post.roster
+        silent = [index for index in often if self._post.beat(roster.member(one.names[index])) is None]
+        return {i: Loss(f"{one.live.tier}: {one.live.reason(i) or self._why.get(place, '')}", False) for i in silent}
 
     def _others_answer(self, asked: Mapping[str, int]) -> bool:
         """Whether answers of other places, which are there or may come, may do for the quorum."""
