@@ -14,6 +14,8 @@ from fl_engine.core.errors import ON_REQUEST, Stopped
 
 GRACE_S = 5.0
 """How long what is `brief_once_stopped` may still take after a signal."""
+AGAIN_S = 0.5
+"""After so many seconds an interruption comes again that somebody made another error of, and went on."""
 
 
 @dataclass(eq=False)  # a run within another one is not the other, though their fields be equal
@@ -130,6 +132,14 @@ def brief_once_stopped() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+def _is_on_its_way() -> bool:
+    """Whether what the signal has interrupted is the end that a KeyboardInterrupt has brought: a `finally`, say."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
+
+
 @contextmanager
 def stopping_at_once(goes_on: str = "") -> Iterator[None]:
     """SIGTERM and a terminal that is closed end at once what is inside, as Ctrl-C does: raises Stopped, which says how
@@ -139,7 +149,10 @@ def stopping_at_once(goes_on: str = "") -> Iterator[None]:
     def stop(signum: int, _: object) -> None:
         if signum != signal.SIGALRM:
             received.append(signum)
+        elif _is_on_its_way():
+            return
         if signum in (signal.SIGALRM, signal.SIGINT) or len(received) == 1:
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)  # pydantic makes a ValueError of it in a serializer
             raise KeyboardInterrupt  # not Stopped: libraries catch what is an Exception
 
     if current_thread() is not main_thread():
