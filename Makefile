@@ -36,8 +36,9 @@ run: setup
 
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 10
 
+# Now and then a test waits for another process, so three of them keep two cores busy.
 test: setup
-	$(PYTEST) --numprocesses 2 -m "not long"
+	$(PYTEST) --numprocesses 3 -m "not long"
 
 # The long tests: commands of the documentation, nights, pipelines of real processes, kills, S3 servers. They wait for
 # other processes, so five of them keep two cores busy.
