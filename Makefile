@@ -36,7 +36,7 @@ run: setup
 
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 10
 
-# Now and then a test waits for another process, so three of them keep two cores busy.
+# Some tests wait for other processes, so three that run tests keep two cores busy.
 test: setup
 	$(PYTEST) --numprocesses 3 -m "not long"
 

@@ -15,7 +15,7 @@ from fl_engine.core.errors import ON_REQUEST, Stopped
 GRACE_S = 5.0
 """How long what is `brief_once_stopped` may still take after a signal."""
 AGAIN_S = 0.5
-"""After so many seconds an interruption comes again that somebody made another error of, and went on."""
+"""Seconds after which an interruption is repeated, if a library made another error of it and the work went on."""
 
 
 @dataclass(eq=False)  # a run within another one is not the other, though their fields be equal
@@ -143,7 +143,8 @@ def _is_on_its_way() -> bool:
 @contextmanager
 def stopping_at_once(goes_on: str = "") -> Iterator[None]:
     """SIGTERM and a terminal that is closed end at once what is inside, as Ctrl-C does: raises Stopped, which says how
-    it `goes_on`. Further ones do not disturb its end. Within `stop_on_signals` a run ends as that says."""
+    it `goes_on`. Further ones do not disturb its end. An interruption that a library makes another error of is
+    repeated. Within `stop_on_signals` a run ends as that says."""
     received: list[int] = []
 
     def stop(signum: int, _: object) -> None:

@@ -269,10 +269,15 @@ class Crew:
 
     def _never_there(self, place: str, one: Standing) -> dict[int, Loss]:
         """By index, the pods that fail at their start: `attempts` have failed, and none has said a word."""
-        often = [index for index, pods in one.failed.items() if len(pods) >= self._options.attempts]
-        roster = self._post.roster
-        silent = [index for index in often if self._post.beat(roster.member(one.names[index])) is None]
-        return {i: Loss(f"{one.live.tier}: {one.live.reason(i) or self._why.get(place, '')}", False) for i in silent}
+        found = {}
+        for index, pods in list(one.failed.items()):
+            if len(pods) < self._options.attempts:
+                continue
+            if self._post.beat(self._post.roster.member(one.names[index])) is None:
+                found[index] = Loss(f"{one.live.tier}: {one.live.reason(index) or self._why.get(place, '')}", False)
+            else:  # what it fails of is told by its orders: its beat is not read at every look
+                del one.failed[index]
+        return found
 
     def _others_answer(self, asked: Mapping[str, int]) -> bool:
         """Whether answers of other places, which are there or may come, may do for the quorum."""
