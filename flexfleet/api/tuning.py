@@ -25,7 +25,7 @@ from flexfleet.config.read import leaves
 from flexfleet.files.terminal import missing
 from flexfleet.studies import outcome
 from flexfleet.studies.outcome import Tuned
-from flexfleet.studies.search import configured
+from flexfleet.studies.space import configured
 from flexfleet.studies.study import tune as tune_all
 
 BOUNDS = 2

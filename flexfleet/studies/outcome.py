@@ -15,7 +15,7 @@ from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
 from flexfleet.reports.page import Drawing, render
 from flexfleet.reports.report import NONE
-from flexfleet.studies.search import DIVERGED, INFEASIBLE
+from flexfleet.studies.trials import DIVERGED, INFEASIBLE
 
 Trials = Sequence[tuple[int, float, Mapping[str, Any]]]
 """The complete trials: number, value, parameters."""

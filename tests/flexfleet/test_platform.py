@@ -182,15 +182,15 @@ def test_a_night_is_flat_below_the_pipeline(at: Platform, tiny_suite: dict[str, 
 
 
 def test_a_study_is_flat_below_the_pipeline(at: Platform) -> None:
-    from flexfleet.studies.search import open_study
-    from flexfleet.studies.study import PARENT, _parent, _tags
+    from flexfleet.studies.storage import open_study
+    from flexfleet.studies.tracked import PARENT, parent, tags
 
     begun = open_study(form(), Path("runs/a"), "a")
-    study = _parent(form(), begun, {"kfp.job_id": "job"})
+    study = parent(form(), begun, {"kfp.job_id": "job"})
     assert study is not None and study.parent == at.pipeline
     assert at.client.get_run(study.run_id).data.tags["kfp.job_id"] == "job"
     begun.set_user_attr(PARENT, study.run_id)
-    trial = track.tracker(form(), "trial", _tags(begun, trial="0"))
+    trial = track.tracker(form(), "trial", tags(begun, trial="0"))
     assert trial is not None and trial.parent == at.pipeline
     assert at.client.get_run(trial.run_id).data.tags["flexfleet.study"] == "a"
     assert at.untouched()

@@ -20,10 +20,11 @@ from flexfleet.config import Config, load_config
 from flexfleet.config.overrides import write_config
 from flexfleet.files.artifacts import History, RunFile
 from flexfleet.runs.status import runs_in
-from flexfleet.studies import outcome, search
+from flexfleet.studies import outcome, runs, space, storage, tracked, trials
 from flexfleet.studies import study as steps
+from flexfleet.studies.conclude import _held_out, conclude
 from flexfleet.studies.outcome import Tuned
-from flexfleet.studies.study import _conclude, tune
+from flexfleet.studies.study import tune
 from flexfleet.tracking.trackers import MLflow
 
 FEW = ("tune.trials=4", "tune.held_out=[7]", "rounds.stop=2", "algorithm.epsilon=8")
@@ -31,20 +32,20 @@ FEW = ("tune.trials=4", "tune.held_out=[7]", "rounds.stop=2", "algorithm.epsilon
 
 # ------------------------------------------------------------------------------------------------- pruning
 def test_a_trial_behind_the_others_is_pruned_at_that_round(tmp_path: Path) -> None:
-    study = search.open_study(load_config(None, ("rounds.stop=8",)), tmp_path, "a")
+    study = storage.open_study(load_config(None, ("rounds.stop=8",)), tmp_path, "a")
     for value in (0.8, 0.82, 0.84, 0.86, 0.88):
         trial = study.ask()
-        search.Reporter(trial, "avg").metrics([(i, {"avg": value}) for i in range(1, 9)])
+        trials.Reporter(trial, "avg").metrics([(i, {"avg": value}) for i in range(1, 9)])
         study.tell(trial, value)
-    slow = search.Reporter(study.ask(), "avg")
+    slow = trials.Reporter(study.ask(), "avg")
     slow.metrics([(1, {"avg": 0.1}), (2, {"full": 0.1})])  # a quarter of the rounds is for warming up
-    with pytest.raises(search.Pruned, match="after round 4"):
+    with pytest.raises(trials.Pruned, match="after round 4"):
         slow.metrics([(3, {}), (4, {"avg": 0.2})])
 
 
 def test_stopped_is_what_pruned_is() -> None:
     """The rounds then commit and tell the tracker as they do when they are stopped."""
-    assert issubclass(search.Pruned, Stopped)
+    assert issubclass(trials.Pruned, Stopped)
 
 
 # ------------------------------------------------------------------------------------------------- a study
@@ -62,7 +63,7 @@ def test_the_default_is_the_first_trial_and_the_best_is_no_worse(done: tuple[Tun
     assert sum(found.trials.values()) == 4
     assert found.default["algorithm.kd_weight"] == 10.0
     assert found.default_value is not None and found.best_value >= found.default_value
-    study = search.open_study(config, folder, "a")
+    study = storage.open_study(config, folder, "a")
     assert study.trials[0].params == pytest.approx(found.default)
     assert study.trials[found.best_trial].value == found.best_value
     assert all(v <= 0 for v in study.trials[found.best_trial].constraints.values())
@@ -111,11 +112,11 @@ def ends(config: Config, folder: Path, tmp_path: Path) -> dict[str, Callable[[],
     return {
         "_work_all": lambda: tune(config, "a", resume=True),
         "work": lambda: steps.work_in_graph(tmp_path, "a", 0, tmp_path / "out", "job"),
-        "_conclude": lambda: steps.report(tmp_path, "a", [folder], tmp_path / "out", *of_task),
+        "conclude": lambda: steps.report(tmp_path, "a", [folder], tmp_path / "out", *of_task),
     }
 
 
-@pytest.mark.parametrize("name", ["_work_all", "work", "_conclude"])
+@pytest.mark.parametrize("name", ["_work_all", "work", "conclude"])
 @pytest.mark.parametrize(("error", "status"), [(OSError("no space left"), "FAILED"), (Stopped("asked to"), "KILLED")])
 def test_a_study_that_ends_early_does_not_run_for_ever_in_mlflow(
     done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: Exception,
@@ -129,8 +130,8 @@ def test_a_study_that_ends_early_does_not_run_for_ever_in_mlflow(
     monkeypatch.setattr(steps, name, end)
     with pytest.raises(type(error)):
         ends(config, folder, tmp_path)[name]()
-    study = search.open_study(config, folder, "a")
-    run = mlflow.MlflowClient(config.tracking.mlflow).get_run(study.user_attrs[steps.PARENT])
+    study = storage.open_study(config, folder, "a")
+    run = mlflow.MlflowClient(config.tracking.mlflow).get_run(study.user_attrs[tracked.PARENT])
     assert run.info.status == status
 
 
@@ -161,12 +162,12 @@ def test_a_held_out_run_whose_mlflow_goes_away_at_its_end_is_ended_there_by_a_re
     folder = shutil.copytree(before, tmp_path / "a", ignore=shutil.ignore_patterns("held-out"))
     tracking = config.tracking.model_copy(update={"mlflow": mlflow_uri})
     config = config.model_copy(update={"tracking": tracking})
-    study = search.open_study(config, folder, "a")
+    study = storage.open_study(config, folder, "a")
     with monkeypatch.context() as patch, pytest.raises(Unreachable):
         patch.setattr(MLflow, "table", gone)
         patch.setattr(MLflow, "finish", gone)
-        steps._held_out(config, config, study, folder, "default", "default")
-    steps._held_out(config, config, study, folder, "default", "default")
+        _held_out(config, config, study, folder, "default", "default")
+    _held_out(config, config, study, folder, "default", "default")
     client = mlflow.MlflowClient(mlflow_uri)
     (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
     assert run.info.status == "FINISHED" and "clients.json" in [f.path for f in client.list_artifacts(run.info.run_id)]
@@ -177,7 +178,7 @@ def test_a_finished_study_has_nothing_left_to_do(done: tuple[Tuned, Path, Config
     with pytest.raises(ConfigError, match="exists already: go on with --resume"):
         tune(config, "a")
     assert tune(config, "a", resume=True) == found
-    assert len(search.open_study(config, folder, "a").trials) == 4
+    assert len(storage.open_study(config, folder, "a").trials) == 4
 
 
 def test_a_new_best_has_held_out_figures_of_its_own(
@@ -189,10 +190,10 @@ def test_a_new_best_has_held_out_figures_of_its_own(
     folder = shutil.copytree(before, tmp_path / "a")
     untracked = config.tracking.model_copy(update={"mlflow": None})
     config = config.model_copy(update={"tracking": untracked})
-    study = search.open_study(config, folder, "a")
+    study = storage.open_study(config, folder, "a")
     first, better = study.trials[0], {**study.trials[0].params, "algorithm.kd_weight": 0.5}
     study.add_trial(optuna.trial.create_trial(params=better, distributions=first.distributions, value=1.0))
-    found = _conclude(config, study, folder, folder)
+    found = conclude(config, study, folder, folder)
     assert found.best == better
     ran = [RunFile.read(path) for path in folder.glob("held-out/best-*/run.json")]
     assert 0.5 in [run.config["algorithm"]["kd_weight"] for run in ran]
@@ -207,21 +208,21 @@ def test_the_default_is_what_is_configured_and_has_a_value_if_a_trial_had_it(
     monkeypatch.setattr(outcome.plots, "study", lambda *_, **__: [])
     sets = (f"tune.space={{training.lr: {{low: {low}, high: 1.0}}}}", "tune.held_out=[]", "tracking.mlflow=null")
     config = load_config(None, sets)
-    study = search.open_study(config, tmp_path, "a")
+    study = storage.open_study(config, tmp_path, "a")
     distributions = {"training.lr": optuna.distributions.FloatDistribution(0.01, 1.0)}
     for lr, reached in ((0.3, 0.6), (config.training.lr, 0.7)):
         params = {"training.lr": max(lr, low)}
         study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=reached))
-    found = _conclude(config, study, tmp_path, done[1])
+    found = conclude(config, study, tmp_path, done[1])
     assert (found.default, found.default_value) == ({"training.lr": config.training.lr}, value)
 
 
 def test_results_of_other_values_are_not_taken(done: tuple[Tuned, Path, Config]) -> None:
     _, folder, config = done
-    changed = search.applied(config, {"algorithm.kd_weight": 0.5})
+    changed = space.applied(config, {"algorithm.kd_weight": 0.5})
     said = r"held-out/default-s7 was started with another configuration \(algorithm\.kd_weight: .*choose another --id"
     with pytest.raises(ConfigError, match=said):
-        steps._rounds(steps._resolved(changed, 7), folder / "held-out" / "default-s7", {})
+        runs.rounds(runs.resolved(changed, 7), folder / "held-out" / "default-s7", {})
 
 
 def test_a_study_that_knows_nothing_of_its_trials_does_not_go_on(
@@ -263,9 +264,9 @@ def test_a_killed_study_goes_on_and_workers_share_it(nursery: Any, quick: tuple[
 
 def test_no_trial_that_can_be_held_is_said(done: tuple[Tuned, Path, Config], monkeypatch: pytest.MonkeyPatch) -> None:
     _, folder, config = done
-    monkeypatch.setattr("flexfleet.studies.study._done", lambda study: [])
+    monkeypatch.setattr("flexfleet.studies.conclude.done", lambda study: [])
     with pytest.raises(Exception, match="none of 0 trials has a pool that its devices can hold"):
-        _conclude(config, search.open_study(config, folder, "a"), folder, folder)
+        conclude(config, storage.open_study(config, folder, "a"), folder, folder)
 
 
 def test_where_no_trial_can_be_the_first_reason_is_told(

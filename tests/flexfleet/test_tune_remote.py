@@ -21,7 +21,7 @@ from flexfleet.runs import resumable
 from flexfleet.runs.status import describe as describe_run
 from flexfleet.steps import federate as federation
 from flexfleet.steps.federate import federate
-from flexfleet.studies import search
+from flexfleet.studies import runs, space, storage
 from flexfleet.studies import study as steps
 
 SPACE = "tune.space={training.lr: {low: 0.01, high: 0.1}}"
@@ -46,7 +46,7 @@ def pod(config: Config, tmp_path: Path) -> Callable[[], Any]:
         shutil.rmtree(tmp_path / "pod", ignore_errors=True)
         out = next(outs)
         in_pod.patiently(lambda: steps.work_in_graph(tmp_path / "prepared", "s", 0, out, "job"))
-        return search.open_study(config, out, "s", begun=True)
+        return storage.open_study(config, out, "s", begun=True)
 
     return work
 
@@ -85,7 +85,7 @@ def test_a_study_that_draws_other_values_under_the_same_numbers_trains_them(
         return federate(*given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "federate", flaky)
+        patch.setattr(runs, "federate", flaky)
         first = values(pod())
     assert (sorted(first), len(trained)) == ([0, 2, 3], 3)
     second = values(pod())
@@ -120,9 +120,9 @@ def test_of_runs_with_the_same_name_each_has_a_ledger_of_its_own(
     """On held-out seeds, in the last task, the best trial of two studies may have the same number."""
     out, scores = tmp_path / "pod" / "s" / "held-out" / "best-t2-s7", []
     for lr in (0.02, 0.1, 0.02):
-        run = steps._resolved(search.applied(config, {"training.lr": lr}), 7, out)
-        steps._prepare(run, tmp_path / "prepared", out)
-        scores.append(steps._rounds(run, out, {}))
+        run = runs.resolved(space.applied(config, {"training.lr": lr}), 7, out)
+        runs.prepare(run, tmp_path / "prepared", out)
+        scores.append(runs.rounds(run, out, {}))
         assert describe_run(out)["run_id"] == RunFile.read(out / "run.json").run_id, "the ledger has that name"
         with pytest.raises(ConfigError, match="is a run of the study s, and goes on with it alone"):
             load(out).resume(2)
@@ -134,12 +134,12 @@ def test_a_run_that_an_earlier_version_began_keeps_its_ledger(config: Config, tm
     """Its name there was that of its folder alone."""
     out = tmp_path / "pod" / "s" / "held-out" / "default-s7"
     begun, longer = (
-        steps._resolved(config.model_copy(update={"rounds": config.rounds.model_copy(update={"stop": stop})}), 7, out)
+        runs.resolved(config.model_copy(update={"rounds": config.rounds.model_copy(update={"stop": stop})}), 7, out)
         for stop in (1, 2)
     )
-    steps._prepare(begun, tmp_path / "prepared", out)
+    runs.prepare(begun, tmp_path / "prepared", out)
     federate(begun, out / "partition", out / "pool", out)
     (out / "history.json").unlink()  # as a kill within its rounds leaves it
-    steps._rounds(longer, out, {})
+    runs.rounds(longer, out, {})
     assert len(BareHistory.read(out / "history.json").rounds) == 2
     assert ledgers(tmp_path, "held-out") == [RunFile.read(out / "run.json").run_id] == ["default-s7"]

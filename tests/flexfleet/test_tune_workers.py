@@ -23,9 +23,10 @@ from flexfleet.comparisons.side_by_side import Command
 from flexfleet.comparisons.whole import RunsFailed
 from flexfleet.config import Config, load_config
 from flexfleet.files.signals import stop_on_signals, stopping_at_once
-from flexfleet.studies import outcome, search
+from flexfleet.studies import outcome, runs, space, storage, trials, worker
 from flexfleet.studies import study as steps
-from flexfleet.studies.study import tune, work
+from flexfleet.studies.study import tune
+from flexfleet.studies.worker import work
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +34,14 @@ def prepared(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -
     """A folder with partition and pool for the workers of a study of four trials, and its configuration."""
     folder = tmp_path_factory.mktemp("tune")
     config = load_config(None, (*quick, "tune.trials=4", "algorithm.epsilon=8", "tracking.mlflow=null"))
-    steps._prepare_default(config, folder)
+    runs.prepare_default(config, folder)
     return folder, config
 
 
 def default(prepared: tuple[Path, Config]) -> dict[str, Any]:
     """What the first trial draws."""
     folder, config = prepared
-    return search.defaults(config, *steps._space(config, folder))
+    return space.defaults(config, *runs.searched(config, folder))
 
 
 @pytest.fixture
@@ -50,9 +51,9 @@ def untrained(prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest
     def trial(config: Config, study: Any, trial: Any, ready: Any) -> float:
         return float(trial.params["algorithm.kd_weight"]) / 100
 
-    monkeypatch.setattr(steps, "_pools", lambda *_: [])
-    monkeypatch.setattr(steps, "_trial", trial)
-    monkeypatch.setattr(steps, "POLL_S", 0.02)
+    monkeypatch.setattr(worker, "_pools", lambda *_: [])
+    monkeypatch.setattr(worker, "_trial", trial)
+    monkeypatch.setattr(worker, "POLL_S", 0.02)
     shared = prepared[1].tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'study.db'}"})
     config = prepared[1].model_copy(update={"tune": shared})
     steps._begin(config, tmp_path, "a", prepared[0], {})
@@ -60,7 +61,7 @@ def untrained(prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest
 
 
 def drawn(config: Config, folder: Path) -> list[dict[str, Any]]:
-    return [t.params for t in search.open_study(config, folder, "a").trials if t.state.name == "COMPLETE"]
+    return [t.params for t in storage.open_study(config, folder, "a").trials if t.state.name == "COMPLETE"]
 
 
 def test_trials_are_those_of_all_workers_together(
@@ -73,31 +74,31 @@ def test_trials_are_those_of_all_workers_together(
 
 
 def test_of_two_workers_that_both_find_the_last_trial_missing_one_leaves_it(tmp_path: Path) -> None:
-    study = search.open_study(Config(), tmp_path, "a")
+    study = storage.open_study(Config(), tmp_path, "a")
     first, second, third = (study.ask() for _ in range(3))
-    assert [search.surplus(study, t, 2) for t in (first, second, third)] == [False, False, True]
-    search.drop(study, third)
-    search.give_back(study, study.trials[0], 0)
-    assert not search.surplus(study, study.ask(), 2), "one that ended early leaves its place to another"
+    assert [trials.surplus(study, t, 2) for t in (first, second, third)] == [False, False, True]
+    trials.drop(study, third)
+    trials.give_back(study, study.trials[0], 0)
+    assert not trials.surplus(study, study.ask(), 2), "one that ended early leaves its place to another"
 
 
 def test_a_worker_that_is_started_again_does_not_draw_the_same(
     untrained: Config, prepared: tuple[Path, Config], tmp_path: Path
 ) -> None:
-    for trials in (2, 4):
-        few = untrained.tune.model_copy(update={"trials": trials})
+    for many in (2, 4):
+        few = untrained.tune.model_copy(update={"trials": many})
         work(untrained.model_copy(update={"tune": few}), tmp_path, "a", 0, prepared[0])
     found = [params["algorithm.kd_weight"] for params in drawn(untrained, tmp_path)]
     assert len(set(found)) == 4
 
 
 def test_trials_of_a_worker_that_is_gone_are_tried_again(tmp_path: Path) -> None:
-    study = search.open_study(Config(), tmp_path, "a")
+    study = storage.open_study(Config(), tmp_path, "a")
     mine, gone, elsewhere = (study.ask() for _ in range(3))
-    for trial, worker in ((mine, search.me()), (gone, f"{os.uname().nodename}:1:0"), (elsewhere, "other:1:0")):
-        trial.set_user_attr(search.WORKER, worker)
+    for trial, held_by in ((mine, trials.me()), (gone, f"{os.uname().nodename}:1:0"), (elsewhere, "other:1:0")):
+        trial.set_user_attr(trials.WORKER, held_by)
         trial.suggest_float("training.lr", 0.1, 1.0)
-    assert search.clear_stale(study) == [gone.number]
+    assert trials.clear_stale(study) == [gone.number]
     again = study.ask()
     assert again.suggest_float("training.lr", 0.1, 1.0) == gone.params["training.lr"]
 
@@ -105,39 +106,39 @@ def test_trials_of_a_worker_that_is_gone_are_tried_again(tmp_path: Path) -> None
 def test_a_worker_takes_up_the_trials_of_one_elsewhere_that_gives_no_sign(
     untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "SILENT_S", 0.2)
-    lost = search.open_study(untrained, tmp_path, "a").ask()
-    lost.set_user_attr(search.WORKER, "other:1:0")
+    monkeypatch.setattr(trials, "SILENT_S", 0.2)
+    lost = storage.open_study(untrained, tmp_path, "a").ask()
+    lost.set_user_attr(trials.WORKER, "other:1:0")
     weight = lost.suggest_float("algorithm.kd_weight", 0.1, 100.0, log=True)
     mine = work(untrained, tmp_path, "a", 0, prepared[0])
     assert len(mine) == 4 and lost.number not in mine
-    again = [t for t in search.open_study(untrained, tmp_path, "a").trials if search.TRIED in t.user_attrs]
+    again = [t for t in storage.open_study(untrained, tmp_path, "a").trials if trials.TRIED in t.user_attrs]
     assert [t.params["algorithm.kd_weight"] for t in again] == [weight] and again[0].number in mine
 
 
 def test_who_gives_signs_is_not_gone_and_silence_is_measured_by_ones_own_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study, seen, clock = search.open_study(Config(), tmp_path, "a"), dict[int, Any](), [0.0]
-    monkeypatch.setattr(search.time, "monotonic", lambda: clock[0])
+    study, seen, clock = storage.open_study(Config(), tmp_path, "a"), dict[int, Any](), [0.0]
+    monkeypatch.setattr(trials.time, "monotonic", lambda: clock[0])
     alive, silent = study.ask(), study.ask()
     for trial in (alive, silent):
-        trial.set_user_attr(search.WORKER, "other:1:0")
+        trial.set_user_attr(trials.WORKER, "other:1:0")
         trial.suggest_float("training.lr", 0.1, 1.0)
     gone = []
     for i in range(4):
-        alive.set_user_attr(search.BEAT, i)
-        gone.append(search.clear_stale(study, seen))
-        clock[0] += search.SILENT_S / 2
+        alive.set_user_attr(trials.BEAT, i)
+        gone.append(trials.clear_stale(study, seen))
+        clock[0] += trials.SILENT_S / 2
     assert gone == [[], [], [silent.number], []]
 
 
 def test_a_running_trial_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "BEAT_S", 0.01)
-    study = search.open_study(Config(), tmp_path, "a")
+    monkeypatch.setattr(trials, "BEAT_S", 0.01)
+    study = storage.open_study(Config(), tmp_path, "a")
     trial, end = study.ask(), time.monotonic() + 10
-    with search.beating(trial):
-        while study.trials[0].user_attrs.get(search.BEAT, 0) < 3:
+    with trials.beating(trial):
+        while study.trials[0].user_attrs.get(trials.BEAT, 0) < 3:
             assert time.monotonic() < end
             time.sleep(0.01)
         study.tell(trial.number, state=optuna.trial.TrialState.FAIL)  # signs of what has ended are refused: no error
@@ -146,16 +147,16 @@ def test_a_running_trial_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest
 def test_values_that_no_worker_survives_are_left_and_only_one_worker_gives_them_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    study = search.open_study(Config(), tmp_path, "a")
+    study = storage.open_study(Config(), tmp_path, "a")
     study.enqueue_trial({"training.lr": 0.5})
-    for tried in range(1, search.MOST_TRIED + 1):
+    for tried in range(1, trials.MOST_TRIED + 1):
         trial = study.ask()  # ended before it took its values
-        assert search.give_back(study, study.trials[trial.number], tried)
-        assert not search.give_back(study, study.trials[trial.number], tried)
+        assert trials.give_back(study, study.trials[trial.number], tried)
+        assert not trials.give_back(study, study.trials[trial.number], tried)
     states = [t.state.name for t in study.trials]
-    assert states == ["FAIL"] * search.MOST_TRIED
+    assert states == ["FAIL"] * trials.MOST_TRIED
     assert "4 workers have died on these values, which are not tried again: {'training.lr': 0.5}" in caplog.text
-    assert [t.system_attrs["fixed_params"] for t in study.trials] == [{"training.lr": 0.5}] * search.MOST_TRIED
+    assert [t.system_attrs["fixed_params"] for t in study.trials] == [{"training.lr": 0.5}] * trials.MOST_TRIED
 
 
 def test_a_worker_whose_trial_was_given_to_another_goes_on_with_the_next(
@@ -165,12 +166,12 @@ def test_a_worker_whose_trial_was_given_to_another_goes_on_with_the_next(
 
     def silent(config: Config, study: Any, trial: Any, ready: Any) -> float:
         if trial.number in (0, 1):
-            search.give_back(study, study.trials[trial.number], 1)
+            trials.give_back(study, study.trials[trial.number], 1)
         if trial.number == 0:
-            search.Reporter(trial, "avg").metrics([(1, {"avg": 0.5})])
+            trials.Reporter(trial, "avg").metrics([(1, {"avg": 0.5})])
         return 0.5
 
-    monkeypatch.setattr(steps, "_trial", silent)
+    monkeypatch.setattr(worker, "_trial", silent)
     mine = work(untrained, tmp_path, "a", 0, prepared[0])
     assert len(mine) == 4 and not {0, 1} & set(mine)
     assert len(drawn(untrained, tmp_path)) == 4
@@ -183,7 +184,7 @@ def test_a_trial_that_ends_its_worker_is_tried_again(
         raise OSError("no space left")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-        patch.setattr(steps, "_trial", broken)
+        patch.setattr(worker, "_trial", broken)
         work(untrained, tmp_path, "a", 0, prepared[0])
     assert work(untrained, tmp_path, "a", 0, prepared[0]) == [1, 2, 3, 4]
     assert drawn(untrained, tmp_path)[0] == pytest.approx(default(prepared))
@@ -192,7 +193,7 @@ def test_a_trial_that_ends_its_worker_is_tried_again(
 def test_values_are_not_left_for_a_server_that_is_gone_a_full_disk_or_a_stop(
     untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "MOST_TRIED", 1)
+    monkeypatch.setattr(trials, "MOST_TRIED", 1)
     told = EnvironmentFailure("the store: no space left")
     told.__cause__ = full = OSError(errno.ENOSPC, "no space left")
     for error in (Unreachable("S3 is gone"), full, told, Stopped("asked to")):
@@ -201,7 +202,7 @@ def test_values_are_not_left_for_a_server_that_is_gone_a_full_disk_or_a_stop(
             raise error
 
         with monkeypatch.context() as patch, pytest.raises(type(error), match=re.escape(str(error))):
-            patch.setattr(steps, "_trial", broken)
+            patch.setattr(worker, "_trial", broken)
             work(untrained, tmp_path, "a", 0, prepared[0])
     one = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"trials": 1})})
     work(one, tmp_path, "a", 0, prepared[0])
@@ -210,23 +211,23 @@ def test_values_are_not_left_for_a_server_that_is_gone_a_full_disk_or_a_stop(
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "no memory"), EnvironmentFailure("no such device")])
 def test_what_may_be_the_values_fault_counts(error: Exception) -> None:
-    assert search.tried(SimpleNamespace(user_attrs={search.TRIED: 2}), error) == 3
+    assert trials.tried(SimpleNamespace(user_attrs={trials.TRIED: 2}), error) == 3
 
 
 @pytest.fixture
 def begun(untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Continues the study `a` of `untrained`, whose next trial does what the test says while it is prepared."""
     shutil.copytree(prepared[0] / "default", tmp_path / "a" / "default")
-    monkeypatch.setattr(steps, "_prepare_default", lambda *_: None)
+    monkeypatch.setattr(runs, "prepare_default", lambda *_: None)
     monkeypatch.setattr(steps, "_examine", lambda *_: None)
     config = untrained.model_copy(update={"run": untrained.run.model_copy(update={"store": str(tmp_path)})})
 
     def go_on(prepares: Callable[..., Any]) -> Any:
-        monkeypatch.setattr(steps, "_pools", prepares)
+        monkeypatch.setattr(worker, "_pools", prepares)
         try:
             tune(config, "a", resume=True)
         finally:
-            begun.append(search.open_study(config, tmp_path, "a").trials[-1])
+            begun.append(storage.open_study(config, tmp_path, "a").trials[-1])
 
     begun = list[Any]()
     return go_on, begun
@@ -241,7 +242,7 @@ def test_a_study_that_is_stopped_while_a_trial_is_prepared_says_how_it_goes_on(b
     def nobody(*_: Any) -> None:
         raise AssertionError("nobody else handles the signal")
 
-    go_on, trials = begun
+    go_on, left = begun
     before = signal.signal(number, nobody)
     try:
         with pytest.raises(Stopped, match=r"^stopped on request: the same command with --id a --resume goes on$"):
@@ -249,7 +250,7 @@ def test_a_study_that_is_stopped_while_a_trial_is_prepared_says_how_it_goes_on(b
         assert signal.getsignal(number) is nobody
     finally:
         signal.signal(number, before)
-    assert (trials[0].state.name, trials[0].user_attrs[search.TRIED]) == ("WAITING", 0)
+    assert (left[0].state.name, left[0].user_attrs[trials.TRIED]) == ("WAITING", 0)
 
 
 @pytest.mark.parametrize("told", ["", ". What was committed stays: mend the cause, then go on with --resume"])
@@ -292,9 +293,9 @@ def test_a_trial_whose_training_on_the_server_diverges_is_an_outcome(
             raise Diverged("training on the server diverged")
         return 0.5
 
-    monkeypatch.setattr(steps, "_trial", first_diverges)
+    monkeypatch.setattr(worker, "_trial", first_diverges)
     assert work(untrained, tmp_path, "a", 0, prepared[0]) == [0, 1, 2, 3]
-    first, *others = (outcome.tried(t) for t in search.open_study(untrained, tmp_path, "a").trials)
+    first, *others = (outcome.tried(t) for t in storage.open_study(untrained, tmp_path, "a").trials)
     assert (first.outcome, first.value, first.why) == ("diverged", None, "training on the server diverged")
     assert {each.outcome for each in others} == {"complete"}
 
@@ -305,19 +306,19 @@ def test_what_is_wrong_with_a_run_is_no_property_of_its_values(
     def busy(*_: Any) -> float:
         raise ConfigError("is being run by another process")
 
-    monkeypatch.setattr(steps, "_trial", busy)
+    monkeypatch.setattr(worker, "_trial", busy)
     with pytest.raises(ConfigError, match="another process"):
         work(untrained, tmp_path, "a", 0, prepared[0])
-    assert not any("infeasible" in t.user_attrs for t in search.open_study(untrained, tmp_path, "a").trials)
+    assert not any("infeasible" in t.user_attrs for t in storage.open_study(untrained, tmp_path, "a").trials)
 
 
 def test_a_waiting_trial_is_given_to_one_worker_alone(tmp_path: Path) -> None:
     """SQLite locks no row: of four workers that asked at once, two got the same trial."""
     config = Config(tune={"storage": f"sqlite:///{tmp_path / 'study.db'}"})
-    study, many = search.open_study(config, tmp_path, "a"), 40
+    study, many = storage.open_study(config, tmp_path, "a"), 40
     for i in range(many):
         study.enqueue_trial({"x": i})
-    workers, given = [search.open_study(config, tmp_path, "a", begun=True) for _ in range(4)], list[int]()
+    workers, given = [storage.open_study(config, tmp_path, "a", begun=True) for _ in range(4)], list[int]()
 
     def ask(worker: Any) -> None:
         given.extend(worker.ask().number for _ in range(many // 4))
@@ -349,15 +350,15 @@ def test_a_data_base_that_does_not_answer_is_waited_for(
         return 0.5
 
     with monkeypatch.context() as patch, pytest.raises(Unreachable, match=r"study's database \(sqlite.* not answer: "):
-        patch.setattr(steps, "_trial", cut_off)
-        with search.answering(untrained):
+        patch.setattr(worker, "_trial", cut_off)
+        with storage.answering(untrained):
             work(untrained, tmp_path, "a", 0, prepared[0])
-    with pytest.raises(Unreachable), search.answering(untrained):
+    with pytest.raises(Unreachable), storage.answering(untrained):
         work(untrained, tmp_path, "a", 0, prepared[0])
     here.rmdir()
     away.rename(here)
-    monkeypatch.setattr(search, "SILENT_S", 0.2)
-    with search.answering(untrained):
+    monkeypatch.setattr(trials, "SILENT_S", 0.2)
+    with storage.answering(untrained):
         assert work(untrained, tmp_path, "a", 0, prepared[0]) == [1, 2, 3, 4]
 
 
@@ -415,7 +416,7 @@ def test_a_database_that_cannot_be_used_is_told_before_anything_trains(
     config = Config(
         run={"store": str(tmp_path / "runs")}, tune={"storage": f"sqlite:///{tmp_path / 'no' / 'study.db'}"}
     )
-    for name in ("_prepare_default", "share"):
-        monkeypatch.setattr(steps, name, lambda *_: pytest.fail("it trains"))
+    for module, name in ((runs, "prepare_default"), (steps, "share")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("it trains"))
     with pytest.raises(ConfigError, match=r"tune\.storage = sqlite:.* cannot be used: .*unable to open database file"):
         steps.tune(config, "a") if where == "here" else steps.prepare(config, "a", tmp_path / "out", "job")

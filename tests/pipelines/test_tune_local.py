@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flexfleet.config import Config
-from flexfleet.studies import search
+from flexfleet.studies import storage, trials
 from flexfleet.studies.outcome import Tuned
 from pipelines.tune import tuning
 
@@ -52,10 +52,10 @@ def test_a_study_as_a_pipeline(scratch: Path, monkeypatch: pytest.MonkeyPatch, t
     again."""
     base = scratch / "pl4nted-secret.db"
     monkeypatch.setenv("FLEXFLEET_TUNE_STORAGE", f"sqlite:///{base}")
-    begun = search.open_study(Config(), scratch, "a")
+    begun = storage.open_study(Config(), scratch, "a")
     begun.enqueue_trial({"algorithm.kd_weight": 10.0})
     lost = begun.ask()
-    lost.set_user_attr(search.WORKER, f"{socket.gethostname()}:1:0")
+    lost.set_user_attr(trials.WORKER, f"{socket.gethostname()}:1:0")
     tuning(**QUICK, study_id="a", trials=3, advanced=FEW | {"tune.workers": 2})
     report, workers = tasks_of(scratch, "a")
     found = Tuned.read(report / "study" / "tune.json")

@@ -1,0 +1,72 @@
+"""One run of a study: a setting with a seed, in a folder of the study."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fl_engine.core.errors import BadInput, Diverged
+from fl_engine.core.types import Pool
+from flexfleet.config import Config, Range
+from flexfleet.files.artifacts import BareHistory, PoolFile
+from flexfleet.runs.resumable import name_in
+from flexfleet.steps.evaluate import SMALLER
+from flexfleet.steps.federate import federate
+from flexfleet.steps.model_pool import model_pool
+from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.resumed import known_run
+from flexfleet.steps.share import adopt, fits, share
+from flexfleet.studies.space import space_of
+
+
+def resolved(config: Config, seed: int, out: Path | None = None) -> Resolved:
+    """The run of a seed; if ledgers are in `run.remote`, its ledger is there in the folder `<study>/trials` or
+    `<study>/held-out`, as `out` is in the study's."""
+    own: dict[str, Any] = {"seed": seed}
+    if out is not None and config.run.remote is not None:
+        where = f"{config.run.remote.rstrip('/')}/{out.parent.parent.name}/{out.parent.name}"
+        own["run"] = config.run.model_copy(update={"remote": where})
+    return Resolved.of(config.model_copy(update=own))
+
+
+def prepare(resolved: Resolved, prepared: Path, out: Path) -> None:
+    """Writes partition, pre-training and pool of a run into `out`. If the search does not change what the runs of a
+    seed share, it is computed once, in `prepared`."""
+    shared = prepared / f"shared-s{resolved.config.seed}"
+    if not (shared / "shared.json").exists():
+        share(resolved, shared)
+    if fits(resolved, shared):
+        adopt(resolved, shared, out)
+    else:
+        share(resolved, out)
+    model_pool(resolved, out / "pretrain", out / "pool")
+
+
+def prepare_default(config: Config, folder: Path) -> None:
+    """Prepares the run of the first seed with the default setting: its pool decides what is searched."""
+    prepare(resolved(config, config.tune.seeds[0]), folder, folder / "default")
+
+
+def searched(config: Config, prepared: Path) -> tuple[dict[str, Range], Pool]:
+    """The search space, and the default's pool."""
+    pool = PoolFile.read(prepared / "default" / "pool" / "pool.json").pool()
+    return space_of(config, pool), pool
+
+
+def rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any = None) -> float:
+    """Runs the rounds that are not done; the observer gets the measurements of all rounds. Raises ConfigError if `out`
+    holds a run of another setting, Diverged where the metric is no finite number in the end."""
+    try:
+        known = known_run(resolved.config, out, resume=True)
+    except BadInput as error:
+        raise type(error)(str(error).replace("--run-id", "--id")) from error
+    if known is None or not (out / "history.json").exists():
+        # Without its folder a study begins again: its runs get the numbers of earlier ones, whose ledgers are kept.
+        name = out.name if resolved.config.run.remote is None else name_in(out, resolved)
+        steps = out / "partition", out / "pool", out
+        federate(resolved, *steps, run_id=name, resume=True, tags=dict(tags), observer=observer)
+    last, metric = BareHistory.read(out / "history.json").rounds[-1]["metrics"], resolved.config.tune.metric
+    if metric not in last:  # histories leave out what is not finite
+        raise Diverged(f"the model has diverged: {metric} of the last round is no finite number. {SMALLER}")
+    return float(last[metric])

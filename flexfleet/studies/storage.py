@@ -1,0 +1,117 @@
+"""Where a study is stored: a file in its folder, or a database that workers share; with Optuna."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped, Unreachable, first_line, masked
+from flexfleet.config import Config
+from flexfleet.files.begun import go_on
+
+log = logging.getLogger("flexfleet")
+
+LOCKED_S = 60
+"""Seconds that a worker waits for the others' transactions on an SQLite file."""
+GO_ON = re.compile("(go on|resume) with --resume")
+"""How the run of a trial says that it goes on, which it does with its study."""
+
+
+def address(config: Config) -> str | None:
+    """The address of the database that workers on several machines share; None: the study is a file in its folder."""
+    return config.tune.storage or os.environ.get("FLEXFLEET_TUNE_STORAGE") or None
+
+
+def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) -> Any:
+    """The study in `tune.storage`, else in the environment's FLEXFLEET_TUNE_STORAGE (an address that nobody shall see),
+    else in `<folder>/study.log`. Creates it if it is missing, unless it has `begun`. Raises ConfigError if the storage
+    cannot be used."""
+    import optuna
+    from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    url = address(config)
+    where = f"tune.storage = {url}" if url else f"{folder / 'study.log'}"
+    by_clock = config.rounds.stop_simulated_s is not None  # then rounds.stop says little of how many there are
+    warm_up = 1 if by_clock else max(1, config.rounds.stop // 4)
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=warm_up)
+    try:
+        storage = _data_base(url) if url else _file(folder)
+        settings = {"storage": storage, "study_name": name, "sampler": sampler(config.seed), "pruner": pruner}
+        if begun:
+            return optuna.load_study(**settings)
+        return optuna.create_study(**settings, direction="maximize", load_if_exists=True)
+    except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError, ValueError, KeyError) as error:
+        if begun and isinstance(error, optuna.exceptions.StorageInternalError | DBAPIError):
+            raise  # the storage was reached before: `answering` reports the error
+        if begun and isinstance(error, KeyError):
+            raise ConfigError(
+                f"{masked(where)} has no study {name!r}, though it was begun: give the address of a database that "
+                "every worker reaches, no file of one machine"
+            ) from error
+        raise ConfigError(f"{masked(where)} cannot be used: {first_line(error)}") from error
+
+
+def _file(folder: Path) -> Any:
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return JournalStorage(JournalFileBackend(str(folder / "study.log")))
+
+
+def _data_base(url: str) -> Any:
+    """The storage at this address. Optuna gives a waiting trial to one worker alone by locking its row; SQLite has no
+    locks for rows, so two workers could get the same trial. Here its transactions lock the whole file from their first
+    statement on (SQLAlchemy's recipe for serializable SQLite)."""
+    from optuna.storages import RDBStorage
+    from sqlalchemy import event, make_url
+
+    if make_url(url).get_backend_name() != "sqlite":
+        return RDBStorage(url)
+    storage = RDBStorage(url, engine_kwargs={"connect_args": {"timeout": LOCKED_S}})
+
+    def no_implicit_begin(connection: Any, _: Any) -> None:
+        connection.isolation_level = None
+
+    event.listen(storage.engine, "connect", no_implicit_begin)
+    event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    storage.engine.dispose()  # closes the connections that were opened before
+    return storage
+
+
+@contextmanager
+def answering(config: Config) -> Iterator[None]:
+    """Around work on a study that has begun. Raises Unreachable if its database does not answer."""
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import DBAPIError
+
+    try:
+        yield
+    except (StorageInternalError, DBAPIError) as error:
+        where = masked(address(config) or "file")
+        raise Unreachable(f"the study's database ({where}) does not answer: {masked(first_line(error))}") from error
+
+
+@contextmanager
+def told_how_to_go_on(id: str) -> Iterator[None]:
+    """A stop or an EnvironmentFailure inside says how the study goes on."""
+    try:
+        yield
+    except (Stopped, EnvironmentFailure) as error:
+        said = GO_ON.sub(go_on(id), str(error))
+        raise type(error)(said if said != str(error) else f"{said}: {go_on(id)}") from error
+    except KeyboardInterrupt:
+        log.warning("interrupted: %s", go_on(id))
+        raise
+
+
+def sampler(seed: int) -> Any:
+    import optuna
+
+    return optuna.samplers.TPESampler(seed=seed % 2**32)
