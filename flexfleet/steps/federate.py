@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +17,12 @@ from fl_engine.data.local import FORM, Form
 from fl_engine.exchange.assignment import site_files
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.code import Wheel, store_key
-from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import KeyOf
 from fl_engine.exchange.updates import key_of as signing_key
-from fl_engine.fleet.trace import Trace
 from fl_engine.rounds import at_clients, loop
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.storage import lease
-from fl_engine.storage.lease import Lease
 from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.store import FolderStore, Store, sha256
 from fl_engine.storage.sums import sum_of
@@ -86,126 +83,108 @@ def federate(
     process of this machine has it; InUse if a coordinator elsewhere has it; EnvironmentFailure if this machine would
     compute other bits; Stopped on SIGTERM or Ctrl-C.
     """
-    run_id = plain(out.absolute().name if run_id is None else run_id, "run_id")
-    store = store_of(resolved.config, run_id, out)
-    lock = nullcontext() if locked else alone(out)
-    with lock, nullcontext() if resolved.config.run.remote is None else lease.held(store) as held:
-        return _federate(
-            resolved,
-            store,
-            held,
-            partition_dir=partition_dir,
-            pool_dir=pool_dir,
-            out=out,
-            run_id=run_id,
-            resume=resume,
-            discard_damaged=discard_damaged,
-            accept_numerics=accept_numerics,
-            tags=tags or {},
-            mlflow_run_id=mlflow_run_id,
-            observer=observer,
-            watcher=watcher,
-        )
-
-
-def _federate(
-    resolved: Resolved,
-    store: Store,
-    held: Lease | None,
-    *,
-    partition_dir: Path,
-    pool_dir: Path,
-    out: Path,
-    run_id: str,
-    resume: bool,
-    discard_damaged: bool,
-    accept_numerics: bool,
-    tags: dict[str, str],
-    mlflow_run_id: str | None,
-    observer: Tracker | None,
-    watcher: Watcher | None,
-) -> Path:
     config, algorithm = resolved.config, resolved.algorithm
-    private, apart = privacy.is_private(algorithm), config.run.apart
-    known = _known(config, store, out, run_id, resume)
-    tell_unused(config)
-    site = site_of(resolved, partition_dir, pool_dir, known.numerics if known else None)
-    if config.evaluate.on == "clients":
-        at_clients.check(algorithm, site.family, site.pool)
-    if known:
-        same_start(resolved, pool_dir, out)
-        if private:
-            same_noise(known, out)
-    token = known.token if known else uuid.uuid4().hex if config.tracking.mlflow or private else ""
-    key, key_at = None, known.key_at if known else None
-    if private or apart:
-        place = keys.place(config, run_id, store, out)
-        key, key_at = keys.key_of_run(place, known), str(place)
-    trace, trace_sha256 = trace_of(config, site)
-    of_clients = simulated(resolved, site)
-    wheel = own_code.wheel_of(config)
-    rules = replace(site.rules, algorithm=algorithm, seed=None if devices_decide(config) else config.seed)
-    ledger = ledger_in(store, config.rounds.keep_every, rules, *_signing(key if apart else None), held)
+    run_id = plain(out.absolute().name if run_id is None else run_id, "run_id")
+    store = store_of(config, run_id, out)
+    lock = nullcontext() if locked else alone(out)
+    with lock, nullcontext() if config.run.remote is None else lease.held(store) as held:
+        known = _known(config, store, out, run_id, resume)
+        tell_unused(config)
+        site = site_of(resolved, partition_dir, pool_dir, known.numerics if known else None)
+        if config.evaluate.on == "clients":
+            at_clients.check(algorithm, site.family, site.pool)
+        private, apart = privacy.is_private(algorithm), config.run.apart
+        if known:
+            same_start(resolved, pool_dir, out)
+            if private:
+                same_noise(known, out)
+        token = known.token if known else uuid.uuid4().hex if config.tracking.mlflow or private else ""
+        key, key_at = None, known.key_at if known else None
+        if private or apart:
+            place = keys.place(config, run_id, store, out)
+            key, key_at = keys.key_of_run(place, known), str(place)
+        trace, trace_sha256 = trace_of(config, site)
+        of_clients = simulated(resolved, site)
+        folders = folders_sum(of_clients) if of_clients is not site else known.folders_sha256 if known else None
+        wheel = own_code.wheel_of(config)
+        rules = replace(site.rules, algorithm=algorithm, seed=None if devices_decide(config) else config.seed)
+        ledger = ledger_in(store, config.rounds.keep_every, rules, *_signing(key if apart else None), held)
 
-    run = RunFile(
-        run_id=run_id,
-        token=token,
-        config=configs.public(config).model_dump(mode="json"),
-        numerics=describe(site.numerics, config.run.devices),
-        pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
-        partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
-        trace_sha256=trace_sha256,
-        folders_sha256=folders_sum(of_clients) if of_clients is not site else known.folders_sha256 if known else None,
-        sources=sources(config),
-        code_sha256=None if wheel is None else wheel.sha256,
-        mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
-        key_at=key_at,
-        key_sha256=sha256(key) if key is not None else known.key_sha256 if known else None,
-        noise_stream=privacy.STREAM if private else None,
-        noise_numerics=describe_noise() if private else None,
-    )
-    if known:
-        run = _going_on(known, run, out, accept_numerics)
-    loop.check_end(ledger, config.rounds, discard_damaged)  # before anything is written that says the new end
-    if wheel is not None:  # before the record that names it
-        FolderStore(out).put(store_key(wheel.sha256), wheel.value)
-    run.write(out / "run.json")
-    done = max((round + 1 for round in ledger.checkpoints.commits()), default=0)
-    console = Console(config.rounds.stop, done, stop_simulated_s=config.rounds.stop_simulated_s)
-    with loop.told_how_to_go_on():  # run.json is there
-        mlflow = track.start(config, run, out, tags)
-    tracker = Several([console, *(t for t in (mlflow, observer) if t is not None)])
-    with ending(tracker, Replaced):  # once replaced, MLflow shows the other coordinator's run
-        with loop.told_how_to_go_on():
-            if mlflow is not None:
-                _tell_mlflow(mlflow, config, run, known, site, out)
-            tracker.params(configs.shown(config))
-        site_sums = _put_site(ledger, out, partition_dir, pool_dir, wheel, site)
-        first = [initial_state(resolved, site, given_weights(pool_dir, site.family))]
-        noise_key = privacy.noise_key(key, token) if private and key is not None else None
-        described = _described(resolved, site, noise_key, trace)
-        with (
-            counted_warnings(),
-            stop_on_signals() as should_stop,
-            BACKENDS[config.run.backend](
-                _surroundings(
-                    config, described, of_clients, first[0], ledger.mailbox, run_id, should_stop, out, wheel, site_sums
-                )
-            ) as backend,
-        ):
-            final = loop.federate(
-                described,
-                first.pop(),  # nobody else holds the first model, so that it goes with the first round
-                backend,
-                ledger,
-                tracker,
-                should_stop=should_stop,
-                discard_damaged=discard_damaged,
-                watcher=watcher,
-                heard=console.heard,
+        record = RunFile(
+            run_id=run_id,
+            token=token,
+            config=configs.public(config).model_dump(mode="json"),
+            numerics=describe(site.numerics, config.run.devices),
+            pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
+            partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
+            trace_sha256=trace_sha256,
+            folders_sha256=folders,
+            sources=sources(config),
+            code_sha256=None if wheel is None else wheel.sha256,
+            mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
+            key_at=key_at,
+            key_sha256=sha256(key) if key is not None else known.key_sha256 if known else None,
+            noise_stream=privacy.STREAM if private else None,
+            noise_numerics=describe_noise() if private else None,
+        )
+        if known:
+            record = _going_on(known, record, out, accept_numerics)
+        loop.check_end(ledger, config.rounds, discard_damaged)  # before anything is written that says the new end
+        if wheel is not None:  # before the record that names it
+            FolderStore(out).put(store_key(wheel.sha256), wheel.value)
+        record.write(out / "run.json")
+
+        done = max((round + 1 for round in ledger.checkpoints.commits()), default=0)
+        console = Console(config.rounds.stop, done, stop_simulated_s=config.rounds.stop_simulated_s)
+        with loop.told_how_to_go_on():  # run.json is there
+            mlflow = track.start(config, record, out, tags or {})
+        tracker = Several([console, *(t for t in (mlflow, observer) if t is not None)])
+        with ending(tracker, Replaced):  # once replaced, MLflow shows the other coordinator's run
+            with loop.told_how_to_go_on():
+                if mlflow is not None:
+                    _tell_mlflow(mlflow, config, record, known, site, out)
+                tracker.params(configs.shown(config))
+            site_sums = _put_site(ledger, out, partition_dir, pool_dir, wheel, site)
+            first = [initial_state(resolved, site, given_weights(pool_dir, site.family))]
+            run = Run(
+                algorithm,
+                site,
+                config.rounds,
+                config.run.devices,
+                noise_key=privacy.noise_key(key, token) if private and key is not None else None,
+                codecs=configs.codecs(config),
+                trace=trace,
+                wait_s=config.fleet.wait_s,
+                evaluation=config.evaluate if config.evaluate.on == "clients" else None,
             )
-        with loop.told_how_to_go_on(ledger):
-            return _finish(out, ledger, final, tracker, mlflow)
+            with counted_warnings(), stop_on_signals() as should_stop:
+                surroundings = Surroundings(
+                    of_clients,
+                    ledger.mailbox,
+                    config.run.devices,
+                    run_id,
+                    config.kubernetes,
+                    memory=peaks_of(run, first[0]) if _needs_peaks(config) else None,
+                    should_stop=should_stop,
+                    code=None if wheel is None else (out / store_key(wheel.sha256), wheel.sha256),
+                    agents=config.agents,
+                    post=invitations.post_of(config) if config.run.backend == "agents" else None,
+                    site_sums=site_sums,
+                )
+                with BACKENDS[config.run.backend](surroundings) as backend:
+                    final = loop.federate(
+                        run,
+                        first.pop(),  # nobody else holds the first model, so that it goes with the first round
+                        backend,
+                        ledger,
+                        tracker,
+                        should_stop=should_stop,
+                        discard_damaged=discard_damaged,
+                        watcher=watcher,
+                        heard=console.heard,
+                    )
+            with loop.told_how_to_go_on(ledger):
+                return _finish(out, ledger, final, tracker, mlflow)
 
 
 def _known(config: Config, store: Store, out: Path, run_id: str, resume: bool) -> RunFile | None:
@@ -220,12 +199,12 @@ def _known(config: Config, store: Store, out: Path, run_id: str, resume: bool) -
     return known
 
 
-def _going_on(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> RunFile:
-    """The record `run` of a run that goes on, with how its earlier rounds were computed. Raises where it is not the
-    `known` one."""
-    same(known, run, out, accept_numerics)
-    others = (known.numerics,) if differing(known.numerics, run.numerics) else ()
-    return run.model_copy(update={"earlier_numerics": known.earlier_numerics + others})
+def _going_on(known: RunFile, record: RunFile, out: Path, accept_numerics: bool) -> RunFile:
+    """The record of a run that goes on, with how its earlier rounds were computed. Raises where it is not the `known`
+    one."""
+    same(known, record, out, accept_numerics)
+    others = (known.numerics,) if differing(known.numerics, record.numerics) else ()
+    return record.model_copy(update={"earlier_numerics": known.earlier_numerics + others})
 
 
 def _tell_mlflow(mlflow: MLflow, config: Config, run: RunFile, known: RunFile | None, site: Site, out: Path) -> None:
@@ -236,52 +215,10 @@ def _tell_mlflow(mlflow: MLflow, config: Config, run: RunFile, known: RunFile | 
     run.model_copy(update={"mlflow_run_id": mlflow.run_id}).write(out / "run.json")
 
 
-def _described(resolved: Resolved, site: Site, noise_key: bytes | None, trace: Trace | None) -> Run:
-    """What the rounds know of the run."""
-    config = resolved.config
-    return Run(
-        resolved.algorithm,
-        site,
-        config.rounds,
-        config.run.devices,
-        noise_key,
-        configs.codecs(config),
-        trace,
-        config.fleet.wait_s,
-        config.evaluate if config.evaluate.on == "clients" else None,
-    )
-
-
-def _surroundings(
-    config: Config,
-    run: Run,
-    site: Site,
-    initial: Any,
-    mailbox: Mailbox,
-    run_id: str,
-    should_stop: Callable[[], bool],
-    out: Path,
-    wheel: Wheel | None,
-    site_sums: Mapping[str, str],
-) -> Surroundings:
-    pods = config.kubernetes
-    auto = config.run.backend == "kubernetes" and any(pool.memory == "auto" for pool in pods.pools.values())
-    memory = peaks_of(run, initial) if devices_decide(config) or auto else None
-    code = None if wheel is None else (out / store_key(wheel.sha256), wheel.sha256)
-    post = invitations.post_of(config) if config.run.backend == "agents" else None
-    return Surroundings(
-        site,
-        mailbox,
-        config.run.devices,
-        run_id,
-        pods,
-        memory=memory,
-        should_stop=should_stop,
-        code=code,
-        agents=config.agents,
-        post=post,
-        site_sums=site_sums,
-    )
+def _needs_peaks(config: Config) -> bool:
+    """Whether what training takes is measured before the rounds: devices look at what is free, or pods ask for it."""
+    pools = config.kubernetes.pools.values()
+    return devices_decide(config) or (config.run.backend == "kubernetes" and any(p.memory == "auto" for p in pools))
 
 
 def _put_site(
