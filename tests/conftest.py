@@ -446,6 +446,12 @@ def mlflow_uri(mlflow_template: Path, tmp_path: Path) -> str:
 
 
 @pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else ./params.yaml, ./runs and ./mlruns would be those of whoever runs the tests."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
 def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawings take most of a quick run's time, and have tests of their own."""
 

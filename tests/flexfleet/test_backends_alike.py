@@ -10,10 +10,7 @@ import pytest
 
 from flexfleet.files.artifacts import History, RunFile
 
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("single", marks=pytest.mark.long), "batched"])

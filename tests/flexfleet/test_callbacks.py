@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +10,12 @@ import torch
 
 import flexfleet as ff
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 OPTIONS = {"tracking.mlflow": None, "dataset.train_samples": 300, "dataset.test_samples": 100}
 SMALL: dict[str, Any] = {
     "algorithm": "heterofl", "clients": 4, "rounds": 3, "local_epochs": 1, "options": OPTIONS, "progress": False
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -34,15 +34,12 @@ from flexfleet.runs import central as runs_central
 from flexfleet.runs.central import CentralFile, task_of
 from flexfleet.steps.prepare import Resolved
 
+pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
+
 SETS = (
     "dataset.train_samples=300", "dataset.test_samples=100", "model.width=0.5", "central.epochs=4", "central.lr=0.05",
     "tracking.mlflow=null",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def weights(run: str) -> dict[str, Tensor]:

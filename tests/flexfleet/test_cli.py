@@ -28,13 +28,9 @@ from flexfleet.files.artifacts import PoolFile
 from flexfleet.files.live import Live
 from tests.harness.processes import refused
 
+pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
+
 COMMANDS = ("run", "central", "pool", "report", "fetch", "status", "check", "doctor")
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
-    """Else ./params.yaml and ./runs would be those of whoever runs the tests."""
-    monkeypatch.chdir(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------- help and version

@@ -23,16 +23,12 @@ from flexfleet.steps import evaluate, federate
 from flexfleet.steps.prepare import Resolved
 from tests.harness.processes import refused
 
+pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
+
 RESULT = {
     "schema_version", "run_id", "status", "metrics", "bytes", "waste", "seconds", "model_sha256", "store_uri",
     "mlflow_run_id", "report",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
-    """Else ./params.yaml and ./runs would be those of whoever runs the tests."""
-    monkeypatch.chdir(tmp_path)
 
 
 def edit(path: Path, **changes: Any) -> None:

@@ -17,14 +17,11 @@ from flexfleet.config import codecs, load_config
 from flexfleet.config.overrides import config_from
 from flexfleet.files.artifacts import History, PoolFile
 
+pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
+
 QSGD = ("codec.down.name=qsgd", "codec.down.bits=8", "codec.up.name=qsgd", "codec.up.bits=8")
 HALF = ("codec.down.name=half", "codec.up.name=half")
 OWN = "fl_engine.testing.codecs:Deflated"
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def run_of(flexfleet: Any, name: str, sets: Sequence[str], *argv: str) -> Any:

@@ -15,12 +15,9 @@ from flexfleet.reports.report import report
 from flexfleet.steps.partition import cut
 from flexfleet.steps.prepare import Resolved
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 ON = ("evaluate.on=clients", "evaluate.held_out=0.3", "rounds.stop=2", "run.devices=[cpu, cpu]")
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def measured(run: Path) -> list[dict[str, float]]:

@@ -22,15 +22,12 @@ from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import inputs_of
 
+pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
+
 OPTIONS = (
     "algorithm.name=fedx", "partition.proxy=0.3", "pretrain.epochs=12", "pretrain.lr=0.005",
     "algorithm.bits=[4, 8, 12]", "algorithm.delta=0.0", "algorithm.fine_tuning.lr=0.02", "training.fraction=1.0",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -35,6 +35,8 @@ from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
 from flexfleet.steps.site import given_weights, initial_state, site_of
 
+pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
+
 HERE = __name__
 
 
@@ -111,11 +113,6 @@ class Both(Warm):
 
 
 JSON, FILE = f"{HERE}.Train.json", f"{HERE}.Train.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -17,10 +17,7 @@ from fl_engine.core.errors import ConfigError
 from flexfleet.config import Config, load_config
 from flexfleet.files.new_files import algorithm_files, class_name
 
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def test_the_parameters_are_the_defaults_with_their_meaning(flexfleet: Any, tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ from flexfleet.reports.report import table
 from flexfleet.steps.evaluate import evaluate
 from flexfleet.steps.prepare import Resolved
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 HERE = "fl_engine.testing.kinds"
 KINDS = {
     "regression": (f"dataset.name={HERE}:TABLE", f"model.name={HERE}:TinyMLP", "algorithm.epsilon=40.0"),
@@ -63,11 +65,6 @@ METRICS = {
     "next_token": ["accuracy", "accuracy_all"],
     "detection": ["map50"],
 }
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

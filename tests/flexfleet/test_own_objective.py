@@ -14,6 +14,8 @@ from fl_engine.core.types import LocalTask, TaskContext, WorkOrder
 from fl_engine.testing.own import OBJECTIVE, OPTIMISER
 from flexfleet.files.artifacts import RunFile
 
+pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
+
 OWN = (f"training.objective={OBJECTIVE}", f"training.optimiser={OPTIMISER}")
 PLAIN = "algorithm.name=heterofl"
 
@@ -43,11 +45,6 @@ class Deaf(HeteroFL):
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         return replace(super().task(order, ctx), objective=None)
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.long

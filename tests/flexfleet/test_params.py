@@ -20,14 +20,11 @@ from flexfleet.comparisons import suites
 from flexfleet.config import Config, flatten, load_config
 from flexfleet.config.parameters import Parameter, everything, found, in_use
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 ROOT = Path(__file__).parents[2]
 ROWS = everything()
 BY_NAME = {(row.name, row.of): row for row in ROWS}
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_every_parameter_of_the_schema_is_there_with_a_meaning() -> None:

@@ -18,6 +18,8 @@ from fl_engine.tasks import Classification, Regression
 from flexfleet.files.artifacts import RunFile
 from tests.data import sensors
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 SAMPLES, TEST = 120, 40
 
 
@@ -52,11 +54,6 @@ NETWORKS = {
 HETEROGENEOUS = ("adaptivefl", "depthfl", "fedrolex", "flexfl", "heterofl", "multibranch", "scalefl")
 EXITS = ("depthfl", "multibranch", "scalefl")
 """They train networks with early exits."""
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def quickly(quick: Sequence[str], name: str, algorithm: str) -> list[str]:

@@ -17,6 +17,8 @@ from fl_engine.datasets import Source, shakespeare
 from flexfleet.files.artifacts import EvaluationFile, History
 from tests.data import made
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 ROLES, LINES = 6, 12
 PLAY_TOKENS = 21
 """Letters of the words, space and line feed, padding, OOV and begin."""
@@ -46,11 +48,6 @@ TRANSFORMER = (
     "model.hidden=64", "training.lr=0.2",
 )  # fmt: skip
 LSTM = ("model.name=text_lstm", "model.hidden=24", "training.lr=2.0")
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def sets(

@@ -30,12 +30,9 @@ from flexfleet.files.artifacts import RunFile
 from flexfleet.files.doctor import EXTRAS
 from flexfleet.steps.site import tell_unused
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------- CUDA

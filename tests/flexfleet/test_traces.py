@@ -14,16 +14,13 @@ from fl_engine.core.fields import Moves
 from flexfleet.config import load_config, moves
 from flexfleet.files.artifacts import History, RunFile
 
+pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
+
 DRAWN = (
     "fleet.trace={name: lognormal, online_s: 3, offline_s: 3, bandwidth_s: 1, speed: 0.001, bandwidth: 0.5, "
     "speed_data: 0.5, rate: shannon, repeat_s: 500}",
     "rounds.stop=8",
 )
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def told(folder: Path) -> list[Any]:

@@ -27,12 +27,9 @@ from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
 from flexfleet.steps.site import given_weights, initial_state, site_of
 
+pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
+
 PLAIN = ("algorithm.name=all_large", "algorithm.eligible=all")
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
