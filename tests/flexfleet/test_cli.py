@@ -6,25 +6,18 @@ import errno
 import gzip
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fl_engine
-from fl_engine.core.errors import DataError
-from fl_engine.data import files
 from fl_engine.datasets import DATASETS, Source, fashion_mnist
 from flexfleet.commands import common, host
 from flexfleet.files import terminal
-from flexfleet.files.artifacts import PoolFile
 from flexfleet.files.live import Live
 from tests.harness.processes import refused
 
@@ -161,87 +154,6 @@ def test_doctor_says_the_rest_where_data_sets_cannot_be_looked_at(
     found = flexfleet("doctor", "--json").json
     assert "cpu" in found["devices"] and found["data"] == {}
     assert "which data sets are there cannot be said: [Errno 13] Permission denied: '/home/other/.cache" in caplog.text
-
-
-# --------------------------------------------------------------------------------------------------------- pool
-VGG = ("--model", "vgg16", "--input", "3x32x32", "--classes", "10")
-POOL = [
-    ("--algorithm", "flexfl", *VGG, "--set", "algorithm.use_apoz=false"),
-    ("--set", "algorithm.use_apoz=false", *VGG, "--algorithm", "flexfl"),
-    ("--set", "algorithm.use_apoz=false", *VGG),
-]
-
-
-@pytest.mark.parametrize("argv", POOL)
-def test_pool_of_the_papers_vgg16(flexfleet: Any, argv: tuple[str, ...]) -> None:
-    found = flexfleet("pool", "--json", *argv).json
-    levels = found["levels"]
-    assert [level["name"] for level in levels] == ["M1", "M2'", "M2", "M3'", "M3"]
-    assert levels[-1]["params"] == 33_646_666
-    for level, percent in zip(levels, (25, 40, 50, 90, 100), strict=True):
-        assert {"name", "params", "flops", "bytes", "widths"} <= level.keys()
-        assert level["bytes"] == 4 * level["params"]
-        assert abs(100 * level["params"] / 33_646_666 - percent) <= 0.5, level["name"]
-        assert len(level["widths"]) == 15, "thirteen convolutions and two hidden layers"
-    sizes = [(level["params"], level["flops"], *level["widths"].values()) for level in levels]
-    for small, large in pairwise(sizes):
-        assert all(a <= b for a, b in zip(small, large, strict=True))
-
-
-def test_pool_of_the_authors_resnet34(flexfleet: Any) -> None:
-    """With the APoZ scores of their code for CIFAR-10: no data set, and no pre-training."""
-    scores = "algorithm.apoz=[0.5686834259, 0.6525205196, 0.6017078438, 0.7603804525, 0.9060739441]"
-    argv = ("--model", "resnet34", "--input", "3x32x32", "--classes", "10", "--set", "algorithm.rule=authors")
-    levels = flexfleet("pool", "--json", *argv, "--set", scores).json["levels"]
-    assert [level["params"] for level in levels] == [6_296_547, 9_689_715, 11_671_306, 20_067_466, 21_578_634]
-
-
-def test_pool_of_the_control_has_one_model(flexfleet: Any) -> None:
-    (level,) = flexfleet("pool", "--json", "--algorithm", "all_large", *VGG).json["levels"]
-    assert level["params"] == 33_646_666
-
-
-def test_pool_as_text(flexfleet: Any) -> None:
-    done = flexfleet("pool", *POOL[2])
-    assert done.code == 0
-    assert "33,646,666" in done.out
-    assert "M2'" in done.out
-
-
-def test_pool_measures_on_the_configured_data(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    found = flexfleet("pool", "--json", sets=quick).json
-    assert found["classes"] == 10
-    assert found["input_chw"] == [1, 8, 8]
-    assert list(tmp_path.iterdir()) == [], "the pool command leaves nothing behind"
-
-
-def test_pool_takes_measured_scores(flexfleet: Any, finished: Any, quick: Sequence[str]) -> None:
-    run, _ = finished
-    done = flexfleet("pool", "--json", "--apoz", str(run / "pretrain" / "apoz.json"), sets=quick)
-    assert PoolFile.model_validate(done.json) == PoolFile.read(run / "pool" / "pool.json")
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (VGG, "--apoz"),
-        (VGG[:4], "--classes"),
-        (("--classes", "10"), "--input"),
-        (("--model", "vgg16", "--input", "3x32", "--classes", "10"), "3x32"),
-        (("--model", "vgg16", "--input", "axbxc", "--classes", "10"), "axbxc"),
-        (("--model", "vgg16", "--input", "3x8x8", "--classes", "10"), "8"),
-        (("--model", "vgg16", "--input", "3x-32x-32", "--classes", "10"), "-32"),
-        (("--model", "vgg16", "--input", "0x32x32", "--classes", "10"), "0"),
-        (("--model", "vgg16", "--input", "3x32x32", "--classes", "-1"), "at least 1; got -1"),
-        (("--model", "vgg16", "--input", "3x32x32", "--classes", "0"), "at least 1; got 0"),
-        (("--model", "vgg61"), "vgg16"),
-        (("--apoz", "nowhere.json"), "nowhere.json"),
-    ],
-)
-def test_pool_refuses(flexfleet: Any, argv: tuple[str, ...], said: str) -> None:
-    done = flexfleet("pool", "--json", *argv)
-    assert done.code in (2, 4)
-    assert said in refused(done, done.code)
 
 
 # -------------------------------------------------------------------------------------------------- bad input
@@ -416,73 +328,6 @@ def test_report_of_what_is_no_run(flexfleet: Any, finished: Any) -> None:
     assert "nowhere" in refused(flexfleet("report", "nowhere"))
     (run / "history.json").unlink()
     assert "--resume" in refused(flexfleet("report", "runs/a"), 4)
-
-
-def test_a_fetch_that_is_stopped_leaves_nothing_beside(
-    flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = DATASETS["cifar10"]
-
-    def fetched(root: Path) -> None:
-        with files.replacing(root / "large"):
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setitem(DATASETS, "cifar10", replace(source, fetch=fetched))
-    done = flexfleet("fetch", "cifar10", "--root", str(tmp_path / "data"))
-    assert done.code == 3 and "stopped on request: the same command goes on" in done.err
-    assert not list((tmp_path / "data").iterdir())
-
-
-def test_fetch_lists_what_there_is(flexfleet: Any, tmp_path: Path) -> None:
-    done = flexfleet("fetch", "--root", str(tmp_path))
-    assert done.code == 0
-    lines = {line.split()[0]: line for line in done.out.splitlines()}
-    assert lines.keys() == DATASETS.keys()
-    assert "there" in lines["digits"]
-    assert "missing" in lines["cifar10"]
-    assert all(source.address in lines[name] for name, source in DATASETS.items())
-    part = tmp_path / DATASETS["cifar10"].files[0]
-    part.parent.mkdir(parents=True)
-    part.touch()
-    assert "1 of 6 files" in flexfleet("fetch", "--root", str(tmp_path)).out
-    assert "nothing to fetch" in flexfleet("fetch", "digits").out
-    assert "did you mean 'cifar10'" in refused(flexfleet("fetch", "cifar"))
-    by_hand = refused(flexfleet("fetch", "casas", "--root", str(tmp_path)))
-    assert f"expected {tmp_path}/casas/cairo/data" in by_hand
-    assert "Download the data sets cairo, milan, " in by_hand
-
-
-@pytest.mark.parametrize("name", sorted(DATASETS))
-def test_the_list_says_what_a_data_set_is_how_large_and_under_what_licence(name: str) -> None:
-    about = DATASETS[name].about
-    assert re.search(r"classes|categories|activities|gestures|target|the next (character|of [\d,]+ words)", about)
-    counted = r"\d,\d{3} \+ [\d,]+\d|\d (people|homes|roles|users)"
-    assert re.search(counted, about), "training and test samples, or whose they are"
-    assert re.search(r"licen[cs]e|CC BY|terms|public domain", about)
-    assert re.search(r"(\d|several) (kB|MB|GB)\b|comes with", about)
-    assert re.fullmatch(r"https?://\S+", DATASETS[name].address)
-
-
-@pytest.mark.parametrize("name", sorted(name for name, source in DATASETS.items() if source.files and not source.fetch))
-def test_what_is_put_in_place_by_hand_says_from_where_and_whether_a_form_is_wanted(name: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError) as error:
-        DATASETS[name].load(tmp_path)
-    said = str(error.value)
-    assert DATASETS[name].address in said and ("no form" in said or name == "femnist"), "LEAF's script downloads it"
-
-
-def test_what_epic_sounds_is_made_of_is_said_when_it_is_fetched(flexfleet: Any, tmp_path: Path) -> None:
-    said = refused(flexfleet("fetch", "epic_sounds", "--root", str(tmp_path)))
-    assert "extract_audio.py" in said and str(tmp_path / "epic-sounds" / "audio") in said
-    assert "videos with https://github.com/epic-kitchens/download-scripts-100" in said
-
-
-@pytest.mark.parametrize("argv", [(), ("digits",)])
-def test_fetch_as_json(flexfleet: Any, tmp_path: Path, argv: tuple[str, ...]) -> None:
-    found = flexfleet("fetch", *argv, "--root", str(tmp_path), "--json").json
-    assert found["datasets"]["digits"] is True
-    assert found["about"]["digits"] == DATASETS["digits"].about
-    assert found["source"]["digits"] == DATASETS["digits"].address
 
 
 def test_a_short_option_means_all_of_its_word(flexfleet: Any, quick: Sequence[str]) -> None:

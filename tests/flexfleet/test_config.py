@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,15 +24,9 @@ from flexfleet.config import Config, flatten, load_config, parse
 from flexfleet.files.artifacts import RunFile
 from flexfleet.steps.own_code import stored
 from flexfleet.steps.prepare import Resolved
-from tests.harness.refused import refused
+from tests.harness.settings import refused, written
 
 ROOT = Path(__file__).parents[2]
-
-
-def written(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "params.yaml"
-    path.write_text(text)
-    return path
 
 
 # --------------------------------------------------------------------------------------------------- defaults
@@ -195,160 +185,6 @@ def test_a_list_of_a_network_is_checked_too() -> None:
     for wrong in ('["64", 64]', "[64.5, 64]", "64", "[true, 64]"):
         with pytest.raises((ConfigError, ModelError), match="fc"):
             Resolved.load(None, ["model.name=vgg16", f"model.fc={wrong}"]).network((3, 32, 32), 10)
-
-
-# ------------------------------------------------------------------------------------------------------- YAML
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("1e-3", 1e-3), ("1E5", 1e5), ("2e0", 2.0), ("+3.5e-2", 0.035), (".5", 0.5), ("5.", 5.0), ("7", 7.0)],
-)
-def test_numbers_as_people_write_them(tmp_path: Path, text: str, value: float) -> None:
-    for config in (
-        load_config(None, [f"partition.alpha={text}"]),
-        load_config(written(tmp_path, f"partition:\n  alpha: {text}\n")),
-    ):
-        assert config.partition.alpha == value
-        assert isinstance(config.partition.alpha, float)
-
-
-def test_whole_numbers_stay_whole() -> None:
-    assert load_config(None, ["rounds.stop=12"]).rounds.stop == 12
-    assert "rounds.stop" in refused("rounds.stop=1e2"), "a float, even where its value is whole"
-
-
-@pytest.mark.parametrize("text", ["007", "012"])
-def test_leading_zeros_are_not_read_as_octal(text: str) -> None:
-    """YAML 1.1 reads 012 as ten. Twelve is what is meant; an error would do as well."""
-    try:
-        assert load_config(None, [f"seed={text}"]).seed == int(text, 10)
-    except ConfigError as error:
-        assert "seed" in str(error)
-
-
-@pytest.mark.parametrize("text", ["- a\n- b\n", "just words\n", "3\n"])
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="mapping") as error:
-        load_config(written(tmp_path, text))
-    assert "params.yaml" in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["a: [1, 2\n", "a: b: c\n", "\tx: 1\n", "rounds: {stop: 3\n"])
-def test_a_file_that_is_no_yaml_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="not valid YAML") as error:
-        load_config(written(tmp_path, text))
-    assert "params.yaml" in str(error.value)
-
-
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
-        load_config(tmp_path / "nowhere.yaml")
-    with pytest.raises(ConfigError, match="cannot read"):
-        load_config(tmp_path)
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "params.yaml").write_bytes(bytes(range(128, 256)))
-    with pytest.raises(ConfigError, match=r"params\.yaml"):
-        load_config(tmp_path / "params.yaml")
-
-
-def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
-    """The second would silently win."""
-    with pytest.raises(ConfigError, match="seed"):
-        load_config(written(tmp_path, "seed: 1\nrounds: {stop: 3}\nseed: 2\n"))
-
-
-def test_a_file_without_end_is_not_read_to_it() -> None:
-    with pytest.raises(ConfigError, match=r"^/dev/zero has more than 4,194,304 characters: is it a configuration\?$"):
-        load_config("/dev/zero")
-
-
-def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        load_config(written(tmp_path, "seed: !!python/object/apply:os.getpid []\n"))
-    with pytest.raises(ConfigError):
-        load_config(written(tmp_path, "run: {store: 2026-01-01}\n"))
-
-
-@pytest.mark.long
-def test_a_file_is_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:
-    path = tmp_path / "p.yaml"
-    path.write_bytes("tracking: {experiment: Übung für Gerät}".encode())
-    reads = f"from flexfleet.config import load_config; print(ascii(load_config({str(path)!r}).tracking.experiment))"
-    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run([sys.executable, "-c", reads], env=env, capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.stderr) == (ascii("Übung für Gerät"), "")
-
-
-# -------------------------------------------------------------------------------------------------------- set
-@pytest.mark.parametrize("given", ["rounds.stop", "=3", " =3", "", "rounds.stop:3"])
-def test_an_override_is_a_name_and_a_value(given: str) -> None:
-    assert "a.b=value" in refused(given)
-
-
-@pytest.mark.parametrize("given", ["rounds.stop=[3", "rounds.stop={a: ", "rounds.stop=a: b: c"])
-def test_an_override_whose_value_is_no_yaml_is_refused(given: str) -> None:
-    text = refused(given)
-    assert "rounds.stop" in text
-    assert "YAML" in text
-
-
-CUT = ["run.store=/data/exp #3/runs", "run.store=#3", "run.devices=[cpu] # all", "run.store='a' #b", "run=store: a #3",
-       "run.devices=- cpu\n- cpu # b", "run={store: a, # c\n devices: [cpu]}"]  # fmt: skip
-
-
-@pytest.mark.parametrize("given", CUT)
-def test_an_override_that_yaml_would_cut_off_is_refused(given: str) -> None:
-    text = refused(given)
-    assert given.partition("=")[0] in text
-    assert "a comment for YAML, from '#' on: put all of it in quotes, or leave that out" in text
-
-
-@pytest.mark.parametrize("given", ['"/data/exp #3/runs"', "'/data/exp #3/runs'", "|-\n  /data/exp #3/runs"])
-def test_a_value_in_quotes_may_hold_what_begins_a_comment(given: str) -> None:
-    assert load_config(None, [f"run.store={given}"]).run.store == "/data/exp #3/runs"
-    assert load_config(None, ["run.store=a#3"]).run.store == "a#3"
-
-
-@pytest.mark.parametrize("given", ["seed.x=3", "rounds.stop.x=3", "rounds..stop=3", "rounds.=3", ".stop=3"])
-def test_an_override_that_leads_nowhere_is_refused(given: str) -> None:
-    assert given.split("=")[0] in refused("seed=1", "rounds.stop=2", given) or "unknown parameter" in refused(given)
-
-
-def test_a_value_may_hold_an_equals_sign() -> None:
-    assert load_config(None, ["tracking.mlflow=sqlite:///a.db?x=1"]).tracking.mlflow == "sqlite:///a.db?x=1"
-
-
-def test_an_empty_value_is_null() -> None:
-    assert load_config(None, ["tracking.mlflow="]).tracking.mlflow is None
-
-
-def test_the_last_override_wins_over_the_file(tmp_path: Path) -> None:
-    path = written(tmp_path, "rounds: {stop: 3, evaluate_every: 2}\n")
-    found = load_config(path, ["rounds.stop=5", "rounds.stop=7"]).rounds
-    assert (found.stop, found.evaluate_every) == (7, 2)
-
-
-def test_another_name_drops_the_options_of_the_file(tmp_path: Path) -> None:
-    path = written(tmp_path, "algorithm: {name: flexfl, kd_weight: 3}\nmodel: {name: small_cnn, width: 0.5}\n")
-    found = load_config(path, ["algorithm.name=all_large", "model.name=vgg16"])
-    assert found.algorithm == {"name": "all_large"}
-    assert found.model == {"name": "vgg16"}
-    assert load_config(path, ["model.name=small_cnn"]).model == {"name": "small_cnn", "width": 0.5}
-
-
-@pytest.mark.parametrize("sets", [["model.name=vgg16", "model.width=0.25"], ["model.width=0.25", "model.name=vgg16"]])
-def test_overrides_mean_the_same_in_any_order(sets: Sequence[str], tmp_path: Path) -> None:
-    """Whoever writes --set model.width=0.25 --set model.name=vgg16 means both; dropping one silently is worst."""
-    for path in (None, written(tmp_path, "model: {name: small_cnn, norm: static}\n")):
-        assert load_config(path, sets).model == {"name": "vgg16", "width": 0.25}
-
-
-def test_naming_the_default_drops_nothing() -> None:
-    sets = ["algorithm.use_apoz=false", "algorithm.name=flexfl", "model.width=0.5", "model.name=small_cnn"]
-    found = load_config(None, sets)
-    assert found.algorithm == {"name": "flexfl", "use_apoz": False}
-    assert found.model == {"name": "small_cnn", "width": 0.5}
 
 
 # -------------------------------------------------------------------------------------------- what comes of it

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flexfleet.config import Config, flatten
 from flexfleet.config.explain import explain
-from tests.harness.refused import refused
+from tests.harness.settings import refused
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.refused import refused
+from tests.harness.settings import refused
 
 PLUGIN = '''
 from dataclasses import dataclass

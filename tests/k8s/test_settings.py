@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flexfleet.config import load_config
-from tests.harness.refused import refused
+from tests.harness.settings import refused
 
 
 def test_clients_urls_do_not_outlive_what_a_server_signs() -> None:

@@ -1,11 +1,19 @@
-"""What is said of settings that are refused."""
+"""Settings of a test: written into a params.yaml, and what is said where they are refused."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from fl_engine.core.errors import ConfigError
 from flexfleet.config import load_config
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "params.yaml"
+    path.write_text(text)
+    return path
 
 
 def refused(*sets: str) -> str:

@@ -1,0 +1,85 @@
+"""`flexfleet fetch`: which data sets there are, whether they are here, and how they come here."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine.core.errors import DataError
+from fl_engine.data import files
+from fl_engine.datasets import DATASETS
+from tests.harness.processes import refused
+
+pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
+
+
+def test_a_fetch_that_is_stopped_leaves_nothing_beside(
+    flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = DATASETS["cifar10"]
+
+    def fetched(root: Path) -> None:
+        with files.replacing(root / "large"):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setitem(DATASETS, "cifar10", replace(source, fetch=fetched))
+    done = flexfleet("fetch", "cifar10", "--root", str(tmp_path / "data"))
+    assert done.code == 3 and "stopped on request: the same command goes on" in done.err
+    assert not list((tmp_path / "data").iterdir())
+
+
+def test_fetch_lists_what_there_is(flexfleet: Any, tmp_path: Path) -> None:
+    done = flexfleet("fetch", "--root", str(tmp_path))
+    assert done.code == 0
+    lines = {line.split()[0]: line for line in done.out.splitlines()}
+    assert lines.keys() == DATASETS.keys()
+    assert "there" in lines["digits"]
+    assert "missing" in lines["cifar10"]
+    assert all(source.address in lines[name] for name, source in DATASETS.items())
+    part = tmp_path / DATASETS["cifar10"].files[0]
+    part.parent.mkdir(parents=True)
+    part.touch()
+    assert "1 of 6 files" in flexfleet("fetch", "--root", str(tmp_path)).out
+    assert "nothing to fetch" in flexfleet("fetch", "digits").out
+    assert "did you mean 'cifar10'" in refused(flexfleet("fetch", "cifar"))
+    by_hand = refused(flexfleet("fetch", "casas", "--root", str(tmp_path)))
+    assert f"expected {tmp_path}/casas/cairo/data" in by_hand
+    assert "Download the data sets cairo, milan, " in by_hand
+
+
+@pytest.mark.parametrize("name", sorted(DATASETS))
+def test_the_list_says_what_a_data_set_is_how_large_and_under_what_licence(name: str) -> None:
+    about = DATASETS[name].about
+    assert re.search(r"classes|categories|activities|gestures|target|the next (character|of [\d,]+ words)", about)
+    counted = r"\d,\d{3} \+ [\d,]+\d|\d (people|homes|roles|users)"
+    assert re.search(counted, about), "training and test samples, or whose they are"
+    assert re.search(r"licen[cs]e|CC BY|terms|public domain", about)
+    assert re.search(r"(\d|several) (kB|MB|GB)\b|comes with", about)
+    assert re.fullmatch(r"https?://\S+", DATASETS[name].address)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, source in DATASETS.items() if source.files and not source.fetch))
+def test_what_is_put_in_place_by_hand_says_from_where_and_whether_a_form_is_wanted(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        DATASETS[name].load(tmp_path)
+    said = str(error.value)
+    assert DATASETS[name].address in said and ("no form" in said or name == "femnist"), "LEAF's script downloads it"
+
+
+def test_what_epic_sounds_is_made_of_is_said_when_it_is_fetched(flexfleet: Any, tmp_path: Path) -> None:
+    said = refused(flexfleet("fetch", "epic_sounds", "--root", str(tmp_path)))
+    assert "extract_audio.py" in said and str(tmp_path / "epic-sounds" / "audio") in said
+    assert "videos with https://github.com/epic-kitchens/download-scripts-100" in said
+
+
+@pytest.mark.parametrize("argv", [(), ("digits",)])
+def test_fetch_as_json(flexfleet: Any, tmp_path: Path, argv: tuple[str, ...]) -> None:
+    found = flexfleet("fetch", *argv, "--root", str(tmp_path), "--json").json
+    assert found["datasets"]["digits"] is True
+    assert found["about"]["digits"] == DATASETS["digits"].about
+    assert found["source"]["digits"] == DATASETS["digits"].address

@@ -1,0 +1,96 @@
+"""`flexfleet pool`: a pool without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexfleet.files.artifacts import PoolFile
+from tests.harness.processes import refused
+
+pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
+
+
+# --------------------------------------------------------------------------------------------------------- pool
+VGG = ("--model", "vgg16", "--input", "3x32x32", "--classes", "10")
+POOL = [
+    ("--algorithm", "flexfl", *VGG, "--set", "algorithm.use_apoz=false"),
+    ("--set", "algorithm.use_apoz=false", *VGG, "--algorithm", "flexfl"),
+    ("--set", "algorithm.use_apoz=false", *VGG),
+]
+
+
+@pytest.mark.parametrize("argv", POOL)
+def test_pool_of_the_papers_vgg16(flexfleet: Any, argv: tuple[str, ...]) -> None:
+    found = flexfleet("pool", "--json", *argv).json
+    levels = found["levels"]
+    assert [level["name"] for level in levels] == ["M1", "M2'", "M2", "M3'", "M3"]
+    assert levels[-1]["params"] == 33_646_666
+    for level, percent in zip(levels, (25, 40, 50, 90, 100), strict=True):
+        assert {"name", "params", "flops", "bytes", "widths"} <= level.keys()
+        assert level["bytes"] == 4 * level["params"]
+        assert abs(100 * level["params"] / 33_646_666 - percent) <= 0.5, level["name"]
+        assert len(level["widths"]) == 15, "thirteen convolutions and two hidden layers"
+    sizes = [(level["params"], level["flops"], *level["widths"].values()) for level in levels]
+    for small, large in pairwise(sizes):
+        assert all(a <= b for a, b in zip(small, large, strict=True))
+
+
+def test_pool_of_the_authors_resnet34(flexfleet: Any) -> None:
+    """With the APoZ scores of their code for CIFAR-10: no data set, and no pre-training."""
+    scores = "algorithm.apoz=[0.5686834259, 0.6525205196, 0.6017078438, 0.7603804525, 0.9060739441]"
+    argv = ("--model", "resnet34", "--input", "3x32x32", "--classes", "10", "--set", "algorithm.rule=authors")
+    levels = flexfleet("pool", "--json", *argv, "--set", scores).json["levels"]
+    assert [level["params"] for level in levels] == [6_296_547, 9_689_715, 11_671_306, 20_067_466, 21_578_634]
+
+
+def test_pool_of_the_control_has_one_model(flexfleet: Any) -> None:
+    (level,) = flexfleet("pool", "--json", "--algorithm", "all_large", *VGG).json["levels"]
+    assert level["params"] == 33_646_666
+
+
+def test_pool_as_text(flexfleet: Any) -> None:
+    done = flexfleet("pool", *POOL[2])
+    assert done.code == 0
+    assert "33,646,666" in done.out
+    assert "M2'" in done.out
+
+
+def test_pool_measures_on_the_configured_data(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    found = flexfleet("pool", "--json", sets=quick).json
+    assert found["classes"] == 10
+    assert found["input_chw"] == [1, 8, 8]
+    assert list(tmp_path.iterdir()) == [], "the pool command leaves nothing behind"
+
+
+def test_pool_takes_measured_scores(flexfleet: Any, finished: Any, quick: Sequence[str]) -> None:
+    run, _ = finished
+    done = flexfleet("pool", "--json", "--apoz", str(run / "pretrain" / "apoz.json"), sets=quick)
+    assert PoolFile.model_validate(done.json) == PoolFile.read(run / "pool" / "pool.json")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (VGG, "--apoz"),
+        (VGG[:4], "--classes"),
+        (("--classes", "10"), "--input"),
+        (("--model", "vgg16", "--input", "3x32", "--classes", "10"), "3x32"),
+        (("--model", "vgg16", "--input", "axbxc", "--classes", "10"), "axbxc"),
+        (("--model", "vgg16", "--input", "3x8x8", "--classes", "10"), "8"),
+        (("--model", "vgg16", "--input", "3x-32x-32", "--classes", "10"), "-32"),
+        (("--model", "vgg16", "--input", "0x32x32", "--classes", "10"), "0"),
+        (("--model", "vgg16", "--input", "3x32x32", "--classes", "-1"), "at least 1; got -1"),
+        (("--model", "vgg16", "--input", "3x32x32", "--classes", "0"), "at least 1; got 0"),
+        (("--model", "vgg61"), "vgg16"),
+        (("--apoz", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_pool_refuses(flexfleet: Any, argv: tuple[str, ...], said: str) -> None:
+    done = flexfleet("pool", "--json", *argv)
+    assert done.code in (2, 4)
+    assert said in refused(done, done.code)

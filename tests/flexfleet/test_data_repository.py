@@ -1,0 +1,136 @@
+"""A data set in a git repository that keeps it by DVC: `dataset.root=repo@rev:path`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fl_engine.core.errors import DataError, IntegrityError
+from flexfleet.steps.prepare import Resolved
+from flexfleet.tracking import versioned
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A git repository whose tag v1 and whose head keep different data sets by DVC."""
+    if shutil.which("git") is None:
+        pytest.skip("no git, which makes the repository")
+    from dvc.repo import Repo
+
+    folder = tmp_path_factory.mktemp("kept")
+    root = folder / "repo"
+    root.mkdir()
+
+    def git(*words: str) -> None:
+        named = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *named, *words], cwd=root, check=True, capture_output=True)
+
+    git("init", "-b", "main")
+    repo = Repo.init(str(root))
+    with repo.config.edit() as settings:
+        settings["remote"] = {"here": {"url": str(folder / "remote")}}
+        settings["core"] = {"remote": "here"}
+    repo.close()
+    for tag, text in (("v1", "one"), ("v2", "two")):
+        (root / "set").mkdir(exist_ok=True)
+        (root / "set" / "a.txt").write_text(text)
+        with Repo(str(root)) as repo:
+            repo.add([str(root / "set")])
+            repo.push()
+        git("add", ".")
+        git("commit", "-m", tag)
+        git("tag", tag)
+    shutil.rmtree(root / "set")
+    shutil.rmtree(root / ".dvc" / "cache")
+    return root
+
+
+def test_a_data_set_comes_from_a_revision_or_a_pointer(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
+    old = versioned.folder_of(f"{repository}@v1:set")
+    assert (old / "a.txt").read_text() == "one" and old.is_relative_to(tmp_path)
+    assert (versioned.folder_of(f"{repository}@main:set") / "a.txt").read_text() == "two"
+    assert (versioned.folder_of(str(repository / "set.dvc")) / "a.txt").read_text() == "two"
+    (old / "a.txt").touch()
+    assert versioned.folder_of(f"{repository}@v1:set") == old, "not fetched twice"
+    for root in (f"{repository}@v3:set", f"{repository}@v1:other", str(repository / "other.dvc")):
+        with pytest.raises(DataError, match=r"dataset.root = .*(is not to be had|does not exist)"):
+            versioned.folder_of(root)
+    assert versioned.folder_of(None) == tmp_path and versioned.folder_of("/some/data") == Path("/some/data")
+
+
+def test_what_a_killed_fetch_left_is_removed_a_day_later(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
+    cached = versioned.folder_of(f"{repository}@v1:set")
+    left, alive = (cached.with_name(f"{cached.name}.{number}.part") for number in ("0a1b0a1b", "2c3d2c3d"))
+    for folder in (left, alive):
+        folder.mkdir()
+        (folder / "a.txt").write_text("on")
+    os.utime(left, (0, 0))
+    shutil.rmtree(cached)
+    assert (versioned.folder_of(f"{repository}@v1:set") / "a.txt").read_text() == "one"
+    assert {path.name for path in cached.parent.iterdir()} == {cached.name, f"{cached.name}.json", alive.name}
+
+
+@pytest.mark.parametrize("root", ["{}@v1:set", "{}/set.dvc"])
+def test_what_has_changed_in_the_cache_is_refused(
+    root: str, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
+    where = root.format(repository)
+    cached = versioned.folder_of(where)
+    was = (cached / "a.txt").read_text()
+    (cached / "packed").mkdir()  # what readers add is theirs
+    (cached / "a.txt").touch()
+    for change in (lambda path: path.write_text("owt"), Path.unlink):
+        assert (versioned.folder_of(where) / "a.txt").read_text() == was
+        change(cached / "a.txt")
+        told = rf"{cached.name}/a\.txt is not what was fetched: delete {re.escape(str(cached))}, and it is fetched"
+        with pytest.raises(IntegrityError, match=told):
+            versioned.folder_of(where)
+        shutil.rmtree(cached)
+    cached = versioned.folder_of(where)
+    cached.with_name(f"{cached.name}.json").write_text("{")
+    with pytest.raises(IntegrityError, match=r"\.json is damaged: delete"):
+        versioned.folder_of(where)
+
+
+@pytest.mark.parametrize("root", ["{}@v2:set", "{}/set.dvc"])
+def test_what_a_remote_has_damaged_is_refused(
+    root: str, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
+    remote, cache = repository.parent / "remote", repository / ".dvc" / "cache"
+    sent = next(path for path in remote.rglob("*") if path.is_file() and path.read_bytes() == b"two")
+    shutil.rmtree(cache, ignore_errors=True)
+    try:
+        sent.chmod(0o644)
+        sent.write_bytes(b"owt")
+        with pytest.raises(IntegrityError, match=r"dataset.root = .*of set/a\.txt content with md5 .* is recorded"):
+            versioned.folder_of(root.format(repository))
+    finally:
+        sent.write_bytes(b"two")
+        shutil.rmtree(cache, ignore_errors=True)
+    assert (versioned.folder_of(root.format(repository)) / "a.txt").read_text() == "two"
+
+
+def test_a_run_reads_its_data_from_there(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
+    monkeypatch.setattr("fl_engine.datasets.digits.load", lambda root: seen.append(root))
+    from fl_engine.datasets import DATASETS
+
+    monkeypatch.setitem(DATASETS, "digits", replace(DATASETS["digits"], load=lambda root: seen.append(root)))
+    with pytest.raises(DataError, match="its load gave NoneType"):
+        _ = Resolved.load(None, [f"dataset.root={repository}@v1:set"]).data
+    assert (seen[0] / "a.txt").read_text() == "one"
