@@ -55,12 +55,12 @@ def measured(asked: Sequence[Times], answered: Sequence[Times], alone: bool) -> 
     `alone`: each client trains by itself, so that its measured seconds are its own; clients that train side by side
     share their steps.
 
-    uniformity                of the time on the simulated clock
-    uniformity_compute        of the part of it in which clients compute,
-    uniformity_communication  and of the part in which they receive and send
-    uniformity_real           of the seconds of training that clients measured, with `alone`
-    uniformity_answered       as `uniformity`, over those that answered
-    time_variance             the variance (over n) of the time on the simulated clock, in seconds squared
+    - `uniformity`: of the time on the simulated clock
+    - `uniformity_compute`, `uniformity_communication`: of the parts of it in which clients compute, and in which they
+      receive and send
+    - `uniformity_real`: of the seconds of training that clients measured, with `alone`
+    - `uniformity_answered`: as `uniformity`, over those that answered
+    - `time_variance`: the variance (over n) of the time on the simulated clock, in seconds squared
 
     Without clients a metric is left out.
     """

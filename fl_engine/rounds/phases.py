@@ -1,29 +1,32 @@
 """The phases of a round: what each takes, and how many bits travel.
 
-seconds_plan      until it is fixed who is asked for what
-seconds_encode    the server encodes what it sends; 0 without a codec of the way down
-seconds_train     waiting for answers: clients train, and those in this process encode and the server decodes
-seconds_decode    the part of `seconds_train` in which the server decodes updates; 0 without a codec of the way up
-seconds_encode_clients
-                  in which clients encode, as they measure it, of all that are merged; 0 without a codec of the way up.
-                  Where they are in this process and train one after the other, a part of `seconds_train`
-seconds_merge     until the new model is there, and what was measured of the clients
-seconds_evaluate  in rounds that are evaluated
+On the server's clock:
 
-are measured on the server, but for one. Without the two that are inside another, they add up to `seconds_round`. On the
-simulated clock, of the client that finishes last among those that are merged:
+- `seconds_plan`: until it is fixed who is asked for what
+- `seconds_encode`: the server encodes what it sends; 0 without a codec of the way down
+- `seconds_train`: waiting for answers: clients train, and those in this process encode and the server decodes
+- `seconds_merge`: until the new model is there, and what was measured of the clients
+- `seconds_evaluate`: in rounds that are evaluated
 
-simulated_compute, simulated_communication
+They add up to `seconds_round`. Two more lie within `seconds_train`:
 
-With `simulated_wait` (a trace's, until somebody is online) they add up to `seconds_simulated`, unless a deadline ends
-the round, or no update is merged. Encoding and decoding take no time there. Asynchronous rounds overlap, and have
-neither.
+- `seconds_decode`: the server decodes updates; 0 without a codec of the way up
+- `seconds_encode_clients`: clients encode, as they measure it, of all that are merged; 0 without a codec of the way up.
+  A part of `seconds_train` where they are in this process and train one after the other
 
-bits_down, bits_up  eight for each byte of `bytes_down` and `bytes_up`: what travels to the clients, and the updates
-                    that are merged, as their codecs make it
-model_bytes_down, model_bytes_up
-                    of the weights that were sent to the clients whose updates are merged, or that failed, and of these
-                    updates, as models have them; left out where they are `bytes_down` and `bytes_up`
+`seconds_train/<name>` are the backend's own parts of it, where it measures some.
+
+On the simulated clock, of the client that finishes last among those that are merged: `simulated_compute` and
+`simulated_communication`. With `simulated_wait` (a trace's, until somebody is online) they add up to
+`seconds_simulated`, unless a deadline ends the round, or no update is merged. Encoding and decoding take no time there.
+Asynchronous rounds overlap, and have neither.
+
+What travels:
+
+- `bits_down`, `bits_up`: eight for each byte of `bytes_down` and `bytes_up`: to the clients, and the updates that are
+  merged, as their codecs make it
+- `model_bytes_down`, `model_bytes_up`: of the weights that were sent to the clients whose updates are merged, or that
+  failed, and of these updates, as models have them; left out where they are `bytes_down` and `bytes_up`
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from fl_engine.backends import InProcess
 from fl_engine.codecs import Half
 from fl_engine.core.types import Codecs, Header, Params
 from fl_engine.exchange.coding import PLAIN
-from fl_engine.fleet.uniformity import Times
+from fl_engine.fleet.uniformity import Times, measured
 from fl_engine.rounds import loop, phases
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.phases import NAMES, ON_THE_SERVER, REPEATED, SIMULATED, means, of_the_last
@@ -74,6 +75,16 @@ def test_the_phases_add_up_to_the_round(tmp_path: Path, codecs: Codecs, terms: d
         assert all(seconds >= 0 for name, seconds in row.metrics.items() if name.startswith("seconds_"))
         assert row.metrics["seconds_decode"] <= row.metrics["seconds_train"]
     assert {"full" in row.metrics for row in rows} == {True, False}
+
+
+def test_every_metric_of_a_round_is_in_the_reference(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
+    said = {*re.findall(r"`([a-z_/]+)(?:<level>)?`", f"{page}{phases.__doc__}{measured.__doc__}")}
+    late = {"faults": "drop=0.5", "deadline_s": 1e-3}
+    for name, terms in {"plain": {}, "late": late, "buffered": {"mode": "buffered", "buffer": 2}}.items():
+        for row in federate(tmp_path / name, **terms):
+            named = {re.sub(f"/({'|'.join(m.name for m in SITE.pool)})$", "/", name) for name in row.metrics}
+            assert named - said == set()
 
 
 def test_what_coding_takes_on_the_server_is_its_own_phase(tmp_path: Path) -> None:
