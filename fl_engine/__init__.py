@@ -1,4 +1,4 @@
-"""The engine of flexfleet: sub-models, rounds, and what an algorithm is. See `core/types.py` first."""
+"""The engine of flexfleet: sub-models, rounds, and what an algorithm is. See `core/types/` first."""
 
 import os
 
