@@ -10,6 +10,7 @@ pytest.register_assert_rewrite(
     "fl_engine.testing.codecs",
     "fl_engine.testing.datasets",
     "fl_engine.testing.models",
+    "fl_engine.testing.played",
     "fl_engine.testing.terms",
     "fl_engine.testing.tiny",
 )

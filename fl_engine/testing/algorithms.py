@@ -23,7 +23,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fl_engine.aggregation.averaging import Kind, Regions
 from fl_engine.aggregation.privacy import LEARN_NOTHING, Private
@@ -34,9 +33,8 @@ from fl_engine.backends import InProcess
 from fl_engine.codecs import Half
 from fl_engine.core.client_state import kept_by_clients
 from fl_engine.core.contracts import Algorithm, ModelFamily, keeps_client_state
-from fl_engine.core.errors import ClientError, ModelError, PoolError
-from fl_engine.core.measures import bounds_of, client_metrics
-from fl_engine.core.samples import Data
+from fl_engine.core.errors import ModelError, PoolError
+from fl_engine.core.measures import bounds_of
 from fl_engine.core.slicing import contains, count_params, full_shapes, initial_params, shapes, take
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import (
@@ -44,44 +42,50 @@ from fl_engine.core.types import (
     ClientUpdate,
     Codecs,
     Outcome,
-    ParamLayout,
-    Params,
-    RoundPlan,
     SubmodelSpec,
-    TaskContext,
-    WorkOrder,
 )
 from fl_engine.core.widths import exit_name
-from fl_engine.exchange.client import Site, execute
+from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.rounds import loop as rounds
-from fl_engine.rounds.collect import Heard, nobody_listens
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
 from fl_engine.selection.capacity import round_size
 from fl_engine.storage.store import FolderStore, decode, encode
-from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import KINDS
 from fl_engine.testing.models import kept_mask
+from fl_engine.testing.played import (
+    LARGEST_R,
+    assert_same_snapshot,
+    copied,
+    federated,
+    for_task,
+    held_of,
+    outcomes_of,
+    own_level,
+    played,
+    snapshot,
+    task_context,
+    task_or_none,
+    train_loss,
+)
 from fl_engine.testing.searches import check_search
 from fl_engine.testing.tiny import (
     SEED,
     TinyNet,
     assert_same_bits,
     assert_same_orders,
-    brought,
     context_of,
     failure_of,
     start_of,
     tiny_pool,
     tiny_site,
-    update_of,
 )
 from fl_engine.testing.tracker import Memory
 from fl_engine.training import strategy
-from fl_engine.training.evaluation import evaluate, published, weights_of
+from fl_engine.training.evaluation import published, weights_of
 
 # Sites and states are immutable, so sharing them between examples is safe.
 law = settings(
@@ -94,7 +98,6 @@ few = settings(law, max_examples=5)
 
 ROUNDS = st.integers(0, 2000)
 SEEDS = st.integers(0, 2**40)
-LARGEST_R = 200.0
 ROBUST = pytest.mark.parametrize("aggregation", [Median(), TrimmedMean(trim=0.4)], ids=lambda a: a.name)
 AGGREGATIONS = pytest.mark.parametrize(
     "aggregation",
@@ -178,7 +181,7 @@ class AlgorithmSuite:
 
     def test_init_keeps_the_parameters(self, algorithm: Algorithm, site: Site) -> None:
         params = initial_params(site.family, seed=1)
-        assert_same_bits(start_of(algorithm, site, _copy(params)).params, params)
+        assert_same_bits(start_of(algorithm, site, copied(params)).params, params)
 
     def test_an_algorithm_is_a_value(self, algorithm: Algorithm) -> None:
         assert copy.deepcopy(algorithm) == algorithm
@@ -187,7 +190,7 @@ class AlgorithmSuite:
     def test_a_client_reports_the_engines_figures_and_the_declared_ones(
         self, algorithm: Algorithm, site: Site, state: Any
     ) -> None:
-        updates = [o for o in _run(algorithm, site, state, rounds=1)[1] if isinstance(o, ClientUpdate)]
+        updates = [o for o in played(algorithm, site, state, rounds=1)[1] if isinstance(o, ClientUpdate)]
         assert updates, "every client failed"
         for update in updates:
             bounds = bounds_of(algorithm, coded=update.encoded is not None)
@@ -201,13 +204,13 @@ class AlgorithmSuite:
     @law
     @given(round=ROUNDS, seed=SEEDS)
     def test_plan_is_pure(self, algorithm: Algorithm, site: Site, state: Any, round: int, seed: int) -> None:
-        before = _snapshot(state)
+        before = snapshot(state)
         torch.manual_seed(1)
         first = algorithm.plan(state, context_of(site, round, seed))
         torch.manual_seed(2)
         algorithm.plan(state, context_of(site, round + 1, seed))
         assert_same_orders(algorithm.plan(state, context_of(site, round, seed)), first)
-        _assert_same_snapshot(_snapshot(state), before)
+        assert_same_snapshot(snapshot(state), before)
 
     @law
     @given(round=ROUNDS, seed=SEEDS)
@@ -246,10 +249,9 @@ class AlgorithmSuite:
     def test_clients_hold_what_they_are_sent(
         self, algorithm: Algorithm, site: Site, state: Any, round: int, seed: int
     ) -> None:
-        sent = {m.name: m for m in site.pool if m.dispatched}
         for order in algorithm.plan(state, context_of(site, round, seed)).orders:
-            assert site.pool[order.level].name in sent, "only dispatched members are sent, or sub-models of their size"
-            model = sent[site.pool[order.level].name]
+            model = site.pool[order.level]
+            assert model.dispatched, "only dispatched members are sent, or sub-models of their size"
             assert count_params(site.family, order.spec) == model.params
             if self.promises_to_fit(algorithm):
                 device = site.fleet[order.client]
@@ -265,7 +267,7 @@ class AlgorithmSuite:
         layout, full = site.family.layout(), full_shapes(site.family)
         for order in algorithm.plan(state, context_of(site, round, seed)).orders:
             assert order.payload.keys() == set(shapes(layout, order.spec, full))
-            model = next(m for m in site.pool if m.name == site.pool[order.level].name)
+            model = site.pool[order.level]
             if model.name in {name.partition("/")[0] for name in published(state)}:
                 assert_same_bits(order.payload, weights_of(published(state), layout, model))
                 continue
@@ -283,10 +285,10 @@ class AlgorithmSuite:
     ) -> None:
         layout = site.family.layout()
         for order in algorithm.plan(state, context_of(site, round, SEED)).orders:
-            before = _copy(order.payload)
-            context = _context(site, order.client, observed)
-            task = _task_or_none(algorithm, order, context)
-            assert task == _task_or_none(algorithm, order, context), "task is pure"
+            before = copied(order.payload)
+            context = task_context(site, order.client, observed)
+            task = task_or_none(algorithm, order, context)
+            assert task == task_or_none(algorithm, order, context), "task is pure"
             assert_same_bits(order.payload, before)
             if task is None:
                 continue
@@ -301,7 +303,7 @@ class AlgorithmSuite:
 
     def test_more_than_enough_is_enough(self, algorithm: Algorithm, site: Site, state: Any) -> None:
         for order in algorithm.plan(state, context_of(site, 0, SEED)).orders:
-            assert algorithm.task(order, _context(site, order.client, LARGEST_R)).spec == order.spec
+            assert algorithm.task(order, task_context(site, order.client, LARGEST_R)).spec == order.spec
 
     # --- merge
     @law
@@ -309,17 +311,17 @@ class AlgorithmSuite:
     def test_merging_untouched_slices_changes_nothing(
         self, algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject
     ) -> None:
-        plan, outcomes = _outcomes(algorithm, site, state, round, data, noise=False)
-        before = _snapshot(state)
+        plan, outcomes = outcomes_of(algorithm, site, state, round, data, noise=False)
+        before = snapshot(state)
         assert_same_bits(algorithm.merge(state, plan, outcomes, ServerSite(site)).params, state.params)
-        _assert_same_snapshot(_snapshot(state), before)
+        assert_same_snapshot(snapshot(state), before)
 
     @law
     @given(round=ROUNDS, data=st.data())
     def test_elements_nobody_trained_keep_their_value(
         self, algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject
     ) -> None:
-        plan, outcomes = _outcomes(algorithm, site, state, round, data)
+        plan, outcomes = outcomes_of(algorithm, site, state, round, data)
         layout, merged = site.family.layout(), algorithm.merge(state, plan, outcomes, ServerSite(site)).params
         assert list(merged) == list(state.params)
         for name, old in state.params.items():
@@ -339,7 +341,7 @@ class AlgorithmSuite:
         # In double precision, where the sums' own rounding can be seen.
         params = {name: t.double() for name, t in initial_params(site.family, SEED).items()}
         state = start_of(algorithm, site, params)
-        plan, outcomes = _outcomes(algorithm, site, state, round, data)
+        plan, outcomes = outcomes_of(algorithm, site, state, round, data)
         merged = algorithm.merge(state, plan, outcomes, ServerSite(site)).params
         other = algorithm.merge(state, plan, data.draw(st.permutations(outcomes)), ServerSite(site)).params
         for name, tensor in merged.items():
@@ -350,7 +352,7 @@ class AlgorithmSuite:
     def test_one_failure_is_survived(
         self, algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject
     ) -> None:
-        plan, outcomes = _outcomes(algorithm, site, state, round, data)
+        plan, outcomes = outcomes_of(algorithm, site, state, round, data)
         failed = data.draw(st.integers(0, len(plan.orders) - 1))
         survivors = [o for i, o in enumerate(outcomes) if i != failed]
         with_failure: list[Outcome] = list(outcomes)
@@ -373,12 +375,12 @@ class AlgorithmSuite:
         chosen = self.with_aggregation(algorithm, aggregation)
         site = tiny_site(chosen, family)
         state = start_of(chosen, site)
-        final, outcomes = _run(chosen, site, state, rounds=2)
+        final, outcomes = played(chosen, site, state, rounds=2)
         assert any(not hasattr(o, "reason") for o in outcomes), "every client failed"
         before, after = published(state), published(final)
         assert any(not torch.equal(before[name], after[name]) for name in before)
         assert all(bool(torch.isfinite(tensor).all()) for tensor in after.values())
-        assert_same_bits(dict(published(_run(chosen, site, state, rounds=2)[0])), dict(after))
+        assert_same_bits(dict(published(played(chosen, site, state, rounds=2)[0])), dict(after))
 
     @ROBUST
     @few
@@ -389,16 +391,16 @@ class AlgorithmSuite:
         chosen = self.with_aggregation(algorithm, aggregation)
         site = tiny_site(chosen, family)
         layout, state = site.family.layout(), start_of(chosen, site)
-        plan, outcomes = _outcomes(chosen, site, state, round, data, noise=False)
+        plan, outcomes = outcomes_of(chosen, site, state, round, data, noise=False)
         new = initial_params(site.family, SEED + 1)
         agreeing = [replace(o, payload=take(new, layout, o.spec)) for o in outcomes]
         merged = chosen.merge(state, plan, agreeing, ServerSite(site))
         regions, kinds = Regions(new, layout), defaultdict[str, Counter[Kind]](Counter)
         for order, outcome in zip(plan.orders, agreeing, strict=True):
-            kinds[_own_level(site, state, order)][regions.fit(outcome.payload, outcome.spec)] += 1
+            kinds[own_level(site, state, order)][regions.fit(outcome.payload, outcome.spec)] += 1
         for order, outcome in zip(plan.orders, agreeing, strict=True):
-            found, before = (_whole(site, s, order, outcome.spec, layout) for s in (merged, state))
-            weights = kinds[_own_level(site, state, order)]
+            found, before = (held_of(site, s, order, outcome.spec, layout) for s in (merged, state))
+            weights = kinds[own_level(site, state, order)]
             holders = take({name: regions.total(name, weights) for name in new}, layout, outcome.spec)
             alone = {name: count.eq(1) for name, count in holders.items()}  # what one client says, nobody confirms
             wanted = {n: torch.where(alone[n], before[n], t) for n, t in outcome.payload.items()}
@@ -414,7 +416,7 @@ class AlgorithmSuite:
         chosen = self.with_aggregation(algorithm, aggregation)
         site = tiny_site(chosen, family)
         layout, state = site.family.layout(), start_of(chosen, site)
-        plan, outcomes = _outcomes(chosen, site, state, round, data)
+        plan, outcomes = outcomes_of(chosen, site, state, round, data)
         levels = {name.partition("/")[0] for name in published(state)}
         shared = [o.client for o in plan.orders if site.pool[o.level].name not in levels]
         bad = set(data.draw(st.lists(st.sampled_from(shared), max_size=2))) if shared else set()
@@ -446,36 +448,36 @@ class AlgorithmSuite:
 
     # --- the state
     def test_the_state_survives_being_stored(self, algorithm: Algorithm, site: Site, state: Any) -> None:
-        for later in (state, _run(algorithm, site, state, rounds=2)[0]):
+        for later in (state, played(algorithm, site, state, rounds=2)[0]):
             tensors, rest = pack(later)
             stored = encode(tensors), json.dumps(rest, allow_nan=False)
             found = unpack(start_of(algorithm, site), decode(stored[0], "state"), json.loads(stored[1]))
-            _assert_same_snapshot(_snapshot(found), _snapshot(later))
+            assert_same_snapshot(snapshot(found), snapshot(later))
             assert_same_orders(
                 algorithm.plan(found, context_of(site, 2, SEED)), algorithm.plan(later, context_of(site, 2, SEED))
             )
 
     # --- all of it together
     def test_three_rounds_learn_something(self, algorithm: Algorithm, site: Site, state: Any) -> None:
-        final, outcomes = _run(algorithm, site, state, rounds=3)
+        final, outcomes = played(algorithm, site, state, rounds=3)
         assert any(not hasattr(o, "reason") for o in outcomes), "every client failed"
-        before, after = _train_loss(site, published(state)), _train_loss(site, published(final))
+        before, after = train_loss(site, published(state)), train_loss(site, published(final))
         assert after < before
 
     def test_a_run_repeats_bit_for_bit(self, algorithm: Algorithm, site: Site, state: Any) -> None:
         torch.manual_seed(1)
-        first = _run(algorithm, site, state, rounds=2)[0].params
+        first = played(algorithm, site, state, rounds=2)[0].params
         torch.manual_seed(2)
-        assert_same_bits(_run(algorithm, site, state, rounds=2)[0].params, first)
+        assert_same_bits(played(algorithm, site, state, rounds=2)[0].params, first)
 
     @pytest.mark.parametrize("keep_updates", [False, True], ids=["in memory", "through the ledger"])
     def test_a_resumed_run_equals_one_that_was_not_stopped(
         self, algorithm: Algorithm, site: Site, tmp_path: Path, keep_updates: bool
     ) -> None:
-        whole = _federated(algorithm, site, tmp_path / "whole", 3, keep_updates)
+        whole = federated(algorithm, site, tmp_path / "whole", 3, keep_updates)
         for stop in (1, 2):
-            _federated(algorithm, site, tmp_path / "stopped", stop, keep_updates)
-        assert_same_bits(_federated(algorithm, site, tmp_path / "stopped", 3, keep_updates), whole)
+            federated(algorithm, site, tmp_path / "stopped", stop, keep_updates)
+        assert_same_bits(federated(algorithm, site, tmp_path / "stopped", 3, keep_updates), whole)
 
     def test_encoded_weights_move_half_the_bytes_and_go_on(
         self, algorithm: Algorithm, site: Site, tmp_path: Path
@@ -509,7 +511,7 @@ class AlgorithmSuite:
     def test_other_samples_and_tasks_learn_and_go_on(self, algorithm: Algorithm, kind: str, tmp_path: Path) -> None:
         """Side by side where the network can; after a kill in the third round with the same bits."""
         family, data = KINDS[kind]
-        algorithm = _for_task(algorithm, data)
+        algorithm = for_task(algorithm, data)
         try:
             site = tiny_site(algorithm, family, data=data)
         except (ModelError, PoolError) as refused:
@@ -522,114 +524,7 @@ class AlgorithmSuite:
             if (round, answered) == (2, 2):  # an answer of the third round is stored
                 shutil.copytree(whole, killed)
 
-        final = _federated(algorithm, site, whole, 4, keep_updates=True, heard=heard)
-        assert _train_loss(site, final) < _train_loss(site, published(start_of(algorithm, site)))
+        final = federated(algorithm, site, whole, 4, keep_updates=True, heard=heard)
+        assert train_loss(site, final) < train_loss(site, published(start_of(algorithm, site)))
         assert killed.exists()
-        assert_same_bits(_federated(algorithm, site, killed, 4, keep_updates=True), final)
-
-
-# -------------------------------------------------------------------------------------------------- helpers
-def _federated(
-    algorithm: Algorithm, site: Site, folder: Path, stop: int, keep_updates: bool, heard: Heard = nobody_listens
-) -> Params:
-    """What a run (or the rest of it) in this folder ends with."""
-    config = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=keep_updates)
-    ledger = ledger_in(FolderStore(folder), rules=replace(site.rules, algorithm=algorithm))
-    run, start = Run(algorithm, site, config), start_of(algorithm, site)
-    final = rounds.federate(run, start, InProcess(site), ledger, Memory(), heard=heard)
-    return dict(published(final))
-
-
-def _for_task(algorithm: Algorithm, data: Data) -> Algorithm:
-    """Without the label masks of HeteroFL where the outputs are no classes."""
-    options: Any = algorithm
-    masks = getattr(algorithm, "mask_labels", False) and not isinstance(data.task, Classification)
-    return replace(options, mask_labels=False) if masks else algorithm
-
-
-def _copy(params: Params) -> Params:
-    return {name: t.clone() for name, t in params.items()}
-
-
-def _snapshot(state: Any) -> tuple[Params, str]:
-    tensors, rest = pack(state)
-    return {name: tensors[name].clone() for name in sorted(tensors)}, json.dumps(rest, sort_keys=True)
-
-
-def _assert_same_snapshot(left: tuple[Params, str], right: tuple[Params, str]) -> None:
-    assert_same_bits(left[0], right[0])
-    assert left[1] == right[1]
-
-
-def _own_level(site: Site, state: Any, order: WorkOrder) -> str:
-    """The level that an order is of, where the state has weights of its own for that; else the empty string."""
-    level = site.pool[order.level].name
-    return level if any(name.startswith(f"{level}/") for name in published(state)) else ""
-
-
-def _whole(site: Site, state: Any, order: WorkOrder, spec: SubmodelSpec, layout: ParamLayout) -> Params:
-    """What the state has of a sub-model of what was sent: of the level's own weights, where it has such."""
-    level = _own_level(site, state, order)
-    if not level:
-        return take(state.params, layout, spec)
-    own = {n.removeprefix(f"{level}/"): t for n, t in published(state).items() if n.startswith(f"{level}/")}
-    return take(own, layout, spec, have=order.spec)
-
-
-def _context(site: Site, client: int, observed: float) -> TaskContext:
-    return TaskContext(site.family.layout(), site.pool, site.fleet[client], observed)
-
-
-def _task_or_none(algorithm: Algorithm, order: Any, context: TaskContext) -> Any:
-    try:
-        return algorithm.task(order, context)
-    except ClientError:
-        return None
-
-
-def _outcomes(
-    algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject, noise: bool = True
-) -> tuple[RoundPlan, list[Any]]:
-    """A plan and an update for each of its orders, of a sub-model that its client might have trained."""
-    plan = algorithm.plan(state, context_of(site, round, SEED))
-    layout = site.family.layout()
-    generator = torch.Generator().manual_seed(round)
-    updates = []
-    for order in plan.orders:
-        observed = data.draw(st.floats(0, LARGEST_R), label="free")
-        task = _task_or_none(algorithm, order, _context(site, order.client, observed))
-        spec: SubmodelSpec = order.spec if task is None else task.spec
-        payload = _copy(take(order.payload, layout, spec, have=order.spec))
-        if noise:
-            payload = {name: t + _like(t, generator) for name, t in payload.items()}
-        update = update_of(order, spec, payload, data.draw(st.integers(1, 1000), label="examples"))
-        said = {m.name: data.draw(st.floats(m.low, m.high), label=m.name) for m in client_metrics(algorithm)}
-        updates.append(brought(replace(update, metrics={**update.metrics, **said}), site))
-    return plan, updates
-
-
-def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-
-
-def _run(algorithm: Algorithm, site: Site, state: Any, rounds: int) -> tuple[Any, list[Outcome]]:
-    """Rounds without a backend, a ledger or anything else around them."""
-    seen: list[Outcome] = []
-    for round in range(rounds):
-        plan = replace(algorithm.plan(state, context_of(site, round, SEED)), noise_seed=bytes(32))
-        found = [execute(algorithm, order, site) for order in sorted(plan.orders, key=lambda o: o.client)]
-        outcomes = [brought(o, site) if isinstance(o, ClientUpdate) else o for o in found]
-        state = algorithm.merge(state, plan, outcomes, ServerSite(site))
-        seen += outcomes
-    return state, seen
-
-
-def _train_loss(site: Site, found: Params) -> float:
-    """Of what is `published`: mean over the reported pool members, on all training data."""
-    d, layout, reported = site.data, site.family.layout(), [m for m in site.pool if m.reported]
-    losses = []
-    for m in reported:
-        weights = weights_of(found, layout, m)
-        score = evaluate(site.family, weights, m.spec, d, d.train_x, d.train_y, ensemble=m.ensemble)
-        losses.append(score.loss)
-    return sum(losses) / len(losses)
+        assert_same_bits(federated(algorithm, site, killed, 4, keep_updates=True), final)
