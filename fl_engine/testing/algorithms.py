@@ -29,7 +29,6 @@ from fl_engine.aggregation.privacy import LEARN_NOTHING, Private
 from fl_engine.aggregation.rules import Aggregation, Mean, Median, TrimmedMean
 from fl_engine.aggregation.server_opt import Average
 from fl_engine.algorithms import CONTRACT
-from fl_engine.backends import InProcess
 from fl_engine.codecs import Half
 from fl_engine.core.client_state import kept_by_clients
 from fl_engine.core.contracts import Algorithm, ModelFamily, keeps_client_state
@@ -47,8 +46,6 @@ from fl_engine.core.types import (
 from fl_engine.core.widths import exit_name
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
-from fl_engine.rounds import loop as rounds
-from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
@@ -60,6 +57,7 @@ from fl_engine.testing.played import (
     LARGEST_R,
     assert_same_snapshot,
     copied,
+    ending,
     federated,
     for_task,
     held_of,
@@ -83,7 +81,6 @@ from fl_engine.testing.tiny import (
     tiny_pool,
     tiny_site,
 )
-from fl_engine.testing.tracker import Memory
 from fl_engine.training import strategy
 from fl_engine.training.evaluation import published, weights_of
 
@@ -474,10 +471,10 @@ class AlgorithmSuite:
     def test_a_resumed_run_equals_one_that_was_not_stopped(
         self, algorithm: Algorithm, site: Site, tmp_path: Path, keep_updates: bool
     ) -> None:
-        whole = federated(algorithm, site, tmp_path / "whole", 3, keep_updates)
+        whole = ending(algorithm, site, tmp_path / "whole", 3, keep_updates)
         for stop in (1, 2):
-            federated(algorithm, site, tmp_path / "stopped", stop, keep_updates)
-        assert_same_bits(federated(algorithm, site, tmp_path / "stopped", 3, keep_updates), whole)
+            ending(algorithm, site, tmp_path / "stopped", stop, keep_updates)
+        assert_same_bits(ending(algorithm, site, tmp_path / "stopped", 3, keep_updates), whole)
 
     def test_encoded_weights_move_half_the_bytes_and_go_on(
         self, algorithm: Algorithm, site: Site, tmp_path: Path
@@ -488,13 +485,10 @@ class AlgorithmSuite:
         finals, moved = [], {}
         for name, codecs, stops in (("plain", plain, (2,)), ("whole", half, (2,)), ("stopped", half, (1, 2))):
             for stop in stops:
-                ledger = ledger_in(FolderStore(tmp_path / name), rules=replace(site.rules, algorithm=algorithm))
-                keep = name == "stopped"
-                terms = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=keep)
-                run = Run(algorithm, site, terms, codecs=codecs)
-                final = rounds.federate(run, start_of(algorithm, site), InProcess(site), ledger, Memory())
+                terms = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=name == "stopped")
+                final, rows = federated(Run(algorithm, site, terms, codecs=codecs), FolderStore(tmp_path / name))
             finals.append(dict(published(final)))
-            moved[name] = ledger.checkpoints.rows()[0].metrics
+            moved[name] = rows[0].metrics
         assert_same_bits(finals[1], finals[2])
         if any(model.codecs is not None for model in site.pool):
             assert_same_bits(finals[0], finals[1])
@@ -524,7 +518,7 @@ class AlgorithmSuite:
             if (round, answered) == (2, 2):  # an answer of the third round is stored
                 shutil.copytree(whole, killed)
 
-        final = federated(algorithm, site, whole, 4, keep_updates=True, heard=heard)
+        final = ending(algorithm, site, whole, 4, keep_updates=True, heard=heard)
         assert train_loss(site, final) < train_loss(site, published(start_of(algorithm, site)))
         assert killed.exists()
-        assert_same_bits(federated(algorithm, site, killed, 4, keep_updates=True), final)
+        assert_same_bits(ending(algorithm, site, killed, 4, keep_updates=True), final)

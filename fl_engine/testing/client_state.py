@@ -24,12 +24,13 @@ from fl_engine.core.types import ClientUpdate, Outcome, Params, RoundPlan, Start
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.sealing import forms
 from fl_engine.exchange.updates import check_state
-from fl_engine.rounds import loop
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.client_states import named
 from fl_engine.storage.store import FolderStore
+from fl_engine.testing import played
+from fl_engine.testing.played import copied
 from fl_engine.testing.tiny import (
     SEED,
     TinyNet,
@@ -40,7 +41,6 @@ from fl_engine.testing.tiny import (
     tiny_fleet,
     tiny_site,
 )
-from fl_engine.testing.tracker import Memory
 
 ROUNDS = 4
 
@@ -169,16 +169,10 @@ def with_state(order: WorkOrder, state: Params) -> WorkOrder:
     return replace(order, memory={**apart(order.memory)[0], **travelling(state)})
 
 
-def copied(params: Params) -> Params:
-    return {name: tensor.clone() for name, tensor in params.items()}
-
-
 def federated(algorithm: Any, site: Site, folder: Path, stop: int, backend: Any = None) -> Params:
     """What a run (or the rest of it) in this folder ends with."""
-    config = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1)
-    run, start = Run(algorithm, site, config), start_of(algorithm, site)
-    final = loop.federate(run, start, backend or InProcess(site), ledger_of(folder), Memory())
-    params: Params = final.params
+    run = Run(algorithm, site, RoundsConfig(stop=stop, evaluate_every=100, commit_every=1))
+    params: Params = played.federated(run, FolderStore(folder), backend)[0].params
     return params
 
 

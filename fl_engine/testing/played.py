@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from fl_engine.backends import InProcess
-from fl_engine.core.contracts import Algorithm
+from fl_engine.core.contracts import Algorithm, Backend
 from fl_engine.core.errors import ClientError
 from fl_engine.core.measures import client_metrics
 from fl_engine.core.samples import Data
@@ -29,12 +29,13 @@ from fl_engine.core.types import (
 )
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.server import ServerSite
-from fl_engine.rounds import loop as rounds
+from fl_engine.rounds import loop
 from fl_engine.rounds.collect import Heard, nobody_listens
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
-from fl_engine.storage.store import FolderStore
+from fl_engine.storage.checkpoints import Row
+from fl_engine.storage.store import FolderStore, Store
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import SEED, assert_same_bits, brought, context_of, start_of, update_of
 from fl_engine.testing.tracker import Memory
@@ -44,15 +45,20 @@ LARGEST_R = 200.0
 """More than any device has free, in % of the full model."""
 
 
-def federated(
+def federated(run: Run, store: Store, backend: Backend | None = None, **more: Any) -> tuple[Any, list[Row]]:
+    """The state that a run (or the rest of it) with its ledger in this store ends with, and what its rounds measured;
+    in this process, unless a backend is given. `more`: what `loop.federate` takes besides."""
+    ledger = ledger_in(store, run.terms.keep_every, replace(run.site.rules, algorithm=run.algorithm))
+    start, backend = start_of(run.algorithm, run.site), backend or InProcess(run.site)
+    return loop.federate(run, start, backend, ledger, Memory(), **more), list(ledger.checkpoints.rows())
+
+
+def ending(
     algorithm: Algorithm, site: Site, folder: Path, stop: int, keep_updates: bool, heard: Heard = nobody_listens
 ) -> Params:
-    """What a run (or the rest of it) in this folder ends with."""
-    config = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=keep_updates)
-    ledger = ledger_in(FolderStore(folder), rules=replace(site.rules, algorithm=algorithm))
-    run, start = Run(algorithm, site, config), start_of(algorithm, site)
-    final = rounds.federate(run, start, InProcess(site), ledger, Memory(), heard=heard)
-    return dict(published(final))
+    """The weights with which such a run ends in this folder."""
+    terms = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=keep_updates)
+    return dict(published(federated(Run(algorithm, site, terms), FolderStore(folder), heard=heard)[0]))
 
 
 def for_task(algorithm: Algorithm, data: Data) -> Algorithm:

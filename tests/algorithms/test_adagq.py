@@ -12,19 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_engine.algorithms.adagq import AdaGQ, clock, distance, mean_bits, shared
-from fl_engine.backends import InProcess
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import FULL, Device, PoolModel
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet.devices import simulated_seconds
-from fl_engine.rounds import loop
-from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
+from fl_engine.testing import played
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, context_of, failure_of, start_of, tiny_site, update_of
-from fl_engine.testing.tracker import Memory
 
 ALL = replace(TRAINING, fraction=1.0)
 FLEET = tuple(Device(c, "strong", 110.0, 0.0, speed=1e9, bandwidth=1e4 * (1 + c)) for c in range(5))
@@ -110,10 +107,8 @@ def test_a_client_s_clock_is_the_simulated_one() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- runs
 def federated(algorithm: Any, site: Site, folder: Path, stop: int) -> tuple[Any, list[Any]]:
-    ledger = ledger_in(FolderStore(folder), rules=replace(site.rules, algorithm=algorithm))
     terms = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=True)
-    final = loop.federate(Run(algorithm, site, terms), start_of(algorithm, site), InProcess(site), ledger, Memory())
-    return final, list(ledger.checkpoints.rows())
+    return played.federated(Run(algorithm, site, terms), FolderStore(folder))
 
 
 def bits_of(algorithm: AdaGQ, state: Any, site: Site, round: int) -> list[int]:

@@ -15,18 +15,16 @@ from hypothesis import strategies as st
 from fl_engine.aggregation.rules import Median, Private, TrimmedMean
 from fl_engine.algorithms.dadaquant import DAdaQuant, averaged, doubled, levels_of
 from fl_engine.algorithms.fine_tuning import FineTuning
-from fl_engine.backends import InProcess
 from fl_engine.codecs.qsgd import MOST_LEVELS, Qsgd
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Codecs, Device, Params
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
-from fl_engine.rounds import loop
-from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
+from fl_engine.testing import played
 from fl_engine.testing.tiny import (
     TRAINING,
     assert_same_bits,
@@ -36,7 +34,6 @@ from fl_engine.testing.tiny import (
     tiny_site,
     update_of,
 )
-from fl_engine.testing.tracker import Memory
 
 STRONG = tuple(Device(client, "strong", 110.0, 0.0) for client in range(5))
 ALL = replace(TRAINING, fraction=1.0)
@@ -161,10 +158,8 @@ def test_a_round_without_updates_changes_nothing() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- runs
 def federated(algorithm: DAdaQuant, site: Site, folder: Path, stop: int) -> tuple[Any, list[Any]]:
-    ledger = ledger_in(FolderStore(folder), rules=replace(site.rules, algorithm=algorithm))
     terms = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=True)
-    final = loop.federate(Run(algorithm, site, terms), start_of(algorithm, site), InProcess(site), ledger, Memory())
-    return final, list(ledger.checkpoints.rows())
+    return played.federated(Run(algorithm, site, terms), FolderStore(folder))
 
 
 def test_a_run_that_stands_still_doubles_its_levels_and_goes_on_after_a_kill(tmp_path: Path) -> None:

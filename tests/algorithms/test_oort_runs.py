@@ -14,7 +14,6 @@ import pytest
 from fl_engine.aggregation.rules import Private
 from fl_engine.algorithms import ALGORITHMS, AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
-from fl_engine.backends import InProcess
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.measures import LARGEST_LOSS
@@ -28,8 +27,6 @@ from fl_engine.core.types import (
 from fl_engine.core.workload import draws
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.server import ServerSite
-from fl_engine.rounds import loop
-from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Oort
@@ -38,9 +35,9 @@ from fl_engine.selection.memory import CLIENT, SECONDS
 from fl_engine.selection.oort import Candidates
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import decode, encode
+from fl_engine.testing import played
 from fl_engine.testing.algorithms import AlgorithmSuite
 from fl_engine.testing.tiny import SAMPLES, TRAINING, context_of, on_devices_alone, start_of, tiny_site
-from fl_engine.testing.tracker import Memory
 from flexfleet import config as configs
 from flexfleet.config import load_config
 from tests.harness.oort import POOL, after, answer, asked, context, fleet_of
@@ -126,9 +123,7 @@ class TestAllLargeWithOort(AlgorithmSuite):
 def federated(algorithm: Any, store: Any, rounds: int, **terms: Any) -> bytes:
     site = tiny_site(algorithm)
     config = RoundsConfig(stop=rounds, evaluate_every=1000, commit_every=1, keep_updates=True, **terms)
-    ledger = ledger_in(store, rules=replace(site.rules, algorithm=algorithm))
-    run = Run(algorithm, site, config)
-    return encode(loop.federate(run, start_of(algorithm, site), InProcess(site), ledger, Memory()).params)
+    return encode(played.federated(Run(algorithm, site, config), store)[0].params)
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from fl_engine.algorithms import AdaGQ, DAdaQuant, QuantizedFedAvg
-from fl_engine.backends import InProcess
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.errors import ConfigError, PoolError
 from fl_engine.core.slicing import count_params, initial_params, take
@@ -20,14 +19,12 @@ from fl_engine.core.types import FULL, Codecs, Device, SubmodelSpec
 from fl_engine.core.widths import prefix
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
-from fl_engine.rounds import loop
-from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore, tensor_bytes
+from fl_engine.testing import played
 from fl_engine.testing.models import kept_mask
 from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, context_of, start_of, tiny_pool, tiny_site
-from fl_engine.testing.tracker import Memory
 
 WITHOUT_EXTRA = ("conv", "fc", "classifier")
 
@@ -46,10 +43,7 @@ class NestedNet(TinyNet):
 
 
 def federated(algorithm: QuantizedFedAvg, site: Site, folder: Path, stop: int = 3) -> tuple[Any, list[Any]]:
-    ledger = ledger_in(FolderStore(folder), rules=replace(site.rules, algorithm=algorithm))
-    terms = RoundsConfig(stop=stop, commit_every=1)
-    final = loop.federate(Run(algorithm, site, terms), start_of(algorithm, site), InProcess(site), ledger, Memory())
-    return final, list(ledger.checkpoints.rows())
+    return played.federated(Run(algorithm, site, RoundsConfig(stop=stop, commit_every=1)), FolderStore(folder))
 
 
 # ------------------------------------------------------------------------------------------------------- the pool

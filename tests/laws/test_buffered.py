@@ -28,6 +28,7 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection.oort import Oort
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore, decode, encode
+from fl_engine.testing import played
 from fl_engine.testing.personal import PersonalHeads
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, on_devices_alone, start_of, tiny_fleet, tiny_site
 from fl_engine.testing.tracker import Memory
@@ -49,10 +50,8 @@ def federated(
 ) -> Any:
     settings = RoundsConfig(**{"stop": stop, **TERMS, **terms})
     site = replace(tiny_site(algorithm, fleet=FLEET), faults=faults.parse(settings.faults))
-    ledger = ledger_in(store, settings.keep_every, replace(site.rules, algorithm=algorithm))
     run = Run(algorithm, site, settings, codecs=codecs, trace=trace)
-    start = start_of(algorithm, site)
-    return loop.federate(run, start, InProcess(site), ledger, Memory(), discard_damaged=discard_damaged)
+    return played.federated(run, store, discard_damaged=discard_damaged)[0]
 
 
 def lines(store: Any) -> list[dict[int, dict[str, Any]]]:

@@ -26,13 +26,12 @@ from fl_engine.core.slicing import runnable
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.rounds import loop
-from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore, encode
+from fl_engine.testing import played
 from fl_engine.testing.algorithms import AlgorithmSuite
 from fl_engine.testing.tiny import (
     CLASSES,
@@ -45,7 +44,6 @@ from fl_engine.testing.tiny import (
     start_of,
     tiny_site,
 )
-from fl_engine.testing.tracker import Memory
 from fl_engine.testing.utility import MOST, LargestUtility, utility
 from fl_engine.training.numerics import Numerics
 from flexfleet import config as configs
@@ -274,8 +272,7 @@ def test_one_step_beyond_is_refused(lie: str, tmp_path: Path) -> None:
 def federated(store: Any, rounds: int = 4) -> bytes:
     site = tiny_site(ASKING)
     run = Run(ASKING, site, RoundsConfig(stop=rounds, evaluate_every=1000, commit_every=1, keep_updates=True))
-    ledger = ledger_in(store, rules=replace(site.rules, algorithm=ASKING))
-    return encode(loop.federate(run, start_of(ASKING, site), InProcess(site), ledger, Memory()).params)
+    return encode(played.federated(run, store)[0].params)
 
 
 def test_the_clients_with_the_largest_are_asked_and_the_history_says_what_they_said(memory_store: Any) -> None:

@@ -39,14 +39,13 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import Manifest, key_of, manifest_bytes, order_sum, payload_bytes, received, signed
 from fl_engine.fleet import faults
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.rounds import loop as rounds
 from fl_engine.rounds import phases
-from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, encode, sha256, tensor_bytes
+from fl_engine.testing import played
 from fl_engine.testing.codecs import Deflated
 from fl_engine.testing.tiny import (
     SEED,
@@ -59,7 +58,6 @@ from fl_engine.testing.tiny import (
     tiny_fleet,
     tiny_site,
 )
-from fl_engine.testing.tracker import Memory
 
 ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))
 FAMILY = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
@@ -413,11 +411,9 @@ def federate(
 ) -> tuple[Params, list[Row]]:
     site, key = changes.pop("site", SITE), changes.pop("noise_key", None)
     store = changes.pop("store", None) or FolderStore(folder)
-    ledger = ledger_in(store, rules=replace(site.rules, algorithm=algorithm))
     config = RoundsConfig(**({"stop": 3, "evaluate_every": 1000, "commit_every": 1} | changes))
-    run = Run(algorithm, site, config, noise_key=key, codecs=codecs)
-    final = rounds.federate(run, start_of(algorithm, site), InProcess(site), ledger, Memory())
-    return final.params, ledger.checkpoints.rows()
+    final, rows = played.federated(Run(algorithm, site, config, noise_key=key, codecs=codecs), store)
+    return final.params, rows
 
 
 @BOTH

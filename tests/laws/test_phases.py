@@ -12,19 +12,17 @@ from typing import Any
 import pytest
 
 from fl_engine.algorithms.full_model import AllLarge
-from fl_engine.backends import InProcess
 from fl_engine.codecs import Half
 from fl_engine.core.types import Codecs, Header, Params
 from fl_engine.exchange.coding import PLAIN
 from fl_engine.fleet.uniformity import Times, measured
-from fl_engine.rounds import loop, phases
-from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds import phases
 from fl_engine.rounds.phases import NAMES, ON_THE_SERVER, REPEATED, SIMULATED, means, of_the_last
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
-from fl_engine.testing.tiny import TRAINING, start_of, tiny_fleet, tiny_site
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing import played
+from fl_engine.testing.tiny import TRAINING, tiny_fleet, tiny_site
 
 ALGORITHM = AllLarge(training=replace(TRAINING, fraction=0.25), eligible="all")
 FLEET = tuple(
@@ -52,11 +50,8 @@ class Slow(Half):
 
 
 def federate(folder: Path, codecs: Codecs = PLAIN, **terms: Any) -> list[Any]:
-    ledger = ledger_in(FolderStore(folder), rules=SITE.rules)
     config = RoundsConfig(**({"stop": 3, "evaluate_every": 2, "commit_every": 1} | terms))
-    run = Run(ALGORITHM, SITE, config, codecs=codecs)
-    loop.federate(run, start_of(ALGORITHM, SITE), InProcess(SITE), ledger, Memory())
-    return list(ledger.checkpoints.rows())
+    return played.federated(Run(ALGORITHM, SITE, config, codecs=codecs), FolderStore(folder))[1]
 
 
 def of_the_server(metrics: dict[str, float]) -> float:

@@ -16,7 +16,7 @@ from fl_engine.aggregation.server_opt import Average
 from fl_engine.algorithms.decoupled import Decoupled
 from fl_engine.algorithms.fedrolex import FedRolex
 from fl_engine.algorithms.full_model import AllLarge
-from fl_engine.backends import InProcess, Processes
+from fl_engine.backends import Processes
 from fl_engine.core.errors import ConfigError, IntegrityError, ModelError
 from fl_engine.core.types import FULL, ClientFailure, ClientUpdate, LocalTask
 from fl_engine.data.partitioning import Partition
@@ -27,6 +27,7 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
 from fl_engine.storage.store import FolderStore
+from fl_engine.testing import played
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_fleet, tiny_site
 from fl_engine.testing.tracker import Memory
 from fl_engine.training.evaluation import evaluate
@@ -35,11 +36,7 @@ EVERY = {"evaluate_every": 100, "commit_every": 1}
 
 
 def federate(algorithm: Any, site: Any, folder: Path, backend: Any = None, **terms: Any) -> tuple[Any, list[Any]]:
-    ledger = ledger_in(FolderStore(folder), rules=site.rules)
-    run = Run(algorithm, site, RoundsConfig(**(EVERY | terms)))
-    start = start_of(algorithm, site)
-    final = loop.federate(run, start, backend or InProcess(site), ledger, Memory())
-    return final, list(ledger.checkpoints.rows())
+    return played.federated(Run(algorithm, site, RoundsConfig(**(EVERY | terms))), FolderStore(folder), backend)
 
 
 # ------------------------------------------------------------------------------------------------ what is told

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.backends import InProcess
 from fl_engine.core.client_state import kept_by_clients, travelling
 from fl_engine.core.errors import ClientError, IntegrityError
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params
@@ -21,13 +20,12 @@ from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.sealing import KEY_BYTES, forms, key_from, seal, unseal
 from fl_engine.exchange.updates import packed, payload_bytes
-from fl_engine.rounds import loop
-from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.client_states import ClientStates, named
 from fl_engine.storage.store import FolderStore, encode
+from fl_engine.testing import played
 from fl_engine.testing.personal import PersonalHeads
 from fl_engine.testing.tiny import (
     SEED,
@@ -38,7 +36,6 @@ from fl_engine.testing.tiny import (
     tiny_fleet,
     tiny_site,
 )
-from fl_engine.testing.tracker import Memory
 
 KEY, OTHER = bytes(range(KEY_BYTES)), bytes(KEY_BYTES)
 HEADS = PersonalHeads(training=replace(TRAINING, fraction=0.5, epochs=1))
@@ -95,9 +92,7 @@ def test_a_key_is_a_file_of_64_bytes(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ rounds
 def federated(folder: Path, site: Site, stop: int = 3) -> Params:
     settings = RoundsConfig(stop=stop, evaluate_every=1000, commit_every=1, keep_updates=True)
-    ledger = ledger_in(FolderStore(folder), rules=replace(site.rules, algorithm=HEADS))
-    final = loop.federate(Run(HEADS, site, settings), start_of(HEADS, site), InProcess(site), ledger, Memory())
-    params: Params = final.params
+    params: Params = played.federated(Run(HEADS, site, settings), FolderStore(folder))[0].params
     return params
 
 

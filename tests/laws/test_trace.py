@@ -15,20 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.algorithms.full_model import AllLarge
-from fl_engine.backends import InProcess
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Device
 from fl_engine.fleet.devices import Took, fleet, simulated_seconds
 from fl_engine.fleet.lognormal import LogNormal, efficiency
 from fl_engine.fleet.trace import Trace, Varying, online, took, trace_of
 from fl_engine.fleet.traces import TRACES
-from fl_engine.rounds import loop
-from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
+from fl_engine.testing import played
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, start_of, tiny_site
-from fl_engine.testing.tracker import Memory
 
 law = settings(max_examples=80, deadline=None)
 
@@ -291,12 +288,8 @@ class Noting(AllLarge):
 def federate(
     algorithm: Any, site: Any, folder: Path, trace: Trace | None, wait_s: float = 1e5, **terms: Any
 ) -> tuple[Any, list[Any]]:
-    ledger = ledger_in(FolderStore(folder), rules=site.rules)
     settings = RoundsConfig(**({"evaluate_every": 100, "commit_every": 1} | terms))
-    run = Run(algorithm, site, settings, trace=trace, wait_s=wait_s)
-    return loop.federate(run, start_of(algorithm, site), InProcess(site), ledger, Memory()), list(
-        ledger.checkpoints.rows()
-    )
+    return played.federated(Run(algorithm, site, settings, trace=trace, wait_s=wait_s), FolderStore(folder))
 
 
 def alike(*, speed: float = 1e9, bandwidth: float = 1e6) -> tuple[bool, float, float]:

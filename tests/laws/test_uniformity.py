@@ -21,13 +21,11 @@ from fl_engine.core.errors import IntegrityError
 from fl_engine.exchange.mailbox import Closed
 from fl_engine.fleet import faults
 from fl_engine.fleet.uniformity import MEASURED, NAMES, Times, measured, uniformity
-from fl_engine.rounds import loop
-from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
-from fl_engine.testing.tiny import TRAINING, assert_same_bits, start_of, tiny_fleet, tiny_site
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing import played
+from fl_engine.testing.tiny import TRAINING, assert_same_bits, tiny_fleet, tiny_site
 from fl_engine.training.numerics import Numerics
 
 ALGORITHM = AllLarge(training=replace(TRAINING, fraction=0.5), eligible="all")
@@ -42,10 +40,8 @@ FIGURES = tuple(name for name in NAMES if name != MEASURED)
 
 def federate(folder: Path, site: Any = SITE, **terms: Any) -> tuple[Any, list[Any]]:
     site = replace(site, faults=faults.parse(terms.get("faults")))
-    ledger = ledger_in(FolderStore(folder), rules=site.rules)
     run = Run(ALGORITHM, site, RoundsConfig(**({"stop": 2, "evaluate_every": 100, "commit_every": 1} | terms)))
-    final = loop.federate(run, start_of(ALGORITHM, site), InProcess(site), ledger, Memory())
-    return final, list(ledger.checkpoints.rows())
+    return played.federated(run, FolderStore(folder))
 
 
 # ------------------------------------------------------------------------------------------------ the formula
