@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -60,6 +61,9 @@ from tests.harness.selected import pytest_ignore_collect as pytest_ignore_collec
 from tests.harness.warm import warm
 from tests.harness.wheel import installed as installed  # a fixture
 from tests.harness.wheel import wheel as wheel  # a fixture
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine fails no law
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

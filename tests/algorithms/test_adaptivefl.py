@@ -33,7 +33,7 @@ from fl_engine.testing.tiny import SEED, TRAINING, assert_same_orders, context_o
 
 VGG = VGG16((3, 32, 32), 10)
 SMALL = SmallCNN((1, 16, 16), 4, width=0.25)
-law = settings(max_examples=60, deadline=None)
+law = settings(max_examples=60)
 
 
 @lru_cache(maxsize=1)

@@ -42,7 +42,7 @@ from fl_engine.testing.tiny import (
     update_of,
 )
 
-law = settings(max_examples=60, deadline=None)
+law = settings(max_examples=60)
 S3, S2, S1, M3, M2, M1, L1 = range(7)
 
 

@@ -50,7 +50,7 @@ from fl_engine.testing.tiny import (
     tiny_site,
 )
 
-law = settings(max_examples=40, deadline=None)
+law = settings(max_examples=40)
 TINY = TinyNet()
 LAYOUT = TINY.layout()
 SIZES = {"conv": 8, "hidden": 32}

@@ -55,7 +55,7 @@ from fl_engine.training.losses import self_distillation
 
 TINY = TinyNet()
 THREE = Classification(3)
-law = settings(max_examples=20, deadline=None)
+law = settings(max_examples=20)
 
 
 # ==================================================================================== AdaPrune, Sec. III-C

@@ -30,7 +30,7 @@ from fl_engine.testing.tiny import TinyNet, assert_same_bits, tiny_pool
 
 CIFAR = (3, 32, 32)
 TINY = TinyNet()
-law = settings(max_examples=20, deadline=None)
+law = settings(max_examples=20)
 
 
 # ============================================================================================ APoZ, Eq. 1 and 2

@@ -33,7 +33,7 @@ from fl_engine.selection.pacer import Pacer
 from fl_engine.testing.tiny import TRAINING, context_of, start_of, tiny_site
 from tests.harness.oort import FULL_ONLY, POOL, after, answer, asked, column, context, failure, fleet_of
 
-law = settings(max_examples=25, deadline=None)
+law = settings(max_examples=25)
 PACES: dict[str, Any] = {"step": 2, "delta": 5.0, "flat": 0.1, "sharp": 5.0}
 NO_PACE = Oort(pacer_start=100.0)
 """Nobody is too slow."""

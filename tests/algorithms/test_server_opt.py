@@ -55,7 +55,7 @@ from fl_engine.training.evaluation import published
 from flexfleet import config as configs
 from flexfleet.config import load_config
 
-law = settings(max_examples=40, deadline=None)
+law = settings(max_examples=40)
 RULES: list[Adagrad | Adam | Yogi] = [Adagrad(), Adam(), Yogi()]
 
 

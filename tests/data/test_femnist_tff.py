@@ -107,7 +107,7 @@ def test_what_is_wrong_is_named(root: Path, how: Callable[[Any], object], messag
     assert "fed_emnist_test.h5" in str(error.value)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(share=st.floats(0, 0.999))
 def test_a_file_that_was_cut_is_refused(tmp_path_factory: pytest.TempPathFactory, share: float) -> None:
     root = tmp_path_factory.mktemp("cut")

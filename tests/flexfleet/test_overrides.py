@@ -64,7 +64,6 @@ PLAIN = st.recursive(
 )
 
 
-@hypothesis.settings(deadline=None)
 @hypothesis.given(PLAIN)
 @hypothesis.example(list(ODD))
 @hypothesis.example({text: text for text in ODD})

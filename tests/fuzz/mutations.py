@@ -37,7 +37,6 @@ def law(few: int) -> settings:
         max_examples=CASES or few,
         derandomize=not CASES,
         database=None,
-        deadline=None,
         print_blob=bool(CASES),
         suppress_health_check=list(HealthCheck),
     )

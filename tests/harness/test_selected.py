@@ -1,9 +1,11 @@
-"""Which tests `make test` runs: of products of algorithms and kinds, each algorithm and each kind."""
+"""Which tests `make test` runs: of products of algorithms and kinds, each algorithm and each kind. None is timed."""
 
 from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
+
+from hypothesis import settings
 
 from tests.harness.selected import PRODUCTS, TESTS, Seen, is_off_the_diagonal
 
@@ -22,3 +24,8 @@ def test_the_products_are_tests() -> None:
     files = [*TESTS.rglob("test_*.py"), *(TESTS.parent / "fl_engine" / "testing").glob("*.py")]
     text = "\n".join(file.read_text("utf-8") for file in files)
     assert [name for name in PRODUCTS if f"def {name}(" not in text] == []
+
+
+def test_no_law_is_timed() -> None:
+    """On a busy machine it would fail."""
+    assert settings().deadline is None

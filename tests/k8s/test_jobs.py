@@ -59,7 +59,7 @@ POOLS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     clients=st.sets(st.integers(0, 39), min_size=1),
     pools=st.dictionaries(st.sampled_from(["weak", "medium", "strong"]), POOLS),
@@ -299,7 +299,7 @@ def test_tiers_that_begin_alike_have_jobs_of_their_own() -> None:
     assert len(names) == len(tiers)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     pods=st.integers(1, 200),
     tier=st.text(min_size=1, max_size=80).filter(lambda tier: tier.isprintable()),

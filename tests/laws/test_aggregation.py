@@ -44,7 +44,7 @@ from fl_engine.testing.tiny import (
 from flexfleet import config as configs
 from flexfleet.config import load_config
 
-law = settings(max_examples=40, deadline=None)
+law = settings(max_examples=40)
 
 LAYOUT = ParamLayout(
     {"a": 5, "b": 3},

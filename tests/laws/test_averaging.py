@@ -22,7 +22,7 @@ from fl_engine.core.errors import ModelError
 from fl_engine.core.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
 from fl_engine.testing.tiny import assert_same_bits
 
-law = settings(max_examples=40, deadline=None)
+law = settings(max_examples=40)
 
 LAYOUT = ParamLayout(
     {"a": 4, "b": 3, "c": 2},

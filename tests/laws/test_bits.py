@@ -46,7 +46,7 @@ def test_a_number_s_bits_are_its_codeword(number: int) -> None:
     assert elias.size(np.array([number])) == len(found)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(WHOLE, max_size=40), st.integers(0, 9))
 def test_many_take_the_bits_of_their_codewords_and_come_back(values: list[int], before: int) -> None:
     given, lead = np.array(values, np.int64), np.ones(before, np.uint8)
@@ -58,7 +58,7 @@ def test_many_take_the_bits_of_their_codewords_and_come_back(values: list[int], 
     assert found.tolist() == values and at == len(stream) - before
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(WHOLE, min_size=1, max_size=40), st.data())
 def test_a_stream_that_ends_early_and_a_number_too_large_are_refused(values: list[int], data: st.DataObject) -> None:
     stream = np.concatenate(elias.encode(np.array(values)))
@@ -77,7 +77,7 @@ def test_a_number_of_a_million_bits_is_refused_before_it_is_read() -> None:
         elias.decode(stream, 0, 1, 2**20)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(1, 17), st.lists(st.integers(0, 2**17 - 1), max_size=40), st.data())
 def test_packed_numbers_take_their_bits_and_come_back(width: int, drawn: list[int], data: st.DataObject) -> None:
     given = np.array([each % 2**width for each in drawn], np.int32)

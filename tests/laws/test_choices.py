@@ -15,7 +15,7 @@ from fl_engine.core.slicing import contains, take
 from fl_engine.core.types import FULL, Axis, ParamLayout, Slot, SubmodelSpec
 from fl_engine.core.widths import random_drop
 
-law = settings(max_examples=60, deadline=None)
+law = settings(max_examples=60)
 RATIOS = st.fractions(Fraction(1, 20), 1, max_denominator=40)
 
 

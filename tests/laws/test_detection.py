@@ -100,7 +100,7 @@ def test_of_boxes_in_a_cell_the_one_at_home_there_is_learnt_then_the_smallest() 
 
 
 @given(seed=st.integers(0, 999), rows=st.integers(5, 9), columns=st.integers(5, 9))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_cell_that_answers_its_box_has_no_loss_of_boxes_and_finds_it(seed: int, rows: int, columns: int) -> None:
     """What the loss asks for is what is found."""
     task = Detection(categories=3, most=4)
@@ -260,7 +260,7 @@ def test_map50_is_the_plain_computations_on_a_hundred_random_cases() -> None:
 
 
 @given(cuts=st.lists(st.integers(1, 11), max_size=3), seed=st.integers(0, 99))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_map50_does_not_depend_on_how_batches_are_cut(cuts: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     y, out = TWO.examples(12, generator), torch.randn(12, TWO.outputs, 4, 4, generator=generator)

@@ -22,7 +22,7 @@ from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.selection.capacity import holds
 
-law = settings(max_examples=60, deadline=None)
+law = settings(max_examples=60)
 
 TABLE_1 = (
     Tier("weak", 0.4, 35.0, (5.0, 8.0, 10.0)),

@@ -72,7 +72,7 @@ def test_every_rule_has_a_case() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @given(share=st.floats(0.003, 1.0), seed=st.integers(0, 2**32))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_clients_have_all_samples_and_the_server_some_of_them(rule: str, share: float, seed: int) -> None:
     found = shared(rule, share, seed)
     assert sorted(np.concatenate(found.clients).tolist()) == list(range(1000))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fl_engine.training import kernels
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     batch=st.integers(1, 4),
     channels=st.tuples(st.integers(1, 5), st.integers(1, 6)),
@@ -72,7 +72,7 @@ def test_unfolding_is_for_wide_convolutions_with_small_maps(
     assert kernels.suits_unfolding(wide, weight, (2, 2), padding) is expected
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     n=st.integers(1, 4),
     batch=st.integers(1, 5),

@@ -49,7 +49,7 @@ def test_so_many_labels_of_each_client_become_what_the_matrix_says() -> None:
     assert sorted(found.labels[2].tolist()) == [0, 2, 2, 2]
 
 
-law = settings(max_examples=40, deadline=None)
+law = settings(max_examples=40)
 
 
 @law

@@ -117,7 +117,7 @@ def test_a_lane_has_the_same_bits_whoever_is_beside_it(name: str) -> None:
         assert_same(family, [job(family, task, i) for i in range(7)], 3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     chw=st.tuples(st.integers(1, 4), st.integers(8, 11), st.integers(8, 11)),
     classes=st.integers(2, 11),
@@ -137,7 +137,7 @@ def test_in_any_shape(
     assert_same(family, [job(family, task, i, samples) for i in range(count)], count // 2)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     series=st.tuples(st.integers(1, 30), st.integers(1, 7)),
     width=st.floats(0.1, 3.0),

@@ -416,7 +416,7 @@ def test_a_kill_between_any_two_writes_changes_no_bit(
     assert leftovers == set()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     kills=st.lists(st.integers(0, 20), min_size=2, max_size=6),
     modes=st.lists(st.sampled_from(MODES), min_size=7, max_size=7),

@@ -63,7 +63,7 @@ def test_padding_gets_no_gradient() -> None:
     assert (logits.grad[..., :2] != 0).all() and (logits.grad[..., 2:] == 0).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**20), cut=st.integers(1, 5))
 def test_metrics_do_not_depend_on_the_batches(seed: int, cut: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -27,7 +27,7 @@ from fl_engine.testing.kinds import tiny_table
 
 pytestmark = pytest.mark.pictures
 
-law = settings(max_examples=60, deadline=None)
+law = settings(max_examples=60)
 
 labels_st = st.lists(st.integers(0, 5), min_size=1, max_size=120).map(lambda y: np.array(y, dtype=np.int64))
 seed_st = st.integers(0, 2**32)
@@ -291,7 +291,7 @@ def test_golden(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", CASES)
 @given(seed=st.integers(0, 2**63))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_every_sample_is_in_exactly_one_place(rule: str, seed: int) -> None:
     arguments = {**CASES[rule], "seed": seed}
     cut = p.partition(TEN, **arguments)

@@ -53,7 +53,7 @@ rectangle = st.tuples(st.integers(16, 36), st.integers(16, 36), st.integers(4, 1
 # --------------------------------------------------------------------------------------------------- boxes follow
 @pytest.mark.parametrize("augmentation", MOVING, ids=str)
 @given(rectangles=st.lists(rectangle, min_size=1, max_size=3), seed=st.integers(0, 999))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_box_is_around_its_rectangle_before_and_after(
     augmentation: Any, rectangles: list[tuple[int, int, int, int]], seed: int
 ) -> None:

@@ -41,7 +41,7 @@ def tensors(draw: st.DrawFn) -> Params:
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(given=tensors())
 def test_a_file_is_the_one_that_the_safetensors_package_writes(given: Params) -> None:
     expected = of_package(given)
@@ -64,7 +64,7 @@ def test_a_slice_is_written_as_its_copy_and_one_memory_under_two_names_twice() -
     assert encode(cut) == of_package({name: tensor.clone().contiguous() for name, tensor in cut.items()})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(size=st.integers(1, 50), piece=st.integers(1, 50), given=tensors())
 def test_parts_are_all_bytes_in_order(size: int, piece: int, given: Params) -> None:
     value = laid_out(given)

@@ -25,7 +25,7 @@ from fl_engine.core.types import FULL, Axis, Device, ParamLayout, Params, PoolMo
 from fl_engine.selection import Curiosity, ResourceTable, Uniform
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
 
-law = settings(max_examples=40, deadline=None)
+law = settings(max_examples=40)
 
 LAYOUT = ParamLayout(
     {"a": 6, "b": 4},
@@ -361,7 +361,7 @@ def test_the_sample_is_of_those_that_can_take_part() -> None:
     assert privacy._sampled(flexfl(selection=Uniform(model="largest")), FLEET, POOL) == (10, 100)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rounds=st.integers(0, 5000), more=st.integers(1, 500), secret=st.booleans())
 def test_epsilon_grows_with_rounds(rounds: int, more: int, secret: bool) -> None:
     algorithm = flexfl(2.0, secret=secret)

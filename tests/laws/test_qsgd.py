@@ -119,7 +119,7 @@ def test_another_generator_rounds_as_well(monkeypatch: pytest.MonkeyPatch) -> No
     assert_unbiased(Qsgd(bits=4))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(CODECS, WEIGHTS, st.integers(0, 2**62))
 def test_nothing_is_further_off_than_a_level(codec: Qsgd, drawn: list[float], seed: int) -> None:
     x = torch.tensor(drawn, dtype=torch.float32)
@@ -129,7 +129,7 @@ def test_nothing_is_further_off_than_a_level(codec: Qsgd, drawn: list[float], se
     assert bool((found[x == 0] == 0).all()) and not bool(torch.signbit(found[found == 0]).any())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(CODECS, WEIGHTS)
 def test_the_coding_changes_the_length_alone(codec: Qsgd, drawn: list[float]) -> None:
     x = torch.tensor(drawn, dtype=torch.float32)
@@ -290,7 +290,7 @@ def test_a_norm_that_is_none_is_refused(norm: float) -> None:
         Qsgd(bucket=3).decode({**made, "x/norm": torch.tensor([1.0, norm])}, HEADER)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.builds(Qsgd, st.integers(1, 16), coding=st.sampled_from(CODINGS)), st.data())
 def test_whatever_a_stream_holds_it_takes_no_more_memory_than_was_declared(codec: Qsgd, data: st.DataObject) -> None:
     """Valid ones in which bytes are others, and ones that never were any."""

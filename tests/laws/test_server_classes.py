@@ -62,7 +62,7 @@ def cut(rule: str = "iid", owned: tuple[int, ...] = OWNED, seed: int = 0, share:
 
 @pytest.mark.parametrize("rule", RULES)
 @given(owned=st.sets(st.integers(0, CLASSES - 1), min_size=1, max_size=6).map(tuple), seed=st.integers(0, 2**32))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_the_proxy_is_these_classes_and_the_clients_have_the_others(
     rule: str, owned: tuple[int, ...], seed: int
 ) -> None:
@@ -209,7 +209,7 @@ def test_without_classes_or_samples_of_both_there_is_none() -> None:
 
 
 @given(owned=st.sets(st.integers(0, 3), min_size=1, max_size=3).map(tuple), seed=st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_accuracy_by_owner_is_that_of_each_part_alone(owned: tuple[int, ...], seed: int) -> None:
     """The network looks at each sample by itself, so a part's accuracy is that of an evaluation of the part."""
     family, data = TinyNet(), tiny_data()

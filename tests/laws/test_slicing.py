@@ -29,7 +29,7 @@ from fl_engine.testing.kinds import TinyLSTM
 from fl_engine.testing.models import ModelSuite
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 
-law = settings(max_examples=60, deadline=None)
+law = settings(max_examples=60)
 
 # One of each: a free axis, a repeat or copies on either axis, both at once, a group twice in one tensor, a tensor with
 # no group at all.

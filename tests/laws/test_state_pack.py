@@ -18,7 +18,7 @@ from fl_engine.core.types import Params
 from fl_engine.storage.store import decode, encode
 from fl_engine.testing.tiny import assert_same_bits
 
-law = settings(max_examples=40, deadline=None)
+law = settings(max_examples=40)
 
 
 @dataclass(frozen=True)

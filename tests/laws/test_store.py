@@ -160,7 +160,7 @@ def test_a_folder_that_is_written_into_while_it_is_removed_stays(
     assert store.list("") == ["states/b"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.sampled_from(("put", "delete")), st.sampled_from(("a", "b/a", "b/c/a", "b/c/d")), st.binary()),

@@ -83,7 +83,7 @@ def test_equal_targets_have_no_r2() -> None:
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
 @given(cuts=st.lists(st.integers(1, 29), max_size=4), seed=st.integers(0, 99))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_metrics_do_not_depend_on_how_batches_are_cut(task: Task, cuts: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     y, outputs = task.examples(30, generator), torch.randn(30, task.outputs, generator=generator)

@@ -27,7 +27,7 @@ from fl_engine.storage.store import FolderStore
 from fl_engine.testing import played
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, start_of, tiny_site
 
-law = settings(max_examples=80, deadline=None)
+law = settings(max_examples=80)
 
 ON, OFF = (True, 2.0, 10.0), (False, 1.0, 1.0)
 """(online, multiply-adds per second, bytes per second)"""

@@ -119,7 +119,7 @@ def test_no_answer_is_larger_than_its_order_implies() -> None:
     assert value is not None and len(value) <= payload_bytes(ORDER)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(more=st.integers(0, 4000))
 def test_an_update_can_be_made_longer_and_stays_what_it_is(more: int) -> None:
     value = laid_out(HONEST.travels)

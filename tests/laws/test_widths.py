@@ -43,7 +43,7 @@ from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.testing.tiny import TinyNet, tiny_pool
 
-law = settings(max_examples=60, deadline=None)
+law = settings(max_examples=60)
 TINY = TinyNet()
 SMALL = SmallCNN((1, 8, 8), 10)
 CIFAR = (3, 32, 32)
@@ -367,7 +367,7 @@ def allowed(family: ModelFamily, widths: Sequence[Fraction], targets: Sequence[i
 QUARTERS = st.integers(2, 20).map(lambda n: Fraction(n, 20))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     family=st.sampled_from([TINY, SMALL, SmallCNN((3, 16, 16), 5, width=0.5)]),
     widths=st.lists(QUARTERS, min_size=0, max_size=3).map(lambda found: (*sorted(found), Fraction(1))),

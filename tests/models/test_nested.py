@@ -131,7 +131,7 @@ def counts(choices: Choices, side: int, classes: int) -> tuple[int, int]:
 any_choices = st.tuples(*[st.sampled_from(list(UNIFORM.values()))] * 5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(choices=any_choices, side=st.sampled_from([17, 32, 33]), classes=st.just(7))
 def test_every_sub_network_counts_what_its_layers_do(choices: Choices, side: int, classes: int) -> None:
     family = MobileNetV3OFA((3, side, side), classes)
@@ -139,7 +139,7 @@ def test_every_sub_network_counts_what_its_layers_do(choices: Choices, side: int
     assert (count_params(family, spec), count_macs(family, spec)) == counts(choices, side, classes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(inner=any_choices, outer=any_choices)
 def test_a_sub_network_is_a_part_of_those_whose_stages_are_all_at_least_as_large(
     inner: Choices, outer: Choices

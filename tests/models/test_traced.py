@@ -99,7 +99,7 @@ TRACED_SMALL = traced(SMALL)
 NAMES = dict(zip(SMALL.layout().groups, TRACED_SMALL.layout().groups, strict=True))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_slice_of_a_traced_network_is_the_slice_of_ours(data: st.DataObject) -> None:
     spec = data.draw(specs(SMALL))

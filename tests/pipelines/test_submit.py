@@ -166,7 +166,7 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=CONFIGS)
 def test_what_is_submitted_makes_the_same_configuration_there(values: dict[str, Any]) -> None:
     config = load_config(None, [f"{path}={json.dumps(value)}" for path, value in values.items()])
