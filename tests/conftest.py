@@ -58,6 +58,7 @@ from tests.harness.pictures import not_drawn
 from tests.harness.processes import QUICK, Done, Nursery, with_sets
 from tests.harness.selected import pytest_collection_modifyitems as pytest_collection_modifyitems  # hooks
 from tests.harness.selected import pytest_ignore_collect as pytest_ignore_collect
+from tests.harness.stores import Writing
 from tests.harness.warm import warm
 from tests.harness.wheel import installed as installed  # a fixture
 from tests.harness.wheel import wheel as wheel  # a fixture
@@ -129,42 +130,17 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing in the engine may catch it and tidy up."""
 
 
-class DyingStore:
+class DyingStore(Writing):
     """Passes everything on to `inner` until `writes` puts and deletions are done; the next one is never done."""
 
     def __init__(self, inner: Store, writes: int) -> None:
-        self.inner = inner
+        super().__init__(inner, self._die)
         self.left = writes
 
-    def _write(self) -> None:
+    def _die(self, what: str, key: str) -> None:
         if self.left == 0:
             raise Killed
         self.left -= 1
-
-    def put(self, key: str, value: bytes) -> None:
-        self._write()
-        self.inner.put(key, value)
-
-    def create(self, key: str, value: bytes) -> bool:
-        self._write()
-        return self.inner.create(key, value)
-
-    def delete(self, *keys: str) -> None:
-        for key in keys:
-            self._write()
-            self.inner.delete(key)
-
-    def get(self, key: str, limit: int | None = None) -> bytes:
-        return self.inner.get(key, limit)
-
-    def list(self, prefix: str) -> list[str]:
-        return self.inner.list(prefix)
-
-    def sweep(self, prefix: str) -> None:
-        self.inner.sweep(prefix)
-
-    def uri(self, key: str = "") -> str:
-        return self.inner.uri(key)
 
 
 class Remembering:

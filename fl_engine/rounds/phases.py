@@ -8,11 +8,11 @@ On the server's clock:
 - `seconds_merge`: until the new model is there, and what was measured of the clients
 - `seconds_evaluate`: in rounds that are evaluated
 
-They add up to `seconds_round`. Two more lie within `seconds_train`:
+They add up to `seconds_round`. Coding takes of `seconds_train`:
 
 - `seconds_decode`: the server decodes updates; 0 without a codec of the way up
 - `seconds_encode_clients`: clients encode, as they measure it, of all that are merged; 0 without a codec of the way up.
-  A part of `seconds_train` where they are in this process and train one after the other
+  Outside of this process, or side by side, it is no part of `seconds_train`
 
 `seconds_train/<name>` are the backend's own parts of it, where it measures some.
 

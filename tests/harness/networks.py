@@ -1,8 +1,11 @@
-"""Every network of the registry, small."""
+"""Every network of the registry, small; and networks that remember what they were fed."""
 
 from __future__ import annotations
 
+from torch import Tensor, nn
+
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.types import FULL, ParamLayout, Prunable, SubmodelSpec
 from fl_engine.models.aep_mlp import AepMLP
 from fl_engine.models.casas_bilstm import CasasBiLSTM
 from fl_engine.models.epic_resnet18 import EpicResNet18
@@ -42,3 +45,23 @@ SMALL: dict[str, ModelFamily] = {
     "text_lstm": TextLSTM((6,), 7, embedding=5, hidden=6),
     "text_lstm, one answer": TextLSTM((5,), 3, vocabulary=7, answers="last", layers=3, embedding=3, hidden=4),
 }
+
+
+class Watched:
+    """A family whose networks remember the batches they were fed."""
+
+    def __init__(self, inner: ModelFamily) -> None:
+        self.inner = inner
+        self.batches: list[Tensor] = []
+        self.input_shape, self.outputs = inner.input_shape, inner.outputs
+
+    def layout(self) -> ParamLayout:
+        return self.inner.layout()
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        module = self.inner.module(spec)
+        module.register_forward_pre_hook(lambda _, inputs: self.batches.append(inputs[0].clone()))
+        return module
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        return self.inner.prunable()

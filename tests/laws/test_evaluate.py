@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fl_engine.core import seeds
-from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.pool import member
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, runnable, take
-from fl_engine.core.types import FULL, ParamLayout, Params, Prunable, SubmodelSpec
+from fl_engine.core.types import FULL, Params, SubmodelSpec
 from fl_engine.core.widths import up_to
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.traced import from_module
@@ -30,29 +29,10 @@ from fl_engine.training.evaluation import (
     evaluate_pool,
     weights_of,
 )
+from tests.harness.networks import Watched
 
 FAMILY = TinyNet()
 HALF = SubmodelSpec.of({"conv": [0, 2, 5], "hidden": 16})
-
-
-class Watched:
-    """A family whose networks remember the batches they were fed."""
-
-    def __init__(self, inner: ModelFamily) -> None:
-        self.inner = inner
-        self.batches: list[Tensor] = []
-        self.input_shape, self.outputs = inner.input_shape, inner.outputs
-
-    def layout(self) -> ParamLayout:
-        return self.inner.layout()
-
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        module = self.inner.module(spec)
-        module.register_forward_pre_hook(lambda _, inputs: self.batches.append(inputs[0].clone()))
-        return module
-
-    def prunable(self) -> tuple[Prunable, ...]:
-        return self.inner.prunable()
 
 
 def data_of(count: int, chw: tuple[int, int, int] = (1, 4, 4), classes: int = 4) -> Data:

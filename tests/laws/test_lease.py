@@ -26,6 +26,7 @@ from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.lease import Holder, Lease
 from fl_engine.storage.store import FolderStore, Store, encode
 from fl_engine.testing.tracker import Memory
+from tests.harness.stores import Writing
 
 
 @pytest.fixture(autouse=True)
@@ -211,44 +212,20 @@ def test_one_that_has_let_go_gives_no_sign_of_life_any_more(memory_store: Store)
 
 
 # ---------------------------------------------------------------------------------------------------- fencing
-class Pausing:
+class Pausing(Writing):
     """Passes everything on to `inner`, but stops before its n-th write or deletion until it is told to go on."""
 
     def __init__(self, inner: Store, writes: int) -> None:
-        self.inner = inner
+        super().__init__(inner, self._pause)
         self.left = writes
         self.reached = threading.Event()
         self.go_on = threading.Event()
 
-    def _write(self) -> None:
+    def _pause(self, what: str, key: str) -> None:
         self.left -= 1
         if self.left == -1:
             self.reached.set()
             assert self.go_on.wait(60)
-
-    def put(self, key: str, value: bytes) -> None:
-        self._write()
-        self.inner.put(key, value)
-
-    def create(self, key: str, value: bytes) -> bool:
-        self._write()
-        return self.inner.create(key, value)
-
-    def delete(self, *keys: str) -> None:
-        self._write()
-        self.inner.delete(*keys)
-
-    def get(self, key: str, limit: int | None = None) -> bytes:
-        return self.inner.get(key, limit)
-
-    def list(self, prefix: str) -> list[str]:
-        return self.inner.list(prefix)
-
-    def sweep(self, prefix: str) -> None:
-        self.inner.sweep(prefix)
-
-    def uri(self, key: str = "") -> str:
-        return self.inner.uri(key)
 
 
 def run(
@@ -299,28 +276,17 @@ def test_a_coordinator_that_is_paused_before_any_write_and_replaced_meanwhile_ch
     assert writes > 20
 
 
-class At:
+class At(Writing):
     """Passes everything on to `inner`; once, before the write or deletion that `when` names, `then` happens."""
 
     def __init__(self, inner: Store, when: Callable[[str, str], bool], then: Callable[[], object]) -> None:
-        self._inner = inner
-        self._when = when
-        self._then = then
-        self._done = False
+        super().__init__(inner, self._at)
+        self._when, self._then, self._done = when, then, False
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        if name not in ("put", "create", "delete"):
-            return found
-
-        def act(*given: Any) -> Any:
-            keys = given if name == "delete" else given[:1]
-            if not self._done and any(self._when(name, key) for key in keys):
-                self._done = True
-                self._then()
-            return found(*given)
-
-        return act
+    def _at(self, what: str, key: str) -> None:
+        if not self._done and self._when(what, key):
+            self._done = True
+            self._then()
 
 
 def test_one_that_was_replaced_while_it_discards_deletes_nothing_of_its_successors(
@@ -367,7 +333,7 @@ def test_a_late_commit_does_not_stop_the_successor_in_the_same_round(job: Any, n
     class Late(At):
         def create(self, key: str, value: bytes) -> bool:
             late.append((key, value))
-            return bool(self.__getattr__("create")(key, value))
+            return super().create(key, value)
 
     with pytest.raises(Stopped, match="has taken over"):
         run(job, Late(store, paused, replaced), 1)  # type: ignore[arg-type]

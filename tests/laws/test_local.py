@@ -27,9 +27,7 @@ from fl_engine.core.types import (
     Device,
     Distillation,
     LocalTask,
-    ParamLayout,
     Params,
-    Prunable,
     SubmodelSpec,
 )
 from fl_engine.exchange import client
@@ -41,28 +39,9 @@ from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, context_of, 
 from fl_engine.training import local
 from fl_engine.training.lanes import Dropout
 from fl_engine.training.local import Job, Trained, train
+from tests.harness.networks import Watched
 
 FAMILY = TinyNet()
-
-
-class Watched:
-    """A family whose networks remember the batches they were fed."""
-
-    def __init__(self, inner: ModelFamily) -> None:
-        self.inner = inner
-        self.batches: list[Tensor] = []
-        self.input_shape, self.outputs = inner.input_shape, inner.outputs
-
-    def layout(self) -> ParamLayout:
-        return self.inner.layout()
-
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        module = self.inner.module(spec)
-        module.register_forward_pre_hook(lambda _, inputs: self.batches.append(inputs[0].clone()))
-        return module
-
-    def prunable(self) -> tuple[Prunable, ...]:
-        return self.inner.prunable()
 
 
 def samples(count: int, chw: tuple[int, int, int] = (1, 4, 4)) -> tuple[Tensor, Tensor]:
