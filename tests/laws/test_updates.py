@@ -14,24 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fl_engine.algorithms import ALGORITHMS, FedAvg, FlexFL
+from fl_engine.algorithms import ALGORITHMS, FlexFL
 from fl_engine.core.errors import ClientError, EnvironmentFailure, IntegrityError, Refused, brief, printable
 from fl_engine.core.slicing import take
 from fl_engine.core.types import (
     ClientFailure,
     ClientUpdate,
-    Device,
-    Outcome,
     Params,
     RoundPlan,
     SubmodelSpec,
-    TaskContext,
 )
-from fl_engine.core.workload import macs, steps
 from fl_engine.exchange.acceptance import Moved
 from fl_engine.exchange.client import delivered, execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.server import ServerSite
 from fl_engine.exchange.updates import (
     Manifest,
     key_of,
@@ -41,8 +36,6 @@ from fl_engine.exchange.updates import (
     payload_bytes,
     signed,
 )
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.rounds.answers import Answers
 from fl_engine.storage.pieces import laid_out, padded
 from fl_engine.storage.store import MemoryStore, canonical, decode, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
@@ -523,83 +516,3 @@ def test_what_an_order_makes_is_what_an_honest_client_says(name: str) -> None:
             ledger.put_outcome(plan, outcome)
             arrived = delivered(algorithm, outcome, order, site)  # as its codec gives it back, where it has one
             assert_same_outcomes([ledger.receive(plan, order.client)], [arrived])
-
-
-# --------------------------------------------------------------------------------------------- running statistics
-STATIC = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
-STATIC_SITE = tiny_site(ALGORITHM, STATIC)
-STATIC_PLAN = ALGORITHM.plan(start_of(ALGORITHM, STATIC_SITE), context_of(STATIC_SITE, 0, SEED))
-
-
-def with_statistics(kind: str, value: float) -> ClientFailure | ClientUpdate:
-    """An update one of whose running statistics is this."""
-    order = STATIC_PLAN.orders[0]
-    honest = execute(ALGORITHM, order, STATIC_SITE)
-    assert isinstance(honest, ClientUpdate)
-    name = next(name for name in honest.payload if name.endswith(kind))
-    payload = {**honest.payload, name: poisoned(value)(honest.payload[name].clone())}
-    ledger = Mailbox(MemoryStore({}), rules=replace(STATIC_SITE.rules, algorithm=ALGORITHM))
-    ledger.put_outcome(STATIC_PLAN, replace(honest, payload=payload))
-    found = ledger.receive(STATIC_PLAN, order.client)
-    assert isinstance(found, ClientUpdate | ClientFailure)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("kind", "value", "code"),
-    [
-        ("running_var", -1e-3, "statistics"),
-        ("running_var", 3e38, "finite"),
-        ("running_mean", 3e38, "finite"),
-        ("running_mean", -3e38, "finite"),
-        ("running_var", float("nan"), "finite"),
-    ],
-)
-def test_statistics_that_cannot_be_are_refused(kind: str, value: float, code: str) -> None:
-    found = with_statistics(kind, value)
-    assert isinstance(found, ClientFailure) and found.reason.partition(":")[0] == code
-
-
-@pytest.mark.parametrize(("kind", "value"), [("running_mean", -5.0), ("running_var", 0.0), ("running_var", 5.0)])
-def test_statistics_that_can_be_are_taken(kind: str, value: float) -> None:
-    assert isinstance(with_statistics(kind, value), ClientUpdate)
-
-
-# ------------------------------------------------------------------------------------------ its number of samples
-def test_a_device_that_counts_its_own_samples_weighs_as_much_as_it_may_claim() -> None:
-    """With partition.rule=local: 19 clients of 8 samples that stay where they are, and one that claims partition.most,
-    and the steps and multiply-adds of so many, and moves by 1. So the mean moves by the liar's weight."""
-    most = 100_000
-    algorithm = FedAvg(training=replace(TRAINING, fraction=1.0))
-    known = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 120.0, 0.0) for c in range(20)))
-    state = start_of(algorithm, known)
-    plan, liar = algorithm.plan(state, context_of(known, 0, SEED)), 0
-    box = Mailbox(MemoryStore({}), replace(replace(known, most=most).rules, algorithm=algorithm), key_of(SECRET))
-    assert box.key is not None
-    order = plan.order_of[liar]
-    honest = execute(algorithm, order, known)
-    assert isinstance(honest, ClientUpdate)
-    task = algorithm.task(order, TaskContext(known.layout, known.pool, known.fleet[liar], honest.metrics["free"]))
-
-    def claims(samples: int, counted: int) -> Outcome:
-        """What the coordinator makes of so many samples, with the steps of as many as are `counted`."""
-        made = {"steps": float(steps(task, counted)), "macs": macs(known.family, task, counted)}
-        payload = {name: order.payload[name] + 1.0 for name in honest.payload}
-        lie = replace(honest, num_examples=samples, payload=payload, metrics={**honest.metrics, **made})
-        manifest, value = packed(lie, order)
-        assert value is not None
-        box.store.put(f"rounds/00000/updates/{liar}.safetensors", bytes(value))
-        box.store.put(f"rounds/00000/updates/{liar}.json", signed(manifest, box.key(order)).model_dump_json().encode())
-        return box.receive(plan, liar)
-
-    for samples, counted, code in ((most + 1, most + 1, "examples"), (most, 8, "metrics"), (8, most, "metrics")):
-        refused = claims(samples, counted)
-        assert isinstance(refused, ClientFailure) and refused.code == code
-    answers = Answers()
-    answers.add(claims(most, most))
-    for other in plan.orders[1:]:
-        answers.add(ClientUpdate(0, other.client, honest.spec, {n: other.payload[n] for n in honest.payload}, 8, {}))
-    merged = algorithm.merge(state, plan, answers, ServerSite(known))
-    weights = torch.cat([(merged.params[n] - state.params[n]).flatten() for n in honest.payload])
-    assert len(plan.orders) == 20 and weights.mean().item() == pytest.approx(most / (most + 19 * 8), abs=1e-4)
-    assert f"{weights.mean().item():.2%}" == "99.85%", "docs/reliability.md says so"

@@ -1,0 +1,104 @@
+"""What an update claims beside weights: running statistics that cannot be, and how many samples a device has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fl_engine.algorithms import FedAvg, FlexFL
+from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, TaskContext
+from fl_engine.core.workload import macs, steps
+from fl_engine.exchange.client import execute
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.server import ServerSite
+from fl_engine.exchange.updates import key_of, packed, signed
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.rounds.answers import Answers
+from fl_engine.storage.store import MemoryStore
+from fl_engine.testing.tiny import SEED, TRAINING, context_of, start_of, tiny_site
+
+# --------------------------------------------------------------------------------------------- running statistics
+ALGORITHM = FlexFL(training=TRAINING)
+STATIC = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
+STATIC_SITE = tiny_site(ALGORITHM, STATIC)
+STATIC_PLAN = ALGORITHM.plan(start_of(ALGORITHM, STATIC_SITE), context_of(STATIC_SITE, 0, SEED))
+
+
+def with_statistics(kind: str, value: float) -> ClientFailure | ClientUpdate:
+    """An update one of whose running statistics is this."""
+    order = STATIC_PLAN.orders[0]
+    honest = execute(ALGORITHM, order, STATIC_SITE)
+    assert isinstance(honest, ClientUpdate)
+    name = next(name for name in honest.payload if name.endswith(kind))
+    changed = honest.payload[name].clone()
+    changed[0] = value
+    payload = {**honest.payload, name: changed}
+    ledger = Mailbox(MemoryStore({}), rules=replace(STATIC_SITE.rules, algorithm=ALGORITHM))
+    ledger.put_outcome(STATIC_PLAN, replace(honest, payload=payload))
+    found = ledger.receive(STATIC_PLAN, order.client)
+    assert isinstance(found, ClientUpdate | ClientFailure)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "code"),
+    [
+        ("running_var", -1e-3, "statistics"),
+        ("running_var", 3e38, "finite"),
+        ("running_mean", 3e38, "finite"),
+        ("running_mean", -3e38, "finite"),
+        ("running_var", float("nan"), "finite"),
+    ],
+)
+def test_statistics_that_cannot_be_are_refused(kind: str, value: float, code: str) -> None:
+    found = with_statistics(kind, value)
+    assert isinstance(found, ClientFailure) and found.reason.partition(":")[0] == code
+
+
+@pytest.mark.parametrize(("kind", "value"), [("running_mean", -5.0), ("running_var", 0.0), ("running_var", 5.0)])
+def test_statistics_that_can_be_are_taken(kind: str, value: float) -> None:
+    assert isinstance(with_statistics(kind, value), ClientUpdate)
+
+
+# ------------------------------------------------------------------------------------------ its number of samples
+def test_a_device_that_counts_its_own_samples_weighs_as_much_as_it_may_claim() -> None:
+    """With partition.rule=local: 19 clients of 8 samples that stay where they are, and one that claims partition.most,
+    and the steps and multiply-adds of so many, and moves by 1. So the mean moves by the liar's weight."""
+    most = 100_000
+    algorithm = FedAvg(training=replace(TRAINING, fraction=1.0))
+    known = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 120.0, 0.0) for c in range(20)))
+    state = start_of(algorithm, known)
+    plan, liar = algorithm.plan(state, context_of(known, 0, SEED)), 0
+    box = Mailbox(
+        MemoryStore({}), replace(replace(known, most=most).rules, algorithm=algorithm), key_of(b"a run's own")
+    )
+    assert box.key is not None
+    order = plan.order_of[liar]
+    honest = execute(algorithm, order, known)
+    assert isinstance(honest, ClientUpdate)
+    task = algorithm.task(order, TaskContext(known.layout, known.pool, known.fleet[liar], honest.metrics["free"]))
+
+    def claims(samples: int, counted: int) -> Outcome:
+        """What the coordinator makes of so many samples, with the steps of as many as are `counted`."""
+        made = {"steps": float(steps(task, counted)), "macs": macs(known.family, task, counted)}
+        payload = {name: order.payload[name] + 1.0 for name in honest.payload}
+        lie = replace(honest, num_examples=samples, payload=payload, metrics={**honest.metrics, **made})
+        manifest, value = packed(lie, order)
+        assert value is not None
+        box.store.put(f"rounds/00000/updates/{liar}.safetensors", bytes(value))
+        box.store.put(f"rounds/00000/updates/{liar}.json", signed(manifest, box.key(order)).model_dump_json().encode())
+        return box.receive(plan, liar)
+
+    for samples, counted, code in ((most + 1, most + 1, "examples"), (most, 8, "metrics"), (8, most, "metrics")):
+        refused = claims(samples, counted)
+        assert isinstance(refused, ClientFailure) and refused.code == code
+    answers = Answers()
+    answers.add(claims(most, most))
+    for other in plan.orders[1:]:
+        answers.add(ClientUpdate(0, other.client, honest.spec, {n: other.payload[n] for n in honest.payload}, 8, {}))
+    merged = algorithm.merge(state, plan, answers, ServerSite(known))
+    weights = torch.cat([(merged.params[n] - state.params[n]).flatten() for n in honest.payload])
+    assert len(plan.orders) == 20 and weights.mean().item() == pytest.approx(most / (most + 19 * 8), abs=1e-4)
+    assert f"{weights.mean().item():.2%}" == "99.85%", "docs/reliability.md says so"
