@@ -125,13 +125,21 @@ def partition(
         rng = seeds.rng(seed, "proxy")
         proxy_train, proxy_test, rest = split_proxy(len(labels), proxy_share, rng, shared=proxy_shared)
     check_room(len(rest), clients, minimum)
-    rng = seeds.rng(seed, "partition")
     parameters: dict[str, bool | int | float] = {"clients": clients}
     parameters |= {} if server_classes else {"proxy_share": proxy_share}
     parameters |= {"proxy_shared": True} if proxy_shared else {}
     parameters |= {"seed": seed, "minimum": minimum}
-    parts, options = _dealt(data, rule, labels, rest, clients, minimum, rng, alpha, labels_per_client, cap, owner)
-    parameters |= options
+    own = _own_parameters(rule, alpha, labels_per_client, cap)
+    parameters |= own
+    match rule:
+        case "natural":
+            parts = natural(_sources(data)[rest], clients)
+        case "manual":
+            if owner is None:
+                raise PartitionError("the rule manual needs a map; set partition.map to a file")
+            parts = manual(owner, clients, rest)
+        case _:
+            parts = _drawn(rule, labels[rest], clients, minimum, seeds.rng(seed, "partition"), own)
     held = tuple(rest[part] for part in parts)
     sizes = [len(part) for part in held]
     if min(sizes) < minimum:
@@ -149,52 +157,48 @@ def partition(
     )
 
 
-def _dealt(
-    data: Data,
-    rule: str,
-    labels: Ints,
-    rest: Ints,
-    clients: int,
-    minimum: int,
-    rng: np.random.Generator,
-    alpha: float | None,
-    labels_per_client: int | None,
-    cap: bool,
-    owner: Ints | None,
-) -> tuple[tuple[Ints, ...], dict[str, bool | int | float]]:
-    """Where in `rest`, the positions that the proxy has left, each client's samples are; and the rule's own parameters.
-    Raises PartitionError."""
+def _own_parameters(rule: str, alpha: float | None, labels_per_client: int | None, cap: bool) -> dict[str, Any]:
+    """The parameters that this rule alone has, as its function and `partition.json` name them. Raises PartitionError
+    where one is not given, and for a rule that deals nothing or that there is not."""
     match rule:
-        case "iid":
-            return iid(labels[rest], clients, rng), {}
         case "dirichlet" | "dirichlet_per_client" | "quantity":
             if alpha is None:
                 raise PartitionError(f"the rule {rule} needs alpha, for example 0.3; got none")
-            if rule == "dirichlet":
-                parts = dirichlet(labels[rest], clients, alpha, minimum, rng, cap)
-                return parts, {"alpha": alpha, "cap": True} if cap else {"alpha": alpha}
-            cut = quantity if rule == "quantity" else dirichlet_per_client
-            return cut(labels[rest], clients, alpha, minimum, rng), {"alpha": alpha}
+            return {"alpha": alpha, "cap": True} if cap and rule == "dirichlet" else {"alpha": alpha}
         case "disjoint_labels":
             if labels_per_client is None:
                 raise PartitionError("the rule disjoint_labels needs labels_per_client, for example 2; got none")
-            parts = disjoint_labels(labels[rest], clients, labels_per_client, rng)
-            return parts, {"labels_per_client": labels_per_client}
-        case "natural":
-            if data.natural_client is None:
-                raise PartitionError(
-                    f"{data.name} does not know where a sample comes from, so it has no natural "
-                    f"partition; take one of {', '.join(each for each in RULES if each != 'natural')}"
-                )
-            return natural(data.natural_client.numpy()[rest], clients), {}
-        case "manual":
-            if owner is None:
-                raise PartitionError("the rule manual needs a map; set partition.map to a file")
-            return manual(owner, clients, rest), {}
+            return {"labels_per_client": labels_per_client}
+        case "iid" | "natural" | "manual":
+            return {}
         case "local":
             raise PartitionError("the rule local deals nothing: clients have data of their own (fl_engine.data.local)")
         case _:
             raise PartitionError(f"no partition rule {rule!r}{nearest(rule, RULES)}")
+
+
+def _drawn(
+    rule: str, labels: Ints, clients: int, minimum: int, rng: np.random.Generator, own: Mapping[str, Any]
+) -> tuple[Ints, ...]:
+    """Where in `labels` each client's samples are, by a rule that draws them. `own`: its own parameters."""
+    match rule:
+        case "iid":
+            return iid(labels, clients, rng)
+        case "disjoint_labels":
+            return disjoint_labels(labels, clients, rng=rng, **own)
+        case _:
+            cut = {"dirichlet": dirichlet, "dirichlet_per_client": dirichlet_per_client, "quantity": quantity}[rule]
+            return cut(labels, clients, minimum=minimum, rng=rng, **own)
+
+
+def _sources(data: Data) -> Ints:
+    """(N_train,): where each training sample comes from. Raises PartitionError where the data do not know."""
+    if data.natural_client is None:
+        raise PartitionError(
+            f"{data.name} does not know where a sample comes from, so it has no natural "
+            f"partition; take one of {', '.join(each for each in RULES if each != 'natural')}"
+        )
+    return data.natural_client.numpy()
 
 
 def _check_labels(data: Data, rule: str) -> None:
