@@ -37,7 +37,9 @@ OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
 """The parts of a run's folder that are pushed."""
 POINTERS = "dvc"
 """Folder of the pointers, in a run's folder and among the artifacts of its MLflow run."""
-MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
+LIST = ".dir"
+"""How the sum of a folder, which is that of the list of its files, ends in DVC."""
+MD5 = re.compile(rf"[0-9a-f]{{32}}({re.escape(LIST)})?")
 LOGGERS = ("dvc", "dvc_data", "dvc_objects")
 """They tell each failure, which is raised too, with a traceback."""
 REV = re.compile(r"(?P<repo>.+)@(?P<rev>[^@:]+):(?P<path>[^:]+)")
@@ -46,10 +48,10 @@ log = logging.getLogger("flexfleet")
 
 
 def push(paths: Mapping[str, Path], remote: str) -> dict[str, str]:
-    """Pushes files and folders under plain names, and gives their pointers. Does not send again what the remote has.
+    """Pushes files and folders under plain names, and gives their pointers. What the remote has is read, and sent again
+    only if it is damaged there.
 
-    Raises ConfigError for a malformed remote, EnvironmentFailure if it cannot be reached, IntegrityError if its list
-    of a folder's files is damaged.
+    Raises ConfigError for a malformed remote, EnvironmentFailure if it cannot be reached.
     """
     with _scratch(remote) as (repo, folder):
         for name, path in paths.items():
@@ -59,8 +61,43 @@ def push(paths: Mapping[str, Path], remote: str) -> dict[str, str]:
                 shutil.copyfile(path, folder / name)
         with _explained(remote, EnvironmentFailure):
             repo.add([str(folder / name) for name in paths])
+            _remove_damaged(repo, remote)
             repo.push(targets=[str(folder / name) for name in paths])
         return {name: (folder / f"{name}.dvc").read_text("utf-8") for name in paths}
+
+
+def _remove_damaged(repo: Any, remote: str) -> None:
+    """Removes from the remote what is damaged there, of all that is to be pushed, and the list of a folder of which a
+    file is damaged or missing: of what is there, and of the files in a list that is there, DVC sends nothing. Reads
+    what is there already."""
+    from dvc_data.hashfile.hash import hash_file
+    from dvc_data.hashfile.hash_info import HashInfo
+    from dvc_data.hashfile.tree import Tree
+
+    there, here = repo.cloud.get_remote_odb(), repo.cache.local
+
+    def drop(sum: str) -> None:
+        with suppress(FileNotFoundError):  # another process does the same
+            there.fs.remove(there.oid_to_path(sum))
+
+    def is_whole(sum: str) -> bool:
+        try:
+            _, found = hash_file(there.oid_to_path(sum), there.fs, "md5")
+        except FileNotFoundError:
+            return False
+        if found.value == sum.removesuffix(LIST):
+            return True
+        log.warning("DVC at %s: %s is damaged there, and is sent again", masked(remote), there.oid_to_path(sum))
+        drop(sum)
+        return False
+
+    sums = list(here.all())
+    # Before their files, since whoever pushes at the same time sends a list after its files.
+    lists = [sum for sum in sums if sum.endswith(LIST) and is_whole(sum)]
+    whole = {sum for sum in sums if not sum.endswith(LIST) and is_whole(sum)}
+    for sum in lists:
+        if not {of.value for _, _, of in Tree.load(here, HashInfo("md5", sum))} <= whole:
+            drop(sum)
 
 
 def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
@@ -75,6 +112,8 @@ def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
         for name, text in pointers.items():
             (folder / f"{name}.dvc").write_text(text, encoding="utf-8")
         with _explained(remote, IntegrityError):
+            if lost := _lost(repo, wanted):
+                raise IntegrityError(f"DVC at {masked(remote)} does not have {', '.join(lost)}: push it again")
             repo.pull(targets=[str(folder / f"{name}.dvc") for name in pointers])
         for name, expected in wanted.items():
             if not (folder / name).exists() or (actual := md5(folder / name)) != expected:
@@ -89,6 +128,29 @@ def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
             shutil.move(folder / name, target)
             brought.append(target)
     return brought
+
+
+def _lost(repo: Any, wanted: Mapping[str, str]) -> list[str]:
+    """The files that the remote does not have, of those with these sums, by name."""
+    from dvc_data.hashfile.hash_info import HashInfo
+    from dvc_data.hashfile.tree import Tree
+
+    there = repo.cloud.get_remote_odb()
+
+    def lacks(sum: str) -> bool:
+        try:
+            there.fs.info(there.oid_to_path(sum))
+        except FileNotFoundError:
+            return True
+        return False
+
+    lost = []
+    for name, sum in wanted.items():
+        files = {name: sum}
+        if sum.endswith(LIST) and not lacks(sum):
+            files = {"/".join((name, *key)): of.value for key, _, of in Tree.load(there, HashInfo("md5", sum))}
+        lost += [file for file, of in files.items() if lacks(of)]
+    return lost
 
 
 def hand_on(path: Path, name: str, remote: str | None, pointer: Path) -> None:
@@ -168,7 +230,7 @@ def md5(path: Path) -> str:
         return hashed(path, hashlib.md5(usedforsecurity=False)).hexdigest()
     files = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
     listed = json.dumps([{"md5": md5(path / name), "relpath": name} for name in files])
-    return hashlib.md5(listed.encode(), usedforsecurity=False).hexdigest() + ".dir"
+    return hashlib.md5(listed.encode(), usedforsecurity=False).hexdigest() + LIST
 
 
 # ------------------------------------------------------------------------------------ a data set kept by DVC
@@ -358,15 +420,16 @@ def _explained(remote: str, kind: type[FlexfleetError]) -> Iterator[None]:
         try:
             yield
         except DvcException as error:
-            lacks = kind is IntegrityError and causes and isinstance(causes[0], FileNotFoundError)
-            if causes and not lacks:
+            if causes:
                 raise EnvironmentFailure(_told(remote, causes[0])) from error
             if isinstance(error, CheckoutError):
                 names = ", ".join(Path(each).name for each in error.target_infos)
-                raise kind(f"DVC at {masked(remote)}: {names} is not there, or damaged") from error
+                raise kind(f"DVC at {masked(remote)}: {names} is damaged there: push it again") from error
             raise kind(f"DVC at {masked(remote)}: {masked(str(error))}") from error
+        except FlexfleetError:
+            raise
         except ObjectFormatError as error:
-            told = f"DVC at {masked(remote)}: {error}; delete it there, and push it again"
+            told = f"DVC at {masked(remote)}: {error}; push it again"
             raise IntegrityError(told) from error
         except sqlite3.Error:  # of the temporary folder, and not of the remote: `_scratch` tells of it
             raise

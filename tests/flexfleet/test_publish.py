@@ -406,7 +406,7 @@ def test_what_the_remote_has_lost_or_changed_is_told(ran: Ran, tmp_path: Path) -
     (kept,) = (p for p in remote.rglob("*") if p.is_file() and p.read_bytes() == value)
     kept.chmod(0o644)
     kept.write_bytes(b"another")
-    with pytest.raises(IntegrityError, match=r"DVC at .*remote: m\.bin is not there, or damaged$"):
+    with pytest.raises(IntegrityError, match=r"DVC at .*remote: m\.bin is damaged there: push it again$"):
         versioned.pull(pointers, str(remote), tmp_path / "back")
     assert not (tmp_path / "back").exists()
     with pytest.raises(ConfigError, match=r"not a \.dvc pointer: 'nothing'"):
@@ -421,13 +421,60 @@ def test_a_damaged_list_of_a_folders_files_is_told_and_how_it_is_mended(tmp_path
     (listed,) = remote.rglob("*.dir")
     listed.chmod(0o644)
     listed.write_bytes(listed.read_bytes()[:20])
-    said = rf"DVC at .*remote: object {versioned.md5(folder)} is corrupted; delete it there"
+    said = rf"DVC at .*remote: object {versioned.md5(folder)} is corrupted; push it again"
     with pytest.raises(IntegrityError, match=said):
         versioned.pull(pointers, str(remote), tmp_path / "back")
-    with pytest.raises(IntegrityError, match=said):
-        versioned.push({"pool": folder}, str(remote))
-    listed.unlink()
-    assert versioned.push({"pool": folder}, str(remote)) == pointers and listed.exists()
+    assert versioned.push({"pool": folder}, str(remote)) == pointers
+    versioned.pull(pointers, str(remote), tmp_path / "back")
+
+
+@pytest.mark.parametrize("mode", [0o444, 0o644])  # DVC believes that what nobody may write is whole
+@pytest.mark.parametrize("content", [b"[]", None])
+def test_what_a_remote_has_damaged_or_lost_is_sent_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None, mode: int
+) -> None:
+    folder, remote = tmp_path / "pool", tmp_path / "remote"
+    folder.mkdir()
+    for name in ("pool.json", "weights.safetensors", "m.bin"):
+        (folder / name).write_text(f"of {name}")
+    parts = {"pool": folder, "m.bin": folder / "m.bin"}
+    pointers = versioned.push(parts, str(remote))
+    for kept in [path for path in remote.rglob("*") if path.is_file() and path.suffix != ".dir"][:2]:
+        kept.unlink()
+        if content is not None:
+            kept.write_bytes(content)
+            kept.chmod(mode)
+    if content is None:
+        said = r"DVC at .*remote does not have ((pool/[a-z.]+|m\.bin)(, )?){2,3}: push it again$"
+        with pytest.raises(IntegrityError, match=said):
+            versioned.pull(pointers, str(remote), tmp_path / "back")
+    assert versioned.push(parts, str(remote)) == pointers
+    versioned.pull(pointers, str(remote), tmp_path / "back")
+    assert (tmp_path / "back" / "pool" / "pool.json").read_text() == "of pool.json"
+    told = [record.getMessage() for record in caplog.records if "is damaged there" in record.getMessage()]
+    assert len(told) == (0 if content is None else 2)
+    before = {path: path.stat().st_mtime_ns for path in remote.rglob("*")}
+    assert versioned.push(parts, str(remote)) == pointers
+    assert {path: path.stat().st_mtime_ns for path in remote.rglob("*")} == before, "what is whole stays as it is"
+
+
+def test_a_push_that_ends_half_way_leaves_what_others_have_pushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, remote = tmp_path / "pool", str(tmp_path / "remote")
+    folder.mkdir()
+    (folder / "pool.json").write_text("both have it")
+    for name in ("one", "other"):
+        (tmp_path / name).write_text(name)
+    pointers = versioned.push({"pool": folder, "model": tmp_path / "one"}, remote)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("dvc.repo.Repo.push", killed)
+        versioned.push({"pool": folder, "model": tmp_path / "other"}, remote)
+    versioned.pull(pointers, remote, tmp_path / "back")
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])

@@ -118,7 +118,8 @@ FROM |= {"faster_coco_eval": "faster-coco-eval"}
 """Packages whose modules have another name."""
 BROUGHT = {"botocore": "boto3", "urllib3": "boto3", "sqlalchemy": "optuna", "markupsafe": "jinja2"}
 BROUGHT |= {"pydantic_core": "pydantic", "certifi": "kubernetes", "requests": "kubernetes", "kfp_server_api": "kfp"}
-BROUGHT |= {"PIL": "matplotlib", "threadpoolctl": "scikit-learn", "shtab": "dvc", "dvc_objects": "dvc"}
+BROUGHT |= {"PIL": "matplotlib", "threadpoolctl": "scikit-learn"}
+BROUGHT |= {"shtab": "dvc", "dvc_objects": "dvc", "dvc_data": "dvc"}
 """What comes with others."""
 
 

@@ -46,10 +46,14 @@ def test_a_task_pushes_and_another_machine_pulls(server: str, tmp_path: Path) ->
     client.put_object(Bucket="runs", Key=value, Body=b"[]")
     with pytest.raises(IntegrityError):
         versioned.pull({"pool": pointer}, remote, tmp_path / "again")
+    versioned.push({"pool": tmp_path / "pool"}, remote)
+    assert client.get_object(Bucket="runs", Key=value)["Body"].read() == b"{}"
     client.delete_object(Bucket="runs", Key=value)
-    with pytest.raises(IntegrityError, match="DVC at s3://runs/tasks"):
+    with pytest.raises(IntegrityError, match=r"DVC at s3://runs/tasks.* does not have pool/pool\.json: push it again"):
         versioned.pull({"pool": pointer}, remote, tmp_path / "again")
     assert not (tmp_path / "again").exists()
+    versioned.push({"pool": tmp_path / "pool"}, remote)
+    versioned.pull({"pool": pointer}, remote, tmp_path / "again")
 
 
 def test_a_wrong_secret_and_a_missing_bucket_are_said(
