@@ -227,12 +227,12 @@ def download(remote: Remote, folder: Path, timeout_s: float = 60.0) -> Path:
                 digest.update(chunk)
                 _report(remote.filename, done, done + len(chunk), total)
                 done += len(chunk)
+            if done < total:
+                raise ConnectionError(f"the connection ended after {done} of {total} bytes")
             if digest.hexdigest() != expected:
-                of = f" of {total}" if total else ""
                 raise DataError(
-                    f"{remote.url}: expected {algorithm} {expected}, found {digest.hexdigest()} "
-                    f"({done}{of} bytes); nothing was kept: fetch again, "
-                    f"or put the right file at {target}"
+                    f"{remote.url}: expected {algorithm} {expected}, found {digest.hexdigest()} ({done} bytes); "
+                    f"nothing was kept: fetch again, or put the right file at {target}"
                 )
     except (OSError, http.client.HTTPException) as error:
         raise EnvironmentFailure(
