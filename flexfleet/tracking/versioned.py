@@ -238,8 +238,8 @@ def folder_of(root: str | None) -> Path:
     """The folder of a data set's files, for `dataset.root`: a folder; or `repo@rev:path` of a DVC repository (an
     address or a folder), or a `.dvc` file. The latter two are first fetched into the cache below the data root.
 
-    Raises DataError if they cannot be fetched, IntegrityError if other content arrives than DVC has recorded, or if
-    what was fetched has changed in the cache.
+    Raises DataError if they are not there, EnvironmentFailure if the network or the disk fails, IntegrityError if other
+    content arrives than DVC has recorded, or if what was fetched has changed in the cache.
     """
     try:
         if root is not None and (match := REV.fullmatch(root)) and not Path(root).exists():
@@ -267,7 +267,22 @@ def _at_revision(url: str, rev: str, path: str) -> Path:
     except FlexfleetError as error:
         raise type(error)(f"{what}: {error}") from error
     except Exception as error:  # DVC, git and the file systems each have their own errors
-        raise DataError(f"{what} is not to be had: {type(error).__name__}: {masked(str(error))}") from error
+        raise _not_to_be_had(what, error) from error
+
+
+NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""Errors of the system by which a repository, or something in it, is not to be had, though network and disk work."""
+
+
+def _not_to_be_had(what: str, error: BaseException) -> FlexfleetError:
+    """Says why: that is the first of the errors of which DVC and git each make another one."""
+    chain = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(before)
+    failed = any(isinstance(each, OSError) and not isinstance(each, NOT_THERE) for each in chain)
+    kinds = dict.fromkeys(type(each).__name__ for each in (error, chain[-1]))
+    said = f"{what} is not to be had: {': '.join(kinds)}: {masked(str(chain[-1]))}"
+    return EnvironmentFailure(said) if failed else DataError(said)
 
 
 def _pointed_to(pointer: Path) -> Path:
@@ -288,7 +303,7 @@ def _pointed_to(pointer: Path) -> Path:
     except FlexfleetError as error:
         raise type(error)(f"dataset.root = {pointer}: {error}") from error
     except Exception as error:
-        raise DataError(f"dataset.root = {pointer} is not to be had: {type(error).__name__}: {error}") from error
+        raise _not_to_be_had(f"dataset.root = {pointer}", error) from error
 
 
 def _get(files: Any, path: str, part: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_engine.core.errors import DataError, IntegrityError
+from fl_engine.core.errors import DataError, EnvironmentFailure, IntegrityError
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking import versioned
 
@@ -65,6 +66,30 @@ def test_a_data_set_comes_from_a_revision_or_a_pointer(
         with pytest.raises(DataError, match=r"dataset.root = .*(is not to be had|does not exist)"):
             versioned.folder_of(root)
     assert versioned.folder_of(None) == tmp_path and versioned.folder_of("/some/data") == Path("/some/data")
+
+
+@pytest.mark.parametrize(
+    ("root", "kind", "said"),
+    [
+        ("{}/nothing@v1:set", DataError, "CloneError: NotGitRepository: No git repository was found at {}/nothing"),
+        ("http://a:secret@127.0.0.1:9/repo@v1:set", EnvironmentFailure, "CloneError: ConnectionRefusedError: "),
+        ("{}@v1:set", EnvironmentFailure, "OSError: [Errno 28] No space left on device"),
+        ("{}/set.dvc", EnvironmentFailure, "OSError: [Errno 28] No space left on device"),
+    ],
+)
+def test_data_that_a_failing_network_or_disk_keeps_back_are_not_bad_input(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, kind: type[Exception], said: str
+) -> None:
+    """A task tries again what failed outside. What git and DVC make of an error does not hide why."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
+    monkeypatch.setattr(versioned, "_get", full)
+    with pytest.raises(kind, match=re.escape(f" is not to be had: {said.format(repository)}")) as told:
+        versioned.folder_of(root.format(repository))
+    assert "secret" not in str(told.value)
 
 
 def test_what_a_killed_fetch_left_is_removed_a_day_later(
