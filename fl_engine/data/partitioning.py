@@ -277,16 +277,23 @@ class Manifest(BaseModel):
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads `partition.json`. Raises IntegrityError, which names the file, if it is not a manifest or its figures
-    contradict each other."""
+    """Reads `partition.json`. Raises IntegrityError, which names the file, if it cannot be read, is not a manifest, or
+    its figures contradict each other."""
     try:
-        found = Manifest.model_validate_json(path.read_bytes())
+        found = Manifest.model_validate_json(_content(path))
     except ValidationError as error:
         raise IntegrityError(f"{path}: not a partition manifest; partition again ({brief(error)})") from error
     columns = [sum(column) for column in zip_longest(*found.class_counts, fillvalue=-1)]
     if columns != found.client_samples:
         raise IntegrityError(f"{path}: client_samples do not add up: they are not the sums of class_counts")
     return found
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def save(partition: Partition, folder: Path) -> Path:
@@ -343,7 +350,7 @@ def load(folder: Path, data: Data | None = None) -> Partition:
     tensors_path = folder / TENSORS
     if not tensors_path.is_file():
         raise IntegrityError(f"{tensors_path}: missing, though {MANIFEST} is there; partition again")
-    content = tensors_path.read_bytes()
+    content = _content(tensors_path)
     found = hashlib.sha256(content).hexdigest()
     if found != manifest.tensors_sha256:
         raise IntegrityError(

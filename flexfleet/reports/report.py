@@ -26,7 +26,7 @@ from fl_engine.rounds.at_clients import PREFIX
 from fl_engine.rounds.phases import means, waste
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Row
-from fl_engine.storage.store import FolderStore, sha256
+from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config, flatten, moves
 from flexfleet.files import terminal
 from flexfleet.files.artifacts import (
@@ -39,6 +39,7 @@ from flexfleet.files.artifacts import (
     RunFile,
     rows_of,
 )
+from flexfleet.files.inputs import check_inputs
 from flexfleet.files.measure import Measure, decimals
 from flexfleet.reports import plots, precisions
 from flexfleet.reports.local_accuracy import Shown, local_accuracy
@@ -123,12 +124,7 @@ def load(folder: Path) -> Run:
             raise IntegrityError(f"{folder} is not a finished run, {name} is missing: {remedy}")
     file, history = RunFile.read(folder / "run.json"), BareHistory.read(folder / "history.json")
     evaluation = EvaluationFile.read(folder / "evaluation.json")
-    for name, expected in (("pool/pool.json", file.pool_sha256), ("partition/partition.json", file.partition_sha256)):
-        if (actual := sha256((folder / name).read_bytes())) != expected:
-            raise IntegrityError(
-                f"{folder / name} is not the one that the run used: its sha256 is {actual[:16]}..., run.json says "
-                f"{expected[:16]}... . Put the right one back, or run again"
-            )
+    check_inputs(folder, file)
     rows = _rows(folder / "history.json", history)
     config = {k: masked(v) if isinstance(v, str) else v for k, v in _flat(file.config)}
     _check_all(folder, config, rows)

@@ -21,6 +21,7 @@ from flexfleet.config.names import plain
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, EvaluationFile, Result, RunFile
 from flexfleet.files.begun import check_free
+from flexfleet.files.inputs import check_inputs
 from flexfleet.files.measure import SHARES, highest
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import missing
@@ -76,7 +77,8 @@ def run(
         _reach(resolved, run_id, out)
     with alone(out), stopping_at_once("the same command with --resume goes on"):
         if (out / "run.json").exists():
-            known_run(config, out, resume)
+            if (known := known_run(config, out, resume)) is not None:
+                check_inputs(out, known)
         else:  # the steps before the rounds are quick and pure, so they are done again after a kill
             if shared is not None:
                 adopt(resolved, shared, out)

@@ -18,6 +18,7 @@ from fl_engine.core.samples import Metric
 from fl_engine.storage.store import sha256
 from fl_engine.tasks import TASKS
 from flexfleet.commands.runs import report as report_command
+from flexfleet.files import prepared
 from flexfleet.files.artifacts import (
     ConfusionFile,
     EvaluationFile,
@@ -380,6 +381,14 @@ def test_a_damaged_or_foreign_file_is_named(two: list[Path]) -> None:
     pool.write_bytes((two[1] / "pool" / "pool.json").read_bytes())
     with pytest.raises(IntegrityError, match=r"pool\.json is not the one that the run used"):
         r.load(two[0])
+    scores = two[1] / "pretrain" / "apoz.json"
+    entry = prepared.entry_of("i", "apoz", {"apoz.json": scores.read_bytes()})
+    prepared.Index(made={"apoz": entry}).write(scores.with_name(prepared.INDEX))
+    r.load(two[1])
+    scores.write_text(scores.read_text() + "\n")
+    with pytest.raises(IntegrityError, match=r"apoz\.json is not the one that the run used.*prepared\.json says"):
+        r.load(two[1])
+    scores.with_name(prepared.INDEX).unlink()
     history = json.loads((two[1] / "history.json").read_text())
     history["rounds"].pop(1)
     (two[1] / "history.json").write_text(json.dumps(history))

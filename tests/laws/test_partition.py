@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -503,6 +505,22 @@ def test_damage_is_an_integrity_error_that_names_the_file(tmp_path: Path) -> Non
 
 
 # ------------------------------------------------------------------------------------------------- drawing
+@pytest.mark.parametrize("name", ["partition.json", "partition.safetensors"])
+def test_a_disk_that_fails_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A failed read names no file itself."""
+    p.save(p.partition(TEN, "iid", 5, 0.1, seed=1), tmp_path)
+    read = Path.read_bytes
+
+    def failing(path: Path) -> bytes:
+        if path.name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    with pytest.raises(IntegrityError, match=rf"{re.escape(name)} cannot be read: Input/output error"):
+        p.load(tmp_path)
+
+
 def test_draw_writes_the_same_picture_twice(tmp_path: Path) -> None:
     counts = p.partition(TEN, **CASES["dirichlet"]).counts
     for name in ("a.svg", "b.svg", "c.png"):
