@@ -268,31 +268,61 @@ def test_a_plug_ins_token_is_fetched_again_when_it_runs_out(start: Start, config
     assert server.known == ["Bearer 2", "Bearer 3"], "each request finds the last token expired"
 
 
-def test_a_pods_account_is_used_inside_a_cluster_and_read_again_when_refused(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = start()
+@pytest.fixture
+def token(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The token of a pod's account, as a kubelet has written it."""
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    path = tmp_path / "token"
+    path.write_text("old\n")
+    monkeypatch.setattr(kubernetes.config.incluster_config, "SERVICE_TOKEN_FILENAME", str(path))
+    return path
+
+
+def inside(server: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Cluster in a pod of that server's cluster."""
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
-    token = tmp_path / "token"
-    token.write_text("old\n")
-    monkeypatch.setattr(kubernetes.config.incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
     monkeypatch.setattr(kubernetes.config.incluster_config, "SERVICE_CERT_FILENAME", str(server.authority.pem))
+    return cluster.Cluster("clients")
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_pods_account_is_used_inside_a_cluster_and_read_again_when_refused(
+    start: Start, token: Path, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    """Also where the kubelet is late with the next token: it writes it when 80 % of the present one's time are over,
+    and tries again where it cannot get it."""
+    server, waited = start(), list[float]()
     server.tokens = {"old"}
-    api = cluster.Cluster("clients")
+    api = inside(server, monkeypatch)
     api.get("jobs", "a")
     server.tokens = {"new"}
-    token.write_text("new\n")
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) > late:
+            token.write_text("new\n")
+
+    monkeypatch.setattr(cluster.time, "sleep", sleep)
     api.get("jobs", "a")
-    assert [who.split()[1] for who in server.known] == ["old", "old", "new"]
+    assert [who.split()[1] for who in server.known] == ["old", *["old"] * (late + 1), "new"]
 
 
-def test_credentials_that_are_refused_twice_end_it(start: Start, configure: Configure) -> None:
-    server = start()
-    with pytest.raises(EnvironmentFailure, match=r"401 that is refused\. It does not know who asks: has the token"):
+def test_credentials_that_were_never_good_end_it_at_once_and_others_after_all_tries(
+    start: Start, token: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, said = start(), r"401 that is refused\. It does not know who asks: has the token"
+    with pytest.raises(EnvironmentFailure, match=said):
         configure(server, {"token": "stale"}).get("jobs", "a")
-    assert len(server.asked) == 2
+    assert len(server.asked) == 1
+    monkeypatch.delenv("KUBECONFIG")
+    server.tokens = {"old"}
+    api = inside(server, monkeypatch)
+    api.get("jobs", "a")
+    server.tokens.clear()
+    with pytest.raises(EnvironmentFailure, match=said):
+        api.get("jobs", "a")
+    assert len(server.asked) == 2 + cluster.TRIES
 
 
 def test_who_comes_without_credentials_is_told_so(start: Start, configure: Configure) -> None:
@@ -314,6 +344,18 @@ def test_a_busy_or_broken_server_is_asked_again(start: Start, configure: Configu
     server.answers = [(429, [("Retry-After", "0")]), (0, []), (503, []), (504, [])]
     assert configure(server, encoded(server.authority.issue("coordinator"))).get("pods", "a") is not None
     assert len(server.asked) == 5
+
+
+def test_a_server_that_says_when_it_is_to_be_asked_again_is_not_asked_before(
+    start: Start, configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Priority and Fairness says so with 429, and whoever shuts down with 503. A minute at most: what it says may be
+    a proxy's."""
+    server, waited = start(), list[float]()
+    server.answers = [(429, [("Retry-After", "7")]), (503, [("Retry-After", "9000")]), (503, [("Retry-After", "soon")])]
+    monkeypatch.setattr(cluster.time, "sleep", waited.append)
+    assert configure(server, encoded(server.authority.issue("coordinator"))).get("pods", "a") is not None
+    assert waited == [7.0, cluster.LONGEST_WAIT_S, 0.0]
 
 
 def test_what_is_missing_or_there_already_is_no_error(start: Start, configure: Configure) -> None:
@@ -338,6 +380,17 @@ def test_a_creation_that_meets_another_change_is_tried_again(start: Start, confi
     assert made == {"kind": "Secret"} and len(server.asked) == 2
 
 
+def test_a_quota_that_is_full_for_a_moment_is_waited_for(start: Start, configure: Configure) -> None:
+    """As where a Secret is renewed: it is deleted first, and somebody else takes its place meanwhile. Or the quota
+    counts what is gone a little later."""
+    server = start()
+    said = 'secrets "a" is forbidden: exceeded quota: clients, requested: count/secrets=1, used: count/secrets=9, ...'
+    server.answers = [(403, []), (403, []), (201, [])]
+    server.values = [{"reason": "Forbidden", "message": said}] * 2 + [{"kind": "Secret"}]
+    made = configure(server, encoded(server.authority.issue("coordinator"))).create("secrets", {})
+    assert made == {"kind": "Secret"} and len(server.asked) == 3
+
+
 def test_a_list_whose_rest_is_too_old_is_asked_for_from_its_beginning(start: Start, configure: Configure) -> None:
     server = start()
     page = {"items": [{"kind": "Pod"}], "metadata": {"continue": "more"}}
@@ -357,8 +410,9 @@ def test_a_list_whose_rest_is_too_old_is_asked_for_from_its_beginning(start: Sta
 )
 def test_a_quota_that_is_used_up_says_what_may_go(start: Start, configure: Configure, what: str, hint: str) -> None:
     server = start()
-    server.answers = [(403, [])]
-    server.values = [{"message": f"exceeded quota: clients, requested: {what}=1, used: {what}=9, limited: {what}=9"}]
+    server.answers = [(403, [])] * cluster.TRIES
+    full = f"exceeded quota: clients, requested: {what}=1, used: {what}=9, limited: {what}=9"
+    server.values = [{"message": full}] * cluster.TRIES
     with pytest.raises(EnvironmentFailure, match=rf"{what}=9\. Raise the quota .*, or {re.escape(hint)}"):
         configure(server, encoded(server.authority.issue("coordinator"))).create("jobs", {})
 

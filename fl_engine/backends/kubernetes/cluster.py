@@ -1,7 +1,8 @@
 """The few calls of the Kubernetes API that running clients takes; `k8s/base/role.yaml` grants exactly these.
 
-A request to an API server that is busy or restarting (429, 5xx, a broken connection), or that met another change of the
-same object (409 Conflict, as of a quota that several creations count), is repeated for about a minute.
+A request is repeated for about a minute, or as long as Retry-After says, where the API server is busy or restarting
+(429, 5xx, a broken connection), and for what may pass: another change of the same object (409 Conflict, as of a quota
+that several creations count), a full quota, and credentials that were good before and are not renewed yet.
 Lists are polled, not watched: a watch can be dropped, a list that is asked for again cannot.
 
 Of the package `kubernetes` only the loading of configuration is used (KUBECONFIG, a pod's account, plug-ins that fetch
@@ -31,7 +32,8 @@ log = logging.getLogger("flexfleet")
 Resource = dict[str, Any]
 
 TRIES = 8
-FIRST_WAIT_S = 0.5
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
+"""Seconds before the second try, and the most that are waited because the server says so (Retry-After)."""
 PATHS = {
     "configmaps": "/api/v1/namespaces/{namespace}/configmaps",
     "events": "/api/v1/namespaces/{namespace}/events",
@@ -53,6 +55,8 @@ class Cluster:
         self.namespace = namespace
         self._made: tuple[urllib3.PoolManager, Any] | None = None
         self._warned: set[str] = set()
+        self._known = False
+        """Whether the server has taken the credentials before."""
 
     def create(self, kind: str, body: Resource) -> Resource | None:
         """None where an object of that name is there already."""
@@ -97,29 +101,31 @@ class Cluster:
         missing: int = 0,
     ) -> Resource | None:
         path = PATHS[kind].format(namespace=self.namespace) + (f"/{name}" if name else "")
-        renewed = False
         for attempt in range(TRIES):
+            wait = FIRST_WAIT_S * 2**attempt * (1 + random.random() / 4)
             try:
                 answer = self._send(method, path, body, query or [])
                 self._log_warnings(answer)
                 if answer.status < 300:
+                    self._known = True
                     found: Resource = json.loads(answer.data)
                     return found
                 conflict = answer.status == 409 and _status(answer).get("reason") != "AlreadyExists"
                 if answer.status == missing and not conflict:
                     return None
-                if answer.status == 401 and not renewed:  # credentials may have run out since they were loaded
-                    self._made, renewed = None, True
-                    continue
+                said = f"HTTP {answer.status} {_message(answer)}"
                 # A create that was cut off may have succeeded; the next try then answers 409, as it should.
                 if answer.status != 429 and answer.status < 500 and not conflict:
-                    raise EnvironmentFailure(_why(answer, method, kind, name, self.namespace))
-                said = f"HTTP {answer.status} {_message(answer)}"
+                    may_pass = "exceeded quota" in said or (answer.status == 401 and self._known)
+                    if not may_pass or attempt + 1 == TRIES:
+                        raise EnvironmentFailure(_why(answer, method, kind, name, self.namespace))
+                    if answer.status == 401:
+                        self._made = None  # the credentials may have run out since they were loaded
+                wait = max(wait, min(LONGEST_WAIT_S, urllib3.Retry().get_retry_after(answer) or 0.0))
             except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
                 _raise_if_untrusted(error)
                 said = str(error)
             if attempt + 1 < TRIES:
-                wait = FIRST_WAIT_S * 2**attempt * (1 + random.random() / 4)
                 log.warning("the Kubernetes API: %s (%s %s); asking again in %.1f s", said, method, path, wait)
                 time.sleep(wait)
         raise Unreachable(f"the Kubernetes API gives no good answer: {said} ({method} {path})")
