@@ -85,6 +85,9 @@ class Cluster:
     """(job, index) to why no pod is made for now; empty: one is."""
     room: threading.Semaphore | None = None
     """Pods that have a node at a time; the others are unschedulable. None: no limit."""
+    mesh: bool = False
+    """A webhook puts a container into each pod that runs from the first and never ends, and so keeps the pod: one of a
+    service mesh that is no init container with restartPolicy Always (a native sidecar, which ends with the others)."""
     admits: Callable[[Resource], bool] = lambda job: True
     """Whether the queue of a Job that has one admits it now; asked again and again."""
     preempted: set[str] = field(default_factory=set)
@@ -320,7 +323,7 @@ class Cluster:
         if fate in ("image", "unschedulable"):
             if fate == "image":
                 waiting = {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
-                status["containerStatuses"] = [{"state": {"waiting": waiting}}]
+                status["containerStatuses"] = self._statuses({"waiting": waiting})
             else:
                 message = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector"
                 condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
@@ -348,7 +351,7 @@ class Cluster:
             if not self._goes_on(job, pod):
                 return "final"
             time.sleep(0.01)
-        status |= {"phase": "Running", "containerStatuses": [{"state": {"running": {}}}]}
+        status |= {"phase": "Running", "containerStatuses": self._statuses({"running": {}})}
         if fate == "hang":
             return self._linger(job, pod)
         if fate in ("unreachable", "terminating"):
@@ -368,8 +371,15 @@ class Cluster:
             return "ignored"
         reason = "Completed" if code == 0 else "OOMKilled" if fate == "oom" else "Error"
         over = {"exitCode": code, "reason": reason, "message": message}
-        status |= {"phase": "Failed" if code else "Succeeded", "containerStatuses": [{"state": {"terminated": over}}]}
+        status["containerStatuses"] = self._statuses({"terminated": over})
+        if self.mesh:
+            return self._linger(job, pod)
+        status["phase"] = "Failed" if code else "Succeeded"
         return "ok" if code == 0 else "final" if code == 42 else "failed"
+
+    def _statuses(self, client: Resource) -> list[Resource]:
+        mesh = [{"name": "proxy", "state": {"running": {}}}] if self.mesh else []
+        return [*mesh, {"name": "client", "state": client}]
 
     def _lose(self, pod: Resource, how: str) -> None:
         """What others say of a pod whose node says nothing: that it is not ready, then that it is to be deleted."""

@@ -11,6 +11,7 @@ from typing import Any
 import boto3.session
 import pytest
 
+from fl_engine.backends.kubernetes import waiting
 from fl_engine.backends.kubernetes.cluster import PATHS
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Refused, Stopped
 from fl_engine.exchange.mailbox import Mailbox
@@ -137,6 +138,23 @@ def test_a_client_that_is_killed_for_memory_twice_fails_with_that_reason(
     (row,) = rows(remote, "heavy")
     (failure,) = failures(row)
     assert "OOMKilled (exit code 137)" in failure and row.metrics["clients_trained"] == 2
+
+
+def test_a_client_that_is_killed_beside_a_proxy_that_goes_on_fails_before_the_deadline(
+    quick_cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "TERMINATING_S", 0.5)
+    quick_cluster.mesh, first = True, list[tuple[str, int]]()
+
+    def script(job: Any, index: int, before: int) -> str:
+        first[:] = first or [(job["metadata"]["name"], index)]
+        return "oom" if (job["metadata"]["name"], index) == first[0] else "run"
+
+    quick_cluster.script = script
+    rounds("mesh", *remote, "kubernetes.quorum=0.5")
+    (row,) = rows(remote, "mesh")
+    (failure,) = failures(row)
+    assert "OOMKilled (exit code 137); another container of its pod does not end" in failure
 
 
 @pytest.mark.parametrize(

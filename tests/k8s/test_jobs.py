@@ -262,7 +262,7 @@ def test_what_a_pod_waits_for_and_why_it_failed() -> None:
         return found.reason
 
     def container(**state: Any) -> list[dict[str, Any]]:
-        return [{"state": state}]
+        return [{"name": "client", "state": state}]
 
     assert state(phase="Pending") == ""
     assert state(containerStatuses=container(waiting={"reason": "ContainerCreating"})) == ""

@@ -51,9 +51,13 @@ def unschedulable(job: Live, index: int, message: str, reason: str = "Unschedula
     return pod(job, index, conditions=[condition])
 
 
+def client(**state: Any) -> list[dict[str, Any]]:
+    return [{"name": "client", "state": state}]
+
+
 def running(job: Live, index: int, **conditions: str) -> dict[str, Any]:
     said = [{"type": name, "status": status} for name, status in conditions.items()]
-    return pod(job, index, "Running", containerStatuses=[{"state": {"running": {}}}], conditions=said)
+    return pod(job, index, "Running", containerStatuses=client(running={}), conditions=said)
 
 
 def hear(job: Live, pods: list[dict[str, Any]], now: float, suspend: bool = False, **status: Any) -> set[int]:
@@ -71,7 +75,7 @@ def test_the_clock_of_what_queues_begins_anew_when_a_pod_starts_or_ends_that_of_
     job = watched(4)
     pods = [
         running(job, 0), unschedulable(job, 1, FULL), unschedulable(job, 2, NOWHERE),
-        pod(job, 3, containerStatuses=[{"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no"}}}]),
+        pod(job, 3, containerStatuses=client(waiting={"reason": "ImagePullBackOff", "message": "no"})),
     ]  # fmt: skip
     assert hear(job, pods, 1.0)
     assert not hear(job, pods, 2.0), "nothing has moved"
@@ -86,7 +90,7 @@ def test_the_clock_of_what_queues_begins_anew_when_a_pod_starts_or_ends_that_of_
 def test_what_a_queue_has_admitted_has_all_the_time_to_start() -> None:
     job = watched(2)
     hear(job, [unschedulable(job, 0, "", "SchedulingGated"), unschedulable(job, 1, "Too many pods")], 1.0)
-    stuck = [{"state": {"waiting": {"reason": "ErrImagePull", "message": "no"}}}]
+    stuck = client(waiting={"reason": "ErrImagePull", "message": "no"})
     hear(job, [pod(job, 0, containerStatuses=stuck), unschedulable(job, 1, "Too many pods")], 500.0)
     assert set(lost(job, 1099.0, moved=1000.0)) == set()
     assert {index: loss.reason for index, loss in lost(job, 1101.0, moved=1000.0).items()} == {
@@ -134,9 +138,73 @@ def test_what_pod_security_refuses_is_given_up_at_once_by_the_last_event() -> No
     }
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        'pods "a" is forbidden: [maximum memory usage per Container is 512Mi, but limit is 1Gi]',
+        'pods "a" is forbidden: minimum nvidia.com/gpu usage per Pod is 1. No request is specified',
+        'pods "a" is forbidden: cpu max limit to request ratio per Container is 2, but provided ratio is 4.000000',
+        'pods "a" is forbidden: failed quota: team: must specify limits.cpu for: client',
+        'Pod "a" is invalid: spec.containers[0].resources.requests: Invalid value: "1": must be less than or equal to '
+        "cpu limit of 500m",
+    ],
+    ids=["maximum", "minimum", "ratio", "quota", "default"],
+)
+def test_what_a_namespace_never_admits_is_given_up_at_once(said: str) -> None:
+    """As the API server says it: of a LimitRange, of a quota on something that the template leaves out, and of a
+    LimitRange's default that is put into the pod and is less than the pod requests."""
+    job = watched(1)
+    waiting.hear_refusals(job, [refused(f"Error creating: {said}")])
+    assert lost(job, 1.0)[0].reason == f"weak: no pod was made: Error creating: {said}"
+
+
+PROXY = {"name": "proxy", "state": {"running": {}}}
+"""A container that a webhook has put into the pod, as a service mesh does. Its pod is Pending until all have begun."""
+
+
+def test_a_client_whose_image_cannot_be_pulled_is_given_up_though_its_proxy_runs() -> None:
+    job = watched(1)
+    hear(job, [pod(job, 0, containerStatuses=[PROXY, *client(waiting={"reason": "ErrImagePull"})])], 1.0)
+    assert lost(job, 601.0)[0].reason == "weak: not started after 600 s: ErrImagePull"
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"waiting": {"reason": "ImagePullBackOff", "message": "no"}}, "ImagePullBackOff: no"),
+        (
+            {"terminated": {"exitCode": 255, "reason": "Error", "message": "iptables"}},
+            "Error (exit code 255): iptables",
+        ),
+    ],
+)
+def test_what_keeps_a_proxy_from_starting_is_what_the_client_waits_for(state: dict[str, Any], said: str) -> None:
+    """One that runs before the client does: a native sidecar, or what sets up the network."""
+    job = watched(1)
+    first = [{"name": "proxy-init", "state": state}]
+    pulled = client(waiting={"reason": "PodInitializing"})
+    hear(job, [pod(job, 0, initContainerStatuses=first, containerStatuses=pulled)], 1.0)
+    assert job.reason(0) == said
+    hear(job, [pod(job, 0, "Running", initContainerStatuses=first, containerStatuses=client(running={}))], 2.0)
+    assert job.reason(0) == "" and lost(job, 9999.0) == {}, "the client is at work"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(137, "OOMKilled (exit code 137)"), (0, "its client left no update")], ids=["killed", "well"]
+)
+def test_a_client_that_has_ended_in_a_pod_that_goes_on_is_given_up_after_a_minute(code: int, said: str) -> None:
+    """Native sidecars end after it, within the pod's grace period. Others do not."""
+    job = watched(1)
+    ended = client(terminated={"exitCode": code, "reason": "OOMKilled" if code else "Completed"})
+    for now in (100.0, 160.0):
+        hear(job, [pod(job, 0, "Running", containerStatuses=[PROXY, *ended])], now)
+    assert lost(job, 160.0) == {}
+    assert lost(job, 160.1)[0] == Loss(f"weak: {said}; another container of its pod does not end", False)
+
+
 def failed(job: Live, index: int) -> dict[str, Any]:
-    over = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
-    return pod(job, index, "Failed", containerStatuses=[{"state": over}])
+    over = {"exitCode": 137, "reason": "OOMKilled"}
+    return pod(job, index, "Failed", containerStatuses=client(terminated=over))
 
 
 def refused(message: str) -> dict[str, Any]:
@@ -195,7 +263,7 @@ def test_a_pod_after_one_that_failed_queues_for_its_turn() -> None:
 
 def test_a_pod_that_a_node_has_taken_is_not_said_to_have_none() -> None:
     job = watched(2)
-    creating = pod(job, 0, containerStatuses=[{"state": {"waiting": {"reason": "ContainerCreating"}}}])
+    creating = pod(job, 0, containerStatuses=client(waiting={"reason": "ContainerCreating"}))
     hear(job, [creating | {"spec": {"nodeName": "pi-3"}}, pod(job, 1)], 1.0)
     taken, free = (lost(job, 700.0)[index].reason for index in (0, 1))
     assert taken.startswith("weak: not started after 600 s: the node pi-3 has not made its container: the image may be")
@@ -231,7 +299,7 @@ def test_a_pod_that_does_not_end_is_lost_a_minute_after_it_had_to() -> None:
 
 def test_why_a_pod_could_not_start_is_forgotten_when_it_does() -> None:
     job = watched(1)
-    hear(job, [pod(job, 0, containerStatuses=[{"state": {"waiting": {"reason": "ImagePullBackOff"}}}])], 1.0)
+    hear(job, [pod(job, 0, containerStatuses=client(waiting={"reason": "ImagePullBackOff"}))], 1.0)
     assert job.reason(0) == "ImagePullBackOff"
     hear(job, [running(job, 0)], 2.0)
     over = {"conditions": [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}]}

@@ -24,6 +24,8 @@ log = logging.getLogger("flexfleet")
 
 Resource = dict[str, Any]
 
+CLIENT = "client"
+"""The container of a pod that is the client; webhooks may put others beside it, as a service mesh does."""
 TEMPLATE = Path(__file__).with_name("client-job.yaml")
 RUN, ROUND, TIER = "flexfleet.io/run", "flexfleet.io/round", "flexfleet.io/tier"
 CLIENTS, ATTEMPT, SETTINGS = "flexfleet.io/clients", "flexfleet.io/attempt", "flexfleet.io/settings"
@@ -120,7 +122,7 @@ def template(path: str | None) -> Resource:
     try:
         found: Resource = read_yaml(file.read_text("utf-8"))
         names = [c["name"] for c in found["spec"]["template"]["spec"]["containers"]]
-        if found["kind"] != "Job" or "client" not in names:
+        if found["kind"] != "Job" or CLIENT not in names:
             raise ConfigError(f"{file}: a Job with a container `client` is expected, got {found['kind']} with {names}")
         wanted(job(found, KubernetesConfig(data="host:/"), "run", 0, Group("tier", ((0,),), 0), 0, {}, "/data"))
     except OSError as error:
@@ -193,7 +195,7 @@ def job(
     meta = pod.get("metadata") or {}
     pod["metadata"] = {**meta, "labels": _with(meta.get("labels"), own)}
     _place(pod["spec"], pool, group.host)
-    container = next(c for c in pod["spec"]["containers"] if c["name"] == "client")
+    container = next(c for c in pod["spec"]["containers"] if c["name"] == CLIENT)
     memory = memory or pool.memory
     container["image"] = pool.image or options.image
     resources = container.get("resources") or {}
@@ -232,7 +234,7 @@ def staying(out: Resource, options: KubernetesConfig, group: Group) -> None:
     del out["spec"]["activeDeadlineSeconds"]
     out["spec"]["backoffLimitPerIndex"] = FAILURES
     out["metadata"]["annotations"][PLACE] = group.host or group.tier
-    container = next(c for c in out["spec"]["template"]["spec"]["containers"] if c["name"] == "client")
+    container = next(c for c in out["spec"]["template"]["spec"]["containers"] if c["name"] == CLIENT)
     own = ["--stay", f"--silence={options.silence_s:g}", f"--recycle={options.recycle}"]
     container["args"] = [*container.get("args", []), *own]
 
@@ -300,7 +302,7 @@ def reference(job: Resource) -> Resource:
 def wanted(job: Resource) -> str:
     """The resources that the Job's pods ask a node for."""
     pod = job["spec"]["template"]["spec"]
-    container = next(c for c in pod["containers"] if c["name"] == "client")
+    container = next(c for c in pod["containers"] if c["name"] == CLIENT)
     requests, limits = container["resources"]["requests"], container["resources"]["limits"]
     of_limits = {name: amount for name, amount in limits.items() if name not in requests}  # Kubernetes requests as much
     asked = [f"{name} {amount}" for name, amount in (requests | of_limits).items()]
@@ -355,6 +357,8 @@ class PodState:
     """It was taken away: its node was drained or lost, or a more important pod needed the room."""
     node: str = ""
     """The node that took it; empty: none has."""
+    left: bool = False
+    """Its client has ended; others of its containers may go on."""
 
     @property
     def over(self) -> bool:
@@ -390,10 +394,11 @@ def pod_state(pod: Resource) -> PodState:
         if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
             reason = f"{condition.get('reason', 'Disrupted')}: {condition.get('message', '')}"
     disrupted = said.get("DisruptionTarget") == "True"
-    started = False
-    for container in status.get("containerStatuses") or []:
-        state = container.get("state") or {}
-        started = started or "running" in state or "terminated" in state
+    states = {each["name"]: each.get("state") or {} for each in status.get("containerStatuses") or []}
+    client = states.pop(CLIENT, {})
+    started = "running" in client or "terminated" in client
+    first = [each.get("state") or {} for each in status.get("initContainerStatuses") or []]
+    for state in [client] if started else [*first, *states.values(), client]:  # the client's own counts most
         waiting = state.get("waiting") or {}
         if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             reason = f"{waiting['reason']}: {waiting.get('message', '')}"
@@ -418,4 +423,5 @@ def pod_state(pod: Resource) -> PodState:
         meta.get("uid", ""),
         disrupted,
         printable((pod.get("spec") or {}).get("nodeName") or ""),
+        "terminated" in client,
     )

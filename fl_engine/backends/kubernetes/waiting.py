@@ -13,10 +13,14 @@ pods were ended, which is no failure of theirs, and come anew when it is admitte
 A lost node sends no status any more, so its pods' status stands still, and their Job starts no other pods. One sees it
 in one of two ways: the node's controller calls a pod not ready whose containers were ready, or the pod is being deleted
 and nobody confirms it. Where all pods that a Job may run at a time are on lost nodes, no other index gets its turn.
+
+Webhooks may put other containers into a pod, as a service mesh does. It is the client's that starts and ends. If
+another one never ends, neither does the pod, and its Job starts no other one: such a client is given up after a minute.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,9 +34,14 @@ LOST_NODES = 3
 """How often in a round a client is asked again because its node was lost; with pods that stay, because the same pod was
 ended while it held the order."""
 TERMINATING_S = 60.0
-"""Seconds after its grace period from which on a pod that is still there counts as lost with its node."""
-REFUSED_FOR_GOOD = "violates PodSecurity"
-"""What events say of pods that will never start, however long one waits (a full quota is none of these)."""
+"""Seconds after its grace period from which on a pod that is still there counts as lost with its node; and those that
+a pod may go on after its client has ended."""
+REFUSED_FOR_GOOD = re.compile(
+    r"violates PodSecurity|(minimum|maximum) \S+ usage per |max limit to request ratio per |must specify |is invalid: "
+)
+"""What events say of pods that will never start, however long one waits: Pod Security, a LimitRange or a quota on what
+the pod leaves out refuses them, or they request more than the limits that were put into them. A full quota is none of
+these."""
 QUOTA = "exceeded quota"
 SUSPENDED = "the Job is suspended: its queue does not admit it"
 BACK_OFF_S, LONGEST_BACK_OFF_S = 10.0, 600.0
@@ -67,7 +76,8 @@ class Live:
     ending: dict[str, float] = field(default_factory=dict)
     """By uid of a pod that is being deleted: when that was first seen."""
     fell: dict[str, float] = field(default_factory=dict)
-    """By uid of the last pod of an index, which has failed: when that was first seen. The pod itself may be gone."""
+    """By uid of the last pod of an index that has failed, or whose client has ended: when that was first seen. The pod
+    may be gone."""
     refused: str = ""
     """Why pods are not created, as the last event says; empty as long as none is missing."""
     refused_at: str = ""
@@ -167,7 +177,7 @@ def hear(job: Live, found: Resource | None, pods: Iterable[Resource], now: float
         elif state.index not in job.since:
             job.since[state.index] = now  # a new pod, since the one before it failed
     job.ending = ending
-    job.fell = {s.uid: job.fell.get(s.uid, now) for s in job.states.values() if s.phase == "Failed"}
+    job.fell = {s.uid: job.fell.get(s.uid, now) for s in job.states.values() if s.phase == "Failed" or s.left}
     if job.refused and not job.lacks_pods():
         job.refused, job.old = "", job.refused_at  # an event stays for an hour
     for index in queued & job.since.keys():
@@ -235,16 +245,18 @@ def _loss(
         return Loss("the pods before its own are on lost nodes", True)
     if state is not None and state.phase == "Failed":
         why = job.successor(index)
-        if REFUSED_FOR_GOOD in why:
+        if REFUSED_FOR_GOOD.search(why):
             return Loss(why, False)
         since, most = job.fell[state.uid], job.back_off + pending_s
         if now - (max(since, moved) if QUOTA in why or not job.lacks_pods() else since) > most:
             return Loss(why or f"no pod was made in {most:g} s after one that failed: {reason}", False)
         return None
+    if state is not None and state.left and not state.over and now - job.fell[state.uid] > TERMINATING_S:
+        return Loss(f"{reason or 'its client left no update'}; another container of its pod does not end", False)
     waits = job.since.get(index)
     if waits is None:
         return None
-    if state is None and REFUSED_FOR_GOOD in job.refused:
+    if state is None and REFUSED_FOR_GOOD.search(job.refused):
         return Loss(reason, False)
     if now - (max(waits, moved) if job.queues(index) else waits) > pending_s:
         return Loss(f"not started after {pending_s:g} s: {reason or _unexplained(state)}", False)
