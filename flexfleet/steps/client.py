@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_engine.core.errors import BadInput, ClientError, EnvironmentFailure, IntegrityError
+from fl_engine.core.errors import BadInput, ClientError, EnvironmentFailure, IntegrityError, Stopped
 from flexfleet.files import terminal
+from flexfleet.files.signals import stopping_at_once
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     # Without a handler the first process of a container ignores SIGTERM, and is killed after the grace period. Torch,
     # which takes seconds to import, is imported after this.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with stopping_at_once():
+            return run(argv)
+    except Stopped:
+        return 143
+
+
+def run(argv: Sequence[str] | None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("assignment", type=Path, metavar="FILE")
     p.add_argument("--stay", action="store_true", help="FILE is an invitation; the options of the agent follow")

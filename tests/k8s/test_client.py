@@ -6,7 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, model_serializer
+from pydantic_core import PydanticSerializationError
+
+from fl_engine.exchange.assignment import Assignment
+from flexfleet.steps import answer, client
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,3 +34,25 @@ def test_a_client_that_is_ended_while_it_imports_torch_ends_as_one_that_was_told
             assert process.wait(60) == 143
         finally:
             process.kill()
+
+
+def test_a_client_that_is_ended_while_it_writes_its_answer_ends_as_one_that_was_told_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pydantic makes another error of whatever ends its serializers."""
+
+    class Manifest(BaseModel):
+        @model_serializer
+        def ended(self) -> str:
+            signal.raise_signal(signal.SIGTERM)
+            return ""
+
+    def answered(*_: object) -> None:
+        with pytest.raises(PydanticSerializationError):
+            Manifest().model_dump_json()
+        time.sleep(10)
+        pytest.fail("it went on")
+
+    monkeypatch.setattr(Assignment, "read", lambda _: None)
+    monkeypatch.setattr(answer, "answer", answered)
+    assert client.main(["assignment.json"]) == 143
