@@ -38,7 +38,7 @@ from fl_engine.storage.places import open_store
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import MemoryStore
 from tests.k8s.fake import leftovers, telling
-from tests.k8s.staying import EVERYBODY, SHARED, STAY, Killed, Mortal, Staying, jobs_of, model
+from tests.k8s.staying import EVERYBODY, SHARED, STAY, Drained, Killed, Mortal, Staying, jobs_of, model
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,7 +159,7 @@ def test_an_order_that_is_answered_counts_as_a_pod_that_ends_for_those_that_wait
     found.begin(RoundPlan(0, orders))
     moved = []
     for asked in (3, 3, 2, 2):
-        found.keep({"medium": asked}, {"medium": asked}, ())
+        found.keep({"medium": asked}, {"medium": asked}, {})
         moved.append(found.moved)
     assert moved[0] == moved[1] < moved[2] == moved[3]
 
@@ -389,30 +389,70 @@ def test_with_a_node_for_each_client_the_quorum_decides_whether_one_is_waited_fo
     rounds("bound", *remote, *sets)
     (row,) = rows(remote, "bound")
     (failure,) = [line["failure"] for line in row.clients if "failure" in line]
-    assert failure.startswith("pod") and "has taken the order for 4 s" in failure and len(row.clients) == 3
+    why = "has taken the order for 4 s" if how == "takes none" else "takes orders: not started after 4 s"
+    assert failure.startswith("pod") and why in failure and len(row.clients) == 3
 
 
 @pytest.mark.parametrize(("quorum", "how"), [(0.3, "unschedulable"), (0.3, "hang"), (0.5, "image")])
 def test_the_quorum_decides_whether_a_tier_is_waited_for_whose_pods_take_no_orders(
-    cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote, rows: Rows,
-    monkeypatch: pytest.MonkeyPatch, quorum: float, how: str,
-) -> None:  # fmt: skip
-    """As in a round's Jobs. The tier has two of the round's three orders."""
-    monkeypatch.setattr(lasting, "GRACE_S", 0)
+    cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote, rows: Rows, quorum: float, how: str
+) -> None:
+    """As in a round's Jobs: once, where the others' answers do. The tier has two of the round's three orders. Its pods
+    do not start, or hang before they say a word."""
     cluster.script = lambda job, index, before: how if job["metadata"]["labels"][jobs.TIER] == "strong" else "run"
-    sets = (*STAY, "rounds.stop=1", "kubernetes.pending_s=1", "kubernetes.lease_s=3", f"kubernetes.quorum={quorum}")
+    sets = (*STAY, "rounds.stop=1", "kubernetes.pending_s=1", "kubernetes.lease_s=1", f"kubernetes.quorum={quorum}")
     if quorum == 0.5:
         said = (
             r"1 of 3 clients have answered, 2 are needed \(kubernetes.quorum\): .*ImagePullBackOff.* describe jobs,pods"
         )
         with pytest.raises(Stopped, match=said):
             rounds("without", *remote, *sets)
-        return
-    rounds("without", *remote, *sets)
-    (row,) = rows(remote, "without")
-    first, second = (line["failure"] for line in row.clients if "failure" in line)
-    assert first == second and first.startswith("pod: no device of strong has taken the order for 2 s")
-    assert ("Unschedulable" in first) == (how == "unschedulable")
+    else:
+        rounds("without", *remote, *sets)
+        (row,) = rows(remote, "without")
+        first, second = (line["failure"] for line in row.clients if "failure" in line)
+        assert first == second and first.startswith("pod: no device of strong takes orders: ")
+        assert first.endswith("its pods hang") == (how == "hang") != ("Unschedulable" in first)
+    made = [job for job in jobs_of(cluster) if job["metadata"]["labels"][jobs.TIER] == "strong"]
+    assert len(made) == (1 if how == "unschedulable" else 2)
+
+
+def test_tiers_without_which_the_quorum_is_missed_get_other_pods(
+    cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote
+) -> None:
+    """Neither of two whose pods did not start waits for the other's answers."""
+
+    def script(job: Any, index: int, before: int) -> str:
+        first = job["metadata"]["labels"][jobs.TIER] != "weak" and len(jobs_of(cluster)) <= 3
+        return "unschedulable" if first else "run"
+
+    cluster.script = script
+    sets = (*STAY, *EVERYBODY, "rounds.stop=1", "kubernetes.pending_s=1", "kubernetes.quorum=0.5")
+    assert model(rounds("two", *remote, *sets)) == model(rounds("here", *EVERYBODY, "rounds.stop=1"))
+    assert len(jobs_of(cluster)) == 5
+
+
+@pytest.mark.parametrize("first", ["at its start", "after it was drained"])
+def test_a_pod_that_hangs_before_its_first_word_is_replaced(
+    cluster: Any, pods: type[Staying], rounds: Rounds, remote: Remote, expected: Expected, first: str
+) -> None:
+    hung: list[tuple[str, int]] = []
+
+    def script(job: Any, index: int, before: int) -> str:
+        if first != "at its start" and before == 0 and not hung:
+            return "vanish"
+        if not hung:
+            hung.append((job["metadata"]["name"], index))
+        return "hang" if (job["metadata"]["name"], index) == hung[0] else "run"
+
+    def at_work(pod: Staying, told: Any) -> None:
+        if first != "at its start" and not hung:
+            raise Drained
+
+    pods.at_work, cluster.script = staticmethod(at_work), script
+    sets = (*STAY, "rounds.stop=1", "kubernetes.lease_s=1.5", "kubernetes.pending_s=2")
+    assert model(rounds("hung", *remote, *sets)) == expected(1)
+    assert len(jobs_of(cluster)) == 4
 
 
 def test_the_others_are_called_off_once_enough_updates_are_there(

@@ -152,7 +152,7 @@ class Agents:
     def _keep(self, r: OpenRound) -> bool:
         self._still_mine()
         asked, waiting = (Counter(map(self._keeper.place, clients)) for clients in (r.open_, r.waiting))
-        silent = {a.name for a in self._agents.values() if a.away and a.beat is not None and not a.is_gone}
+        silent = {a.name: a.beat is not None and not a.is_gone for a in self._agents.values() if a.away}
         return self._keeper.keep(asked, waiting, silent)
 
     def _meet(self) -> None:
@@ -371,23 +371,25 @@ class Agents:
         return any(self._suits(a, client, r, there) for a in there if not a.failures for client in r.open_)
 
     def _absent(self, r: OpenRound) -> Iterator[ClientFailure]:
-        """Gives up clients whose devices stay away, where nothing has moved for `wait_s`."""
-        if not self._can_go_on(r) or self._waited(r) <= self._options.wait_s:
+        """Gives up clients whose devices stay away, where nothing has moved for `wait_s`, or the keeper knows that none
+        come."""
+        if not self._can_go_on(r):
             return
-        while r.waiting:
-            client = r.waiting.popleft()
+        late, waited = self._waited(r) > self._options.wait_s, f"for {self._options.wait_s:g} s"
+        for client in [c for c in r.waiting if late or self._keeper.gave_up(self._keeper.place(c))]:
+            r.waiting.remove(client)
             r.open_.discard(client)
             who = "".join(
                 f" ({name}, which beats)"
                 for name in sorted(r.idle & self._agents.keys())
                 if self._suits(self._agents[name], client, r, ())
             )
-            place, waited = self._keeper.place(client), f"for {self._options.wait_s:g} s"
+            place = self._keeper.place(client)
             if self._own_data:
                 why = f"the device that holds its data{who} has not taken the order {waited} (agents.wait_s)"
             else:
-                known = self._keeper.why(place)
-                why = f"no device of {place}{who} has taken the order {waited}{known and f': {known}'}"
+                known, what = self._keeper.why(place), f"has taken the order {waited}" if late else "takes orders"
+                why = f"no device of {place}{who} {what}{known and f': {known}'}"
             yield ClientFailure(r.plan.round, client, LOST, why)
 
     def _waited(self, r: OpenRound) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from fl_engine.core.types import Device, RoundPlan
@@ -44,10 +44,14 @@ class Keeper(Protocol):
     def begin(self, plan: RoundPlan) -> None:
         """A round begins."""
 
-    def keep(self, asked: Mapping[str, int], unheld: Mapping[str, int], silent: Collection[str]) -> bool:
+    def keep(self, asked: Mapping[str, int], unheld: Mapping[str, int], silent: Mapping[str, bool]) -> bool:
         """Looks after the devices; whether others are there now. `asked`: by place, the orders without an answer;
-        `unheld`: those of them that no device holds; `silent`: devices that were there and say nothing more, though
-        nobody has ended them. Called all the time while a round is open. Raises Stopped where no device can come."""
+        `unheld`: those of them that no device holds; `silent`: devices that say nothing, and whether they were there
+        and have not said that they end. Called all the time while a round is open. Raises Stopped where no device can
+        come."""
+
+    def gave_up(self, place: str) -> bool:
+        """Whether no device of this place takes orders any more in this round."""
 
     def lost(self, name: str, heard: float) -> Lost | None:
         """What is known of a device that was heard of last at `heard`; None: nothing, or nothing since."""
@@ -76,12 +80,15 @@ class Invited:
     def begin(self, plan: RoundPlan) -> None:
         self._met = time.monotonic()
 
-    def keep(self, asked: Mapping[str, int], unheld: Mapping[str, int], silent: Collection[str]) -> bool:
+    def keep(self, asked: Mapping[str, int], unheld: Mapping[str, int], silent: Mapping[str, bool]) -> bool:
         """While orders wait, others may have been invited."""
         if not any(unheld.values()) or time.monotonic() - self._met <= SAY_EVERY_S:
             return False
         self._met = time.monotonic()
         return True
+
+    def gave_up(self, place: str) -> bool:
+        return False
 
     def lost(self, name: str, heard: float) -> Lost | None:
         return None

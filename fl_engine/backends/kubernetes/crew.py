@@ -19,7 +19,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -34,7 +34,7 @@ from fl_engine.backends.kubernetes.settings import NodePool
 from fl_engine.backends.kubernetes.waiting import Live, Loss
 from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.types import Device, RoundPlan
-from fl_engine.exchange.letters import Invitation
+from fl_engine.exchange.letters import Beat, Invitation
 
 log = logging.getLogger("flexfleet")
 
@@ -76,12 +76,13 @@ class Standing:
         over = {i for i, state in self.live.states.items() if state.phase == "Succeeded"}
         return bool(over or self.hung or any(i not in self.live.since or loss.node for i, loss in self.losses.items()))
 
-    def hear(self, silent: Collection[str], now: float, lease_s: float) -> None:
-        """Finds the pods that hang: a process that starts again is silent as well, but not for so long."""
+    def hear(self, silent: Mapping[str, bool], now: float, lease_s: float, first_s: float) -> None:
+        """Finds the pods that hang: a process that starts again is silent as well, but not for so long. `first_s`: how
+        long one may run before it says its first word."""
         running = {i: state.uid for i, state in self.live.states.items() if state.started and not state.over}
         self.runs = {uid: self.runs.get(uid, now) for uid in running.values()}
-        late = {i for i, uid in running.items() if now - self.runs[uid] > 2 * lease_s}
-        self.hung = {i for i in late if self.names[i] in silent}
+        most = {name: max(2 * lease_s, 0 if spoke else first_s) for name, spoke in silent.items()}
+        self.hung = {i for i, uid in running.items() if now - self.runs[uid] > most.get(self.names[i], math.inf)}
 
 
 class Crew:
@@ -97,10 +98,14 @@ class Crew:
         self._jobs: dict[str, Standing] | None = None
         """By place; None: nobody has looked yet."""
         self._attempt = 0
+        self.lacks: Callable[[], int] = lambda: 1
+        """How many more answers the present round's quorum takes: whoever asked for the round says it."""
         self._yielded: set[str] = set()
         """Places that have given way: their pods come when there are orders for them."""
         self._ended: Counter[str] = Counter()
         """By place, the Jobs that came to nothing in this round."""
+        self._vain: set[str] = set()
+        """Places whose last Job did, though none of its pods hung, and that have no other one."""
         self._why: dict[str, str] = {}
         """By place, why the last of them did, or why a pod of its last ended."""
         self._taken: dict[tuple[str, int], set[str]] = {}
@@ -125,13 +130,14 @@ class Crew:
 
     def begin(self, plan: RoundPlan) -> None:
         self._round, self._looked, self._ended, self._why = plan.round, -math.inf, Counter(), {}
-        self._taken, self._fell = {}, set()
+        self._taken, self._fell, self._vain = {}, set(), set()
         self._groups = {group.host or group.tier: group for group in self._groups_of(plan)}
         self._left, self._wanted = len(plan.orders), len(plan.orders) + plan.adopted
 
-    def keep(self, asked: Mapping[str, int], unheld: Mapping[str, int], silent: Collection[str]) -> bool:
+    def keep(self, asked: Mapping[str, int], unheld: Mapping[str, int], silent: Mapping[str, bool]) -> bool:
         """Asks the cluster every `poll_s`. Raises Stopped where the pods of a place that has orders end, or do not
-        start, `attempts` times; where the quorum may do without its clients, it makes no others in this round."""
+        start, `attempts` times; where the quorum may do without its clients, it makes no others in this round. Where
+        they did not start, it makes none as long as the orders of other places may do for the quorum."""
         now = time.monotonic()
         if now - self._looked < self._options.poll_s:
             return False
@@ -145,8 +151,9 @@ class Crew:
                 group = self._groups.get(place)
                 if group is not None and (one.worn or len(one.names) < len(group.pods)):
                     self._drop(place, "some of its pods do not come back" if one.worn else "the round has more orders")
+        may_come = sum(asked.get(place, 0) for place in self._standing)
         for place, group in self._groups.items():
-            if self._ended[place] >= self._options.attempts:
+            if self._ended[place] >= self._options.attempts or (place in self._vain and may_come >= self.lacks()):
                 continue
             if place not in self._standing and (asked.get(place) or place not in self._yielded):
                 self._make(place, group)
@@ -158,6 +165,11 @@ class Crew:
                 self._tell(one, now)
         self._say(unheld, now)
         return changed
+
+    def gave_up(self, place: str) -> bool:
+        if place in self._standing or not self._ended[place]:
+            return False
+        return self._ended[place] >= self._options.attempts or (place in self._vain and self.lacks() <= 0)
 
     def lost(self, name: str, heard: float) -> Lost | None:
         if heard > self._looked:
@@ -213,7 +225,7 @@ class Crew:
         told = self._post.invitation(Member.new("x" * 63, max((d.tier for d in self._fleet), key=len)), plain=True)
         return max(1, min(MOST_PODS, jobs.SECRET_BYTES // len(told.model_dump_json().encode())))
 
-    def _look(self, now: float, asked: Mapping[str, int], silent: Collection[str]) -> bool:
+    def _look(self, now: float, asked: Mapping[str, int], silent: Mapping[str, bool]) -> bool:
         if self._jobs is None:
             self._jobs = {}
             self._find(now)
@@ -243,7 +255,8 @@ class Crew:
             job = there.get(one.name)
             one.losses = waiting.lost(one.live, job, now, self.moved, self._options.pending_s)
             one.losses = self._never_there(place, one) | one.losses
-            one.hear(silent, now, self._options.lease_s)
+            one.hear(silent, now, self._options.lease_s, self._options.pending_s)
+            one.hung -= {i for i in one.hung if not silent[one.names[i]] and self._speaks(one.names[i])}
             if len(one.losses.keys() | one.hung) < len(one.names):
                 continue
             reasons = {loss.reason for loss in one.losses.values()} | ({"its pods hang"} if one.hung else set())
@@ -253,7 +266,9 @@ class Crew:
                 self._ground.forget_owner()
             # Pods that waited in vain for a coordinator, and those that somebody has deleted, say nothing of the next.
             failed = job is not None and jobs.ended(job) != "Complete"
-            self._ended[place] += failed and (bool(one.hung) or not all(loss.node for loss in one.losses.values()))
+            if failed and (one.hung or not all(loss.node for loss in one.losses.values())):
+                self._ended[place] += 1
+                self._vain |= set() if one.hung else {place}
             if asked.get(place) and self._ended[place] >= self._options.attempts:
                 if not self._others_answer(asked):
                     if one.hung:
@@ -273,11 +288,19 @@ class Crew:
         for index, pods in list(one.failed.items()):
             if len(pods) < self._options.attempts:
                 continue
-            if self._post.beat(self._post.roster.member(one.names[index])) is None:
+            if self._beat(one.names[index]) is None:
                 found[index] = Loss(f"{one.live.tier}: {one.live.reason(index) or self._why.get(place, '')}", False)
             else:  # what it fails of is told by its orders: its beat is not read at every look
                 del one.failed[index]
         return found
+
+    def _beat(self, name: str) -> Beat | None:
+        return self._post.beat(self._post.roster.member(name))
+
+    def _speaks(self, name: str) -> bool:
+        """Whether a device that was not heard of yet, or had ended, is there: nobody looks often for those."""
+        beat = self._beat(name)
+        return beat is not None and beat.state != "gone"
 
     def _others_answer(self, asked: Mapping[str, int]) -> bool:
         """Whether answers of other places, which are there or may come, may do for the quorum."""
@@ -338,6 +361,7 @@ class Crew:
         members = [Member.new(f"{name}-{index}", place) for index in range(len(group.pods))]
         self._tell(self._enter(place, job, members, 0.0), time.monotonic())
         self._yielded.discard(place)
+        self._vain.discard(place)
 
     def _tell(self, one: Standing, now: float) -> None:
         """Writes a Job's Secret."""

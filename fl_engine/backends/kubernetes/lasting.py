@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 
 from fl_engine.backends.agents.backend import LOST, Agents
@@ -15,7 +16,7 @@ from fl_engine.backends.kubernetes import jobs
 from fl_engine.backends.kubernetes.cluster import Cluster
 from fl_engine.backends.kubernetes.crew import Crew
 from fl_engine.backends.kubernetes.ground import Ground
-from fl_engine.backends.kubernetes.quorum import quorum_of, too_few, unanswered
+from fl_engine.backends.kubernetes.quorum import Quorum, quorum_of, too_few, unanswered
 from fl_engine.backends.kubernetes.settings import GRACE_S, KubernetesConfig
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped
@@ -100,6 +101,15 @@ class Lasting:
         `should_stop` says so. The others are called off once as many updates are there as the plan wants."""
         open_, lost = {order.client for order in plan.orders}, dict[int, ClientFailure]()
         updates = plan.adopted
+
+        @cache  # a list of the store, once the orders are in it
+        def quorum() -> Quorum:
+            return quorum_of(self._mailbox, plan, self._options.quorum)
+
+        def answers() -> int:
+            return quorum().before + len(plan.orders) - len(open_)
+
+        self._crew.lacks = lambda: quorum().enough - answers()
         if open_ and (plan.wanted is None or updates < plan.wanted):
             for outcome in self._agents.run(algorithm, plan):
                 if isinstance(outcome, ClientFailure) and outcome.stage == LOST:
@@ -112,10 +122,8 @@ class Lasting:
                     break
         if not open_:
             return
-        quorum = quorum_of(self._mailbox, plan, self._options.quorum)
-        answers = quorum.before + len(plan.orders) - len(open_)
-        if answers < quorum.enough:
-            raise Stopped(f"{too_few(plan, answers, quorum, lost)}. {self._crew.looking}")
+        if answers() < quorum().enough:
+            raise Stopped(f"{too_few(plan, answers(), quorum(), lost)}. {self._crew.looking}")
         yield from unanswered(plan, open_, lost)
 
     def finish(self) -> None:
