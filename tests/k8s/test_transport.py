@@ -248,15 +248,21 @@ def test_a_token_of_kubeconfig_is_sent(start: Start, configure: Configure) -> No
     assert server.known == ["Bearer secret"] and server.bodies == [{"metadata": {"name": "ä"}}]
 
 
-def test_a_plug_ins_token_is_fetched_again_when_it_runs_out(start: Start, configure: Configure, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", ["", "3456"], ids=["gives it", "fails for a while"])
+def test_a_plug_ins_token_is_fetched_again_when_it_runs_out(
+    start: Start, configure: Configure, tmp_path: Path, fails: str
+) -> None:
+    """It may have to ask somebody who does not answer. The package `kubernetes` then goes on with the old token, and
+    where it is loaded anew with none."""
     server = start()
-    server.tokens |= {"1", "2", "3"}
+    server.tokens = {"1", "2"}
     script = tmp_path / "plugin.py"
     script.write_text(
-        "import json, pathlib\n"
+        "import json, pathlib, sys\n"
         f"said = pathlib.Path({str(tmp_path / 'said')!r})\n"
         "token = str(int(said.read_text()) + 1) if said.exists() else '1'\n"
         "said.write_text(token)\n"
+        f"if token in {list(fails)}: sys.exit('no network')\n"
         "status = {'token': token, 'expirationTimestamp': '2020-01-01T00:00:00Z'}\n"
         "version = 'client.authentication.k8s.io/v1'\n"
         "print(json.dumps({'apiVersion': version, 'kind': 'ExecCredential', 'status': status}))\n"
@@ -264,8 +270,12 @@ def test_a_plug_ins_token_is_fetched_again_when_it_runs_out(start: Start, config
     plug_in = {"apiVersion": "client.authentication.k8s.io/v1", "command": sys.executable, "args": [str(script)]}
     api = configure(server, {"exec": plug_in | {"interactiveMode": "Never"}})
     api.get("jobs", "a")
+    server.tokens = {str(number) for number in range(3, 20)}
     api.get("jobs", "a")
-    assert server.known == ["Bearer 2", "Bearer 3"], "each request finds the last token expired"
+    if not fails:
+        assert server.known == ["Bearer 2", "Bearer 3"], "each request finds the last token expired"
+        return
+    assert server.known[0] == "Bearer 2" and server.known[-1] not in ("Bearer 2", "")
 
 
 @pytest.fixture

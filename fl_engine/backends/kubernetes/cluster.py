@@ -116,10 +116,11 @@ class Cluster:
                 said = f"HTTP {answer.status} {_message(answer)}"
                 # A create that was cut off may have succeeded; the next try then answers 409, as it should.
                 if answer.status != 429 and answer.status < 500 and not conflict:
-                    may_pass = "exceeded quota" in said or (answer.status == 401 and self._known)
+                    unknown = _asks_who(answer)
+                    may_pass = "exceeded quota" in said or (unknown and self._known)
                     if not may_pass or attempt + 1 == TRIES:
                         raise EnvironmentFailure(_why(answer, method, kind, name, self.namespace))
-                    if answer.status == 401:
+                    if unknown:
                         self._made = None  # the credentials may have run out since they were loaded
                 wait = max(wait, min(LONGEST_WAIT_S, urllib3.Retry().get_retry_after(answer) or 0.0))
             except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
@@ -233,10 +234,15 @@ def _message(answer: urllib3.BaseHTTPResponse) -> str:
     return printable(_status(answer).get("message") or answer.reason or "")[:500]
 
 
+def _asks_who(answer: urllib3.BaseHTTPResponse) -> bool:
+    """Whether the API does not know who asks."""
+    return answer.status == 401 or "system:anonymous" in _message(answer)
+
+
 def _why(answer: urllib3.BaseHTTPResponse, method: str, kind: str, name: str, namespace: str) -> str:
     said = _message(answer)
     hint = ""
-    if answer.status == 401 or "system:anonymous" in said:
+    if _asks_who(answer):
         hint = ". It does not know who asks: has the token or certificate run out, or has KUBECONFIG's user none?"
     elif answer.status == 403 and "exceeded quota" in said:
         hint = ". Raise the quota (k8s/base/quota.yaml), or delete what is over"
