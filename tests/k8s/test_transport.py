@@ -108,8 +108,8 @@ class Server:
     tokens: set[str] = field(default_factory=set)
     answers: list[tuple[int, list[tuple[str, str]]]] = field(default_factory=list)
     """Status and headers of the next answers; 0 breaks the connection. After them: 200."""
-    values: list[dict[str, Any]] = field(default_factory=list)
-    """Of the next answers, in place of what their status says."""
+    values: list[Any] = field(default_factory=list)
+    """Of the next answers, in place of what their status says; bytes: as they are."""
     asked: list[tuple[str, str]] = field(default_factory=list)
     """Method and path of each request."""
     known: list[str] = field(default_factory=list)
@@ -135,10 +135,10 @@ def respond(server: Server, handler: BaseHTTPRequestHandler) -> None:
         handler.close_connection = True
         return
     who = 'User "system:anonymous"' if not authorization and not names else "that"
-    value = {"items": [{"kind": "Job"}], "metadata": {}} if status == 200 else {"message": f"{who} is refused"}
+    value: Any = {"items": [{"kind": "Job"}], "metadata": {}} if status == 200 else {"message": f"{who} is refused"}
     if server.values and status != 401:
         value = server.values.pop(0)
-    body = json.dumps(value).encode()
+    body = value if isinstance(value, bytes) else json.dumps(value).encode()
     handler.send_response(status)
     for header in headers:
         handler.send_header(*header)
@@ -366,6 +366,17 @@ def test_a_server_that_says_when_it_is_to_be_asked_again_is_not_asked_before(
     monkeypatch.setattr(cluster.time, "sleep", waited.append)
     assert configure(server, encoded(server.authority.issue("coordinator"))).get("pods", "a") is not None
     assert waited == [7.0, cluster.LONGEST_WAIT_S, 0.0]
+
+
+def test_what_is_no_object_is_asked_for_again_and_told(start: Start, configure: Configure) -> None:
+    """Half of one, or what a proxy in between answers."""
+    server = start()
+    api = configure(server, encoded(server.authority.issue("coordinator")))
+    server.values = [b'{"items": [{"metadata": {"na', b"null", b"[]", b"<html>sign in</html>"]
+    assert api.select("pods", {"a": "b"}) == [{"kind": "Job"}] and len(server.asked) == 5
+    server.values = [b"<html>sign in</html>"] * cluster.TRIES
+    with pytest.raises(EnvironmentFailure, match="a JSON object is expected, got '<html>sign in</html>'"):
+        api.select("pods", {"a": "b"})
 
 
 def test_what_is_missing_or_there_already_is_no_error(start: Start, configure: Configure) -> None:

@@ -19,6 +19,7 @@ import re
 import ssl
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlencode
@@ -107,8 +108,8 @@ class Cluster:
                 answer = self._send(method, path, body, query or [])
                 self._log_warnings(answer)
                 if answer.status < 300:
+                    found = _object(answer)
                     self._known = True
-                    found: Resource = json.loads(answer.data)
                     return found
                 conflict = answer.status == 409 and _status(answer).get("reason") != "AlreadyExists"
                 if answer.status == missing and not conflict:
@@ -221,13 +222,22 @@ def _raise_if_untrusted(error: BaseException) -> None:
     raise EnvironmentFailure(f"the Kubernetes API's certificate is refused: {cause.verify_message}{hint}") from None
 
 
+def _object(answer: urllib3.BaseHTTPResponse) -> Resource:
+    """Raises ValueError where the answer holds none."""
+    with suppress(ValueError):
+        found = json.loads(answer.data)
+        if isinstance(found, dict):
+            return found
+    said = printable(answer.data[:100].decode(errors="replace"))
+    raise ValueError(f"a JSON object is expected, got {said!r}")
+
+
 def _status(answer: urllib3.BaseHTTPResponse) -> Resource:
     """The Status that the API says a refusal with; empty: it is none."""
     try:
-        found = json.loads(answer.data)
+        return _object(answer)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _message(answer: urllib3.BaseHTTPResponse) -> str:
