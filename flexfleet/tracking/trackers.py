@@ -23,7 +23,7 @@ from fl_engine.core.errors import (
     masked,
 )
 from fl_engine.storage.store import sha256
-from flexfleet.tracking.server import DELETED, FEW_TRIES, PARENT, SQLITE, address, answering, client_of, connect, usable
+from flexfleet.tracking.server import DELETED, PARENT, SQLITE, address, answering, client_of, connect, usable
 
 log = logging.getLogger("flexfleet")
 
@@ -33,6 +33,9 @@ RESUMED_IN = "flexfleet.resumed_in"
 BEGUN = "flexfleet.begun"
 """Tag that a run shares with its twins alone: where the answer to its creation is lost, MLflow's client asks again, and
 the server makes one more."""
+AT_THE_END = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "3"}
+"""MLflow's settings while a run that was stopped is told to it. Kubernetes waits for half a minute, and a person for
+less, where a night ends after its comparison and that after its runs."""
 JOB = "kfp."
 """Prefix of the tags that say which pipeline run made a run, or resumed it last."""
 MLFLOW_BATCH = 1000
@@ -214,14 +217,13 @@ def ending(tracker: Tracker | None, *silent: type[BaseException]) -> Iterator[No
 
 @contextmanager
 def _few_tries() -> Iterator[None]:
-    """MLflow's calls inside take seconds where its server is gone, not minutes: Kubernetes waits for half a minute."""
-    few = FEW_TRIES | {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
-    before = {name: os.environ[name] for name in few if name in os.environ}
-    os.environ |= few
+    """MLflow's calls inside take seconds where its server is gone, not minutes."""
+    before = {name: os.environ[name] for name in AT_THE_END if name in os.environ}
+    os.environ |= AT_THE_END
     try:
         yield
     finally:
-        for name in few:
+        for name in AT_THE_END:
             del os.environ[name]
         os.environ |= before
 

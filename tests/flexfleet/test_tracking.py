@@ -553,12 +553,16 @@ def test_a_server_is_not_waited_for_to_tell_it_that_a_run_has_failed(
 ) -> None:
     class Looking(Memory):
         def finish(self, status: str) -> None:
-            found.append((status, in_mlflow.get()))
+            found.append((status, in_mlflow.get(), timeout.get()))
 
     found, in_mlflow = list[Any](), mlflow.environment_variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES
+    timeout = mlflow.environment_variables.MLFLOW_HTTP_REQUEST_TIMEOUT
     monkeypatch.delenv(in_mlflow.name, raising=False)
     if given is not None:
         monkeypatch.setenv(in_mlflow.name, given)
     with pytest.raises(OSError, match="no space"), tracking.ending(Looking()):
         raise OSError("no space left")
-    assert found == [("FAILED", 2)] and os.environ.get(in_mlflow.name) == given
+    ((status, retries, each_s),) = found
+    assert status == "FAILED" and os.environ.get(in_mlflow.name) == given
+    pauses_s, levels = 1, 3  # before one retry; a night, its comparison and their runs, one after another
+    assert retries == 1 and signals.GRACE_S + levels * (2 * each_s + pauses_s) < 30, "of a server that hangs"
