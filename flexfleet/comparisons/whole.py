@@ -99,7 +99,7 @@ def compare(
     runs = in_one_experiment(runs)
     track.prepare(runs[0].config)
     try:
-        with failures_tell(goes_on_as or id), alone(folder), stopping_at_once():
+        with failures_tell(goes_on_as or id), alone(folder), stopping_at_once(goes_on):
             mlflow = begin(runs, id, {PARENT: night} if night else {})
             with ending(mlflow):
                 parent = mlflow.root if mlflow else None
@@ -110,9 +110,6 @@ def compare(
                 return tabulate(id, runs, made, folder, to, mlflow, trained)
     except Stopped:
         raise Stopped(f"stopped on request: {goes_on}") from None
-    except KeyboardInterrupt:
-        log.warning("interrupted: %s", goes_on)
-        raise
 
 
 def _data(runs: Sequence[Entry]) -> dict[int, set[str]]:

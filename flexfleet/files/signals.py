@@ -142,9 +142,9 @@ def _is_on_its_way() -> bool:
 
 @contextmanager
 def stopping_at_once(goes_on: str = "") -> Iterator[None]:
-    """SIGTERM and a terminal that is closed end at once what is inside, as Ctrl-C does: raises Stopped, which says how
-    it `goes_on`. Further ones do not disturb its end. An interruption that a library makes another error of is
-    repeated. Within `stop_on_signals` a run ends as that says."""
+    """SIGTERM and a terminal that is closed end at once what is inside, as Ctrl-C does: raises Stopped, or
+    KeyboardInterrupt, which say how it `goes_on`. Further ones do not disturb its end. An interruption that a library
+    makes another error of is repeated. Within `stop_on_signals` a run ends as that says."""
     received: list[int] = []
 
     def stop(signum: int, _: object) -> None:
@@ -165,4 +165,6 @@ def stopping_at_once(goes_on: str = "") -> Iterator[None]:
     except KeyboardInterrupt:
         if received and signal.SIGINT not in received:
             raise Stopped(f"stopped on request{': ' if goes_on else ''}{goes_on}") from None
+        if goes_on:
+            raise KeyboardInterrupt(goes_on) from None
         raise

@@ -192,9 +192,9 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
         with _read_or_not(sys.stderr):
             print(f"error: {known[0]}", file=sys.stderr, flush=True)
         sys.exit(known[1])
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         with _read_or_not(sys.stderr):
-            print("interrupted", file=sys.stderr, flush=True)
+            print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr, flush=True)
         sys.exit(130)
 
 

@@ -107,8 +107,7 @@ def told_how_to_go_on(id: str) -> Iterator[None]:
         said = GO_ON.sub(go_on(id), str(error))
         raise type(error)(said if said != str(error) else f"{said}: {go_on(id)}") from error
     except KeyboardInterrupt:
-        log.warning("interrupted: %s", go_on(id))
-        raise
+        raise KeyboardInterrupt(go_on(id)) from None
 
 
 def sampler(seed: int) -> Any:

@@ -247,6 +247,7 @@ def test_sigterm_stops_resumably_with_exit_code_3(nursery: Any, quick: Sequence[
 def test_ctrl_c_stops_resumably_with_exit_code_130(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
     done = interrupted(nursery, quick, tmp_path, signal.SIGINT)
     assert "Traceback" not in done.err
+    assert done.err.endswith("\ninterrupted: the same command with --resume goes on\n")
     goes_on(nursery, quick, tmp_path)
     assert done.code == 130
 
