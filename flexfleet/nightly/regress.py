@@ -20,6 +20,7 @@ from fl_engine.storage.store import FolderStore
 from flexfleet.comparisons import whole
 from flexfleet.config.entries import Entry
 from flexfleet.config.names import plain
+from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import Artifact, BareHistory, RunFile
 from flexfleet.files.begun import check_free, failures_tell, go_on
 from flexfleet.files.measure import Measure
@@ -115,9 +116,9 @@ def _check_before(night: Night) -> None:
 
 def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
     """Makes the runs that are not finished, and judges the night. A night that fails is a result, not an error. Raises
-    what `compare` raises."""
+    what `compare` raises, and ConfigError if another process has the night."""
     take_folder(night, resume)
-    with stopping_at_once(go_on(night.id)):
+    with alone(night.folder), stopping_at_once(go_on(night.id)):
         with failures_tell(night.id):
             mlflow = begin(night, {})
         with ending(mlflow):
@@ -129,9 +130,10 @@ def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
 def update(night: Night, *, jobs: int = 1, resume: bool = False) -> Figures:
     """Runs at least 20 seeds and writes the suite's reference."""
     take_folder(night, resume)
-    figures = measure(night, make(night, jobs, resume), REFERENCE_TURNS)
-    figures.write(night.path.with_suffix(".json"))
-    return figures
+    with alone(night.folder), stopping_at_once(go_on(night.id)):
+        figures = measure(night, make(night, jobs, resume), REFERENCE_TURNS)
+        figures.write(night.path.with_suffix(".json"))
+        return figures
 
 
 def take_folder(night: Night, resume: bool) -> None:

@@ -19,6 +19,7 @@ from fl_engine.core.errors import ConfigError, Stopped
 from flexfleet.comparisons import whole
 from flexfleet.comparisons.side_by_side import Command
 from flexfleet.comparisons.whole import RunsFailed
+from flexfleet.files.alone import alone
 from flexfleet.nightly import regress
 from flexfleet.nightly.night import Night, keep_commit
 from flexfleet.nightly.suite import Figures, OfLabel
@@ -78,7 +79,7 @@ def test_a_night_is_resumed_by_the_commit_that_began_it_alone(night: Nights, cod
 
 @pytest.mark.parametrize("stop", [Stopped, KeyboardInterrupt, RunsFailed])
 def test_a_night_that_is_interrupted_names_its_own_id(
-    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stop: Any
+    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: Any
 ) -> None:
     """Not that of the comparison of the case that it was at."""
 
@@ -94,11 +95,12 @@ def test_a_night_that_is_interrupted_names_its_own_id(
     monkeypatch.setattr(whole, "side_by_side", interrupted)
     with pytest.raises(stop) as found:
         regress.update(regress.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True))
-    assert "the same command with --id n --resume goes on" in f"{found.value}{caplog.text}"
+    assert "the same command with --id n --resume goes on" in str(found.value)
 
 
+@pytest.mark.parametrize("work", [regress.regress, regress.update])
 def test_a_signal_while_a_night_is_judged_stops_it_and_says_how_to_go_on(
-    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[Night], object]
 ) -> None:
     def killed(*_: Any) -> None:
         signal.raise_signal(signal.SIGTERM)
@@ -109,7 +111,22 @@ def test_a_signal_while_a_night_is_judged_stops_it_and_says_how_to_go_on(
     monkeypatch.setattr(regress, "make", lambda *_: {})
     monkeypatch.setattr(regress, "measure", killed)
     with pytest.raises(Stopped, match="stopped on request: the same command with --id n --resume goes on"):
-        regress.regress(regress.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True))
+        work(regress.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True))
+
+
+@pytest.mark.parametrize("work", [regress.regress, regress.update])
+def test_a_night_is_one_process_s_also_while_it_is_judged(
+    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[..., object]
+) -> None:
+    """Then no comparison of it is at work, whose folder would be locked: two would judge it, and promote it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(regress, "REFERENCE_SEEDS", ())
+    monkeypatch.setattr(regress, "begin", lambda *_: pytest.fail("MLflow is told of it"))
+    monkeypatch.setattr(regress, "make", lambda *_: pytest.fail("it begins"))
+    night = regress.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True)
+    regress.take_folder(night, resume=False)
+    with alone(night.folder), pytest.raises(ConfigError, match="n is being run by another process"):
+        work(night, resume=True)
 
 
 @pytest.mark.parametrize("kept", ["comparison.token", ".lock"])
