@@ -14,7 +14,7 @@
     ├── EnvironmentFailure   6   this machine cannot do it: a package, a device, other numerics
     │   ├── Unreachable          a server does not answer, for longer than a call waits: another try may mend it
     │   ├── InUse                another coordinator has the run, or the invited devices: it may let go later
-    │   └── Refused              a store answered, and refuses this one thing
+    │   └── Refused              a server answered, and refuses this one thing
     └── ClientError         42   a client cannot do its order, and trying again will not help
 
 A client's failure during a round is no exception but a value: `types.ClientFailure`.
@@ -124,7 +124,7 @@ class UnreachableAddress(Unreachable, ConfigError):
 
 
 class Refused(EnvironmentFailure):
-    """A store answered, and refuses this one thing: whether it would refuse any other is to be looked at."""
+    """A store or MLflow answered, and refuses this one thing: whether it would refuse any other is to be looked at."""
 
 
 class ClientError(FlexfleetError):

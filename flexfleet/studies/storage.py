@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -13,8 +12,6 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped, Unreachable, first_line, masked
 from flexfleet.config import Config
 from flexfleet.files.begun import go_on
-
-log = logging.getLogger("flexfleet")
 
 LOCKED_S = 60
 """Seconds that a worker waits for the others' transactions on an SQLite file."""

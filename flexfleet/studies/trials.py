@@ -15,7 +15,7 @@ from threading import Event, Thread
 from typing import Any
 
 from fl_engine.core.contracts import Tracker
-from fl_engine.core.errors import EnvironmentFailure, InUse, Stopped, Unreachable, first_line, masked
+from fl_engine.core.errors import EnvironmentFailure, InUse, Refused, Stopped, Unreachable, first_line, masked
 from fl_engine.data.files import OF_DISKS
 
 log = logging.getLogger("flexfleet")
@@ -131,10 +131,10 @@ def clear_stale(study: Any, seen: dict[int, tuple[Any, float]] | None = None) ->
 
 def tried(trial: Any, error: BaseException) -> int:
     """How many workers have died with the trial's values, now that this one ends with `error`. A stop, a server that is
-    gone and a full disk would have met any values."""
+    gone or refuses something, and a full disk would have met any values."""
     cause = error.__cause__ if isinstance(error, EnvironmentFailure) else error
     full = isinstance(cause, OSError) and cause.errno in OF_DISKS
-    elsewhere = full or isinstance(error, Stopped | KeyboardInterrupt | Unreachable | InUse)
+    elsewhere = full or isinstance(error, Stopped | KeyboardInterrupt | Unreachable | InUse | Refused)
     return int(trial.user_attrs.get(TRIED, 0)) + (not elsewhere)
 
 

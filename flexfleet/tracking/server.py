@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from fl_engine.core.errors import (
     ConfigError,
     EnvironmentFailure,
+    Refused,
     Unreachable,
     UnreachableAddress,
     did_you_mean,
@@ -236,14 +237,14 @@ def usable(uri: str) -> Iterator[None]:
 @contextmanager
 def answering(uri: str, what: str = "does not take measurements any more") -> Iterator[None]:
     """For an address that worked before: raises Unreachable if the server is gone for longer than MLflow's own retries
-    take, EnvironmentFailure for other errors of its own. A run that is asked to stop does not wait for these retries.
+    take, Refused for other errors of its own. A run that is asked to stop does not wait for these retries.
     `what`: what the server does not do, for people."""
     try:
         with brief_once_stopped(), _waiting_is_told(uri):
             yield
     except errors() as error:
         said = f"MLflow at {masked(uri)} {what}: {first_line(error)}"
-        raise (Unreachable if _unreachable(error) else EnvironmentFailure)(said) from error
+        raise (Unreachable if _unreachable(error) else Refused)(said) from error
 
 
 @contextmanager

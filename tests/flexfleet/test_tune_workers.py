@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 
 import optuna
 import pytest
+from mlflow.exceptions import MlflowException
 
 from fl_engine.core.errors import ConfigError, Diverged, EnvironmentFailure, Stopped, Unreachable
 from flexfleet import cli
@@ -27,6 +29,7 @@ from flexfleet.studies import outcome, runs, space, storage, trials, worker
 from flexfleet.studies import study as steps
 from flexfleet.studies.study import tune
 from flexfleet.studies.worker import work
+from flexfleet.tracking.server import answering
 
 
 @pytest.fixture(scope="module")
@@ -190,18 +193,19 @@ def test_a_trial_that_ends_its_worker_is_tried_again(
     assert drawn(untrained, tmp_path)[0] == pytest.approx(default(prepared))
 
 
-def test_values_are_not_left_for_a_server_that_is_gone_a_full_disk_or_a_stop(
+def test_values_are_not_left_for_a_server_that_is_gone_or_refuses_a_full_disk_or_a_stop(
     untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trials, "MOST_TRIED", 1)
     told = EnvironmentFailure("the store: no space left")
     told.__cause__ = full = OSError(errno.ENOSPC, "no space left")
-    for error in (Unreachable("S3 is gone"), full, told, Stopped("asked to")):
+    for error in (Unreachable("S3 is gone"), full, told, MlflowException("the run is deleted"), Stopped("asked to")):
 
         def broken(*_: Any, error: Exception = error) -> float:
-            raise error
+            with answering("http://mlflow") if isinstance(error, MlflowException) else nullcontext():
+                raise error
 
-        with monkeypatch.context() as patch, pytest.raises(type(error), match=re.escape(str(error))):
+        with monkeypatch.context() as patch, pytest.raises(Exception, match=re.escape(str(error))):
             patch.setattr(worker, "_trial", broken)
             work(untrained, tmp_path, "a", 0, prepared[0])
     one = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"trials": 1})})
