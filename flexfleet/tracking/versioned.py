@@ -315,8 +315,9 @@ def _get(files: Any, path: str, part: Path) -> None:
         recorded = (files.info(name).get("dvc_info") or {}).get("md5")
         if recorded is not None and (found := md5(part / os.path.relpath(name, path))) != recorded:
             raise IntegrityError(
-                f"of {name} content with md5 {found} arrived, and {recorded} is recorded: the remote, or the "
-                "repository's DVC cache, is damaged; delete the file there, and push it again"
+                f"of {name} content with md5 {found} arrived, and {recorded} is recorded: the file has changed in the "
+                "repository's folder (dvc add records it, dvc checkout undoes it), or is damaged in the remote or the "
+                "repository's DVC cache (delete it there, and push it again)"
             )
 
 

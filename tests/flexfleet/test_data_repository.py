@@ -149,6 +149,19 @@ def test_what_a_remote_has_damaged_is_refused(
     assert (versioned.folder_of(root.format(repository)) / "a.txt").read_text() == "two"
 
 
+def test_data_that_were_changed_in_the_repositorys_folder_are_not_blamed_on_the_remote(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
+    (repository / "set").mkdir()
+    try:
+        (repository / "set" / "a.txt").write_text("owt")
+        with pytest.raises(IntegrityError, match=r"changed in the repository's folder \(dvc add records it"):
+            versioned.folder_of(str(repository / "set.dvc"))
+    finally:
+        shutil.rmtree(repository / "set")
+
+
 def test_a_run_reads_its_data_from_there(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
