@@ -213,7 +213,8 @@ def _data(
         mean, std = _measured(x, name)
     kinds = np.int64 if isinstance(task, Classification) else np.float32
     own = None if owner is None else torch.from_numpy(np.ascontiguousarray(owner, dtype=np.int64))
-    parts = {"train_x": x, "train_y": y.astype(kinds), "test_x": test_x, "test_y": test_y.astype(kinds)}
+    with np.errstate(over="ignore"):  # what is too large is told by `Data`
+        parts = {"train_x": x, "train_y": y.astype(kinds), "test_x": test_x, "test_y": test_y.astype(kinds)}
     tensors = {part: torch.from_numpy(np.ascontiguousarray(values)) for part, values in parts.items()}
     return Data(name, task, **tensors, mean=tuple(mean), std=tuple(std), natural_client=own)
 
@@ -251,9 +252,14 @@ def _array(value: Any, what: str, targets: bool = False) -> Array:
 def _targets(y: Any, what: str) -> Array:
     """What `_array` gives, with integers as int64, since NumPy joins int64 and uint64 to floats."""
     found = _array(y, what, targets=True)
+    return _int64(found, what, "class", "classes") if found.dtype.kind in "iu" else found
+
+
+def _int64(found: Array, what: str, one: str, several: str) -> Array:
+    """Integers as int64, from which larger ones would come out negative."""
     if found.dtype.kind == "u" and found.size and found.max() > np.iinfo(np.int64).max:
-        raise DataError(f"{what}: {found.max()} is no class: classes are 0, 1, 2, ...")
-    return found.astype(np.int64) if found.dtype.kind in "iu" else found
+        raise DataError(f"{what}: {found.max()} is no {one}: {several} are 0, 1, 2, ...")
+    return found.astype(np.int64)
 
 
 def _test_part(test: tuple[Any, Any], name: str) -> tuple[Array, Array]:
@@ -386,7 +392,7 @@ def _samples(x: Array, name: str) -> Array:
     if x.dtype == np.bool_:
         raise DataError(f"{name}: samples are numbers, got bool: x.astype(numpy.float32)")
     if x.dtype.kind != "f":
-        return x if x.dtype == np.uint8 else x.astype(np.int64)
+        return x if x.dtype == np.uint8 else _int64(x, f"{name}: x", "token", "tokens")
     with np.errstate(over="ignore"):  # what is too large is told below
         x = x.astype(np.float32)
     if x.ndim == 4 and x.size and np.isfinite(x).all() and x.min() >= 0 and x.max() <= 1:

@@ -314,6 +314,8 @@ def test_a_table_of_huggingface() -> None:
         ((row for row in NUMBERS), LABELS, {}, "x: numbers are expected, got generator$"),
         (NUMBERS.astype(str), LABELS, {}, "x: numbers are expected, got an array of <U32$"),
         (NUMBERS, np.full(60, 2**63 + 5, np.uint64), {}, "y: 9223372036854775813 is no class"),
+        (np.full((60, 5), 2**63 + 5, np.uint64), LABELS, {}, "x: 9223372036854775813 is no token: tokens are 0, 1, 2,"),
+        (NUMBERS, np.full(60, 1e300), {}, "the target of sample 0 is .* more than float32 can hold"),
         (NUMBERS, np.array(["a", "b"] * 30), {}, r"array of <U1. Labels that are words: numpy\.unique"),
         (NUMBERS, LABELS > 0, {}, r"y\.astype\(int\)"),
         (torch.zeros(60, 2, dtype=torch.bfloat16), LABELS, {}, "a dense tensor .* got one of strided, bfloat16"),
@@ -324,6 +326,7 @@ def test_a_table_of_huggingface() -> None:
         (NUMBERS, LABELS, {"clients": ["a", None] * 30}, "30 of 60 samples have no client"),
     ],
 )
+@pytest.mark.filterwarnings("error")  # what is refused is told once
 def test_what_cannot_be_meant_is_refused(x: Any, y: Any, more: dict[str, Any], said: str) -> None:
     with pytest.raises(ff.DataError, match=said):
         ff.from_arrays(x, y, **more)
