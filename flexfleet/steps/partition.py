@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fl_engine.core.contracts import ServerContext
-from fl_engine.core.errors import PartitionError
+from fl_engine.core.errors import DataError, PartitionError
 from fl_engine.data import local, partitioning
 from fl_engine.data.files import fingerprint
 from fl_engine.data.held_out import hold_out
@@ -105,7 +105,10 @@ def simulated(resolved: Resolved, site: Site) -> Site:
         return site
     form, parts = local.Form.of(site.data), []
     for folder in local.folders(Path(p.folders), p.clients):
-        own = Resolved(reads(config, str(folder)), resolved.algorithm).data
+        try:
+            own = Resolved(reads(config, str(folder)), resolved.algorithm).data
+        except DataError as error:
+            raise DataError(str(error) if str(folder) in str(error) else f"{folder}: {error}") from error
         parts.append(form.normalises(own, str(folder), p.most))
     data, partition = local.joined(site.data, site.partition, parts)
     partition, held = held_out(config, partition)

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 
 from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, TakesTokens
-from fl_engine.core.errors import ConfigError, DataError, FlexfleetError, first_line, line_in, out_of_memory
+from fl_engine.core.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentFailure,
+    FlexfleetError,
+    first_line,
+    line_in,
+    out_of_memory,
+)
 from fl_engine.core.fields import Moves
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data, check_ready, has_boxes, has_sequences
@@ -155,7 +163,8 @@ def _read(config: Config) -> Data:
 
 
 def _found(config: Config) -> Data:
-    """The data set as it was published, or given. Raises DataError where a reader of one's own fails."""
+    """The data set as it was published, or given. Raises DataError where a reader of one's own fails,
+    EnvironmentFailure where the system does and names no file."""
     name, root = config.dataset.name, versioned.folder_of(config.dataset.root)
     if kept.is_kept(name):
         return kept.read(root, name, TASKS)
@@ -164,13 +173,15 @@ def _found(config: Config) -> Data:
         raise ConfigError(f"dataset.name = {name!r} is {source!r}; a Source is expected")
     try:
         found: Any = source.load(root)
-    except (FlexfleetError, OSError):
+    except FlexfleetError:
         raise
     except Exception as error:
-        if name in DATASETS or out_of_memory(error):
+        of_file = isinstance(error, OSError) and error.filename is not None  # which is told
+        if name in DATASETS or of_file or out_of_memory(error):
             raise
         told = f"{type(error).__name__}: {first_line(error)}{line_in(source.load, error)}"
-        raise DataError(f"dataset.name = {name!r} failed to read {root} (dataset.root): {told}") from error
+        kind = EnvironmentFailure if isinstance(error, OSError) else DataError
+        raise kind(f"dataset.name = {name!r} failed to read {root} (dataset.root): {told}") from error
     if not isinstance(found, Data):
         raise DataError(f"dataset.name = {name!r}: its load gave {type(found).__name__}; a Data is expected")
     return found

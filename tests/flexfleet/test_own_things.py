@@ -80,12 +80,17 @@ def broken(root):
     return torch.stack([])
 
 
+def worn(root):
+    raise OSError(5, "Input/output error")
+
+
 def forgetful(root):
     load(root)
 
 
 DATA = Source("sixty made-up images", load)
 BROKEN = Source("no sample", broken)
+WORN = Source("a bad disk", worn)
 FORGETFUL = Source("no return", forgetful)
 NOT_AN_ALGORITHM = 3
 '''
@@ -164,6 +169,12 @@ def test_a_reader_that_fails_is_told_of_with_its_folder_and_line(flexfleet: Any,
     assert done.code == 2
     assert f"'{plugin}:BROKEN' failed to read nowhere (dataset.root): RuntimeError: stack expects" in done.err
     assert done.err.rstrip().endswith(f"(line {line} of {tmp_path / 'ownpackage' / 'things.py'})")
+
+
+def test_a_failing_disk_that_names_no_file_is_told_of_with_the_folder(flexfleet: Any, plugin: str) -> None:
+    done = flexfleet("check", sets=[f"dataset.name={plugin}:WORN", "dataset.root=nowhere"])
+    assert done.code == 6
+    assert f"'{plugin}:WORN' failed to read nowhere (dataset.root): OSError: [Errno 5] Input/output error" in done.err
 
 
 def test_a_reader_that_gives_no_data_is_named(flexfleet: Any, plugin: str) -> None:
