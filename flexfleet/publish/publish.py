@@ -166,9 +166,16 @@ def _version(client: Any, name: str, source: str, run_id: str, model: str, about
     from mlflow.exceptions import MlflowException
 
     quoted = f'"{name}"' if "'" in name else f"'{name}'"
-    known = sorted(client.search_model_versions(f"name = {quoted}"), key=lambda v: int(v.version))
-    if any(v.run_id == run_id and v.tags.get(MODEL) == model for v in known):
-        if known[-1].run_id == run_id and known[-1].tags.get(MODEL) == model:
+
+    def versions() -> list[Any]:
+        return sorted(client.search_model_versions(f"name = {quoted}"), key=lambda v: int(v.version))
+
+    def is_own(version: Any) -> bool:
+        return bool(version.run_id == run_id and version.tags.get(MODEL) == model)
+
+    known = versions()
+    if any(map(is_own, known)):
+        if is_own(known[-1]):
             _give(client, known[-1], CANDIDATE)
         return
     try:
@@ -177,6 +184,14 @@ def _version(client: Any, name: str, source: str, run_id: str, model: str, about
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise ConfigError(f"publish.name: MLflow takes no model named {name!r}: {error.message}") from error
     made = client.create_model_version(name, source, run_id, tags={MODEL: model}, description=about)
+    # Where the answer is lost, MLflow's client asks again, and the server makes one more.
+    for twin in (each for each in versions() if is_own(each) and each.version != made.version):
+        try:
+            client.delete_model_version(name, twin.version)
+        except MlflowException as error:
+            if error.error_code != "PERMISSION_DENIED":
+                raise
+            log.warning("version %s of %s can be deleted: MLflow made it twice", twin.version, name)
     _give(client, made, CANDIDATE)
 
 

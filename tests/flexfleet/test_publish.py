@@ -20,6 +20,7 @@ import mlflow
 import numpy as np
 import pytest
 import torch
+from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 from torch import nn
 
 from fl_engine.algorithms.heterofl import HeteroFL
@@ -334,6 +335,33 @@ def asks(name: str, ran: Ran, out: Path) -> Any:
     verdict: Any = SimpleNamespace(passed=True)
     figures: Any = SimpleNamespace(labels={})
     return regress._publish(dataclasses.replace(night, runs={}), {}, out, verdict, tracked, figures)
+
+
+@pytest.mark.parametrize("forbidden", [False, True])
+def test_a_lost_answer_leaves_one_version(
+    mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, forbidden: bool
+) -> None:
+    """MLflow's client asks again, and its server makes one more. `forbidden`: the server lets nobody delete."""
+    client, create = client_of(mlflow_uri), mlflow.MlflowClient.create_model_version
+    run_id = client.create_run(client.create_experiment("test")).info.run_id
+    publish._version(client, "m", "here", run_id, "before", "about")
+
+    def thrice(self: Any, *args: Any, **more: Any) -> Any:
+        return [create(self, *args, **more) for _ in range(3)][-1]
+
+    def refused(*_: Any) -> None:
+        raise mlflow.exceptions.MlflowException("Permission denied", error_code=PERMISSION_DENIED)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "create_model_version", thrice)
+        if forbidden:
+            patch.setattr(mlflow.MlflowClient, "delete_model_version", refused)
+        publish._version(client, "m", "here", run_id, "model", "about")
+    assert caplog.text.count("can be deleted: MLflow made it twice") == (2 if forbidden else 0)
+    publish._version(client, "m", "here", run_id, "model", "about")
+    found = sorted(int(version.version) for version in client.search_model_versions("name = 'm'"))
+    assert found == ([1, 2, 3, 4] if forbidden else [1, 4]), "what was there before may be somebody's"
+    assert client.get_registered_model("m").aliases["candidate"] == 4
 
 
 @pytest.mark.parametrize("name", ["register", "promote", "fetch", "champion", "judged", "publish"])
