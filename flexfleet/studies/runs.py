@@ -66,7 +66,11 @@ def rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any
         name = out.name if resolved.config.run.remote is None else name_in(out, resolved)
         steps = out / "partition", out / "pool", out
         federate(resolved, *steps, run_id=name, resume=True, tags=dict(tags), observer=observer)
-    last, metric = BareHistory.read(out / "history.json").rounds[-1]["metrics"], resolved.config.tune.metric
+        observer = None
+    rows, metric = BareHistory.read(out / "history.json").rounds, resolved.config.tune.metric
+    if observer is not None:
+        observer.metrics([(row["round"] + 1, row["metrics"]) for row in rows])
+    last = rows[-1]["metrics"]
     if metric not in last:  # histories leave out what is not finite
         raise Diverged(f"the model has diverged: {metric} of the last round is no finite number. {SMALLER}")
     return float(last[metric])

@@ -3,7 +3,8 @@ that no trial has used.
 
 A study is a folder `<run.store>/<id>/`: the trials' runs, `study.log` (unless `tune.storage` names a database), and in
 the end `tune.json`, `params.yaml` (the configuration with the best values), `patch.yaml` (the values alone) and
-`study.html`. After a kill, the same command with --resume continues.
+`study.html`. After a kill, the same command with --resume continues: an interrupted trial is tried again under another
+number, and goes on with the runs of the first.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ SILENT_S = 90.0
 has the same beat."""
 TRIED = "tried"
 """Attribute of a trial: how many workers have died with the same values before it."""
+GOES_ON = "goes-on"
+"""Attribute of a trial: the number of an interrupted one with the same values, whose runs it goes on with."""
 INFEASIBLE, DIVERGED = "infeasible", "diverged"
 """Attributes of a trial without a value: why its values give no pool, and how its model diverged."""
 MOST_TRIED = 4
@@ -122,24 +124,31 @@ def clear_stale(study: Any, seen: dict[int, tuple[Any, float]] | None = None) ->
             seen[trial.number], since = (signs, now), now
         host, _, rest = str(signs[0] or "").partition(":")
         ended = host == socket.gethostname() and _ended(*rest.split(":"))
-        if (ended or now - since >= SILENT_S) and give_back(study, trial, trial.user_attrs.get(TRIED, 0) + 1):
+        if (ended or now - since >= SILENT_S) and give_back(study, trial, died=True, goes_on=ended):
             gone.append(trial.number)
     if gone:
         log.info("trials whose worker is gone are tried again: %s", ", ".join(map(str, gone)))
     return gone
 
 
-def tried(trial: Any, error: BaseException) -> int:
-    """How many workers have died with the trial's values, now that this one ends with `error`. A stop, a server that is
-    gone or refuses something, and a full disk would have met any values."""
+def meets_any_values(error: BaseException) -> bool:
+    """Whether this would have ended a trial of any values: a stop, a server that is gone or refuses something, a full
+    disk."""
     cause = error.__cause__ if isinstance(error, EnvironmentFailure) else error
     full = isinstance(cause, OSError) and cause.errno in OF_DISKS
-    elsewhere = full or isinstance(error, Stopped | KeyboardInterrupt | Unreachable | InUse | Refused)
-    return int(trial.user_attrs.get(TRIED, 0)) + (not elsewhere)
+    return full or isinstance(error, Stopped | KeyboardInterrupt | Unreachable | InUse | Refused)
 
 
-def give_back(study: Any, trial: Any, tried: int) -> bool:
-    """Marks the trial as failed, and puts its values first among those to try; False: another worker did that."""
+def runs_of(trial: Any) -> int:
+    """The number in the names of the trial's runs."""
+    return int(trial.user_attrs.get(GOES_ON, trial.number))
+
+
+def give_back(study: Any, trial: Any, died: bool, goes_on: bool) -> bool:
+    """Marks the trial as failed, and puts its values first among those to try; False: another worker did that.
+
+    `died`: the values may be why its worker has ended. `goes_on`: with its runs; they begin anew where their worker is
+    silent, and may still write into them, and where they themselves may be what is wrong."""
     import optuna
 
     try:
@@ -147,8 +156,10 @@ def give_back(study: Any, trial: Any, tried: int) -> bool:
     except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
         return False
     values = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # drawn, or set before the trial
+    tried = int(trial.user_attrs.get(TRIED, 0)) + died
     if tried < MOST_TRIED and values:
-        study.enqueue_trial(values, user_attrs={TRIED: tried})
+        runs = {GOES_ON: runs_of(trial)} if goes_on else {}
+        study.enqueue_trial(values, user_attrs={TRIED: tried, **runs})
     elif values:
         log.warning("%d workers have died on these values, which are not tried again: %s", tried, values)
     return True

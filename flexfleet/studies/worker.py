@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fl_engine.core.errors import BadInput, Diverged
+from fl_engine.core.errors import BadInput, Diverged, Refused
 from flexfleet.config import Config, Range, load_config
 from flexfleet.files import terminal
 from flexfleet.files.artifacts import PoolFile
@@ -90,7 +90,9 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
     except (trials.Taken, UpdateFinishedTrialError):
         taken = True
     except (Exception, KeyboardInterrupt) as error:
-        trials.give_back(study, study.trials[trial.number], trials.tried(trial, error))
+        interrupted = trials.meets_any_values(error)
+        goes_on = interrupted and not isinstance(error, Refused)  # it may be the run that is refused
+        trials.give_back(study, study.trials[trial.number], died=not interrupted, goes_on=goes_on)
         raise
     if taken:
         log.info("trial %d was silent for too long: another worker tries its values", trial.number)
@@ -107,7 +109,7 @@ def _pools(
     pool."""
     changed, ready = applied(config, values), []
     for seed in config.tune.seeds:
-        out = folder / "trials" / f"{trial.number}-s{seed}"
+        out = folder / "trials" / f"{trials.runs_of(trial)}-s{seed}"
         run = runs.resolved(changed, seed, out)
         runs.prepare(run, prepared, out)
         built = PoolFile.read(out / "pool" / "pool.json").pool()
@@ -123,7 +125,7 @@ def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolve
     scores = []
     for i, (run, out) in enumerate(ready):
         reporter = trials.Reporter(trial, config.tune.metric) if i == 0 else None
-        scores.append(runs.rounds(run, out, tracked.tags(study, trial=str(trial.number)), reporter))
+        scores.append(runs.rounds(run, out, tracked.tags(study, trial=str(trials.runs_of(trial))), reporter))
         for folder in ("rounds", "states", "flights"):  # nobody needs a trial's models
             shutil.rmtree(out / folder, ignore_errors=True)
     return mean(scores)

@@ -15,7 +15,8 @@ import optuna
 import pytest
 import yaml
 
-from fl_engine.core.errors import BadInput, ConfigError, Stopped, Unreachable
+from fl_engine.core.errors import BadInput, ConfigError, PartitionError, Stopped, Unreachable
+from fl_engine.testing.tracker import Memory
 from flexfleet.config import Config, load_config
 from flexfleet.config.overrides import write_config
 from flexfleet.files.artifacts import History, RunFile
@@ -225,6 +226,15 @@ def test_results_of_other_values_are_not_taken(done: tuple[Tuned, Path, Config])
         runs.rounds(runs.resolved(changed, 7), folder / "held-out" / "default-s7", {})
 
 
+def test_a_trial_that_goes_on_is_told_the_rounds_of_a_run_that_was_over(done: tuple[Tuned, Path, Config]) -> None:
+    """Other trials are pruned by them."""
+    tuned, folder, config = done
+    seen = Memory()
+    value = runs.rounds(runs.resolved(config, 7), folder / "held-out" / "default-s7", {}, seen)
+    assert [*seen.rows] == [*range(1, config.rounds.stop + 1)]
+    assert value == seen.rows[config.rounds.stop][tuned.metric] == tuned.held_out["default"][0]
+
+
 def test_a_study_that_knows_nothing_of_its_trials_does_not_go_on(
     done: tuple[Tuned, Path, Config], tmp_path: Path
 ) -> None:
@@ -259,7 +269,18 @@ def test_a_killed_study_goes_on_and_workers_share_it(nursery: Any, quick: tuple[
     )
     states = [t.state.name for t in study.trials]
     assert states[0] == "FAIL" and "RUNNING" not in states
-    assert any(t.params == study.trials[0].params for t in study.trials[1:])
+    (again,) = (t for t in study.trials[1:] if t.params == study.trials[0].params)
+    assert trials.runs_of(again) == 0 and not (tmp_path / f"runs/a/trials/{again.number}-s0").exists()
+    assert {row["status"] for row in runs_in(tmp_path / "runs/a")} == {"finished"}, "also the killed trial's run"
+
+
+def test_held_out_seeds_are_of_the_data_of_the_trials(
+    done: tuple[Tuned, Path, Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder, config = done
+    monkeypatch.setattr("fl_engine.data.partitioning.fingerprint", lambda data: "f" * 64)
+    with pytest.raises(PartitionError, match=r"cut from other data .* give those data again, or begin anew"):
+        conclude(config, storage.open_study(config, folder, "a"), folder, folder)
 
 
 def test_no_trial_that_can_be_held_is_said(done: tuple[Tuned, Path, Config], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from fl_engine.core.errors import ConfigError, Unreachable
 from fl_engine.training.numerics import describe
 from flexfleet import load
 from flexfleet.config import Config, load_config
+from flexfleet.config.overrides import write_config
 from flexfleet.files.artifacts import BareHistory, RunFile
 from flexfleet.kubeflow import in_pod
 from flexfleet.runs import resumable
@@ -74,7 +75,7 @@ def ledgers(tmp_path: Path, kind: str = "trials") -> list[str]:
 
 
 def test_a_study_that_draws_other_values_under_the_same_numbers_trains_them(
-    pod: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[int]
+    config: Config, pod: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[int]
 ) -> None:
     """The first pod gave trial 1 back, since MLflow did not answer: from then on it drew what no other pod draws."""
     outages = iter([False, True])
@@ -88,10 +89,13 @@ def test_a_study_that_draws_other_values_under_the_same_numbers_trains_them(
         patch.setattr(runs, "federate", flaky)
         first = values(pod())
     assert (sorted(first), len(trained)) == ([0, 2, 3], 3)
+    four = config.model_copy(update={"tune": config.tune.model_copy(update={"trials": 4})})
+    write_config(four, tmp_path / "prepared" / "config.yaml")
     second = values(pod())
-    assert (sorted(second), len(trained)) == ([0, 1, 2], 5), "the default's rounds are taken from the bucket"
-    assert second[0] == first[0] and second[2][0] != first[2][0]
-    assert [name.rpartition("-")[0] for name in ledgers(tmp_path)] == ["0-s0", "1-s0", "2-s0", "2-s0", "3-s0"]
+    assert (sorted(second), len(trained)) == ([0, 1, 2, 3], 5), "two trials' rounds are taken from the bucket"
+    assert (second[0], second[1]) == (first[0], first[2]), "the default, and what was given back"
+    assert second[3][0] != first[3][0]
+    assert [name.rpartition("-")[0] for name in ledgers(tmp_path)] == ["0-s0", "1-s0", "2-s0", "3-s0", "3-s0"]
 
 
 def test_a_study_that_draws_the_same_values_takes_their_rounds_from_the_bucket(

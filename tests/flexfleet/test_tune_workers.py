@@ -12,14 +12,21 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Thread
-from types import SimpleNamespace
 from typing import Any
 
 import optuna
 import pytest
 from mlflow.exceptions import MlflowException
 
-from fl_engine.core.errors import ConfigError, Diverged, EnvironmentFailure, Stopped, Unreachable
+from fl_engine.core.errors import (
+    ConfigError,
+    Diverged,
+    EnvironmentFailure,
+    IntegrityError,
+    Refused,
+    Stopped,
+    Unreachable,
+)
 from flexfleet import cli
 from flexfleet.comparisons.side_by_side import Command
 from flexfleet.comparisons.whole import RunsFailed
@@ -81,7 +88,7 @@ def test_of_two_workers_that_both_find_the_last_trial_missing_one_leaves_it(tmp_
     first, second, third = (study.ask() for _ in range(3))
     assert [trials.surplus(study, t, 2) for t in (first, second, third)] == [False, False, True]
     trials.drop(study, third)
-    trials.give_back(study, study.trials[0], 0)
+    trials.give_back(study, study.trials[0], died=False, goes_on=True)
     assert not trials.surplus(study, study.ask(), 2), "one that ended early leaves its place to another"
 
 
@@ -104,6 +111,7 @@ def test_trials_of_a_worker_that_is_gone_are_tried_again(tmp_path: Path) -> None
     assert trials.clear_stale(study) == [gone.number]
     again = study.ask()
     assert again.suggest_float("training.lr", 0.1, 1.0) == gone.params["training.lr"]
+    assert trials.runs_of(again) == gone.number, "and with its runs"
 
 
 def test_a_worker_takes_up_the_trials_of_one_elsewhere_that_gives_no_sign(
@@ -117,6 +125,7 @@ def test_a_worker_takes_up_the_trials_of_one_elsewhere_that_gives_no_sign(
     assert len(mine) == 4 and lost.number not in mine
     again = [t for t in storage.open_study(untrained, tmp_path, "a").trials if trials.TRIED in t.user_attrs]
     assert [t.params["algorithm.kd_weight"] for t in again] == [weight] and again[0].number in mine
+    assert trials.runs_of(again[0]) == again[0].number, "the silent one may still write into its own"
 
 
 def test_who_gives_signs_is_not_gone_and_silence_is_measured_by_ones_own_clock(
@@ -152,10 +161,10 @@ def test_values_that_no_worker_survives_are_left_and_only_one_worker_gives_them_
 ) -> None:
     study = storage.open_study(Config(), tmp_path, "a")
     study.enqueue_trial({"training.lr": 0.5})
-    for tried in range(1, trials.MOST_TRIED + 1):
+    for _ in range(trials.MOST_TRIED):
         trial = study.ask()  # ended before it took its values
-        assert trials.give_back(study, study.trials[trial.number], tried)
-        assert not trials.give_back(study, study.trials[trial.number], tried)
+        assert trials.give_back(study, study.trials[trial.number], died=True, goes_on=True)
+        assert not trials.give_back(study, study.trials[trial.number], died=True, goes_on=True)
     states = [t.state.name for t in study.trials]
     assert states == ["FAIL"] * trials.MOST_TRIED
     assert "4 workers have died on these values, which are not tried again: {'training.lr': 0.5}" in caplog.text
@@ -169,7 +178,7 @@ def test_a_worker_whose_trial_was_given_to_another_goes_on_with_the_next(
 
     def silent(config: Config, study: Any, trial: Any, ready: Any) -> float:
         if trial.number in (0, 1):
-            trials.give_back(study, study.trials[trial.number], 1)
+            trials.give_back(study, study.trials[trial.number], died=True, goes_on=False)
         if trial.number == 0:
             trials.Reporter(trial, "avg").metrics([(1, {"avg": 0.5})])
         return 0.5
@@ -213,9 +222,31 @@ def test_values_are_not_left_for_a_server_that_is_gone_or_refuses_a_full_disk_or
     assert drawn(one, tmp_path)[0] == pytest.approx(default(prepared))
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "no memory"), EnvironmentFailure("no such device")])
-def test_what_may_be_the_values_fault_counts(error: Exception) -> None:
-    assert trials.tried(SimpleNamespace(user_attrs={trials.TRIED: 2}), error) == 3
+@pytest.mark.parametrize(
+    ("error", "counts", "goes_on"),
+    [
+        (OSError(errno.ENOMEM, "no memory"), True, False),
+        (EnvironmentFailure("this machine would compute other bits"), True, False),
+        (IntegrityError("a commit is damaged"), True, False),
+        (Refused("the MLflow run is deleted"), False, False),
+        (Unreachable("S3 is gone"), False, True),
+        (KeyboardInterrupt(), False, True),
+    ],
+)
+def test_what_may_be_the_fault_of_values_counts_and_what_may_be_that_of_runs_begins_anew(
+    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, counts: bool, goes_on: bool,
+) -> None:  # fmt: skip
+    """A run that cannot go on would end every worker in the same way, and its values would be left for it."""
+
+    def broken(*_: Any) -> float:
+        raise error
+
+    monkeypatch.setattr(worker, "_trial", broken)
+    with pytest.raises(type(error)):
+        work(untrained, tmp_path, "a", 0, prepared[0])
+    again = storage.open_study(untrained, tmp_path, "a").trials[1]
+    assert (again.user_attrs[trials.TRIED], trials.runs_of(again)) == (counts, 0 if goes_on else 1)
 
 
 @pytest.fixture
