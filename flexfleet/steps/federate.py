@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 from fl_engine.aggregation import privacy
 from fl_engine.backends import BACKENDS, Surroundings
 from fl_engine.core.contracts import Tracker, Watcher
-from fl_engine.core.errors import Replaced
+from fl_engine.core.errors import IntegrityError, Replaced
 from fl_engine.data.local import FORM, Form
 from fl_engine.exchange.assignment import site_files
 from fl_engine.exchange.client import Site
@@ -138,7 +138,8 @@ def federate(
         console = Console(config.rounds.stop, done, stop_simulated_s=config.rounds.stop_simulated_s)
         with loop.told_how_to_go_on():  # run.json is there
             mlflow = track.start(config, record, out, tags or {})
-        tracker = Several([console, *(t for t in (mlflow, observer) if t is not None)])
+        there = _Folder(out) if config.run.remote is None else None
+        tracker = Several([console, *(t for t in (mlflow, observer, there) if t is not None)])
         with ending(tracker, Replaced):  # once replaced, MLflow shows the other coordinator's run
             with loop.told_how_to_go_on():
                 if mlflow is not None:
@@ -185,6 +186,21 @@ def federate(
                     )
             with loop.told_how_to_go_on(ledger):
                 return _finish(out, ledger, final, tracker, mlflow)
+
+
+class _Folder(Tracker):
+    """Looks after each commit whether the run's folder is still there: the ledger would make another one, and the run
+    would end without its first rounds."""
+
+    def __init__(self, out: Path) -> None:
+        self._record = out / "run.json"
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        if not self._record.exists():
+            raise IntegrityError(
+                f"{self._record} is gone: it, or its folder, was removed while the run went on. The run cannot go on: "
+                f"delete {self._record.parent}, and begin it again"
+            )
 
 
 def _known(config: Config, store: Store, out: Path, run_id: str, resume: bool) -> RunFile | None:

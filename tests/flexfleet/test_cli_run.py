@@ -187,6 +187,22 @@ def test_a_run_is_not_begun_again_where_its_rounds_are_not(
     assert again.json["model_sha256"] == done.json["model_sha256"], again.err
 
 
+def test_a_run_whose_folder_is_removed_does_not_go_on_for_nothing(
+    flexfleet: Any, quick: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def removing(self: Any, rows: Sequence[Any]) -> None:
+        if rows:  # none are told as the run begins
+            assert rows[-1][0] == 1, "it went on"
+            shutil.rmtree("runs/a")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(federate.Console, "metrics", removing)
+        done = flexfleet("run", "--run-id", "a", sets=[*quick, "rounds.commit_every=1"])
+    assert "was removed while the run went on. The run cannot go on: delete runs/a, and begin it" in refused(done, 4)
+    shutil.rmtree("runs/a", ignore_errors=True)
+    assert flexfleet("run", "--run-id", "a", sets=quick).code == 0
+
+
 def test_a_run_that_was_renamed_is_not_begun_again(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
     """Its ledger in run.remote still has the old name; one in the run's folder goes with it."""
     remote = tmp_path / "ledgers"
