@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 log = logging.getLogger("flexfleet")
@@ -100,6 +100,23 @@ def kept_warnings() -> Iterator[list[str]]:
         yield kept.texts
     finally:
         root.removeHandler(kept)
+
+
+@contextmanager
+def told_before(texts: Iterable[str]) -> Iterator[None]:
+    """Inside, a warning that was told before is not told again, once."""
+    left = set(texts)
+
+    def tell(record: logging.LogRecord) -> bool:
+        known = record.levelno == logging.WARNING and record.getMessage() in left
+        left.discard(record.getMessage())
+        return not known
+
+    log.addFilter(tell)
+    try:
+        yield
+    finally:
+        log.removeFilter(tell)
 
 
 @contextmanager

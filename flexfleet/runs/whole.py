@@ -22,6 +22,7 @@ from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, EvaluationFile, Result, RunFile
 from flexfleet.files.begun import check_free
 from flexfleet.files.inputs import check_inputs
+from flexfleet.files.live import kept_warnings, told_before
 from flexfleet.files.measure import SHARES, highest
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import missing
@@ -70,12 +71,14 @@ def run(
     check_free(out, resume)
     if (out / "central.json").exists():
         raise ConfigError(f"{out} holds a central training: choose another --run-id")
+    told = list[str]()
     if not (out / "run.json").exists():  # before there is a folder: what is refused leaves none
         if config.run.remote is None:
             check_recorded(store_of(config, run_id, out), out)
-        check(resolved)
+        with kept_warnings() as told:
+            check(resolved)
         _reach(resolved, run_id, out)
-    with alone(out), stopping_at_once("the same command with --resume goes on"):
+    with alone(out), told_before(told), stopping_at_once("the same command with --resume goes on"):
         if (out / "run.json").exists():
             if (known := known_run(config, out, resume)) is not None:
                 check_inputs(out, known)
