@@ -357,15 +357,16 @@ def test_a_busy_or_broken_server_is_asked_again(start: Start, configure: Configu
 
 
 def test_a_server_that_says_when_it_is_to_be_asked_again_is_not_asked_before(
-    start: Start, configure: Configure, monkeypatch: pytest.MonkeyPatch
+    start: Start, configure: Configure, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Priority and Fairness says so with 429, and whoever shuts down with 503. A minute at most: what it says may be
-    a proxy's."""
+    """Priority and Fairness says so with 429, and whoever shuts down with 503. No longer than a stop may wait: what
+    it says may be a proxy's."""
     server, waited = start(), list[float]()
     server.answers = [(429, [("Retry-After", "7")]), (503, [("Retry-After", "9000")]), (503, [("Retry-After", "soon")])]
     monkeypatch.setattr(cluster.time, "sleep", waited.append)
     assert configure(server, encoded(server.authority.issue("coordinator"))).get("pods", "a") is not None
     assert waited == [7.0, cluster.LONGEST_WAIT_S, 0.0]
+    assert caplog.text.count("the Kubernetes API: HTTP 503") == 2, "also where what it says is no number"
 
 
 def test_what_is_no_object_is_asked_for_again_and_told(start: Start, configure: Configure) -> None:

@@ -33,7 +33,7 @@ log = logging.getLogger("flexfleet")
 Resource = dict[str, Any]
 
 TRIES = 8
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0
 """Seconds before the second try, and the most that are waited because the server says so (Retry-After)."""
 PATHS = {
     "configmaps": "/api/v1/namespaces/{namespace}/configmaps",
@@ -123,7 +123,7 @@ class Cluster:
                         raise EnvironmentFailure(_why(answer, method, kind, name, self.namespace))
                     if unknown:
                         self._made = None  # the credentials may have run out since they were loaded
-                wait = max(wait, min(LONGEST_WAIT_S, urllib3.Retry().get_retry_after(answer) or 0.0))
+                wait = max(wait, min(LONGEST_WAIT_S, _retry_after(answer)))
             except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
                 _raise_if_untrusted(error)
                 said = str(error)
@@ -220,6 +220,14 @@ def _raise_if_untrusted(error: BaseException) -> None:
         return
     hint = certificate_hint(cause.verify_message) or ". Is certificate-authority-data in KUBECONFIG this cluster's?"
     raise EnvironmentFailure(f"the Kubernetes API's certificate is refused: {cause.verify_message}{hint}") from None
+
+
+def _retry_after(answer: urllib3.BaseHTTPResponse) -> float:
+    """The seconds after which the server wants to be asked again; 0: it does not say."""
+    try:
+        return urllib3.Retry().get_retry_after(answer) or 0.0
+    except urllib3.exceptions.InvalidHeader:
+        return 0.0
 
 
 def _object(answer: urllib3.BaseHTTPResponse) -> Resource:
