@@ -9,6 +9,8 @@ The measure is `client.execute`, one order after the other: whatever a backend d
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -110,6 +112,16 @@ class BackendSuite:
         for outcome in found:
             assert isinstance(outcome, ClientUpdate)
             assert tensor_bytes(outcome.travels) < tensor_bytes(outcome.payload)
+
+    def test_a_round_that_is_over_is_let_go_of(self, make: Make) -> None:
+        """What was sent would lie beside what the next round sends: each a model."""
+        algorithm = FlexFL(training=TRAINING)
+        site, plan = _work(algorithm, FAMILIES["tiny"])
+        backend, left = make(site, ("cpu",)), weakref.ref(plan)
+        assert len(_sorted(backend.run(algorithm, plan))) == len(plan.orders)
+        del plan
+        gc.collect()
+        assert left() is None
 
     @pytest.mark.parametrize("kind", [DepthFL, PersonalHeads])
     def test_what_is_kept_for_a_client_travels_both_ways(self, make: Make, kind: Any) -> None:

@@ -17,5 +17,6 @@ class TestPods:
 
 class TestPodsThatStay:
     chosen, make = Lasting.chosen, Lasting.make
+    test_memory = BackendSuite.test_a_round_that_is_over_is_let_go_of
     test_bits = BackendSuite.test_equal_bits_where_weights_are_encoded
     test_failures = BackendSuite.test_failures_are_outcomes_like_any_other

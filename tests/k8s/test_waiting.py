@@ -158,6 +158,14 @@ def test_what_a_namespace_never_admits_is_given_up_at_once(said: str) -> None:
     assert lost(job, 1.0)[0].reason == f"weak: no pod was made: Error creating: {said}"
 
 
+def test_what_a_webhook_denies_is_waited_for() -> None:
+    """Its own words say nothing of whether it will do so again."""
+    job = watched(1)
+    said = 'admission webhook "quota.team.io" denied the request: the label team is invalid: try later'
+    waiting.hear_refusals(job, [refused(f"Error creating: {said}")])
+    assert lost(job, 1.0) == {}
+
+
 PROXY = {"name": "proxy", "state": {"running": {}}}
 """A container that a webhook has put into the pod, as a service mesh does. Its pod is Pending until all have begun."""
 

@@ -255,8 +255,9 @@ class Crew:
             job = there.get(one.name)
             one.losses = waiting.lost(one.live, job, now, self.moved, self._options.pending_s)
             one.losses = self._never_there(place, one) | one.losses
+            known = one.hung
             one.hear(silent, now, self._options.lease_s, self._options.pending_s)
-            one.hung -= {i for i in one.hung if not silent[one.names[i]] and self._speaks(one.names[i])}
+            one.hung -= {i for i in one.hung - known if not silent[one.names[i]] and self._speaks(one.names[i])}
             if len(one.losses.keys() | one.hung) < len(one.names):
                 continue
             reasons = {loss.reason for loss in one.losses.values()} | ({"its pods hang"} if one.hung else set())

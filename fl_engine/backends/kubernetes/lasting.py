@@ -110,16 +110,19 @@ class Lasting:
             return quorum().before + len(plan.orders) - len(open_)
 
         self._crew.lacks = lambda: quorum().enough - answers()
-        if open_ and (plan.wanted is None or updates < plan.wanted):
-            for outcome in self._agents.run(algorithm, plan):
-                if isinstance(outcome, ClientFailure) and outcome.stage == LOST:
-                    lost[outcome.client] = outcome
-                    continue
-                open_.discard(outcome.client)
-                updates += isinstance(outcome, ClientUpdate)
-                yield outcome
-                if plan.wanted is not None and updates >= plan.wanted:
-                    break
+        try:
+            if open_ and (plan.wanted is None or updates < plan.wanted):
+                for outcome in self._agents.run(algorithm, plan):
+                    if isinstance(outcome, ClientFailure) and outcome.stage == LOST:
+                        lost[outcome.client] = outcome
+                        continue
+                    open_.discard(outcome.client)
+                    updates += isinstance(outcome, ClientUpdate)
+                    yield outcome
+                    if plan.wanted is not None and updates >= plan.wanted:
+                        break
+        finally:  # it holds the plan, and with it what the round has sent
+            self._crew.lacks = lambda: 1
         if not open_:
             return
         if answers() < quorum().enough:

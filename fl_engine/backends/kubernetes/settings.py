@@ -116,7 +116,8 @@ class KubernetesConfig(Section):
     that are missing are asked again (`attempts`); if that does not help, the run stops and can be resumed."""
     attempts: Count = 2
     """How often a client is asked in a round that misses the quorum; with lifetime=run, how many pods may fail an order
-    before its client counts as failed. Lost nodes do not count, nor a pod's first three drains."""
+    before its client counts as failed, and how often a tier's pods are made in a round that needs them for its quorum.
+    Lost nodes do not count, nor a pod's first three drains."""
     parallelism: Count | None = None
     """Pods of a round at a time, divided over its Jobs, at least one for each; null: all at once."""
     deadline_s: Count = 3600

@@ -37,7 +37,8 @@ TERMINATING_S = 60.0
 """Seconds after its grace period from which on a pod that is still there counts as lost with its node; and those that
 a pod may go on after its client has ended."""
 REFUSED_FOR_GOOD = re.compile(
-    r"violates PodSecurity|(minimum|maximum) \S+ usage per |max limit to request ratio per |must specify |is invalid: "
+    r"violates PodSecurity|(minimum|maximum) \S+ usage per |max limit to request ratio per "
+    r"|failed quota: .*must specify |creating: Pod \S+ is invalid: "
 )
 """What events say of pods that will never start, however long one waits: Pod Security, a LimitRange or a quota on what
 the pod leaves out refuses them, or they request more than the limits that were put into them. A full quota is none of
