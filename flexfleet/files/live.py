@@ -104,7 +104,7 @@ def kept_warnings() -> Iterator[list[str]]:
 
 @contextmanager
 def told_before(texts: Iterable[str]) -> Iterator[None]:
-    """Inside, a warning that was told before is not told again, once."""
+    """Inside, each of these warnings is left out once: it was told before."""
     left = set(texts)
 
     def tell(record: logging.LogRecord) -> bool:

@@ -275,7 +275,7 @@ NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, Permissio
 
 
 def _not_to_be_had(what: str, error: BaseException) -> FlexfleetError:
-    """Says why: that is the first of the errors of which DVC and git each make another one."""
+    """Names the first error of the chain, of which DVC and git each make another one."""
     chain = [error]
     while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(before)

@@ -88,9 +88,9 @@ PRODUCTS = {
     "test_with_a_buffer_of_all_it_is_the_synchronous_run": 2,
 }
 """Tests of each algorithm (backend, network) with each kind of samples (devices, aggregation): of so many cases `make
-test` has one, on a diagonal, so that it has each algorithm and each kind; `make test-all` has the others. Where there
-is one argument alone, `make test` has every second or third of its values: of each algorithm and network it has most
-laws still."""
+test` has one, on a diagonal, so that it has each algorithm and each kind; `make test-all` has the others. Of a test
+with one argument `make test` has every second or third value, so that each algorithm and network still meets most laws.
+"""
 
 
 @functools.cache

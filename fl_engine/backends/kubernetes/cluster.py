@@ -1,8 +1,9 @@
 """The few calls of the Kubernetes API that running clients takes; `k8s/base/role.yaml` grants exactly these.
 
-A request is repeated for about a minute, or as long as Retry-After says, where the API server is busy or restarting
-(429, 5xx, a broken connection), and for what may pass: another change of the same object (409 Conflict, as of a quota
-that several creations count), a full quota, and credentials that were good before and are not renewed yet.
+A request is repeated for about a minute where the API server is busy or restarting (429, 5xx, a broken connection),
+and for what may pass: another change of the same object (409 Conflict, as of a quota that several creations count), a
+full quota, and credentials that were good before and are not renewed yet. Where the server says when it wants to be
+asked again (Retry-After), a try is put off until then, by LONGEST_WAIT_S at most.
 Lists are polled, not watched: a watch can be dropped, a list that is asked for again cannot.
 
 Of the package `kubernetes` only the loading of configuration is used (KUBECONFIG, a pod's account, plug-ins that fetch
@@ -34,7 +35,9 @@ Resource = dict[str, Any]
 
 TRIES = 8
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0
-"""Seconds before the second try, and the most that are waited because the server says so (Retry-After)."""
+"""Seconds before the second try, and the most that one try is put off because of Retry-After."""
+QUOTA = "exceeded quota"
+"""What the API says where a ResourceQuota is full."""
 PATHS = {
     "configmaps": "/api/v1/namespaces/{namespace}/configmaps",
     "events": "/api/v1/namespaces/{namespace}/events",
@@ -118,7 +121,7 @@ class Cluster:
                 # A create that was cut off may have succeeded; the next try then answers 409, as it should.
                 if answer.status != 429 and answer.status < 500 and not conflict:
                     unknown = _asks_who(answer)
-                    may_pass = "exceeded quota" in said or (unknown and self._known)
+                    may_pass = QUOTA in said or (unknown and self._known)
                     if not may_pass or attempt + 1 == TRIES:
                         raise EnvironmentFailure(_why(answer, method, kind, name, self.namespace))
                     if unknown:
@@ -262,7 +265,7 @@ def _why(answer: urllib3.BaseHTTPResponse, method: str, kind: str, name: str, na
     hint = ""
     if _asks_who(answer):
         hint = ". It does not know who asks: has the token or certificate run out, or has KUBECONFIG's user none?"
-    elif answer.status == 403 and "exceeded quota" in said:
+    elif answer.status == 403 and QUOTA in said:
         hint = ". Raise the quota (k8s/base/quota.yaml), or delete what is over"
         if "count/secrets" in said:
             hint += ": of each run that gets no more rounds the Secret <run>-keys"

@@ -105,7 +105,7 @@ class Crew:
         self._ended: Counter[str] = Counter()
         """By place, the Jobs that came to nothing in this round."""
         self._vain: set[str] = set()
-        """Places whose last Job did, though none of its pods hung, and that have no other one."""
+        """Places whose last Job came to nothing without a pod that hung, and that have no new Job yet."""
         self._why: dict[str, str] = {}
         """By place, why the last of them did, or why a pod of its last ended."""
         self._taken: dict[tuple[str, int], set[str]] = {}

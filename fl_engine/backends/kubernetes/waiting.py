@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fl_engine.backends.kubernetes import jobs
+from fl_engine.backends.kubernetes.cluster import QUOTA
 from fl_engine.backends.kubernetes.jobs import PodState, Resource
 from fl_engine.core.errors import printable
 
@@ -43,7 +44,6 @@ REFUSED_FOR_GOOD = re.compile(
 """What events say of pods that will never start, however long one waits: Pod Security, a LimitRange or a quota on what
 the pod leaves out refuses them, or they request more than the limits that were put into them. A full quota is none of
 these."""
-QUOTA = "exceeded quota"
 SUSPENDED = "the Job is suspended: its queue does not admit it"
 BACK_OFF_S, LONGEST_BACK_OFF_S = 10.0, 600.0
 """Seconds after which a Job replaces the first pod of an index that fails, twice as many after each further one; and
