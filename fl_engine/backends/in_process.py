@@ -83,9 +83,9 @@ def by_cost(groups: list[list[Work]], site: Site) -> list[list[Work]]:
 def prepare_process(devices: Sequence[str]) -> None:
     """Sets torch to one thread, so that bits do not depend on the number of cores, and, for this thread and those that
     it will start, to count denormal numbers (below 1.2e-38 in float32) as zero: weights that decay end among them, and
-    some processors take many times longer for them (docs/performance.md). On CUDA, sets torch to algorithms that give
-    the same bits each time (torch warns of an operation that has none). Raises EnvironmentFailure where the processor
-    cannot do it."""
+    some processors take many times longer for them (docs/performance/small-networks.md). On CUDA, sets torch to
+    algorithms that give the same bits each time (torch warns of an operation that has none). Raises EnvironmentFailure
+    where the processor cannot do it."""
     settle()
     torch.set_num_threads(1)
     if not torch.set_flush_denormal(True):

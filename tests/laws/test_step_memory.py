@@ -70,5 +70,5 @@ def test_it_is_the_same_each_time() -> None:
 def test_the_benchmarks_table_is_that_of_the_page() -> None:
     found = memory.measured("aep_mlp", 32, "cpu")
     assert set(found) == {"fp32", "amp", "fp16"} and found["fp16"] < found["fp32"] < found["amp"]
-    page = Path(__file__).parents[2] / "docs" / "performance.md"
+    page = Path(__file__).parents[2] / "docs" / "performance" / "half-precision.md"
     assert memory.line("aep_mlp", found) in page.read_text().splitlines()
