@@ -108,6 +108,7 @@ def test_every_pod_is_restricted(overlay: str) -> None:
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys(), name
         assert all(set(v) & {"secret", "configMap", "emptyDir"} for v in spec.get("volumes", [])), name
+        assert all(v["emptyDir"].get("sizeLimit") for v in spec.get("volumes", []) if "emptyDir" in v), name
         assert "serviceAccountName" in spec or spec["automountServiceAccountToken"] is False, name
         for container in spec["containers"]:
             security = container["securityContext"]
@@ -136,6 +137,17 @@ def test_namespaces_are_restricted_and_closed(overlay: str) -> None:
         if direction.lower() not in r["spec"]
     }
     assert closed == {("flexfleet-clients", "Ingress"), ("flexfleet-clients", "Egress"), ("flexfleet", "Ingress")}
+
+
+def test_servers_of_the_laptop_that_call_nobody_can_reach_nobody() -> None:
+    policies = [r for r in rendered("kind") if r["kind"] == "NetworkPolicy"]
+    shut = {
+        r["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"]
+        for r in policies
+        if r["metadata"]["namespace"] == "flexfleet" and "Egress" in r["spec"]["policyTypes"]
+        if "egress" not in r["spec"]
+    }
+    assert shut == {"postgres", "s3"}
 
 
 STORE = ipaddress.ip_network("192.0.2.0/24")
