@@ -129,6 +129,10 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--experiment", default="flexfleet", metavar="NAME")
     c.add_argument("--run-name", metavar="NAME", help="name of the run (default: the pipeline and its version)")
     c.add_argument(
+        "--key", metavar="NAME",
+        help="your own name of this start (of a CI job, say): the same command with the same key starts no second run",
+    )  # fmt: skip
+    c.add_argument(
         "--param", action="append", default=[], metavar="key=value", help="a parameter of the form alone, e.g. run_id"
     )
     c.set_defaults(call=kubeflow.submit)

@@ -42,9 +42,11 @@ def submit(args: argparse.Namespace) -> int:
         namespace=args.namespace,
         experiment=args.experiment,
         run_name=args.run_name,
+        key=args.key,
     )
     if args.wait or not args.json:
         said = f"{submitted.pipeline} {submitted.version}{' (new)' if submitted.uploaded else ''}"
+        said += "" if submitted.started else f", which the key {submitted.key} has started before"
         where = "" if args.wait else f": {submitted.url or submitted.run_id}"  # which following begins with
         _teller(args)(said + where)
     if args.wait:
@@ -117,6 +119,7 @@ def nightly(args: argparse.Namespace) -> int:
         show(json.dumps(asdict(scheduled)))
     else:
         before = f", in place of {scheduled.replaced}" if scheduled.replaced else ""
+        before += "" if scheduled.made else ", as it was"
         show(f"{scheduled.name} at {scheduled.cron!r} (UTC){before}: {scheduled.url or scheduled.recurring_run_id}")
     return 0
 

@@ -15,8 +15,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from fl_engine.core.errors import EnvironmentFailure, printable
-from flexfleet.kubeflow.progress import NAMED, Look, name_of, rounds_of
-from flexfleet.kubeflow.server import Unreachable, connected, explained, link, parameters_of, quiet_retries, run_of
+from flexfleet.kubeflow.progress import NAMED, Look, name_of, rounds_of, whole
+from flexfleet.kubeflow.server import connected, link, parameters_of, quiet_retries, run_of
+from flexfleet.kubeflow.transport import Unreachable
 
 EVERY_S = 5.0
 SLOWEST_S = 60.0
@@ -85,7 +86,7 @@ def _follow(run_id: str, host: str | None, tell: Tell) -> Followed:
         if run.state in EXIT_CODES:
             break
         time.sleep(max(EVERY_S, min(10 * (time.monotonic() - began), SLOWEST_S)))
-        run = _asked(client, run_id, host, tell)
+        run = _asked(client, run_id, tell)
     followed = Followed(run_id, url, run.state, tasks, last, _error(run))
     tell(f"{name}: {TOLD.get(followed.state, followed.state.lower())}{_after(run)}" + (f": {url}" if url else ""))
     if followed.exit_code:
@@ -96,13 +97,12 @@ def _follow(run_id: str, host: str | None, tell: Tell) -> Followed:
     return followed
 
 
-def _asked(client: Any, run_id: str, host: str | None, tell: Tell) -> Any:
+def _asked(client: Any, run_id: str, tell: Tell) -> Any:
     """The run; asks again while the server does not answer, for PATIENCE_S."""
     began, wait = time.monotonic(), FIRST_WAIT_S
     while True:
         try:
-            with explained(host):
-                run = run_of(client, run_id)
+            run = run_of(client, run_id)
         except Unreachable as error:
             if time.monotonic() - began > PATIENCE_S:
                 raise
@@ -128,7 +128,7 @@ def _rounds(look: Look | None, total: Any, tell: Tell) -> dict[str, dict[str, fl
         return {}
     last = {}
     for each in new:
-        of = f"/{int(total)}" if total else ""
+        of = f"/{whole(total)}" if total else ""
         tell(f"{printable(each.run) + '  ' if each.run else ''}round {each.number}{of}  {brief(each.metrics)}")
         last[each.run] = {"round": each.number, **each.metrics}
     return last

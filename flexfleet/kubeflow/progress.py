@@ -38,12 +38,17 @@ def name_of(parameters: Mapping[str, Any], job_id: str) -> tuple[str, str]:
     the form gives no name, it is the one that the first task makes."""
     key = next((key for key in NAMED if key in parameters), "")
     given = parameters.get(key) or {
-        "run_id": f"{parameters.get('algorithm', 'flexfl')}-s{int(parameters.get('seed', 0))}-{job_id}",
+        "run_id": f"{parameters.get('algorithm', 'flexfl')}-s{whole(parameters.get('seed', 0))}-{job_id}",
         "comparison_id": f"compare-{job_id}",
         "study_id": f"{parameters.get('algorithm', 'flexfl')}-s0-tune-{job_id}",
         "night_id": f"night-{job_id}",
     }.get(key, "")
     return key, str(given)
+
+
+def whole(value: Any) -> str:
+    """A whole number, which Kubeflow keeps as a floating-point one; what else a pipeline has there, as it is."""
+    return f"{value:.0f}" if isinstance(value, int | float) else str(value)
 
 
 def rounds_of(parameters: Mapping[str, Any], job_id: str, tell: Callable[[str], None]) -> Look | None:

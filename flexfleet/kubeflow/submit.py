@@ -10,10 +10,10 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+import uuid
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fl_engine import __version__
@@ -31,8 +31,10 @@ from flexfleet.config.overrides import (
     sets_of,
 )
 from flexfleet.config.passwords import no_passwords
+from flexfleet.kubeflow import making
 from flexfleet.kubeflow.retarget import documents, names, retarget, shipped
-from flexfleet.kubeflow.server import connected, link, pages
+from flexfleet.kubeflow.server import connected, id_of, link
+from flexfleet.kubeflow.transport import Undecided
 from flexfleet.tracking.server import check_address
 
 log = logging.getLogger("flexfleet")
@@ -47,6 +49,12 @@ class Submitted:
     version: str
     uploaded: bool
     """Whether the version was new."""
+    key: str
+    started: bool
+    """False: the run was there, started before with the same key."""
+
+
+KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def form(name: str) -> dict[str, Any]:
@@ -116,27 +124,59 @@ def submit(
     experiment: str = "flexfleet",
     run_name: str | None = None,
     service_account: str | None = None,
+    key: str | None = None,
 ) -> Submitted:
     """Starts a run of the pipeline `name`. `host`: None means the server that the KFP SDK finds (KF_PIPELINES_ENDPOINT,
-    its own configuration). `namespace`: of the profile, if there are several users.
+    its own configuration). `namespace`: of the profile, if there are several users. `key`: names this start, so that
+    the same start again makes no second run but gives the first; None: a new one. It stands in the run's description.
 
-    Raises ConfigError for an unknown pipeline or parameter and for a value that its first task would refuse,
-    EnvironmentFailure if the server refuses or cannot be reached.
+    Raises ConfigError for an unknown pipeline or parameter, for a value that its first task would refuse and for the
+    key of another start; EnvironmentFailure if the server refuses or cannot be reached, Undecided where it cannot be
+    said whether the run was started.
     """
     text, version = _checked(name, parameters)
+    if key is not None and not KEY.fullmatch(key):
+        raise ConfigError(f"key is at most 64 letters, digits, dots, dashes and underscores, got {key!r}")
+    began, key = key is not None, key or uuid.uuid4().hex[:16]
+    settings = making.fingerprint([name, version, dict(parameters), service_account])
+    marked = f"flexfleet submit --key {key},"
     with connected(host) as client:
-        pipeline_id, version_id, uploaded = _uploaded(client, name, version, text, namespace)
-        where = client.create_experiment(experiment, namespace=namespace)
-        run = client.run_pipeline(
-            where.experiment_id,
-            run_name or f"{name}-{version}",
-            params=dict(parameters),
-            pipeline_id=pipeline_id,
-            version_id=version_id,
-            service_account=service_account,
-        )
-        url = link(client, "runs", run.run_id)
-    return Submitted(run.run_id, url, name, version, uploaded)
+        pipeline_id, version_id, new = making.uploaded(client, name, version, text, namespace)
+        where = making.experiment(client, experiment, namespace)
+        asked = making.run(
+            making.job(pipeline_id, version_id, parameters, service_account=service_account, experiment_id=where,
+                       display_name=run_name or f"{name}-{version}", description=f"{marked} settings {settings}")
+        )  # fmt: skip
+
+        def find() -> str | None:
+            for run in making.runs(client, where, marked):
+                if run.description != asked.description:
+                    raise ConfigError(
+                        f"the key {key} was of another start: the run {run.run_id} has other parameters or another "
+                        "version of a pipeline; choose another key"
+                    )
+                return id_of(run, "run_id")
+            return None
+
+        run_id = find() if began else None
+        started = run_id is None
+        if run_id is None:
+            run_id = _begun(client, asked, find, key)
+        url = link(client, "runs", run_id)
+    return Submitted(run_id, url, name, version, new, key, started)
+
+
+def _begun(client: Any, asked: Any, find: making.Find, key: str) -> str:
+    page = link(client, "experiments", asked.experiment_id) or f"the experiment {asked.experiment_id}"
+    perhaps = (
+        f"the run {asked.display_name!r} may have been started all the same: see {page}. The same command with "
+        f"--key {key} starts no second one"
+    )
+    try:
+        with making.told_if_interrupted(perhaps):
+            return making.begun(client, asked, find)
+    except Undecided as error:
+        raise Undecided(f"{error}. {perhaps[0].upper()}{perhaps[1:]}") from error
 
 
 MOST = 2**53
@@ -152,8 +192,10 @@ class Scheduled:
     name: str
     cron: str
     version: str
+    made: bool
+    """False: the same was there already."""
     replaced: int
-    """How many recurring runs of that name it replaced."""
+    """How many other recurring runs of that name were deleted."""
 
 
 def schedule(
@@ -168,7 +210,8 @@ def schedule(
     service_account: str | None = None,
 ) -> Scheduled:
     """Makes Kubeflow start the pipeline at fixed times: one run at a time, without repeating missed nights. A recurring
-    run cannot be changed: so this makes a new one, then deletes those of the same name.
+    run cannot be changed: so this makes a new one, then deletes those of the same name. What is there with the same
+    settings stays, so that the same call again mends what an interrupted one has left.
 
     `cron`: six fields, seconds first. Raises what `submit` raises.
     """
@@ -180,25 +223,15 @@ def schedule(
     if named := sorted(parameters.keys() & ONCE):
         raise ConfigError(f"{', '.join(named)}: every night would go on with the same finished runs; leave it out")
     text, version = _checked(pipeline, parameters)
+    settings = making.fingerprint([pipeline, version, dict(parameters), cron, service_account])
     with connected(host) as client:
-        pipeline_id, version_id, _ = _uploaded(client, pipeline, version, text, namespace)
-        where = client.create_experiment(experiment, namespace=namespace)
-        known = [r for r in _recurring(client, where.experiment_id) if r.display_name == name]
-        made = client.create_recurring_run(
-            where.experiment_id,
-            name,
-            cron_expression=cron,
-            max_concurrency=1,
-            no_catchup=True,
-            params=dict(parameters),
-            pipeline_id=pipeline_id,
-            version_id=version_id,
-            service_account=service_account,
-        )
-        for old in known:
-            client.delete_recurring_run(old.recurring_run_id)
-        url = link(client, "recurringrun", made.recurring_run_id)
-    return Scheduled(made.recurring_run_id, url, name, cron, version, len(known))
+        pipeline_id, version_id, _ = making.uploaded(client, pipeline, version, text, namespace)
+        where = making.experiment(client, experiment, namespace)
+        job = making.job(pipeline_id, version_id, parameters, service_account=service_account, experiment_id=where,
+                         display_name=name, description=f"flexfleet nightly, settings {settings}")  # fmt: skip
+        id, new, replaced = making.replacing(client, making.recurring_run(job, cron))
+        url = link(client, "recurringrun", id)
+    return Scheduled(id, url, name, cron, version, new, replaced)
 
 
 def _checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
@@ -249,30 +282,3 @@ def _check_night(name: str, id: str, sets: list[str]) -> None:
             "UI, or run it here with `flexfleet regress`"
         )
     prepare(name, id or "night", [*sets, "tracking.mlflow=null"])
-
-
-def _uploaded(client: Any, name: str, version: str, text: str, namespace: str | None) -> tuple[str, str, bool]:
-    """Ids of pipeline and version; whether the version had to be uploaded."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / f"{name}.yaml"
-        path.write_text(text, encoding="utf-8")
-        # (The SDK's own look-up by name does not take a namespace.)
-        same = json.dumps({"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": name}]})
-        pipelines = client.list_pipelines(filter=same, namespace=namespace).pipelines or []
-        pipeline_id = pipelines[0].pipeline_id if pipelines else None
-        if pipeline_id is None:
-            pipeline_id = client.upload_pipeline(str(path), name, namespace=namespace).pipeline_id
-        for known in _versions(client, pipeline_id):
-            if known.display_name == version:
-                return pipeline_id, known.pipeline_version_id, False
-        made = client.upload_pipeline_version(str(path), version, pipeline_id=pipeline_id)
-    return pipeline_id, made.pipeline_version_id, True
-
-
-def _versions(client: Any, pipeline_id: str) -> Iterator[Any]:
-    return pages(lambda token: client.list_pipeline_versions(pipeline_id, page_token=token, page_size=100),
-                  "pipeline_versions")  # fmt: skip
-
-
-def _recurring(client: Any, experiment_id: str) -> Iterator[Any]:
-    return pages(lambda token: client.list_recurring_runs(token, 100, experiment_id=experiment_id), "recurring_runs")

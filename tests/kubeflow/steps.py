@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
@@ -25,7 +26,7 @@ from fl_engine.core.errors import EnvironmentFailure
 from flexfleet.config.overrides import PARAMETERS, config_from
 from flexfleet.kubeflow.follow import Followed, follow
 from flexfleet.kubeflow.progress import rounds_of
-from flexfleet.kubeflow.server import TIMEOUT_S, connected, pages
+from flexfleet.kubeflow.server import connected, pages
 from flexfleet.nightly import regress, suite
 from flexfleet.publish.publish import CHAMPION
 from flexfleet.steps.federate import federate
@@ -110,14 +111,14 @@ def ended(host: str, run_id: str, retries: int = 0) -> Followed:
 def command(host: str, run_id: str, verb: str) -> None:
     """`terminate` or `retry`."""
     with connected(host) as client:
-        getattr(client._run_api, f"run_service_{verb}_run")(run_id, _request_timeout=TIMEOUT_S)
+        getattr(client._run_api, f"run_service_{verb}_run")(run_id)
 
 
 def fired(host: str, recurring_run_id: str) -> list[str]:
     """The runs that a recurring run has made."""
     with connected(host) as client:
         job = client.get_recurring_run(recurring_run_id)
-        listed = pages(lambda token: client.list_runs(token, 100, experiment_id=job.experiment_id), "runs")
+        listed = pages(partial(client.list_runs, experiment_id=job.experiment_id), "runs")
         return [run.run_id for run in listed if run.recurring_run_id == recurring_run_id]
 
 

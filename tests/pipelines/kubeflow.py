@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -26,6 +27,15 @@ def checked(body: Any, model: str) -> Any:
     known = getattr(kfp_server_api, model).attribute_map.values()
     assert body.keys() <= set(known), f"{model} has no {sorted(body.keys() - set(known))}"
     return kfp_server_api.ApiClient()._ApiClient__deserialize(body, model)
+
+
+Spoil = Callable[[BaseHTTPRequestHandler, Callable[[], tuple[int, Any]]], None]
+"""Gets the handler of a request, which it answers or does not, and what would answer it."""
+
+
+def called(method: str, path: str) -> str:
+    """The name of a call: `GET pipelines/*/versions`."""
+    return f"{method} {re.sub('/(?!upload)[^/]+', '/*', path.removeprefix(f'{API}/'), count=1)}"
 
 
 TYPES: dict[str, Any] = {"STRING": str, "NUMBER_INTEGER": (int, float), "NUMBER_DOUBLE": (int, float), "STRUCT": dict}
@@ -55,6 +65,10 @@ class Kubeflow:
         """How often a run was asked for."""
         self.artifacts: dict[str, bytes] = {}
         """What the UI's server gives out, by URI (minio://bucket/key)."""
+        self.spoils: dict[str, list[Spoil]] = {}
+        """By a call (`called`): what happens in place of its next answers, one each. The last one stays."""
+        self.heard: list[str] = []
+        """The calls, in their order."""
 
     def ask(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
         if self.refuse and path != f"{API}/healthz":
@@ -100,7 +114,12 @@ class Kubeflow:
                 return 200, self._begin(run)
             case "GET", ["runs"]:
                 assert query["experiment_id"] == ["e0"]
-                return 200, {"runs": [run for run in self.runs if run["experiment_id"] == "e0"]}
+                listed = [run for run in self.runs if run["experiment_id"] == "e0"]
+                if "filter" in query:
+                    (wanted,) = json.loads(query["filter"][0])["predicates"]
+                    assert (wanted["operation"], wanted["key"]) == ("IS_SUBSTRING", "description")
+                    listed = [run for run in listed if wanted["stringValue"] in run.get("description", "")]
+                return 200, {"runs": listed}
             case "GET", ["runs", id]:
                 self.asked += 1
                 return self._asked(id)
@@ -199,10 +218,19 @@ def serving() -> Iterator[tuple[Kubeflow, str]]:
         def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             url = urlsplit(self.path)
-            try:
-                status, told = found.ask(self.command, url.path, parse_qs(url.query), body)
-            except AssertionError as error:
-                status, told = 400, {"error": str(error)}
+            call = called(self.command, url.path)
+            found.heard.append(call)
+
+            def answer() -> tuple[int, Any]:
+                try:
+                    return found.ask(self.command, url.path, parse_qs(url.query), body)
+                except AssertionError as error:
+                    return 400, {"error": str(error)}
+
+            if left := found.spoils.get(call):
+                (left.pop(0) if len(left) > 1 else left[0])(self, answer)
+                return
+            status, told = answer()
             if status == 0:
                 self.connection.close()
                 return

@@ -22,6 +22,7 @@ from flexfleet.kubeflow import follow as following
 from flexfleet.kubeflow.submit import submit
 from flexfleet.tracking.trackers import MLflow
 from tests.harness.moto_server import moto
+from tests.pipelines import hostile
 from tests.pipelines.kubeflow import task
 
 METRICS = {"avg": 0.5, "full": 0.6, "train_loss": 1.5, "clients_trained": 3.0, "clients_pruned": 0.0,
@@ -329,3 +330,51 @@ def test_where_neither_can_be_read_the_reasons_are_told(
     assert found.exit_code == 0
     assert "no-such-bucket" in lines[1] and "127.0.0.1:9: nothing answers" in lines[1]
     assert "states of the tasks" in lines[1]
+
+
+# ------------------------------------------------------------------------------------------- a server that is odd
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"run_details": []},
+        {"run_details": {"task_details": {"a": 1}}},
+        {"run_details": {"task_details": [None]}},
+        {"run_details": {"task_details": [{"display_name": 5.5}]}},
+        {"run_details": {"task_details": [{"create_time": "yesterday"}]}},
+        {"state": {"a": 1}},
+        {"error": "out of luck"},
+        {"finished_at": "2026-01-01T00:00:00"},
+        {"runtime_config": {"parameters": [1]}},
+        {"run_id": "another"},
+    ],
+    ids=str,
+)
+def test_a_run_of_another_shape_is_no_run(kubeflow: tuple[Any, str], odd: dict[str, Any]) -> None:
+    server, host = kubeflow
+    run_id = submit("train", {}, host=host).run_id
+    server.spoils["GET runs/*"] = [hostile.sends({**server.runs[0], "state": "SUCCEEDED", **odd})]
+    with pytest.raises(EnvironmentFailure, match="not the API of Kubeflow Pipelines"):
+        follow(host, run_id)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"runtime_config": {"parameters": {"run_id": "", "seed": "x", "store_uri": 5, "rounds": "many"}}},
+        {"runtime_config": {"parameters": {"run_id": [], "seed": None, "mlflow_uri": {}, "algorithm": 7}}},
+        {"runtime_config": {"parameters": {"night_id": None, "suite": ["digits"]}}},
+        {"pipeline_spec": [1]},
+        {"pipeline_spec": {"root": []}},
+        {"pipeline_spec": {"root": {"inputDefinitions": {"parameters": {"rounds": 5}}}}},
+        {"pipeline_version_reference": {}},
+        {"created_at": "2026-01-01T00:00:00+05:00", "finished_at": "0001-01-01T00:00:00Z"},
+        {"display_name": "\ud800\x1b[2J", "state": "SUCCEEDED"},
+    ],
+    ids=str,
+)
+def test_somebody_elses_run_is_followed_whatever_its_parameters(kubeflow: tuple[Any, str], odd: dict[str, Any]) -> None:
+    server, host = kubeflow
+    run_id = submit("train", {}, host=host).run_id
+    server.spoils["GET runs/*"] = [hostile.sends({**server.runs[0], "state": "FAILED", **odd})]
+    found, lines = follow(host, run_id)
+    assert found.state in ("FAILED", "SUCCEEDED") and all(line.isprintable() for line in lines)
