@@ -49,17 +49,9 @@ def made(find: Find, make: Callable[[], str]) -> str:
         raise
 
 
-def _made_id(thing: Any, field: str) -> str:
-    """The id of what was made. Raises Undecided if the server says none."""
-    try:
-        return id_of(thing, field)
-    except EnvironmentFailure as error:
-        raise Undecided(str(error)) from error
-
-
-def _named(ask: Callable[..., Any], field: str, id: str, name: str) -> str | None:
+def _named(client: Any, ask: Callable[..., Any], field: str, id: str, name: str) -> str | None:
     """The id of the first thing of that name in a list."""
-    return next((id_of(each, id) for each in pages(ask, field) if each.display_name == name), None)
+    return next((id_of(client, each, id) for each in pages(client, ask, field) if each.display_name == name), None)
 
 
 def fingerprint(settings: Any) -> str:
@@ -84,11 +76,11 @@ def experiment(client: Any, name: str, namespace: str | None) -> str:
 
     def find() -> str | None:
         same = partial(api.experiment_service_list_experiments, filter=equal("display_name", name), **own)
-        return _named(same, "experiments", "experiment_id", name)
+        return _named(client, same, "experiments", "experiment_id", name)
 
     def make() -> str:
         asked = kfp_server_api.V2beta1Experiment(display_name=name, **own)
-        return _made_id(api.experiment_service_create_experiment(experiment=asked), "experiment_id")
+        return id_of(client, api.experiment_service_create_experiment(experiment=asked), "experiment_id")
 
     return ensured(find, make)[0]
 
@@ -99,23 +91,25 @@ def uploaded(client: Any, name: str, version: str, text: str, namespace: str | N
 
     def pipeline() -> str | None:
         same = partial(api.pipeline_service_list_pipelines, filter=equal("display_name", name), **own)
-        return _named(same, "pipelines", "pipeline_id", name)
+        return _named(client, same, "pipelines", "pipeline_id", name)
 
     def of_that_name() -> str | None:
         every = partial(api.pipeline_service_list_pipeline_versions, pipeline_id)
-        return _named(every, "pipeline_versions", "pipeline_version_id", version)
+        return _named(client, every, "pipeline_versions", "pipeline_version_id", version)
 
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"{name}.yaml"
         path.write_text(text, encoding="utf-8")
         upload = client._upload_api
         pipeline_id, _ = ensured(
-            pipeline, lambda: _made_id(upload.upload_pipeline(str(path), name=name, **own), "pipeline_id")
+            pipeline, lambda: id_of(client, upload.upload_pipeline(str(path), name=name, **own), "pipeline_id")
         )
         version_id, new = ensured(
             of_that_name,
-            lambda: _made_id(
-                upload.upload_pipeline_version(str(path), name=version, pipelineid=pipeline_id), "pipeline_version_id"
+            lambda: id_of(
+                client,
+                upload.upload_pipeline_version(str(path), name=version, pipelineid=pipeline_id),
+                "pipeline_version_id",
             ),
         )
     return pipeline_id, version_id, new
@@ -151,19 +145,19 @@ def runs(client: Any, experiment_id: str, said: str) -> Iterator[Any]:
     """The experiment's runs with such a text in their description."""
     asked = equal("description", said, "IS_SUBSTRING")
     ask = partial(client._run_api.run_service_list_runs, experiment_id=experiment_id, filter=asked)
-    return (run for run in pages(ask, "runs") if said in (run.description or ""))
+    return (run for run in pages(client, ask, "runs") if said in (run.description or ""))
 
 
 def begun(client: Any, run: Any, find: Find) -> str:
     """The id of the run that is begun."""
-    return made(find, lambda: _made_id(client._run_api.run_service_create_run(run=run), "run_id"))
+    return made(find, lambda: id_of(client, client._run_api.run_service_create_run(run=run), "run_id"))
 
 
 # ---------------------------------------------------------------------------------------------------- recurring runs
 def recurring(client: Any, experiment_id: str, name: str) -> list[Any]:
     """The recurring runs of that name."""
     ask = client._recurring_run_api.recurring_run_service_list_recurring_runs
-    listed = pages(partial(ask, experiment_id=experiment_id), "recurring_runs")
+    listed = pages(client, partial(ask, experiment_id=experiment_id), "recurring_runs")
     return [each for each in listed if each.display_name == name]
 
 
@@ -173,26 +167,23 @@ def replacing(client: Any, wanted: Any) -> tuple[str, bool, int]:
     many were deleted. Raises EnvironmentFailure if one stays beside it."""
     api = client._recurring_run_api
 
-    def same(listed: list[Any]) -> str | None:
-        alike = (each for each in listed if each.description == wanted.description)
-        awake = (each for each in alike if "DISABLE" not in f"{each.mode} {each.status}")
-        return next((id_of(each, "recurring_run_id") for each in awake), None)
+    def listed() -> dict[str, Any]:
+        every = recurring(client, wanted.experiment_id, wanted.display_name)
+        return {id_of(client, each, "recurring_run_id"): each for each in every}
 
-    known = recurring(client, wanted.experiment_id, wanted.display_name)
-    id, new = same(known), False
-    if id is None:
-        before = {each.recurring_run_id for each in known}
+    def same(listed: Mapping[str, Any]) -> str | None:
+        alike = (id for id, each in listed.items() if each.description == wanted.description)
+        return next((id for id in alike if "DISABLE" not in f"{listed[id].mode} {listed[id].status}"), None)
 
-        def find() -> str | None:
-            listed = recurring(client, wanted.experiment_id, wanted.display_name)
-            return same([each for each in listed if each.recurring_run_id not in before])
+    def make() -> str:
+        answer = api.recurring_run_service_create_recurring_run(recurring_run=wanted)
+        return id_of(client, answer, "recurring_run_id")
 
-        def make() -> str:
-            answer = api.recurring_run_service_create_recurring_run(recurring_run=wanted)
-            return _made_id(answer, "recurring_run_id")
-
-        id, new = made(find, make), True
-    others = [other for each in known if (other := id_of(each, "recurring_run_id")) != id]
+    known = listed()
+    kept = same(known)
+    # (One that was looked for in vain before is not there: whatever is alike now was made by the request.)
+    id = kept or made(lambda: same(listed()), make)
+    others = [other for other in known if other != id]
     for at, other in enumerate(others):
         left = (
             f"{wanted.display_name} is there as {id}, and beside it, to start at its hours too, "
@@ -203,4 +194,4 @@ def replacing(client: Any, wanted: Any) -> tuple[str, bool, int]:
                 api.recurring_run_service_delete_recurring_run(other)
         except FlexfleetError as error:
             raise EnvironmentFailure(f"{left}. {error}") from error
-    return id, new, len(others)
+    return id, kept is None, len(others)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, first_line, masked, printable
 from flexfleet.kubeflow.shapes import ID
-from flexfleet.kubeflow.transport import WAY_IN, Unreachable, bound
+from flexfleet.kubeflow.transport import WAY_IN, Unreachable, bound, last_asked
 
 ENDPOINT = "KF_PIPELINES_ENDPOINT"
 LIST_S = 120.0
@@ -30,9 +30,10 @@ def connected(host: str | None) -> Iterator[Any]:
     if not (host or os.environ.get(ENDPOINT) or os.environ.get("KUBERNETES_SERVICE_HOST") or _kubeconfig()):
         raise Unreachable(f"the address of Kubeflow Pipelines is not set: --host, or {ENDPOINT}. {WAY_IN}")
     check_host(host, "--host") if host else check_host(os.environ.get(ENDPOINT, ""), ENDPOINT)
-    # Hides the links that the SDK prints, and its warning that it needs Kubeflow 2.
+    # Hides the links that the SDK prints, and its warnings: that it needs Kubeflow 2, and puts https:// before a host.
     with quiet_retries(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+        for kind in (FutureWarning, UserWarning):
+            warnings.simplefilter("ignore", kind)
         yield _client(host)
 
 
@@ -96,14 +97,12 @@ def link(client: Any, page: str, id: str) -> str:
     return f"{prefix}/#/{page}/details/{id}" if prefix.startswith(("http://", "https://")) else ""
 
 
-def id_of(thing: Any, field: str) -> str:
-    """The id in an answer, which becomes a part of addresses. Raises EnvironmentFailure if there is none."""
+def id_of(client: Any, thing: Any, field: str) -> str:
+    """The id in the last answer, which becomes a part of addresses. Raises EnvironmentFailure if there is none, and
+    Undecided if the question was to make it."""
     id = getattr(thing, field)
     if not isinstance(id, str) or not ID.fullmatch(id):
-        shown = printable(repr(id))[:80]
-        raise EnvironmentFailure(
-            f"what answers is not the API of Kubeflow Pipelines: a {field} was expected, got {shown}. {WAY_IN}"
-        )
+        raise last_asked(client).not_the_api(f"{printable(repr(id))[:80]} as {field}")
     return id
 
 
@@ -111,10 +110,7 @@ def run_of(client: Any, id: str) -> Any:
     """A run as the server has it. Raises EnvironmentFailure if something else answers."""
     run = client._run_api.run_service_get_run(id)
     if run.run_id != id:
-        raise EnvironmentFailure(
-            f"what answers is not the API of Kubeflow Pipelines (a page to log in, perhaps): it does not say the id of "
-            f"the run {id}. {WAY_IN}"
-        )
+        raise last_asked(client).not_the_api(f"no run with the id {id}")
     return run
 
 
@@ -143,7 +139,7 @@ def equal(key: str, value: str, operation: str = "EQUALS") -> str:
     return json.dumps({"predicates": [{"operation": operation, "key": key, "stringValue": value}]})
 
 
-def pages(ask: Callable[..., Any], field: str) -> Iterator[Any]:
+def pages(client: Any, ask: Callable[..., Any], field: str) -> Iterator[Any]:
     """All items of a list, page by page. `ask` takes `page_token` and `page_size`. Raises EnvironmentFailure for a list
     that does not end within LIST_S."""
     token, seen, end = "", set[str](), time.monotonic() + LIST_S
@@ -155,6 +151,5 @@ def pages(ask: Callable[..., Any], field: str) -> Iterator[Any]:
             return
         if token in seen or time.monotonic() > end:
             why = "names a page again" if token in seen else f"has not ended after {LIST_S:g} s"
-            told = f"Kubeflow Pipelines' list of {field.replace('_', ' ')} {why}, after {len(seen) + 1} pages"
-            raise EnvironmentFailure(f"{told}: what answers may not be its API. {WAY_IN}")
+            raise last_asked(client).not_the_api(f"a list that {why}, of {len(seen) + 1} pages so far")
         seen.add(token)

@@ -155,7 +155,7 @@ def submit(
                         f"the key {key} was of another start: the run {run.run_id} has other parameters or another "
                         "version of a pipeline; choose another key"
                     )
-                return id_of(run, "run_id")
+                return id_of(client, run, "run_id")
             return None
 
         run_id = find() if began else None

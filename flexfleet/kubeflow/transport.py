@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +27,11 @@ SHOWN = 300
 API = "/apis/"
 PORT_FORWARD = "kubectl -n kubeflow port-forward svc/ml-pipeline-ui 8080:80"
 WAY_IN = f"Where it is in a cluster, type `{PORT_FORWARD}`, leave that open, and give --host http://localhost:8080"
-LOG_IN = f"The SDK's credentials are missing or have expired: log in anew, or go past what asks for them. {WAY_IN}"
-NOT_THE_API = f"Either --host has a wrong path, or it is a page to log in. {LOG_IN}"
+LOG_IN = f"the SDK's credentials are missing or have expired: log in anew, or go past what asks for them. {WAY_IN}"
+NOT_THE_API = f"Either --host has a wrong path, or this is a page to log in, as {LOG_IN}"
 ADVICE = {
-    401: LOG_IN,
-    403: f"The credentials lack the right to this; with several users, --namespace is that of your profile. {LOG_IN}",
+    401: f"It does not know who asks, as {LOG_IN}",
+    403: "The credentials lack the right to this. With several users, --namespace is that of your profile",
     404: f"If it is not the API that says so, --host has a wrong path, or no Kubeflow Pipelines 2 is there. {WAY_IN}",
 }
 """What to do, by the status of an answer."""
@@ -146,7 +147,8 @@ def _explained(asked: Asked, error: Exception) -> Exception:
         return ConfigError(f"no address of Kubeflow Pipelines (like http://localhost:8080): {masked(asked.url)!r}")
     under = error.args[-1] if error.args and isinstance(error.args[-1], Exception) else error
     told = masked(str(under)) or type(under).__name__
-    why = printable(told.rpartition(": ")[2]) + certificate_hint(told)
+    why = printable(re.sub(r"\[SSL: \w+\] ", "", told).rpartition(": ")[2]) + certificate_hint(told)
+    why += ". Perhaps it speaks HTTP without TLS: --host http://..." if "WRONG_VERSION_NUMBER" in told else ""
     if isinstance(error, ConnectTimeoutError | NewConnectionError | SSLError):  # nothing was sent
         return Unreachable(f"{asked.whom} cannot be reached: {why} ({asked}). {WAY_IN}")
     return asked.broken(why)
@@ -159,7 +161,7 @@ def _checked(asked: Asked, answer: Any, body: bytes) -> bytes:
         to = printable(masked(str(answer.headers.get("Location", "")).partition("?")[0]))[:SHOWN] or "nowhere"
         raise EnvironmentFailure(
             f"{asked.whom} refused: {status}, a redirect to {to} ({asked}), which is not followed. If that is its own "
-            f"address, give it with --host; if it is a page to log in: {LOG_IN}"
+            f"address, give it with --host; if a page to log in, {LOG_IN}"
         )
     found = _object(body) if len(body) <= MOST else None
     code = (found or {}).get("code")
@@ -218,3 +220,9 @@ def bound(api: Any) -> None:
         return read(answer, model)
 
     api.deserialize = deserialize
+
+
+def last_asked(client: Any) -> Asked:
+    """The question that the SDK's client has asked last."""
+    asked: Asked = client._run_api.api_client.last_response.urllib3_response.asked
+    return asked

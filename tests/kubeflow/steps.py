@@ -118,7 +118,7 @@ def fired(host: str, recurring_run_id: str) -> list[str]:
     """The runs that a recurring run has made."""
     with connected(host) as client:
         job = client.get_recurring_run(recurring_run_id)
-        listed = pages(partial(client.list_runs, experiment_id=job.experiment_id), "runs")
+        listed = pages(client, partial(client.list_runs, experiment_id=job.experiment_id), "runs")
         return [run.run_id for run in listed if run.recurring_run_id == recurring_run_id]
 
 
