@@ -133,6 +133,7 @@ def test_a_list_without_end_ends(kubeflow: tuple[Any, str], flexfleet: Any, call
     assert done.code == 6, done.err
     one_line(done, kubeflow[1])
     assert ("names a page again" if token == "same" else "has not ended after") in done.err and took < 2 * BOUND_S + 2
+    assert token != "same" or kubeflow[0].heard.count(call) == 2
 
 
 def test_credentials_stay_with_the_host_that_was_asked(

@@ -98,6 +98,14 @@ def test_a_key_starts_one_run(kubeflow: tuple[Any, str], flexfleet: Any, tmp_pat
     assert submit("train", {}, host=host).run_id == "r3", "without a key each start is a new one"
 
 
+def test_a_server_that_lists_all_runs_whatever_is_asked_for(kubeflow: tuple[Any, str]) -> None:
+    server, host = kubeflow
+    submit("train", {}, host=host, key="a")
+    server.runs.append({"run_id": "r0", "display_name": "somebody's"})
+    server.spoils["GET runs"] = [lambda handler, answer: hostile.sends({"runs": server.runs[::-1]})(handler, answer)]
+    assert submit("train", {}, host=host, key="b").started and not submit("train", {}, host=host, key="a").started
+
+
 @pytest.mark.parametrize("key", ["", "a b", "-x", "a/b", "x" * 65, "ключ", "a,b"])
 def test_a_key_is_a_plain_name(kubeflow: tuple[Any, str], key: str) -> None:
     server, host = kubeflow
