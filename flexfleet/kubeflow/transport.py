@@ -125,7 +125,8 @@ def _ask(pool: Any, asked: Asked, given: dict[str, Any], got: dict[str, Any]) ->
     from urllib3 import Timeout
     from urllib3.exceptions import ProtocolError
 
-    given |= {"retries": False, "redirect": False, "preload_content": False, "timeout": Timeout(CONNECT_S, ANSWER_S)}
+    timeout = Timeout(connect=CONNECT_S, read=ANSWER_S + 1)  # after which a thread that nobody waits for any more ends
+    given |= {"retries": False, "redirect": False, "preload_content": False, "timeout": timeout}
     for last in (asked.method == "POST", True):
         try:
             answer = got["answer"] = pool.request(asked.method, asked.url, **given)

@@ -98,6 +98,20 @@ def test_what_would_never_end_ends_in_time(kubeflow: tuple[Any, str], flexfleet:
     assert said in done.err and took < BOUND_S + 2, took
 
 
+def test_an_answer_may_take_longer_than_a_connection(
+    kubeflow: tuple[Any, str], flexfleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "ANSWER_S", 10.0)
+    monkeypatch.setattr(transport, "CONNECT_S", 0.05)
+
+    def late(handler: Any, answer: hostile.Answer) -> None:
+        time.sleep(0.3)
+        hostile.answers(handler, answer)
+
+    done, _ = met(kubeflow, flexfleet, "POST runs", late)
+    assert done.code == 0, done.err
+
+
 @pytest.mark.parametrize(
     ("call", "shape"), [pytest.param(c, s, id=f"{c} {n}") for c, all in hostile.ODD.items() for n, s in enumerate(all)]
 )
