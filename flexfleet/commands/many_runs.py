@@ -117,13 +117,16 @@ def regress(args: argparse.Namespace) -> int:
 
     id = time.strftime("night-%Y%m%d-%H%M%S") if args.id is None else args.id
     check_jobs(args.jobs)
-    night = step.prepare(args.suite, id, args.set, args.update)
-    log.info("folder: %s", night.folder)
     if args.update:
+        night = step.prepare(args.suite, id, args.set, update=True)
+        log.info("folder: %s", night.folder)
         figures = step.update(night, jobs=args.jobs, resume=args.resume)
         show(figures.model_dump_json() if args.json else f"reference: {night.path.with_suffix('.json')}")
         return 0
-    verdict = step.regress(night, jobs=args.jobs, resume=args.resume)
+    with webhook.told_without_verdict(id):
+        night = step.prepare(args.suite, id, args.set)
+        log.info("folder: %s", night.folder)
+        verdict = step.regress(night, jobs=args.jobs, resume=args.resume)
     show(verdict.model_dump_json() if args.json else step.told(verdict))
     if not verdict.passed:
         webhook.call(step.told(verdict))

@@ -1,20 +1,39 @@
-"""Tells a chat or a pager that a night has failed."""
+"""Tells a chat or a pager that a night has failed, or has ended without a verdict."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Thread
 
 import urllib3
+
+from fl_engine.core.errors import Stopped, first_line, printable
 
 log = logging.getLogger("flexfleet")
 
 VARIABLE = "FLEXFLEET_WEBHOOK"
 """Environment variable with the address, which is a secret: anyone who knows it can post."""
 WAIT_S = 10.0
+"""Seconds for each try, from the look-up of the host's name to the answer's headers."""
 AGAIN_S = (2.0, 8.0)
 """Seconds to wait before each further try."""
+
+
+@contextmanager
+def told_without_verdict(night: str) -> Iterator[None]:
+    """Calls the webhook if the night inside ends in an error, before anybody could judge it. Whoever stops a night
+    knows of it."""
+    try:
+        yield
+    except Stopped:
+        raise
+    except Exception as error:
+        call(f"{night} has no verdict: {type(error).__name__}: {printable(first_line(error))}")
+        raise
 
 
 def call(text: str) -> None:
@@ -25,11 +44,27 @@ def call(text: str) -> None:
         return
     for seconds in (0.0, *AGAIN_S):
         time.sleep(seconds)
-        try:  # urllib3's own retries would write the address into the log
-            answer = urllib3.request("POST", url, json={"text": text}, timeout=WAIT_S, retries=False, redirect=False)
-            why = "" if answer.status < 300 else f"HTTP {answer.status}"
-        except (urllib3.exceptions.HTTPError, ValueError) as error:
-            why = type(error).__name__
-        if not why:
+        if not (why := _post_in_time(url, text)):
             return
     log.warning("the webhook (%s) was not told: %s", VARIABLE, why)
+
+
+def _post_in_time(url: str, text: str) -> str:
+    """Why the text was not taken; empty if it was. A socket's timeout is of each byte, and a server may send one after
+    the other: so this waits for a thread, and leaves it."""
+    whys = ["no answer in time"]
+    thread = Thread(target=lambda: whys.append(_post(url, text)), name="webhook", daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    return whys[-1]
+
+
+def _post(url: str, text: str) -> str:
+    try:  # urllib3's own retries would write the address into the log; the body, which nobody needs, may have no end
+        answer = urllib3.request(
+            "POST", url, json={"text": text}, timeout=WAIT_S, retries=False, redirect=False, preload_content=False
+        )
+        answer.close()
+        return "" if answer.status < 300 else f"HTTP {answer.status}"
+    except Exception as error:  # nobody else sees what ends a thread, and its message may hold the address
+        return type(error).__name__

@@ -1,17 +1,23 @@
-"""A failed night tells whoever listens."""
+"""A night that has failed, or has ended without a verdict, tells whoever listens."""
 
 from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flexfleet.nightly import webhook
+from fl_engine.core.errors import ConfigError, Stopped, UnreachableAddress
+from flexfleet.comparisons.whole import RunsFailed
+from flexfleet.nightly import regress, webhook
 
 
 @pytest.fixture
@@ -24,6 +30,7 @@ def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             found["posted"].append((self.path, self.headers["Content-Type"], json.loads(body)))
             self.send_response(found["status"])
+            self.send_header("Location", "/elsewhere/pl4nted")
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
@@ -60,3 +67,119 @@ def test_what_goes_wrong_is_a_warning_that_does_not_say_the_address(
     (line,) = caplog.messages
     assert "was not told" in line and "pl4nted" not in line
     assert len(listener["posted"]) == (3 if how == "refused" else 0)
+
+
+def test_a_redirection_is_not_followed(
+    listener: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener["status"] = 307
+    monkeypatch.setattr(webhook, "AGAIN_S", ())
+    webhook.call("failed")
+    assert [path for path, *_ in listener["posted"]] == ["/hooks/pl4nted"] and "HTTP 307" in caplog.text
+
+
+@pytest.fixture
+def raw(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[socket.socket], None]], dict[str, int]]]:
+    """Lets a server answer with what a function sends; gives how often it was asked."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        over, asked = threading.Event(), {"times": 0}
+
+        def serve(sends: Callable[[socket.socket], None]) -> None:
+            while not over.is_set():
+                connection, _ = server.accept()
+                with connection, suppress(OSError):
+                    asked["times"] += 1
+                    connection.recv(65536)
+                    sends(connection)
+
+        def begin(sends: Callable[[socket.socket], None]) -> dict[str, int]:
+            threading.Thread(target=serve, args=(sends,), daemon=True).start()
+            monkeypatch.setenv(webhook.VARIABLE, f"http://127.0.0.1:{server.getsockname()[1]}/pl4nted")
+            return asked
+
+        yield begin
+        over.set()
+        with suppress(OSError):
+            socket.create_connection(server.getsockname()).close()
+
+
+def test_an_answer_without_end_is_not_read(raw: Any, caplog: pytest.LogCaptureFixture) -> None:
+    sent = 0
+
+    def endless(connection: socket.socket) -> None:
+        nonlocal sent
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        while sent < 64 << 20:
+            connection.sendall(bytes(1 << 16))
+            sent += 1 << 16
+
+    asked = raw(endless)
+    webhook.call("failed")
+    assert asked["times"] == 1 and caplog.messages == [], "it was told"
+    assert sent < 32 << 20, "of which the system's buffers hold a part"
+
+
+def test_an_answer_that_comes_byte_by_byte_is_not_waited_for(
+    raw: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def slow(connection: socket.socket) -> None:
+        for _ in range(1000):
+            connection.sendall(b"H")
+            time.sleep(0.02)
+
+    monkeypatch.setattr(webhook, "WAIT_S", 0.1)
+    monkeypatch.setattr(webhook, "AGAIN_S", ())
+    raw(slow)
+    began = time.monotonic()
+    webhook.call("failed")
+    assert time.monotonic() - began < 5 and "was not told: no answer in time" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------ without a verdict
+ENDS: dict[str, tuple[str, Exception, str]] = {
+    "the suite is wrong": ("prepare", ConfigError("no such suite"), "ConfigError: no such suite"),
+    "MLflow is away": ("prepare", UnreachableAddress("MLflow at http://m: gone"), "MLflow at http://m: gone"),
+    "a run has failed": ("regress", RunsFailed("all_large-s0 failed", 1), "RunsFailed: all_large-s0 failed"),
+    "a crash": ("regress", ZeroDivisionError("of http://me:pl4nted@host\nand more"), "ZeroDivisionError: of http://host"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_night_that_ends_without_a_verdict_tells_why(
+    how: str, listener: dict[str, Any], flexfleet: Any, monkeypatch: pytest.MonkeyPatch, own_folder: None
+) -> None:
+    name, error, said = ENDS[how]
+
+    def ends(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(regress, "prepare", lambda *_, **__: SimpleNamespace(folder="runs/n"))
+    monkeypatch.setattr(regress, name, ends)
+    with suppress(ZeroDivisionError):
+        assert flexfleet("regress", "--id", "n").code == getattr(error, "exit_code", None)
+    ((_, _, posted),) = listener["posted"]
+    assert posted["text"].startswith("n has no verdict: ") and posted["text"].endswith(said)
+
+
+@pytest.mark.parametrize("error", [Stopped("asked to"), KeyboardInterrupt()])
+def test_whoever_stops_a_night_is_not_told(
+    error: BaseException, listener: dict[str, Any], flexfleet: Any, monkeypatch: pytest.MonkeyPatch, own_folder: None
+) -> None:
+    def ends(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(regress, "prepare", ends)
+    with suppress(KeyboardInterrupt):
+        flexfleet("regress", "--id", "n")
+    assert listener["posted"] == []
+
+
+def test_a_reference_is_no_night(
+    listener: dict[str, Any], flexfleet: Any, monkeypatch: pytest.MonkeyPatch, own_folder: None
+) -> None:
+    def ends(*_: Any, **__: Any) -> None:
+        raise ConfigError("no such suite")
+
+    monkeypatch.setattr(regress, "prepare", ends)
+    assert flexfleet("regress", "--id", "n", "--update").code == 2
+    assert listener["posted"] == []
