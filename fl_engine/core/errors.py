@@ -142,8 +142,8 @@ WHO_ASKS = re.compile(r"(?<=://)(?:[^/\s]*@|[^/:@\s]*:(?!\d+(?:/|$))\S*@)")
 """User and password of an address, also where a password holds an @ or a slash that should have been quoted."""
 
 
-QUERIED = re.compile(r"(?<=[?&;])(password|passwd|pwd|sslpassword|token)=[^&;\s]+", re.IGNORECASE)
-"""A password among the options of a database's address."""
+QUERIED = re.compile(r"(?<=[?&;])(\w*(?:password|passwd|pwd|token)|odbc_connect)=[^&;\s]+", re.IGNORECASE)
+"""A password among the options of a database's address, or what ODBC is told, which may hold one."""
 
 
 def holds_password(text: str) -> bool:
@@ -167,7 +167,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in one_line)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of what somebody else's error says, without passwords; its kind where it says nothing. (SQLAlchemy
     begins with advice to programmers, before which MLflow's server puts a code.)"""
     said = [line for line in str(error).splitlines() if not re.match(r"([A-Z_]+: )?\(raised as a result of ", line)]

@@ -67,6 +67,7 @@ def conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
     tuned.write(folder / "tune.json")
     parent = tracked.parent(config, study, {})
     if parent is not None and config.tracking.mlflow is not None:
+        tracked.end_left(parent, study)
         figures = {f"best/{tuned.metric}": tuned.best_value, "held_out/gain": tuned.gain}
         log_outcome(config.tracking.mlflow, parent.run_id, figures, {}, [str(folder / name) for name in FILES])
         parent.finish("FINISHED")

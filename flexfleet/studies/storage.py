@@ -5,13 +5,22 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped, Unreachable, first_line, masked
+from fl_engine.core.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    Stopped,
+    Unreachable,
+    UnreachableAddress,
+    first_line,
+    masked,
+)
 from flexfleet.config import Config
 from flexfleet.files.begun import go_on
+from flexfleet.tracking import databases
 
 LOCKED_S = 60
 """Seconds that a worker waits for the others' transactions on an SQLite file."""
@@ -27,31 +36,33 @@ def address(config: Config) -> str | None:
 def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) -> Any:
     """The study in `tune.storage`, else in the environment's FLEXFLEET_TUNE_STORAGE (an address that nobody shall see),
     else in `<folder>/study.log`. Creates it if it is missing, unless it has `begun`. Raises ConfigError if the storage
-    cannot be used."""
+    cannot be used, UnreachableAddress if a database does not answer."""
     import optuna
-    from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+    from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     url = address(config)
     where = f"tune.storage = {url}" if url else f"{folder / 'study.log'}"
+    databases.check_quoted("tune.storage", url or "")
     by_clock = config.rounds.stop_simulated_s is not None  # then rounds.stop says little of how many there are
     warm_up = 1 if by_clock else max(1, config.rounds.stop // 4)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=warm_up)
     try:
-        storage = _data_base(url) if url else _file(folder)
+        storage = _data_base(url, begun) if url else _file(folder)
         settings = {"storage": storage, "study_name": name, "sampler": sampler(config.seed), "pruner": pruner}
         if begun:
             return optuna.load_study(**settings)
         return optuna.create_study(**settings, direction="maximize", load_if_exists=True)
     except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError, ValueError, KeyError) as error:
-        if begun and isinstance(error, optuna.exceptions.StorageInternalError | DBAPIError):
+        if begun and isinstance(databases.cause(error), OperationalError) and not databases.refuses(error):
             raise  # the storage was reached before: `answering` reports the error
         if begun and isinstance(error, KeyError):
             raise ConfigError(
                 f"{masked(where)} has no study {name!r}, though it was begun: give the address of a database that "
                 "every worker reaches, no file of one machine"
             ) from error
-        raise ConfigError(f"{masked(where)} cannot be used: {first_line(error)}") from error
+        kind = UnreachableAddress if databases.is_away(error) else ConfigError
+        raise kind(f"{masked(where)} cannot be used: {first_line(databases.cause(error))}") from error
 
 
 def _file(folder: Path) -> Any:
@@ -62,15 +73,21 @@ def _file(folder: Path) -> Any:
     return JournalStorage(JournalFileBackend(str(folder / "study.log")))
 
 
-def _data_base(url: str) -> Any:
-    """The storage at this address. Optuna gives a waiting trial to one worker alone by locking its row; SQLite has no
-    locks for rows, so two workers could get the same trial. Here its transactions lock the whole file from their first
-    statement on (SQLAlchemy's recipe for serializable SQLite)."""
+def _data_base(url: str, begun: bool) -> Any:
+    """The storage at this address; makes the folder of an SQLite file, unless the study has `begun`. Optuna gives a
+    waiting trial to one worker alone by locking its row; SQLite has no locks for rows, so two workers could get the
+    same trial. Here its transactions lock the whole file from their first statement on (SQLAlchemy's recipe for
+    serializable SQLite)."""
     from optuna.storages import RDBStorage
     from sqlalchemy import event, make_url
 
-    if make_url(url).get_backend_name() != "sqlite":
-        return RDBStorage(url)
+    parsed = make_url(url)
+    if parsed.get_backend_name() != "sqlite":
+        # A connection that a restart of the database has broken is made again at the next transaction.
+        return RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
+    if not begun and parsed.database and not parsed.database.startswith((":", "file:")):
+        with suppress(OSError):  # SQLite says what it cannot open
+            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
     storage = RDBStorage(url, engine_kwargs={"connect_args": {"timeout": LOCKED_S}})
 
     def no_implicit_begin(connection: Any, _: Any) -> None:
@@ -91,8 +108,8 @@ def answering(config: Config) -> Iterator[None]:
     try:
         yield
     except (StorageInternalError, DBAPIError) as error:
-        where = masked(address(config) or "file")
-        raise Unreachable(f"the study's database ({where}) does not answer: {masked(first_line(error))}") from error
+        where, said = masked(address(config) or "file"), first_line(databases.cause(error))
+        raise Unreachable(f"the study's database ({where}) does not answer: {said}") from error
 
 
 @contextmanager

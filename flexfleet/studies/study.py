@@ -51,11 +51,11 @@ def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
     check_free(folder, resume, "--id")
     _examine(config)
     with alone(folder), storage.told_how_to_go_on(id), stopping_at_once(), storage.answering(config):
-        _reach(config, folder, id)
+        study = storage.open_study(config, folder, id)  # before anything trains
         runs.prepare_default(config, folder)
-        with ending(_begin(config, folder, id, folder, {})):
-            _work_all(config, folder, id)
-            return conclude(config, storage.open_study(config, folder, id), folder, folder)
+        with ending(_begin(config, folder, study, folder, {})):
+            _work_all(config, folder, study)
+            return conclude(config, study, folder, folder)
 
 
 def _examine(config: Config) -> None:
@@ -81,16 +81,9 @@ def _examine(config: Config) -> None:
     need_packages(resolved)
 
 
-def _reach(config: Config, folder: Path, id: str) -> None:
-    """Raises ConfigError where the study's database cannot be used, before anything trains."""
-    if storage.address(config) is not None:
-        storage.open_study(config, folder, id)
-
-
-def _begin(config: Config, folder: Path, id: str, prepared: Path, tags: Mapping[str, str]) -> MLflow | None:
+def _begin(config: Config, folder: Path, study: Any, prepared: Path, tags: Mapping[str, str]) -> MLflow | None:
     """Begins the study, with the default as its first trial, and its MLflow run with these `tags`; or resumes it. Gives
     the MLflow run. Raises ConfigError for a study that was begun with another configuration or in another storage."""
-    study = storage.open_study(config, folder, id)
     new = not study.get_trials(deepcopy=False)
     if new and (folder / "trials").exists():  # numbers begin at 0 again: new trials would take the results of old ones
         where = masked(storage.address(config) or str(folder / "study.log"))
@@ -99,7 +92,7 @@ def _begin(config: Config, folder: Path, id: str, prepared: Path, tags: Mapping[
             "the study was begun with, or choose another --id"
         )
     _check_same(study, config, folder)
-    trials.clear_stale(study)
+    trials.clear_stale(study, folder)
     if new:
         study.enqueue_trial(space.defaults(config, *runs.searched(config, prepared)))
     parent = tracked.parent(config, study, tags)
@@ -125,7 +118,8 @@ def _check_same(study: Any, config: Config, folder: Path) -> None:
     check_same(folder, known, now, name="--id")
 
 
-def _work_all(config: Config, folder: Path, id: str) -> None:
+def _work_all(config: Config, folder: Path, study: Any) -> None:
+    id = study.study_name
     given, stdin = hand_over(config, folder / "config.yaml")
     many = config.tune.workers
     if many == 1:
@@ -138,7 +132,7 @@ def _work_all(config: Config, folder: Path, id: str) -> None:
     ]
     codes = side_by_side(workers, many)
     failed = [code for code in codes.values() if code]
-    if failed and len(trials.done(storage.open_study(config, folder, id))) < config.tune.trials:
+    if failed and len(trials.done(study)) < config.tune.trials:
         ended = told_failures(codes, {each.name: each.log for each in workers})
         raise RunsFailed(f"workers ended before the study was done: {ended}; {go_on(id)}", failed[0])
 
@@ -155,13 +149,13 @@ def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, s
             "FLEXFLEET_TUNE_STORAGE; or set tune.workers to 1"
         )
     _examine(config)
-    _reach(config, out, id)
+    study = None if storage.address(config) is None else storage.open_study(config, out, id)
     write_config(config, out / "config.yaml")
     for seed in config.tune.seeds:
         share(runs.resolved(config, seed), out / f"shared-s{seed}")
     runs.prepare_default(config, out)
-    if storage.address(config) is not None:
-        _begin(config, out, id, out, of_job(config, job_id))
+    if study is not None:
+        _begin(config, out, study, out, of_job(config, job_id))
     return [{"study": id, "worker": str(i)} for i in range(many)]
 
 
@@ -174,7 +168,8 @@ def work_in_graph(prepared: Path, id: str, worker: int, out: Path, job_id: str) 
     alone_with_it = storage.address(config) is None
     with stopping_at_once(), storage.answering(config):
         if alone_with_it:
-            parent = _begin(config, folder, id, prepared, of_job(config, job_id))
+            study = storage.open_study(config, folder, id)
+            parent = _begin(config, folder, study, prepared, of_job(config, job_id))
         else:
             parent = tracked.parent(config, storage.open_study(config, folder, id, begun=True), {})
         with ending(parent):

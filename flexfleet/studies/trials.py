@@ -15,8 +15,9 @@ from threading import Event, Thread
 from typing import Any
 
 from fl_engine.core.contracts import Tracker
-from fl_engine.core.errors import EnvironmentFailure, InUse, Refused, Stopped, Unreachable, first_line, masked
+from fl_engine.core.errors import EnvironmentFailure, InUse, Refused, Stopped, Unreachable, first_line
 from fl_engine.data.files import OF_DISKS
+from flexfleet.tracking import databases
 
 log = logging.getLogger("flexfleet")
 
@@ -107,12 +108,14 @@ def _began(pid: str) -> str | None:
         return None
 
 
-def clear_stale(study: Any, seen: dict[int, tuple[Any, float]] | None = None) -> list[int]:
-    """Marks trials whose worker is gone as failed, so that their values are tried again. Gives their numbers.
+def clear_stale(study: Any, folder: Path, seen: dict[int, tuple[Any, float]] | None = None) -> list[int]:
+    """Marks trials whose worker is gone as failed, so that their values are tried again. Gives their numbers. `folder`:
+    of the study, on this machine.
 
-    A worker of this machine is gone if its process is gone; one of another machine is gone if its trial's beat has not
-    changed for SILENT_S, and so is one of this machine where there is no /proc (macOS). `seen`, kept from call to call,
-    is which beat each trial had and since when, so that clocks of two machines are never compared.
+    A worker of this machine is gone if its process is gone, or if it has left word (`cut_off`); one of another machine
+    is gone if its trial's beat has not changed for SILENT_S, and so is one of this machine where there is no /proc
+    (macOS). `seen`, kept from call to call, is which beat each trial had and since when, so that clocks of two machines
+    are never compared.
     """
     from optuna.trial import TrialState
 
@@ -123,8 +126,9 @@ def clear_stale(study: Any, seen: dict[int, tuple[Any, float]] | None = None) ->
         if before != signs:
             seen[trial.number], since = (signs, now), now
         host, _, rest = str(signs[0] or "").partition(":")
-        ended = host == socket.gethostname() and _ended(*rest.split(":"))
-        if (ended or now - since >= SILENT_S) and give_back(study, trial, died=True, goes_on=ended):
+        left_word = _cut_off(folder, trial.number).exists()
+        ended = left_word or (host == socket.gethostname() and _ended(*rest.split(":")))
+        if (ended or now - since >= SILENT_S) and give_back(study, trial, died=not left_word, goes_on=ended):
             gone.append(trial.number)
     if gone:
         log.info("trials whose worker is gone are tried again: %s", ", ".join(map(str, gone)))
@@ -163,6 +167,17 @@ def give_back(study: Any, trial: Any, died: bool, goes_on: bool) -> bool:
     elif values:
         log.warning("%d workers have died on these values, which are not tried again: %s", tried, values)
     return True
+
+
+def cut_off(folder: Path, number: int) -> None:
+    """Leaves word in the study's folder that a trial was interrupted, and not given back since the study's database
+    does not answer: for whoever resumes the study, its values have ended no worker."""
+    _cut_off(folder, number).parent.mkdir(parents=True, exist_ok=True)
+    _cut_off(folder, number).touch()
+
+
+def _cut_off(folder: Path, number: int) -> Path:
+    return folder / "trials" / f"{number}.cut-off"
 
 
 def give_up(trial: Any, outcome: str, why: Exception) -> Any:
@@ -204,7 +219,7 @@ def beating(trial: Any) -> Iterator[None]:
             except UpdateFinishedTrialError:
                 return  # the worker sees it after the next round
             except (OptunaError, SQLAlchemyError, OSError) as error:
-                log.warning("no sign of life got through, the next may: %s", masked(first_line(error)))
+                log.warning("no sign of life got through, the next may: %s", first_line(databases.cause(error)))
 
     thread = Thread(target=beat, name="beat", daemon=True)
     thread.start()

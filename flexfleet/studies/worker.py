@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fl_engine.core.errors import BadInput, Diverged, Refused
+from fl_engine.core.errors import BadInput, Diverged, Refused, Unreachable
 from flexfleet.config import Config, Range, load_config
 from flexfleet.files import terminal
 from flexfleet.files.artifacts import PoolFile
@@ -46,7 +46,7 @@ def work(config: Config, folder: Path, id: str, worker: int = 0, prepared: Path 
     seen: dict[int, tuple[Any, float]] = {}
     waiting = False
     while len(trials.done(study)) < config.tune.trials:
-        trials.clear_stale(study, seen)
+        trials.clear_stale(study, folder, seen)
         if len(trials.begun(study)) >= config.tune.trials:
             if not waiting:
                 log.info("the last trials are with other workers: waiting for their ends")
@@ -68,7 +68,7 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
 
     value, state = None, None
     try:
-        with trials.beating(trial):
+        with storage.answering(config), trials.beating(trial):
             trial.set_user_attr(trials.WORKER, trials.me())
             values, ready = suggest(trial, space), None
             try:
@@ -81,18 +81,25 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
                 log.info("trial %d has no value: %s", trial.number, error)
                 state = trials.give_up(trial, trials.DIVERGED, error)
             except BadInput as error:
-                if ready is not None:  # what is wrong with a run is no property of its values
+                # What is wrong with a run is no property of its values, nor who does not answer.
+                if ready is not None or isinstance(error, Unreachable):
                     raise
                 # Impossible: sizes that cross, an adaptive model above the next level.
                 log.info("trial %d cannot be: %s", trial.number, error)
                 state = trials.give_up(trial, trials.INFEASIBLE, error)
-        taken = study.tell(trial, value, state=state, skip_if_finished=True).state == TrialState.FAIL
+            taken = study.tell(trial, value, state=state, skip_if_finished=True).state == TrialState.FAIL
     except (trials.Taken, UpdateFinishedTrialError):
         taken = True
     except (Exception, KeyboardInterrupt) as error:
         interrupted = trials.meets_any_values(error)
         goes_on = interrupted and not isinstance(error, Refused)  # it may be the run that is refused
-        trials.give_back(study, study.trials[trial.number], died=not interrupted, goes_on=goes_on)
+        try:
+            with storage.answering(config):
+                trials.give_back(study, study.trials[trial.number], died=not interrupted, goes_on=goes_on)
+        except Unreachable as unreachable:
+            log.warning("%s: trial %d is given back by a resumed study", unreachable, trial.number)
+            if interrupted:
+                trials.cut_off(folder, trial.number)
         raise
     if taken:
         log.info("trial %d was silent for too long: another worker tries its values", trial.number)

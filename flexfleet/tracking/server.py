@@ -27,6 +27,7 @@ from fl_engine.core.errors import (
 )
 from flexfleet.config.platform import platform_uri
 from flexfleet.files.signals import brief_once_stopped
+from flexfleet.tracking import databases
 
 log = logging.getLogger("flexfleet")
 
@@ -39,7 +40,7 @@ DELETED = "deleted"
 SQLITE = "sqlite:///"
 IN_ADDRESSES = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 """What SQLAlchemy reads in the address of a SQLite file: the start of options, and a character by its number."""
-SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
+SCHEMES = ("http", "https", "sqlite", *databases.KINDS, "databricks", "file")
 """Of addresses that MLflow takes, besides those of its plugins."""
 HOST_AND_PORT = re.compile(r"[A-Za-z0-9._-]+:\d+(/.*)?")
 """What is no scheme and no folder that anybody names so: an address whose http:// was forgotten."""
@@ -69,9 +70,11 @@ def client_of(uri: str) -> Any:
     for noisy in ("alembic", "mlflow.store.model_registry", "mlflow.tracking.fluent"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # each error of a database, with a traceback
+    databases.check_quoted("tracking.mlflow", uri)
     with usable(uri):
         called = address(uri)
         _create_sqlite(uri)
+        databases.check_let_in(called)
         return Shared(mlflow.MlflowClient(tracking_uri=called))
 
 
@@ -165,6 +168,7 @@ def check_address(uri: str, here: bool = True) -> None:
     def refuse(why: str) -> NoReturn:
         raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {why}")
 
+    databases.check_quoted("tracking.mlflow", uri)
     scheme, sign, rest = uri.partition("://")
     kind = scheme.partition("+")[0].lower()
     known = {*SCHEMES, *(plugin.name for plugin in entry_points(group="mlflow.tracking_store"))}
@@ -260,15 +264,15 @@ def _waiting_is_told(uri: str) -> Iterator[None]:
 
 
 GONE = re.compile(
-    r"Max retries exceeded|too many \d+ error responses|(status|error) code 5\d\d|could not connect|database is locked"
-    r"|server closed the connection|[Cc]onnection (refused|reset|aborted|broken|timed out)|Response ended prematurely"
+    r"Max retries exceeded|too many \d+ error responses|(status|error) code 5\d\d|Response ended prematurely"
 )
-"""What MLflow, requests and database drivers say if a server does not answer."""
+"""What MLflow and requests say if MLflow's server, or what stands before it, does not answer."""
 
 
 def _unreachable(error: Exception) -> bool:
-    said = str(error)
-    return GONE.search(said) is not None and "CERTIFICATE_VERIFY_FAILED" not in said
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return False
+    return GONE.search(str(error)) is not None or databases.is_away(error)
 
 
 def _refuses_writes(error: Exception) -> bool:

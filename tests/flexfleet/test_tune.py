@@ -147,8 +147,8 @@ def test_a_study_whose_mlflow_goes_away_as_its_run_begins_goes_on_in_that_run(
     config = config.model_copy(update={"tracking": tracking})
     with monkeypatch.context() as patch, pytest.raises(Unreachable):
         patch.setattr(mlflow.MlflowClient, "get_metric_history", gone)
-        steps._begin(config, tmp_path, "a", folder, {})
-    steps._begin(config, tmp_path, "a", folder, {})
+        steps._begin(config, tmp_path, storage.open_study(config, tmp_path, "a"), folder, {})
+    steps._begin(config, tmp_path, storage.open_study(config, tmp_path, "a"), folder, {})
     client = mlflow.MlflowClient(mlflow_uri)
     assert len(client.search_runs([e.experiment_id for e in client.search_experiments()])) == 1
 
@@ -172,6 +172,39 @@ def test_a_held_out_run_whose_mlflow_goes_away_at_its_end_is_ended_there_by_a_re
     client = mlflow.MlflowClient(mlflow_uri)
     (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
     assert run.info.status == "FINISHED" and "clients.json" in [f.path for f in client.list_artifacts(run.info.run_id)]
+
+
+def test_runs_of_trials_that_were_given_up_while_mlflow_was_away_are_ended_by_a_resumed_study(
+    done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> None:
+        raise Unreachable("MLflow does not answer")
+
+    class Behind(Memory):
+        def metrics(self, rows: Any) -> None:
+            raise trials.Pruned("pruned")
+
+    _, before, config = done
+    place = shutil.copytree(before.parent, tmp_path / "copy")
+    tracking = config.tracking.model_copy(update={"mlflow": f"sqlite:///{place / 'mlflow.db'}"})
+    run = config.run.model_copy(update={"store": str(place)})
+    config = config.model_copy(update={"tracking": tracking, "run": run})
+    study, client = storage.open_study(config, place / "a", "a"), mlflow.MlflowClient(config.tracking.mlflow)
+    parent = client.get_run(study.user_attrs[tracked.PARENT])
+    with monkeypatch.context() as patch, pytest.raises(trials.Pruned):
+        patch.setattr(MLflow, "finish", gone)
+        out = place / "a" / "trials" / "9-s0"
+        runs.prepare(resolved := runs.resolved(config, 0, out), place / "a", out)
+        runs.rounds(resolved, out, tracked.tags(study, trial="9"), Behind())
+
+    def running() -> list[Any]:
+        return client.search_runs([parent.info.experiment_id], "attributes.status = 'RUNNING'")
+
+    alike = {"mlflow.parentRunId": "f" * 32, "flexfleet.study": "a", "flexfleet.trial": "0"}
+    other = client.create_run(parent.info.experiment_id, tags=alike).info.run_id  # somebody else's study
+    assert {each.data.tags["flexfleet.trial"] for each in running()} == {"0", "9"}
+    tune(config, "a", resume=True)
+    assert [each.info.run_id for each in running()] == [other]
 
 
 def test_a_finished_study_has_nothing_left_to_do(done: tuple[Tuned, Path, Config]) -> None:
@@ -242,7 +275,8 @@ def test_a_study_that_knows_nothing_of_its_trials_does_not_go_on(
     _, folder, config = done
     other = config.tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'other.db'}"})
     with pytest.raises(ConfigError, match=r"holds trials that the study in sqlite:.*other\.db does not know"):
-        steps._begin(config.model_copy(update={"tune": other}), folder, "a", folder, {})
+        config = config.model_copy(update={"tune": other})
+        steps._begin(config, folder, storage.open_study(config, folder, "a"), folder, {})
 
 
 def test_a_killed_study_goes_on_and_workers_share_it(nursery: Any, quick: tuple[str, ...], tmp_path: Path) -> None:

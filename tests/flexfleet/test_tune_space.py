@@ -313,6 +313,6 @@ def test_without_proc_a_worker_of_this_machine_is_known_by_its_beat(
     for i in range(3):
         for trial in (mine, beating):
             trial.set_user_attr(trials.BEAT, i)
-        gone.append(trials.clear_stale(study, seen))
+        gone.append(trials.clear_stale(study, tmp_path, seen))
         clock[0] += trials.SILENT_S / 2
     assert gone == [[], [], [silent.number]]

@@ -66,7 +66,7 @@ def untrained(prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(worker, "POLL_S", 0.02)
     shared = prepared[1].tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'study.db'}"})
     config = prepared[1].model_copy(update={"tune": shared})
-    steps._begin(config, tmp_path, "a", prepared[0], {})
+    steps._begin(config, tmp_path, storage.open_study(config, tmp_path, "a"), prepared[0], {})
     return config
 
 
@@ -108,7 +108,7 @@ def test_trials_of_a_worker_that_is_gone_are_tried_again(tmp_path: Path) -> None
     for trial, held_by in ((mine, trials.me()), (gone, f"{os.uname().nodename}:1:0"), (elsewhere, "other:1:0")):
         trial.set_user_attr(trials.WORKER, held_by)
         trial.suggest_float("training.lr", 0.1, 1.0)
-    assert trials.clear_stale(study) == [gone.number]
+    assert trials.clear_stale(study, tmp_path) == [gone.number]
     again = study.ask()
     assert again.suggest_float("training.lr", 0.1, 1.0) == gone.params["training.lr"]
     assert trials.runs_of(again) == gone.number, "and with its runs"
@@ -140,7 +140,7 @@ def test_who_gives_signs_is_not_gone_and_silence_is_measured_by_ones_own_clock(
     gone = []
     for i in range(4):
         alive.set_user_attr(trials.BEAT, i)
-        gone.append(trials.clear_stale(study, seen))
+        gone.append(trials.clear_stale(study, tmp_path, seen))
         clock[0] += trials.SILENT_S / 2
     assert gone == [[], [], [silent.number], []]
 
@@ -411,12 +411,12 @@ def test_the_command_line_has_as_many_workers_as_the_parameter_says(
 
     monkeypatch.setattr(steps, "side_by_side", side_by_side)
     three = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"workers": 3})})
-    steps._work_all(three, tmp_path, "a")
+    steps._work_all(three, tmp_path, storage.open_study(three, tmp_path, "a"))
     assert [job.argv[-2:] for job in started] == [("--worker", "0"), ("--worker", "1"), ("--worker", "2")]
     more = three.model_copy(update={"tune": three.tune.model_copy(update={"trials": 9})})
     (tmp_path / "worker0.log").write_text("\n$ a\nerror: no space left\n")
     with pytest.raises(RunsFailed, match="workers ended before the study was done: worker0") as failed:
-        steps._work_all(more, tmp_path, "a")
+        steps._work_all(more, tmp_path, storage.open_study(more, tmp_path, "a"))
     assert failed.value.exit_code == 137
 
 
@@ -448,8 +448,9 @@ def test_pods_share_a_study_by_a_data_base_alone(tmp_path: Path, monkeypatch: py
 def test_a_database_that_cannot_be_used_is_told_before_anything_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
+    (tmp_path / "file").touch()
     config = Config(
-        run={"store": str(tmp_path / "runs")}, tune={"storage": f"sqlite:///{tmp_path / 'no' / 'study.db'}"}
+        run={"store": str(tmp_path / "runs")}, tune={"storage": f"sqlite:///{tmp_path / 'file' / 'study.db'}"}
     )
     for module, name in ((runs, "prepare_default"), (steps, "share")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("it trains"))

@@ -22,6 +22,7 @@ LONG = {
         "fedx",
         "init",
         "kinds",
+        "postgres",
         "regress",
         "small_twins",
         "stop_simulated",

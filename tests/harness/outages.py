@@ -1,0 +1,72 @@
+"""Who asks databases that may be away, and what a study does then, and when its database is back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlflow.store.db.utils
+import pytest
+
+from fl_engine.core.errors import Unreachable
+from flexfleet.config import Config
+from flexfleet.studies import storage, trials, worker
+from flexfleet.tracking import databases
+from flexfleet.tracking.trackers import MLflow
+
+
+def opened(url: str, begun: bool = False) -> Any:
+    """The study `a` at this address."""
+    return storage.open_study(Config(tune={"storage": url}), Path("folder"), "a", begun=begun)
+
+
+FIRST: dict[str, Callable[[str], Any]] = {"MLflow": lambda url: MLflow(url, "e", "name", {}), "a study": opened}
+"""Who asks a database first, each in its own way."""
+
+
+@pytest.fixture
+def asked_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No address was asked before, and relative ones are of the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.delenv("FLEXFLEET_TUNE_STORAGE", raising=False)
+    databases.check_let_in.cache_clear()
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds for which MLflow would have waited, before it asks a database again."""
+    found: list[float] = []
+    monkeypatch.setattr(mlflow.store.db.utils.time, "sleep", found.append)
+    return found
+
+
+def interrupted_and_resumed(
+    url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, leave: Callable[[], Any], come_back: Callable[[], Any]
+) -> None:
+    """The database goes away within a study's trial, and is back when the study is resumed: the trial goes on, and no
+    worker has died on its values."""
+    config = Config(tune={"storage": url, "trials": 1})
+    monkeypatch.setattr(worker.runs, "searched", lambda *_: ({}, None))
+    monkeypatch.setattr(worker, "_pools", lambda *_: [])
+    monkeypatch.setattr(trials, "MOST_TRIED", 1)
+    storage.open_study(config, folder, "outage").enqueue_trial({"training.lr": 0.5})
+
+    def cut_off(config: Config, study: Any, trial: Any, ready: Any) -> float:
+        leave()
+        trials.Reporter(trial, "avg").metrics([(1, {"avg": 0.5})])
+        pytest.fail("the database took it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_trial", cut_off)
+        with pytest.raises(Unreachable, match=r"^the study's database \(.*\) does not answer: \(") as error:
+            worker.work(config, folder, "outage")
+    assert "pl4nted" not in str(error.value)
+    come_back()
+    monkeypatch.setattr(worker, "_trial", lambda *_: 0.5)
+    assert worker.work(config, folder, "outage") == [1]
+    (first, again) = storage.open_study(config, folder, "outage").trials
+    assert (first.state.name, again.state.name) == ("FAIL", "COMPLETE")
+    assert again.system_attrs["fixed_params"] == {"training.lr": 0.5}
+    assert (again.user_attrs[trials.TRIED], trials.runs_of(again)) == (0, 0)
