@@ -25,6 +25,7 @@ from flexfleet.comparisons import side_by_side
 from flexfleet.config import load_config, public
 from flexfleet.files import terminal as common
 from flexfleet.tracking import record as track
+from tests.harness import postgres
 from tests.harness.mlflow_server import serving
 from tests.harness.moto_server import moto
 from tests.k8s import fake
@@ -158,12 +159,46 @@ def test_a_study_writes_no_password_down(
     assert not found_in(said(done) | files_of(scratch) | files_of(mlflow_server[1]))
 
 
+def test_a_database_s_password_is_nowhere(
+    flexfleet: Callable[..., Any],
+    quick: tuple[str, ...],
+    scratch: Path,
+    no_drawings: None,
+    told: Callable[[], dict[str, bytes]],
+) -> None:
+    """Not of one that takes a run and a study, nor of one that refuses or is away."""
+    pytest.importorskip("psycopg", reason="psycopg, PostgreSQL's driver, is not installed (the extra `dev` has it)")
+    if postgres.programs() is None:
+        pytest.skip("no PostgreSQL server is installed (Debian: apt-get install --no-install-recommends postgresql)")
+    with postgres.serving() as server:
+        server.execute("CREATE DATABASE studies")  # MLflow and Optuna call a table of both alike
+        own = ("tune.trials=1", "tune.held_out=[]", "rounds.stop=1", f"tune.storage={server.url(database='studies')}")
+        sets = [*quick[1:], f"tracking.mlflow={server.url()}", *own]
+        wrong = [*sets, f"tune.storage={server.url('admin:pl4nted-wrong')}"]
+        done = [flexfleet("run", "--json", "--run-id", "a", sets=sets), flexfleet("tune", "--id", "t", sets=sets)]
+        refused = flexfleet("tune", "--id", "u", sets=wrong)
+        kept = {name: server.texts(name) for name in ("postgres", "studies")}
+        server.stop()
+        away = flexfleet("tune", "--id", "t", "--resume", sets=sets)
+    assert [each.code for each in (*done, refused, away)] == [0, 0, 2, 6], [each.err for each in (*done, refused, away)]
+    assert done[0].json["mlflow_run_id"].encode() in kept["postgres"] and b"training" in kept["studies"]
+    for each in (*done, refused, away):
+        assert not found_in(said(each))
+    assert not found_in(files_of(scratch) | kept | told())
+
+
 UNREACHABLE = f"http://me:{QUOTED}@127.0.0.1:9"
 FAILING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "MLflow is not there": (("run",), (f"tracking.mlflow={UNREACHABLE}",)),
     "MLflow is no address": (("run",), (f"tracking.mlflow=nonsense://me:{PASSWORD}@host",)),
     "a database that is not there": (("run",), (f"tracking.mlflow=postgresql://me:{PASSWORD}@127.0.0.1:9/db",)),
     "a study's database is not there": (("tune", "--id", "t"), (f"tune.storage=mysql://me:{PASSWORD}@127.0.0.1:9/x",)),
+    "a password of a database that is not quoted": (
+        ("tune", "--id", "t"),
+        ("tune.storage=postgresql://me:pa@pl4nted@127.0.0.1:9/x",),
+    ),
+    "what ODBC is told": (("run",), (f"tracking.mlflow=mssql+pyodbc:///?odbc_connect=PWD%3D{QUOTED}",)),
+    "the password of a certificate": (("run",), (f"tracking.mlflow=mysql://h:1/x?ssl_key_password={QUOTED}",)),
     "a store with a password": (("run",), (f"run.remote=s3://me:{PASSWORD}@bucket/prefix",)),
     "a store that is no store": (("run",), (f"run.remote=https://me:{PASSWORD}@host/bucket",)),
     "a folder with a password": (("run",), (f"run.store=https://me:{PASSWORD}@host/x",)),
