@@ -27,7 +27,7 @@ def report(
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.in_pod import ending, patiently
     from flexfleet.runs.gather import finish
-    from flexfleet.tracking.versioned import POINTERS
+    from flexfleet.tracking.pushed import POINTERS
 
     with ending("run_id"):
         folders = [Path(given.path) for given in (run, parts, apoz, pool, evaluation, finished)]

@@ -47,7 +47,7 @@ def _fetch(args: argparse.Namespace) -> int:
 
 def fetch_run(args: argparse.Namespace) -> int:
     from flexfleet.steps.prepare import config_of
-    from flexfleet.tracking.versioned import fetch_run as bring
+    from flexfleet.tracking.pushed import fetch_run as bring
 
     config = config_of(args)
     if config.tracking.mlflow is None:

@@ -40,8 +40,8 @@ from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
 from flexfleet.steps.resumed import check_recorded, known_run, store_of
 from flexfleet.steps.share import adopt
+from flexfleet.tracking import pushed
 from flexfleet.tracking import record as track
-from flexfleet.tracking import versioned
 
 MEANS = (*(name for name in uniformity.NAMES if name != uniformity.MEASURED), *phases.REPEATED)
 """The metrics of rounds of which a run says the mean; they are the same again when a run is repeated."""
@@ -151,7 +151,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
     outcome = result(out, page, store.uri())
     tags = {"model_sha256": outcome.model_sha256}
     if config.publish.dvc is not None:
-        tags |= versioned.push_run(out, config.publish.dvc)
+        tags |= pushed.push_run(out, config.publish.dvc)
     with tempfile.TemporaryDirectory() as scratch:
         written = outcome.write(Path(scratch) / "result.json")
         if config.tracking.mlflow is not None and outcome.mlflow_run_id is not None:
@@ -163,7 +163,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
             metrics |= {f"final/local/{name}": of["mean"] for name, of in outcome.metrics.get("local", {}).items()}
             metrics |= of_clients(outcome.metrics)
             files = [str(page), str(out / "pool" / "pool.json"), str(written)]
-            pointers = out / versioned.POINTERS if config.publish.dvc else None
+            pointers = out / pushed.POINTERS if config.publish.dvc else None
             log_outcome(config.tracking.mlflow, outcome.mlflow_run_id, metrics, tags, files, pointers)
     if config.run.remote is not None:
         store.put("report.html", page.read_bytes())

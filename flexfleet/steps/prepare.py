@@ -40,7 +40,7 @@ from flexfleet.config.read import Files
 from flexfleet.files.begun import told_changes
 from flexfleet.steps import warm_start
 from flexfleet.steps.labels import clusters_for, feature_network
-from flexfleet.tracking import versioned
+from flexfleet.tracking import data_repository
 
 log = logging.getLogger("flexfleet")
 
@@ -165,7 +165,7 @@ def _read(config: Config) -> Data:
 def _found(config: Config) -> Data:
     """The data set as it was published, or given. Raises DataError where a reader of one's own fails,
     EnvironmentFailure where the system does and names no file."""
-    name, root = config.dataset.name, versioned.folder_of(config.dataset.root)
+    name, root = config.dataset.name, data_repository.folder_of(config.dataset.root)
     if kept.is_kept(name):
         return kept.read(root, name, TASKS)
     source = resolve(DATASETS, name, "data set")

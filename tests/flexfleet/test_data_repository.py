@@ -14,7 +14,7 @@ import pytest
 
 from fl_engine.core.errors import DataError, EnvironmentFailure, IntegrityError
 from flexfleet.steps.prepare import Resolved
-from flexfleet.tracking import versioned
+from flexfleet.tracking import data_repository
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +56,16 @@ def test_a_data_set_comes_from_a_revision_or_a_pointer(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
-    old = versioned.folder_of(f"{repository}@v1:set")
+    old = data_repository.folder_of(f"{repository}@v1:set")
     assert (old / "a.txt").read_text() == "one" and old.is_relative_to(tmp_path)
-    assert (versioned.folder_of(f"{repository}@main:set") / "a.txt").read_text() == "two"
-    assert (versioned.folder_of(str(repository / "set.dvc")) / "a.txt").read_text() == "two"
+    assert (data_repository.folder_of(f"{repository}@main:set") / "a.txt").read_text() == "two"
+    assert (data_repository.folder_of(str(repository / "set.dvc")) / "a.txt").read_text() == "two"
     (old / "a.txt").touch()
-    assert versioned.folder_of(f"{repository}@v1:set") == old, "not fetched twice"
+    assert data_repository.folder_of(f"{repository}@v1:set") == old, "not fetched twice"
     for root in (f"{repository}@v3:set", f"{repository}@v1:other", str(repository / "other.dvc")):
         with pytest.raises(DataError, match=r"dataset.root = .*(is not to be had|does not exist)"):
-            versioned.folder_of(root)
-    assert versioned.folder_of(None) == tmp_path and versioned.folder_of("/some/data") == Path("/some/data")
+            data_repository.folder_of(root)
+    assert data_repository.folder_of(None) == tmp_path and data_repository.folder_of("/some/data") == Path("/some/data")
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_data_that_a_failing_network_or_disk_keeps_back_are_not_bad_input(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
-    monkeypatch.setattr(versioned, "_get", full)
+    monkeypatch.setattr(data_repository, "_get", full)
     with pytest.raises(kind, match=re.escape(f" is not to be had: {said.format(repository)}")) as told:
-        versioned.folder_of(root.format(repository))
+        data_repository.folder_of(root.format(repository))
     assert "secret" not in str(told.value)
 
 
@@ -96,14 +96,14 @@ def test_what_a_killed_fetch_left_is_removed_a_day_later(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
-    cached = versioned.folder_of(f"{repository}@v1:set")
+    cached = data_repository.folder_of(f"{repository}@v1:set")
     left, alive = (cached.with_name(f"{cached.name}.{number}.part") for number in ("0a1b0a1b", "2c3d2c3d"))
     for folder in (left, alive):
         folder.mkdir()
         (folder / "a.txt").write_text("on")
     os.utime(left, (0, 0))
     shutil.rmtree(cached)
-    assert (versioned.folder_of(f"{repository}@v1:set") / "a.txt").read_text() == "one"
+    assert (data_repository.folder_of(f"{repository}@v1:set") / "a.txt").read_text() == "one"
     assert {path.name for path in cached.parent.iterdir()} == {cached.name, f"{cached.name}.json", alive.name}
 
 
@@ -113,21 +113,21 @@ def test_what_has_changed_in_the_cache_is_refused(
 ) -> None:
     monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
     where = root.format(repository)
-    cached = versioned.folder_of(where)
+    cached = data_repository.folder_of(where)
     was = (cached / "a.txt").read_text()
     (cached / "packed").mkdir()  # what readers add is theirs
     (cached / "a.txt").touch()
     for change in (lambda path: path.write_text("owt"), Path.unlink):
-        assert (versioned.folder_of(where) / "a.txt").read_text() == was
+        assert (data_repository.folder_of(where) / "a.txt").read_text() == was
         change(cached / "a.txt")
         told = rf"{cached.name}/a\.txt is not what was fetched: delete {re.escape(str(cached))}, and it is fetched"
         with pytest.raises(IntegrityError, match=told):
-            versioned.folder_of(where)
+            data_repository.folder_of(where)
         shutil.rmtree(cached)
-    cached = versioned.folder_of(where)
+    cached = data_repository.folder_of(where)
     cached.with_name(f"{cached.name}.json").write_text("{")
     with pytest.raises(IntegrityError, match=r"\.json is damaged: delete"):
-        versioned.folder_of(where)
+        data_repository.folder_of(where)
 
 
 @pytest.mark.parametrize("root", ["{}@v2:set", "{}/set.dvc"])
@@ -142,11 +142,11 @@ def test_what_a_remote_has_damaged_is_refused(
         sent.chmod(0o644)
         sent.write_bytes(b"owt")
         with pytest.raises(IntegrityError, match=r"dataset.root = .*of set/a\.txt content with md5 .* is recorded"):
-            versioned.folder_of(root.format(repository))
+            data_repository.folder_of(root.format(repository))
     finally:
         sent.write_bytes(b"two")
         shutil.rmtree(cache, ignore_errors=True)
-    assert (versioned.folder_of(root.format(repository)) / "a.txt").read_text() == "two"
+    assert (data_repository.folder_of(root.format(repository)) / "a.txt").read_text() == "two"
 
 
 def test_data_that_were_changed_in_the_repositorys_folder_are_not_blamed_on_the_remote(
@@ -157,7 +157,7 @@ def test_data_that_were_changed_in_the_repositorys_folder_are_not_blamed_on_the_
     try:
         (repository / "set" / "a.txt").write_text("owt")
         with pytest.raises(IntegrityError, match=r"changed in the repository's folder \(dvc add records it"):
-            versioned.folder_of(str(repository / "set.dvc"))
+            data_repository.folder_of(str(repository / "set.dvc"))
     finally:
         shutil.rmtree(repository / "set")
 

@@ -40,7 +40,7 @@ from flexfleet.publish import publish
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import conclude, run
 from flexfleet.steps.prepare import Resolved
-from flexfleet.tracking import versioned
+from flexfleet.tracking import pushed, versioned
 from flexfleet.tracking.server import client_of
 
 
@@ -324,7 +324,7 @@ def asks(name: str, ran: Ran, out: Path) -> Any:
     if name == "promote":
         return publish.promote(NOBODY, "f" * 32, ran.result.model_sha256)
     if name == "fetch":
-        return versioned.fetch_run(NOBODY, "f" * 32, out)
+        return pushed.fetch_run(NOBODY, "f" * 32, out)
     runs = suite.runs_of(suite.load(DIGITS), "digits", (0, 1, 2), [f"tracking.mlflow={NOBODY}"], "n")
     night = regress.Night(DIGITS, suite.load(DIGITS), "n", runs)
     if name == "champion":
@@ -385,7 +385,7 @@ def test_a_run_comes_back_by_its_pointers(ran: Ran, flexfleet: Any, tmp_path: Pa
     done = flexfleet("fetch", ran.result.mlflow_run_id, "--out", str(tmp_path / "back"), "--json",
                      sets=[f"tracking.mlflow={ran.uri}"])  # fmt: skip
     assert done.code == 0, done.err
-    assert {Path(path).name for path in done.json["files"]} == set(versioned.OF_RUN)
+    assert {Path(path).name for path in done.json["files"]} == set(pushed.OF_RUN)
     for name in ("model.safetensors", "report.html", "pool/pool.json", "partition/partition.safetensors"):
         assert (tmp_path / "back" / name).read_bytes() == (ran.out / name).read_bytes()
     tags = ran.client.get_run(ran.result.mlflow_run_id).data.tags
@@ -405,23 +405,23 @@ def test_a_fetch_into_a_folder_that_another_one_has_made_meanwhile_is_refused(
         (out / "model.safetensors").write_bytes(b"of another run")
         return brought
 
-    monkeypatch.setattr(versioned, "pull", slow)
+    monkeypatch.setattr(pushed, "pull", slow)
     with pytest.raises(ConfigError, match=r"back was made by another process meanwhile: give another --out"):
-        versioned.fetch_run(ran.uri, ran.result.mlflow_run_id, out)
+        pushed.fetch_run(ran.uri, ran.result.mlflow_run_id, out)
     assert [path.name for path in tmp_path.iterdir()] == ["back"], "nothing is left beside it"
     assert (out / "model.safetensors").read_bytes() == b"of another run"
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
-        versioned.fetch_run(ran.uri, ran.result.mlflow_run_id, tmp_path / "file" / "back")
+        pushed.fetch_run(ran.uri, ran.result.mlflow_run_id, tmp_path / "file" / "back")
 
 
 @pytest.mark.parametrize("name", ["pool", "model.safetensors"])
 def test_a_pointer_that_mlflow_has_lost_is_told(ran: Ran, tmp_path: Path, name: str) -> None:
-    kept = Path(ran.client.get_run(ran.result.mlflow_run_id).info.artifact_uri) / versioned.POINTERS / f"{name}.dvc"
+    kept = Path(ran.client.get_run(ran.result.mlflow_run_id).info.artifact_uri) / pushed.POINTERS / f"{name}.dvc"
     away = kept.rename(tmp_path / kept.name)
     try:
         with pytest.raises(IntegrityError, match=rf"the run pushed {re.escape(name)} too, .* lost the pointer"):
-            versioned.fetch_run(ran.uri, ran.result.mlflow_run_id, tmp_path / "back")
+            pushed.fetch_run(ran.uri, ran.result.mlflow_run_id, tmp_path / "back")
     finally:
         away.rename(kept)
     assert not (tmp_path / "back").exists()
@@ -544,13 +544,13 @@ def test_a_remote_in_a_folder_is_found_from_any_other(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ran.out, "run", ignore=shutil.ignore_patterns("rounds", "export"))
-    tags = versioned.push_run(Path("run"), "remote")
+    tags = pushed.push_run(Path("run"), "remote")
     assert Path(tags["dvc.remote"]) == tmp_path.resolve() / "remote"
-    pointers = {path.stem: path.read_text() for path in Path("run", versioned.POINTERS).iterdir()}
+    pointers = {path.stem: path.read_text() for path in Path("run", pushed.POINTERS).iterdir()}
     Path("elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     brought = versioned.pull(pointers, tags["dvc.remote"], tmp_path / "back")
-    assert {path.name for path in brought} == set(versioned.OF_RUN)
+    assert {path.name for path in brought} == set(pushed.OF_RUN)
     here = re.escape(str(tmp_path.resolve() / "elsewhere" / "remote"))
     with pytest.raises(ConfigError, match=rf"DVC remote, {here}, is not there \(remote counts from the folder where"):
         versioned.pull(pointers, "remote", tmp_path / "again")  # as the tags of earlier versions have it

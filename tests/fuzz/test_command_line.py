@@ -28,8 +28,8 @@ from flexfleet.nightly import regress as regress_module
 from flexfleet.runs import whole as run_module
 from flexfleet.steps import client
 from flexfleet.studies import study as tune_module
+from flexfleet.tracking import pushed as pushed_module
 from flexfleet.tracking import server as tracking_module
-from flexfleet.tracking import versioned as versioned_module
 from tests.fuzz.mutations import anything, in_time, json_like, law, texts
 
 CODES = (0, 2, 3, 4, 5, 6)
@@ -53,7 +53,7 @@ def _idle(scratch: Path, monkeypatch: pytest.MonkeyPatch, finished_template: Any
         (regress_module, "make"),
         (submit_module, "connected"),
         (tracking_module, "client_of"),
-        (versioned_module, "client_of"),
+        (pushed_module, "client_of"),
     ):
         monkeypatch.setattr(owner, name, begin)
     monkeypatch.setattr(regress_module, "check", lambda config: None)  # of a suite: seconds, and tried by itself

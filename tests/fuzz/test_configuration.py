@@ -23,7 +23,7 @@ from flexfleet.config import Config, flatten, load_config, overrides, parse
 from flexfleet.config.entries import accuracies_of, entries_for, labels_of, seeds_of
 from flexfleet.config.overrides import comparison_from, config_from, form_of, parameters_of, sets_of, write_config
 from flexfleet.nightly import suite
-from flexfleet.tracking import versioned
+from flexfleet.tracking import data_repository, versioned
 from flexfleet.tracking.server import connect
 from tests.fuzz.mutations import altered, answer, anything, damaged, law, nested, texts
 
@@ -254,9 +254,9 @@ def test_a_pointer_names_a_checksum_or_is_refused(tmp_path: Path, content: bytes
 @example("~nobody-of-this-name")
 @example("x" * 5000)
 def test_a_data_root_is_a_folder_or_is_named(scratch: Path, root: str) -> None:
-    if versioned.REV.fullmatch(root):
+    if data_repository.REV.fullmatch(root):
         return  # an address: DVC's to ask for
-    found = answer(lambda: versioned.folder_of(root), "dataset.root", root[:50], kind=DataError)
+    found = answer(lambda: data_repository.folder_of(root), "dataset.root", root[:50], kind=DataError)
     assert found is None or isinstance(found, Path)
 
 
@@ -265,7 +265,7 @@ def test_a_data_root_is_a_folder_or_is_named(scratch: Path, root: str) -> None:
 def test_a_dvc_file_that_names_nothing_is_refused(scratch: Path, content: bytes) -> None:
     """A file outside of any repository: whatever it says, nothing can be had."""
     (scratch / "data.dvc").write_bytes(content)
-    assert answer(lambda: versioned.folder_of("data.dvc"), "data.dvc", "not a .dvc pointer") is None
+    assert answer(lambda: data_repository.folder_of("data.dvc"), "data.dvc", "not a .dvc pointer") is None
 
 
 # ------------------------------------------------------------------------------------ what a configuration names

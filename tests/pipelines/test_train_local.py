@@ -146,10 +146,10 @@ def test_the_first_task_begins_the_mlflow_run_that_the_rounds_go_on_with(ran: Ra
 
 
 def test_publishing_tasks_hand_on_pointers(ran: Ran, tmp_path: Path) -> None:
-    from flexfleet.tracking import versioned
+    from flexfleet.tracking import pushed, versioned
 
     pointers = {path.stem: path.read_text() for path in (ran.tasks / "report" / "pointers").iterdir()}
-    assert set(pointers) == set(versioned.OF_RUN)
+    assert set(pointers) == set(pushed.OF_RUN)
     for task, name, out in (("partition", "partition", "parts"), ("model-pool", "pool", "pool")):
         assert (ran.tasks / task / "pointer").read_text() == pointers[name]
         assert versioned.checksum(pointers[name]) == versioned.md5(ran.tasks / task / out)

@@ -1,0 +1,71 @@
+"""The parts of a run that DVC keeps: pushed when it is finished, and fetched by the pointers in its MLflow run."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from fl_engine.core.errors import ConfigError, IntegrityError, masked
+from fl_engine.storage.store import sha256
+from flexfleet.files.made_once import Taken, made_once
+from flexfleet.tracking.server import address, answering, client_of
+from flexfleet.tracking.versioned import checksum, place_of, pull, push
+
+OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
+"""The parts of a run's folder that are pushed."""
+POINTERS = "dvc"
+"""Folder of the pointers, in a run's folder and among the artifacts of its MLflow run."""
+
+
+def push_run(out: Path, remote: str) -> dict[str, str]:
+    """Pushes the parts OF_RUN of a finished run, and writes the pointers into its folder. Gives tags with the checksums
+    to which they point."""
+    pointers = push({name: out / name for name in OF_RUN}, remote)
+    for name, text in pointers.items():
+        (out / POINTERS).mkdir(exist_ok=True)
+        (out / POINTERS / f"{name}.dvc").write_text(text, encoding="utf-8")
+    return {"dvc.remote": place_of(remote), **{f"dvc.{name}": checksum(text) for name, text in pointers.items()}}
+
+
+def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
+    """Fetches what a run pushed into the new folder `out`, by the pointers in its MLflow run.
+
+    Raises ConfigError if MLflow does not know the run, if the run pushed nothing, if the remote is a folder that is not
+    there, or if `out` exists; EnvironmentFailure if MLflow does not answer; IntegrityError if MLflow or the remote has
+    lost or changed something: then there is nothing in `out`.
+    """
+    client = client_of(uri)
+    from mlflow import artifacts
+    from mlflow.exceptions import MlflowException
+
+    if out.exists():
+        raise ConfigError(f"{out} exists already: give another --out, or remove it")
+    with answering(uri, "does not give the run"):
+        try:
+            tags = client.get_run(mlflow_run_id).data.tags
+        except MlflowException as error:
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
+            raise ConfigError(masked(f"{uri} has no run {mlflow_run_id}: {error.message}")) from error
+    if "dvc.remote" not in tags:
+        raise ConfigError(f"the run {mlflow_run_id} pushed nothing: it had publish.dvc=null")
+    with tempfile.TemporaryDirectory() as scratch, answering(uri, "does not give the run's pointers"):
+        got = artifacts.download_artifacts(
+            run_id=mlflow_run_id, artifact_path=POINTERS, dst_path=scratch, tracking_uri=address(uri)
+        )
+        pointers = {path.stem: path.read_text("utf-8") for path in sorted(Path(got).iterdir())}
+    pushed = {key.removeprefix("dvc.") for key in tags if key.startswith("dvc.")} - {"remote"}
+    if missing := sorted(pushed - pointers.keys()):
+        raise IntegrityError(f"the run pushed {', '.join(missing)} too, of which MLflow has lost the pointer")
+    for name, text in pointers.items():
+        if (says := checksum(text)) != (tag := tags.get(f"dvc.{name}")):
+            raise IntegrityError(f"{name}: its pointer says md5 {says}, the run's tag {tag}")
+    try:
+        with made_once(out) as part:
+            pull(pointers, tags["dvc.remote"], part)
+            actual, expected = sha256((part / "model.safetensors").read_bytes()), tags.get("model_sha256")
+            if expected is not None and actual != expected:
+                raise IntegrityError(f"the model's sha256 is {actual}, the run's tag says {expected}")
+    except Taken as error:
+        raise ConfigError(f"{out} was made by another process meanwhile: give another --out") from error
+    return [out / name for name in pointers]
