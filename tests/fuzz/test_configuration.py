@@ -304,6 +304,7 @@ TRACKING = (
 def test_a_tracking_address_is_used_or_named(scratch: Path, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    monkeypatch.setattr("mlflow.store.db.utils.MAX_RETRY_COUNT", 1)
     answer(lambda: connect(address, "x"), "tracking.mlflow")
 
 
