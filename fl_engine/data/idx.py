@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from fl_engine.core.errors import DataError
-from fl_engine.data.files import check_labels, gunzip, parse_idx, read
+from fl_engine.data.files import read
+from fl_engine.data.formats import check_labels, gunzip, parse_idx
 
 HEADER = 16
 """Bytes of the header of an image file."""

@@ -32,7 +32,8 @@ from fl_engine.core.errors import IntegrityError, PartitionError, brief, nearest
 from fl_engine.core.fields import Index
 from fl_engine.core.samples import LABEL_WORD, Data, class_count, has_boxes, label_word
 from fl_engine.data import figures
-from fl_engine.data.files import fingerprint, replacing, sweep
+from fl_engine.data.files import replacing, sweep
+from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.label_noise import LabelNoise, NoiseFigures, told
 from fl_engine.data.rules import (
     Ints,

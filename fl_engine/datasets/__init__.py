@@ -12,7 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from fl_engine.core.samples import Data
-from fl_engine.data.files import absent, data_root, fingerprint, pad, subset
+from fl_engine.data.files import absent, data_root
+from fl_engine.data.fingerprint import fingerprint
+from fl_engine.data.padding import pad
+from fl_engine.data.subsets import subset
 from fl_engine.datasets import (
     aep,
     casas,

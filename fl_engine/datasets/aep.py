@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from fl_engine.core.errors import DataError
 from fl_engine.core.quantities import need_plain
 from fl_engine.core.samples import Data
-from fl_engine.data.files import moments, random_split, read, require_by_hand
+from fl_engine.data.files import read, require_by_hand
+from fl_engine.data.moments import moments
+from fl_engine.data.subsets import random_split
 from fl_engine.tasks import Regression
 
 ABOUT = "Appliances energy prediction, 18 features, the target a number (R2), 15,788 + 3,947; CC BY 4.0; 12 MB, by hand"

@@ -19,8 +19,10 @@ import torch
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import Remote, byte_statistics, download, extract, require
+from fl_engine.data.downloads import Remote, download, extract
+from fl_engine.data.files import require
 from fl_engine.data.idx import images_and_labels
+from fl_engine.data.moments import byte_statistics
 from fl_engine.tasks import Classification
 
 FOLDER = "emnist"

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from fl_engine.core.samples import Data
-from fl_engine.data.files import Remote, download, require
+from fl_engine.data.downloads import Remote, download
+from fl_engine.data.files import require
 from fl_engine.data.idx import images_and_labels
 from fl_engine.tasks import Classification
 

@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from fl_engine.core import seeds
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import byte_statistics, each_once, read, require_by_hand
+from fl_engine.data.files import each_once, read, require_by_hand
+from fl_engine.data.moments import byte_statistics
 from fl_engine.data.packs import packed
 from fl_engine.tasks import Classification
 

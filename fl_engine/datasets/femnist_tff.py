@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data import tff
-from fl_engine.data.files import Remote, byte_statistics, download, extract, require
+from fl_engine.data.downloads import Remote, download, extract
+from fl_engine.data.files import require
+from fl_engine.data.moments import byte_statistics
 from fl_engine.datasets.femnist import CLASSES, SIDE
 from fl_engine.tasks import Classification
 

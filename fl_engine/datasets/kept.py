@@ -19,7 +19,7 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, DataError, FlexfleetError, IntegrityError
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data, Task
-from fl_engine.data.files import fingerprint
+from fl_engine.data.fingerprint import fingerprint
 from fl_engine.storage.store import FolderStore, canonical, decode, encode, sha256
 
 PREFIX = "sha256:"

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fl_engine.core.samples import Data
-from fl_engine.data.files import Remote, download, require
+from fl_engine.data.downloads import Remote, download
+from fl_engine.data.files import require
 from fl_engine.data.idx import images_and_labels
 from fl_engine.tasks import Classification
 

@@ -26,7 +26,8 @@ import torch
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import Remote, download, read, require
+from fl_engine.data.downloads import Remote, download
+from fl_engine.data.files import read, require
 from fl_engine.tasks import Classification, NextToken
 
 ABOUT = "Shakespeare, the next character after 80, 62 classes, 827,298 + 200,539 of 299 roles; public domain; 1 MB"

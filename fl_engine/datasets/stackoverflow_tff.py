@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data import tff
-from fl_engine.data.files import Remote, download, extract, require
+from fl_engine.data.downloads import Remote, download, extract
+from fl_engine.data.files import require
 from fl_engine.tasks import NextToken
 
 ABOUT = (

@@ -28,7 +28,9 @@ from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
-from fl_engine.data.files import DAMAGE, Remote, absent, byte_statistics, download, extract, read, require
+from fl_engine.data.downloads import DAMAGE, Remote, download, extract
+from fl_engine.data.files import absent, read, require
+from fl_engine.data.moments import byte_statistics
 from fl_engine.tasks import Classification
 
 ABOUT = "Tiny ImageNet, 64x64 colour, 200 classes, 100,000 + 10,000; ImageNet's terms: research only; 248 MB"

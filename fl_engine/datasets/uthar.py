@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import moments, require_by_hand
+from fl_engine.data.files import require_by_hand
+from fl_engine.data.moments import moments
 from fl_engine.data.npy import mapped
 from fl_engine.tasks import Classification
 

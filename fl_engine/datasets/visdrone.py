@@ -38,7 +38,8 @@ from numpy.typing import NDArray
 from fl_engine.core.boxes import NONE
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
-from fl_engine.data.files import DAMAGE, read, require_by_hand
+from fl_engine.data.downloads import DAMAGE
+from fl_engine.data.files import read, require_by_hand
 from fl_engine.tasks import Detection
 
 ABOUT = (

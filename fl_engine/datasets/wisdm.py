@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from fl_engine.core import seeds
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import moments, read, require_by_hand
+from fl_engine.data.files import read, require_by_hand
+from fl_engine.data.moments import moments
 from fl_engine.tasks import Classification
 
 RAW = "wisdm/wisdm-dataset/raw"

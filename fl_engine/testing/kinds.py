@@ -16,7 +16,7 @@ from fl_engine.core.boxes import NONE
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.samples import Data
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.data.files import byte_statistics
+from fl_engine.data.moments import byte_statistics
 from fl_engine.datasets import Source
 from fl_engine.models.layers import FREE, check_spec, conv_slots, linear_slots
 from fl_engine.models.text_transformer import TextTransformer

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, Stopped
-from fl_engine.data.files import fingerprint
+from fl_engine.data.fingerprint import fingerprint
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256

@@ -27,7 +27,7 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityErro
 from fl_engine.core.fields import Moves
 from fl_engine.core.slicing import count_params, initial_params
 from fl_engine.core.types import FULL, SGD, Adam, LocalTask, Params
-from fl_engine.data.files import fingerprint
+from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.local import LOCAL
 from fl_engine.models.build import build_model
 from fl_engine.rounds.loop import AUTO_COMMIT_S, told_how_to_go_on

@@ -23,7 +23,7 @@ from fl_engine.core.errors import PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.data import clusters, npy
-from fl_engine.data.files import fingerprint
+from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.label_noise import likely_mistakes, made_wrong
 from fl_engine.data.partitioning import BY_LABEL, Partition
 from fl_engine.data.rules import Ints

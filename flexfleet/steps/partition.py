@@ -10,7 +10,7 @@ from pathlib import Path
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import DataError, PartitionError
 from fl_engine.data import local, partitioning
-from fl_engine.data.files import fingerprint
+from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.held_out import hold_out
 from fl_engine.data.manual import owners
 from fl_engine.data.partitioning import Partition

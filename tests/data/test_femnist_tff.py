@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
-from fl_engine.data.files import Remote, digest
+from fl_engine.data.downloads import Remote
+from fl_engine.data.files import digest
 from fl_engine.datasets import femnist_tff
 from fl_engine.testing.datasets import DatasetSuite
 

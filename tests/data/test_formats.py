@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
-from fl_engine.data import files
-from fl_engine.data.files import Remote
+from fl_engine.data import downloads, files, subsets
+from fl_engine.data.downloads import Remote
 from fl_engine.datasets import DATASETS, cifar10, data_root, digits, fashion_mnist, fingerprint, pad, subset
 from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import tiny_boxes
@@ -233,38 +233,38 @@ def test_digits_are_the_same_on_every_machine(tmp_path: Path) -> None:
 def test_download_keeps_what_is_right_and_logs_progress(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "CHUNK", 64)
+    monkeypatch.setattr(downloads, "CHUNK", 64)
     content = bytes(range(256))
     (tmp_path / "there").write_bytes(content)
     remote = Remote((tmp_path / "there").as_uri(), "here", md5(content))
     with caplog.at_level(logging.INFO):
-        path = files.download(remote, tmp_path / "new" / "folder")
+        path = downloads.download(remote, tmp_path / "new" / "folder")
     assert path == tmp_path / "new" / "folder" / "here"
     assert path.read_bytes() == content
     assert [message.split()[1] for message in caplog.messages] == ["25", "50", "75", "100"]
     (tmp_path / "there").unlink()
-    assert files.download(remote, tmp_path / "new" / "folder") == path  # it is there: no address is opened
+    assert downloads.download(remote, tmp_path / "new" / "folder") == path  # it is there: no address is opened
 
 
 def test_download_keeps_nothing_of_a_wrong_file(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(b"other")
     remote = Remote((tmp_path / "there").as_uri(), "here", md5(b"right"))
     with pytest.raises(DataError, match=r"there: expected md5 \w+, found \w+ \(5 bytes\); nothing was kept"):
-        files.download(remote, tmp_path / "new")
+        downloads.download(remote, tmp_path / "new")
     assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_download_never_overwrites(tmp_path: Path) -> None:
     (tmp_path / "here").write_bytes(b"mine")
     with pytest.raises(DataError, match=r"here: expected md5.*delete it and fetch again"):
-        files.download(Remote("file:///nowhere", "here", md5(b"right")), tmp_path)
+        downloads.download(Remote("file:///nowhere", "here", md5(b"right")), tmp_path)
     assert (tmp_path / "here").read_bytes() == b"mine"
 
 
 def test_download_without_network_names_the_address_and_the_place(tmp_path: Path) -> None:
     remote = Remote("http://127.0.0.1:9/file", "here", md5(b""))
     with pytest.raises(EnvironmentFailure, match=r"http://127\.0\.0\.1:9/file: download failed.*put it at .*new/here"):
-        files.download(remote, tmp_path / "new")
+        downloads.download(remote, tmp_path / "new")
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -295,7 +295,7 @@ def server() -> Iterator[str]:
 def test_download_tells_what_a_server_answers(server: str, tmp_path: Path) -> None:
     for length in ("5", "", "five", "-5"):
         remote = Remote(f"{server}/200/{length}", f"whole{length}", md5(b"whole"))
-        assert files.download(remote, tmp_path / "new").read_bytes() == b"whole"
+        assert downloads.download(remote, tmp_path / "new").read_bytes() == b"whole"
     for path, raised, match in (
         ("403/", EnvironmentFailure, "403/: download failed .*403: Forbidden"),
         ("503/5", EnvironmentFailure, "503/5: download failed .*503: Service Unavailable"),
@@ -303,7 +303,7 @@ def test_download_tells_what_a_server_answers(server: str, tmp_path: Path) -> No
         ("200/9", EnvironmentFailure, r"200/9: download failed \(the connection ended after 5 of 9 bytes\); check"),
     ):
         with pytest.raises(raised, match=match):
-            files.download(Remote(f"{server}/{path}", "here", md5(b"right")), tmp_path / "other")
+            downloads.download(Remote(f"{server}/{path}", "here", md5(b"right")), tmp_path / "other")
     assert not any((tmp_path / "other").iterdir())
 
 
@@ -351,10 +351,10 @@ def test_extract_refuses_links_and_damage(tmp_path: Path) -> None:
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
         tar.addfile(link)
     with pytest.raises(DataError, match="link is not a plain file"):
-        files.extract(tmp_path / "a.tar", {"link": tmp_path / "out"})
+        downloads.extract(tmp_path / "a.tar", {"link": tmp_path / "out"})
     (tmp_path / "b.tar").write_bytes(b"no archive")
     with pytest.raises(DataError, match=r"b\.tar: cannot be unpacked"):
-        files.extract(tmp_path / "b.tar", {"x": tmp_path / "out"})
+        downloads.extract(tmp_path / "b.tar", {"x": tmp_path / "out"})
     assert not (tmp_path / "out").exists()
 
 
@@ -387,9 +387,9 @@ def test_what_cannot_be_written_is_not_blamed_on_the_archive_or_the_network(tmp_
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as made:
         made.writestr("member", b"whole")
     with pytest.raises(EnvironmentFailure, match=r"afile/folder/out: cannot be written .*Not a directory"):
-        files.extract(tmp_path / "a.zip", {"member": place / "out"})
+        downloads.extract(tmp_path / "a.zip", {"member": place / "out"})
     with pytest.raises(EnvironmentFailure, match=r"afile/folder/here: cannot be written .*Not a directory"):
-        files.download(Remote((tmp_path / "afile").as_uri(), "here", md5(b"x")), place)
+        downloads.download(Remote((tmp_path / "afile").as_uri(), "here", md5(b"x")), place)
 
 
 def test_two_writers_of_a_file_do_not_write_into_one_another(tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_what_a_killed_writer_left_is_removed_a_day_later(tmp_path: Path) -> Non
         os.utime(path, (0, 0))
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("member", b"whole")
-    files.extract(tmp_path / "a.zip", {"member": tmp_path / "f[0]"})
+    downloads.extract(tmp_path / "a.zip", {"member": tmp_path / "f[0]"})
     assert {path.name for path in tmp_path.iterdir()} == {"a.zip", "f[0]", alive.name, other.name}
 
 
@@ -479,7 +479,7 @@ def test_subset_is_a_function_of_the_seed() -> None:
 
 def test_subset_rounds_by_largest_remainder() -> None:
     labels = np.array([0] * 5 + [1] * 3 + [2] * 2)
-    chosen = files.stratified(labels, 4, np.random.default_rng(0))
+    chosen = subsets.stratified(labels, 4, np.random.default_rng(0))
     assert np.bincount(labels[chosen]).tolist() == [2, 1, 1]  # 2.0, 1.2, 0.8
 
 

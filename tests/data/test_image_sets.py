@@ -18,8 +18,10 @@ import torch
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data import files
-from fl_engine.data.files import Remote, byte_statistics, fingerprint
+from fl_engine.data import moments
+from fl_engine.data.downloads import Remote
+from fl_engine.data.fingerprint import fingerprint
+from fl_engine.data.moments import byte_statistics
 from fl_engine.datasets import cifar100, data_root, emnist, femnist, mnist, tiny_imagenet
 from fl_engine.testing.datasets import DatasetSuite
 from tests.data import made
@@ -35,7 +37,7 @@ def remote(path: Path, algorithm: str = "md5") -> Remote:
 
 # --------------------------------------------------------------------------------------------------- statistics
 def test_statistics_are_those_of_numpy_per_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "COUNTED", 3)  # so that several parts are counted
+    monkeypatch.setattr(moments, "COUNTED", 3)  # so that several parts are counted
     images = np.random.default_rng(0).integers(0, 256, (10, 2, 5, 4), dtype=np.uint8)
     images[:, 1] //= 3
     mean, std = byte_statistics(images)

@@ -15,7 +15,8 @@ import torch
 
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
-from fl_engine.data.files import Remote, digest
+from fl_engine.data.downloads import Remote
+from fl_engine.data.files import digest
 from fl_engine.datasets import stackoverflow_tff
 from fl_engine.tasks import NextToken
 from fl_engine.testing.datasets import DatasetSuite

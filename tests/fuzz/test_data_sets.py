@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import extract
+from fl_engine.data.downloads import extract
 from fl_engine.datasets import cifar100, emnist, epic_sounds, femnist, mnist, shakespeare, tiny_imagenet, visdrone
 from tests.data import made
 from tests.fuzz.mutations import answer, damaged, json_like, law

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from fl_engine.core.errors import DataError, ModelError, PartitionError
 from fl_engine.core.samples import Data, Task
 from fl_engine.data import partitioning as p
-from fl_engine.data.files import fingerprint, subset
+from fl_engine.data.fingerprint import fingerprint
+from fl_engine.data.subsets import subset
 from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.kinds import tiny_table
 from fl_engine.training.losses import self_distillation

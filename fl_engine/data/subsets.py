@@ -1,0 +1,71 @@
+"""Which samples are taken: a split where none is published, and smaller data sets for quick runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_engine.core import seeds
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Data
+
+
+def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Ascending positions of the training and the test part, for a data set that is published without a split.
+
+    The test part is the one that scikit-learn's `train_test_split(test_size=test_share, random_state=42)` draws, which
+    is how published code often splits. It uses NumPy's legacy generator, whose stream is guaranteed never to change.
+    """
+    drawn = np.random.RandomState(42).permutation(samples).astype(np.int64)
+    test = math.ceil(test_share * samples)
+    return np.sort(drawn[test:]), np.sort(drawn[:test])
+
+
+def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """`samples` ascending positions, drawn without replacement, with the classes in the same shares as in the whole.
+
+    Shares are rounded by largest remainder (ties: the lower label), in integers, so all machines agree. A class with
+    fewer than about n / samples members may get none.
+    """
+    values, counts = np.unique(labels, return_counts=True)
+    shares, remainders = np.divmod(counts * samples, len(labels))
+    missing = samples - int(shares.sum())
+    shares[np.argsort(-remainders, kind="stable")[:missing]] += 1
+    chosen = [
+        rng.permutation(np.flatnonzero(labels == value))[:share] for value, share in zip(values, shares, strict=True)
+    ]
+    return np.sort(np.concatenate(chosen)).astype(np.int64)
+
+
+def subset(data: Data, train_samples: int | None, test_samples: int | None, seed: int) -> Data:
+    """A smaller data set for quick runs: stratified by label, in the original order; None keeps a part whole. Without
+    labels the samples are drawn uniformly.
+
+    The result depends on the seed alone. Training and test part have separate random streams, so neither changes the
+    other. Raises DataError if more samples are asked for than there are, or fewer than one.
+    """
+    train = _choose(data, "training", data.train_y, train_samples, seed)
+    test = _choose(data, "test", data.test_y, test_samples, seed)
+    return replace(
+        data,
+        train_x=data.train_x[train],
+        train_y=data.train_y[train],
+        test_x=data.test_x[test],
+        test_y=data.test_y[test],
+        natural_client=None if data.natural_client is None else data.natural_client[train],
+    )
+
+
+def _choose(data: Data, part: str, targets: torch.Tensor, samples: int | None, seed: int) -> slice | torch.Tensor:
+    if samples is None:
+        return slice(None)
+    if not 1 <= samples <= len(targets):
+        raise DataError(
+            f"{data.name}: expected 1 to {len(targets)} {part} samples, got {samples}; leave the number out to take all"
+        )
+    labels = data.task.labels(targets) if data.task.label_count else np.zeros(len(targets), dtype=np.int64)
+    return torch.from_numpy(stratified(labels, samples, seeds.rng(seed, f"subset/{part}")))
