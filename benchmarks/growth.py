@@ -40,7 +40,7 @@ from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
-from fl_engine.data.partitioning import Partition
+from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices

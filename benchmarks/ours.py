@@ -26,7 +26,7 @@ from fl_engine.core.contracts import Algorithm, Backend
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan, SubmodelSpec
-from fl_engine.data.partitioning import Partition
+from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site, Work, accept
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices

@@ -8,7 +8,7 @@ import torch
 from fl_engine.algorithms import FlexFL
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.samples import Data
-from fl_engine.data.partitioning import Partition
+from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.fleet import devices
 from fl_engine.models.mobilenetv2 import MobileNetV2

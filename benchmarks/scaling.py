@@ -35,7 +35,7 @@ from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import count_params, initial_params
 from fl_engine.core.types import FULL, ClientUpdate, Device, PoolModel, RoundContext, Tables, WorkOrder
-from fl_engine.data.partitioning import Partition
+from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices

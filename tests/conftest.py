@@ -30,7 +30,7 @@ from fl_engine.core.contracts import Algorithm, Tracker
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Outcome, RoundPlan
-from fl_engine.data import partitioning
+from fl_engine.data import heat_map, partitioning
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
@@ -440,7 +440,7 @@ def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(run_module, "report", page)
-    monkeypatch.setattr(partitioning, "draw", lambda *_: None)
+    monkeypatch.setattr(heat_map, "draw", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from fl_engine.core import seeds
-from fl_engine.data.partitioning import Partition
+from fl_engine.data.partition import Partition
 from fl_engine.data.rules import Ints
 
 LEAST = 2

@@ -35,7 +35,7 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.core.workload import macs_per_sample
-from fl_engine.data.partitioning import Partition
+from fl_engine.data.partition import Partition
 from fl_engine.data.rules import Ints
 from fl_engine.exchange import coding, sealing
 from fl_engine.exchange.evaluating import evaluated

@@ -43,7 +43,7 @@ from fl_engine.core.types import (
     Tables,
     WorkOrder,
 )
-from fl_engine.data.partitioning import Partition, labels_of
+from fl_engine.data.partition import Partition, labels_of
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import LazyServer, ServerSite
 from fl_engine.fleet import devices

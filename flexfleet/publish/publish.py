@@ -29,7 +29,7 @@ from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.samples import Data, has_boxes, has_sequences
 from fl_engine.core.types import PoolModel
-from fl_engine.data import partitioning
+from fl_engine.data import partition_files
 from fl_engine.models import export as exports
 from fl_engine.models import precision, quantised
 from fl_engine.models.export import About
@@ -75,7 +75,7 @@ def export(resolved: Resolved, out: Path, to: Path) -> tuple[Data, list[About]]:
     if sha256(value) != history.model_sha256:
         raise IntegrityError(f"{out / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")
     params = decode(value, str(out / "model.safetensors"))
-    parts = partitioning.load(out / "partition", data)
+    parts = partition_files.load(out / "partition", data)
     proxy = torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
     scores = EvaluationFile.read(out / "evaluation.json").levels
     shutil.rmtree(to, ignore_errors=True)

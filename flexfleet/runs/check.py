@@ -18,7 +18,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.pool import pool_of
 from fl_engine.core.slicing import initial_params, made_up, take
 from fl_engine.core.types import Device, OwnOptimizer, RoundPlan, TaskContext
-from fl_engine.data.partitioning import Partition
+from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices

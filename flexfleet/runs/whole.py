@@ -12,7 +12,7 @@ from fl_engine.aggregation import privacy
 from fl_engine.core.contracts import Tracker, Watcher
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.core.system import of_posix
-from fl_engine.data.partitioning import MANIFEST, read_manifest
+from fl_engine.data.partition_files import MANIFEST, read_manifest
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
 from fl_engine.rounds.loop import told_how_to_go_on

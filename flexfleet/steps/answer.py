@@ -20,7 +20,8 @@ from fl_engine.core.allowed import check_wheel
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief
 from fl_engine.core.types import Pool
-from fl_engine.data import local, partitioning
+from fl_engine.data import local, partition_files
+from fl_engine.data.partition import as_told
 from fl_engine.exchange import code
 from fl_engine.exchange.assignment import Assignment, site_files
 from fl_engine.exchange.client import Site
@@ -97,8 +98,8 @@ def _site(told: Assignment, store: Store) -> tuple[Algorithm, Site]:
             if file != "run.json":
                 (folder / file).write_bytes(sums.read(store, f"site/{file}", told.site.get(file)))
         if most is None:
-            parts = partitioning.load(folder, resolved.data)
-            data = partitioning.as_told(resolved.data, parts)
+            parts = partition_files.load(folder, resolved.data)
+            data = as_told(resolved.data, parts)
         else:
             if "FLEXFLEET_DATA" not in os.environ:
                 raise ClientError(

@@ -10,8 +10,8 @@ from pathlib import Path
 from fl_engine.backends.in_process import check_devices, prepare_process
 from fl_engine.core.errors import Diverged, IntegrityError
 from fl_engine.core.samples import class_count
-from fl_engine.data import partitioning
-from fl_engine.data.partitioning import Partition
+from fl_engine.data import partition_files
+from fl_engine.data.partition import Partition, labels_of, statistics
 from fl_engine.rounds.at_clients import gathered
 from fl_engine.storage.store import FolderStore, decode, sha256
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool
@@ -47,7 +47,7 @@ def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path,
     params = decode(value, str(run / "model.safetensors"))
     check_devices(devices)
     prepare_process(devices)
-    local = _local(resolved, partitioning.load(partition_dir, data))
+    local = _local(resolved, partition_files.load(partition_dir, data))
     watch = None if local is None else local.watch
     scores = evaluate_pool(family, params, pool, data, devices, watch=watch)
     of_clients = {} if local is None else {name: found for name in scores if (found := local.of(name))}
@@ -74,7 +74,7 @@ def _local(resolved: Resolved, parts: Partition) -> LocalAccuracy | None:
     data = resolved.data
     if not (classes := class_count(data.task)) or most_of(resolved.config) is not None:
         return None
-    held = partitioning.statistics(parts, partitioning.labels_of(data), classes)
+    held = statistics(parts.clients, labels_of(data), classes)
     return LocalAccuracy(data.task.labels(data.test_y), held, resolved.config.seed)
 
 

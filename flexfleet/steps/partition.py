@@ -9,11 +9,11 @@ from pathlib import Path
 
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import DataError, PartitionError
-from fl_engine.data import local, partitioning
+from fl_engine.data import heat_map, local, partition_files, partitioning
 from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.held_out import hold_out
 from fl_engine.data.manual import owners
-from fl_engine.data.partitioning import Partition
+from fl_engine.data.partition import Partition
 from fl_engine.data.rules import Ints
 from fl_engine.datasets import kept
 from fl_engine.exchange.client import Site
@@ -40,14 +40,14 @@ def partition(resolved: Resolved, out: Path) -> Path:
         )
     parts = cut(resolved)
     if parts.rule == local.LOCAL:
-        return partitioning.save(parts, out)
+        return partition_files.save(parts, out)
     if parts.clusters is not None:
         keep_clusters(resolved.config, resolved.data, parts.clusters)
     if resolved.config.noise.labels:
         _ = resolved.family  # raises where the network does not fit the data
         parts = noisy(resolved.config, resolved.data, parts, held_out(resolved.config, parts)[1])
-    partitioning.draw(parts.counts, out / "partition.svg", parts.label)
-    return partitioning.save(parts, out)
+    heat_map.draw(parts.counts, out / "partition.svg", parts.label)
+    return partition_files.save(parts, out)
 
 
 def cut(resolved: Resolved) -> Partition:

@@ -23,8 +23,8 @@ from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ChoosesNetwork, Preparation
 from fl_engine.core.errors import ConfigError, ModelError, PartitionError, nearest
-from fl_engine.data import partitioning
-from fl_engine.data.partitioning import Partition
+from fl_engine.data import partition_files
+from fl_engine.data.partition import Partition
 from fl_engine.exchange.server import PreparingServer
 from fl_engine.preparation import preparation
 from fl_engine.preparation.weights import fitting, given, giver
@@ -52,7 +52,7 @@ def pretrain(resolved: Resolved, partition: Path, out: Path, known: Path | None 
     """
     names = resolved.algorithm.preparations
     giver(names)
-    parts = partitioning.load(partition, resolved.data) if names else None
+    parts = partition_files.load(partition, resolved.data) if names else None
     wanted = {name: inputs_of(resolved, name, partition) for name in names}
     before = prepared.index(out)
     made = {n: e for n, e in before.items() if e.inputs == wanted.get(n) and prepared.is_there(out, n, e)}
@@ -148,7 +148,7 @@ def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
         "seed": resolved.config.seed,
         "network": repr(resolved.family),
         **own_code.digests(resolved.config, ("model", "algorithm") if chosen else ("model",)),
-        "partition": sha256((partition / partitioning.MANIFEST).read_bytes()),
+        "partition": sha256((partition / partition_files.MANIFEST).read_bytes()),
         "settings": settings_of(resolved, name, kind),
         **({} if device == "cpu" else {"device": device}),
     }

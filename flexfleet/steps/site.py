@@ -17,7 +17,8 @@ from fl_engine.core.errors import IntegrityError, ModelError
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Params
-from fl_engine.data import partitioning
+from fl_engine.data import partition_files
+from fl_engine.data.partition import as_told
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices, faults, traces
@@ -38,8 +39,8 @@ def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path, before: Map
     """All that clients on this machine need to know. Prepares the process for training. `before`: the numerics of the
     run that is resumed, whose precision a run with `run.precision=auto` keeps."""
     config, family = resolved.config, resolved.family
-    parts = partitioning.load(partition_dir, resolved.data)
-    data = partitioning.as_told(resolved.data, parts)
+    parts = partition_files.load(partition_dir, resolved.data)
+    data = as_told(resolved.data, parts)
     parts, held = held_out(config, parts)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import flexfleet as ff
-from fl_engine.data import partitioning
+from fl_engine.data import heat_map
 from flexfleet.runs import whole
 from flexfleet.studies import outcome
 
@@ -28,7 +28,7 @@ def smaller(call: Callable[..., Any], **less: Any) -> Callable[..., Any]:
 
 def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(partitioning, "draw", lambda *_: None)
+    monkeypatch.setattr(heat_map, "draw", lambda *_: None)
     monkeypatch.setattr(whole, "report", lambda runs, out: out.write_text("<html></html>") and out)
     monkeypatch.setattr(outcome.plots, "study", lambda *_, **__: [])
     monkeypatch.setattr(ff, "compare", smaller(ff.compare))

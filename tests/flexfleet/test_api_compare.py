@@ -17,7 +17,7 @@ import pytest
 import flexfleet as ff
 from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.core.errors import IntegrityError
-from fl_engine.data import partitioning
+from fl_engine.data import heat_map
 from flexfleet.api.labels import entries_of
 from flexfleet.comparisons import suites, whole
 from flexfleet.comparisons.side_by_side import BEGINS, one_by_one
@@ -47,7 +47,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
         patch.setattr(run_module, "report", page_stub)  # drawings have tests of their own
-        patch.setattr(partitioning, "draw", lambda *_: None)
+        patch.setattr(heat_map, "draw", lambda *_: None)
         yield here / "runs"
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import flexfleet as ff
 from fl_engine.algorithms import HeteroFL
-from fl_engine.data import partitioning
+from fl_engine.data import heat_map
 from flexfleet.api import tuning
 from flexfleet.api.tuning import study_of
 from flexfleet.config import TuneConfig
@@ -33,7 +33,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     here = tmp_path_factory.mktemp("studies")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
-        patch.setattr(partitioning, "draw", lambda *_: None)
+        patch.setattr(heat_map, "draw", lambda *_: None)
         patch.setattr(outcome.plots, "study", lambda *_, **__: [])  # drawings have tests of their own
         yield here / "runs"
 

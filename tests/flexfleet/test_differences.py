@@ -12,7 +12,7 @@ import pytest
 
 import flexfleet as ff
 from fl_engine.algorithms import AllLarge, HeteroFL
-from fl_engine.data import partitioning
+from fl_engine.data import heat_map
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.selection import Uniform
 from fl_engine.testing.tiny import tiny_pool
@@ -138,7 +138,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
         patch.setattr(run_module, "report", lambda runs, out: out.write_text("") or out)
-        patch.setattr(partitioning, "draw", lambda *_: None)
+        patch.setattr(heat_map, "draw", lambda *_: None)
         ff.compare(labels, seeds=(0,), id="a", clients=4, rounds=1, local_epochs=1, options=options, progress=False)
         yield here / "runs" / "a"
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fl_engine.core.errors import BadInput, EnvironmentFailure, IntegrityError
-from fl_engine.data import partitioning
+from fl_engine.data import partition_files
 from fl_engine.preparation.confusion import Confusion
 from fl_engine.testing.kinds import tiny_table
 from flexfleet.config import flatten
@@ -86,7 +86,7 @@ def test_the_matrix_is_kept_by_its_inputs_and_computed_again_to_the_same_labels(
 ) -> None:
     def made(name: str, *more: str) -> bytes:
         partition(Resolved.load(None, [*quick, *NOISE, *more]), tmp_path / name)
-        return (tmp_path / name / partitioning.TENSORS).read_bytes()
+        return (tmp_path / name / partition_files.TENSORS).read_bytes()
 
     first = made("a")
     (matrix,) = kept("confusion")
@@ -121,7 +121,7 @@ def test_a_partition_with_right_labels_for_what_is_held_out_is_shared_with_its_l
 def test_no_client_gets_labels_of_the_servers_classes(quick: Sequence[str], no_drawings: None, tmp_path: Path) -> None:
     resolved = Resolved.load(None, [*quick, *NOISE, "partition.server_classes=[1, 8]"])
     partition(resolved, tmp_path / "a")
-    found = partitioning.load(tmp_path / "a", resolved.data)
+    found = partition_files.load(tmp_path / "a", resolved.data)
     assert found.noise is not None and found.noise.reached > 0.2
     assert not np.isin(np.concatenate(found.noise.labels), (1, 8)).any()
 
@@ -184,7 +184,7 @@ def test_the_share_that_is_reached_is_logged_tracked_and_reported(
     tracked = [each for each in quick if not each.startswith("tracking.")]
     done = flexfleet("run", "--json", "--run-id", "a", sets=[*tracked, *NOISE])
     assert done.code == 0, done.err
-    manifest = partitioning.read_manifest(Path("runs/a/partition/partition.json"))
+    manifest = partition_files.read_manifest(Path("runs/a/partition/partition.json"))
     assert manifest.noise is not None and manifest.reached is not None and 0.1 < manifest.reached <= 0.5
     assert done.json["metrics"]["label_noise"] == manifest.reached
     said = f"{sum(manifest.noise.wrong)} of {sum(manifest.client_samples)} labels of clients are wrong"
@@ -225,7 +225,7 @@ def test_a_run_deals_by_clusters_of_a_networks_features(
     sets = [*quick, "partition.features=small_cnn", "partition.clusters=4"]
     done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
     assert done.code == 0, done.err
-    manifest = partitioning.read_manifest(Path("runs/a/partition/partition.json"))
+    manifest = partition_files.read_manifest(Path("runs/a/partition/partition.json"))
     assert manifest.label == "cluster" and len(manifest.class_counts) == 4
     assert "Samples of each cluster at each client" in Path("runs/a/partition/partition.svg").read_text()
     assert "How many samples of each cluster each client holds" in Path("runs/a/report.html").read_text()
@@ -259,12 +259,12 @@ def test_clusters_of_a_files_features_belong_to_its_content(
     more = ("partition.features=f.npy", "partition.clusters=3", "partition.minimum=2")
     sets = [*plain, *TABLE, *more]
     partition(Resolved.load(None, sets), tmp_path / "a")
-    found = partitioning.load(tmp_path / "a", tiny_table())
+    found = partition_files.load(tmp_path / "a", tiny_table())
     assert found.clusters is not None and found.label == "cluster"
     assert len(set(zip(found.clusters.tolist(), (np.arange(samples) % 3).tolist(), strict=True))) == 3
     np.save("f.npy", np.eye(3)[np.arange(samples) // (samples // 3 + 1)])
     partition(Resolved.load(None, sets), tmp_path / "b")
-    other = partitioning.load(tmp_path / "b", tiny_table())
+    other = partition_files.load(tmp_path / "b", tiny_table())
     assert other.clusters is not None and not np.array_equal(found.clusters, other.clusters)
     assert len(kept("clusters")) == 2
 
@@ -295,7 +295,7 @@ def test_a_map_deals_by_hand(plain: Sequence[str], no_drawings: None, tmp_path: 
     Path("map.json").write_text(json.dumps({"clients": [np.flatnonzero(whose == c).tolist() for c in range(3)]}))
     sets = [*plain, *TABLE, "partition.rule=manual", "partition.map=map.json", "partition.clients=3"]
     partition(Resolved.load(None, sets), tmp_path / "a")
-    found = partitioning.load(tmp_path / "a", data)
+    found = partition_files.load(tmp_path / "a", data)
     for client, held in enumerate(found.clients):
         assert len(held) and (whose[held] == client).all()
     assert found.label == "quantile bin"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError
-from fl_engine.data.partitioning import read_manifest
+from fl_engine.data.partition_files import read_manifest
 from flexfleet.config import Config
 from flexfleet.config.entries import entries
 from flexfleet.config.names import LONGEST, plain

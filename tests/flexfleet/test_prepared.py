@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError
-from fl_engine.data.partitioning import TENSORS
+from fl_engine.data.partition_files import TENSORS
 from fl_engine.exchange import code
 from flexfleet.comparisons import whole
 from flexfleet.config import load_config

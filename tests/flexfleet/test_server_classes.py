@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_engine.data.partitioning import read_manifest
+from fl_engine.data.partition_files import read_manifest
 from fl_engine.training.evaluation import OWNERS
 from flexfleet.comparisons import tabulate
 from flexfleet.config import load_config

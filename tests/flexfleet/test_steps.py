@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError, Unreachable
-from fl_engine.data import partitioning
+from fl_engine.data import partition_files
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.lease import Holder
 from fl_engine.storage.store import decode, sha256
@@ -116,7 +116,7 @@ def test_a_step_explains_itself(step: Step, module: Any) -> None:
 
 
 def test_partition_writes_positions_counts_and_a_drawing(chained: dict[str, Any], folder: Path) -> None:
-    parts = partitioning.load(folder / "partition")
+    parts = partition_files.load(folder / "partition")
     everything = np.concatenate([parts.proxy_train, parts.proxy_test, *parts.clients])
     assert sorted(everything.tolist()) == list(range(240)), "each training sample once"
     assert len(parts.clients) == 6

@@ -312,7 +312,7 @@ def test_held_out_seeds_are_of_the_data_of_the_trials(
     done: tuple[Tuned, Path, Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, folder, config = done
-    monkeypatch.setattr("fl_engine.data.partitioning.fingerprint", lambda data: "f" * 64)
+    monkeypatch.setattr("fl_engine.data.partition_files.fingerprint", lambda data: "f" * 64)
     with pytest.raises(PartitionError, match=r"cut from other data .* give those data again, or begin anew"):
         conclude(config, storage.open_study(config, folder, "a"), folder, folder)
 

@@ -25,8 +25,9 @@ from fl_engine.algorithms import FlexFL
 from fl_engine.core.errors import ConfigError, IntegrityError, ModelError, PartitionError
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import SubmodelSpec
-from fl_engine.data import partitioning
+from fl_engine.data import partition_files, partitioning
 from fl_engine.data.label_noise import made_wrong
+from fl_engine.data.partition import Partition, as_told
 from fl_engine.exchange.assignment import COMMON, Assignment
 from fl_engine.exchange.server import LazyServer, ServerSite
 from fl_engine.models import export, precision
@@ -194,12 +195,12 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def saved(folder: Path, kind: str = "plain") -> tuple[dict[str, Any], bytes]:
-    partitioning.save(KINDS[kind], folder)
-    manifest = json.loads((folder / partitioning.MANIFEST).read_bytes())
-    return manifest, (folder / partitioning.TENSORS).read_bytes()
+    partition_files.save(KINDS[kind], folder)
+    manifest = json.loads((folder / partition_files.MANIFEST).read_bytes())
+    return manifest, (folder / partition_files.TENSORS).read_bytes()
 
 
-def sound(found: partitioning.Partition) -> None:
+def sound(found: Partition) -> None:
     """As the rest of the engine trusts it to be: every position is of a sample, and at one place."""
     samples = len(SITE.data.train_y)
     every = np.concatenate([found.proxy_train, found.proxy_test, *found.clients])
@@ -211,7 +212,7 @@ def sound(found: partitioning.Partition) -> None:
         assert len(found.counts) == SITE.data.task.label_count
     else:
         assert len(found.clusters) == samples and 0 <= found.clusters.min() <= found.clusters.max() < len(found.counts)
-    told = partitioning.as_told(SITE.data, found)
+    told = as_told(SITE.data, found)
     if found.server_classes:
         assert np.isin(Y[np.concatenate([found.proxy_train, found.proxy_test])], found.server_classes).all()
         assert not np.isin(Y[np.concatenate(found.clients)], found.server_classes).any()
@@ -225,11 +226,11 @@ def sound(found: partitioning.Partition) -> None:
 def test_a_partition_is_what_was_cut_or_a_file_is_named(tmp_path: Path, data: st.DataObject, kind: str) -> None:
     manifest, tensors = saved(tmp_path, kind)
     if data.draw(st.booleans(), label="manifest"):
-        (tmp_path / partitioning.MANIFEST).write_bytes(data.draw(json_like(manifest), label="content"))
+        (tmp_path / partition_files.MANIFEST).write_bytes(data.draw(json_like(manifest), label="content"))
     else:
-        (tmp_path / partitioning.TENSORS).write_bytes(data.draw(damaged(tensors), label="content"))
+        (tmp_path / partition_files.TENSORS).write_bytes(data.draw(damaged(tensors), label="content"))
     refused_as = (IntegrityError, PartitionError)  # the latter: of other data
-    found = answer(lambda: partitioning.load(tmp_path, SITE.data), str(tmp_path), kind=refused_as)
+    found = answer(lambda: partition_files.load(tmp_path, SITE.data), str(tmp_path), kind=refused_as)
     if found is not None:
         sound(found)
 
@@ -255,9 +256,9 @@ def test_tensors_of_another_partition_are_refused_though_the_checksum_is_theirs(
 
     manifest, tensors = saved(tmp_path)
     content = save({k: np.ascontiguousarray(v) for k, v in (load(tensors) | changes).items() if v is not None})
-    (tmp_path / partitioning.TENSORS).write_bytes(content)
-    (tmp_path / partitioning.MANIFEST).write_text(json.dumps(manifest | {"tensors_sha256": sha256(content)}))
-    assert answer(lambda: partitioning.load(tmp_path, SITE.data), "partition.", kind=IntegrityError) is None
+    (tmp_path / partition_files.TENSORS).write_bytes(content)
+    (tmp_path / partition_files.MANIFEST).write_text(json.dumps(manifest | {"tensors_sha256": sha256(content)}))
+    assert answer(lambda: partition_files.load(tmp_path, SITE.data), "partition.", kind=IntegrityError) is None
 
 
 @kinds
@@ -272,10 +273,10 @@ def test_a_partition_whose_liar_writes_the_checksum_is_sound_or_named(
     changed = data.draw(altered(manifest), label="manifest")
     if isinstance(changed, dict) and data.draw(st.booleans()):
         changed["tensors_sha256"] = sha256(content)
-        (tmp_path / partitioning.TENSORS).write_bytes(content)
-    (tmp_path / partitioning.MANIFEST).write_text(json.dumps(changed))
+        (tmp_path / partition_files.TENSORS).write_bytes(content)
+    (tmp_path / partition_files.MANIFEST).write_text(json.dumps(changed))
     refused_as = (IntegrityError, PartitionError)  # the latter: of other data
-    found = answer(lambda: partitioning.load(tmp_path, SITE.data), str(tmp_path), kind=refused_as)
+    found = answer(lambda: partition_files.load(tmp_path, SITE.data), str(tmp_path), kind=refused_as)
     if found is not None:
         sound(found)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.data import partitioning
+from fl_engine.data import heat_map
 from flexfleet import cli
 from flexfleet.comparisons import whole as compare_module
 from flexfleet.comparisons.side_by_side import BEGINS, Command
@@ -44,7 +44,7 @@ def page_stub(runs: Sequence[Path], out: Path) -> Path:
 def _quickly(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(compare_module, "side_by_side", in_this_process)
     patch.setattr(run_module, "report", page_stub)
-    patch.setattr(partitioning, "draw", lambda *_: None)
+    patch.setattr(heat_map, "draw", lambda *_: None)
     patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
 
 

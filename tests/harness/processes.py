@@ -198,7 +198,7 @@ def prepared(scratch: Path) -> dict[str, Callable[[list[str]], int]]:
     no figures. Returns `mains`."""
     import numpy
 
-    from fl_engine.data import figures, partitioning
+    from fl_engine.data import figures, heat_map
     from flexfleet.reports import figure, page, report
     from flexfleet.tracking import record
     from tests.harness.pictures import titles_alone
@@ -209,7 +209,7 @@ def prepared(scratch: Path) -> dict[str, Callable[[list[str]], int]]:
     record.environment()
     figures.save = titles_alone  # type: ignore[assignment]
     with figure.style(figure.STYLE):
-        partitioning.draw(numpy.ones((2, 2), dtype=int), scratch / "nothing.svg")  # imports matplotlib
+        heat_map.draw(numpy.ones((2, 2), dtype=int), scratch / "nothing.svg")  # imports matplotlib
     page.template("flexfleet.reports", "report.html", tuple(report.FILTERS.items()))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with SIGINT ignored
     return known

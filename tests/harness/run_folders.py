@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_engine.data.partitioning import Manifest
+from fl_engine.data.partition_files import Manifest
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import sha256
 from flexfleet.files.artifacts import (

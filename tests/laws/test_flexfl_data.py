@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from fl_engine.core.errors import IntegrityError, PartitionError
 from fl_engine.core.samples import Data
+from fl_engine.data import partition_files as files
 from fl_engine.data import partitioning as p
+from fl_engine.data.partition import Partition
 from fl_engine.tasks import Classification
 
 LABELS = torch.from_numpy(np.arange(50_000) % 10)
@@ -23,7 +25,7 @@ PICTURES = torch.zeros(1, 1, 1, 1, dtype=torch.uint8).expand(len(LABELS), 1, 1, 
 CIFAR = Data("made", Classification(10), PICTURES, LABELS, PICTURES[:1], LABELS[:1], (0.0,), (1.0,))
 
 
-def dealt(cap: bool, seed: int) -> p.Partition:
+def dealt(cap: bool, seed: int) -> Partition:
     """All samples go to the clients, since the authors take the proxy from the test set."""
     return p.partition(CIFAR, "dirichlet", 100, 0.0, seed, alpha=0.3, cap=cap)
 
@@ -58,11 +60,11 @@ RULES: dict[str, dict[str, object]] = {
 }
 
 
-def shared(rule: str, share: float, seed: int = 0) -> p.Partition:
+def shared(rule: str, share: float, seed: int = 0) -> Partition:
     return p.partition(SMALL, rule, 20, share, seed, proxy_shared=True, **RULES[rule])  # type: ignore[arg-type]
 
 
-def proxy_of(partition: p.Partition) -> list[int]:
+def proxy_of(partition: Partition) -> list[int]:
     return sorted([*partition.proxy_train.tolist(), *partition.proxy_test.tolist()])
 
 
@@ -112,26 +114,26 @@ def test_all_data_as_proxy_need_the_option() -> None:
 
 def test_it_is_kept_and_damage_is_named(tmp_path: Path) -> None:
     found = shared("dirichlet", 0.5)
-    p.save(found, tmp_path)
-    manifest = json.loads((tmp_path / p.MANIFEST).read_text())
+    files.save(found, tmp_path)
+    manifest = json.loads((tmp_path / files.MANIFEST).read_text())
     assert manifest["parameters"]["proxy_shared"] is True
-    again = p.load(tmp_path, SMALL)
+    again = files.load(tmp_path, SMALL)
     assert proxy_of(again) == proxy_of(found)
     assert all(np.array_equal(a, b) for a, b in zip(again.clients, found.clients, strict=True))
     # The same files of a proxy that is not shared have samples in two places.
     del manifest["parameters"]["proxy_shared"]
-    (tmp_path / p.MANIFEST).write_text(json.dumps(manifest))
+    (tmp_path / files.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(IntegrityError, match="positions occur twice"):
-        p.load(tmp_path, SMALL)
+        files.load(tmp_path, SMALL)
     # A shared proxy has each sample once, and none that no client has.
-    p.save(replace(found, proxy_test=found.proxy_train[:3]), tmp_path)
+    files.save(replace(found, proxy_test=found.proxy_train[:3]), tmp_path)
     with pytest.raises(IntegrityError, match="positions occur twice"):
-        p.load(tmp_path, SMALL)
-    p.save(replace(p.partition(SMALL, "iid", 20, 0.1, 0), parameters={"proxy_shared": True}), tmp_path)
+        files.load(tmp_path, SMALL)
+    files.save(replace(p.partition(SMALL, "iid", 20, 0.1, 0), parameters={"proxy_shared": True}), tmp_path)
     with pytest.raises(IntegrityError, match="no client has some samples of the proxy, which is shared"):
-        p.load(tmp_path, SMALL)
+        files.load(tmp_path, SMALL)
 
 
 def test_without_the_option_nothing_is_written(tmp_path: Path) -> None:
-    p.save(p.partition(SMALL, "iid", 20, 0.1, 0), tmp_path)
-    assert "proxy_shared" not in (tmp_path / p.MANIFEST).read_text()
+    files.save(p.partition(SMALL, "iid", 20, 0.1, 0), tmp_path)
+    assert "proxy_shared" not in (tmp_path / files.MANIFEST).read_text()

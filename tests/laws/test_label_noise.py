@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.samples import Data
 from fl_engine.data import label_noise as noise
+from fl_engine.data import partition_files as files
 from fl_engine.data import partitioning as p
 from fl_engine.data.held_out import hold_out
 from fl_engine.data.label_noise import LabelNoise, NoiseFigures
+from fl_engine.data.partition import Partition, as_told
 from fl_engine.preparation.confusion import check_classes, measure_confusion
 from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import TinyMLP, tiny_table
@@ -76,7 +78,7 @@ def test_noise_is_where_it_may_be_and_the_same_for_a_seed(data: st.DataObject) -
     assert alone.labels[0].tolist() == found.labels[0].tolist()
 
 
-def noisy_partition() -> tuple[Any, p.Partition]:
+def noisy_partition() -> tuple[Any, Partition]:
     data = tiny_data()
     parts = p.partition(data, "iid", 4, 0.1, 0)
     others = 1.0 - np.eye(data.task.outputs)
@@ -96,38 +98,38 @@ def test_labels_that_a_client_does_not_train_on_stay_right(tmp_path: Path) -> No
     found = noise.made_wrong(targets, clients, mistakes, 0.5, 1, held)
     assert [len(each) for each in held] == [2, 2, 0]
     assert found.figures == NoiseFigures(share=0.5, wrong=(4, 4, 1), held_out=4) and found.reached == 9 / 19
-    told = p.as_told(data, replace(parts, noise=found)).train_y.numpy()
+    told = as_told(data, replace(parts, noise=found)).train_y.numpy()
     wrong = np.flatnonzero(told != targets)
     assert np.isin(wrong, np.concatenate(trained.clients)).all() and len(wrong) == 9
-    p.save(replace(parts, noise=found), tmp_path)
-    loaded = p.load(tmp_path, data)
+    files.save(replace(parts, noise=found), tmp_path)
+    loaded = files.load(tmp_path, data)
     assert loaded.noise is not None and loaded.noise.figures == found.figures
-    assert p.read_manifest(tmp_path / p.MANIFEST).reached == found.reached
+    assert files.read_manifest(tmp_path / files.MANIFEST).reached == found.reached
 
 
 def test_a_noisy_partition_is_stored_and_clients_are_told_its_labels(tmp_path: Path) -> None:
     data, parts = noisy_partition()
-    p.save(parts, tmp_path)
-    found = p.load(tmp_path, data)
+    files.save(parts, tmp_path)
+    found = files.load(tmp_path, data)
     assert found.noise is not None and parts.noise is not None
     assert found.noise.figures == parts.noise.figures and found.noise.reached > 0.4
-    told = p.as_told(data, found)
+    told = as_told(data, found)
     for indices, held in zip(parts.clients, parts.noise.labels, strict=True):
         assert told.train_y[indices].tolist() == held.tolist()
     own = np.concatenate([parts.proxy_train, parts.proxy_test])
     assert torch.equal(told.train_y[own], data.train_y[own]), "the server's labels are right"
     assert torch.equal(told.test_y, data.test_y) and torch.equal(told.train_x, data.train_x)
-    assert p.read_manifest(tmp_path / p.MANIFEST).reached == found.noise.reached
-    assert "held_out" not in (tmp_path / p.MANIFEST).read_text(), "the bytes from before clients held out any"
+    assert files.read_manifest(tmp_path / files.MANIFEST).reached == found.noise.reached
+    assert "held_out" not in (tmp_path / files.MANIFEST).read_text(), "the bytes from before clients held out any"
 
 
 def test_without_noise_the_data_are_those_that_were_read_and_the_file_is_as_it_was(tmp_path: Path) -> None:
     data = tiny_data()
     parts = p.partition(data, "iid", 4, 0.1, 0)
-    assert p.as_told(data, parts) is data
-    p.save(parts, tmp_path)
-    assert "noise" not in (tmp_path / p.MANIFEST).read_text()
-    assert p.read_manifest(tmp_path / p.MANIFEST).reached is None
+    assert as_told(data, parts) is data
+    files.save(parts, tmp_path)
+    assert "noise" not in (tmp_path / files.MANIFEST).read_text()
+    assert files.read_manifest(tmp_path / files.MANIFEST).reached is None
 
 
 def of_class(number: int) -> Any:
@@ -151,9 +153,9 @@ def of_class(number: int) -> Any:
 def test_labels_that_are_not_those_of_the_figures_are_named(change: Any, tmp_path: Path) -> None:
     data, parts = noisy_partition()
     assert parts.noise is not None
-    p.save(replace(parts, noise=change(parts.noise)), tmp_path)
+    files.save(replace(parts, noise=change(parts.noise)), tmp_path)
     with pytest.raises(IntegrityError, match="partition"):
-        p.load(tmp_path, data)
+        files.load(tmp_path, data)
 
 
 # ------------------------------------------------------------------------------------------------- the matrix

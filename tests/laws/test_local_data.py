@@ -19,7 +19,7 @@ from fl_engine.backends.agents.seats import kept, seated
 from fl_engine.core.errors import DataError, IntegrityError, PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome
-from fl_engine.data import partitioning
+from fl_engine.data import partition_files
 from fl_engine.data.local import FORM, Form, Unknown, folders, joined, natural, of_client, of_server
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
@@ -78,8 +78,8 @@ def test_the_server_knows_its_proxy_and_nothing_of_clients(tmp_path: Path) -> No
     found = of_server(SERVER, 3, 0)
     assert sorted([*found.proxy_train, *found.proxy_test]) == list(range(10)) and len(found.proxy_test) == 2
     assert [len(part) for part in found.clients] == [0, 0, 0] and not found.counts.any()
-    partitioning.save(found, tmp_path)
-    again = partitioning.load(tmp_path, SERVER)
+    partition_files.save(found, tmp_path)
+    again = partition_files.load(tmp_path, SERVER)
     assert again.rule == "local" and np.array_equal(again.proxy_train, found.proxy_train)
 
 

@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError
 from fl_engine.core.samples import Data, label_word
+from fl_engine.data import heat_map, rules
+from fl_engine.data import partition_files as files
 from fl_engine.data import partitioning as p
-from fl_engine.data import rules
+from fl_engine.data.partition import Partition, statistics
 from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.kinds import tiny_table
 
@@ -280,7 +282,7 @@ GOLDEN = {
 }
 
 
-def digest(partition: p.Partition) -> str:
+def digest(partition: Partition) -> str:
     lists = [part.tolist() for part in (partition.proxy_train, partition.proxy_test, *partition.clients)]
     return hashlib.sha256(json.dumps(lists).encode()).hexdigest()
 
@@ -300,7 +302,7 @@ def test_every_sample_is_in_exactly_one_place(rule: str, seed: int) -> None:
     check_law((cut.proxy_train, cut.proxy_test, *cut.clients), 1000)
     assert (len(cut.proxy_train), len(cut.proxy_test), len(cut.clients)) == (40, 10, 20)
     assert min(map(len, cut.clients)) >= arguments.get("minimum", 1)
-    assert np.array_equal(cut.counts, p.statistics(cut, TEN.train_y.numpy(), 10))
+    assert np.array_equal(cut.counts, statistics(cut.clients, TEN.train_y.numpy(), 10))
     assert cut.counts.sum() == 950
     assert digest(p.partition(TEN, **arguments)) == digest(cut)
 
@@ -312,7 +314,7 @@ def test_the_proxy_is_the_same_for_every_rule_and_another_for_another_seed() -> 
     assert digest_of_proxy(other) not in proxies
 
 
-def digest_of_proxy(partition: p.Partition) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def digest_of_proxy(partition: Partition) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(partition.proxy_train.tolist()), tuple(partition.proxy_test.tolist())
 
 
@@ -379,24 +381,24 @@ def test_natural_needs_to_know_the_source_of_a_sample() -> None:
 def test_saved_and_loaded_are_equal(tmp_path: Path) -> None:
     for rule, case in CASES.items():
         cut = p.partition(TEN, **case)
-        assert p.save(cut, tmp_path / rule) == tmp_path / rule / "partition.json"
-        p.save(cut, tmp_path / "again")
-        for name in (p.MANIFEST, p.TENSORS):
+        assert files.save(cut, tmp_path / rule) == tmp_path / rule / "partition.json"
+        files.save(cut, tmp_path / "again")
+        for name in (files.MANIFEST, files.TENSORS):
             assert (tmp_path / rule / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
-        back = p.load(tmp_path / rule, TEN)
+        back = files.load(tmp_path / rule, TEN)
         assert digest(back) == digest(cut)
         assert (back.rule, back.parameters, back.data) == (cut.rule, cut.parameters, cut.data)
         assert np.array_equal(back.counts, cut.counts)
         assert back.clients[0].dtype == np.int64
-        assert sorted(path.name for path in (tmp_path / rule).iterdir()) == [p.MANIFEST, p.TENSORS]
+        assert sorted(path.name for path in (tmp_path / rule).iterdir()) == [files.MANIFEST, files.TENSORS]
     no_proxy = p.partition(TEN, "iid", 10, 0, 1)
-    p.save(no_proxy, tmp_path / "no proxy")
-    assert digest(p.load(tmp_path / "no proxy")) == digest(no_proxy)
+    files.save(no_proxy, tmp_path / "no proxy")
+    assert digest(files.load(tmp_path / "no proxy")) == digest(no_proxy)
 
 
 def test_the_manifest_says_how_the_partition_came_about(tmp_path: Path) -> None:
-    p.save(p.partition(TEN, **CASES["dirichlet"]), tmp_path)
-    manifest = json.loads((tmp_path / p.MANIFEST).read_text())
+    files.save(p.partition(TEN, **CASES["dirichlet"]), tmp_path)
+    manifest = json.loads((tmp_path / files.MANIFEST).read_text())
     assert manifest["schema_version"] == 1
     assert manifest["parameters"] == {
         "clients": 20,
@@ -406,16 +408,16 @@ def test_the_manifest_says_how_the_partition_came_about(tmp_path: Path) -> None:
         "alpha": 0.3,
     }
     assert np.array(manifest["class_counts"]).shape == (10, 20)
-    assert manifest["tensors_sha256"] == hashlib.sha256((tmp_path / p.TENSORS).read_bytes()).hexdigest()
+    assert manifest["tensors_sha256"] == hashlib.sha256((tmp_path / files.TENSORS).read_bytes()).hexdigest()
 
 
 def test_the_manifest_names_what_a_label_is_unless_it_is_a_class(tmp_path: Path) -> None:
     assert set(CASES) >= set(p.RULES)
-    p.save(p.partition(TEN, **CASES["dirichlet"]), tmp_path)
-    assert "label" not in json.loads((tmp_path / p.MANIFEST).read_text()) and p.load(tmp_path).label == "class"
-    p.save(p.partition(tiny_table(), "dirichlet", 4, 0, 0, alpha=0.5), tmp_path)
-    assert json.loads((tmp_path / p.MANIFEST).read_text())["label"] == "quantile bin"
-    assert p.load(tmp_path, tiny_table()).label == "quantile bin"
+    files.save(p.partition(TEN, **CASES["dirichlet"]), tmp_path)
+    assert "label" not in json.loads((tmp_path / files.MANIFEST).read_text()) and files.load(tmp_path).label == "class"
+    files.save(p.partition(tiny_table(), "dirichlet", 4, 0, 0, alpha=0.5), tmp_path)
+    assert json.loads((tmp_path / files.MANIFEST).read_text())["label"] == "quantile bin"
+    assert files.load(tmp_path, tiny_table()).label == "quantile bin"
 
 
 CLUSTERS = np.arange(1000) // 100
@@ -425,14 +427,14 @@ CLUSTERS = np.arange(1000) // 100
 @pytest.mark.parametrize("rule", p.BY_LABEL)
 def test_clusters_are_dealt_as_labels_are(rule: str, tmp_path: Path) -> None:
     cut = p.partition(TEN, **CASES[rule], clusters=CLUSTERS)
-    assert cut.label == "cluster" and np.array_equal(cut.counts, p.statistics(cut, CLUSTERS, 10))
+    assert cut.label == "cluster" and np.array_equal(cut.counts, statistics(cut.clients, CLUSTERS, 10))
     by_cluster = data_of(CLUSTERS)
     assert digest(cut) == digest(p.partition(by_cluster, **CASES[rule])) != digest(p.partition(TEN, **CASES[rule]))
-    p.save(cut, tmp_path)
-    found = p.load(tmp_path, TEN)
+    files.save(cut, tmp_path)
+    found = files.load(tmp_path, TEN)
     assert np.array_equal(found.clusters, CLUSTERS) and found.label == "cluster"
     assert np.array_equal(found.counts, cut.counts)
-    manifest = json.loads((tmp_path / p.MANIFEST).read_text())
+    manifest = json.loads((tmp_path / files.MANIFEST).read_text())
     assert (manifest["label"], manifest["clusters"]) == ("cluster", 1000)
 
 
@@ -453,39 +455,39 @@ def test_a_rule_that_deals_by_no_label_does_not_look_at_clusters() -> None:
 
 @pytest.mark.parametrize("wrong", [CLUSTERS - 1, CLUSTERS + 1, CLUSTERS[::-1].copy()])
 def test_clusters_that_are_not_those_of_the_counts_are_named(wrong: rules.Ints, tmp_path: Path) -> None:
-    p.save(replace(p.partition(TEN, **CASES["dirichlet"], clusters=CLUSTERS), clusters=wrong), tmp_path)
+    files.save(replace(p.partition(TEN, **CASES["dirichlet"], clusters=CLUSTERS), clusters=wrong), tmp_path)
     for data in (None, TEN):
         with pytest.raises(IntegrityError, match=r"partition\.json: (clusters|class_counts)"):
-            p.load(tmp_path, data)
+            files.load(tmp_path, data)
 
 
 def test_a_partition_of_no_samples_is_read_as_it_is(tmp_path: Path) -> None:
     """Whoever asks for samples then says that there are none."""
     found = p.partition(TEN, **CASES["iid"])
     none = {"proxy_train": found.proxy_train[:0], "proxy_test": found.proxy_test[:0], "counts": 0 * found.counts}
-    p.save(replace(found, clients=tuple(each[:0] for each in found.clients), **none), tmp_path)
-    assert [len(each) for each in p.load(tmp_path, TEN).clients] == [0] * len(found.clients)
+    files.save(replace(found, clients=tuple(each[:0] for each in found.clients), **none), tmp_path)
+    assert [len(each) for each in files.load(tmp_path, TEN).clients] == [0] * len(found.clients)
 
 
 def test_a_partition_of_other_data_is_refused(tmp_path: Path) -> None:
-    p.save(p.partition(TEN, **CASES["iid"]), tmp_path)
+    files.save(p.partition(TEN, **CASES["iid"]), tmp_path)
     with pytest.raises(PartitionError, match=r"was cut from other data .*: give those data again, or begin anew"):
-        p.load(tmp_path, data_of(np.arange(1000) % 10))
+        files.load(tmp_path, data_of(np.arange(1000) % 10))
 
 
 def test_damage_is_an_integrity_error_that_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(PartitionError, match=r"no partition in .*expected partition\.json"):
-        p.load(tmp_path)
-    p.save(p.partition(TEN, **CASES["iid"]), tmp_path)
-    tensors, manifest = tmp_path / p.TENSORS, tmp_path / p.MANIFEST
+        files.load(tmp_path)
+    files.save(p.partition(TEN, **CASES["iid"]), tmp_path)
+    tensors, manifest = tmp_path / files.TENSORS, tmp_path / files.MANIFEST
     content, text = tensors.read_bytes(), manifest.read_text()
 
     tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(IntegrityError, match=r"partition\.safetensors: expected sha256 \w+, found \w+"):
-        p.load(tmp_path)
+        files.load(tmp_path)
     tensors.unlink()
     with pytest.raises(IntegrityError, match=r"partition\.safetensors: missing"):
-        p.load(tmp_path)
+        files.load(tmp_path)
     tensors.write_bytes(content)
 
     for wrong in (
@@ -496,19 +498,19 @@ def test_damage_is_an_integrity_error_that_names_the_file(tmp_path: Path) -> Non
         assert wrong != text
         manifest.write_text(wrong)
         with pytest.raises(IntegrityError, match=r"partition\.json: not a partition manifest"):
-            p.load(tmp_path)
+            files.load(tmp_path)
     value = json.loads(text)
     value["client_samples"][0] += 1
     manifest.write_text(json.dumps(value))
     with pytest.raises(IntegrityError, match=r"partition\.json: client_samples do not add up"):
-        p.load(tmp_path)
+        files.load(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------- drawing
 @pytest.mark.parametrize("name", ["partition.json", "partition.safetensors"])
 def test_a_disk_that_fails_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A failed read names no file itself."""
-    p.save(p.partition(TEN, "iid", 5, 0.1, seed=1), tmp_path)
+    files.save(p.partition(TEN, "iid", 5, 0.1, seed=1), tmp_path)
     read = Path.read_bytes
 
     def failing(path: Path) -> bytes:
@@ -518,17 +520,17 @@ def test_a_disk_that_fails_is_told_with_the_file(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(Path, "read_bytes", failing)
     with pytest.raises(IntegrityError, match=rf"{re.escape(name)} cannot be read: Input/output error"):
-        p.load(tmp_path)
+        files.load(tmp_path)
 
 
 def test_draw_writes_the_same_picture_twice(tmp_path: Path) -> None:
     counts = p.partition(TEN, **CASES["dirichlet"]).counts
     for name in ("a.svg", "b.svg", "c.png"):
-        p.draw(counts, tmp_path / name)
+        heat_map.draw(counts, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(PartitionError, match=r"as \.svg or \.png, got 'd\.pdf'"):
-        p.draw(counts, tmp_path / "d.pdf")
+        heat_map.draw(counts, tmp_path / "d.pdf")
 
 
 def test_a_full_disk_leaves_no_half_drawing_and_the_error_names_it(
@@ -541,29 +543,29 @@ def test_a_full_disk_leaves_no_half_drawing_and_the_error_names_it(
     monkeypatch.setattr(Path, "write_bytes", full)
     path = tmp_path / "partition.svg"
     with pytest.raises(OSError, match="No space left on device") as error:
-        p.draw(np.array([[3, 1], [2, 4]]), path)
+        heat_map.draw(np.array([[3, 1], [2, 4]]), path)
     assert error.value.filename == str(path)
     assert not path.exists()
 
 
 @pytest.mark.long
 def test_the_map_of_a_hundred_thousand_clients_is_drawn_at_once(tmp_path: Path) -> None:
-    """Above p.MOST_BARS clients the totals are means over neighbours, and say so; the drawing does not grow."""
+    """Above heat_map.MOST_BARS clients the totals are means over neighbours, and say so; the drawing does not grow."""
     sizes = {}
-    for clients in (p.MOST_BARS, p.MOST_BARS + 1, 100_000):
+    for clients in (heat_map.MOST_BARS, heat_map.MOST_BARS + 1, 100_000):
         path = tmp_path / f"{clients}.svg"
-        p.draw(np.arange(2 * clients).reshape(2, -1) % 30, path)
+        heat_map.draw(np.arange(2 * clients).reshape(2, -1) % 30, path)
         text = path.read_text()
-        assert ("means of" in text) == (clients > p.MOST_BARS)
+        assert ("means of" in text) == (clients > heat_map.MOST_BARS)
         sizes[clients] = len(text)
     assert "means of 50" in (tmp_path / "100000.svg").read_text()
-    assert sizes[100_000] < sizes[p.MOST_BARS]
+    assert sizes[100_000] < sizes[heat_map.MOST_BARS]
 
 
 def test_a_drawing_calls_labels_as_the_task_does(tmp_path: Path) -> None:
     counts = np.array([[3, 1], [2, 4]])
     for task, word in ((Classification(2), "class"), (Regression(), "quantile bin")):
-        p.draw(counts, tmp_path / "a.svg", label_word(task))
+        heat_map.draw(counts, tmp_path / "a.svg", label_word(task))
         drawn = (tmp_path / "a.svg").read_text()
         assert f"<!-- {word} -->" in drawn and f"<!-- Samples of each {word} at each client (10 samples" in drawn
 

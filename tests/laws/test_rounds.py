@@ -19,7 +19,7 @@ from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.backends import Processes
 from fl_engine.core.errors import ConfigError, IntegrityError, ModelError
 from fl_engine.core.types import FULL, ClientFailure, ClientUpdate, LocalTask
-from fl_engine.data.partitioning import Partition
+from fl_engine.data.partition import Partition
 from fl_engine.exchange.server import ServerSite
 from fl_engine.rounds import loop
 from fl_engine.rounds.ledger import ledger_in

@@ -21,8 +21,10 @@ from fl_engine.core.errors import IntegrityError, PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL
+from fl_engine.data import partition_files as files
 from fl_engine.data import partitioning as p
 from fl_engine.data import rules
+from fl_engine.data.partition import Partition, statistics
 from fl_engine.rounds.collect import Clients
 from fl_engine.rounds.round import Progress, play
 from fl_engine.rounds.run import Run
@@ -56,7 +58,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def cut(rule: str = "iid", owned: tuple[int, ...] = OWNED, seed: int = 0, share: float = 0.05) -> p.Partition:
+def cut(rule: str = "iid", owned: tuple[int, ...] = OWNED, seed: int = 0, share: float = 0.05) -> Partition:
     return p.partition(DATA, rule, 5, share, seed, server_classes=owned, **RULES[rule])
 
 
@@ -150,27 +152,29 @@ def test_targets_that_are_no_classes_are_refused(data: Data) -> None:
 
 # ------------------------------------------------------------------------------------------------- storage
 def test_they_are_kept_in_the_manifest(tmp_path: Path) -> None:
-    p.save(cut("dirichlet"), tmp_path)
-    assert json.loads((tmp_path / p.MANIFEST).read_text())["server_classes"] == [8, 9]
-    assert p.load(tmp_path, DATA).server_classes == OWNED
-    p.save(p.partition(DATA, "iid", 5, 0.05, 0), tmp_path)
-    assert "server_classes" not in json.loads((tmp_path / p.MANIFEST).read_text()), "files of before keep their bytes"
-    assert p.load(tmp_path, DATA).server_classes == ()
+    files.save(cut("dirichlet"), tmp_path)
+    assert json.loads((tmp_path / files.MANIFEST).read_text())["server_classes"] == [8, 9]
+    assert files.load(tmp_path, DATA).server_classes == OWNED
+    files.save(p.partition(DATA, "iid", 5, 0.05, 0), tmp_path)
+    assert "server_classes" not in json.loads((tmp_path / files.MANIFEST).read_text()), (
+        "files of before keep their bytes"
+    )
+    assert files.load(tmp_path, DATA).server_classes == ()
 
 
-def write(folder: Path, partition: p.Partition) -> None:
+def write(folder: Path, partition: Partition) -> None:
     """With checksums that are right."""
-    p.save(partition, folder)
-    manifest = json.loads((folder / p.MANIFEST).read_text())
-    manifest["tensors_sha256"] = sha256((folder / p.TENSORS).read_bytes())
-    (folder / p.MANIFEST).write_text(json.dumps(manifest))
+    files.save(partition, folder)
+    manifest = json.loads((folder / files.MANIFEST).read_text())
+    manifest["tensors_sha256"] = sha256((folder / files.TENSORS).read_bytes())
+    (folder / files.MANIFEST).write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize("owned", [(7, 9), (8,), (9, 8), (8, 8, 9), (8, 9, 10)])
 def test_classes_of_other_samples_are_damage(tmp_path: Path, owned: tuple[int, ...]) -> None:
     write(tmp_path, replace(cut(), server_classes=owned))
     with pytest.raises(IntegrityError, match=r"partition\.json: server_classes .* are not those of the samples stored"):
-        p.load(tmp_path, DATA)
+        files.load(tmp_path, DATA)
 
 
 def test_a_proxy_with_a_sample_of_a_client_is_damage(tmp_path: Path) -> None:
@@ -178,9 +182,9 @@ def test_a_proxy_with_a_sample_of_a_client_is_damage(tmp_path: Path) -> None:
     swapped = replace(found, proxy_train=np.sort(np.append(found.proxy_train[1:], found.clients[0][0])))
     first = np.sort(np.append(found.clients[0][1:], found.proxy_train[0]))
     clients = (first, *found.clients[1:])
-    write(tmp_path, replace(swapped, clients=clients, counts=p.statistics(replace(found, clients=clients), Y, CLASSES)))
+    write(tmp_path, replace(swapped, clients=clients, counts=statistics(clients, Y, CLASSES)))
     with pytest.raises(IntegrityError, match=r"server_classes \[8, 9\] are not those"):
-        p.load(tmp_path, DATA)
+        files.load(tmp_path, DATA)
 
 
 # -------------------------------------------------------------------------------------------------- scores

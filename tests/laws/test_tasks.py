@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fl_engine.core.errors import DataError, ModelError, PartitionError
 from fl_engine.core.samples import Data, Task
+from fl_engine.data import partition_files as files
 from fl_engine.data import partitioning as p
 from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.subsets import subset
@@ -152,8 +153,8 @@ def test_a_rule_that_needs_labels_says_so_where_there_are_none(tmp_path: object)
 def test_a_partition_of_numbers_is_stored_and_found_again(tmp_path: object) -> None:
     for data in (tiny_table(), without_bins()):
         cut = p.partition(data, "iid", 8, 0.1, 3)
-        p.save(cut, tmp_path)  # type: ignore[arg-type]
-        found = p.load(tmp_path, data)  # type: ignore[arg-type]
+        files.save(cut, tmp_path)  # type: ignore[arg-type]
+        found = files.load(tmp_path, data)  # type: ignore[arg-type]
         assert found.counts.tolist() == cut.counts.tolist()
 
 

@@ -1,0 +1,78 @@
+"""A drawing of how many samples of each label each client holds."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fl_engine.core.errors import PartitionError
+from fl_engine.data import figures
+from fl_engine.data.rules import Ints
+
+MOST_BARS = 2000
+"""Of more clients the totals are drawn as means over neighbours: a bar each would take minutes."""
+
+
+def draw(counts: Ints, path: Path, word: str = "class") -> None:
+    """Writes a heat map of `counts` (labels, clients), with every client's total above it, as .svg or .png. `word` is
+    the word for a label.
+
+    Raises PartitionError for another file ending, and OSError, which names the file, where it cannot be written: then
+    there is none.
+    """
+    if path.suffix not in (".svg", ".png"):
+        raise PartitionError(f"a heat map is written as .svg or .png, got {path.name!r}")
+    if path.suffix == ".svg":
+        text = io.StringIO()
+        figures.save(heat_map(counts, word), text, "svg", dpi=150)
+        content = text.getvalue().encode()
+    else:
+        image = io.BytesIO()
+        figures.save(heat_map(counts, word), image, "png", dpi=150)
+        content = image.getvalue()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        path.unlink(missing_ok=True)  # half of it, where the disk is full
+        raise OSError(error.errno, error.strerror, str(path)) from error  # that of a write names no file
+
+
+def heat_map(counts: Ints, word: str = "class") -> Any:
+    """The `matplotlib.figure.Figure` that `draw` writes."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    classes, clients = counts.shape
+    # A Figure without pyplot needs no global state, no window, and no choice of a backend.
+    figure = Figure(figsize=(min(5 + 0.3 * clients, 16), min(2.6 + 0.32 * classes, 12)), layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=(40, 1), height_ratios=(1, max(classes / 5, 1.5)))
+    cells = figure.add_subplot(grid[1, 0])
+    image = cells.imshow(counts, aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
+    cells.set_xlabel("client")
+    cells.set_ylabel(word)
+    for axis in (cells.xaxis, cells.yaxis):
+        axis.set_major_locator(MaxNLocator(nbins=20, integer=True, min_n_ticks=1))
+    if classes * clients <= 400:
+        for (label, client), count in np.ndenumerate(counts):
+            dark = count > 0.6 * counts.max()
+            cells.text(client, label, f"{count}", ha="center", va="center", fontsize=7, color="w" if dark else "k")
+    totals = figure.add_subplot(grid[0, 0], sharex=cells)
+    if clients <= MOST_BARS:
+        totals.bar(np.arange(clients), counts.sum(axis=0), color="tab:blue", width=0.9)
+        totals.set_ylabel("total")
+    else:
+        step = -(-clients // MOST_BARS)
+        starts = np.arange(0, clients, step)
+        edges = np.append(starts, clients)
+        means = np.add.reduceat(counts.sum(axis=0), starts) / np.diff(edges)
+        totals.stairs(means, edges - 0.5, fill=True, color="tab:blue")
+        totals.set_ylabel(f"total\n(means of {step})")
+    totals.set_title(f"Samples of each {word} at each client ({counts.sum()} samples, {clients} clients)")
+    totals.tick_params(labelbottom=False)
+    totals.margins(x=0)
+    figure.colorbar(image, cax=figure.add_subplot(grid[1, 1]), label="samples")
+    return figure
