@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fl_engine.backends.agents.backend import Agents
-from fl_engine.backends.kubernetes import crew, jobs, lasting, waiting
+from fl_engine.backends.kubernetes import jobs, lasting, standing, waiting
 from fl_engine.core.errors import ClientError, Stopped
 from fl_engine.storage.checkpoints import Row
 from tests.k8s import kueue
@@ -196,7 +196,7 @@ def test_a_secret_is_renewed_for_pods_that_start_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """With the keys that the pods have."""
-    monkeypatch.setattr(crew, "RENEW_S", 0.1)
+    monkeypatch.setattr(standing, "RENEW_S", 0.1)
     killed: list[Staying] = []
 
     def at_work(pod: Staying, told: Any) -> None:

@@ -1,24 +1,19 @@
 """Pods that stay for the run: one Indexed Job per device tier, each pod a device that takes orders (`agents.backend`).
 
-A Job's Secret holds an invitation for each of its pods, which go back to it whenever they start again. Nothing else is
-remembered: a coordinator that starts finds the Jobs by their labels, and in their Secrets the keys.
-
 Simulated clients share pods: each holds up to `clients_per_pod` orders at once, and there are as many pods as the
 round's orders need so, divided over the tiers by their clients, or `parallelism` if that is less; an order that finds
-no free pod of its tier waits for one. With placement=device each client has a Job of its own,
-bound to its node, from the first round that asks for it. A tier's Job is made anew where it has ended, where none of
-its pods can come any more, and between rounds where it lacks some for good. It is deleted where its pods have nothing
-to do and another tier finds no room for its own; the next order of the tier brings it back.
+no free pod of its tier waits for one. With placement=device each client has a Job of its own, bound to its node, from
+the first round that asks for it. A tier's Job is made anew where it has ended, where none of its pods can come any
+more, and between rounds where it lacks some for good. It is deleted where its pods have nothing to do and another tier
+finds no room for its own; the next order of the tier brings it back.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,13 +23,14 @@ from fl_engine.backends.agents.post import Post
 from fl_engine.backends.agents.roster import Member
 from fl_engine.backends.kubernetes import jobs, waiting
 from fl_engine.backends.kubernetes.cluster import Resource
-from fl_engine.backends.kubernetes.ground import DATA_FOLDER, RENEW_S, Ground
+from fl_engine.backends.kubernetes.ground import Ground
 from fl_engine.backends.kubernetes.jobs import Group
 from fl_engine.backends.kubernetes.settings import NodePool
-from fl_engine.backends.kubernetes.waiting import Live, Loss
-from fl_engine.core.errors import ConfigError, Stopped
+from fl_engine.backends.kubernetes.standing import Standing, StandingJobs
+from fl_engine.backends.kubernetes.waiting import Loss
+from fl_engine.core.errors import Stopped
 from fl_engine.core.types import Device, RoundPlan
-from fl_engine.exchange.letters import Beat, Invitation
+from fl_engine.exchange.letters import Beat
 
 log = logging.getLogger("flexfleet")
 
@@ -48,41 +44,20 @@ EVENTS_EVERY_S, SAY_EVERY_S = 2.0, 30.0
 
 
 @dataclass
-class Standing:
-    """A Job that is there."""
+class Seen:
+    """What a round has seen of a place."""
 
-    job: Resource
-    live: Live
-    names: list[str]
-    """Of its pods' devices, by index."""
-    told: float
-    """When its Secret was written."""
-    losses: dict[int, Loss] = field(default_factory=dict)
-    """By index of a pod that cannot come any more."""
-    runs: dict[str, float] = field(default_factory=dict)
-    """By uid of a pod that runs: since when."""
-    hung: set[int] = field(default_factory=set)
-    """Indices of pods that run, and say nothing any more."""
-    failed: dict[int, set[str]] = field(default_factory=dict)
-    """By index, the uids of its pods that have failed, and were not taken away."""
-
-    @property
-    def name(self) -> str:
-        return self.live.name
-
-    @property
-    def worn(self) -> bool:
-        """Some of its pods never come back, whatever room there is."""
-        over = {i for i, state in self.live.states.items() if state.phase == "Succeeded"}
-        return bool(over or self.hung or any(i not in self.live.since or loss.node for i, loss in self.losses.items()))
-
-    def hear(self, silent: Mapping[str, bool], now: float, lease_s: float, first_s: float) -> None:
-        """Finds the pods that hang: a process that starts again is silent as well, but not for so long. `first_s`: how
-        long one may run before it says its first word."""
-        running = {i: state.uid for i, state in self.live.states.items() if state.started and not state.over}
-        self.runs = {uid: self.runs.get(uid, now) for uid in running.values()}
-        most = {name: max(2 * lease_s, 0 if spoke else first_s) for name, spoke in silent.items()}
-        self.hung = {i for i, uid in running.items() if now - self.runs[uid] > most.get(self.names[i], math.inf)}
+    ended: int = 0
+    """Its Jobs that came to nothing."""
+    vain: bool = False
+    """Its last Job came to nothing without a pod that hung, and it has no new one yet."""
+    why: str = ""
+    """Why the last of them did, or why a pod of its last ended."""
+    taken: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """By index, the pods that were taken away."""
+    fell: set[int] = field(default_factory=set)
+    """Indices whose pod has ended by itself, or was taken away too often: that others start and end in its stead, again
+    and again, is no sign that orders will be taken."""
 
 
 class Crew:
@@ -94,25 +69,14 @@ class Crew:
     def __init__(self, ground: Ground, fleet: Sequence[Device], post: Post) -> None:
         self._ground, self._fleet, self._post = ground, fleet, post
         self._options, self._cluster = ground.options, ground.cluster
-        self._labels = {jobs.RUN: ground.run, jobs.LIFETIME: "run"}
-        self._jobs: dict[str, Standing] | None = None
-        """By place; None: nobody has looked yet."""
-        self._attempt = 0
+        self._jobs, self._found = StandingJobs(ground, post), False
+        """`_found`: whether those that an earlier coordinator has left have been looked for."""
         self.lacks: Callable[[], int] = lambda: 1
         """How many more answers the present round's quorum takes: whoever asked for the round says it."""
         self._yielded: set[str] = set()
         """Places that have given way: their pods come when there are orders for them."""
-        self._ended: Counter[str] = Counter()
-        """By place, the Jobs that came to nothing in this round."""
-        self._vain: set[str] = set()
-        """Places whose last Job came to nothing without a pod that hung, and that have no new Job yet."""
-        self._why: dict[str, str] = {}
-        """By place, why the last of them did, or why a pod of its last ended."""
-        self._taken: dict[tuple[str, int], set[str]] = {}
-        """By place and index, the pods that were taken away in this round."""
-        self._fell: set[tuple[str, int]] = set()
-        """Places and indices whose pod has ended by itself in this round, or was taken away too often: that others
-        start and end in its stead, again and again, is no sign that orders will be taken."""
+        self._seen = defaultdict[str, Seen](Seen)
+        """By place."""
         self._round = self._left = self._wanted = 0
         self._looked = self._heard = self._gave = self._said = -math.inf
         self.moved = -math.inf
@@ -129,8 +93,7 @@ class Crew:
         return self._options.pools.get(self._fleet[client].tier, NodePool()).torch_device
 
     def begin(self, plan: RoundPlan) -> None:
-        self._round, self._looked, self._ended, self._why = plan.round, -math.inf, Counter(), {}
-        self._taken, self._fell, self._vain = {}, set(), set()
+        self._round, self._looked, self._seen = plan.round, -math.inf, defaultdict(Seen)
         self._groups = {group.host or group.tier: group for group in self._groups_of(plan)}
         self._left, self._wanted = len(plan.orders), len(plan.orders) + plan.adopted
 
@@ -150,26 +113,29 @@ class Crew:
             for place, one in list(self._standing.items()):
                 group = self._groups.get(place)
                 if group is not None and (one.worn or len(one.names) < len(group.pods)):
-                    self._drop(place, "some of its pods do not come back" if one.worn else "the round has more orders")
+                    self._jobs.drop(
+                        place, "some of its pods do not come back" if one.worn else "the round has more orders"
+                    )
         may_come = sum(asked.get(place, 0) for place in self._standing)
         for place, group in self._groups.items():
-            if self._ended[place] >= self._options.attempts or (place in self._vain and may_come >= self.lacks()):
+            seen = self._seen[place]
+            if seen.ended >= self._options.attempts or (seen.vain and may_come >= self.lacks()):
                 continue
             if place not in self._standing and (asked.get(place) or place not in self._yielded):
-                self._make(place, group)
+                self._jobs.make(place, group)
+                self._yielded.discard(place)
+                seen.vain = False
                 changed = True
         changed = self._give_way(asked, unheld, now) or changed
-        for one in self._standing.values():
-            if now - one.told > RENEW_S:
-                self._cluster.delete("secrets", one.name)
-                self._tell(one, now)
+        self._jobs.renew(now)
         self._say(unheld, now)
         return changed
 
     def gave_up(self, place: str) -> bool:
-        if place in self._standing or not self._ended[place]:
+        seen = self._seen[place]
+        if place in self._standing or not seen.ended:
             return False
-        return self._ended[place] >= self._options.attempts or (place in self._vain and self.lacks() <= 0)
+        return seen.ended >= self._options.attempts or (seen.vain and self.lacks() <= 0)
 
     def lost(self, name: str, heard: float) -> Lost | None:
         if heard > self._looked:
@@ -189,7 +155,7 @@ class Crew:
     def why(self, place: str) -> str:
         there = [one.live for here, one in self._standing.items() if here == place]
         counts = waiting.reasons(there).get(there[0].tier) if there else None
-        return waiting.told(counts) if counts else self._why.get(place, "")
+        return waiting.told(counts) if counts else self._seen[place].why
 
     def advice(self, names: Sequence[str], places: Sequence[str]) -> str:
         said = "".join(f"{place}: {why}. " for place in places if (why := self.why(place)))
@@ -203,8 +169,7 @@ class Crew:
     # ------------------------------------------------------------------------------------------- Jobs
     @property
     def _standing(self) -> dict[str, Standing]:
-        assert self._jobs is not None
-        return self._jobs
+        return self._jobs.by_place
 
     def _groups_of(self, plan: RoundPlan) -> list[Group]:
         """The Jobs that this round wants to be there, each with as many pods as it should have."""
@@ -226,25 +191,16 @@ class Crew:
         return max(1, min(MOST_PODS, jobs.SECRET_BYTES // len(told.model_dump_json().encode())))
 
     def _look(self, now: float, asked: Mapping[str, int], silent: Mapping[str, bool]) -> bool:
-        if self._jobs is None:
-            self._jobs = {}
-            self._find(now)
+        """Whether other Jobs are there than before."""
+        if not self._found:
+            self._found = True
+            cap = {} if self._options.parallelism is None else self._shares(self._options.parallelism)
+            self._jobs.find(now, lambda place: cap.get(place, MOST_PODS))
             return True
-        there = {job["metadata"]["name"]: job for job in self._cluster.select("jobs", self._labels)}
-        pods = self._cluster.select("pods", self._labels)
+        there = {job["metadata"]["name"]: job for job in self._cluster.select("jobs", self._jobs.labels)}
+        pods = self._cluster.select("pods", self._jobs.labels)
         for place, one in self._standing.items():
-            moved = {(place, index) for index in waiting.hear(one.live, there.get(one.name), pods, now)}
-            if moved - self._fell:
-                self.moved = now
-            for index, state in one.live.states.items():
-                taken = self._taken.setdefault((place, index), set())
-                taken |= {state.uid} if state.disrupted else set()
-                if state.over and state.reason:  # the next one may run, and end like it
-                    self._why[place] = state.reason
-                if (state.over and not state.disrupted) or len(taken) > self.drains:
-                    self._fell.add((place, index))
-                if state.phase == "Failed" and not state.disrupted:
-                    one.failed.setdefault(index, set()).add(state.uid)
+            self._see(self._seen[place], one, waiting.hear(one.live, there.get(one.name), pods, now), now)
         if now - self._heard > EVENTS_EVERY_S and any(one.live.lacks_pods() for one in self._standing.values()):
             self._heard = now
             events = self._ground.refusals()
@@ -252,36 +208,63 @@ class Crew:
                 waiting.hear_refusals(one.live, events)
         changed = False
         for place, one in list(self._standing.items()):
-            job = there.get(one.name)
-            one.losses = waiting.lost(one.live, job, now, self.moved, self._options.pending_s)
-            one.losses = self._never_there(place, one) | one.losses
-            known = one.hung
-            one.hear(silent, now, self._options.lease_s, self._options.pending_s)
-            one.hung -= {i for i in one.hung - known if not silent[one.names[i]] and self._speaks(one.names[i])}
-            if len(one.losses.keys() | one.hung) < len(one.names):
-                continue
-            reasons = {loss.reason for loss in one.losses.values()} | ({"its pods hang"} if one.hung else set())
-            why = "; ".join(sorted(reasons)[:3])
-            self._why[place] = why.removeprefix(f"{one.live.tier}: ")
-            if job is None:
-                self._ground.forget_owner()
-            # Pods that waited in vain for a coordinator, and those that somebody has deleted, say nothing of the next.
-            failed = job is not None and jobs.ended(job) != "Complete"
-            if failed and (one.hung or not all(loss.node for loss in one.losses.values())):
-                self._ended[place] += 1
-                self._vain |= set() if one.hung else {place}
-            if asked.get(place) and self._ended[place] >= self._options.attempts:
-                if not self._others_answer(asked):
-                    if one.hung:
-                        self._drop(place, why)  # others stay, to be looked at
-                    raise Stopped(
-                        f"round {self._round + 1}: no pod takes orders: {why}. What arrived is kept. "
-                        f"{self.looking}; mend the cause, then resume with --resume"
-                    )
-                log.warning("round %d: no pod of %s takes orders: %s", self._round + 1, place, why)
-            self._drop(place, why)
-            changed = True
+            changed = self._ends(place, one, there.get(one.name), now, asked, silent) or changed
         return changed
+
+    def _see(self, seen: Seen, one: Standing, moved: set[int], now: float) -> None:
+        """What became of the place's pods. `moved`: indices of those that have started or ended."""
+        if moved - seen.fell:
+            self.moved = now
+        for index, state in one.live.states.items():
+            if state.disrupted:
+                seen.taken[index].add(state.uid)
+            if state.over and state.reason:  # the next one may run, and end like it
+                seen.why = state.reason
+            if (state.over and not state.disrupted) or len(seen.taken[index]) > self.drains:
+                seen.fell.add(index)
+            if state.phase == "Failed" and not state.disrupted:
+                one.failed.setdefault(index, set()).add(state.uid)
+
+    def _ends(
+        self,
+        place: str,
+        one: Standing,
+        job: Resource | None,
+        now: float,
+        asked: Mapping[str, int],
+        silent: Mapping[str, bool],
+    ) -> bool:
+        """Whether the place's Job was ended, as none of its pods can come any more. `job`: as it is, None where it is
+        gone."""
+        seen = self._seen[place]
+        one.losses = waiting.lost(one.live, job, now, self.moved, self._options.pending_s)
+        one.losses = self._never_there(place, one) | one.losses
+        known = one.hung
+        one.hear(silent, now, self._options.lease_s, self._options.pending_s)
+        one.hung -= {i for i in one.hung - known if not silent[one.names[i]] and self._speaks(one.names[i])}
+        if len(one.losses.keys() | one.hung) < len(one.names):
+            return False
+        reasons = {loss.reason for loss in one.losses.values()} | ({"its pods hang"} if one.hung else set())
+        why = "; ".join(sorted(reasons)[:3])
+        seen.why = why.removeprefix(f"{one.live.tier}: ")
+        if job is None:
+            self._ground.forget_owner()
+        # Pods that waited in vain for a coordinator, and those that somebody has deleted, say nothing of the next.
+        failed = job is not None and jobs.ended(job) != "Complete"
+        if failed and (one.hung or not all(loss.node for loss in one.losses.values())):
+            seen.ended += 1
+            seen.vain = seen.vain or not one.hung
+        if asked.get(place) and seen.ended >= self._options.attempts:
+            if not self._others_answer(asked):
+                if one.hung:
+                    self._jobs.drop(place, why)  # others stay, to be looked at
+                raise Stopped(
+                    f"round {self._round + 1}: no pod takes orders: {why}. What arrived is kept. "
+                    f"{self.looking}; mend the cause, then resume with --resume"
+                )
+            log.warning("round %d: no pod of %s takes orders: %s", self._round + 1, place, why)
+        self._jobs.drop(place, why)
+        return True
 
     def _never_there(self, place: str, one: Standing) -> dict[int, Loss]:
         """By index, the pods that fail at their start: `attempts` have failed, and none has said a word."""
@@ -290,7 +273,7 @@ class Crew:
             if len(pods) < self._options.attempts:
                 continue
             if self._beat(one.names[index]) is None:
-                found[index] = Loss(f"{one.live.tier}: {one.live.reason(index) or self._why.get(place, '')}", False)
+                found[index] = Loss(f"{one.live.tier}: {one.live.reason(index) or self._seen[place].why}", False)
             else:  # what it fails of is told by its orders: its beat is not read at every look
                 del one.failed[index]
         return found
@@ -305,77 +288,8 @@ class Crew:
 
     def _others_answer(self, asked: Mapping[str, int]) -> bool:
         """Whether answers of other places, which are there or may come, may do for the quorum."""
-        come = any(n and self._ended[place] < self._options.attempts for place, n in asked.items())
+        come = any(n and self._seen[place].ended < self._options.attempts for place, n in asked.items())
         return self._options.quorum < 1 and (come or sum(asked.values()) < self._wanted)
-
-    def _find(self, now: float) -> None:
-        """The Jobs that an earlier coordinator has left. Those that were made with other settings are deleted, those of
-        more pods than `parallelism` is now, and those of rounds, as this run had them with lifetime=round."""
-        settings = jobs.settings_sum(self._ground.template, self._options)
-        cap = {} if self._options.parallelism is None else self._shares(self._options.parallelism)
-        for job in self._cluster.select("jobs", {jobs.RUN: self._ground.run}):
-            meta, name = job["metadata"], job["metadata"]["name"]
-            self._attempt = max(self._attempt, jobs.attempt_of(job) + 1)
-            if meta.get("deletionTimestamp"):
-                continue
-            stays = meta["labels"].get(jobs.LIFETIME) == "run" and meta["annotations"].get(jobs.SETTINGS) == settings
-            members = self._members(name) if stays and jobs.ended(job) is None else []
-            place = meta["annotations"].get(jobs.PLACE, "")
-            fits = len(members) == len(jobs.pods_of(job)) <= cap.get(place, MOST_PODS)
-            if not fits or place in self._standing:
-                self._cluster.delete("jobs", name)
-                continue
-            log.info("the pods of the Job %s are there already", name)
-            self._enter(place, job, members, now - RENEW_S)
-        if self._jobs:
-            events = self._ground.refusals()
-            for one in self._standing.values():
-                waiting.forget_refusals(one.live, events)
-
-    def _members(self, name: str) -> list[Member]:
-        """The devices of a Job that is there, as its Secret has them; empty: it has none, or not all."""
-        data = (self._cluster.get("secrets", name) or {}).get("data", {})
-        found = []
-        try:
-            for index in range(len(data) - 1):  # one is common to all
-                told = Invitation.of(base64.b64decode(data[str(index)]), name)
-                found.append(Member(name=told.name, tier=told.tier, key=told.key, before=told.key))
-        except (ConfigError, KeyError, binascii.Error):
-            return []
-        return found
-
-    def _enter(self, place: str, job: Resource, members: Sequence[Member], told: float) -> Standing:
-        for member in members:
-            self._post.roster.put(member)
-        live = waiting.live(job, time.monotonic(), math.inf)
-        live.clients = {index: index for index in range(len(members))}
-        self._standing[place] = Standing(job, live, [member.name for member in members], told)
-        return self._standing[place]
-
-    def _make(self, place: str, group: Group) -> None:
-        o = self._options
-        owner = self._ground.owner()
-        body = jobs.job(self._ground.template, o, self._ground.run, None, group, self._attempt, owner, DATA_FOLDER)
-        self._attempt += 1
-        name = body["metadata"]["name"]
-        job = self._ground.create_job(body, self._labels)
-        members = [Member.new(f"{name}-{index}", place) for index in range(len(group.pods))]
-        self._tell(self._enter(place, job, members, 0.0), time.monotonic())
-        self._yielded.discard(place)
-        self._vain.discard(place)
-
-    def _tell(self, one: Standing, now: float) -> None:
-        """Writes a Job's Secret."""
-        invitations = [self._post.invitation(self._post.roster.member(name), plain=True) for name in one.names]
-        self._cluster.create("secrets", jobs.secret(one.job, [told.model_dump_json() for told in invitations], "{}"))
-        one.told = now
-
-    def _drop(self, place: str, why: str) -> None:
-        one = self._standing.pop(place)
-        log.info("the pods of the Job %s end: %s", one.name, why)
-        self._cluster.delete("jobs", one.name)
-        for name in one.names:
-            self._post.roster.revoke(name)
 
     def _give_way(self, asked: Mapping[str, int], unheld: Mapping[str, int], now: float) -> bool:
         """Ends the pods of a place that has no orders, where those of another one wait for room and none has any. A pod
@@ -392,7 +306,7 @@ class Crew:
         if not idle or not queues or now - self._gave < YIELD_S:
             return False
         place = max(idle, key=lambda place: len(self._standing[place].names))
-        self._drop(place, f"they have no orders, and those of {queues[0]} wait for room")
+        self._jobs.drop(place, f"they have no orders, and those of {queues[0]} wait for room")
         self._yielded.add(place)
         self._gave = now
         return True
