@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from fl_engine.backends.agents import backend as module
+from fl_engine.backends.agents import devices as known
 from fl_engine.backends.agents import keeper
 from fl_engine.backends.agents import post as letters
 from fl_engine.backends.agents.backend import Agents
@@ -62,7 +63,7 @@ class TestAgents(BackendSuite):
     @pytest.fixture
     def make(self, monkeypatch: pytest.MonkeyPatch) -> Make:
         clock = Clock()
-        for each in (module, letters, keeper):
+        for each in (module, known, letters, keeper):
             monkeypatch.setattr(each, "time", clock)
 
         def build(site: Site, devices: Sequence[str]) -> Backend:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fl_engine.backends.agents import backend as module
+from fl_engine.backends.agents import devices as known
 from fl_engine.backends.agents import post as letters
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.data.local import FORM
@@ -108,7 +109,7 @@ class Reading(FolderStore):
 def on_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[Played]]:
     """Devices that are played, for a run in this process: each reads its own folder, as `flexfleet agent` does."""
     clock, devices = Clock(), list[Played]()
-    for each in (module, letters):
+    for each in (module, known, letters):
         monkeypatch.setattr(each, "time", clock)
 
     def turn() -> bool:

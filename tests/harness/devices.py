@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fl_engine.backends.agents import backend as module
+from fl_engine.backends.agents import devices as known
 from fl_engine.backends.agents import keeper
 from fl_engine.backends.agents import post as letters
 from fl_engine.backends.agents.backend import Agents
@@ -128,7 +129,7 @@ class Scene:
         self, monkeypatch: pytest.MonkeyPatch, clients: int = 1, room: int | None = None, **options: Any
     ) -> None:
         self.clock = Clock()
-        for each in (module, letters, keeper):
+        for each in (module, known, letters, keeper):
             monkeypatch.setattr(each, "time", self.clock)
         self.store = MemoryStore()
         self.store.put("site/run.json", b"{}")

@@ -13,20 +13,19 @@ A coordinator that starts again finds in the letters which device holds which or
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from functools import cache, partial
-from itertools import islice
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from fl_engine.backends.agents import seats
+from fl_engine.backends.agents.devices import LOOK_S, Devices
 from fl_engine.backends.agents.keeper import SAY_EVERY_S, Invited, Keeper
 from fl_engine.backends.agents.leases import why_ended
+from fl_engine.backends.agents.lending import chosen, suits
 from fl_engine.backends.agents.loans import key_under, reachable
 from fl_engine.backends.agents.open_round import OpenRound
 from fl_engine.backends.agents.post import Agent, Held, Post
@@ -39,7 +38,6 @@ from fl_engine.exchange.letters import LEASES, Leased, Loan, pause
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import KeyOf, fits_nobody
 from fl_engine.fleet.faults import Fault
-from fl_engine.storage.lease import BEAT_S
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.records import round_folder
 from fl_engine.storage.store import canonical, sha256
@@ -52,10 +50,6 @@ LOST: Literal["pod"] = "pod"
 NOT_GOOD = ("train", "evaluate", "validate")
 """Stages of answers that may be the device's fault, so that another one is asked. `drop` and `prune` may be lies: they
 count where they follow from the order."""
-LOOK_S = 2.0
-"""The most seconds between two looks for answers."""
-AWAY_S = 60.0
-"""The most seconds between two looks for a beat of a device that is away."""
 REST_S, LONGEST_REST_S = 2.0, 300.0
 """Seconds without an order after a device's first failure, doubled with each further one in a row."""
 SIGN_S = 600.0
@@ -91,14 +85,15 @@ class Agents:
             raise ConfigError("devices sign their updates: the mailbox needs a key")
         self._options, self._run, self._fleet = options, run_id, fleet
         self._keeper = keeper or Invited(fleet, post.roster.store.uri())
+        self._devices = Devices(options, post, self._keeper, check)
+        self._agents = self._devices.by_name
         self._mailbox, self._post = mailbox, post
         self._should_stop, self._code, self._memory = should_stop, code, memory
-        self._check, self._checked, self._befalls = check, -BEAT_S, befalls
-        self._agents: dict[str, Agent] = {}
+        self._befalls = befalls
         self._site_sums, self._site = dict(site_sums), sha256(canonical(dict(site_sums)))
-        self._own_data = mailbox.rules is not None and mailbox.rules.most is not None
-        self._seats: Mapping[str, int] = {}
-        """By device, the client that it is, where devices hold their own data (`seats`)."""
+        own_data = mailbox.rules is not None and mailbox.rules.most is not None
+        self._seats: Mapping[str, int] | None = {} if own_data else None
+        """By device, the client that it is, where devices hold their own data (`seats`); None: they do not."""
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         """Raises Stopped where no device takes an order for `wait_s`, and where `should_stop` says so; Replaced where
@@ -118,7 +113,7 @@ class Agents:
                 raise Stopped(ON_REQUEST)
             if self._keep(r):
                 self._meet()
-            self._listen()
+            self._devices.listen()
             yield from self._answered(r)
             yield from self._ended(r)
             yield from self._absent(r)
@@ -131,44 +126,20 @@ class Agents:
         """Tells the devices that the run is over. What it cannot tell is no failure of the run: they learn it from the
         next one."""
         try:
-            revoked = self._post.roster.revoked()
-            for agent in self._agents.values():
-                agent.held = None
-                self._say(agent, None, run="", site="", revoked=agent.name in revoked)
+            self._devices.dismiss()
         except FlexfleetError as error:
             log.warning("the run is over; not all devices could be told: %s", error)
 
-    def _say(self, agent: Agent, loan: Loan | None, **said: Any) -> None:
-        self._still_mine()
-        self._post.say(agent, loan, **said)
-
-    def _still_mine(self) -> None:
-        """Raises Replaced where another coordinator has the letters. A lease that was there BEAT_S seconds ago is."""
-        if time.monotonic() - self._checked >= BEAT_S:
-            self._check()
-            self._checked = time.monotonic()
-
     # ------------------------------------------------------------------------------------------- who is there
     def _keep(self, r: OpenRound) -> bool:
-        self._still_mine()
+        self._devices.still_mine()
         asked, waiting = (Counter(map(self._keeper.place, clients)) for clients in (r.open_, r.waiting))
-        silent = {a.name: a.beat is not None and not a.is_gone for a in self._agents.values() if a.away}
-        return self._keeper.keep(asked, waiting, silent)
+        return self._keeper.keep(asked, waiting, self._devices.silent())
 
     def _meet(self) -> None:
-        """Devices that were invited since; those that were revoked are told so, and forgotten."""
-        self._still_mine()
-        members = {member.name: member for member in self._post.roster.members()}
-        for name in [name for name, agent in self._agents.items() if name not in members and agent.held is None]:
-            self._say(self._agents[name], None, run="", site="", revoked=True)
-            del self._agents[name]
-        for name, member in members.items():
-            if name not in self._agents:
-                said = {"lease_s": self._options.lease_s, "revoked": False}
-                self._agents[name] = self._post.meet(member, **said)
-        self._see_revoked()
-        if self._own_data:
-            self._seats = seats.kept(self._mailbox.store, members.values(), self._fleet)
+        members = self._devices.meet()
+        if self._seats is not None:
+            self._seats = seats.kept(self._mailbox.store, members, self._fleet)
 
     def _adopt(self, r: OpenRound) -> None:
         """Waits for orders of this round that devices hold from an earlier coordinator, or from before a stop. A loan
@@ -193,70 +164,11 @@ class Agents:
             who = ", ".join(map(str, clients))
             log.info("round %d, client %s: waiting for %s, which has its order", r.plan.round + 1, who, agent.name)
 
-    def _listen(self) -> None:
-        """Reads beats: most often those of devices that hold an order, ever more rarely those of devices that stay
-        away."""
-        self._still_mine()
-        now, every = time.monotonic(), self._options.lease_s / 12
-
-        def interval(a: Agent) -> float:
-            if a.held is not None:
-                return every
-            return pause(now - a.heard, max(AWAY_S, every), min(LOOK_S, every)) if a.away else every * 4
-
-        due = [a for a in self._agents.values() if now - a.looked >= interval(a)]
-        for agent in due:
-            self._post.hear(agent)
-        if due:
-            self._see_revoked()
-        for agent in self._agents.values():
-            if agent.held is None and not agent.away:
-                agent.away = self._keeper.lost(agent.name, agent.heard) is not None
-
-    def _see_revoked(self) -> None:
-        for name in self._post.roster.revoked() & self._agents.keys():
-            self._agents[name].revoked = True
-
     # ------------------------------------------------------------------------------------------ lending orders
     def _lend(self, r: OpenRound) -> None:
-        """Gives waiting orders to free devices, first to those that were heard last: as many to each as it has room
-        for, and no more than its share, of what waits and of the round."""
-        now = time.monotonic()
-        there = [a for a in self._agents.values() if not a.away and not a.revoked]
-        free = [a for a in there if a.held is None and a.rests <= now]
-        waiting, takers = Counter(map(self._keeper.place, r.waiting)), Counter(a.member.tier for a in free)
-        most = cache(partial(r.most, there=[a for a in there if not a.failures]))
-        for agent in sorted(free, key=lambda a: (a.failures, -a.heard)):
-            tier = agent.member.tier
-            share = math.ceil(waiting[tier] / takers[tier]) if tier is not None else 1
-            suited = self._suited(agent, r, there, most)
-            clients = list(islice(suited, max(1, min(self._keeper.room, share))))
-            if first := [client for client in clients if client in r.alone][:1]:
-                clients = first
-            if clients:
-                self._lend_to(agent, r, clients, secrets.token_hex(8))
-            if tier is not None:
-                waiting[tier], takers[tier] = waiting[tier] - len(clients), takers[tier] - 1
-
-    def _suited(
-        self, agent: Agent, r: OpenRound, there: Sequence[Agent], most: Callable[[str, frozenset[str]], int]
-    ) -> Iterator[int]:
-        """The waiting orders that the device may have."""
-        has = Counter[str]()
-        for client in r.waiting:
-            place = self._keeper.place(client)
-            has_room = not self._keeper.strangers or (
-                r.answered[agent.name, place] + has[place] < most(place, frozenset(r.tried[client]))
-            )
-            if has_room and self._suits(agent, client, r, there):
-                has[place] += 1
-                yield client
-
-    def _suits(self, agent: Agent, client: int, r: OpenRound, there: Sequence[Agent]) -> bool:
-        """Where devices hold their own data, an order suits the device that is its client, and no other."""
-        if self._own_data:
-            return self._seats.get(agent.name) == client
-        return r.suits(agent, client, self._keeper.place(client), there)
+        agents = self._devices.there
+        for agent, clients in chosen(r, agents, self._keeper, self._seats, time.monotonic()):
+            self._lend_to(agent, r, clients, secrets.token_hex(8))
 
     def _lend_to(self, agent: Agent, r: OpenRound, clients: Sequence[int], loan: str) -> Held:
         for client in clients:
@@ -275,7 +187,7 @@ class Agents:
         )
         told = reachable(told, self._mailbox, orders, r.names, loan, self._options, self._post.verb)
         lent = Loan(id=loan, seconds=self._options.deadline_s, assignment=told)
-        self._say(agent, lent, run=self._run, site=self._site)
+        self._devices.say(agent, lent, run=self._run, site=self._site)
         now = time.monotonic()
         agent.held = held = Held(loan, list(clients), len(clients) == 1, now, now)
         return held
@@ -352,23 +264,27 @@ class Agents:
                 failures = [ClientFailure(r.plan.round, client, LOST, why) for client in held.clients]
                 yield from self._lost(r, agent, failures, counts=failed and held.alone)
             elif agent.revoked:
-                self._say(agent, None, run="", site="", revoked=True)
+                self._devices.say(agent, None, run="", site="", revoked=True)
             elif held is None and agent.begins_again:  # was killed after it had answered, and does not know it
-                self._say(agent, None)
+                self._devices.say(agent, None)
             elif time.monotonic() - agent.written > SIGN_S:
-                self._say(agent, agent.letter.loan)
+                self._devices.say(agent, agent.letter.loan)
             if agent.revoked:
                 del self._agents[agent.name]
 
     def _can_go_on(self, r: OpenRound) -> bool:
         """Whether the round does without the clients that are missing, as some have answered."""
-        return (self._own_data or self._keeper.spares) and (r.plan.adopted > 0 or len(r.open_) < len(r.plan.orders))
+        return (self._seats is not None or self._keeper.spares) and (
+            r.plan.adopted > 0 or len(r.open_) < len(r.plan.orders)
+        )
 
     def _may_take_one(self, r: OpenRound) -> bool:
         """Whether a device is there that has not failed since its last answer, nor let an order lie: it is asked before
         the run stops, however long others let orders lie."""
-        there = [a for a in self._agents.values() if not a.away and not a.revoked]
-        return any(self._suits(a, client, r, there) for a in there if not a.failures for client in r.open_)
+        there = self._devices.there
+        return any(
+            suits(a, client, r, there, self._keeper, self._seats) for a in there if not a.failures for client in r.open_
+        )
 
     def _absent(self, r: OpenRound) -> Iterator[ClientFailure]:
         """Gives up clients whose devices stay away, where nothing has moved for `wait_s`, or the keeper knows that none
@@ -382,10 +298,10 @@ class Agents:
             who = "".join(
                 f" ({name}, which beats)"
                 for name in sorted(r.idle & self._agents.keys())
-                if self._suits(self._agents[name], client, r, ())
+                if suits(self._agents[name], client, r, (), self._keeper, self._seats)
             )
             place = self._keeper.place(client)
-            if self._own_data:
+            if self._seats is not None:
                 why = f"the device that holds its data{who} has not taken the order {waited} (agents.wait_s)"
             else:
                 known, what = self._keeper.why(place), f"has taken the order {waited}" if late else "takes orders"
@@ -419,7 +335,7 @@ class Agents:
             agent.letter = agent.letter.model_copy(update={"account": account})
         else:
             agent.held = None
-            self._say(agent, None, account=account, revoked=agent.revoked)
+            self._devices.say(agent, None, account=account, revoked=agent.revoked)
         again = [failure for failure in failures if r.lost[failure.client] < self._options.attempts]
         if again:
             who = ", ".join(str(failure.client) for failure in again)
