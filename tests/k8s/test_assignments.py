@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fl_engine.algorithms import FlexFL
-from fl_engine.backends.kubernetes.backend import PHASES, Kubernetes, _Round, jobs
+from fl_engine.backends.kubernetes.backend import Kubernetes, jobs
+from fl_engine.backends.kubernetes.open_round import OpenRound
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.errors import ClientError, ConfigError
 from fl_engine.core.types import RoundPlan, SubmodelSpec, WorkOrder
@@ -63,8 +64,7 @@ def test_two_hundred_pods_with_session_tokens_fit_into_secrets(
     for name, value in {"ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s", "SESSION_TOKEN": TOKEN}.items():
         monkeypatch.setenv(f"FLEXFLEET_SIGNING_AWS_{name}", value)
     backend = Kubernetes(options, "run", fleet, ledger, cluster=cluster)  # type: ignore[arg-type]
-    backend.phases = dict.fromkeys(PHASES, 0.0)
-    backend._launch(_Round(plan, names, set(range(200))), set(range(200)))
+    backend._jobs.launch(OpenRound(plan, names, set(range(200))), set(range(200)))
 
     asked: list[int] = []
     assert len(cluster.made["secrets"]) == len(cluster.made["jobs"]) > 1

@@ -100,6 +100,7 @@ def test_a_killed_coordinator_finds_its_jobs_again(
     """Where the run is to end has changed: pods that begin now would refuse what they are told of it, so their Jobs are
     made anew."""
     from fl_engine.backends.kubernetes.backend import Kubernetes
+    from fl_engine.backends.kubernetes.round_jobs import RoundJobs
 
     caplog.set_level("INFO", logger="flexfleet")
     taken = 0
@@ -118,14 +119,14 @@ def test_a_killed_coordinator_finds_its_jobs_again(
             rounds("killed", *remote)
     before = [job["metadata"]["name"] for job in cluster.created if job["kind"] == "Job"]
     assert before
-    adopt = Kubernetes._adopt
+    adopt = RoundJobs.adopt
 
-    def adopted(self: Kubernetes, r: Any) -> None:
+    def adopted(self: RoundJobs, r: Any) -> None:
         adopt(self, r)
         if r.plan.round == 0:
             cluster.slots.release(taken)
 
-    monkeypatch.setattr(Kubernetes, "_adopt", adopted)
+    monkeypatch.setattr(RoundJobs, "adopt", adopted)
     assert model(rounds("killed", *remote, f"rounds.stop={stop}", resume=True)) == expected(stop)
     after = [job["metadata"]["name"] for job in cluster.created if job["kind"] == "Job"]
     assert after[: len(before)] == before and len(set(after)) == len(after), "no Job was made twice"

@@ -13,6 +13,7 @@ import pytest
 
 from fl_engine.backends.kubernetes import backend as kubernetes
 from fl_engine.backends.kubernetes import waiting
+from fl_engine.backends.kubernetes.round_jobs import RoundJobs
 from fl_engine.core.errors import Stopped
 from fl_engine.storage.checkpoints import Row
 
@@ -126,7 +127,7 @@ def test_a_coordinator_that_starts_again_waits_for_the_later_job_of_a_client(
     class Killed(BaseException):
         pass
 
-    launch = kubernetes.Kubernetes._launch
+    launch = RoundJobs.launch
 
     def killed(self: Any, r: Any, clients: set[int]) -> None:
         launch(self, r, clients)
@@ -151,7 +152,7 @@ def test_a_coordinator_that_starts_again_waits_for_the_later_job_of_a_client(
 
     quick_cluster.script = script
     with monkeypatch.context() as patch:
-        patch.setattr(kubernetes.Kubernetes, "_launch", killed)
+        patch.setattr(RoundJobs, "launch", killed)
         with pytest.raises(Killed):
             rounds("twice", *remote)
     before = jobs_of(quick_cluster)

@@ -225,6 +225,7 @@ def test_the_role_grants_what_the_backend_calls_and_no_more() -> None:
         "fl_engine/backends/kubernetes/crew.py": "self._cluster.",
         "fl_engine/backends/kubernetes/ground.py": "self.cluster.",
         "fl_engine/backends/kubernetes/lasting.py": "self._ground.cluster.",
+        "fl_engine/backends/kubernetes/round_jobs.py": "self._cluster.",
         "fl_engine/backends/kubernetes/standing.py": "self._cluster.",
         "flexfleet/steps/keys.py": "self.cluster.",
     }
