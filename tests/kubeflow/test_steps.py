@@ -52,7 +52,7 @@ def pod(name: str, run_id: str, node: str, outputs: dict[str, str] | None = None
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [main]}}
 
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]  # for longer than a busy machine takes to come to it
 LOOP = "compare-x.root.for-loop-1.iteration-iterations(0:0).iteration-item"
 
 

@@ -114,7 +114,8 @@ def test_who_stops_asking_waits_for_what_has_begun_and_begins_nothing_more() -> 
     results = overlapped(Waiting(), 1, done.append, range(100))
     next(results)
     results.close()  # type: ignore[attr-defined]
-    assert sorted(done) == list(range(len(done))) and len(done) <= 5
+    # Of the five that were given out, one that a thread has taken and not begun is dropped, whichever it is.
+    assert 0 in done and set(done) <= set(range(5)) and len(set(done)) == len(done)
     assert not [thread for thread in threading.enumerate() if thread.name == "requests"]
 
 
