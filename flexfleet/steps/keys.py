@@ -18,6 +18,7 @@ from typing import Protocol
 
 from fl_engine.backends.kubernetes import jobs
 from fl_engine.backends.kubernetes.cluster import Cluster
+from fl_engine.core.addresses import is_meant
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.storage.s3 import OWN, SIGNING, S3Store, endpoint_of, setting
 from fl_engine.storage.store import FolderStore, Store, sha256
@@ -136,7 +137,7 @@ def shared_place(config: Config, name: str, hasty: bool = False) -> Store:
     if where is None:
         return FolderStore(Path(config.run.store).resolve() / name)
     check_folder(config)
-    if "://" not in where:
+    if not is_meant(where):
         return FolderStore(Path(where).resolve() / name)
     bucket = S3Store(f"{where.rstrip('/')}/{name}", settings=SETTINGS, hasty=hasty)
     _check_bucket(where, config.run.remote)

@@ -155,6 +155,7 @@ def test_where_a_key_is_kept_follows_from_the_settings(tmp_path: Path, monkeypat
         (["run.secrets=s3://runs/keys", "run.remote=s3://runs/x"], {}, "in the bucket of run.remote"),
         (["run.secrets=s3://runs/keys", "run.remote=s3://runs/x"], {"ENDPOINT_URL": "http://s3/"}, "in the bucket of"),
         (["run.secrets=ledgers/keys", "run.remote=ledgers"], {}, "lies in run.remote"),
+        (["run.secrets=s3:/safe"], {}, "an S3 store is s3://bucket/prefix, got 's3:/safe/a'"),
         (["run.secrets=https://me:pw@host/x"], {}, "an S3 store is s3://bucket/prefix, got 'https://host/x/a'"),
     ],
 )
