@@ -45,7 +45,7 @@ def partition(
     from flexfleet.tracking import record as track
     from flexfleet.tracking import versioned
 
-    with ending("run_id"):
+    with ending("run_id", locals()):
         given = locals()
         asked = overrides.config_from({name: given[name] for name in overrides.PARAMETERS}, advanced)
         name = overrides.run_name(run_id, job_id, asked)

@@ -36,7 +36,7 @@ def prepare(
     from flexfleet.kubeflow.in_pod import ending
     from flexfleet.studies.study import prepare as step
 
-    with ending("study_id"):
+    with ending("study_id", locals()):
         given = locals()
         names = overrides.PARAMETERS | overrides.STUDY
         resolved = overrides.config_from({name: given[name] for name in names if name in given}, advanced)

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError, nearest
+from fl_engine.core.errors import ConfigError, kind_of, nearest
 from fl_engine.core.plain import check_plain, in_line, write_yaml
+from fl_engine.storage.places import check_place
 from flexfleet.config import Config, pair_of, parse, public, set_path, short
 from flexfleet.config.entries import Entry, by_label, entries, labels_of, seeds_of
 from flexfleet.config.names import plain
@@ -32,6 +33,7 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
     A `store_uri` with a scheme (s3://bucket/prefix) becomes `run.remote`. A value has one place: `advanced` cannot set
     what is a field of the form. Raises ConfigError.
     """
+    advanced = object_of(advanced)
     try:
         check_plain([parameters, advanced])
     except ValueError as error:
@@ -44,7 +46,12 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
             wrong.append(f"unknown parameter {name!r}{nearest(name, known)}")
             continue
         value = mlflow_of(value) if name == "mlflow_uri" else whole(value)
-        set_path(values, place(name, value), value)
+        try:
+            check_store(name, value)
+        except ConfigError as error:
+            wrong.append(str(error))
+        else:
+            set_path(values, place(name, value), value)
     names = {path: name for name, path in known.items()} | REMOTE
     for path, value in names_first(advanced.items()):
         if path in names and names[path] in NOT_EVERYWHERE and names[path] not in parameters:
@@ -68,6 +75,32 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
     return config
 
 
+def object_of(advanced: Any) -> Mapping[str, Any]:
+    """A form's `advanced`. Raises ConfigError where it is no object: Kubeflow takes any JSON value there."""
+    if not isinstance(advanced, Mapping):
+        raise ConfigError(
+            'advanced is one JSON object of dotted names, as {"algorithm.kd_weight": 5}, or {} for none, got '
+            + kind_of(advanced)
+        )
+    return advanced
+
+
+def check_store(name: str, value: Any) -> None:
+    """Raises ConfigError for a form's `store_uri` that is neither an address in S3 nor a folder."""
+    if name == "store_uri" and isinstance(value, str):
+        check_place(name, value)
+
+
+def fields_of(form: Mapping[str, Any]) -> dict[str, str]:
+    """By dotted name, the field of this form that sets it. Without those that `advanced` sets for a label: an error may
+    be about that value."""
+    names = {path: name for name, path in (PARAMETERS | STUDY).items() if name in form and name != path}
+    names |= {path: name for path, name in (REMOTE | {"algorithm.name": "algorithms"}).items() if name in form}
+    advanced = form.get("advanced")
+    own = {key.partition(":")[2].strip() for key in advanced} if isinstance(advanced, Mapping) else set()
+    return {path: name for path, name in names.items() if path not in own}
+
+
 def mlflow_of(uri: Any) -> Any:
     """An empty address in a form means the MLflow that the platform gives its tasks; null if it gives none."""
     return platform_uri() if uri == "" else uri
@@ -76,7 +109,9 @@ def mlflow_of(uri: Any) -> Any:
 def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> list[str]:
     """The values of a form as `a.b=value`, for a suite, which has its other settings in a file. Raises ConfigError for
     a password, and where `advanced` sets what is a field of the form."""
+    advanced = object_of(advanced)
     no_passwords({"mlflow_uri": mlflow_uri, "store_uri": store_uri, **advanced})
+    check_store("store_uri", store_uri)
     names = {PARAMETERS[name]: name for name in ("mlflow_uri", "store_uri")} | REMOTE
     for path in advanced:
         dotted, sign, _ = path.partition("=")
@@ -127,7 +162,7 @@ def comparison_from(
     """The runs of a comparison: `config_from` for each algorithm and seed. `advanced` may also hold `label:a.b` for one
     label alone, also for fields of the form. Raises ConfigError."""
     labels = labels_of(algorithms)
-    given = by_label(advanced.items(), labels)
+    given = by_label(object_of(advanced).items(), labels)
     names = {path: name for name, path in PARAMETERS.items()}
 
     def configure(label: str, seed: int) -> Config:

@@ -11,9 +11,10 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from fl_engine.core.errors import (
     BadInput,
@@ -48,9 +49,10 @@ FRESH_S = 600.0
 
 
 @contextmanager
-def ending(again: str) -> Iterator[None]:
+def ending(again: str, form: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
     """Runs the body of a task, and ends the process with the command line's exit code on an error. `again`: the
-    pipeline's parameter whose value resumes what was begun."""
+    pipeline's parameter whose value resumes what was begun. `form`: values by field, of a first task, which checks what
+    a person typed into them: where an error names a parameter, the field that sets it is said too."""
     try:
         yield
     except Exception as error:
@@ -60,8 +62,23 @@ def ending(again: str) -> Iterator[None]:
             line = f"{type(error).__name__}: {masked(str(error))}"
         line = OPTION.sub(again, line)
         kind = next((word for kind, word in KINDS.items() if code == kind.exit_code), "bug")
-        print(f"error, exit code {code} ({kind}): {' '.join(line.split())} {_advice(kind, again)}", file=sys.stderr)
+        words = (f"error, exit code {code} ({kind}):", *line.split(), *_fields(line, form), _advice(kind, again))
+        print(" ".join(words), file=sys.stderr)
         sys.exit(code)
+
+
+def _fields(line: str, form: Mapping[str, Any]) -> list[str]:
+    """Says which fields of the form set the parameters that an error names."""
+    if not form:
+        return []
+    from flexfleet.config.overrides import fields_of
+
+    named = [
+        f"{path} is {field}"
+        for path, field in fields_of(form).items()
+        if re.search(rf"(?<![\w.-]){re.escape(path)}(?![\w-]|\.\w)", line)
+    ]
+    return [f"(In the form: {', '.join(named)}.)"] if named else []
 
 
 def _advice(kind: str, again: str) -> str:

@@ -19,13 +19,13 @@ from typing import Any
 from fl_engine import __version__
 from fl_engine.core.errors import ConfigError, did_you_mean, nearest
 from fl_engine.core.quantities import need_plain
-from fl_engine.storage.places import check_place
 from flexfleet.config import Config
 from flexfleet.config.overrides import (
     PARAMETERS,
     STUDY,
     comparison_from,
     config_from,
+    object_of,
     parameters_of,
     run_name,
     sets_of,
@@ -238,7 +238,7 @@ def _checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
     """The pipeline for this environment's cluster, and its version. Refuses a password in a parameter, which Kubeflow
     would store, and what the pipeline's first task would refuse."""
     asked = form(name)
-    advanced = dict(parameters.get("advanced") or {})
+    advanced = dict(object_of(parameters.get("advanced", {})))
     no_passwords({**parameters, **advanced})
     for key in parameters:
         if key not in asked:
@@ -255,7 +255,6 @@ def _check_values(name: str, values: Mapping[str, Any]) -> None:
     """Checks the values of a whole form, as the pipeline's first task does there; an empty `mlflow_uri` is the tasks'
     own MLflow, of which nothing is known here. Raises ConfigError."""
     advanced = values["advanced"]
-    check_place("store_uri", str(values["store_uri"]))
     if values["mlflow_uri"]:
         check_address(str(values["mlflow_uri"]), here=False)
     if name == "nightly":

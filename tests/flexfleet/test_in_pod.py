@@ -63,6 +63,33 @@ def test_the_last_line_says_what_is_wrong_of_which_kind_and_how_to_go_on(
     assert bool(before) == (kind == "bug"), "a traceback is for what is a bug"
 
 
+@pytest.mark.parametrize(
+    ("form", "error", "said"),
+    [
+        ({"rounds": 0}, "rounds.stop: at least 1, got 0", "got 0 (In the form: rounds.stop is rounds.) Nothing more"),
+        (
+            {"clients": 0, "dataset": "x", "rounds": 1},
+            "partition.clients = 0; dataset.name = 'x'.",
+            "'x'. (In the form: dataset.name is dataset, partition.clients is clients.) Nothing",
+        ),
+        ({"store_uri": "s3://b", "rounds": 1}, "run.remote cannot be", "be (In the form: run.remote is store_uri.) No"),
+        ({"algorithms": "a", "seeds": "0"}, "algorithm.name", "(In the form: algorithm.name is algorithms.) Nothing"),
+        ({"trials": 0}, "tune.trials: at least 1", "(In the form: tune.trials is trials.) Nothing"),
+        ({"rounds": 1}, "rounds.stop_simulated_s, more.rounds.stop, rounds.stop-x, rounds.stop.x", "stop.x Nothing"),
+        ({"learning_rate": 1, "advanced": {"a:training.lr": 0}}, "a: training.lr: above 0", "above 0 Nothing"),
+        ({"learning_rate": 1, "advanced": 5}, "training.lr: above 0", "(In the form: training.lr is learning_rate.)"),
+        ({"suite": "digits", "advanced": {}}, "rounds.stop: a suite says it", "says it Nothing"),
+        ({"seed": 0}, "seed is wrong", "seed is wrong Nothing"),
+    ],
+)
+def test_a_first_tasks_error_says_which_fields_of_the_form_set_what_is_wrong(
+    form: dict[str, Any], error: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit), ending("run_id", form):
+        raise ConfigError(error)
+    assert said in capsys.readouterr().err
+
+
 def test_a_line_names_the_forms_field_and_not_the_command_lines_option(capsys: pytest.CaptureFixture[str]) -> None:
     for field, error, said in (
         ("run_id", ConfigError("choose another --run-id"), "choose another run_id"),

@@ -214,6 +214,16 @@ def executed(name: str, parameters: dict[str, Any], folder: Path) -> subprocess.
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, env=env)
 
 
+@pytest.mark.parametrize("advanced", [["rounds.stop"], "rounds.stop", 3])
+def test_advanced_that_is_no_object_is_a_wrong_parameter(tmp_path: Path, advanced: Any) -> None:
+    """Kubeflow's API takes any JSON value for it."""
+    form = documents((COMPILED / "train.yaml").read_text())[0]["root"]["inputDefinitions"]["parameters"]
+    given = {name: each["defaultValue"] for name, each in form.items()} | {"advanced": advanced, "job_id": "j"}
+    done = executed("partition", given, tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
+    assert "(wrong parameter): advanced is one JSON object of dotted names" in done.stderr.splitlines()[-1]
+
+
 def test_every_mistake_of_a_form_is_in_one_last_line(tmp_path: Path) -> None:
     form = documents((COMPILED / "train.yaml").read_text())[0]["root"]["inputDefinitions"]["parameters"]
     wrong = {"clients": 0, "algorithm": "flexflx", "dataset": "digit", "advanced": {"seed": 3}, "job_id": "j"}
@@ -221,5 +231,11 @@ def test_every_mistake_of_a_form_is_in_one_last_line(tmp_path: Path) -> None:
     assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
     *_, last = done.stderr.splitlines()
     assert last.startswith("error, exit code 2 (wrong parameter): ")
-    for part in ("partition.clients", "did you mean 'flexfl'?", "did you mean 'digits'?", "'seed' is the parameter"):
+    for part in (
+        "partition.clients",
+        "partition.clients is clients",
+        "did you mean 'flexfl'?",
+        "did you mean 'digits'?",
+        "'seed' is the parameter",
+    ):
         assert part in last
