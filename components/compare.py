@@ -12,7 +12,7 @@ Artifact = dsl.Artifact
 
 @task
 def compare(
-    pairs: list[dict[str, str]],
+    pairs: dsl.Input[Artifact],
     finished: dsl.Input[List[Artifact]],  # noqa: UP006
     comparison: dsl.Output[Artifact],
     page: dsl.Output[dsl.HTML],
@@ -22,13 +22,13 @@ def compare(
     import shutil
     from pathlib import Path
 
+    from flexfleet.comparisons.graph import PairsFile, collect
     from flexfleet.comparisons.tabulate import metrics as figures
-    from flexfleet.comparisons.whole import collect
     from flexfleet.kubeflow.in_pod import ending, patiently
 
     with ending("comparison_id"):
-        out = Path(comparison.path)
-        result = patiently(lambda: collect(pairs, [Path(run.path) for run in finished], out))
+        file, out = PairsFile.read(Path(pairs.path)), Path(comparison.path)
+        result = patiently(lambda: collect(file, [Path(run.path) for run in finished], out))
         shutil.copyfile(out / "comparison.html", page.path)
         shutil.copyfile(out / "comparison.md", table.path)
         for name, value in figures(result).items():

@@ -18,7 +18,7 @@ def gate(
     night_id: str,
     job_id: str,
     advanced: dict[str, Any],
-    pairs: list[dict[str, str]],
+    pairs: dsl.Input[Artifact],
     finished: dsl.Input[List[Artifact]],  # noqa: UP006
     night: dsl.Output[Artifact],
     page: dsl.Output[dsl.HTML],
@@ -28,6 +28,7 @@ def gate(
     import shutil
     from pathlib import Path
 
+    from flexfleet.comparisons.graph import PairsFile
     from flexfleet.config.overrides import sets_of
     from flexfleet.kubeflow.in_pod import ending, patiently
     from flexfleet.nightly import regress
@@ -35,10 +36,10 @@ def gate(
 
     with ending("night_id"):
         asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
-        regress.check_pairs(asked, pairs)
-        out = Path(night.path)
+        file, out = PairsFile.read(Path(pairs.path)), Path(night.path)
+        regress.check_pairs(asked, file)
         folders = regress.folders_of(asked, [Path(run.path) for run in finished])
-        verdict = patiently(lambda: regress.settle(asked, folders, out, TASKS, pairs[0]["mlflow"]))
+        verdict = patiently(lambda: regress.settle(asked, folders, out, TASKS, file.mlflow))
         shutil.copyfile(out / "regression.html", page.path)
         Path(told.path).write_text(regress.card(verdict), encoding="utf-8")
         metrics.log_metric("passed", int(verdict.passed))

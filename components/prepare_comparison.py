@@ -29,16 +29,17 @@ def prepare(
     job_id: str,
     advanced: dict[str, Any],
     shared: dsl.Output[Artifact],
-) -> list[dict[str, str]]:
+    pairs: dsl.Output[Artifact],
+) -> list[str]:
     from pathlib import Path
 
-    from flexfleet.comparisons.whole import prepare as step
+    from flexfleet.comparisons.graph import prepare as step
     from flexfleet.config import overrides
     from flexfleet.kubeflow.in_pod import ending
 
-    with ending("comparison_id"):
+    with ending("comparison_id", locals()):
         given = locals()
         parameters = {name: given[name] for name in overrides.PARAMETERS if name in given}
         name = comparison_id or f"compare-{job_id}"
         runs = overrides.comparison_from(parameters, advanced, algorithms, seeds, name)
-        return step(runs, name, Path(shared.path), job_id)
+        return step(runs, name, Path(shared.path), Path(pairs.path), job_id)

@@ -19,13 +19,14 @@ def prepare(
     job_id: str,
     advanced: dict[str, Any],
     shared: dsl.Output[Artifact],
-) -> list[dict[str, str]]:
+    pairs: dsl.Output[Artifact],
+) -> list[str]:
     from pathlib import Path
 
     from flexfleet.config.overrides import sets_of
     from flexfleet.kubeflow.in_pod import ending
     from flexfleet.nightly import regress
 
-    with ending("night_id"):
+    with ending("night_id", locals()):
         night = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
-        return regress.pairs_of(night, Path(shared.path), job_id)
+        return regress.hand_over(night, Path(shared.path), Path(pairs.path), job_id)

@@ -10,7 +10,8 @@ Artifact = dsl.Artifact
 
 @task
 def run(
-    pair: dict[str, str],
+    number: str,
+    pairs: dsl.Input[Artifact],
     shared: dsl.Input[Artifact],
     job_id: str,
     which: dsl.Output[dsl.Markdown],
@@ -21,15 +22,17 @@ def run(
     import shutil
     from pathlib import Path
 
-    from flexfleet.comparisons.whole import run_pair
+    from flexfleet.comparisons.graph import PairsFile, run_pair
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.in_pod import ending, patiently
 
     with ending("comparison_id (of a night: night_id)"):
-        Path(which.path).write_text(f"# {pair['label']}\n\nalgorithm and seed: {pair['run']}\n", encoding="utf-8")
+        file = PairsFile.read(Path(pairs.path))
+        pair = file.pair(number)
+        Path(which.path).write_text(f"# {pair.label}\n\nalgorithm and seed: {pair.entry.name}\n", encoding="utf-8")
         paths = (Path(shared.path), Path(finished.path))
-        result = patiently(lambda: run_pair(pair, *paths, job_id))
-        finished.metadata.update(metadata.of_model(paths[1], paths[1]))
+        result = patiently(lambda: run_pair(file, number, *paths, job_id))
+        finished.metadata.update(metadata.of_finished(paths[1]))
         shutil.copyfile(paths[1] / "report.html", page.path)
         for name, value in (("avg", result.metrics["avg"]), ("full", result.metrics["full"]), ("waste", result.waste)):
             metrics.log_metric(name, value)

@@ -5,7 +5,8 @@ runs are made side by side, as many as the cluster has room for, each as `flexfl
 `<store_uri>/<comparison_id>/<label>-s<seed>`; the last task puts them in one table and one page.
 
 The loop is flat, over pairs of algorithm and seed: two nested loops would start a seed only when all runs of the seed
-before have ended, and `kfp.local` cannot run them.
+before have ended, and `kfp.local` cannot run them. Its items are the runs' numbers in the file `pairs`, since a task's
+parameters are one argument of a command line, which Linux limits.
 
 Retries: a run resumes from its folder, which therefore has to outlive a pod. Give `comparison_id` to resume the
 comparison of an earlier pipeline run. Caching is off, for the reasons given in pipelines/train.py.
@@ -51,9 +52,9 @@ def comparison(**given: Any) -> None:
     """The defaults are those of `flexfleet compare`, except for MLflow."""
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     start = prepare(**given, job_id=job_id)
-    pairs = start.outputs["Output"]
-    with dsl.ParallelFor(pairs, name="runs") as pair:
-        one = run(pair=pair, shared=start.outputs["shared"], job_id=job_id)
+    pairs = start.outputs["pairs"]
+    with dsl.ParallelFor(start.outputs["Output"], name="runs") as number:
+        one = run(number=number, pairs=pairs, shared=start.outputs["shared"], job_id=job_id)
     told = compare(pairs=pairs, finished=dsl.Collected(one.outputs["finished"]))
     for each, name in ((start, "1 Prepare"), (one, "2 Run"), (told, "3 Compare")):
         each.set_display_name(name)

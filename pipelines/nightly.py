@@ -54,9 +54,10 @@ def nightly(
     given = {"suite": suite, "mlflow_uri": mlflow_uri, "store_uri": store_uri, "night_id": night_id,
              "job_id": job_id, "advanced": advanced}  # fmt: skip
     start = prepare(**given)
-    with dsl.ParallelFor(start.outputs["Output"], name="runs") as pair:
-        one = run(pair=pair, shared=start.outputs["shared"], job_id=job_id)
-    judged = gate(**given, pairs=start.outputs["Output"], finished=dsl.Collected(one.outputs["finished"]))
+    pairs = start.outputs["pairs"]
+    with dsl.ParallelFor(start.outputs["Output"], name="runs") as number:
+        one = run(number=number, pairs=pairs, shared=start.outputs["shared"], job_id=job_id)
+    judged = gate(**given, pairs=pairs, finished=dsl.Collected(one.outputs["finished"]))
     decided = decide(failed=judged.outputs["Output"])
     for each, name in ((start, "1 Prepare"), (one, "2 Run"), (judged, "3 Judge and report"), (decided, "4 Decide")):
         each.set_display_name(name)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,17 +24,16 @@ from flexfleet.comparisons import reference
 from flexfleet.comparisons.comparison import Comparison
 from flexfleet.comparisons.side_by_side import Command, side_by_side, told_failures
 from flexfleet.comparisons.tabulate import FILES, tabulate
-from flexfleet.config import Config, algorithm, flatten, parse
+from flexfleet.config import Config, algorithm, flatten
 from flexfleet.config.entries import Entry, folder_of, varied
 from flexfleet.config.overrides import hand_over
 from flexfleet.config.sources import sources
 from flexfleet.files.alone import alone
-from flexfleet.files.artifacts import BareHistory, Result, RunFile, row_of
+from flexfleet.files.artifacts import BareHistory, Result, row_of
 from flexfleet.files.begun import check_free, failures_tell, go_on
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages, run
-from flexfleet.steps import keys
 from flexfleet.steps.own_code import check_sources
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.resumed import known_run, store_of
@@ -49,10 +47,6 @@ log = logging.getLogger("flexfleet")
 
 CarryOut = Callable[[Sequence[Command], int], dict[str, int]]
 """Carries out commands, so many at a time, and gives their exit codes by name."""
-
-
-COMMIT = "commit"
-"""Key of the commit of the code that makes a whole night: in the night's store, and in its pairs."""
 
 
 class RunsFailed(FlexfleetError):
@@ -264,7 +258,7 @@ def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[
         out = folder / name
         if not fresh:
             continue
-        first = _to_share(fresh)
+        first = to_share(fresh)
         resolved = Resolved.of(first.config)
         if fits(resolved, out):
             continue
@@ -275,7 +269,7 @@ def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[
     return commands
 
 
-def _to_share(runs: Sequence[Entry]) -> Entry:
+def to_share(runs: Sequence[Entry]) -> Entry:
     """The run for which the shared folder is computed: the first that asks for preparations, so that their results are
     there for every run that needs them."""
     return next((e for e in runs if algorithm(e.config).preparations), runs[0])
@@ -320,69 +314,3 @@ def finished(config: Config, out: Path) -> bool:
     except IntegrityError:
         return False
     return len(history.rounds) == end and result.model_sha256 == history.model_sha256
-
-
-# --------------------------------------------------------------------------------------- as tasks of a graph
-def prepare(runs: Sequence[Entry], id: str, out: Path, job_id: str) -> list[dict[str, str]]:
-    """Begins the comparison's MLflow run and returns its `pairs_of`."""
-    runs = in_one_experiment(runs)
-    pairs = pairs_of(runs, id, out)
-    return below(pairs, begin(runs, id, track.of_job(runs[0].config, job_id)))
-
-
-def below(pairs: Sequence[Mapping[str, str]], mlflow: MLflow | None) -> list[dict[str, str]]:
-    """Adds the id of the MLflow run that the tasks belong to, and the parent of their own MLflow runs."""
-    about = {"mlflow": mlflow.run_id if mlflow else "", "parent": mlflow.root if mlflow else ""}
-    return [{**pair, **about} for pair in pairs]
-
-
-def pairs_of(runs: Sequence[Entry], id: str, out: Path) -> list[dict[str, str]]:
-    """Checks all runs, writes what they share into `out`/<id>, and returns what the other tasks need to know about each
-    run. All values are strings, since a graph may turn numbers into floats."""
-    check_all(runs)
-    track.prepare(runs[0].config)
-    shared: dict[str, str] = {}
-    for name, group in sharing(runs).items():
-        share(Resolved.of(_to_share(group).config), out / id / name)
-        shared |= {entry.name: name for entry in group}
-    return [
-        {
-            "comparison": id,
-            "label": e.label,
-            "run": e.name,
-            "shared": shared[e.name],
-            "config": e.config.model_dump_json(),
-        }
-        for e in runs
-    ]
-
-
-def run_pair(pair: Mapping[str, str], shared: Path, out: Path, job_id: str) -> Result:
-    """Makes or resumes one run in its folder of the store, and copies the finished run, without its ledger and its key,
-    into `out`. Raises ConfigError if the run is one of a night that was begun with another code: nodes may have other
-    images of the same name."""
-    entry, id = entry_of(pair), pair["comparison"]
-    if COMMIT in pair:
-        track.check_code(pair[COMMIT], id)
-    result = run(
-        Resolved.of(entry.config),
-        entry.name,
-        resume=True,
-        shared=shared / id / pair["shared"],
-        tags={**tags(entry, id, pair["parent"]), **track.of_job(entry.config, job_id)},
-    )
-    kept = shutil.ignore_patterns("rounds", "states", ".lock", str(Path(keys.IN_RUN).parent))
-    shutil.copytree(Path(entry.config.run.store) / entry.name, out, ignore=kept, dirs_exist_ok=True)
-    return result
-
-
-def collect(pairs: Sequence[Mapping[str, str]], folders: Sequence[Path], out: Path) -> Comparison:
-    """The comparison of the finished runs in `folders`, in any order, written into `out`."""
-    by_name = {RunFile.read(folder / "run.json").run_id: folder for folder in folders}
-    id, runs = pairs[0]["comparison"], [entry_of(pair) for pair in pairs]
-    return tabulate(id, runs, by_name, out, mlflow=begin(runs, id, {}, pairs[0]["mlflow"]))
-
-
-def entry_of(pair: Mapping[str, str]) -> Entry:
-    config = parse(json.loads(pair["config"]))
-    return Entry(pair["label"], config.seed, config)

@@ -23,6 +23,9 @@ STUDY = dict(short.STUDY)
 """What the form of a study also asks for."""
 NOT_EVERYWHERE = {"algorithm", "seed", *STUDY}
 """Fields that some pipelines do not have."""
+MOST_RUNS = 80
+"""Runs that one pipeline makes. The last task's argument holds name, address and a few facts of each run's artifact,
+about 1 KiB, and Linux takes no argument above 128 KiB: then all runs were paid for, and the task could not start."""
 REMOTE = {"run.remote": "store_uri"}
 """What a `store_uri` with a scheme sets."""
 
@@ -161,7 +164,8 @@ def comparison_from(
 ) -> list[Entry]:
     """The runs of a comparison: `config_from` for each algorithm and seed. `advanced` may also hold `label:a.b` for one
     label alone, also for fields of the form. Raises ConfigError."""
-    labels = labels_of(algorithms)
+    labels, numbers = labels_of(algorithms), seeds_of(seeds)
+    check_count(len(labels) * len(numbers), f"{len(labels)} algorithms with {len(numbers)} seeds")
     given = by_label(object_of(advanced).items(), labels)
     names = {path: name for name, path in PARAMETERS.items()}
 
@@ -171,7 +175,17 @@ def comparison_from(
         asked = {"algorithm": labels[label], "seed": seed}
         return config_from({**parameters, **own, **asked}, {**dict(given[None]), **rest})
 
-    return entries(labels, seeds_of(seeds), configure, id)
+    return entries(labels, numbers, configure, id)
+
+
+def check_count(runs: int, what: str) -> None:
+    """Raises ConfigError for more runs than a pipeline can gather. `what` they come from."""
+    if runs > MOST_RUNS:
+        raise ConfigError(
+            f"{what} are {runs} runs, and a pipeline makes at most {MOST_RUNS}: Kubeflow starts the task that gathers "
+            "them with one argument that names them all. Make several comparisons, or make this one with `flexfleet "
+            "compare`, which has no limit"
+        )
 
 
 def whole(value: Any) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.data.partitioning import MANIFEST, read_manifest
-from flexfleet.files.artifacts import BareHistory, EvaluationFile, PoolFile, RunFile
+from flexfleet.files.artifacts import BareHistory, EvaluationFile, PoolFile, Result, RunFile
 
 
 def of_partition(folder: Path) -> dict[str, Any]:
@@ -31,6 +31,14 @@ def of_pool(folder: Path) -> dict[str, Any]:
         for level in pool.levels
         for what, value in (("parameters", level.params), ("share", level.share), ("bytes", level.bytes))
     }
+
+
+def of_finished(folder: Path) -> dict[str, Any]:
+    """Facts about a run of a comparison or a night. They are few and short: the task that gathers all runs is started
+    with those of every run in one argument (`overrides.MOST_RUNS`)."""
+    result = Result.read(folder / "result.json")
+    told = {"run_id": result.run_id, "model_sha256": result.model_sha256}
+    return told | {name: result.metrics[name] for name in ("avg", "full")}
 
 
 def of_model(folder: Path, evaluation: Path | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from fl_engine.core.errors import ConfigError
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store
-from flexfleet.comparisons.whole import COMMIT, stores_of
+from flexfleet.comparisons.whole import stores_of
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry
 from flexfleet.nightly.suite import Suite, task_of
@@ -22,6 +22,8 @@ from flexfleet.tracking import record as track
 
 log = logging.getLogger("flexfleet")
 
+COMMIT = "commit"
+"""Key in a night's store of the commit of the code that makes it."""
 KIND = "regression"
 """Of a night's MLflow run. Earlier versions kept its token (`record.lasting_token`) in the night's store, and no
 commit."""

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.storage.store import FolderStore
-from flexfleet.comparisons import whole
+from flexfleet.comparisons import graph, whole
 from flexfleet.config.entries import Entry
 from flexfleet.config.names import plain
+from flexfleet.config.overrides import check_count
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import Artifact, BareHistory, RunFile
 from flexfleet.files.begun import check_free, failures_tell, go_on
@@ -197,21 +198,20 @@ def _verdict(night: Night, figures: Figures, out: Path, mlflow_run_id: str | Non
 
 
 # ------------------------------------------------------------------------------------------ as tasks of a graph
-def pairs_of(night: Night, shared: Path, job_id: str) -> list[dict[str, str]]:
+def hand_over(night: Night, shared: Path, out: Path, job_id: str) -> list[str]:
     """Checks all runs, begins the night's MLflow run, writes what the runs of a case and seed share into `shared`, and
-    gives what `run_pair` takes. Raises ConfigError for a night that was begun with another code (`keep_commit`)."""
+    gives what `graph.hand_over` gives. Raises ConfigError for a night that was begun with another code (`keep_commit`),
+    and for one with more runs than a pipeline can gather."""
     check_commit(night)
-    pairs = [p for case, runs in night.runs.items() for p in whole.pairs_of(runs, f"{night.id}-{case}", shared)]
+    check_count(sum(map(len, night.runs.values())), f"those of the suite {night.name}")
+    pairs = [p for case, runs in night.runs.items() for p in graph.pairs_of(runs, f"{night.id}-{case}", shared)]
     commit = keep_commit(night)  # after the checks: a night that they refuse can be begun with the mended code
-    pairs = [{**pair, whole.COMMIT: commit} for pair in pairs]
-    return whole.below(pairs, begin(night, track.of_job(night.config, job_id)))
+    return graph.hand_over(pairs, begin(night, track.of_job(night.config, job_id)), out, commit)
 
 
-def check_pairs(night: Night, pairs: Sequence[Mapping[str, str]]) -> None:
-    """Raises ConfigError unless the runs of these `pairs_of` were made with this code: what judges them says of which
-    commit they are."""
-    for commit in {pair.get(whole.COMMIT) for pair in pairs}:
-        track.check_code(commit, night.id)
+def check_pairs(night: Night, file: graph.PairsFile) -> None:
+    """Raises ConfigError unless these runs were made with this code: what judges them says of which commit they are."""
+    track.check_code(file.commit, night.id)
 
 
 def folders_of(night: Night, finished: Sequence[Path]) -> Folders:

@@ -16,7 +16,8 @@ import yaml
 import fl_engine
 from components.gate import gate
 from fl_engine.core.errors import ConfigError, Stopped
-from flexfleet.comparisons import whole
+from flexfleet.comparisons import graph, whole
+from flexfleet.comparisons.graph import PairsFile
 from flexfleet.comparisons.side_by_side import Command
 from flexfleet.comparisons.whole import RunsFailed
 from flexfleet.files.alone import alone
@@ -69,7 +70,7 @@ def test_a_night_is_resumed_by_the_commit_that_began_it_alone(night: Nights, cod
     code("bbbb")
     before = files(tmp_path)
     with pytest.raises(ConfigError, match=OTHER):
-        regress.pairs_of(night(), tmp_path / "shared", "job")
+        regress.hand_over(night(), tmp_path / "shared", tmp_path / "pairs", "job")
     with pytest.raises(ConfigError, match=OTHER):
         regress.take_folder(asked := night(), resume=True)
     assert files(tmp_path) == before, "what is refused leaves nothing"
@@ -165,11 +166,12 @@ def test_a_night_that_its_checks_refuse_is_not_begun(
 
     code("aaaa")
     with monkeypatch.context() as patch:
-        patch.setattr(whole, "check_all", refuse)
+        patch.setattr(graph, "check_all", refuse)
         with pytest.raises(ConfigError, match="no such algorithm"):
-            regress.pairs_of(night(), tmp_path / "shared", "job")
+            regress.hand_over(night(), tmp_path / "shared", tmp_path / "pairs", "job")
     code("bbbb")
-    assert {pair[whole.COMMIT] for pair in regress.pairs_of(night(), tmp_path / "shared", "job")} == {"bbbb"}
+    regress.hand_over(night(), tmp_path / "shared", tmp_path / "pairs", "job")
+    assert PairsFile.read(tmp_path / "pairs").commit == "bbbb"
 
 
 @pytest.mark.parametrize("key", ["run.json", RUN_KEY])
@@ -195,23 +197,28 @@ def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_the
     monkeypatch.setattr(regress, "_check_before", lambda _: None)
     code("aaaa")
     asked = regress.prepare(str(suite), "n", ["tracking.mlflow=null"])
-    pairs = regress.pairs_of(asked, tmp_path / "shared", "job")
+    path = tmp_path / "pairs"
+    (first, *_) = regress.hand_over(asked, tmp_path / "shared", path, "job")
+    pairs = PairsFile.read(path)
     regress.check_pairs(asked, pairs)
 
-    def judge(pairs: list[dict[str, str]]) -> str:
+    def judge(pairs: PairsFile) -> str:
+        pairs.write(path)
+        file: Any = SimpleNamespace(path=str(path))
         given: Any = SimpleNamespace(path=str(tmp_path / "out"))
         with pytest.raises(SystemExit) as ended:
-            gate.python_func(str(suite), "", "runs", "n", "job", {}, pairs, [], given, given, given, given)
+            gate.python_func(str(suite), "", "runs", "n", "job", {}, file, [], given, given, given, given)
         assert ended.value.code == 2
         return capsys.readouterr().err
 
     code("bbbb")
     with pytest.raises(ConfigError, match=f"n-quick {OTHER}"):
-        whole.run_pair(pairs[0], tmp_path / "shared", tmp_path / "out", "job")
+        graph.run_pair(pairs, first, tmp_path / "shared", tmp_path / "out", "job")
     assert not list((tmp_path / "runs").rglob("run.json")) and not (tmp_path / "out").exists()
     assert f"n {OTHER}" in judge(pairs)
-    old = [{key: value for key, value in pair.items() if key != whole.COMMIT} for pair in pairs]
-    assert f"n {EARLIER}" in judge(old), "its first task was of an earlier version"
+    assert f"n {EARLIER}" in judge(pairs.model_copy(update={"commit": None})), (
+        "its first task was of an earlier version"
+    )
 
 
 def figures_of(night: Night) -> Figures:

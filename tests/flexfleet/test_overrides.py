@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from fl_engine.core.errors import ConfigError, PartitionError, holds_password
 from fl_engine.core.plain import in_line, read_yaml, write_yaml
+from fl_engine.storage.places import check_place, open_store
 from flexfleet.config import Config, load_config, pair_of, parse
 from flexfleet.config.overrides import (
+    MOST_RUNS,
     PARAMETERS,
     comparison_from,
     config_from,
@@ -181,6 +184,65 @@ def test_check_finds_what_only_data_can_tell() -> None:
     weak = {"fleet.tiers": [{"name": "weak", "share": 1.0, "memory": 35.0, "sigma": [5.0]}]}
     with pytest.raises(ConfigError, match="no device of the fleet can hold the full model"):
         check(Resolved.of(config_from({"algorithm": "all_large"}, weak)))
+
+
+@pytest.mark.parametrize("given", [[], ["rounds.stop"], "rounds.stop", '{"rounds.stop": 3}', 3.0, True, None])
+def test_advanced_that_is_no_object_is_said(given: Any) -> None:
+    """Kubeflow's API takes any JSON value for it."""
+    for refused in (
+        lambda: config_from({}, given),
+        lambda: comparison_from({}, given, "flexfl", "0", "a"),
+        lambda: sets_of("", "runs", given),
+    ):
+        with pytest.raises(
+            ConfigError, match=r'^advanced is one JSON object of dotted names, as \{"alg.*\}, or .*, got'
+        ):
+            refused()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "s3:/b", "S3://b", "s3:b", "s3//b", "s3:\\b", "S3:/b/c", "s3:///b", "http://s3.example.com/b", "https:/b",
+        "gs://b", "file:///mnt/runs", "minio:9000/b", "localhost:9000", " s3://b",
+    ],
+)  # fmt: skip
+def test_what_was_meant_as_an_address_is_no_folder(address: str) -> None:
+    """A pod would make a folder of that name, which is gone with it."""
+    for refused in (
+        lambda: config_from({"store_uri": address}, {}),
+        lambda: comparison_from({"store_uri": address}, {}, "flexfl", "0", "a"),
+        lambda: sets_of("", address, {}),
+        lambda: check_place("store_uri", address),
+    ):
+        with pytest.raises(ConfigError, match=r"store_uri(: ' s3:| is s3://bucket/prefix or a folder, got)"):
+            refused()
+    if not address.startswith(" "):
+        with pytest.raises(ConfigError, match=r"run\.store: a folder of this machine is expected"):
+            load_config(None, [f"run.store={in_line(address)}"])
+        with pytest.raises(ConfigError, match=r"is s3://bucket/prefix"):
+            open_store(address)
+
+
+@pytest.mark.parametrize("name", ["run.remote", "run.secrets", "publish.dvc"])
+def test_every_parameter_that_names_a_place_refuses_what_was_meant_as_an_address(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is s3://bucket/prefix or a folder, got 's3:/b'"):
+        check(Resolved.of(load_config(None, [f"{name}=s3:/b"])))
+
+
+@pytest.mark.parametrize(
+    "folder", ["runs", "/mnt/s3/runs", "../a", "a:b/c", "./s3", "s3", "s3/b", "c:/x", "2024-01-01:x"]
+)
+def test_a_folder_stays_one(folder: str) -> None:
+    assert config_from({"store_uri": folder}, {}).run.store == folder
+    check_place("store_uri", folder)
+
+
+def test_a_comparison_has_no_more_runs_than_a_pipeline_can_gather() -> None:
+    seeds = ",".join(map(str, range(MOST_RUNS // 2 + 1)))
+    with pytest.raises(ConfigError, match=r"2 algorithms with 41 seeds are 82 runs, and a pipeline makes at most 80: "):
+        comparison_from({}, {}, "flexfl,all_large", seeds, "a")
+    assert len(comparison_from({}, {}, "flexfl,all_large", seeds.rpartition(",")[0], "a")) == MOST_RUNS
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError
 from fl_engine.data.partition_files import TENSORS
 from fl_engine.exchange import code
-from flexfleet.comparisons import whole
+from flexfleet.comparisons import graph
 from flexfleet.config import load_config
 from flexfleet.config.entries import Entry
 from flexfleet.files import prepared
@@ -410,10 +410,11 @@ def test_a_comparison_searches_once(sets: list[str], tmp_path: Path) -> None:
     """As tasks of a graph, where the runs are made elsewhere than what they share."""
     own = {"a": "training.lr=0.05", "b": "training.lr=0.01", "wide": "algorithm.candidates=[0.75]"}
     runs = [Entry(label, 0, load_config(None, [*sets, "rounds.stop=1", more])) for label, more in own.items()]
-    inputs = {}
-    for pair in whole.below(whole.pairs_of(runs, "c", tmp_path / "shared"), None):
-        whole.run_pair(pair, tmp_path / "shared", tmp_path / "out" / pair["label"], "")
-        inputs[pair["label"]] = prepared.index(tmp_path / "out" / pair["label"] / "pretrain")["searched:Search"].inputs
+    inputs, path = {}, tmp_path / "pairs"
+    for number in graph.hand_over(graph.pairs_of(runs, "c", tmp_path / "shared"), None, path):
+        label = (file := graph.PairsFile.read(path)).pair(number).label
+        graph.run_pair(file, number, tmp_path / "shared", tmp_path / "out" / label, "")
+        inputs[label] = prepared.index(tmp_path / "out" / label / "pretrain")["searched:Search"].inputs
     (shared,) = (tmp_path / "shared" / "c").iterdir()
     assert prepared.index(shared / "pretrain")["searched:Search"].inputs == inputs["a"] == inputs["b"] != inputs["wide"]
 
@@ -421,8 +422,8 @@ def test_a_comparison_searches_once(sets: list[str], tmp_path: Path) -> None:
 def test_the_key_of_a_private_run_stays_in_its_store(quick: Sequence[str], tmp_path: Path) -> None:
     private = ["algorithm.aggregation={name: private, noise_multiplier: 0.1}", "rounds.norm_bound=null"]
     runs = [Entry("a", 0, load_config(None, [*quick, "algorithm.name=all_large", "rounds.stop=1", *private]))]
-    (pair,) = whole.below(whole.pairs_of(runs, "c", tmp_path / "shared"), None)
-    whole.run_pair(pair, tmp_path / "shared", tmp_path / "out", "")
+    (number,) = graph.hand_over(graph.pairs_of(runs, "c", tmp_path / "shared"), None, tmp_path / "pairs")
+    graph.run_pair(graph.PairsFile.read(tmp_path / "pairs"), number, tmp_path / "shared", tmp_path / "out", "")
     assert (Path(runs[0].config.run.store) / runs[0].name / keys.IN_RUN).is_file()
     assert (tmp_path / "out/result.json").is_file()
     assert not (tmp_path / "out" / keys.IN_RUN).parent.exists()

@@ -12,12 +12,15 @@ from typing import Any
 
 import mlflow
 import pytest
+from kfp.local import subprocess_task_handler as handler
 
 from flexfleet import cli
 from flexfleet.comparisons import whole as compare_module
 from flexfleet.comparisons.comparison import Comparison
+from flexfleet.config import overrides
 from flexfleet.files.artifacts import RunFile
 from pipelines.compare import comparison
+from tests.harness import graphs
 from tests.harness.comparisons import in_this_process
 
 PARAMETERS: dict[str, Any] = {"rounds": 2, "clients": 6, "client_fraction": 0.5, "local_epochs": 1}
@@ -37,6 +40,8 @@ class Ran:
     store: Path
     tasks: Path
     """A folder for each task."""
+    commands: list[list[str]]
+    """Of all tasks of the comparison."""
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +61,18 @@ def ran(scratch: Path) -> Ran:
     assert cli.dispatch([*argv, *sets]) == 0
     given = {"store_uri": "store", "mlflow_uri": "sqlite:///mlflow.db", "comparison_id": "same",
              "advanced": ADVANCED | {"tracking.kubeflow": "http://kubeflow/"}}  # fmt: skip
-    comparison(**WHAT, **PARAMETERS, **given)
+    commands: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        started = handler.run_local_subprocess
+
+        def noted(full_command: list[str], env_vars: dict[str, str] | None = None) -> int:
+            commands.append(full_command)
+            return int(started(full_command=full_command, env_vars=env_vars))
+
+        patch.setattr(handler, "run_local_subprocess", noted)
+        comparison(**WHAT, **PARAMETERS, **given)
     (tasks,) = (scratch / "tasks").glob("compare-*")
-    return Ran(scratch / "direct" / "same", scratch / "store" / "same", tasks)
+    return Ran(scratch / "direct" / "same", scratch / "store" / "same", tasks, commands)
 
 
 def test_the_models_are_bit_identical_to_those_of_the_command_line(ran: Ran) -> None:
@@ -113,6 +127,19 @@ def test_the_last_task_has_the_page_the_table_and_the_figures(ran: Ran) -> None:
     assert "avg/all_large" not in told
 
 
+def test_no_argument_of_a_task_grows_with_the_runs_beyond_what_linux_takes(ran: Ran) -> None:
+    """A task gets its parameters and the names of its artifacts as one argument; configurations are in a file."""
+    of = {name: [graphs.given_to(name, each) for each in ran.commands] for name in ("prepare", "run", "compare")}
+    assert [sum(map(bool, of[name])) for name in of] == [1, 4, 1] and len(ran.commands) == 6
+    (compare,) = filter(None, of["compare"])
+    assert graphs.gathered(compare, "finished", overrides.MOST_RUNS) < graphs.LONGEST_WORD
+    given = [json.loads(each)["inputs"]["parameterValues"] for each in of["run"] if each]
+    assert sorted(each.pop("number") for each in given) == ["0", "1", "2", "3"]
+    assert given == [given[0]] * 4 and given[0].keys() == {"job_id"}
+    assert not json.loads(compare)["inputs"].get("parameterValues")
+    assert "kd_weight" in (ran.tasks / "prepare" / "pairs").read_text()
+
+
 def test_mlflow_groups_the_runs_of_the_graph(ran: Ran, scratch: Path) -> None:
     client = mlflow.MlflowClient(f"sqlite:///{scratch / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("digits-small_cnn-dirichlet")
@@ -134,6 +161,10 @@ def test_mlflow_groups_the_runs_of_the_graph(ran: Ran, scratch: Path) -> None:
         ({"algorithms": "flexfl,fedavgg"}, "fedavgg: no algorithm named 'fedavgg'"),
         ({"advanced": {"no_kd:algorithm.kd_weight": 0}}, "no algorithm of this comparison is labelled 'no_kd'"),
         ({"advanced": {"all_large:rounds.stop": 3}}, "rounds.stop: all labels of a comparison have the same"),
+        (
+            {"algorithms": "flexfl,all_large,fedavg", "seeds": ",".join(map(str, range(27)))},
+            "are 81 runs, and a pipeline",
+        ),
         ({"store_uri": "runs", "advanced": {"run.remote": "s3://bucket/runs"}}, "is the parameter 'store_uri'"),
     ],
 )

@@ -88,6 +88,15 @@ def test_the_command_gives_what_differs_from_the_defaults(
         (["train", "--param", "dataset=nope"], [], "no data set named 'nope'"),
         (["train", "--param", "run_id=a/b"], [], "run_id is a plain name"),
         (["compare", "--param", "algorithms=flexfl,"], [], "algorithms"),
+        (
+            ["compare", "--param", f"seeds={','.join(map(str, range(41)))}"],
+            [],
+            "2 algorithms with 41 seeds are 82 runs",
+        ),
+        (["train", "--param", "store_uri=s3:/b"], [], "store_uri is s3://bucket/prefix or a folder, got 's3:/b'"),
+        (["train", "--param", "store_uri=S3://b"], [], "store_uri is s3://bucket/prefix or a folder, got 'S3://b'"),
+        (["train"], ["run.remote=s3:/b"], "store_uri is s3://bucket/prefix or a folder, got 's3:/b'"),
+        (["nightly", "--param", "store_uri=s3:b/c"], [], "store_uri is s3://bucket/prefix or a folder, got 's3:b/c'"),
         (["compare"], ["no_kd:algorithm.kd_weight=0"], "no algorithm of this comparison is labelled 'no_kd'"),
         (["compare"], ["flexfl:algorithm.kd_wait=0"], "unknown parameter 'algorithm.kd_wait'"),
         (["train"], ["flexfl:algorithm.kd_weight=0"], "unknown parameter 'flexfl:algorithm'"),
@@ -192,6 +201,8 @@ def test_what_is_wrong_is_said_before_anything_is_uploaded(kubeflow: tuple[Any, 
             submit(name, {"store_uri": 5}, host=host)
     with pytest.raises(ConfigError, match=r"tracking.mlflow: input should be a valid string, got 5"):
         submit("train", {"mlflow_uri": 5}, host=host)
+    with pytest.raises(ConfigError, match=r"advanced is one JSON object of dotted names, .*, got a list"):
+        submit("train", {"advanced": ["rounds.stop"]}, host=host)
     assert not server.pipelines
     server.refuse = 403
     with pytest.raises(EnvironmentFailure, match=r"refused: 403 .*no such right"):
