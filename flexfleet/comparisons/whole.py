@@ -142,9 +142,10 @@ def begin(runs: Sequence[Entry], id: str, given: Mapping[str, str], run_id: str 
     if config.tracking.mlflow is None:
         return None
     store = FolderStore(folder_of(runs).resolve()) if config.run.remote is None else open_store(config.run.remote)
-    about = {"flexfleet.kind": "comparison", "flexfleet.comparison": id, "flexfleet.store": store.uri(), **given}
+    kind = "comparison"
+    about = {"flexfleet.kind": kind, "flexfleet.comparison": id, "flexfleet.store": store.uri(), **given}
     if run_id is None:
-        about[TOKEN] = track.lasting_token("comparison", store, stores_of(runs))
+        about[TOKEN] = track.lasting_token(kind, store, stores_of(runs), track.new_token(kind, id, given))
     return track.tracker(config, id, about, run_id)
 
 

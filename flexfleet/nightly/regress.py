@@ -332,7 +332,8 @@ def begin(night: Night, given: Mapping[str, str], run_id: str | None = None) -> 
     at = track.commit()
     about = {"flexfleet.kind": KIND, "flexfleet.suite": night.name, **({track.COMMIT: at} if at else {})}
     if run_id is None:
-        about[TOKEN] = track.lasting_token(KIND, night.store, night.stores)
+        fresh = track.new_token(KIND, night.id, given)
+        about[TOKEN] = track.lasting_token(KIND, night.store, night.stores, fresh)
     return track.tracker(config, night.id, {**about, **given}, run_id)
 
 

@@ -124,14 +124,21 @@ def token_key(kind: str) -> str:
     return f"{kind}.token"
 
 
-def lasting_token(kind: str, store: Store, runs: Iterable[Store]) -> str:
-    """The token of a comparison or a night. It is kept in the `store`, so that the MLflow run exists before its runs
-    do, and stays the same when runs are added. If an earlier version began it, and kept no token, the token is made
-    from those of its runs, as in that version."""
+def new_token(kind: str, name: str, given: Mapping[str, str]) -> str:
+    """A token for what is begun under this name. Where the tags `given` say that a pipeline run begins it, that one's
+    first task has the same token again in a new pod, where nothing is left of the first pod's folder."""
+    job = given.get(f"{JOB}job_id")
+    return token_of(kind, [job, name]) if job else uuid.uuid4().hex
+
+
+def lasting_token(kind: str, store: Store, runs: Iterable[Store], fresh: str) -> str:
+    """The token of a comparison or a night, `fresh` for a new one. It is kept in the `store`, so that the MLflow run
+    exists before its runs do, and stays the same when runs are added. If an earlier version began it, and kept no
+    token, the token is made from those of its runs, as in that version."""
     key = token_key(kind)
     if key not in store.list(key):
         known = [file.token for run in runs if (file := known_file(run)) is not None and file.token]
-        store.create(key, (token_of(kind, known) if known else uuid.uuid4().hex).encode())
+        store.create(key, (token_of(kind, known) if known else fresh).encode())
     return store.get(key).decode()
 
 
@@ -208,7 +215,7 @@ def _package(distribution: metadata.Distribution) -> tuple[str, str] | None:
 # ------------------------------------------------------------------------------------ the first task of a graph
 def begin(config: Config, run_id: str, store: Store, given: Mapping[str, str]) -> str:
     """The id of the MLflow run that the next tasks continue: the one in `store` if an earlier pipeline run has begun
-    the run, else a new one, which waits ("SCHEDULED"). Empty without tracking.
+    the run, else one that waits ("SCHEDULED"): new, or begun by an earlier try of this task. Empty without tracking.
 
     Raises ConfigError if the address cannot be used.
     """
@@ -217,7 +224,8 @@ def begin(config: Config, run_id: str, store: Store, given: Mapping[str, str]) -
     known = known_file(store)
     if known is not None and known.mlflow_run_id:
         return known.mlflow_run_id
-    mlflow = tracker(config, name(config, given), {**tags(config, run_id, store.uri()), **given})
+    about = {**tags(config, run_id, store.uri()), TOKEN: new_token("run", run_id, given), **given}
+    mlflow = tracker(config, name(config, given), about)
     assert mlflow is not None, "something is tracked"
     mlflow.wait()
     return mlflow.run_id

@@ -20,6 +20,7 @@ from flexfleet.comparisons import graph, whole
 from flexfleet.comparisons.graph import PairsFile
 from flexfleet.comparisons.side_by_side import Command
 from flexfleet.comparisons.whole import RunsFailed
+from flexfleet.config import overrides
 from flexfleet.files.alone import alone
 from flexfleet.nightly import regress
 from flexfleet.nightly.night import Night, keep_commit
@@ -172,6 +173,18 @@ def test_a_night_that_its_checks_refuse_is_not_begun(
     code("bbbb")
     regress.hand_over(night(), tmp_path / "shared", tmp_path / "pairs", "job")
     assert PairsFile.read(tmp_path / "pairs").commit == "bbbb"
+
+
+def test_a_night_with_more_runs_than_a_pipeline_can_gather_is_refused_before_it_begins(
+    night: Nights, code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code("aaaa")
+    asked = night()
+    count = sum(map(len, asked.runs.values()))
+    monkeypatch.setattr(overrides, "MOST_RUNS", count - 1)
+    with pytest.raises(ConfigError, match=rf"those of the suite .* are {count} runs, and a pipeline makes at most"):
+        regress.hand_over(asked, tmp_path / "shared", tmp_path / "pairs", "job")
+    assert not asked.folder.exists() and not (tmp_path / "shared").exists()
 
 
 @pytest.mark.parametrize("key", ["run.json", RUN_KEY])

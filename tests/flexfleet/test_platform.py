@@ -153,6 +153,26 @@ def test_a_run_that_another_pipeline_goes_on_with_keeps_its_first_parent(
     assert [run.info.run_id for run in at.ours()] == [run_id]
 
 
+def test_a_first_task_that_is_tried_again_goes_on_with_the_mlflow_run_that_it_had_begun(at: Platform) -> None:
+    """Its pod was deleted before anything else knew of the run; the new pod has nothing of the old one's folder."""
+    config, of_job = form(), {"kfp.job_id": "first"}
+    first = track.begin(config, "a", FolderStore("runs/a"), of_job)
+    assert track.begin(config, "a", FolderStore("runs/a"), of_job) == first
+    assert at.client.get_run(first).info.status == "SCHEDULED"
+    others = [track.begin(config, name, FolderStore(f"runs/{name}"), {"kfp.job_id": job})
+              for name, job in (("b", "first"), ("a", "second"))]  # fmt: skip
+    assert len({first, *others}) == 3 == len(at.ours())
+
+    runs = entries.entries_for("flexfl,all_large", "0", ["tracking.mlflow=null"], lambda _: config, "c")
+    begun = []
+    for job in ("first", "first", "second"):
+        comparison = whole.begin(runs, "c", {"kfp.job_id": job})
+        assert comparison is not None
+        begun.append(comparison.run_id)
+        shutil.rmtree("runs/c")
+    assert begun[0] == begun[1] != begun[2] and len(at.ours()) == 5
+
+
 def test_a_tracked_and_published_run_writes_nothing_into_the_tasks(
     at: Platform, flexfleet: Any, quick: Sequence[str], mlflow_uri: str, no_drawings: None
 ) -> None:
@@ -179,6 +199,12 @@ def test_a_night_is_flat_below_the_pipeline(at: Platform, tiny_suite: dict[str, 
     again = regress.begin(night, {}, mlflow.run_id), regress.begin(night, {})
     assert {each.run_id for each in again if each} == {mlflow.run_id}
     assert len(at.ours()) == 2 and at.untouched()
+    tried = []
+    for job in ("a", "a", "b"):  # a first task in a new pod
+        shutil.rmtree(night.folder)
+        begun = regress.begin(night, {"kfp.job_id": job})
+        tried.append(begun and begun.run_id)
+    assert tried[0] == tried[1] != tried[2] and len(at.ours()) == 4
 
 
 def test_a_study_is_flat_below_the_pipeline(at: Platform) -> None:
@@ -207,10 +233,13 @@ def test_the_token_of_a_comparison_lasts_and_one_of_an_earlier_version_is_its_ru
     for entry, token in zip(runs, ("a", "b"), strict=True):
         file = RunFile(run_id=entry.name, token=token, config={}, numerics={}, pool_sha256="", partition_sha256="")
         file.write(tmp_path / "c" / entry.name / "run.json")
-    old = track.lasting_token("comparison", here, stores)
+    old = track.lasting_token("comparison", here, stores, "new")
     assert old == track.token_of("comparison", "ba")
-    assert track.lasting_token("comparison", here, stores[:1]) == old, "whatever joins or goes"
-    fresh = [track.lasting_token("comparison", FolderStore(tmp_path / name), ()) for name in ("d", "e", "d")]
+    assert track.lasting_token("comparison", here, stores[:1], "new") == old, "whatever joins or goes"
+    fresh = [
+        track.lasting_token("comparison", FolderStore(tmp_path / name), (), track.new_token("comparison", "c", {}))
+        for name in ("d", "e", "d")
+    ]
     assert fresh[0] == fresh[2] != fresh[1]
 
 
