@@ -34,7 +34,7 @@ def gate(
     from flexfleet.nightly import regress
     from flexfleet.nightly.figures import TASKS
 
-    with ending("night_id"):
+    with ending("night_id", locals()):
         asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
         file, out = PairsFile.read(Path(pairs.path)), Path(night.path)
         regress.check_pairs(asked, file)

@@ -26,7 +26,7 @@ def run(
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.in_pod import ending, patiently
 
-    with ending("comparison_id (of a night: night_id)"):
+    with ending("comparison_id (of a night: night_id)", locals()):
         file = PairsFile.read(Path(pairs.path))
         pair = file.pair(number)
         Path(which.path).write_text(f"# {pair.label}\n\nalgorithm and seed: {pair.entry.name}\n", encoding="utf-8")

@@ -30,7 +30,7 @@ TUNE_SECRET, TUNE_KEY = SECRETS["FLEXFLEET_TUNE_SECRET"], "FLEXFLEET_TUNE_STORAG
 """The address of a study's database, password included."""
 
 WEBHOOK_SECRET, WEBHOOK_KEY = SECRETS["FLEXFLEET_WEBHOOK_SECRET"], "FLEXFLEET_WEBHOOK"
-"""The address that a failed night calls."""
+"""The address that tasks of a night call if the night fails, or if they do."""
 
 
 def described(what: str, first: str, example: str = '{"algorithm.kd_weight": 5, "rounds.evaluate_every": 5}') -> str:

@@ -51,8 +51,8 @@ FRESH_S = 600.0
 @contextmanager
 def ending(again: str, form: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
     """Runs the body of a task, and ends the process with the command line's exit code on an error. `again`: the
-    pipeline's parameter whose value resumes what was begun. `form`: values by field, of a first task, which checks what
-    a person typed into them: where an error names a parameter, the field that sets it is said too."""
+    pipeline's parameter whose value resumes what was begun. `form`: the task's parameters; where an error names a
+    parameter that a field of the form sets, which is among them, the field is said too."""
     try:
         yield
     except Exception as error:
@@ -63,8 +63,21 @@ def ending(again: str, form: Mapping[str, Any] = MappingProxyType({})) -> Iterat
         line = OPTION.sub(again, line)
         kind = next((word for kind, word in KINDS.items() if code == kind.exit_code), "bug")
         words = (f"error, exit code {code} ({kind}):", *line.split(), *_fields(line, form), _advice(kind, again))
-        print(" ".join(words), file=sys.stderr)
+        print(told := " ".join(words), file=sys.stderr)
+        if kind != KINDS[GateFailed]:  # a verdict, of which `decide` has told
+            _tell(told, form)
         sys.exit(code)
+
+
+def _tell(error: str, form: Mapping[str, Any]) -> None:
+    """Calls the webhook, whose address only tasks of a night have: nothing comes after this task that could judge it.
+    A task that is killed, or never starts, tells nobody."""
+    from flexfleet.nightly import webhook
+
+    webhook.call(
+        "A task of a night failed, which has no verdict unless a further try succeeds. Pipeline run "
+        f"{form.get('job_id', 'unknown')}: {masked(error)}"
+    )
 
 
 def _fields(line: str, form: Mapping[str, Any]) -> list[str]:

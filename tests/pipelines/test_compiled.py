@@ -174,8 +174,8 @@ def test_tasks_get_the_credentials_of_the_secret_and_know_their_image(name: str)
         assert named.pop("flexfleet-mlflow") == {key: key for key in mlflow}
         storage = {"flexfleet-tune": {"FLEXFLEET_TUNE_STORAGE": "FLEXFLEET_TUNE_STORAGE"}}
         webhook = {"flexfleet-webhook": {"FLEXFLEET_WEBHOOK": "FLEXFLEET_WEBHOOK"}}
-        own = {"exec-decide": webhook} | ({key: storage} if name == "tune" else {})
-        assert named == own.get(key, {}), "to whom they are of use, and nobody else"
+        own = {"nightly": webhook, "tune": storage}
+        assert named == own.get(name, {}), "to whom they are of use, and nobody else"
         assert settings[key]["imagePullPolicy"] == "IfNotPresent"
 
 

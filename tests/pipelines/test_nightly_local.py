@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from mlflow import MlflowClient
 
+from components.gate import gate
 from flexfleet.nightly import regress
 from flexfleet.nightly.regress import Verdict
 from pipelines.nightly import nightly
@@ -115,6 +117,36 @@ def test_a_failed_night_calls_the_webhook_with_figure_threshold_and_link(ran: Ra
     (told,) = ran.posted
     assert "accuracy of the full model" in told and "(threshold 1.00 %" in told
     assert "report: https://kubeflow.example.com/pipeline/#/runs/details/" in told
+
+
+@pytest.mark.parametrize("task", ["prepare", "gate"])
+def test_a_task_that_fails_tells_the_webhook_that_there_may_be_no_verdict(
+    ran: Ran, scratch: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    """Nothing comes after it that could judge the night."""
+    suite = scratch / "tiny.yaml"
+    given = {"suite": str(suite), "mlflow_uri": ran.mlflow, "store_uri": "store", "night_id": "one"}
+    if task == "prepare":
+        given |= {"suite": "nope"}
+    posted: list[str] = []
+    with listening(posted) as address:
+        monkeypatch.setenv("FLEXFLEET_WEBHOOK", address)
+        if task == "prepare":
+            with pytest.raises(RuntimeError, match="prepare"):
+                nightly(**given)
+        else:
+            missing = SimpleNamespace(path=str(scratch / "missing"))
+            with pytest.raises(SystemExit):
+                gate.python_func(str(suite), ran.mlflow, "store", "one", "job-7", {}, missing, [], *[missing] * 4)
+    (told,) = posted
+    assert told.startswith(
+        "A task of a night failed, which has no verdict unless a further try succeeds. Pipeline run "
+    )
+    wanted = {
+        "prepare": "error, exit code 2 (wrong parameter): no suite is named 'nope'",
+        "gate": "job-7: error, exit code 4 (damaged file): ",
+    }
+    assert wanted[task] in told
 
 
 def test_what_fails_fails_the_graph_and_leaves_its_report(ran: Ran) -> None:
