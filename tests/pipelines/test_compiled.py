@@ -322,6 +322,18 @@ def test_a_comparison_is_one_flat_loop(comparison: dict[str, Any]) -> None:
         assert not each["cachingOptions"]
 
 
+@pytest.mark.parametrize("name", ["compare", "nightly"])
+def test_no_task_has_a_parameter_that_grows_with_the_runs(name: str) -> None:
+    """All parameters of a task are one argument of its command, and Linux takes none above 128 KiB."""
+    spec = documents((COMPILED / f"{name}.yaml").read_text())[0]
+    tasks = {key: each for key, each in spec["components"].items() if "executorLabel" in each}
+    given = {key: each.get("inputDefinitions", {}).get("parameters", {}) for key, each in tasks.items()}
+    lists = [key for key, each in given.items() if any(of["parameterType"] == "LIST" for of in each.values())]
+    assert lists == [] and given["comp-run"].keys() == {"number", "job_id"}
+    (items,) = [each["outputDefinitions"]["parameters"] for key, each in tasks.items() if key == "comp-prepare"]
+    assert items["Output"]["parameterType"] == "LIST", "the loop's, which no command line holds"
+
+
 # -------------------------------------------------------------------------------------------------------- tune
 def test_the_form_of_a_study_is_the_embedded_job_too() -> None:
     root = root_of("tune")
