@@ -103,7 +103,7 @@ def test_the_site_leads_to_every_guide_and_reference() -> None:
     pages = {
         str(path.relative_to(ROOT / "docs"))
         for part in ("guides", "reference")
-        for path in ROOT.glob(f"docs/{part}/*.md")
+        for path in ROOT.glob(f"docs/{part}/**/*.md")
     }
     assert pages - led_to == set()
 

@@ -26,7 +26,7 @@ from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.urls import Upload, UrlStore, send
 from tests.harness import tls
 
-GUIDE = Path(__file__).parents[2] / "docs/guides/kubernetes.md"
+GUIDE = Path(__file__).parents[2] / "docs/guides/kubernetes/server-and-images.md"
 UNSIGNED = (
     "another object as its source", "an ACL", "a grant", "a grant that takes the owner's", "a customer's key",
 )  # fmt: skip

@@ -43,7 +43,7 @@ class NodePool(Section):
     cpu: Annotated[str, AfterValidator(_cpus)] = "1"
     memory: Annotated[str, AfterValidator(_bytes)] = "1Gi"
     """Request and limit, as Kubernetes writes quantities; auto: what the largest sub-model needs that the Job's clients
-    are sent (docs/guides/kubernetes.md)."""
+    are sent (docs/guides/kubernetes/devices.md)."""
     arch: Literal["amd64", "arm64"] | None = None
     """kubernetes.io/arch; null: any."""
     device_type: str | None = None
@@ -107,8 +107,8 @@ class KubernetesConfig(Section):
     endpoint: str | None = None
     """What pods call the S3 server, where that differs from AWS_ENDPOINT_URL."""
     observe: Annotated[Literal["simulated", "cgroup"], Moves.RESULT] = "simulated"
-    """cgroup: a client prunes to what its pod has left of its memory limit (docs/guides/kubernetes.md); simulated: as
-    the fleet says (equal bits)."""
+    """cgroup: a client prunes to what its pod has left of its memory limit (docs/guides/kubernetes/devices.md);
+    simulated: as the fleet says (equal bits)."""
     require_numerics: bool = False
     """A node that would compute other bits than the coordinator refuses to train."""
     quorum: Annotated[Fraction, Moves.ANSWERS] = 1.0
