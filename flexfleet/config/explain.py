@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
@@ -50,10 +51,19 @@ def _clauses(found: Sequence[tuple[_Place, Any]], prefix: str) -> Iterator[str]:
                 yield f"{path}: {said}, got {got}"
         elif not any(each.names[: len(place.names)] == place.names != each.names for each, _ in found):
             # Nothing inside of it is wrong. Each kind of value that it may be says what it expects.
-            expected.setdefault((path, got), []).append(f"{e['msg'][:1].lower()}{e['msg'][1:]}")
+            expected.setdefault((path, got), []).append(_expectation(e))
     for (path, got), (first, *others) in expected.items():
         said = f"{path}: {first}" if path else first
         yield f"{', or '.join([said, *(each.removeprefix(EXPECTED) for each in others)])}, got {got}"
+
+
+def _expectation(e: Any) -> str:
+    """What pydantic says it expected. A list is not called an array, and a lone value is shown as a list of it."""
+    said = f"{e['msg'][:1].lower()}{e['msg'][1:]}"
+    if e["type"] not in ("list_type", "tuple_type"):
+        return said
+    value = str(e["input"])
+    return f"{EXPECTED}a list" + (f", such as [{value}]" if re.fullmatch(r"[\w.:-]+", value) else "")
 
 
 def quoted(value: Any) -> str:

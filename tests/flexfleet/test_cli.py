@@ -186,6 +186,11 @@ BAD = {
     "a pool of no tier": (["run.backend=kubernetes", "kubernetes.pools={wek: {}}"], ("kubernetes.pools", "'weak'")),
     "a store that pods cannot reach": (["run.backend=kubernetes"], ("the store is runs", "run.remote=s3://bucket")),
     "a ledger of another kind": (["run.remote=s3://"], ("run.remote is s3://bucket/prefix or a folder, got 's3://'",)),
+    "a ledger's address with one slash": (
+        ["run.remote=s3:/bucket/runs"],
+        ("run.remote is s3://bucket/prefix or a folder, got 's3:/bucket/runs'",),
+    ),
+    "a lone device": (["run.devices=cuda"], ("run.devices: input should be a list, such as [cuda], got 'cuda'",)),
     "a blank at the end": (['run.remote="s3://bucket/prefix "'], ("run.remote", "ends with a blank")),
     "keys of another kind": (["run.secrets=http://x"], ("run.secrets is s3://bucket/prefix or a folder, got",)),
     "a DVC remote of another kind": (
