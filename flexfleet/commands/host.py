@@ -38,10 +38,11 @@ def _fetch(args: argparse.Namespace) -> int:
         addresses = {name: source.address for name, source in listed.items()}
         show(json.dumps({"root": str(root), "datasets": there, "about": about, "source": addresses}))
         return 0
+    width = max(map(len, listed))
     for name, source in listed.items():
         fetched = "nothing to fetch, checked" if source.fetch is None else "complete and checked"
         line = "; ".join(filter(None, (source.about, source.address)))
-        show(f"{name:16} {fetched if named else source.on_disk(root):12} {line}")
+        show(f"{name:{width}} {fetched if named else source.on_disk(root):12} {line}")
     return 0
 
 
@@ -83,6 +84,7 @@ def doctor(args: argparse.Namespace) -> int:
         for device, seconds in report["seconds_a_step"].items():
             for line in said(seconds):
                 show(f"  {line} ({device}: a step of McMahan's CNN, {1e3 * seconds['fp32']:.1f} ms in fp32)")
+    width = max(map(len, report["data"]), default=0)
     for name, there in report["data"].items():
-        show(f"  data {name:16} {'there' if there else 'not there'}")
+        show(f"  data {name:{width}} {'there' if there else 'not there'}")
     return 0
