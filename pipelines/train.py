@@ -5,8 +5,8 @@ The first task resolves and checks the whole configuration; every other task rea
 
 Retries: if a server does not answer, the task itself tries again. Kubeflow up to 2.16 makes a failed pod again,
 Kubeflow 2.17 a deleted pod (docs/guides/kubernetes/pods.md); otherwise use the UI's Retry, or start another run with
-the same `run_id`. `federate` owns all rounds and resumes from `<store_uri>/<run_id>`, which therefore has to outlive a pod:
-s3://bucket/prefix, or a folder of a volume. Nothing depends on a graceful end.
+the same `run_id`. `federate` owns all rounds and resumes from `<store_uri>/<run_id>`, which therefore has to outlive a
+pod: s3://bucket/prefix, or a folder of a volume. Nothing depends on a graceful end.
 
 With `publish.dvc`, the tasks partition, model_pool and report push their outputs to a DVC remote, and each passes its
 pointers on.

@@ -58,7 +58,8 @@ def learning_curves(runs: Sequence[Series], name: str = "learning-curves", measu
                     low, high = ([measure.scale * f(v) for v in levels] for f in (min, max))
                     axes.fill_between(*band(x, low, high), color=look["color"], alpha=0.14, linewidth=0)
         name_axes(axes, "round", measure.title, whole_x=True)
-        _legend(figure, runs, looks, band=len(runs) <= MOST_BANDS)
+        several = not all(single(_scored(rows), measure) for _, rows in runs)
+        _legend(figure, runs, looks, avg=several, full=True, band=several and len(runs) <= MOST_BANDS)
 
     return drawing(name, f"Test {measure.name} over the rounds, a line for each run", 3.8, paint)
 
@@ -79,7 +80,8 @@ def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-metric", mea
         name_axes(axes, "MB sent, down + up", measure.title)
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(_mb)
-        _legend(figure, runs, looks, band=False)
+        alone = [single(_scored(rows), measure) for _, rows in runs]
+        _legend(figure, runs, looks, avg=not all(alone), full=any(alone), band=False)
 
     return drawing(name, f"Test {measure.name} against the megabytes sent, a line for each run", 3.8, paint)
 
@@ -95,11 +97,12 @@ def comparison(
     reference: tuple[str, float] | None = None,
     clocks: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> str:
-    """Of each algorithm avg (no points: it has none) and full, as means over the seeds in a band from the lowest to
-    the highest: on the left over the rounds, beside it full against all MB sent so far, and on the right full over the
-    simulated time. `clocks`: by label the seconds of each point of full (empty: it has none); without any there is no
-    drawing on the right. `reference`: (name, value) of a horizontal line."""
+    """Of each algorithm avg (no points: it has none) and full, as means over the seeds, of up to MOST_BANDS algorithms
+    in a band from the lowest to the highest: on the left over the rounds, beside it full against all MB sent so far,
+    and on the right full over the simulated time. `clocks`: by label the seconds of each point of full (empty: it has
+    none); without any there is no drawing on the right. `reference`: (name, value) of a horizontal line."""
     timed = any(clocks.values())
+    bands = len(curves) <= MOST_BANDS and any(len(point[2]) > 1 for _, _, full in curves for point in full)
 
     def paint(figure: Any) -> None:
         from matplotlib.patches import Patch
@@ -116,7 +119,7 @@ def comparison(
                 seeds = measure.scale * np.array([point[2] for point in points])
                 thin = {"linewidth": look["linewidth"] - (0.5 if dash == "--" else 0)}
                 axes.plot(*thinned(x, seeds.mean(axis=1)), linestyle=dash, **look | thin)
-                if seeds.shape[1] > 1:
+                if bands and seeds.shape[1] > 1:
                     low, high = seeds.min(axis=1), seeds.max(axis=1)
                     axes.fill_between(*band(x, low, high), color=look["color"], alpha=0.13, linewidth=0)
         name_axes(left, "round", measure.title, whole_x=True)
@@ -134,7 +137,7 @@ def comparison(
             for axes in (left, right, *last):
                 axes.axhline(measure.scale * reference[1], color=GREY, linestyle=":", linewidth=1.2)
             handles, names = [*handles, line(color=GREY, linestyle=":", linewidth=1.2)], [*names, reference[0]]
-        if any(len(point[2]) > 1 for _, _, full in curves for point in full):
+        if bands:
             handles, names = [*handles, Patch(color=GREY, alpha=0.25, linewidth=0)], [*names, "range of seeds"]
         put_legend(figure, handles, names)
 
@@ -411,12 +414,16 @@ def _mb(x: float, _: int) -> str:
     return f"{x:,.0f}" if x >= 10 else f"{x:.3g}"
 
 
-def _legend(figure: Any, runs: Sequence[Series], looks: Sequence[Mapping[str, Any]], band: bool) -> None:
-    """A line per run, and what the kinds of line mean where more than one is drawn."""
+def _legend(
+    figure: Any, runs: Sequence[Series], looks: Sequence[Mapping[str, Any]], *, avg: bool, full: bool, band: bool
+) -> None:
+    """A line per run, and what the kinds of line mean that are drawn."""
     from matplotlib.patches import Patch
 
     handles = [line(**look) for look in looks]
-    key = {"avg": line(color=GREY), "full": line(color=GREY, linestyle="--", linewidth=1.2)}
+    key: dict[str, Any] = {"avg": line(color=GREY)} if avg else {}
+    if full:
+        key["full"] = line(color=GREY, linestyle="--", linewidth=1.2)
     if band:
         key["range of levels"] = Patch(color=GREY, alpha=0.25, linewidth=0)
     put_legend(figure, [*handles, *key.values()], [*(label for label, _ in runs), *key])

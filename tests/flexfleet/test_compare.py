@@ -210,6 +210,15 @@ def test_each_run_can_be_made_again_from_what_lies_beside_it(compared: Compared,
     assert "flexfl-s1.yaml" in log and "--tag" in log
 
 
+def test_the_page_leads_to_each_part_and_shows_the_curves_early(compared: Compared) -> None:
+    page = (compared.folder / "comparison.html").read_text()
+    led_to = re.findall(r'<a href="#([^"]+)"', page)
+    assert led_to[:2] == ["table-0", "curves"] and led_to[-2:] == ["notes", "runs"]
+    assert all(page.count(f'id="{name}"') == 1 for name in led_to), led_to
+    places = [page.index(f'id="{name}"') for name in led_to]
+    assert places == sorted(places)
+
+
 def test_the_tables_say_the_same_everywhere(compared: Compared) -> None:
     found = Comparison.read(compared.folder / "comparison.json")
     text, markdown = tabulate.text(found), (compared.folder / "comparison.md").read_text()
