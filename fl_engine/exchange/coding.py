@@ -31,6 +31,7 @@ from fl_engine.core.types import (
     SubmodelSpec,
     WorkOrder,
 )
+from fl_engine.storage.store import tensor_bytes
 
 PLAIN = Codecs()
 
@@ -110,6 +111,11 @@ def bytes_of(given: Header) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------- down
+def bytes_sent(order: WorkOrder) -> int:
+    """The bytes of all that travels with an order: its weights, as they are coded, and its memory."""
+    return tensor_bytes(order.travels) + tensor_bytes(order.memory)
+
+
 def sent(plan: RoundPlan, pool: Pool, run: Codecs, seed: int) -> RoundPlan:
     """The plan as clients receive it. An order's codecs are its own, else its level's, else the run's. Orders that
     share a payload share its encoding. Raises Diverged for weights that a codec cannot express."""

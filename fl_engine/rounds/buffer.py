@@ -31,6 +31,7 @@ from fl_engine.core.contracts import Algorithm, RemembersChanges, keeps_client_s
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import ClientUpdate, ParamLayout, Params, RoundPlan, WorkOrder
+from fl_engine.exchange import coding
 from fl_engine.rounds import phases, recorder
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.flights import FOLDER, Flight
@@ -57,7 +58,7 @@ class Due:
     stale: Mapping[int, int]
     """By client, how many merges ago the weights were those that it was sent."""
     down: Mapping[int, tuple[int, int]]
-    """By client, bytes of the weights that it was sent, as they travelled and as a model has them."""
+    """By client, bytes of all that it was sent, and of the weights among it as a model has them."""
 
 
 def check(algorithm: Algorithm, terms: RoundsConfig) -> None:
@@ -123,14 +124,14 @@ def due(
         order = plan.order_of[answer.client]
         if not isinstance(answer, ClientUpdate) or answer.client in first:
             found.add(answer, answers.size(answer.client) if isinstance(answer, ClientUpdate) else None)
-            down[order.client] = tensor_bytes(order.travels), tensor_bytes(order.payload)
+            down[order.client] = coding.bytes_sent(order), tensor_bytes(order.payload)
             if order.client in answers.times:
                 found.times[order.client] = answers.times[order.client]
             continue
         file = files.put(changed(answer, order, run.site.layout))
         without = replace(answer, payload={}, encoded=None)
         bare = replace(order, payload={}, memory={}, encoded=None)
-        sizes = tensor_bytes(order.travels), answers.size(answer.client), tensor_bytes(order.payload)
+        sizes = coding.bytes_sent(order), answers.size(answer.client), tensor_bytes(order.payload)
         waiting.append(Flight(bare, without, answers.times[answer.client], finish[answer.client], *sizes, file))
     stale = dict.fromkeys((head.client for head in new if head.client in first), 0)
     orders = [order for order in plan.orders if order.client in down]
@@ -159,7 +160,7 @@ def recorded(run: Run, plan: RoundPlan, due: Due, began: float) -> Record:
         if line["client"] in due.stale:
             line["staleness"] = due.stale[line["client"]]
     metrics = record.metrics
-    metrics["bytes_down"] = float(sum(tensor_bytes(order.travels) for order in plan.orders))
+    metrics["bytes_down"] = float(sum(map(coding.bytes_sent, plan.orders)))
     metrics |= phases.bits(metrics) | phases.models(metrics, *record.models)
     for name in phases.SIMULATED:  # their rounds overlap
         metrics.pop(name, None)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fl_engine.core.client_state import apart
 from fl_engine.core.slicing import index_of
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Pool, RoundPlan, Stage
 from fl_engine.exchange import coding
@@ -41,17 +40,18 @@ def recorded(
     """What a round measures, with a line for each client that was asked.
 
     Bytes are those of the tensors that travel, to all clients that are asked and back from those whose updates are
-    merged: 4 for each parameter, or what a codec makes of them, and 4 for each number of what a client keeps. An update
-    that arrives and is not merged (too late, one too many, refused) is not counted. `phases.waste` is the share of the
-    weights that was sent in vain, `uniformity.measured` says how evenly the clients finish.
+    merged: 4 for each parameter, or what a codec makes of them, and 4 for each number of an order's memory (what the
+    server computed for the client, and what a client keeps) and of what comes back to be kept. An update that arrives
+    and is not merged (too late, one too many, refused) is not counted. `phases.waste` is the share of the weights that
+    was sent in vain, `uniformity.measured` says how evenly the clients finish.
 
     On the simulated clock a round ends with the slowest client whose update it takes. If it takes fewer updates than it
     wants, and an answer has not come by the deadline, it ends then; an answer that cannot be read has no time, and
     counts as not come. A round that takes no update ends with the last one that came, or as `Run.without_updates` says
     where that is later. Other clients that failed are not waited for.
 
-    `begin`: when the round began on that clock. `sent_bytes`: by client, the bytes of the weights that it was sent, as
-    they travelled and as a model has them, where the orders no longer hold them.
+    `begin`: when the round began on that clock. `sent_bytes`: by client, the bytes of all that it was sent, and of the
+    weights among it as a model has them, where the orders no longer hold them.
     """
     lines, updates, failures = [], list[ClientUpdate](), list[ClientFailure]()
     pruned = 0
@@ -67,14 +67,13 @@ def recorded(
             )
         lines.append(_line(run.site.pool, order.level, head, answers.times.get(head.client)))
     if sent_bytes is None:
-        sent_bytes = {o.client: (tensor_bytes(o.travels), tensor_bytes(o.payload)) for o in plan.orders}
+        sent_bytes = {o.client: (coding.bytes_sent(o), tensor_bytes(o.payload)) for o in plan.orders}
     down, model_down = (sum(sent_bytes[o.client][i] for o in plan.orders) for i in (0, 1))
     up = sum(answers.size(update.client) for update in updates)
     model_up = sum(answers.model_size(update.client) for update in updates)
-    held = sum(tensor_bytes(apart(order.memory)[1]) for order in plan.orders if order.memory)
     kept = coding.bytes_of(run.client_state)
     metrics = {
-        "bytes_down": float(down + held),
+        "bytes_down": float(down),
         "bytes_up": float(up + kept * len(updates)),
         "waste": 1 - model_up / model_down if model_down else 0.0,
         "clients_trained": float(len(updates)),

@@ -9,12 +9,12 @@ from functools import cached_property
 
 from fl_engine.aggregation import privacy
 from fl_engine.core import workload
-from fl_engine.core.client_state import apart, kept_by_clients
+from fl_engine.core.client_state import kept_by_clients
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import ClientUpdate, Codecs, Device, Header, RoundContext, RoundPlan, WorkOrder
 from fl_engine.core.workload import Epochs
-from fl_engine.exchange import sealing
+from fl_engine.exchange import coding, sealing
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import faults, trace
@@ -94,8 +94,8 @@ class Run:
         return round_size(fraction, len(self.site.fleet))
 
     def times(self, update: ClientUpdate, order: WorkOrder, begin: float) -> Times | None:
-        """What the order took on the simulated clock, with the transfer of its weights, and of what the client keeps,
-        there and back, in a round that began at `begin`; and what the client measured. None: the client went offline
+        """What the order took on the simulated clock, with the transfer of its weights and memory, and of what comes
+        back, in a round that began at `begin`; and what the client measured. None: the client went offline
         before it was done."""
         took = self._took(update, order, begin)
         return None if took is None else Times(took.total, *took, update.metrics.get("seconds", 0.0))
@@ -103,7 +103,7 @@ class Run:
     def _took(self, update: ClientUpdate, order: WorkOrder, begin: float) -> Took | None:
         fault = faults.befalls(self._faults, self.site.seed, order.round, order.client, len(self.site.fleet))
         slow, macs = faults.slowness(fault), update.metrics.get("macs", 0.0)
-        down = tensor_bytes(order.travels) + (tensor_bytes(apart(order.memory)[1]) if order.memory else 0)
+        down = coding.bytes_sent(order)
         up = tensor_bytes(update.travels) + (tensor_bytes(update.state) if update.state else 0)
         if self.trace is not None:
             return trace.took(self.trace, order.client, begin, slow * down, slow * macs, slow * up)

@@ -17,9 +17,10 @@ from fl_engine.backends import InProcess
 from fl_engine.codecs import Half
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import ClientFailure, Codecs, Device, Outcome, RoundPlan, WorkOrder
+from fl_engine.core.types import ClientFailure, Codecs, Device, Outcome, RoundContext, RoundPlan, WorkOrder
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
+from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import Ledger, ledger_in
@@ -110,6 +111,39 @@ def test_all_large_moves_the_full_model_both_ways(tmp_path: Path) -> None:
     _, ledger = federate(site, tmp_path, algorithm)
     for way in ("bytes_down", "bytes_up"):
         assert sum(row.metrics[way] for row in ledger.checkpoints.rows()) == 3 * 4 * 4 * 2324
+
+
+@dataclass(frozen=True)
+class Told(AllLarge):
+    """Every client is told what the server computed, as in SCAFFOLD, and from round 2 on something of its own, too."""
+
+    def plan(self, state: Any, context: RoundContext) -> RoundPlan:
+        plan = super().plan(state, context)
+        variate = {name: torch.full_like(t, 1e-3) for name, t in state.params.items() if name.endswith("bias")}
+        own = [{f"own/{o.client}": torch.ones(o.client + 1)} if plan.round else {} for o in plan.orders]
+        return replace(
+            plan, orders=tuple(replace(o, memory={**variate, **m}) for o, m in zip(plan.orders, own, strict=True))
+        )
+
+
+@pytest.mark.parametrize("terms", [{}, {"mode": "buffered", "buffer": 2}], ids=["synchronous", "buffered"])
+def test_what_the_server_tells_a_client_counts_as_the_files_that_it_reads(
+    tmp_path: Path, terms: dict[str, Any]
+) -> None:
+    """In memory as in files, which are those of every other backend."""
+    algorithm = Told(training=replace(TRAINING, fraction=1.0, epochs=1), eligible="all")
+    site = tiny_site(algorithm, fleet=tiny_fleet(4))
+    backend, ledger = federate(site, tmp_path / "run", algorithm, **terms)
+    for row, plan in zip(ledger.checkpoints.rows(), backend.plans, strict=True):
+        store = FolderStore(tmp_path / f"orders{plan.round}")
+        read = Mailbox(store).put_orders(plan)
+        values = [store.get(key) for keys in read.values() for key in keys if key.endswith(".safetensors")]
+        assert len(values) == 2 * len(plan.orders), "weights and memory"
+        assert row.metrics["bytes_down"] == sum(len(value) - header(value) for value in values)
+        assert row.metrics["bits_down"] == 8 * row.metrics["bytes_down"]
+        if not terms:
+            assert row.metrics["model_bytes_down"] == sum(tensor_bytes(order.payload) for order in plan.orders)
+            assert row.metrics["waste"] == 0.0, "of the weights alone"
 
 
 def header(value: bytes) -> int:

@@ -450,13 +450,13 @@ def test_its_bytes_count_as_traffic(memory_store: Any) -> None:
     assert sum(math.prod(shape) for shape in full_shapes(TinyNet()).values()) * 4 == whole
 
 
-def test_what_the_server_computes_by_itself_is_no_traffic() -> None:
+def test_what_the_server_computes_travels_as_long_as_what_a_client_keeps() -> None:
     run = Run(HEADS, SITE, RoundsConfig())
-    update = update_of()
-    free = run.times(update, replace(ORDER, memory={"classifier.bias": torch.zeros(4)}), 0.0)
-    paid = run.times(update, replace(ORDER, memory={"state/classifier.bias": torch.zeros(4)}), 0.0)
-    assert free == run.times(update, ORDER, 0.0) and free is not None and paid is not None
-    assert free.total < paid.total
+    update, names = update_of(), ("classifier.bias", "state/classifier.bias")
+    computed, kept = (run.times(update, replace(ORDER, memory={name: torch.zeros(4)}), 0.0) for name in names)
+    bare = run.times(update, ORDER, 0.0)
+    assert bare is not None and computed is not None
+    assert computed == kept and bare.total < computed.total
 
 
 def test_a_coordinator_that_was_replaced_deletes_nothing_of_its_successor(tmp_path: Path) -> None:

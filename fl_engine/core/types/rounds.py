@@ -70,9 +70,9 @@ class WorkOrder:
     """What one client is asked to do. `level` is the index of the pool model that it is sent, or whose size it has;
     `hints` is small JSON that the algorithm's own `task` understands.
 
-    `memory` is what a client remembers of earlier rounds. Tensors that the server computes itself (FedDyn) have the
-    parameters' names; a device has them too, so they do not count as traffic. The client's own state
-    (`contracts.KeepsClientState`) is named `state/<name>`; the engine adds it, and it counts as traffic.
+    `memory` is what a client is told of earlier rounds. Tensors that the server computes itself (FedDyn's gradients,
+    SCAFFOLD's variate) have the parameters' names. The client's own state (`contracts.KeepsClientState`) is named
+    `state/<name>`; the engine adds it. All of it travels, and counts as traffic.
 
     `codecs` are those that the algorithm's `plan` gives, else those of the level or of the run, which the engine fills
     in. Where the way down is coded, `encoded` is what travels, and `payload` is what a client decodes from it.
