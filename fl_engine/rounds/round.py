@@ -13,7 +13,7 @@ from fl_engine.core.types import RoundContext, RoundPlan
 from fl_engine.exchange import coding
 from fl_engine.exchange.acceptance import History
 from fl_engine.rounds import at_clients, buffer, client_states
-from fl_engine.rounds.checks import check_merged, check_planned
+from fl_engine.rounds.checks import check_finite, check_merged, check_planned
 from fl_engine.rounds.collect import Clients, collect
 from fl_engine.rounds.flights import Flight
 from fl_engine.rounds.phases import Stopwatch
@@ -43,7 +43,7 @@ class Progress:
 
 def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Progress, Row]:
     """The round's outcome, and what was measured of it. Raises Stopped, ConfigError for a plan that asynchronous rounds
-    do not go with, and ModelError where plan or merge gives what it may not (`check_planned`, `check_merged`)."""
+    do not go with, and ModelError where plan or merge gives what it may not (`rounds.checks`)."""
     watch = Stopwatch()
     started = watch.began
     # Nobody waits for clients to come online while others are at work.
@@ -58,6 +58,7 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     answers = collected.answers if due is None else due.answers
     state = run.algorithm.merge(before.state, plan if due is None else due.plan, answers, run.server)
     check_merged(run.algorithm, before.state, state)
+    check_finite(run.algorithm, before.state, state, round)
     states = client_states.taken_in(before.states, answers, clients.states)
     record = recorded(run, plan, answers, begin) if due is None else buffer.recorded(run, plan, due, begin)
     metrics, train_phases = record.metrics, dict(clients.backend.phases)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -12,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from fl_engine.aggregation.server_opt import Average
+from fl_engine.aggregation.server_opt import Adam, Average
 from fl_engine.algorithms.decoupled import Decoupled
 from fl_engine.algorithms.fedrolex import FedRolex
 from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.backends import Processes
-from fl_engine.core.errors import ConfigError, IntegrityError, ModelError
+from fl_engine.core.errors import ConfigError, Diverged, IntegrityError, ModelError
 from fl_engine.core.types import FULL, ClientFailure, ClientUpdate, LocalTask
 from fl_engine.data.partition import Partition
 from fl_engine.exchange.server import ServerSite
@@ -252,6 +253,48 @@ def test_a_merge_that_gives_other_tensors_than_the_state_had_is_refused_by_name(
     algorithm = Merging(training=TRAINING, eligible="all", into=into)
     with pytest.raises(ModelError, match=re.escape(said)):
         federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
+
+
+@dataclass(frozen=True)
+class Diverging(AllLarge):
+    """From the third round on one weight is `value`."""
+
+    value: float = math.nan
+
+    def merge(self, state: Any, plan: Any, answers: Any, server: Any) -> Any:
+        merged = super().merge(state, plan, answers, server)
+        if plan.round < 2:
+            return merged
+        spoilt = merged.params[NAME].clone()
+        spoilt.view(-1)[-1] = self.value
+        return replace(merged, params=merged.params | {NAME: spoilt})
+
+
+@pytest.mark.parametrize("keep_updates", [False, True], ids=["in memory", "through the ledger"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2e9])
+def test_a_merge_that_diverges_stops_the_run_before_its_commit(
+    tmp_path: Path, value: float, keep_updates: bool
+) -> None:
+    algorithm = Diverging(training=TRAINING, eligible="all", value=value)
+    site, terms = tiny_site(algorithm), {"keep_updates": keep_updates, "evaluate_every": 1}
+    said = (
+        r"the model has diverged: Diverging\.merge \(aggregation mean, server average\) gave conv\.conv\.weight of 8 "
+    )
+    for _ in range(2):  # the second time it goes on from the commit, and finds the same
+        with pytest.raises(Diverged, match=rf"{said}in round 3, .* --resume --set rounds\.stop=2"):
+            federate(algorithm, site, tmp_path, stop=5, **terms)
+        checkpoints = ledger_in(FolderStore(tmp_path)).checkpoints
+        assert checkpoints.commits()[-1] == 1 and len(checkpoints.rows()) == 2
+    ended, rows = federate(algorithm, site, tmp_path, stop=2, **terms)
+    assert len(rows) == 2 and all(bool(torch.isfinite(tensor).all()) for tensor in ended.params.values())
+
+
+def test_a_server_s_optimiser_that_diverges_is_named(tmp_path: Path) -> None:
+    """Where its step is what leaves the range; in the first round there is no commit to end with."""
+    algorithm = AllLarge(training=TRAINING, eligible="all", server=Adam(lr=1e30))
+    with pytest.raises(Diverged, match=r"\(aggregation mean, server adam\).* in round 1, .*aggregation\.clip$"):
+        federate(algorithm, tiny_site(algorithm), tmp_path, stop=2)
+    assert not ledger_in(FolderStore(tmp_path)).checkpoints.commits()
 
 
 @dataclass(frozen=True)
