@@ -12,14 +12,14 @@ far below the single precision that is stored, and identical values average to t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from fl_engine.aggregation.spool import Spooled
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import places
+from fl_engine.core.slicing import is_statistic, places
 from fl_engine.core.types import Keep, ParamLayout, Params, SubmodelSpec
 
 Region = tuple[slice | Tensor, ...]
@@ -113,26 +113,38 @@ def change_of(tensor: Tensor, before: Tensor) -> Tensor:
     return tensor.to(torch.float64, copy=True).sub_(before)
 
 
-def norm_of(payload: Params, kind: Kind, old: Params, regions: Regions) -> float:
-    """The L2 norm of an update's change from `old`, over all its tensors together; one is in memory at a time."""
+def norm_of(
+    payload: Params, kind: Kind, old: Params, regions: Regions, counts: Callable[[str], bool] = lambda name: True
+) -> float:
+    """The L2 norm of an update's change from `old`, over all its tensors that count, by name, together; one is in
+    memory at a time."""
     at = regions.of(kind)
-    changes = (change_of(tensor, old[name][at[name]]) for name, tensor in payload.items())
+    changes = (change_of(payload[name], old[name][at[name]]) for name in payload if counts(name))
     return math.hypot(*(float(torch.linalg.vector_norm(change)) for change in changes))
 
 
 def limited(payload: Params, spec: SubmodelSpec, old: Params, regions: Regions, clip: float | None) -> Params:
-    """The update, its change from `old` scaled down to an L2 norm of `clip` where it is larger.
+    """The update, the change of its weights from `old` scaled down to an L2 norm of `clip` where it is larger. Batch
+    norm's running statistics, which no gradient moves and which begin far from the data's, neither count nor are
+    scaled.
 
     Raises ModelError for an update that does not fit.
     """
     kind = regions.fit(payload, spec)
-    if clip is None or (norm := norm_of(payload, kind, old, regions)) <= clip:
+    if clip is None or (norm := norm_of(payload, kind, old, regions, _is_weight)) <= clip:
         return payload
     at, found = regions.of(kind), {}
     for name, tensor in payload.items():
+        if not _is_weight(name):
+            found[name] = tensor
+            continue
         before = old[name][at[name]]
         found[name] = change_of(tensor, before).mul_(clip / norm).add_(before).to(tensor)
     return found
+
+
+def _is_weight(name: str) -> bool:
+    return not is_statistic(name)
 
 
 class Mean:

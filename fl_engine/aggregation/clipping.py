@@ -1,5 +1,7 @@
-"""Clipping bounds how far one update can move the global model: the update's change, over all tensors together, is
-scaled down to an L2 norm of at most `clip`. It comes before any aggregation."""
+"""Clipping bounds how far one update can move the global model's weights: their change, over all tensors together, is
+scaled down to an L2 norm of at most `clip`. It comes before any aggregation. Running statistics travel as they are;
+`rounds.norm_bound` bounds them. (A private aggregation, which has a `clip` of its own, counts every tensor, and refuses
+networks with running statistics.)"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ def clipped(aggregate: Aggregate, old: Params, layout: ParamLayout, clip: float 
 
 
 class Clipped:
-    """Feeds another aggregate with updates whose change is at most `clip`."""
+    """Feeds another aggregate with updates whose weights change by at most `clip`."""
 
     def __init__(self, inner: Aggregate, old: Params, layout: ParamLayout, clip: float) -> None:
         self._inner = inner

@@ -303,6 +303,32 @@ def test_a_clip_that_nobody_reaches_changes_no_bit(given: list[Update]) -> None:
     assert_same_bits(clipped, plain)
 
 
+NORMED = ParamLayout({}, {n: Slot(None, (Axis(None),)) for n in ("w", "norm.running_mean", "norm.running_var")})
+"""A layer and its batch norm's statistics."""
+
+
+@pytest.mark.parametrize("kind", [Mean, Median, TrimmedMean])
+@pytest.mark.parametrize("moved", [0.5, 4.0], ids=["within", "beyond"])
+def test_a_clip_is_of_weights_alone(kind: type[Mean] | type[Median] | type[TrimmedMean], moved: float) -> None:
+    """Running statistics that go from 0 and 1 to those of the data neither count nor are scaled."""
+    old = {"w": torch.zeros(4), "norm.running_mean": torch.zeros(4), "norm.running_var": torch.ones(4)}
+    update = {"w": torch.full((4,), moved / 2), "norm.running_mean": torch.full((4,), 30.0)}
+    update["norm.running_var"] = torch.full((4,), 900.0)  # the change of the weights has the norm `moved`
+    aggregate = add_all(kind(clip=1.0).start(old, NORMED, NOTHING), [Update(update, FULL)] * 5)
+    torch.testing.assert_close(aggregate.result()["w"], torch.full((4,), min(moved, 1.0) / 2))
+    assert_same_bits(
+        {n: t for n, t in aggregate.result().items() if n != "w"}, {n: t for n, t in update.items() if n != "w"}
+    )
+
+
+def test_a_private_sum_counts_every_tensor() -> None:
+    """What one client adds is `clip` at most, statistics included: its noise has to hide all of it."""
+    old = {"w": torch.zeros(4), "norm.running_mean": torch.zeros(4), "norm.running_var": torch.ones(4)}
+    summed = Private(clip=1.0).start(old, NORMED, Public(1, (FULL,), bytes(32)))
+    summed.add({n: t + 5 for n, t in old.items()}, FULL, 1.0)
+    assert math.hypot(*(float(t.norm()) for t in summed.sum.values())) == pytest.approx(1.0)
+
+
 def test_without_a_clip_the_mean_is_the_mean_itself() -> None:
     assert type(Mean().start(model(0), LAYOUT, NOTHING)) is averaging.Mean
 
