@@ -29,8 +29,8 @@ FIGURES: dict[str, tuple[float, float]] = {
 ENCODING = {"seconds_encode": FIGURES["seconds"]}
 """What an update reports besides where the way up is coded: the client's seconds of encoding."""
 OF_A_LINE = (
-    "round", "client", "sent", "trained", "examples", "level", "elapsed", "seconds_simulated", "seconds_compute",
-    "seconds_communication", "staleness", "failure",
+    "round", "client", "sent", "trained", "examples", "counted", "level", "elapsed", "seconds_simulated",
+    "seconds_compute", "seconds_communication", "staleness", "failure",
 )  # fmt: skip
 """The other keys of a client's line in a run's history: no metric may have one of these names."""
 MOST_METRICS = 32

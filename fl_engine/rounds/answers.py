@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from statistics import median_low
 
 from fl_engine.aggregation.spool import IN_MEMORY_BYTES, Spool
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, changed
@@ -22,6 +24,8 @@ class Answers:
         self._states: dict[int, int] = {}
         self.times: dict[int, Times] = {}
         """By client, what its order took: of every update that arrived, also of one that is not merged."""
+        self.said: dict[int, int] = {}
+        """By client, how many samples it says that it holds, where its update counts for fewer (`limit`)."""
 
     def add(self, outcome: Outcome, size: int | None = None) -> None:
         """`size`: bytes of an update's weights as they travelled, where they are no longer what travelled."""
@@ -38,6 +42,17 @@ class Answers:
     def refuse(self, failures: Mapping[int, ClientFailure]) -> None:
         """By client: these updates are not merged."""
         self._heads |= failures
+
+    def limit(self, bound: float | None) -> None:
+        """No update that is merged counts for more samples than `bound` times their median (of two middle ones the
+        lower); None: there is no limit."""
+        counts = {c: head.num_examples for c, head in self._heads.items() if isinstance(head, ClientUpdate)}
+        if bound is None or not counts:
+            return
+        most = int(bound * median_low(counts.values()))
+        self.said = {client: said for client, said in counts.items() if said > most}
+        for client in self.said:
+            self._heads[client] = replace(self._heads[client], num_examples=most)
 
     def heads(self) -> Iterator[Outcome]:
         """Without weights, in client order."""

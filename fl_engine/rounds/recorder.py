@@ -65,7 +65,10 @@ def recorded(
             log.warning(
                 "round %d, client %d: nothing to merge: %s: %s", head.round + 1, head.client, head.stage, head.reason
             )
-        lines.append(_line(run.site.pool, order.level, head, answers.times.get(head.client)))
+        line = _line(run.site.pool, order.level, head, answers.times.get(head.client))
+        if head.client in answers.said:
+            line |= {"examples": answers.said[head.client], "counted": line["examples"]}
+        lines.append(line)
     if sent_bytes is None:
         sent_bytes = {o.client: (coding.bytes_sent(o), tensor_bytes(o.payload)) for o in plan.orders}
     down, model_down = (sum(sent_bytes[o.client][i] for o in plan.orders) for i in (0, 1))
@@ -83,6 +86,8 @@ def recorded(
     metrics |= phases.bits(metrics) | phases.models(metrics, model_down, model_up) | _reasons(failures)
     if (lasted := _simulated(run, plan, answers, updates, failures, begin)) is not None:
         metrics["seconds_simulated"] = lasted
+    if answers.said:
+        metrics["clients_limited"] = float(len(answers.said))
     if updates:
         examples = sum(update.num_examples for update in updates)
         metrics["seconds_encode_clients"] = math.fsum(u.metrics.get("seconds_encode", 0.0) for u in updates)

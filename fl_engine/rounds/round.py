@@ -56,6 +56,7 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     if clients.flights is not None:
         due = buffer.due(run, before.state, plan, collected.answers, before.flying, begin, clients.flights)
     answers = collected.answers if due is None else due.answers
+    answers.limit(run.terms.samples_bound)
     state = run.algorithm.merge(before.state, plan if due is None else due.plan, answers, run.server)
     check_merged(run.algorithm, before.state, state)
     check_finite(run.algorithm, before.state, state, round)

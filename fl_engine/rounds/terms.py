@@ -40,6 +40,10 @@ class RoundsConfig(Section):
     what updates with as many steps moved, in this round and the 128 updates before it. Also refuses an update that
     moved more than half of that limit, if the client's last four, this one included, did so on average. null: refuses
     none. Clients whose data differ very much may honestly move further (docs/reliability.md)."""
+    samples_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """An update counts for at most this many times as many samples as the median of those that its round merges. With
+    partition.rule=local a device says itself how many it holds: 10, say, keeps one that lies among 19 from being nearly
+    all of the mean. null: it counts for as many as its client has, or says that it has."""
     over_provision: Annotated[float, Field(ge=1)] = 1.0
     """Ask so many times more clients than `training.fraction` says; the round takes as many updates as it says, those
     that come first: on the simulated clock, in pods by the clock on the wall."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median_low
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from fl_engine.algorithms import FedAvg, FlexFL
-from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, TaskContext
+from fl_engine.backends import InProcess
+from fl_engine.core.contracts import Algorithm
+from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan, TaskContext
 from fl_engine.core.workload import macs, steps
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
@@ -16,8 +22,11 @@ from fl_engine.exchange.server import ServerSite
 from fl_engine.exchange.updates import key_of, packed, signed
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds.answers import Answers
-from fl_engine.storage.store import MemoryStore
-from fl_engine.testing.tiny import SEED, TRAINING, context_of, start_of, tiny_site
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import FolderStore, MemoryStore
+from fl_engine.testing.played import federated
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
 
 # --------------------------------------------------------------------------------------------- running statistics
 ALGORITHM = FlexFL(training=TRAINING)
@@ -102,3 +111,70 @@ def test_a_device_that_counts_its_own_samples_weighs_as_much_as_it_may_claim() -
     weights = torch.cat([(merged.params[n] - state.params[n]).flatten() for n in honest.payload])
     assert len(plan.orders) == 20 and weights.mean().item() == pytest.approx(most / (most + 19 * 8), abs=1e-4)
     assert f"{weights.mean().item():.2%}" == "99.85%", "docs/reliability.md says so"
+    for bound, share in ((10.0, "34.48%"), (3.0, "13.64%")):  # 80 / (80 + 19 * 8), 24 / (24 + 19 * 8)
+        limited = Answers()
+        for answer in answers:
+            limited.add(answer)
+        limited.limit(bound)
+        merged = algorithm.merge(state, plan, limited, ServerSite(known))
+        weights = torch.cat([(merged.params[n] - state.params[n]).flatten() for n in honest.payload])
+        assert f"{weights.mean().item():.2%}" == share and limited.said == {liar: most}
+
+
+@dataclass(frozen=True)
+class Claiming:
+    """A backend in which client 0 says that it holds 100,000 samples."""
+
+    inner: InProcess
+    durable: ClassVar[bool] = False
+    phases: ClassVar[dict[str, float]] = {}
+
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+        for outcome in self.inner.run(algorithm, plan):
+            assert isinstance(outcome, ClientUpdate)
+            yield replace(outcome, num_examples=100_000) if outcome.client == 0 else outcome
+
+
+@pytest.mark.parametrize("more", [{}, {"mode": "buffered", "buffer": 2}], ids=["synchronous", "buffered"])
+@pytest.mark.parametrize("bound", [None, 1e9, 4.0])
+def test_a_claim_counts_for_a_multiple_of_the_round_s_median(
+    tmp_path: Path, bound: float | None, more: dict[str, Any]
+) -> None:
+    """Also where the round is merged again, after a stop between its last answer and its commit."""
+    algorithm = FedAvg(training=replace(TRAINING, fraction=1.0, epochs=1))
+    site = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 120.0, 0.0) for c in range(4)))
+    terms = RoundsConfig(stop=3, commit_every=1, keep_updates=True, norm_bound=None, samples_bound=bound, **more)
+    run, backend = Run(algorithm, site, terms), Claiming(InProcess(site))
+    final, rows = federated(run, FolderStore(tmp_path / "whole"), backend)
+    lines = [line for row in rows for line in row.clients if line["client"] == 0]
+    assert lines and all(line["examples"] == 100_000 for line in lines)
+    for row in rows:
+        others = {line["client"]: line["examples"] for line in row.clients if line["client"] != 0}
+        limited = bound == 4.0 and len(others) < len(row.clients)
+        assert row.metrics.get("clients_limited", 0.0) == limited
+        if limited:
+            (own,) = (line for line in row.clients if line["client"] == 0)
+            assert own["counted"] == 4 * median_low(others.values())
+    if bound == 1e9:
+        free = replace(run, terms=terms.model_copy(update={"samples_bound": None}))
+        assert_same_bits(final.params, federated(free, FolderStore(tmp_path / "free"), backend)[0].params)
+
+
+def test_a_limit_of_samples_is_the_same_after_a_kill(tmp_path: Path) -> None:
+    """A round that was closed is merged again from its own answers."""
+    algorithm = FedAvg(training=replace(TRAINING, fraction=1.0, epochs=1))
+    site = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 120.0, 0.0) for c in range(4)))
+    terms = RoundsConfig(stop=1, commit_every=1, keep_updates=True, norm_bound=None, samples_bound=4.0)
+    run, backend = Run(algorithm, site, terms), Claiming(InProcess(site))
+    whole, _ = federated(run, FolderStore(tmp_path / "whole"), backend)
+    store = FolderStore(tmp_path / "killed")
+
+    def heard(round: int, answered: int, asked: int) -> None:
+        if answered == asked:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        federated(run, store, backend, heard=heard)
+    again, (row,) = federated(run, store, backend)
+    assert_same_bits(again.params, whole.params)
+    assert row.metrics["clients_limited"] == 1.0
