@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fl_engine.core.errors import ClientError, ConfigError, IntegrityError, brief
 from fl_engine.exchange.assignment import Assignment
@@ -54,7 +54,15 @@ MOST = 10**9
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
 Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){8,64}$")]
+BeatUpload = Annotated[Upload, AfterValidator(lambda upload: _no_larger(upload, BEAT_BYTES))]
+"""A beat is filled up to the size that its upload names, which a hostile server must not choose."""
 Claim = Annotated[int, Field(ge=0, le=MOST)]
+
+
+def _no_larger(upload: Upload, most: int) -> Upload:
+    if not 0 < upload.size <= most:
+        raise ValueError(f"an upload of {upload.size} bytes, from 1 to {most} are expected")
+    return upload
 
 
 class Note(BaseModel):
@@ -125,7 +133,7 @@ class Letter(Signed):
     loan: Loan | None = None
     letter: str | None = None
     """URL of the next letter; None: in a folder."""
-    beat: Upload | None = None
+    beat: BeatUpload | None = None
     sign: str | None = None
     """Where the coordinator's lease is, which changes as long as it lives: a URL, or with a folder its address. None:
     only letters show that it lives."""
@@ -169,7 +177,7 @@ class Invitation(Note):
     """None: takes the orders of clients of any tier."""
     generation: Claim = 0
     letter: str | None = None
-    beat: Upload | None = None
+    beat: BeatUpload | None = None
     probe: Probe | None = None
     """None: in a folder."""
     folder: str | None = None

@@ -24,7 +24,7 @@ import torch
 from pydantic import Field
 
 from fl_engine.codecs import codecs_of, sections_of
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, ModelError
+from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError, ModelError
 from fl_engine.core.fields import Index
 from fl_engine.core.types import ClientFailure, Code, Header, Outcome, Params, RoundPlan, Stage, SubmodelSpec, WorkOrder
 from fl_engine.exchange import coding
@@ -34,6 +34,7 @@ from fl_engine.exchange.updates import (
     Manifest,
     Rejected,
     Rules,
+    manifest_bytes,
     manifest_of,
     packed,
     payload_bytes,
@@ -267,7 +268,10 @@ class Mailbox:
         key = self.own or self.key
         manifest = signed(manifest, None if key is None else key(order))
         text = manifest.model_dump_json().encode()
-        self.store.put(f"{base}.json", text.ljust(self.lengths.get(f"{base}.json", 0)))
+        length = self.lengths.get(f"{base}.json", 0)
+        if length > (most := manifest_bytes(order)):
+            raise ClientError(f"a manifest of {length} bytes is asked for, of this order none is longer than {most}")
+        self.store.put(f"{base}.json", text.ljust(length))
         self._seen[plan.round, outcome.client] = said_of(manifest), _metrics(manifest)
         self._remember(plan, outcome)
 

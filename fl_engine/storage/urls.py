@@ -11,7 +11,8 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, TypeVar, cast
 
@@ -34,6 +35,8 @@ PIECE = 2**20
 """Bytes that are read of a body at a time."""
 AT_ONCE = 8
 """Requests that overlap (`overlapping`); boto3 and urllib3 keep a connection for each."""
+ANSWER_BYTES = 2**16
+"""Of an answer that is no value, so many bytes are read at most: a hostile server's has no end."""
 REFUSED = "CERTIFICATE_VERIFY_FAILED"
 """What urllib3 says of a certificate that is not trusted."""
 FIXED = {
@@ -62,6 +65,16 @@ class Upload(BaseModel):
     """The fields of the form; with PUT, headers."""
     size: int
     """In bytes: with POST the most, with PUT the only one."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer that holds no value: to an upload, or an error."""
+
+    status: int
+    headers: Mapping[str, str]
+    data: bytes
+    """Its body, as far as ANSWER_BYTES."""
 
 
 class UrlStore:
@@ -98,7 +111,8 @@ class UrlStore:
         def read() -> bytes:
             answer = self._pool.request("GET", url, preload_content=False)
             try:
-                self._check(answer, "GET", key)
+                if answer.status >= 300:
+                    self._check(_cut(answer), "GET", key)
                 return whole(answer, self.uri(key), limit)
             finally:
                 answer.release_conn()
@@ -129,7 +143,7 @@ class UrlStore:
             said = _without_query(str(error), url)
             raise EnvironmentFailure(f"{verb} {self.uri(key)}: {said}{device_hint(said)}") from None
 
-    def _check(self, answer: urllib3.BaseHTTPResponse, verb: str, key: str) -> None:
+    def _check(self, answer: Answer, verb: str, key: str) -> None:
         if answer.status >= 300:
             said = printable(answer.data[:300].decode(errors="replace"))
             kind = EnvironmentFailure if answer.status >= 500 or answer.status == 429 else IntegrityError
@@ -137,7 +151,8 @@ class UrlStore:
 
 
 class Retry(urllib3.Retry):
-    """Does not ask again where a certificate is refused: it will be the next time too."""
+    """Does not ask again where a certificate is refused: it will be the next time too. Of an answer after which it asks
+    again, or goes elsewhere, urllib3 would read all."""
 
     def increment(
         self,
@@ -150,7 +165,16 @@ class Retry(urllib3.Retry):
     ) -> Retry:
         if isinstance(error, urllib3.exceptions.SSLError) and REFUSED in str(error):
             raise urllib3.exceptions.MaxRetryError(_pool, url or "", error) from error
-        return super().increment(method, url, response, error, _pool, _stacktrace)
+        try:
+            left = super().increment(method, url, response, error, _pool, _stacktrace)
+        except urllib3.exceptions.MaxRetryError:
+            if response is not None and response.get_redirect_location():
+                response.close()
+            raise
+        if response is not None:
+            with suppress(urllib3.exceptions.HTTPError, OSError):
+                _cut(response)
+        return left
 
 
 def _without_secret(record: logging.LogRecord) -> bool:
@@ -180,15 +204,34 @@ def hasty_pool(seconds: float) -> urllib3.PoolManager:
 
 def send(
     pool: urllib3.PoolManager, upload: Upload, value: Value, headers: Mapping[str, str] = MappingProxyType({})
-) -> urllib3.BaseHTTPResponse:
+) -> Answer:
     """The answer to an upload, whatever it is; `headers`: more of them."""
-    if upload.verb == "PUT":
-        given = {**upload.fields, "Content-MD5": md5(value), "Content-Length": str(len(value)), **headers}
-        return pool.request("PUT", upload.url, body=cast(Any, value), headers=given, redirect=False)
-    form, kind = _form(upload.fields, value)
-    given = {"Content-Type": kind, "Content-Length": str(len(form)), **headers}
-    # Some servers answer a form that its policy does not allow with a redirect.
-    return pool.request("POST", upload.url, body=cast(Any, form), headers=given, redirect=False)
+    body, given = value, {**upload.fields, "Content-MD5": md5(value)} if upload.verb == "PUT" else {}
+    if upload.verb == "POST":
+        body, given["Content-Type"] = _form(upload.fields, value)
+    given = {**given, "Content-Length": str(len(body)), **headers}
+
+    def ask() -> Answer:
+        # Some servers answer a form that its policy does not allow with a redirect.
+        return _cut(
+            pool.request(
+                upload.verb, upload.url, body=cast(Any, body), headers=given, redirect=False, preload_content=False
+            )
+        )
+
+    # The pool asks again where no answer begins; not where its body breaks off.
+    return again(ask, (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError), READS)
+
+
+def _cut(answer: urllib3.BaseHTTPResponse) -> Answer:
+    """What is read of an answer that holds no value. What is left of it is not waited for."""
+    try:
+        data = answer.read(ANSWER_BYTES + 1)
+        if len(data) > ANSWER_BYTES:
+            answer.close()
+        return Answer(answer.status, answer.headers, data[:ANSWER_BYTES])
+    finally:
+        answer.release_conn()
 
 
 def _form(fields: Mapping[str, str], value: Value) -> tuple[Pieces, str]:
@@ -200,7 +243,7 @@ def _form(fields: Mapping[str, str], value: Value) -> tuple[Pieces, str]:
     return Pieces((empty.removesuffix(end), *(value.parts if isinstance(value, Pieces) else (value,)), end)), kind
 
 
-def _etag(answer: urllib3.BaseHTTPResponse) -> str | None:
+def _etag(answer: Answer) -> str | None:
     """The MD5 of what arrived; None where the server does not say it: its ETags are something else for some kinds of
     encryption and storage. What is damaged then is seen when it is read, by the manifest's sha256."""
     if answer.headers.get("x-amz-server-side-encryption", "").startswith("aws:kms"):
