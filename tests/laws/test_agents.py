@@ -98,6 +98,23 @@ def test_a_device_that_was_slow_to_start_is_soon_asked_again(scene_of: Callable[
     assert scene.clock.now < 1000 + 200 + 20
 
 
+@pytest.mark.parametrize(("before_s", "lost"), [(60.0, 0), (5.0, 1)])
+def test_a_device_that_looks_as_an_earlier_run_s_lease_lets_it_loses_no_order(
+    scene_of: Callable[..., Scene], before_s: float, lost: int
+) -> None:
+    """It is idle, looks next after 25 s, and does not know yet that a lease is 5 s now. One that knows, from the letter
+    of a run with the same lease, should have looked."""
+    scene = scene_of(1, lease_s=5.0)
+    device = scene.device(scene.honest(12.0))
+    scene.post.write(
+        scene.post.roster.member(device.name), scene.post.last(scene.post.roster.member(device.name)), lease_s=before_s
+    )
+    device.there = False
+    scene.between = lambda: setattr(device, "there", scene.clock.now > 1000 + 25)
+    assert isinstance(scene.outcomes()[0], ClientUpdate)
+    assert account(scene, device).lost == lost
+
+
 def test_who_beats_and_takes_no_order_is_named(scene_of: Callable[..., Scene]) -> None:
     scene = scene_of(1, lease_s=5.0, wait_s=25.0)
     scene.device(scene.idle).takes = False

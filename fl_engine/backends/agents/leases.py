@@ -50,7 +50,7 @@ def why_ended(
     if agent.looked - held.since > options.deadline_s:
         return Ended(f"{agent.name} has not answered after {options.deadline_s} s", held.taken, untaken=not held.taken)
     silent = agent.looked - held.heard
-    if silent > options.lease_s:
+    if silent > (options.lease_s if held.taken else max(options.lease_s, agent.looks_s)):
         agent.away = True
         return Ended(f"{agent.name} is silent for {silent:.0f} s", held.taken, untaken=not held.taken)
     return None

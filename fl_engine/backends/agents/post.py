@@ -18,6 +18,7 @@ from fl_engine.exchange.letters import (
     BEAT_BYTES,
     LETTER,
     LETTER_BYTES,
+    MOST_S,
     Beat,
     Invitation,
     Letter,
@@ -82,6 +83,9 @@ class Agent:
     """When its beat was last asked for."""
     written: float = 0.0
     """When its last letter was written."""
+    looks_s: float = 0.0
+    """Seconds within which it looks for a letter, while it may know the lease of an earlier run alone; 0: it has read
+    a letter of this coordinator."""
 
     @property
     def name(self) -> str:
@@ -220,7 +224,9 @@ class Post:
             self.roster.put(member)
         reserved = self._reserved(member, before)
         letter, now = self.write(member, before, **said), time.monotonic()
-        return Agent(reserved, letter, now, beat, away=beat is None or beat.state == "gone", written=now)
+        looks_s = 2 * MOST_S if before is None else min(2 * MOST_S, before.lease_s)
+        away = beat is None or beat.state == "gone"
+        return Agent(reserved, letter, now, beat, away=away, written=now, looks_s=looks_s)
 
     def say(self, agent: Agent, loan: Loan | None, **said: Any) -> None:
         agent.member = self._reserved(agent.member, agent.letter)
@@ -236,6 +242,8 @@ class Post:
             self._see_doubled(agent, beat.boot)
             agent.boots.append(agent.beat.boot)
         agent.beat, agent.heard, agent.away = beat, agent.looked, beat.state == "gone"
+        if beat.generation == agent.member.generation:
+            agent.looks_s = 0.0
         if agent.held is not None and beat.loan == agent.held.loan:
             agent.held.taken, agent.held.heard = True, agent.looked
             agent.held.boots.add(beat.boot)
