@@ -146,6 +146,27 @@ def test_a_client_whose_place_takes_no_order_is_given_up_where_others_have_answe
     assert [type(outcome) for outcome in found.values()] == [ClientUpdate] * 9 and scene.clock.now < 1000 + 200
 
 
+def test_a_device_with_data_of_its_own_that_rests_is_said_to_have_failed(scene_of: Callable[..., Scene]) -> None:
+    """And of what: it is the only one that may have its client's order, and rests longer after each failure. In later
+    rounds too; once it has answered an order, no longer."""
+    scene = scene_of(2, wait_s=100.0, attempts=20)
+    scene.agents._seats = {}
+    scene.device(scene.honest())
+    bad = scene.device(scene.unable)
+    for round in range(2):
+        scene.plan = replace(scene.plan, round=round, orders=tuple(replace(o, round=round) for o in scene.plan.orders))
+        found = scene.outcomes()
+        failure = found[1]
+        assert isinstance(found[0], ClientUpdate) and isinstance(failure, ClientFailure)
+        assert failure.reason.startswith("the device that holds its data has not taken the order for 100 s")
+        assert failure.reason.endswith("failed, and it rests: weak-2 could not carry out the order: no data here")
+    bad.act = scene.honest()
+    scene.clock.now += 1000
+    scene.plan = replace(scene.plan, round=2, orders=tuple(replace(o, round=2) for o in scene.plan.orders))
+    assert all(isinstance(outcome, ClientUpdate) for outcome in scene.outcomes().values())
+    assert scene.agents._agents[bad.name].why == ""
+
+
 def test_where_no_place_takes_an_order_the_run_stops(scene_of: Callable[..., Scene]) -> None:
     scene = scene_of(1, lease_s=20.0, wait_s=100.0)
     scene.keeper.spares = True

@@ -233,7 +233,7 @@ class Agents:
                 held.clients.remove(client)
                 if not held.clients:
                     agent.held = None
-                agent.failures, r.moved = 0, time.monotonic()
+                agent.failures, agent.why, r.moved = 0, "", time.monotonic()
                 agent.boot = "" if agent.beat is None else agent.beat.boot
                 r.hopeful = r.moved
                 r.answered[agent.name, self._keeper.place(client)] += 1
@@ -302,7 +302,9 @@ class Agents:
             )
             place = self._keeper.place(client)
             if self._seats is not None:
-                why = f"the device that holds its data{who} has not taken the order {waited} (agents.wait_s)"
+                own = (a for a in self._agents.values() if a.why and suits(a, client, r, (), self._keeper, self._seats))
+                failed = "".join(f"; its last order failed, and it rests: {a.why}" for a in own)
+                why = f"the device that holds its data{who} has not taken the order {waited} (agents.wait_s){failed}"
             else:
                 known, what = self._keeper.why(place), f"has taken the order {waited}" if late else "takes orders"
                 why = f"no device of {place}{who} {what}{known and f': {known}'}"
@@ -328,6 +330,7 @@ class Agents:
         for failure in failures:
             held.clients.remove(failure.client)
             if counts:
+                agent.why = failure.reason
                 r.tried[failure.client].add(agent.name)
                 r.lost[failure.client] += 1
         account = agent.letter.account.model_copy(update={"lost": agent.letter.account.lost + len(failures)})

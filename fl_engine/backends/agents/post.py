@@ -72,6 +72,8 @@ class Agent:
     """It has failed, or has let an order lie, and gets none before this time."""
     failures: int = 0
     """How often in a row it has failed, or has let an order lie."""
+    why: str = ""
+    """Why its last order failed; empty: it has answered one since."""
     held: Held | None = None
     boot: str = ""
     """The process that gave its last answer."""
