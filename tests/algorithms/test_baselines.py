@@ -149,6 +149,18 @@ def test_scalefl_weights_its_exits_and_lets_the_last_teach() -> None:
         assert contains(site.family.layout(), site.pool[-1].spec, site.pool[i].spec)
 
 
+def test_scalefl_scales_and_teaches_by_the_level_that_is_trained() -> None:
+    """Sent level 3, free for level 2: two exits, and the scaler of that level's width."""
+    algorithm = ScaleFL(training=TRAINING, exits=("conv", "fc"), scaler=True, temperature=4.0, widths=(0.5, 0.75, 1.0))
+    site = tiny_site(algorithm)
+    order, shares = orders_by_model(algorithm, site)["level3"], [100 * m.share for m in site.pool]
+    task = algorithm.task(order, context(site, order.client, (shares[1] + shares[2]) / 2))
+    assert task.spec == site.pool[1].spec and task.scaler == 0.75
+    assert task.exits is not None and task.exits.temperature == 4.0
+    assert task.exits.weights == pytest.approx((1 / 3, 2 / 3))
+    assert ScaleFL().temperature == 3.0
+
+
 def test_scalefl_leaves_untrained_blocks_out_of_the_mean() -> None:
     """A client of level 1 has no part in what lies behind its exit, however many samples it has."""
     algorithm = ScaleFL(training=TRAINING, exits=("conv", "fc"))
@@ -195,6 +207,17 @@ def test_depthfl_lets_distillation_rise(round: int, weight: float) -> None:
     assert task.exits is not None
     assert task.exits.kd_weight == pytest.approx(weight)
     assert (task.exits.weights, task.exits.teachers, task.proximal) == ((1.0, 1.0, 1.0), "all", 0.1)
+
+
+def test_depthfl_trains_the_exits_of_the_level_that_fits() -> None:
+    algorithm = DepthFL(training=TRAINING, exits=("conv", "fc"), temperature=2.0)
+    site = tiny_site(algorithm)
+    order, shares = orders_by_model(algorithm, site)["level3"], [100 * m.share for m in site.pool]
+    for level in range(3):
+        task = algorithm.task(order, context(site, order.client, shares[level] + 0.1))
+        assert task.spec == site.pool[level].spec and task.exits is not None
+        assert (task.exits.weights, task.exits.temperature) == ((1.0,) * (level + 1), 2.0)
+    assert DepthFL().temperature == 1.0
 
 
 def test_feddyn_by_hand() -> None:

@@ -111,6 +111,21 @@ def test_each_layer_is_divided_by_its_own_share() -> None:
     assert_gradient(gradient(FULL, scaler="by_layer"), F.cross_entropy(by_hand(alone), LABELS), alone)
 
 
+def test_the_student_alone_is_divided_whatever_its_teachers_drop() -> None:
+    """FlexFL on equal terms: a student of half the channels, outputs divided by 1/2; its teacher is no training, so
+    that nothing is divided in it."""
+    half = SubmodelSpec.of({"conv": 4, "hidden": 16})
+    within, tau = {name: t.detach() for name, t in leaves(half).items()}, 3.0
+    teacher = by_hand(take(within, NET.layout(), PART, have=half))
+    for training in (False, True):
+        params = leaves(half)
+        student = by_hand(params, 4 / 8, 16 / 32)
+        kl = F.kl_div((student / tau).log_softmax(1), (teacher / tau).softmax(1), reduction="none").mean() * tau**2
+        told = Distillation((PART,), 10.0, tau, training=training)
+        found = gradient(half, scaler="by_layer", distillation=told)
+        assert_gradient(found, F.cross_entropy(student, LABELS) + 10.0 * kl, params)
+
+
 @pytest.mark.parametrize("on", [False, True])
 @pytest.mark.parametrize(
     ("kind", "expected"),

@@ -245,6 +245,25 @@ def test_who_learns_from_whom() -> None:
     torch.testing.assert_close(two[0].grad, three[0].grad)
 
 
+def test_what_each_exit_learns_by_hand() -> None:
+    """The gradients of class 1's logit, of two classes whose shares for it are 1/2, 3/4 and 9/10. That of
+    KL(t || s) is s - t for the student; for the teacher t (1 - t) (logit(t) - logit(s)), which DepthFL leaves out (Eq.
+    3) and ScaleFL's code does not."""
+
+    def gradients(term: Callable[..., Tensor], temperature: float) -> list[float]:
+        exits = [torch.tensor([[0.0, temperature * math.log(k)]], requires_grad=True) for k in (1.0, 3.0, 9.0)]
+        found = torch.autograd.grad(term(TWO, exits, temperature).sum(), exits)
+        return [float(each[0, 1]) for each in found]
+
+    mutual = [(0.5 - 0.75 + 0.5 - 0.9) / 2, (0.75 - 0.5 + 0.75 - 0.9) / 2, (0.9 - 0.5 + 0.9 - 0.75) / 2]
+    assert mutual == pytest.approx([-0.325, 0.05, 0.275])
+    teaching = 0.9 * 0.1 * (1 * math.log(9) + 2 * (math.log(9) - math.log(3)))
+    last = [each / 6 / 2 for each in (1 * (0.5 - 0.9), 2 * (0.75 - 0.9), teaching)]  # mean over the two classes, too
+    for temperature in (1.0, 3.0):  # tau^2 times what logits divided by tau give: tau
+        for term, by_hand in ((distil_mutually, mutual), (distil_from_last, last)):
+            assert gradients(term, temperature) == pytest.approx([temperature * g for g in by_hand], rel=1e-5)
+
+
 def test_of_a_sequence_the_terms_are_means_over_its_positions() -> None:
     """What is said at one position, said at five, is the same loss and the same distance."""
     goal = NextToken(4, 5)
