@@ -8,6 +8,10 @@ free (`task`). The mean is per element (Alg. 2).
 Departs from the paper:
 - the device's search runs over the pool's (r_w, I), as in the authors' code, not over all pairs; unlike the code, it
   keeps to models that are nested in the one received (S_1 is not inside M_3);
+- a model fits where more is free than its size, which is that of its parameters in % of the full model's; in the paper
+  it fits from its size on (size <= Gamma). A device that has less free than the smallest model inside what it received
+  trains that one all the same (`on_too_small`), where the paper's search would have no answer;
+- for networks that neither paper nor code has, S_1 and M_1 have at most 30 and 60 % of the whole (Table 1: 25 and 50);
 - R_s is divided by the number of models of the type (see `selection.Curiosity`).
 
 The paper prints r_w and I of VGG16 (Table 1); those of ResNet18 and MobileNetV2 are those of the authors' code. The

@@ -254,6 +254,44 @@ def test_a_network_of_as_many_other_layers_has_the_papers_widths() -> None:
     assert family.layout().width(largest.spec, last) == int(0.4 * family.layout().groups[last])
 
 
+AEP = (210, 420, 840, 420, 210)
+
+
+def aep_share(width: float, start: int) -> float:
+    """% of the parameters of AEP's network that are left with int(width * n) units behind layer `start`."""
+
+    def params(units: Sequence[int]) -> int:
+        return sum((a + 1) * b for a, b in pairwise((18, *units, 1)))
+
+    return 100 * params([n if k <= start else int(width * n) for k, n in enumerate(AEP, 1)]) / params(AEP)
+
+
+@pytest.mark.parametrize(
+    ("widths", "start", "shares"),
+    [
+        # I = 2 would leave S1 and M1 so many %: within 30 and 60, then S1 beyond, then M1.
+        ((0.34, 0.66), 2, (29.7, 58.3)),
+        ((0.36, 0.66), 1, (31.2, 58.3)),
+        ((0.34, 0.68), 1, (29.7, 60.4)),
+    ],
+)
+def test_s1_and_m1_have_at_most_30_and_60_percent(
+    widths: tuple[float, float], start: int, shares: tuple[float, float]
+) -> None:
+    """Where the paper names no I: the largest within these, which leave room above Table 1's .25 and .50."""
+    assert [aep_share(w, 2) for w in widths] == pytest.approx(shares, abs=0.05)
+    found = {m.name: 100 * m.share for m in tiny_pool(AdaptiveFL(widths=widths), AepMLP((18,), 1))}
+    for level, width in zip("SM", widths, strict=True):
+        expected = {f"{level}{i}": aep_share(width, start + 1 - i) for i in range(1, start + 2)}
+        assert {name: share for name, share in found.items() if name[0] == level} == pytest.approx(expected)
+
+
+def test_all_layers_but_the_last_may_be_whole() -> None:
+    """The LSTM whole, int(0.2 * 128) = 25 of the hidden units: 20 % of the parameters."""
+    small, *_ = (m for m in tiny_pool(AdaptiveFL(widths=(0.2, 0.5)), WisdmLSTM((200, 6), 12)) if m.name == "S1")
+    assert small.spec.kept == {"fc1": 25}
+
+
 @pytest.mark.parametrize("starts", [(8, 6, 4), (9, 5, 0), (7, 2, 1)])
 def test_starts_can_be_given(starts: tuple[int, int, int]) -> None:
     pool = tiny_pool(AdaptiveFL(starts=starts), VGG)
