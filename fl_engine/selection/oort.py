@@ -54,7 +54,13 @@ class Oort:
     Clients report sqrt(mean loss^2) as the metric `rms_loss`; |B| is what the server knows. A lie is worth at most
     `clip`, a value that an ordinary client has.
 
+    Departs from the paper, as the code does: U is clipped and scaled to about 0 .. 1 before the temporal part is added
+    (Alg. 1 line 10 adds it to U itself), and the default clip is FedScale's quantile of 0.9, not 0.95.
+
     Departs from the code:
+    - U counts all samples that a client holds, with the losses of the weights that it received, as the paper writes it;
+      the code counts those that it trains, steps * batch at most, with the losses of its steps.
+    - who failed, with a U of 0, counts in `least` and in `clip`; the code takes only utilities above 0 for these.
     - U is scaled by the range after clipping, not before it: one client that reports 1e6 would make all others equal.
       `clip` is the floor((n - 1) * `clip`)-th of n ascending values, so the largest never sets it; the code's index
       takes the largest of few. Both are over clients that were asked, without the sample counts of the others.

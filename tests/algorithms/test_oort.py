@@ -81,6 +81,13 @@ def test_the_score_by_hand() -> None:
     assert expected[3] - expected[4] == pytest.approx(math.sqrt(0.1 * math.log(5)) * (1 / 2 - 1)), "clipped alike"
 
 
+def test_those_who_failed_count_in_the_clip_and_in_the_least() -> None:
+    """U = 0, 10, 20: the clip is the floor(2 * 0.9) = first from 0, 10; the least 0. Without the 0, 10 would have
+    almost no score."""
+    found = Oort(uncertainty=0.0).scores(np.asarray([0.0, 10, 20]), np.ones(3), 4)
+    assert found.tolist() == [0.0, 1.0, 1.0]
+
+
 def test_without_uncertainty_utility_alone_counts() -> None:
     scores = Oort(uncertainty=0.0, clip=1.0).scores(np.asarray([0.0, 1.0, 4.0]), np.asarray([1.0, 1, 1]), 9)
     assert scores.tolist() == pytest.approx([0.0, 0.25, 1.0])
