@@ -55,7 +55,7 @@ class TwoLayers:
         def linear() -> nn.Linear:
             return nn.Linear(2, 2, bias=False)
 
-        kind = {"relu": nn.ReLU, "relu6": nn.ReLU6}[self.relu]
+        kind = {"relu": nn.ReLU, "relu6": nn.ReLU6, "leaky": nn.LeakyReLU}[self.relu]
         first = nn.Sequential(OrderedDict(linear=linear(), relu=kind()))
         block = nn.Sequential(OrderedDict([("in", linear()), ("relu1", kind()), ("out", linear()), ("relu2", kind())]))
         layers = OrderedDict(flatten=nn.Flatten(), first=first, block=block, classifier=linear())
@@ -96,6 +96,19 @@ def test_apoz_counts_exact_zeros_only() -> None:
     """A value as small as a float can be is an activation; a negative zero is a zero."""
     tiny = torch.tensor([[1e-45, -0.0]]).view(1, 1, 1, 2)
     assert pools.measure_apoz(TwoLayers(), WEIGHTS, tiny)[0] == 0.5
+
+
+def test_what_is_below_zero_is_no_zero() -> None:
+    """LeakyReLU passes a hundredth of what is negative on: of these inputs nothing is 0."""
+    assert pools.measure_apoz(TwoLayers("leaky"), WEIGHTS, INPUTS) == (0.0, 0.0)
+
+
+def test_a_layer_without_relu_counts_as_half_zeros() -> None:
+    """WISDM's LSTM; its share of zeros would be 0. The hidden layer's is measured."""
+    family = WisdmLSTM((20, 6), 12)
+    x = torch.randn(4, 20, 6, generator=torch.Generator().manual_seed(0))
+    lstm, fc1 = pools.measure_apoz(family, initial_params(family, 0), x)
+    assert lstm == 0.5 and 0 < fc1 < 1 and fc1 * 4 * 128 == round(fc1 * 4 * 128)
 
 
 def test_apoz_measures_without_dropout_and_changes_nothing() -> None:
@@ -256,6 +269,16 @@ def test_targets_at_and_beyond_both_ends(target: float) -> None:
     _, spec = pools.solve(TINY, (0.5, 0.5), (1.0, 1.0), target, epsilon=1e9)
     sizes = sorted(reachable(TINY, (0.5, 0.5), (1.0, 1.0)))
     assert count_params(TINY, spec) == (sizes[0] if target < 100 else 2324)
+
+
+def test_epsilon_is_how_far_the_closest_size_may_be() -> None:
+    """Of reachable sizes a < b with nothing between, the target a + 10 is 10 away from a."""
+    sizes = sorted(reachable(TINY, (0.5, 0.37), (1.0, 1.0)))
+    a, b = next(pair for pair in itertools.pairwise(sizes) if pair[1] - pair[0] > 20)
+    _, spec = pools.solve(TINY, (0.5, 0.37), (1.0, 1.0), a + 10, epsilon=10.0)
+    assert count_params(TINY, spec) == a and b > a + 20
+    with pytest.raises(PoolError, match="no gamma gives"):
+        pools.solve(TINY, (0.5, 0.37), (1.0, 1.0), a + 10, epsilon=9.9)
 
 
 def test_out_of_reach_is_an_error_that_says_what_is_in_reach() -> None:

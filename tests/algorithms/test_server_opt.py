@@ -236,6 +236,7 @@ def test_defaults_are_those_of_the_paper() -> None:
     """Sec. 5 and App. D: b1 = 0.9 and b2 = 0.99, for FedAdagrad b1 = 0; tau = 1e-3."""
     assert [(r.name, r.b1, r.tau) for r in RULES] == [("adagrad", 0, 1e-3), ("adam", 0.9, 1e-3), ("yogi", 0.9, 1e-3)]
     assert Adam().b2 == Yogi().b2 == 0.99
+    assert (Adagrad().lr, Adam().lr, Yogi().lr) == (0.1, 0.01, 0.01), "ours: the paper's are tuned for each task"
     assert FedOpt().server == Adam()
 
 

@@ -59,6 +59,9 @@ def test_flexfl_is_searched_in_gamma_lambda_and_big_gamma_without_being_told() -
     # Up to a fifth away: 1 / 1.2 and 1.21 * 1.2; and the middle of 1 and 1.21, as factors go, is 1.1.
     assert (first.low, first.high) == (pytest.approx(1 / 1.2), pytest.approx(1.1))
     assert (second.low, second.high) == (pytest.approx(1.1), pytest.approx(1.452))
+    weight, points = found["algorithm.kd_weight"], found["algorithm.adaptive_size"]
+    assert (weight.low, weight.high, weight.log) == (0.1, 100.0, True) and first.log and second.log
+    assert (points.low, points.high, points.log) == (2.0, 20.0, False)
     expected = {"algorithm.gammas.0": 1.0, "algorithm.gammas.1": 1.21}
     expected |= {"algorithm.kd_weight": 10.0, "algorithm.adaptive_size": 10.0}
     assert space.defaults(Config(), found, POOL) == expected

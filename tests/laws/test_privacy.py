@@ -261,6 +261,16 @@ def test_the_sum_is_divided_by_how_many_hold_an_element_on_average() -> None:
         assert aggregate.trained()["w"].tolist() == [True] * 4 + [False]
 
 
+def test_a_rounds_public_facts_are_who_was_asked_and_what_is_sent() -> None:
+    """FlexFL asks 5 of 20 clients. M2' and M3' are sent to nobody: they are no models that a client may have been
+    sent, which decide by what the sum is divided."""
+    algorithm = FlexFL(training=TRAINING)
+    site, plan = tiny_site(algorithm), replace(start_plan(), noise_seed=SECRET)
+    public = Public.of(plan, site.pool)
+    assert len(site.pool) == 5 and len(plan.orders) == 5
+    assert public.clients == 5 and public.models == tuple(site.pool[i].spec for i in (0, 2, 4))
+
+
 def test_where_models_move_every_element_is_as_likely_held_as_any_other() -> None:
     """Half and all of four channels, on both axes of four entries each: 12 * (2 * 2 + 16) / 2 / 16 = 7.5."""
     layout = ParamLayout({"g": 4}, {"w": Slot("b", (Axis("g"), Axis("g")))})
