@@ -161,6 +161,15 @@ def test_a_merge_by_hand_and_one_of_failures() -> None:
     assert (nobody.first, nobody.last) == (merged.first, merged.last)
 
 
+def test_the_bits_of_a_round_are_its_mean_times_its_clients_rounded() -> None:
+    """8 + log2(1.5) = 8.585 bits on average: 42.9 for five clients, so 43."""
+    algorithm = AdaGQ(training=ALL)
+    site = tiny_site(algorithm, fleet=FLEET)
+    state = replace(start_of(algorithm, site), first=1.0, last=1.5)
+    assert sum(bits_of(algorithm, state, site, 3)) == 43
+    assert (algorithm.bits, algorithm.least, algorithm.most, algorithm.bucket) == (8, 4, 12, 512)
+
+
 @given(st.floats(1e-30, 1e30), st.floats(1e-30, 1e30))
 def test_whatever_the_norms_are_bits_stay_within_their_bounds(first: float, last: float) -> None:
     algorithm = AdaGQ(training=ALL)

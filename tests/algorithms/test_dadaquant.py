@@ -223,6 +223,13 @@ def test_the_server_fine_tunes_the_merged_weights_with_another_seed_each_round()
     assert all(task.proximal == 0 for task, _, _ in teaching.seen), "without the regulariser"
 
 
+def test_defaults() -> None:
+    """psi = .9 as in the paper; phi a tenth of 40 rounds; 1 level at first, 11 bits' at most."""
+    found = DAdaQuant()
+    assert (found.psi, found.phi, found.q_min, found.q_max, found.bucket) == (0.9, 4, 1, 2**11 - 1, 512)
+    assert (found.weighting, found.fine_tuning) == ("examples", None)
+
+
 # ------------------------------------------------------------------------------------------------------- refusals
 def test_losses_that_a_private_aggregation_hides_set_no_levels() -> None:
     algorithm = DAdaQuant(training=TRAINING, aggregation=Private())

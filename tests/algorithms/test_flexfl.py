@@ -114,6 +114,19 @@ def test_a_device_below_the_smallest_model_trains_it_or_fails(free: float, recei
     assert trained_by(FlexFL(on_too_small="fail"), received, 25.1) == "M1"
 
 
+def test_defaults_are_those_of_the_paper_and_its_code() -> None:
+    """Sec. IV-A: L_p = 25, 50, 100 %, Gamma = 10 %, lambda = 10, tau = 3; f = 10 %, five epochs of batches of 50, SGD
+    with .01 and .5. The code: weight decay 1e-4, the rate times .998 each round, the last partial batch dropped."""
+    flexfl, training = FlexFL(), Training()
+    assert (flexfl.targets, flexfl.adaptive_size) == ((25.0, 50.0, 100.0), 10.0)
+    assert (flexfl.kd_weight, flexfl.temperature, flexfl.teachers) == (10.0, 3.0, "eval")
+    assert (flexfl.rule, flexfl.on_too_small) == ("closest", "train") and flexfl.use_apoz and flexfl.use_adjustment
+    assert flexfl.training == training and flexfl.weighting == "examples"
+    assert (training.fraction, training.epochs, training.batch_size) == (0.1, 5, 50)
+    assert (training.lr, training.momentum, training.weight_decay, training.lr_decay) == (0.01, 0.5, 1e-4, 0.998)
+    assert training.drop_last and training.clip_norm is None and training.lr_steps == ()
+
+
 # ================================================================================ self-distillation, Sec. III-D
 def softmax(logits: Sequence[float], tau: float) -> list[float]:
     powers = [math.exp(v / tau) for v in logits]

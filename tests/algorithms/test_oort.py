@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,8 @@ from fl_engine.core.types import (
 )
 from fl_engine.exchange.client import execute
 from fl_engine.selection import Oort
-from fl_engine.selection.memory import ASKED, CLIENT, LAST, SECONDS, UTILITY
-from fl_engine.selection.oort import rms_loss
+from fl_engine.selection.memory import ASKED, CLIENT, LAST, NOBODY, SECONDS, UTILITY
+from fl_engine.selection.oort import Candidates, rms_loss
 from fl_engine.selection.pacer import Pacer
 from fl_engine.testing.tiny import TRAINING, context_of, start_of, tiny_site
 from tests.harness.oort import FULL_ONLY, POOL, after, answer, asked, column, context, failure, fleet_of
@@ -171,6 +171,64 @@ def test_the_pacer_sees_what_clients_brought_that_were_asked_before() -> None:
     tables = answer(oort, tables, 2, 2, 5.0)
     assert oort.known(tables, 3)[1] == Pacer(3, 30.0, (0.0, 6.0, 5.0))
     assert oort.known(tables, 5)[1] == Pacer(5, 30.0, (6.0, 5.0, 0.0, 0.0)), "0 + 6, then 5 + 0: neither"
+
+
+def test_defaults_are_those_of_fedscale() -> None:
+    """fedscale/cloud/config_parser.py, and the constants of thirdparty/oort/oort.py."""
+    oort = Oort()
+    assert (oort.uncertainty, oort.penalty, oort.clip) == (0.1, 2.0, 0.9)
+    assert (oort.cut_off, oort.cut_off_pool, oort.explore_window) == (0.05, 10.0, 5.0)
+    assert (oort.exploration, oort.exploration_decay, oort.exploration_min) == (0.9, 0.98, 0.3)
+    assert (oort.pacer_start, oort.pacer_step, oort.pacer_delta) == (30.0, 20, 5.0)
+    assert (oort.pacer_flat, oort.pacer_sharp) == (0.1, 5.0)
+    assert (oort.blacklist_after, oort.blacklist_most, oort.preferred) == (None, 0.3, 1.0)
+
+
+def test_in_the_first_round_r_is_1_and_rounds_are_counted_from_0() -> None:
+    @dataclass(frozen=True)
+    class Listens(Oort):
+        rounds: list[int] = field(default_factory=list)
+
+        def scores(self, utility: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
+            self.rounds.append(now)
+            return super().scores(utility, last, now)
+
+    oort, fleet = Listens(pacer_start=100.0), fleet_of(3)
+    tables = after(oort, [dict.fromkeys(range(3), 1.0)], 3)
+    for round in (1, 2, 9):
+        asked(oort, tables, context(round, fleet, [5] * 3), 1)
+    assert oort.rounds == [2, 3, 10]
+
+
+def test_a_slow_client_that_is_known_is_worth_less() -> None:
+    """Equal utilities; T is the fast one's time. Four times as slow: a sixteenth of its score, so one in seventeen."""
+    oort = Oort(pacer_start=1.0, uncertainty=0.0, exploration=0.0, exploration_min=0.0)
+    fleet, tables = fleet_of(2), oort.init(fleet_of(2), FULL_ONLY)
+    for client, seconds in ((0, 10.0), (1, 40.0)):
+        tables = answer(oort, tables, 0, client, 3.0, seconds)
+    slow = sum(asked(oort, tables, context(1, fleet, [5, 5]), 1, d) == [1] for d in range(2000))
+    assert slow / 2000 == pytest.approx(1 / 17, abs=0.02)
+
+
+def test_the_time_of_an_order_by_hand() -> None:
+    """Of a device with 10^9 multiply-adds and 10^6 bytes a second: three times the forward pass of each sample that is
+    drawn, and the model both ways. What the last order took counts if it was of the same model, and only then."""
+    (model,) = FULL_ONLY
+    fleet = tuple(replace(d, bandwidth=1e6) for d in fleet_of(2))
+    now = context(0, fleet, [70, 30], FULL_ONLY, draws=(20, 40))
+    (first, second) = Candidates.of(now, np.asarray(NOBODY), "largest").seconds
+    moved = (model.bytes + model.bytes_up) / 1e6
+    assert model.bytes_up == model.bytes
+    assert (first, second) == pytest.approx((3 * model.macs * 20 / 1e9 + moved, 3 * model.macs * 40 / 1e9 + moved))
+    for level, expected in ((0, 7.5), (1, first)):
+        known = np.asarray([[0.0], [1.0], [1.0], [1.0], [7.5], [float(level)]])
+        assert Candidates.of(now, known, "largest").seconds.tolist() == pytest.approx([expected, second])
+
+
+def test_a_score_at_the_cut_off_is_drawn_from() -> None:
+    """One wanted of 0.8, 0.6, 0.6, 0.1: the first not preferred is 0.6, and c = 1 takes all that have as much."""
+    oort, scores = Oort(cut_off=1.0, cut_off_pool=0.0), np.asarray([0.8, 0.6, 0.6, 0.1])
+    assert {int(oort.exploited(scores, 1, seeds.rng(d, "at the cut"))[0]) for d in range(100)} == {0, 1, 2}
 
 
 # ----------------------------------------------------------------------------------------------- exploration, draws

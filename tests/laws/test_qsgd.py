@@ -173,6 +173,11 @@ def test_rounding_makes_no_level_beyond_the_last(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(back(Qsgd(bucket=1), x), x, rtol=1.01 / 255, atol=0)
 
 
+def test_defaults() -> None:
+    assert Qsgd() == Qsgd(bits=8, levels=None, bucket=512, coding="shorter")
+    assert (Qsgd().s, Qsgd(bits=1).s, Qsgd(levels=5).s) == (255, 1, 5)
+
+
 def test_the_last_bucket_may_be_shorter() -> None:
     x = torch.tensor([3.0, 4.0, 0.0, 0.0, 7.0])
     codec = Qsgd(bucket=2)
