@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fl_engine.algorithms import FederatedDropout, FedRolex
+from fl_engine.algorithms.pooled import Training
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ClientError, PoolError
 from fl_engine.core.slicing import take
@@ -422,3 +423,12 @@ def test_a_selector_learns_that_a_device_had_to_shrink(kind: Any) -> None:
     tables = algorithm.merge(state, RoundPlan(order.round, (order,)), [brought(update, site)], ServerSite(site)).tables
     # p = 1, sent 1x, back 0.5x: 1 + 1, then max(1 - 1, 0), max(1 - 2, 0).
     assert [row[order.client] for row in tables["resource"]] == [2, 0, 0]
+
+
+def test_the_learning_rate_is_a_tenth_from_each_step_on() -> None:
+    """Table 3.7: x 0.1 at rounds 800 and 1500; with a decay of .5 per round, both."""
+    training = Training(lr=2e-4, lr_decay=1.0, lr_steps=(800, 1500))
+    rates = [training.sgd(round).lr for round in (0, 799, 800, 1499, 1500, 2499)]
+    assert rates == pytest.approx([2e-4, 2e-4, 2e-5, 2e-5, 2e-6, 2e-6], rel=1e-12)
+    both = Training(lr=8.0, lr_decay=0.5, lr_steps=(2,))
+    assert [both.sgd(round).lr for round in range(4)] == pytest.approx([8.0, 4.0, 0.2, 0.1])

@@ -282,6 +282,42 @@ def test_table_2_7_has_devices_too_small_where_it_asks_for_quantization() -> Non
     assert len(short) == 8
 
 
+FEDAIOT = {
+    # Table 2.6: MB that training takes in float32; Table 2.7: the least and the most MB of the device.
+    "wisdm_watch": (1444, (512, 1024)),
+    "wisdm_phone": (1444, (6144,)),
+    "uthar": (1716, (64, 1024)),
+    "widar": (1734, (64, 1024)),
+    "casas": (1834, (1024, 8192)),
+    "aep": (1201, (1024, 8192)),
+    "visdrone": (8369, (1024, 8192)),
+    "epic_sounds": (2176, (1024, 8192)),
+}
+
+
+@pytest.mark.parametrize("data", FEDAIOT)
+def test_fedaiots_devices_have_the_memory_of_its_tables(data: str) -> None:
+    whole, sizes = FEDAIOT[data]
+    assert sorted({d.memory for d in fleet(f"fedaiot_{data}", 10, 0)}) == pytest.approx(
+        [100 * n / whole for n in sizes]
+    )
+
+
+def test_what_the_named_fleets_hold_and_how_fast_they_are() -> None:
+    """FlexFL Table I: 35, 60 and 110 %. FedRolex: 125 beta^2 %, and 200 beta^2 * 10^9 multiply-adds a second. All have
+    30 Mbit/s."""
+    classes = {"weak": (35.0, 2e9), "medium": (60.0, 20e9), "strong": (110.0, 200e9)}
+    widths = {"1": 1.0, "1/2": 0.25, "1/4": 0.0625, "1/8": 0.015625, "1/16": 0.00390625}
+    capacities = {name: (125 * square, 200e9 * square) for name, square in widths.items()}
+    for name in ("4:3:3", "8:1:1", "1:8:1", "1:1:8", "conf1", "conf2", "conf3"):
+        assert {d.tier: (d.memory, d.speed) for d in fleet(name, 100, 0)} == classes, name
+    for name in ("capacities", "real_world"):
+        assert {d.tier: (d.memory, d.speed) for d in fleet(name, 100, 0)} == capacities, name
+    for name in ("adaptivefl", "adaptivefl_resnet18"):
+        assert {d.tier: d.speed for d in fleet(name, 10, 0)} == {tier: speed for tier, (_, speed) in classes.items()}
+    assert {d.bandwidth for name in FLEETS for d in fleet(name, 20, 0)} == {30e6 / 8}
+
+
 def test_a_fleet_that_has_no_name_is_an_error() -> None:
     expected = r"no fleet named '8:1:2' \(did you mean '8:1:1'\?\).*list of tiers, or one of"
     with pytest.raises(ConfigError, match=expected):

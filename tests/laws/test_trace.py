@@ -224,6 +224,38 @@ def test_sessions_last_as_long_as_was_asked_for_from_the_beginning(sessions: str
     assert spread == pytest.approx(0.8 if sessions == "lognormal" else math.pi / 6**0.5, rel=0.05)
 
 
+def test_the_odds_of_being_online_by_hand() -> None:
+    """Equal seconds online and offline; odds whose logarithm has the spread ln 9: a client one deviation above is
+    online 9 parts of 10, one below 1 of 10. sqrt(9) = 3 times as long online, a third as long offline."""
+    source = LogNormal(online_sigma=math.log(9), online_s=900.0, offline_s=900.0, repeat_s=1e7)
+    first, time, online_ = source._sessions(np.asarray([1.0, 0.0, -1.0]), 3)
+    trace = Trace(first, time, online_, *[np.ones(len(time))] * 2, np.full(3, 1e7))
+    assert shares(trace) == pytest.approx([0.9, 0.5, 0.1], abs=0.02)
+    lasted = np.diff(time[: first[1]])
+    assert [lasted[online_[: first[1] - 1] == state].mean() for state in (True, False)] == pytest.approx(
+        [2700, 300], rel=0.06
+    )
+
+
+@pytest.mark.parametrize(
+    ("sessions", "left"),
+    # Of a session X that a moment falls into, E[X^2] / (2 E[X]) is left: the mean, or half of it times e^(s^2).
+    [("exponential", 1000.0), ("lognormal", 500.0 * math.exp(0.25))],
+)
+def test_what_is_left_of_a_session_under_way(sessions: Any, left: float) -> None:
+    source, mean = LogNormal(sessions=sessions, session_sigma=0.5), np.full(100_000, 1000.0)
+    for under_way, expected in ((True, left), (False, 1000.0)):
+        found = source._durations(mean, np.random.default_rng(1), under_way=under_way)
+        assert found.mean() == pytest.approx(expected, rel=0.02)
+
+
+def test_the_scores_of_ranks_by_hand() -> None:
+    """Of four clients the normal scores of 1/8, 3/8, 5/8 and 7/8; speeds that follow them alone, of median 10^9."""
+    source = LogNormal(speed_data=1.0, speed_sigma=1.0, sessions="always", bandwidth_varies=0.0)
+    speeds = source.trace(devices(4), [30, 10, 40, 20], 5).now(0.0).speed
+    assert np.log(speeds / 1e9) == pytest.approx([0.318639, -1.150349, 1.150349, -0.318639], abs=1e-5)
+
+
 def test_those_who_stay_stay() -> None:
     trace = drawn(sessions="always")
     assert trace.now(1e7).online.all() and trace.leaves(5, 3.0) == math.inf
@@ -259,6 +291,9 @@ def test_the_seed_says_it_all() -> None:
     one, same, other = (drawn(seed).now(5000.0) for seed in (1, 1, 2))
     assert all((a == b).all() for a, b in zip(one, same, strict=True))
     assert (one.speed != other.speed).all() and (one.online != other.online).any()
+    left, right = (drawn(seed, bandwidth_sigma=0.0, sessions="always").now(0.0).bandwidth for seed in (1, 2))
+    assert (left != right).all(), "what varies in time follows from it too"
+    assert LogNormal().speed_sigma == 0.6, "FedScale's"
 
 
 @pytest.mark.parametrize(("clients", "most_s"), [(2_800, 0.001), (100_000, 0.05)])
