@@ -1,7 +1,8 @@
 """Algorithm states to tensors and JSON, and back.
 
 A state is a frozen dataclass. Fields made with `constant()` follow from the configuration and are not stored;
-`Params` fields become tensors named `<field>/<name>`; every other field must be JSON.
+`Params` fields become tensors named `<field>/<name>`; every other field becomes JSON, as its annotation says. What
+would come back as another value or type is refused (`core.storable`): a run that goes on would have other bits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fl_engine.core.adapters import adapter, hints
-from fl_engine.core.errors import IntegrityError
+from fl_engine.core.errors import IntegrityError, ModelError
+from fl_engine.core.storable import check_tensors, dumped
 from fl_engine.core.types import Params
 
 S = TypeVar("S")
@@ -25,17 +27,26 @@ def constant() -> Any:
     return dataclasses.field(metadata={"constant": True})
 
 
+def constants(state: Any) -> list[str]:
+    """The names of the fields that no round changes."""
+    return [field.name for field in dataclasses.fields(state) if field.metadata.get("constant")]
+
+
 def pack(state: Any) -> tuple[Params, dict[str, Any]]:
-    """(tensors, JSON) of a state."""
+    """(tensors, JSON) of a state. `<field>/order` lists the names of a field's tensors, where it has them in another
+    order than a file of tensors. Raises ModelError for what would not come back as it is."""
     tensors: Params = {}
     rest: dict[str, Any] = {}
-    kinds = hints(type(state))
+    name, kinds = type(state).__name__, _kinds(state)
     for field in _stored(state):
-        value = getattr(state, field.name)
-        if kinds[field.name] == Params:
+        value, kind = getattr(state, field.name), kinds[field.name]
+        if kind == Params:
+            check_tensors(value, f"{name}.{field.name}")
             tensors.update({f"{field.name}/{name}": t.contiguous() for name, t in value.items()})
+            if list(value) != sorted(value):
+                rest[f"{field.name}/order"] = list(value)
         else:
-            rest[field.name] = adapter(kinds[field.name]).dump_python(value, mode="json")
+            rest[field.name] = dumped(value, kind, f"{name}.{field.name}")
     return tensors, rest
 
 
@@ -47,12 +58,13 @@ def unpack(initial: S, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -
     if not isinstance(rest, Mapping):
         raise IntegrityError(f"stored state: a mapping of fields is expected, found {type(rest).__name__}")
     loaded: dict[str, Any] = {}
-    kinds = hints(type(initial))
+    kinds = _kinds(initial)
     for field in _stored(initial):
         if kinds[field.name] == Params:
             prefix = f"{field.name}/"
-            loaded[field.name] = {n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)}
-            _same_form(field.name, getattr(initial, field.name), loaded[field.name])
+            found = {n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)}
+            _same_form(field.name, getattr(initial, field.name), found)
+            loaded[field.name] = _in_order(field.name, found, rest.get(f"{prefix}order"))
         else:
             try:
                 loaded[field.name] = adapter(kinds[field.name]).validate_python(rest[field.name])
@@ -62,7 +74,33 @@ def unpack(initial: S, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -
 
 
 def _stored(state: Any) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(state) if not f.metadata.get("constant")]
+    """Raises ModelError for what is no dataclass, or has fields that cannot be set when it is made."""
+    name = type(state).__name__
+    if not dataclasses.is_dataclass(state) or isinstance(state, type):
+        raise ModelError(f"a {name} is no state: make it a @dataclass(frozen=True) with `params`, the weights")
+    fields = [field for field in dataclasses.fields(state) if not field.metadata.get("constant")]
+    for field in fields:
+        if not field.init:
+            raise ModelError(f"{name}.{field.name} is a field with init=False, which no stored state can set")
+    return fields
+
+
+def _kinds(state: Any) -> dict[str, Any]:
+    try:
+        return hints(type(state))
+    except (NameError, TypeError) as error:
+        raise ModelError(
+            f"the annotations of {type(state).__name__} cannot be read: {error}. Define or import what they name at "
+            "the top of its module, outside of `if TYPE_CHECKING`"
+        ) from error
+
+
+def _in_order(field: str, found: Params, order: Any) -> Params:
+    if order is None:
+        return {name: found[name] for name in sorted(found)}
+    if not isinstance(order, list) or sorted(map(str, order)) != sorted(found):
+        raise IntegrityError(f"stored state: {field}/order does not list the names of its tensors")
+    return {name: found[name] for name in order}
 
 
 def _same_form(field: str, expected: Params, found: Params) -> None:

@@ -10,13 +10,17 @@ from torch import Tensor
 
 from fl_engine.core.errors import Diverged, ModelError, kind_of
 from fl_engine.core.slicing import largest
+from fl_engine.core.state import constants, pack
+from fl_engine.core.storable import dumped
 from fl_engine.core.types import RoundPlan
 from fl_engine.training.evaluation import published
+
+HINTS = "Hints are JSON: finite int and float, bool, str and None of Python's own, lists of these, and dicts by str"
 
 
 def check_planned(algorithm: Any, plan: Any, clients: int, models: int) -> None:
     """Raises ModelError unless what `plan` gave is a RoundPlan with at most one order for each client, each of a model
-    of the pool."""
+    of the pool, with hints that reach a client as they are, in whatever process it trains."""
     gave = f"{type(algorithm).__name__}.plan gave"
     if not isinstance(plan, RoundPlan):
         raise ModelError(f"{gave} {kind_of(plan)}, where a RoundPlan is expected")
@@ -30,18 +34,42 @@ def check_planned(algorithm: Any, plan: Any, clients: int, models: int) -> None:
             raise ModelError(f"{gave} an order of level {order.level!r}, where an int of 0 to {models - 1} is expected")
         if order.client in seen:
             raise ModelError(f"{gave} two orders for client {order.client}: in a round each client has one at most")
+        if order.hints:
+            where = f"{gave} client {order.client} hints that no other process gets: hints"
+            dumped(dict(order.hints), dict[str, Any], where, HINTS)
         seen.add(order.client)
 
 
+def check_begun(algorithm: Any, state: Any) -> None:
+    """Raises ModelError unless what `init` gave is a state that the ledger can hold (`core.state`)."""
+    if not hasattr(state, "params"):
+        raise ModelError(
+            f"{type(algorithm).__name__}.init gave {kind_of(state)}, where a state is expected: a frozen dataclass "
+            "with `params`"
+        )
+    pack(state)
+
+
 def check_merged(algorithm: Any, before: Any, after: Any) -> None:
-    """Raises ModelError unless what `merge` gave is a state whose weights have the names, types and shapes of those
-    before."""
+    """Raises ModelError unless what `merge` gave is a state of the same class, with the same constant fields, whose
+    weights have the names, types and shapes of those before."""
     merge = f"{type(algorithm).__name__}.merge"
     if not hasattr(after, "params"):
         raise ModelError(
             f"{merge} gave {kind_of(after)}, where a state with `params` is expected: "
             "return dataclasses.replace(state, params=...)"
         )
+    if type(after) is not type(before):
+        raise ModelError(
+            f"{merge} gave {kind_of(after)}, where a {type(before).__name__} like `init`'s is expected: "
+            "return dataclasses.replace(state, ...)"
+        )
+    for name in constants(before):
+        if getattr(after, name) is not getattr(before, name):
+            raise ModelError(
+                f"{merge} gave another `{name}`, a field made with constant(): it is not stored, and a run that goes "
+                "on has that of `init`. Declare it without constant(), or keep it"
+            )
     if not isinstance(after.params, Mapping):
         raise ModelError(f"{merge} gave {kind_of(after.params)} as state.params, where tensors by name are expected")
     old, new = published(before), published(after)

@@ -24,6 +24,7 @@ from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import Params
 from fl_engine.exchange.acceptance import History
 from fl_engine.rounds import flights
+from fl_engine.rounds.checks import check_begun
 from fl_engine.rounds.collect import Clients, Heard, nobody_listens
 from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.round import Progress, play
@@ -69,6 +70,7 @@ def federate(
     kept = [files for files in (states, waiting) if files is not None]
     with told_how_to_go_on(ledger):
         progress, first = _resume(initial, ledger, discard_damaged)
+        check_begun(run.algorithm, progress.state)
         del initial
         for files in kept:
             files.prune()

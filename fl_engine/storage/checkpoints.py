@@ -107,7 +107,7 @@ class Checkpoints:
         self.check_lease()
         files: dict[str, Value] = {
             self._own("state.safetensors"): laid_out(tensors),
-            self._own("state.json"): canonical(rest),
+            self._own("state.json"): json.dumps(rest, allow_nan=False).encode(),  # in its own order, as it comes back
             self._own("metrics.json"): canonical([row.model_dump(mode="json") for row in rows]),
         }
         for name, value in files.items():

@@ -19,19 +19,13 @@ import torch
 from torch import Tensor
 
 from fl_engine.core.errors import ClientError
+from fl_engine.core.storable import RANKS
 from fl_engine.core.types import Params
 
 PIECE = 2**24
 """Bytes of the largest piece of a tensor."""
 MOST_HEADER = 100_000_000
 """The most bytes of a header that safetensors reads."""
-KINDS = {
-    "uint64": "U64", "int64": "I64", "float64": "F64", "complex64": "C64", "float32": "F32", "uint32": "U32",
-    "int32": "I32", "bfloat16": "BF16", "float16": "F16", "uint16": "U16", "int16": "I16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-"""By type of torch, its name in a file, in the order in which tensors are written."""
-RANKS = {getattr(torch, name): (rank, kind) for rank, (name, kind) in enumerate(KINDS.items()) if hasattr(torch, name)}
 
 
 @dataclass(frozen=True, eq=False)

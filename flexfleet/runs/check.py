@@ -27,6 +27,7 @@ from fl_engine.preparation import assumed, preparation
 from fl_engine.preparation.confusion import check_classes
 from fl_engine.preparation.weights import giver
 from fl_engine.rounds import at_clients, buffer
+from fl_engine.rounds.checks import check_begun
 from fl_engine.rounds.run import Run
 from fl_engine.storage.places import check_place
 from fl_engine.storage.s3 import endpoint_of, http_address
@@ -105,6 +106,7 @@ def first_round(resolved: Resolved, parts: Partition, fleet: Sequence[Device]) -
     site = Site(family, pool, tuple(fleet), resolved.data, trained, config.seed, held=held, most=most)
     run = Run(algorithm, site, config.rounds, trace=trace_of(config, site)[0], wait_s=config.fleet.wait_s)
     start = algorithm.init(initial, site.layout, site.fleet, pool, run.server)
+    check_begun(algorithm, start)
     plan = algorithm.plan(start, run.context(0, run.begins(0, 0.0)))
     buffer.check_plan(run, start, plan, ())
     return run, start, plan

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from fl_engine.algorithms import AllLarge
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.pooled import PooledState, Training
 from fl_engine.datasets import Source
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.core.types import FULL
@@ -50,6 +50,17 @@ class Mine:
 
     def merge(self, state, plan, answers, server):
         return self._other().merge(state, plan, answers, server)
+
+
+@dataclass(frozen=True)
+class Remembered(PooledState):
+    best: float = 0
+
+
+@dataclass(frozen=True)
+class Remembers(AllLarge):
+    def init(self, params, layout, fleet, pool, server):
+        return Remembered(**vars(super().init(params, layout, fleet, pool, server)))
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,17 @@ def test_ones_own_data_set_network_and_algorithm_run(flexfleet: Any, plugin: str
     assert done.code == 0
     assert list(done.json["metrics"]["levels"]) == ["full"]
     assert flexfleet("run", "--json", "--run-id", "own", "--resume", sets=sets).json == done.json
+
+
+def test_a_state_that_no_ledger_holds_is_refused_before_anything_trains(
+    flexfleet: Any, plugin: str, tmp_path: Path
+) -> None:
+    sets = [f"algorithm.name={plugin}:Remembers", "algorithm.eligible=all", "tracking.mlflow=null"]
+    for command in ("check", "run"):
+        done = flexfleet(command, sets=sets)
+        assert done.code == 2
+        assert "Remembered.best holds 0 (int), which comes back from JSON as 0.0 (float)" in done.err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_ones_own_options_are_checked_by_name(plugin: str) -> None:

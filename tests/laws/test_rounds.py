@@ -312,6 +312,11 @@ def asking(*clients: int) -> Any:
     return lambda plan: replace(plan, orders=tuple(replace(plan.orders[0], client=c) for c in clients))
 
 
+def hinting(**hints: Any) -> Any:
+    """The plan with its first order, which has these hints."""
+    return lambda plan: replace(plan, orders=(replace(plan.orders[0], client=0, hints=hints),))
+
+
 def at_level(level: Any) -> Any:
     """The plan with its first order for a model of this level."""
     return lambda plan: replace(plan, orders=(replace(plan.orders[0], level=level),))
@@ -328,10 +333,15 @@ def at_level(level: Any) -> Any:
         (asking(*np.arange(2)), f"Asking.plan gave an order for client {np.int64(0)!r}, where an int is expected"),
         (at_level(3), "Asking.plan gave an order of level 3, where an int of 0 to 0 is expected"),
         (at_level("full"), "Asking.plan gave an order of level 'full', where an int of 0 to 0 is expected"),
+        (hinting(width=(1, 2)), "Asking.plan gave client 0 hints that no other process gets: hints['width'] holds (1"),
+        (hinting(by={1: 0.5}), "hints['by'] holds {1: 0.5} (dict), which comes back from JSON as {'1': 0.5} (dict)"),
+        (hinting(lr=np.float64(0.5)), "hints['lr'] holds np.float64(0.5) (float64), which comes back"),
+        (hinting(x=torch.ones(1)), "(dict), which cannot be stored: Unable to serialize unknown type: <class 'torch."),
     ],
-    ids=["nothing", "a list", "one twice", "one too many", "one from the end", "of numpy", "no such level", "a name"],
-)
-def test_a_plan_for_other_clients_than_there_are_is_refused(tmp_path: Path, into: Any, said: str) -> None:
+    ids=["nothing", "a list", "one twice", "one too many", "one from the end", "of numpy", "no such level", "a name",
+         "a tuple", "a key", "a number of numpy", "a tensor"],
+)  # fmt: skip
+def test_a_plan_that_no_backend_can_carry_out_is_refused(tmp_path: Path, into: Any, said: str) -> None:
     algorithm = Asking(training=TRAINING, eligible="all", into=into)
     with pytest.raises(ModelError, match=re.escape(said)):
         federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
