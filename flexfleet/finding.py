@@ -73,19 +73,35 @@ def params(args: argparse.Namespace) -> int:
 
 
 def _told(rows: list[Parameter]) -> Iterator[str]:
+    """An option that several have stands there once, with the names of all; where their defaults differ, with each."""
     width = min(120, max(60, shutil.get_terminal_size((100, 24)).columns))
-    section = None
+    alike: dict[tuple[Any, ...], dict[str, list[str]]] = {}
     for row in rows:
-        if row.section != section:
-            yield from ("",) if section is not None else ()
-            section = row.section
+        same = (row.section, row.name, row.type, row.choices, row.meaning)
+        alike.setdefault(same, {}).setdefault(row.default, []).append(row.of)
+    before = None
+    for (section, name, type, choices, meaning), owners in alike.items():
+        if section != before:
+            yield from ("",) if before is not None else ()
+            before = section
             yield f"# {section}" if section else "# at the top"
-        of = f"  (of {row.of})" if row.of else ""
-        yield f"{row.name}: {row.default}{of}  [{row.type}]"
-        text = row.meaning
-        if row.choices and not all(choice in text for choice in row.choices):
-            text = f"One of {', '.join(row.choices)}. {text}".strip()
+        for default, of in owners.items():
+            yield f"{name}: {default}{_of(name, of)}  [{type}]"
+        text = meaning
+        if choices and not all(choice in text for choice in choices):
+            text = f"One of {', '.join(choices)}. {text}".strip()
         yield from textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+
+
+def _of(name: str, owners: list[str]) -> str:
+    """`  (of fedprox, flexfl)`, and nothing for what is there whatever is named."""
+    from flexfleet.config.parameters import REGISTRIES
+
+    if owners == [""]:
+        return ""
+    section = name.rpartition(".")[0]
+    everybody = section in ("algorithm", "model") and set(owners) >= set(REGISTRIES[section])
+    return f"  (of every {section})" if everybody else f"  (of {', '.join(owners)})"
 
 
 # ------------------------------------------------------------------------------------------------- list

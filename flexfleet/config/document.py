@@ -194,7 +194,11 @@ def _text(kind: type, name: str) -> str:
 def _texts(kind: type) -> dict[str, str]:
     """The text below each field of a class, in one line. Python does not keep it, so it is read from the source."""
     texts = {}
-    for pair in pairwise(_tree(kind).body):
+    try:
+        lines = _tree(kind).body
+    except OSError:  # of a class that code has made, or whose source is not there
+        return {}
+    for pair in pairwise(lines):
         match pair:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 texts[name] = " ".join(text.split())

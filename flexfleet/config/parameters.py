@@ -16,14 +16,16 @@ from pydantic import BaseModel
 
 from fl_engine.algorithms import CONTRACT as ALGORITHM
 from fl_engine.core.fields import is_model
-from fl_engine.models.build import CONTRACT as MODEL
-from fl_engine.models.build import FROM_DATA
+from fl_engine.models.build import FROM_DATA, INIT, WARM_START, model_kind
+from fl_engine.models.traced.family import ModuleFamily
 from flexfleet.config import document
 from flexfleet.config.document import NAMES
 from flexfleet.config.schema import Config
 
 REGISTRIES = {path.removesuffix(".name"): registry for path, registry in NAMES.items() if path != "dataset.name"}
 """Sections whose options are those of what their `name` names."""
+OWN_MODULE = "package.module:NAME"
+"""Whose options those of any `nn.Module` are, for which no name is registered."""
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -53,7 +55,7 @@ def everything(config: Config | None = None) -> list[Parameter]:
     algorithm, model = config.algorithm, config.model
     own = chain(
         _options("algorithm", {algorithm["name"]: ALGORITHM.of_section(algorithm)}),
-        _options("model", {model["name"]: MODEL.of_section(model)}),
+        _options("model", {model["name"]: model_kind(model)}),
     )
     return list(dict.fromkeys([*_section(Config(), ""), *own]))
 
@@ -103,6 +105,9 @@ def _section(value: Any, prefix: str) -> Iterator[Parameter]:
             registry = REGISTRIES[path]
             about = document.about(f"{path}.name") if path in ("model", "algorithm") else document.about(path)
             yield Parameter(f"{path}.name", "", "name", default["name"], tuple(sorted(registry)), about)
+            if path == "model":
+                yield Parameter(f"{path}.{INIT}", "", "text, or null", "null", (), WARM_START)
+                yield from _options(path, {OWN_MODULE: ModuleFamily})
             yield from _options(path, registry)
         elif isinstance(default, BaseModel) or path == "training":
             yield from _section(default, f"{path}.")

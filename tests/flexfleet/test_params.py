@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,20 @@ from typing import Any
 import pytest
 
 from fl_engine.algorithms import ALGORITHMS
+from fl_engine.core.errors import ConfigError
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import FLEETS
 from fl_engine.models import MODELS
 from flexfleet import cli
 from flexfleet.comparisons import suites
 from flexfleet.config import Config, flatten, load_config
-from flexfleet.config.parameters import Parameter, everything, found, in_use
+from flexfleet.config.parameters import OWN_MODULE, Parameter, everything, found, in_use
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 ROOT = Path(__file__).parents[2]
 ROWS = everything()
+OWN_NETWORK = "from torch import nn\n\n\ndef Net(num_classes):\n    return nn.Linear(64, num_classes)\n"
 BY_NAME = {(row.name, row.of): row for row in ROWS}
 
 
@@ -33,6 +37,58 @@ def test_every_parameter_of_the_schema_is_there_with_a_meaning() -> None:
     assert [path for path in paths if path not in known and path.removesuffix(".name") not in known] == []
     assert [row.name for row in ROWS if not row.of and len(row.meaning) <= 5] == []
     assert len(BY_NAME) == len(ROWS)
+
+
+def words_of(node: Any, schema: Any) -> Iterator[str]:
+    """The names of all parameters in a JSON schema, also of those inside lists and mappings."""
+    if "$ref" in node:
+        node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+    inner = [each for key in ("anyOf", "oneOf", "allOf", "prefixItems") for each in node.get(key, ())]
+    inner += [node[key] for key in ("items", "additionalProperties") if isinstance(node.get(key), dict)]
+    for name, about in node.get("properties", {}).items():
+        yield name
+        inner.append(about)
+    for each in inner:
+        yield from words_of(each, schema)
+
+
+def accepted(section: str, name: str) -> set[str]:
+    """The options that a configuration takes beside this name, as its error for an unknown one lists them."""
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, [f"{section}={{name: {name}, '0': 1}}"])
+    (known,) = re.findall(r"\(known: (.*?)\)", str(refused.value))
+    return set(known.split(", ")) - {"name", "training", "none"}
+
+
+def test_a_word_finds_every_parameter_that_a_configuration_takes(tmp_path: Path) -> None:
+    (tmp_path / "mynet.py").write_text(OWN_NETWORK)
+    schema = Config.model_json_schema()
+    words = {*words_of(schema, schema)} - {"schema_version"}
+    assert len(words) > 150
+    assert [word for word in sorted(words) if not found(word, ROWS)] == []
+    for section, registry in (("algorithm", ALGORITHMS), ("model", MODELS)):
+        for name in (*registry, *(["mynet:Net"] if section == "model" else [])):
+            takes = {f"{section}.{option}" for option in accepted(section, name)}
+            of = ("", name if name in registry else OWN_MODULE)
+            told = {row.name for row in ROWS if row.of in of and row.name.count(".") == 1 and row.section == section}
+            assert told - {f"{section}.name"} == takes, name
+
+
+def test_an_option_of_many_stands_there_once_with_their_names(flexfleet: Any) -> None:
+    lines = flexfleet("params", "server").out.splitlines()
+    heads = [line.partition("  [")[0] for line in lines if line.startswith("algorithm.server")]
+    assert len(heads) == len(set(heads)) < 20
+    assert "algorithm.server.lr: 0.01  (of adam, yogi)" in heads and "algorithm.server.lr: 0.1  (of adagrad)" in heads
+    average = next(head for head in heads if head.startswith("algorithm.server: {name: average}"))
+    assert average.endswith("scalefl)") and "heterofl, " in average
+    (init,) = [line for line in flexfleet("params", "model.init").out.splitlines() if line.startswith("model.init")]
+    assert init == "model.init: null  [text, or null]"
+
+
+def test_options_of_a_network_of_ones_own(flexfleet: Any, tmp_path: Path) -> None:
+    (tmp_path / "mynet.py").write_text(OWN_NETWORK)
+    done = flexfleet("params", sets=["model={name: mynet:Net}"])
+    assert "model.pin: []  (of mynet:Net)  [list of text]" in done.out, done.err
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
