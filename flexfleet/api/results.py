@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import html
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -37,6 +38,7 @@ from flexfleet.api.watched import run_watched
 from flexfleet.config import Config, codecs, parse_schema, parse_with_algorithm
 from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile
 from flexfleet.files.artifacts import Result as ResultFile
+from flexfleet.files.begun import check_looked_into
 from flexfleet.files.measure import measure_in
 from flexfleet.runs.status import OF_STUDY, is_finished
 from flexfleet.steps import own_code
@@ -63,9 +65,10 @@ class Result:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises ConfigError where there is no run."""
+        """Raises ConfigError where there is no run, EnvironmentFailure where its folder cannot be read."""
         self.folder = Path(folder).absolute()  # a notebook may change its folder
         self._made: Resolved | None = None
+        check_looked_into(self.folder)
         if not (self.folder / "run.json").is_file():
             if (self.folder / "central.json").is_file():
                 raise ConfigError(f"{self.folder} holds a central training, not a federated run")
@@ -342,7 +345,7 @@ def in_store(name: str | Path, file: str) -> Path:
         raise ConfigError(f"a folder or a name is expected, got {name!r}")
     path, inside = Path(name), DEFAULT_STORE / name
     found = next((each for each in (path, inside) if (each / file).is_file()), None)
-    if found is None and not (path.exists() or inside.exists()):
+    if found is None and not any(map(os.path.lexists, (path, inside))):
         places = dict.fromkeys((str(path), str(inside)))  # one, where the path is absolute
         raise ConfigError(f"there is no folder {', nor '.join(places)}")
-    return found or (path if path.exists() else inside)
+    return found or (path if os.path.lexists(path) else inside)

@@ -3,12 +3,33 @@ it goes on."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
+
+
+def check_looked_into(folder: Path) -> None:
+    """Raises ConfigError, which says what is wrong with the path, unless it is a folder; EnvironmentFailure where
+    rights, the disk or a link that leads back to itself keep one from looking into it."""
+    try:
+        os.stat(os.path.join(folder, "."))  # the right to list a folder is not the right to enter it
+        os.scandir(folder).close()
+    except OSError as error:
+        linked = folder.is_symlink()
+        what = {
+            errno.ENOENT: f"but a link to {os.readlink(folder)}, which is not there" if linked else "nothing is there",
+            errno.ENOTDIR: "but a file, or lies below one",
+            errno.ELOOP: "but a link that leads back to itself",
+        }.get(error.errno or 0)
+        if what is None:
+            raise EnvironmentFailure(f"{folder} cannot be looked into: {error.strerror or error}") from error
+        kind = EnvironmentFailure if error.errno == errno.ELOOP else ConfigError
+        raise kind(f"{folder} is not a folder, {what}: give the folder of a run, e.g. runs/<run id>") from error
 
 
 def check_free(folder: Path, resume: bool, name: str = "--run-id") -> None:

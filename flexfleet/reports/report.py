@@ -39,6 +39,7 @@ from flexfleet.files.artifacts import (
     RunFile,
     rows_of,
 )
+from flexfleet.files.begun import check_looked_into
 from flexfleet.files.inputs import check_inputs
 from flexfleet.files.measure import Measure, decimals
 from flexfleet.reports import plots, precisions
@@ -115,10 +116,9 @@ class Run:
 
 # ----------------------------------------------------------------------------------------------- reading
 def load(folder: Path) -> Run:
-    """Reads a finished run. Raises ConfigError where there is no such folder; IntegrityError naming the file that is
+    """Reads a finished run. Raises as `check_looked_into` does; IntegrityError naming the file that is
     missing (and what to do), damaged, or of another run."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder: {NEEDED['run.json']}")
+    check_looked_into(folder)
     for name, remedy in NEEDED.items():
         if not (folder / name).is_file():
             raise IntegrityError(f"{folder} is not a finished run, {name} is missing: {remedy}")
@@ -186,6 +186,8 @@ def load_all(folders: Sequence[Path]) -> list[Run]:
     than once, and for runs with different metrics."""
     if not folders:
         raise ConfigError("no run given: name at least one run folder")
+    for folder in folders:
+        check_looked_into(folder)
     twice = [str(f) for f, n in Counter(f.resolve() for f in folders).items() if n > 1]
     if twice:
         raise ConfigError(f"given more than once: {', '.join(twice)}")

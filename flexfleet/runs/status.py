@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from fl_engine.storage.store import FolderStore
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.files.artifacts import BareHistory, Result, RunFile, row_of
+from flexfleet.files.begun import check_looked_into
 from flexfleet.files.measure import measure_in
 from flexfleet.steps.resumed import place_of
 
@@ -23,6 +25,7 @@ def describe(run: Path) -> dict[str, Any]:
     if that is the metric of avg and full, else null. run_id: the folder's name, with which the run goes on, also where
     it began with another one; with a ledger in `run.remote` the name that the ledger has. Raises Unreachable soon where
     the ledger's server does not answer."""
+    check_looked_into(run)
     if not (run / "run.json").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")
@@ -74,7 +77,15 @@ def is_finished(config: Config, run: Path, rows: Sequence[Row]) -> bool:
 
 def list_runs(store: Path) -> list[dict[str, Any]]:
     """All runs of a store, by name of their folder, also those of comparisons (so of nights) and studies (`runs_in`);
-    one that cannot be read with status `unreadable`, and why."""
+    one that cannot be read with status `unreadable`, and why. None where there is no store yet. Raises as
+    `check_looked_into` does."""
+    try:
+        os.lstat(store)
+    except FileNotFoundError:
+        return []
+    except OSError:  # as of a folder below a file
+        pass
+    check_looked_into(store)
     folders = sorted(store.glob("*"))
     return _described(run for each in folders for run in ([(each, each.name)] if _is_run(each) else _placed(each)))
 
