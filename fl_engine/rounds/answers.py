@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from statistics import median_low
 
 from fl_engine.aggregation.spool import IN_MEMORY_BYTES, Spool
@@ -46,13 +45,12 @@ class Answers:
     def limit(self, bound: float | None) -> None:
         """No update that is merged counts for more samples than `bound` times their median (of two middle ones the
         lower); None: there is no limit."""
-        counts = {c: head.num_examples for c, head in self._heads.items() if isinstance(head, ClientUpdate)}
-        if bound is None or not counts:
+        updates = {client: head for client, head in self._heads.items() if isinstance(head, ClientUpdate)}
+        if bound is None or not updates:
             return
-        most = int(bound * median_low(counts.values()))
-        self.said = {client: said for client, said in counts.items() if said > most}
-        for client in self.said:
-            self._heads[client] = replace(self._heads[client], num_examples=most)
+        most = int(bound * median_low(update.num_examples for update in updates.values()))
+        self.said = {client: u.num_examples for client, u in updates.items() if u.num_examples > most}
+        self._heads |= {client: changed(updates[client], num_examples=most) for client in self.said}
 
     def heads(self) -> Iterator[Outcome]:
         """Without weights, in client order."""
