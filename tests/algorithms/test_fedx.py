@@ -77,6 +77,15 @@ def with_server(site: Site) -> Site:
     return replace(site, partition=parts)
 
 
+def test_defaults() -> None:
+    """Eq. 4: all clients alike. The rest is the project's, as the top of the algorithm's file says."""
+    found = FedX()
+    assert (found.weighting, found.up, found.fine_tuning) == ("uniform", "identity", FineTuning())
+    assert (found.widths, found.bits, found.bucket) == ((0.5, 0.75, 1.0), tuple(range(1, 17)), 512)
+    assert (found.delta, found.accept, found.search_levels, found.search_seeds) == (0.01, None, 9, 3)
+    assert (found.random_levels, found.kd_weight, found.kd_temperature) == (1, 1.0, 1.0)
+
+
 # ------------------------------------------------------------------------------------------------------- the pool
 def test_small_medium_and_large_are_listed_before_anything_is_searched() -> None:
     pool = fedx().pool(TinyNet(), {}, None)  # type: ignore[arg-type]

@@ -92,6 +92,23 @@ def tuned(given: ServerContext | None = None, seed: int = 0, **options: object) 
     return of(fine_tuned(tuning, server() if given is None else given, weights(AGGREGATE), weights(PREVIOUS), seed))
 
 
+def test_defaults_are_those_of_the_paper() -> None:
+    """Section IV-C: gamma = 1e-4, a rate of .01, batches of 32; all samples count, the last few too."""
+    asked: list[tuple[LocalTask, Params, Params]] = []
+
+    class Listens:
+        def train(self, task: LocalTask, start: Params, *, anchor: Params) -> Params:
+            asked.append((task, start, anchor))
+            return start
+
+    aggregate, previous, listens = weights(AGGREGATE), weights(PREVIOUS), Listens()
+    fine_tuned(FineTuning(), listens, aggregate, previous, 5)  # type: ignore[arg-type]
+    ((task, start, anchor),) = asked
+    assert (task.proximal, task.proximal_squared, task.optimizer) == (1e-4, True, SGD(0.01))
+    assert (task.epochs, task.batch_size, task.drop_last, task.seed) == (1, 32, False, 5)
+    assert start is anchor is aggregate
+
+
 VARIANTS = tuple(product(("squared", "printed"), ("aggregate", "previous")))
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.samples import Data
 from fl_engine.data import label_noise as noise
@@ -168,6 +169,21 @@ def test_the_matrix_is_of_held_out_training_samples_and_the_same_every_time() ->
     assert found.accuracy == pytest.approx(found.matrix.trace() / found.matrix.sum())
     other = replace(data, test_x=data.test_x.flip(0), test_y=data.test_y.clone())
     assert measure_confusion(family, other, seed=3, epochs=2, lr=1e-2, batch_size=16) == found, "no test sample counts"
+
+
+def test_a_row_of_the_matrix_is_a_class_and_a_column_what_it_was_taken_for() -> None:
+    """Q[i, j]: class i taken for class j. Weights that do not move take most samples for one class or two."""
+    data, family = tiny_data(), TinyNet()
+    matrix = measure_confusion(family, data, seed=3, epochs=1, lr=1e-30, batch_size=16).matrix
+    held_out = seeds.rng(3, "confusion").permutation(len(data.train_y))[: matrix.sum()]
+    of_class = np.bincount(data.train_y.numpy()[held_out], minlength=family.outputs)
+    assert matrix.sum(1).tolist() == of_class.tolist() != matrix.sum(0).tolist()
+
+
+def test_the_matrix_follows_all_epochs_of_the_central_training() -> None:
+    data, family = tiny_data(), TinyNet()
+    one, two = (measure_confusion(family, data, seed=3, epochs=n, lr=1e-2, batch_size=16) for n in (1, 2))
+    assert one != two
 
 
 def test_numbers_are_refused_by_name() -> None:
