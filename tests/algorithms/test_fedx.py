@@ -84,6 +84,8 @@ def test_defaults() -> None:
     assert (found.widths, found.bits, found.bucket) == ((0.5, 0.75, 1.0), tuple(range(1, 17)), 512)
     assert (found.delta, found.accept, found.search_levels, found.search_seeds) == (0.01, None, 9, 3)
     assert (found.random_levels, found.kd_weight, found.kd_temperature) == (1, 1.0, 1.0)
+    searched = {path: (each.low, each.high, each.log) for path, each in found.search_space(()).items()}
+    assert searched == {"fine_tuning.gamma": (1e-6, 1.0, True), "fine_tuning.lr": (1e-4, 0.1, True)}
 
 
 # ------------------------------------------------------------------------------------------------------- the pool

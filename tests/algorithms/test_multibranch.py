@@ -215,6 +215,24 @@ def test_what_a_device_can_hold_is_never_exceeded() -> None:
     assert in_tiers([(c, 4) for c in range(5)], context, mu=1.0) == [(0, 0), (1, 1), (2, 0), (3, 1), (4, 0)]
 
 
+def test_mu_weighs_the_speed_and_not_the_bandwidth() -> None:
+    """T = mu P + S (Algorithm 1, lines 2 to 4), normalised: speeds 1, .6, 0, bandwidths 0, .5, 1. mu = 0 goes by the
+    bandwidth: 0, .5, 1; mu = .5: .5, .8, 1; mu = 1e6 by the speed; mu = 2: 2, 1.7, 1. Tiers of three: 1, 3, 4."""
+    context = round_of([(11.0, 1.0, 110.0), (7.0, 2.0, 110.0), (1.0, 3.0, 110.0)])
+    picks: list[Pick] = [(0, 0), (1, 0), (2, 0)]
+    for mu, tiers in ((0.0, [1, 3, 4]), (0.5, [1, 3, 4]), (2.0, [4, 3, 1]), (1e6, [4, 3, 1])):
+        assert [level for _, level in in_tiers(picks, context, mu)] == tiers, mu
+
+
+@pytest.mark.parametrize(("mu", "strongest"), [(0.0, "wide"), (1e6, "fast")])
+def test_a_plan_goes_by_its_mu(mu: float, strongest: str) -> None:
+    algorithm = MultiBranch(training=replace(TRAINING, fraction=1.0), mu=mu)
+    fast, wide = (Device(c, n, 110.0, 0.0, None, p, s) for c, (n, p, s) in enumerate((("fast", 9, 1), ("wide", 1, 9))))
+    site = tiny_site(algorithm, sizes=(8, 8), fleet=(fast, wide))
+    last = max(algorithm.plan(start_of(algorithm, site), context_of(site, 0)).orders, key=lambda order: order.level)
+    assert site.fleet[last.client].tier == strongest and last.level == len(site.pool) - 1
+
+
 def test_the_speed_of_the_moment_counts() -> None:
     """As `available` says it, not as the fleet was made."""
     context = round_of([(1.0, 1.0, 110.0), (2.0, 1.0, 110.0)])
@@ -322,3 +340,9 @@ def test_mu_can_be_searched() -> None:
     site = tiny_site(MultiBranch(training=TRAINING))
     assert set(MultiBranch().search_space(site.pool)) == {"mu"}
     assert site.pool[-1].spec != FULL
+
+
+def test_defaults() -> None:
+    """Section 4.1: nine branches more, with two convolutions, one and none. mu, which the paper varies, is ours."""
+    found = MultiBranch()
+    assert (found.exits, found.head_convs, found.mu, found.proximal) == ("equidistant:9", (2, 1, 0), 1.0, 0.0)
