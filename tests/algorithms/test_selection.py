@@ -172,7 +172,8 @@ def test_a_fleet_that_fits_is_not_talked_about(selection: Any, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(
-    ("fraction", "clients", "k"), [(0.1, 100, 10), (0.1, 5, 1), (0.3, 10, 3), (0.29, 100, 29), (1.0, 7, 7), (0.5, 5, 2)]
+    ("fraction", "clients", "k"),
+    [(0.1, 100, 10), (0.1, 5, 1), (0.1, 19, 1), (0.3, 10, 3), (0.29, 100, 29), (1.0, 7, 7), (0.5, 5, 2), (0.999, 9, 8)],
 )
 def test_the_number_asked_is_max_1_f_times_devices(fraction: float, clients: int, k: int) -> None:
     assert round_size(fraction, clients) == k
