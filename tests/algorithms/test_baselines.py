@@ -369,6 +369,17 @@ def test_decoupled_asks_k_capable_devices_for_each_level() -> None:
             assert site.fleet[order.client].most > 100 * share
 
 
+def test_decoupled_merges_k_updates_of_each_level_and_divides_by_its_width() -> None:
+    """4 of 40 devices a level, 6 asked: of 18 updates 12 are merged."""
+    algorithm = Decoupled(training=replace(TRAINING, fraction=0.1), scaler=True)
+    site = tiny_site(algorithm, fleet=tiny_fleet(40))
+    more = replace(context_of(site, 0, SEED), over_provision=1.5)
+    plan = algorithm.plan(start_of(algorithm, site), more)
+    assert (len(plan.orders), plan.wanted) == (18, 12)
+    for order in plan.orders:
+        assert algorithm.task(order, context(site, order.client, 150.0)).scaler == (0.5, 0.71, 1.0)[order.level]
+
+
 def test_decoupled_takes_a_selector_that_learns() -> None:
     algorithm = Decoupled(training=TRAINING, selection=Curiosity(per_type=1))
     site = tiny_site(algorithm)
