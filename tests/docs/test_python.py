@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +34,32 @@ def test_the_cells_of_a_page_run_one_after_the_other(name: str, tmp_path: Path) 
     told = [line for line in ran.stdout.splitlines() if line.startswith("cell ")]
     assert ran.returncode == 0, f"after {told[-1:]}:\n{ran.stderr[-3000:]}"
     assert len(told) == len(found)
+
+
+def test_the_data_set_and_the_network_of_the_guides_go_together(
+    flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data, (net, used) = cells(ROOT / "docs/guides/extending.md")[0], cells(ROOT / "docs/guides/own-networks.md")
+    for text, name in ((data, "mydata"), (net, "mynet")):
+        assert text.startswith(f"# {name}.py ")
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    y = np.arange(210) % 7
+    x = (y * 30)[:, None, None, None].repeat(64, 1).reshape(210, 1, 8, 8).astype(np.uint8)
+    np.savez("mine.npz", train_x=x[:140], train_y=y[:140], test_x=x[140:], test_y=y[140:])
+    done = flexfleet(
+        "check", "--json", sets=["dataset.name=mydata:SOURCE", "dataset.root=.", "model={name: mynet:Net}",
+        "partition.rule=iid", "partition.clients=5", "partition.minimum=5", "training.batch_size=10",
+        "tracking.mlflow=null"],
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert (done.json["dataset"], done.json["train"], done.json["model"]) == ("mine", 140, "mynet:Net")
+    found: dict[str, Any] = {}
+    exec(used, found)
+    (said,) = re.findall(r"layout\(\)\.groups  # (.*)", used)
+    assert found["family"].layout().groups == ast.literal_eval(said)
 
 
 def test_the_flower_program_runs(tmp_path: Path) -> None:

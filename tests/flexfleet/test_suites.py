@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +22,8 @@ from flexfleet.config import flatten, load_config
 from flexfleet.config.entries import Entry
 from flexfleet.files.artifacts import Result
 from flexfleet.reports.report import NONE
+from flexfleet.runs.check import check
+from flexfleet.steps.prepare import Resolved
 from tests.harness.comparisons import in_this_process
 
 Write = Callable[[str, str], str]
@@ -353,6 +357,17 @@ def test_rows_and_cases_are_picked_and_changed_by_name(write: Write) -> None:
 def test_what_is_wrong_in_a_file_is_said(write: Write, tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         runs(write("mine", text.replace("SELF", str(tmp_path / "mine.yaml"))))
+
+
+def test_the_suite_of_the_guide_can_run_as_it_is_printed(write: Write) -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/suites.md").read_text()
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    found = runs(write("mine", text))
+    labels = [f"{row}-{case}" for row in ("flexfl", "heterofl", "no-kd") for case in ("iid", "a0.3")]
+    assert Counter(entry.label for entry in found.values()) == dict.fromkeys(labels, 2)
+    for entry in found.values():
+        if entry.seed == 0:
+            check(Resolved.of(entry.config))
 
 
 @pytest.mark.long

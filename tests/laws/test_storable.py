@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass, replace
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -182,6 +184,19 @@ class Unread:
 def test_what_is_no_state_is_refused(state: Any, said: str) -> None:
     with pytest.raises(ModelError, match=re.escape(said)):
         pack(state)
+
+
+def test_the_state_of_the_guide_can_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/extending.md").read_text()
+    (text,) = (each for each in re.findall(r"^```python\n(.*?)^```$", guide, re.M | re.DOTALL) if "MyState" in each)
+    module: Any = ModuleType("guide_state")
+    monkeypatch.setitem(sys.modules, "guide_state", module)  # where annotations are looked up
+    exec(text, vars(module))
+    whole = {"params": {"w": torch.zeros(2)}, "tables": {}, "moments": {}, "layout": None, "pool": ()}
+    state = module.MyState(
+        **whole, average={"w": torch.ones(2)}, phase=module.Phase.FINE, best=0.5, seen={3: (0.5, 1.0), 1: ()}
+    )
+    assert repr(stored(state)) == repr(state)
 
 
 # ------------------------------------------------------------------------------------------------ in a run
