@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fl_engine.core.errors import ConfigError
+from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def pool(args: argparse.Namespace) -> int:
     if missing and given:
         made = _Unprepared(made)
     elif missing:
-        with tempfile.TemporaryDirectory() as scratch:
+        with stopping_at_once(), tempfile.TemporaryDirectory() as scratch:
             partition.partition(resolved, Path(scratch))
             pretrain.pretrain(resolved, Path(scratch), Path(scratch))
             made = {**prepared.read(Path(scratch), algorithm.preparations), **made}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fl_engine.core.errors import FlexfleetError
 from fl_engine.core.system import seldom_collected
 from flexfleet.commands.common import resumes_by_name, tags_of, where_tracked
+from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    with seldom_collected():
+    with stopping_at_once(), seldom_collected():
         from flexfleet.reports.report import load_all, report_of, table_of
 
         loaded = load_all(args.runs)

@@ -6,8 +6,10 @@ import errno
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from fl_engine.datasets import DATASETS, Source, fashion_mnist
 from flexfleet.commands import common, host
 from flexfleet.files import terminal
 from flexfleet.files.live import Live
+from flexfleet.reports import report
 from tests.harness.processes import refused
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
@@ -401,6 +404,46 @@ def test_an_interruption_is_exit_code_130(flexfleet: Any, monkeypatch: pytest.Mo
     done = flexfleet("doctor", "--json")
     assert done.code == 130
     assert "Traceback" not in done.err
+
+
+def test_an_interruption_while_modules_are_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupting:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "flexfleet.commands":
+                raise KeyboardInterrupt
+
+    from flexfleet import __main__ as command
+
+    for name in [name for name in sys.modules if name == "flexfleet.cli" or name.startswith("flexfleet.commands")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("flexfleet.cli")
+    monkeypatch.delattr("flexfleet.commands", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupting, *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_report_that_is_stopped_says_so(
+    flexfleet: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # what the default does ends this process
+
+    def slow(_: object) -> None:
+        signal.raise_signal(number)
+        time.sleep(5)
+
+    monkeypatch.setattr(report, "load_all", slow)
+    try:
+        done = flexfleet("report", "runs/a")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    wanted = (3, "error: stopped on request\n") if number == signal.SIGTERM else (130, "interrupted\n")
+    assert (done.code, done.err) == wanted
 
 
 def test_a_tracking_server_is_named_by_its_address_a_data_base_by_the_command_that_shows_it() -> None:
