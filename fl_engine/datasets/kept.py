@@ -35,6 +35,17 @@ def is_kept(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
+def called(name: str, root: Any) -> str:
+    """What a person reads for a data set's name in a configuration: of kept data the name that they were given with;
+    the other name where it is not known, as where they no longer lie below `root`."""
+    if not is_kept(name) or root is None:
+        return name
+    try:
+        return str(json.loads((Path(root) / name.removeprefix(PREFIX) / ABOUT).read_bytes())["name"])
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):
+        return name
+
+
 def holds(root: Path, name: str) -> bool:
     """Whether the data of this name lie below `root`."""
     return (root / name.removeprefix(PREFIX) / ABOUT).is_file()

@@ -212,7 +212,7 @@ class Central(_Part, LeavesOut):
 class Comparison(Artifact, LeavesOut):
     """comparison.json, and what `flexfleet compare --json` prints."""
 
-    left_out = ("cases",)
+    left_out = ("cases", "called")
     id: str
     labels: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -222,6 +222,8 @@ class Comparison(Artifact, LeavesOut):
     """The deciding metric; avg and full are its values."""
     settings: dict[str, Any]
     """What all runs have in common, by dotted names."""
+    called: dict[str, str] = Field(default={})
+    """By `dataset.name`, what a person calls data that were given in Python; else left out."""
     varied: tuple[str, ...] = ()
     """Parameters in which labels differ, without the algorithm's own, by dotted names."""
     differences: dict[str, dict[str, Any]] = Field(default={})

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fl_engine.datasets import kept
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.storage.store import FolderStore
 from flexfleet.comparisons import first, histograms
@@ -55,7 +56,7 @@ def tabulate(
     apart = differences(
         {label: configs[label] for label in labels}, {n: each[0].pool.pool() for n, each in runs.items()}
     )
-    comparison = comparison.model_copy(update={"central": central, "differences": apart})
+    comparison = comparison.model_copy(update={"central": central, "differences": apart, "called": called(entries)})
     store, drawing = FolderStore(out), draw(runs, central)
     local = histograms.draw(runs, by_case(comparison.results), colours(comparison))
     store.put("comparison.md", markdown(comparison).encode())
@@ -65,11 +66,20 @@ def tabulate(
     return comparison if mlflow is None else track(comparison, mlflow, out)
 
 
+def called(entries: Sequence[Entry]) -> dict[str, str]:
+    names = {(e.config.dataset.name, e.config.dataset.root) for e in entries}
+    return {name: said for name, root in names if (said := kept.called(name, root)) != name}
+
+
 def title(c: Comparison) -> str:
+    def of(settings: Mapping[str, object], key: str) -> str:
+        said = plain(settings.get(key, NONE))
+        return c.called.get(said, said)
+
     dataset, model, rule, clients = (
-        " or ".join(dict.fromkeys(plain(r.varied[key]) for r in c.results.values()))
+        " or ".join(dict.fromkeys(of(r.varied, key) for r in c.results.values()))
         if key in c.varied
-        else plain(c.settings.get(key, NONE))
+        else of(c.settings, key)
         for key in BRIEF
     )
     seconds = c.settings.get("rounds.stop_simulated_s")

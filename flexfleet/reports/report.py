@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from fl_engine.core.errors import ConfigError, IntegrityError, brief, masked
 from fl_engine.core.fields import Moves
 from fl_engine.data.partition_files import Manifest, read_manifest
+from fl_engine.datasets import kept
 from fl_engine.models.precision import Precisions
 from fl_engine.rounds.at_clients import PREFIX
 from fl_engine.rounds.phases import means, waste
@@ -97,6 +98,11 @@ class Run:
     @property
     def single(self) -> bool:
         return len(self.evaluation.levels) == 1
+
+    @property
+    def dataset(self) -> str:
+        """What a person calls the data."""
+        return kept.called(str(self.config.get("dataset.name", "?")), self.config.get("dataset.root"))
 
     @property
     def measure(self) -> Measure:
@@ -366,7 +372,7 @@ def _page(runs: Sequence[Run]) -> str:
                 "draw": {k: Drawing(v) if v else None for k, v in drawings.items()},
             }
         )
-    titles = dict.fromkeys(f"{r.config.get('dataset.name', '?')} · {r.pool.model}" for r in runs)
+    titles = dict.fromkeys(f"{r.dataset} · {r.pool.model}" for r in runs)
     return render(
         "flexfleet.reports",
         "report.html",

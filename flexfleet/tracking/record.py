@@ -24,6 +24,7 @@ from typing import Any
 import fl_engine
 import flexfleet
 from fl_engine.core.errors import ConfigError, masked
+from fl_engine.datasets import kept
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.config import Config
 from flexfleet.files.artifacts import RunFile
@@ -36,10 +37,14 @@ COMMIT = "mlflow.source.git.commit"
 
 def experiment(config: Config, at: Platform | None = None) -> str:
     """The name of the MLflow experiment that a run belongs to: the configuration's, else that of the platform `at`,
-    else one made from data set, network and partition."""
+    else one made from data set, network and partition. Data that were given in Python have the beginning of their
+    fingerprint behind their name, which others may have too."""
     c = config
     given = c.tracking.experiment or (at.experiment if at else None)
-    return given or f"{c.dataset.name}-{c.model['name']}-{c.partition.rule}"
+    data = kept.called(c.dataset.name, c.dataset.root)
+    if data != c.dataset.name:
+        data = f"{data}-{c.dataset.name.removeprefix(kept.PREFIX)[:8]}"
+    return given or f"{data}-{c.model['name']}-{c.partition.rule}"
 
 
 def prepare(config: Config) -> None:
@@ -243,12 +248,13 @@ def link(config: Config, mlflow_run_id: str) -> str:
 def card(config: Config, run_id: str, store_uri: str, mlflow_run_id: str) -> str:
     """Markdown: what has begun, and where to see it."""
     c, at = config, link(config, mlflow_run_id)
+    data = kept.called(c.dataset.name, c.dataset.root)
     tracked = f"[{mlflow_run_id}]({at})" if at else mlflow_run_id or "off: no `mlflow_uri`, and none of Kubeflow's"
     seconds = c.rounds.stop_simulated_s
     limit = "" if seconds is None else f" at most, until {seconds:g} s on the simulated clock"
     rows = {
         "algorithm": f"`{c.algorithm['name']}`",
-        "task": f"{c.model['name']} on {c.dataset.name}, {c.partition.clients} clients ({c.partition.rule})",
+        "task": f"{c.model['name']} on {data}, {c.partition.clients} clients ({c.partition.rule})",
         "rounds": f"{c.rounds.stop}{limit}, {100 * c.training.fraction:g} % of the clients each",
         "seed": str(c.seed),
         "backend": f"`{c.run.backend}`",

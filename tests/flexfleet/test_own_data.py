@@ -21,8 +21,10 @@ from fl_engine.datasets import kept
 from fl_engine.tasks import TASKS, Classification, Regression
 from flexfleet.config import parse
 from flexfleet.config.sources import named
+from flexfleet.publish.publish import name_of
 from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved
+from flexfleet.tracking.record import experiment
 
 DRAWN = np.random.default_rng(0)
 BYTES = DRAWN.integers(0, 256, (60, 8, 8), dtype=np.uint8)
@@ -538,3 +540,20 @@ def test_the_name_of_kept_data_is_not_taken_for_code() -> None:
     code = "fl_engine.algorithms.full_model:AllLarge"
     config = parse({"dataset": {"name": f"sha256:a{'0' * 63}"}, "algorithm": {"name": code}})
     assert named(config) == (code,)
+
+
+def test_people_read_the_name_that_data_were_given_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = ff.from_arrays(BYTES, LABELS, name="my digits")
+    options = {"tracking.mlflow": None, "partition.proxy": 0.0, "partition.minimum": 2, "training.batch_size": 4}
+    common: dict[str, Any] = {"clients": 3, "rounds": 1, "local_epochs": 1, "options": options, "progress": False}
+    found = ff.compare(["fedavg", "fedsgd"], dataset=data, seeds=(0,), id="both", **common)
+    page = (found.folder / "comparison.html").read_text()
+    report = (found.folder / "fedavg-s0/report.html").read_text()
+    assert "<h1>both: small_cnn on my digits, 3 clients" in page and "<h1>my digits · small_cnn</h1>" in report
+    assert "fedavg on my digits (3 classes" in report
+    config = parse(json.loads((found.folder / "fedavg-s0/run.json").read_text())["config"])
+    digits = config.dataset.name.removeprefix(kept.PREFIX)[:8]
+    assert name_of(config) == f"my-digits-{digits}-small_cnn-dirichlet-fedavg"
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    assert experiment(config) == f"{config.dataset.name}-small_cnn-dirichlet", "its name is not known any more"
