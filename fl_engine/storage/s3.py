@@ -28,6 +28,7 @@ from fl_engine.core.errors import (
     certificate_hint,
     masked,
 )
+from fl_engine.storage import ending
 from fl_engine.storage.pieces import Value, in_parts
 from fl_engine.storage.store import check_size, sha256
 from fl_engine.storage.urls import AT_ONCE, FIXED, READS, Upload, Verb, again, md5, whole
@@ -149,7 +150,10 @@ class S3Store:
 
         def read() -> bytes:
             found = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
-            check_size(self.uri(key), found.get("ContentLength", 0), limit)
+            size = found.get("ContentLength")
+            check_size(self.uri(key), size or 0, limit)
+            if size is None and limit is None:  # it may have no end
+                raise EnvironmentFailure(f"{self.uri(key)}: the server does not say how long it is")
             value = whole(found["Body"], self.uri(key), limit)
             expected = found["Metadata"].get("sha256")
             if expected not in (None, sha256(value)):
@@ -281,7 +285,7 @@ def _connect(endpoint: str | None, settings: str, hasty: bool) -> Any:
     core.register_component("data_loader", _services())
     session = boto3.session.Session(*given or (), botocore_session=core)  # without own ones: wherever boto3 finds them
     try:
-        return session.client("s3", endpoint_url=named, region_name=region, config=config)
+        client = session.client("s3", endpoint_url=named, region_name=region, config=config)
     except BotoCoreError:  # of which some are ValueErrors
         raise
     except ValueError as error:  # a host's name that botocore does not take, or an address in its own settings
@@ -289,6 +293,8 @@ def _connect(endpoint: str | None, settings: str, hasty: bool) -> Any:
             f"{masked(str(error))}: the S3 server's address (AWS_ENDPOINT_URL) is http://host:port or "
             "https://host:port, with letters, digits, hyphens and dots in the host's name"
         ) from None
+    ending.see_to_it(client, HASTY_S if hasty else ending.ANSWER_S)
+    return client
 
 
 @functools.cache

@@ -168,7 +168,7 @@ class Retry(urllib3.Retry):
         try:
             left = super().increment(method, url, response, error, _pool, _stacktrace)
         except urllib3.exceptions.MaxRetryError:
-            if response is not None and response.get_redirect_location():
+            if self.raise_on_redirect and response is not None and response.get_redirect_location():
                 response.close()
             raise
         if response is not None:

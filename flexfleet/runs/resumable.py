@@ -23,7 +23,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Moves
 from fl_engine.exchange.code import store_key
 from fl_engine.fleet.traces import digest
-from fl_engine.storage.store import sha256
+from fl_engine.storage.store import FolderStore, sha256
 from fl_engine.training.numerics import Numerics, describe, describe_noise, settled
 from flexfleet.config import flatten, moves
 from flexfleet.config.sources import sources
@@ -109,8 +109,8 @@ def digest_of(resolved: Resolved, partition: Path, pool: Path) -> str:
     package = Path(fl_engine.__file__).parent
     parts: dict[str, Any] = {
         "parameters": parameters,
-        "partition": sha256((partition / "partition.json").read_bytes()),
-        "pool": sha256((pool / "pool.json").read_bytes()),
+        "partition": sha256(FolderStore(partition).get("partition.json")),
+        "pool": sha256(FolderStore(pool).get("pool.json")),
         "numerics": describe(Numerics(precision=precision), config.run.devices),
         "strategy": config.run.strategy,
         "code": {str(p.relative_to(package)): sha256(p.read_bytes()) for p in sorted(package.rglob("*.py"))},

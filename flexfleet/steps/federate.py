@@ -115,8 +115,8 @@ def federate(
             token=token,
             config=configs.public(config).model_dump(mode="json"),
             numerics=describe(site.numerics, config.run.devices),
-            pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
-            partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
+            pool_sha256=sha256(FolderStore(pool_dir).get("pool.json")),
+            partition_sha256=sha256(FolderStore(partition_dir).get("partition.json")),
             trace_sha256=trace_sha256,
             folders_sha256=folders,
             sources=sources(config),
@@ -259,7 +259,7 @@ def _put_site(
         elif name == FORM and form is not None:
             value = form.model_dump_json().encode()
         else:
-            value = ((pool_dir if name == "pool.json" else partition_dir) / name).read_bytes()
+            value = FolderStore(pool_dir if name == "pool.json" else partition_dir).get(name)
         ledger.store.put(f"site/{name}", value)
         found[name] = sum_of(value)
     return found

@@ -148,7 +148,7 @@ def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
         "seed": resolved.config.seed,
         "network": repr(resolved.family),
         **own_code.digests(resolved.config, ("model", "algorithm") if chosen else ("model",)),
-        "partition": sha256((partition / partition_files.MANIFEST).read_bytes()),
+        "partition": sha256(FolderStore(partition).get(partition_files.MANIFEST)),
         "settings": settings_of(resolved, name, kind),
         **({} if device == "cpu" else {"device": device}),
     }
