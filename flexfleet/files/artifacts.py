@@ -215,6 +215,9 @@ class RunFile(Artifact):
     key_at: str | None = None
     """Where the run's key is kept (`keys`), for people to read; null: it has none."""
     key_sha256: str | None = None
+    ledger_at: str | None = None
+    """Where a private run's rounds are kept (`keys.address`): elsewhere it is a copy; null: it has no noise, or began
+    with an earlier version."""
     noise_stream: str | None = None
     """How a private run's noise follows from its key (`privacy.STREAM`); null: it has no noise, or began with a stream
     that had no name."""

@@ -51,6 +51,7 @@ from flexfleet.steps.resumed import (
     same_place,
     same_start,
     store_of,
+    tell_of_copies,
     tell_shared,
 )
 from flexfleet.steps.site import given_weights, initial_state, site_of, tell_unused, trace_of
@@ -98,6 +99,7 @@ def federate(
             same_start(resolved, pool_dir, out)
             if private:
                 same_noise(known, out)
+                tell_of_copies(known, keys.address(store))
         token = known.token if known else uuid.uuid4().hex if config.tracking.mlflow or private else ""
         key, key_at = None, known.key_at if known else None
         if private or apart:
@@ -124,6 +126,7 @@ def federate(
             mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
             key_at=key_at,
             key_sha256=sha256(key) if key is not None else known.key_sha256 if known else None,
+            ledger_at=keys.address(store) if private else None,
             noise_stream=privacy.STREAM if private else None,
             noise_numerics=describe_noise() if private else None,
         )

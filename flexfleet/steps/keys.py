@@ -49,6 +49,13 @@ class Place(Protocol):
         """How to resume the run on another machine, or how to delete the key."""
 
 
+def address(store: Store, key: str = "") -> str:
+    """With the machine's name where it is a folder."""
+    if not isinstance(store, FolderStore):
+        return store.uri(key)
+    return f"{store.root.resolve() / key} on {socket.gethostname()}"
+
+
 @dataclass(frozen=True)
 class InStore:
     """A file, or an object of another bucket than the run's ledger."""
@@ -58,8 +65,7 @@ class InStore:
     advice: str = ""
 
     def __str__(self) -> str:
-        where = self.store.uri(self.key)
-        return f"{where} on {socket.gethostname()}" if isinstance(self.store, FolderStore) else where
+        return address(self.store, self.key)
 
     def read(self) -> bytes | None:
         return self.store.get(self.key) if self.key in self.store.list(self.key) else None

@@ -183,6 +183,18 @@ def same_noise(known: RunFile, out: Path) -> None:
         )
 
 
+def tell_of_copies(known: RunFile, ledger_at: str) -> None:
+    """Warns where a private run goes on elsewhere than it was: nobody sees from here whether it goes on there too."""
+    if known.ledger_at not in (None, ledger_at):
+        log.warning(
+            "this private run's rounds were in %s, and go on in %s. If that was a copy, and both go on, both draw the "
+            "same noise: where their clients differ, the difference of their models has none. Go on with one of them "
+            "alone, and publish models of that one alone (docs/guides/privacy.md)",
+            known.ledger_at,
+            ledger_at,
+        )
+
+
 def same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> None:
     """Raises IntegrityError where the pool, the data or the code are others than those that the run began with, and,
     unless `accept_numerics`, EnvironmentFailure where this machine would compute other bits."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -268,6 +269,22 @@ def test_a_private_run_with_a_bucket_for_its_key_goes_on_on_another_machine(
 
 
 @pytest.mark.long
+def test_a_private_run_that_goes_on_elsewhere_warns_of_the_copy(
+    rounds: Step, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for each move, and not where it was: two copies would draw the same noise."""
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    assert rounds(first, sets=["rounds.stop=1"]).code == 0
+    shutil.copytree(first, copy)
+    here, said = socket.gethostname(), "both draw the same noise"
+    for out, stop, warned in ((first, 2, False), (copy, 2, True), (copy, 3, False)):
+        caplog.clear()
+        assert rounds(out, "--resume", sets=[f"rounds.stop={stop}"]).code == 0
+        assert (said in caplog.text) == warned
+        assert (f"rounds were in {first} on {here}, and go on in {copy} on {here}" in caplog.text) == warned
+    assert RunFile.read(copy / "run.json").ledger_at == f"{copy} on {here}"
+
+
 def test_a_file_beside_the_coordinator_is_asked_for_on_another_machine(
     rounds: Step, bucket: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
