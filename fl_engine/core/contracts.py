@@ -246,8 +246,9 @@ class ClientContext(Protocol):
 
     @property
     def losses(self) -> Tensor:
-        """float32 (N,): the loss of each sample with the received weights, in evaluation mode, at the last exit.
-        Computed when it is asked for."""
+        """float32 (N,): the loss of each sample with the received weights, in evaluation mode, at the last exit. In
+        a level with `static_bn` batch norm takes the batch's statistics instead of the stored ones. Computed when it is
+        asked for."""
 
 
 @dataclass(frozen=True)

@@ -289,7 +289,9 @@ def _outcome(
     }
     state: Params = {}
     if wanted or keeps_client_state(work.algorithm):
-        client = TrainedClient.of(order, task, site.family, site.data.task, job, work.received, trained.params)
+        static_bn = site.pool[order.level].static_bn
+        goal = site.data.task
+        client = TrainedClient.of(order, task, site.family, goal, job, work.received, trained.params, static_bn)
         try:
             with memory_errors():
                 state = _kept(work, client, site, kept)  # first, since a measurement may write into the copies

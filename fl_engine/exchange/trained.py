@@ -31,6 +31,8 @@ class TrainedClient:
     trained: Params
     x: Tensor
     y: Tensor
+    static_bn: bool = False
+    """Evaluation collects statistics for batch norm (`PoolModel.static_bn`): those that are stored say little."""
 
     @staticmethod
     def of(
@@ -41,17 +43,18 @@ class TrainedClient:
         job: Job,
         received: Params,
         trained: Params,
+        static_bn: bool,
     ) -> TrainedClient:
         """With copies of the weights, on the device that has trained them."""
 
         def copied(params: Params) -> Params:
             return {name: tensor.detach().to(job.x.device, copy=True) for name, tensor in params.items()}
 
-        return TrainedClient(goal, family, order, task, copied(received), copied(trained), job.x, job.y)
+        return TrainedClient(goal, family, order, task, copied(received), copied(trained), job.x, job.y, static_bn)
 
     @cached_property
     def losses(self) -> Tensor:
-        return losses_of(self.family, self.goal, self.received, self.task.spec, self.x, self.y)
+        return losses_of(self.family, self.goal, self.received, self.task.spec, self.x, self.y, self.static_bn)
 
     def measured(self, metrics: Iterable[ClientMetric]) -> dict[str, float]:
         """Values by name. Raises ClientError for a value outside the declared bounds."""

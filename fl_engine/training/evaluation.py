@@ -161,16 +161,32 @@ def score(network: nn.Module, data: Data, ensemble: bool) -> Score:
     return _one_pass([(network, ensemble)], data, data.test_x, data.test_y, "cpu", BATCH)[0]
 
 
-def losses_of(family: ModelFamily, goal: Task, params: Params, spec: SubmodelSpec, x: Tensor, y: Tensor) -> Tensor:
+def losses_of(
+    family: ModelFamily,
+    goal: Task,
+    params: Params,
+    spec: SubmodelSpec,
+    x: Tensor,
+    y: Tensor,
+    static_bn: bool = False,
+) -> Tensor:
     """float32 (N,): the loss of each of these normalised samples at the network's last output, in the batches of
-    `evaluate`."""
+    `evaluate`. With `static_bn` the stored statistics say little, since evaluation collects others: batch norm takes
+    the batch's, as a training step does."""
     module = runnable(family, spec, params).eval()
+    for norm in _norms(module) if static_bn else ():
+        norm.running_mean = norm.running_var = None
+        norm.forward = partial(_BatchNorm.forward, norm)  # type: ignore[method-assign]
     found = torch.empty(len(y), device=x.device)
     with torch.no_grad():
         for chunk in _batches(len(y), BATCH):
             last = outputs_of(module(batch_layout(x[chunk])))[-1]
             found[chunk] = goal.loss(last.float(), y[chunk]).float()
     return found
+
+
+def _norms(module: nn.Module) -> list[_BatchNorm]:
+    return [m for m in module.modules() if isinstance(m, _BatchNorm)]
 
 
 def collect_statistics(module: nn.Module, data: Data, x: Tensor, device: str, batch_size: int) -> None:
@@ -181,7 +197,7 @@ def collect_statistics(module: nn.Module, data: Data, x: Tensor, device: str, ba
     the data, each of them would have to send sums of activations for every level. That shows the server more than
     federated averaging does, so it would need secure aggregation. An exported model uses the proxy alone.
     """
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+    norms = _norms(module)
     for norm in norms:
         norm.running_mean = torch.zeros(norm.num_features, device=device)
         norm.running_var = torch.ones(norm.num_features, device=device)

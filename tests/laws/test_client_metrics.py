@@ -22,10 +22,11 @@ from fl_engine.core.contracts import (
 )
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.measures import FIGURES, OF_A_LINE, client_metrics
-from fl_engine.core.slicing import runnable
+from fl_engine.core.slicing import is_statistic, runnable
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
@@ -160,6 +161,32 @@ def test_the_losses_are_those_of_the_received_weights() -> None:
     expected = len(y) * math.sqrt(sum(float(loss) ** 2 for loss in losses) / len(y))
     assert outcome.metrics["utility"] == pytest.approx(expected, rel=1e-6)
     assert expected > len(y) * math.log(CLASSES) / 2, "an untrained network has losses to speak of"
+
+
+@pytest.mark.parametrize("static_bn", [False, "kept", True])
+def test_losses_are_with_the_statistics_that_the_method_is_scored_with(static_bn: Any) -> None:
+    """Where a method collects some for each level, those that are stored say nothing: the batch's count, as in a
+    training step."""
+    algorithm = replace(ASKING, static_bn=static_bn)
+    site = tiny_site(algorithm, SmallCNN((1, 8, 8), 4, width=0.25, norm="static"))
+    order = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders[0]
+    strange = {name: t + 3.0 if is_statistic(name) else t for name, t in order.payload.items()}
+    found = []
+    for payload in (dict(order.payload), strange):
+        kept = {name: tensor.clone() for name, tensor in payload.items()}
+        outcome = execute(algorithm, replace(order, payload=payload), site)
+        assert isinstance(outcome, ClientUpdate)
+        assert_same_bits(payload, kept)
+        found.append(outcome.metrics["utility"])
+    assert (found[0] == found[1]) == bool(static_bn)
+    own = site.partition.clients[order.client]
+    x, y = site.data.normalise(site.data.train_x[own]), site.data.train_y[own]
+    weights = {name: t for name, t in order.payload.items() if not is_statistic(name)}
+    batch = SmallCNN((1, 8, 8), 4, width=0.25, norm="batch")
+    with torch.no_grad():
+        losses = cross_entropy(runnable(batch, order.spec, weights).eval()(x), y, reduction="none")
+    expected = len(y) * float(losses.double().square().mean().sqrt())
+    assert (found[0] == pytest.approx(expected, rel=1e-5)) == bool(static_bn)
 
 
 def spoil(client: ClientContext) -> float:
