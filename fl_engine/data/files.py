@@ -24,10 +24,6 @@ from typing import Any, BinaryIO
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
 from fl_engine.core.system import hashed
-from fl_engine.data.fingerprint import fingerprint as fingerprint
-from fl_engine.data.moments import byte_statistics as byte_statistics
-from fl_engine.data.moments import moments as moments
-from fl_engine.data.subsets import stratified as stratified
 
 DEFAULT_ROOT = "~/.cache/flexfleet/data"
 ABANDONED_S = 86_400

@@ -24,9 +24,6 @@ from fl_engine.core.errors import PartitionError, nearest
 from fl_engine.core.samples import Data, class_count, has_boxes, label_word
 from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.partition import Partition, labels_of, statistics
-from fl_engine.data.partition_files import MANIFEST as MANIFEST
-from fl_engine.data.partition_files import load as load
-from fl_engine.data.partition_files import read_manifest as read_manifest
 from fl_engine.data.rules import (
     Ints,
     check_room,

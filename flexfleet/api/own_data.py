@@ -30,7 +30,8 @@ from fl_engine.core import seeds
 from fl_engine.core.drawing import drawn
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data, Task, need_no_mask
-from fl_engine.data.files import byte_statistics, moments, stratified
+from fl_engine.data.moments import byte_statistics, moments
+from fl_engine.data.subsets import stratified
 from fl_engine.tasks import Classification, Regression
 from fl_engine.training.guest import guest
 

@@ -19,7 +19,7 @@ from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, nearest
 from fl_engine.core.slicing import runnable
 from fl_engine.core.types import Params
-from fl_engine.data import partitioning
+from fl_engine.data import partition_files
 from fl_engine.exchange import code
 from fl_engine.models.export import RawNetwork, type_of, with_statistics
 from fl_engine.rounds.ledger import Ledger, ledger_in
@@ -220,7 +220,7 @@ class Result:
                 raise ConfigError(f"there is no level {wanted!r}{nearest(str(wanted), names)}")
             data, family, member = resolved.data, resolved.family, pool[names.index(wanted)]
             prepare_process(("cpu",))
-            parts = partitioning.load(self.folder / "partition", data)
+            parts = partition_files.load(self.folder / "partition", data)
             proxy = torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
             views = weights_of(self._params, family.layout(), member)
             weights = {name: tensor.clone() for name, tensor in views.items()}

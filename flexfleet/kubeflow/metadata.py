@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fl_engine.data.partitioning import MANIFEST, read_manifest
+from fl_engine.data.partition_files import MANIFEST, read_manifest
 from flexfleet.files.artifacts import BareHistory, EvaluationFile, PoolFile, Result, RunFile
 
 

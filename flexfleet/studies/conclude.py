@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from fl_engine.core.errors import BadInput, Diverged
 from fl_engine.core.plain import write_yaml
-from fl_engine.data import partitioning
+from fl_engine.data import partition_files
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config, algorithm, public, set_path
 from flexfleet.config.overrides import write_config
@@ -31,7 +31,7 @@ def conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
 
     space, pool = runs.searched(config, prepared)
     if config.tune.held_out:  # raises where they are other data than the trials had
-        partitioning.load(prepared / "default" / "partition", runs.resolved(config, config.tune.seeds[0]).data)
+        partition_files.load(prepared / "default" / "partition", runs.resolved(config, config.tune.seeds[0]).data)
     ended = done(study)
     complete = [t for t in ended if t.state == TrialState.COMPLETE]
     counts = Counter(map(outcome_of, ended))

@@ -16,7 +16,7 @@ from PIL import Image
 import flexfleet as ff
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import fingerprint
+from fl_engine.data.fingerprint import fingerprint
 from fl_engine.datasets import kept
 from fl_engine.tasks import TASKS, Classification, Regression
 from flexfleet.config import parse
