@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fl_engine.backends.kubernetes import backend as kubernetes
-from fl_engine.backends.kubernetes import jobs
+from fl_engine.backends.kubernetes import jobs, round_jobs
 from fl_engine.core.errors import Stopped
 from tests.k8s import kueue
 from tests.k8s.fake import telling
@@ -50,7 +50,8 @@ class Clock:
 @pytest.fixture
 def clock(quick_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(kubernetes, "time", made)
+    for each in (kubernetes, round_jobs):
+        monkeypatch.setattr(each, "time", made)
 
     class Slow(quick_cluster.start):  # type: ignore[misc]
         def poll(self) -> int | None:

@@ -13,6 +13,7 @@ import pytest
 
 from fl_engine.backends import _tidied
 from fl_engine.backends.kubernetes.backend import Kubernetes, jobs
+from fl_engine.backends.kubernetes.round_jobs import RoundJobs
 from fl_engine.core.errors import Diverged, EnvironmentFailure, IntegrityError, Replaced, Stopped
 from tests.k8s.fake import leftovers, telling
 
@@ -130,7 +131,7 @@ def test_the_jobs_of_a_round_whose_answers_were_all_there_go_before_the_next_rou
     quick_cluster: Any, rounds: Rounds, remote: Remote, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Kubernetes, "_tidy", lambda *_: (_ for _ in ()).throw(Killed))
+        patch.setattr(RoundJobs, "tidy", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             rounds("answered", *remote)
     assert any(kind == "jobs" for kind, _ in quick_cluster.objects)
