@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.backends.kubernetes import jobs
+from fl_engine.backends.kubernetes import jobs, status
 from fl_engine.backends.kubernetes.cluster import Cluster
 from fl_engine.rounds.run import Run
 from fl_engine.storage.checkpoints import Checkpoints, Row
@@ -203,7 +203,7 @@ def test_what_a_round_costs_beyond_the_bare_job(
     started = time.monotonic()
     where = f"/apis/batch/v1/namespaces/{namespace}/jobs"
     api("POST", where, job)
-    while jobs.ended(api("GET", f"{where}/bare")) is None:
+    while status.ended(api("GET", f"{where}/bare")) is None:
         assert time.monotonic() - started < 300
         time.sleep(0.2)
     bare = time.monotonic() - started

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from fl_engine.backends.kubernetes import jobs
+from fl_engine.backends.kubernetes import jobs, status
 from fl_engine.backends.kubernetes.settings import KubernetesConfig, NodePool
+from fl_engine.backends.kubernetes.status import pod_state
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import SubmodelSpec, WorkOrder
 from fl_engine.exchange.letters import Name
@@ -137,8 +138,8 @@ def test_a_tier_that_fills_a_secret_is_split() -> None:
 
 @pytest.mark.parametrize(("said", "expected"), [("", set()), ("1", {1}), ("1,3-5,7", {1, 3, 4, 5, 7}), ("0-1", {0, 1})])
 def test_failed_indexes(said: str, expected: set[int]) -> None:
-    assert jobs.failed_indexes({"status": {"failedIndexes": said}}) == expected
-    assert jobs.failed_indexes({}) == jobs.failed_indexes({"status": None}) == set()
+    assert status.failed_indexes({"status": {"failedIndexes": said}}) == expected
+    assert status.failed_indexes({}) == status.failed_indexes({"status": None}) == set()
 
 
 def test_runs_of_one_name_in_two_stores_are_told_apart() -> None:
@@ -257,7 +258,7 @@ def test_a_pool_of_a_misspelt_tier_is_refused_and_one_of_another_fleet_is_not(
 def test_what_a_pod_waits_for_and_why_it_failed() -> None:
     def state(**status: Any) -> str:
         pod = {"metadata": {"annotations": {"batch.kubernetes.io/job-completion-index": "4"}}, "status": status}
-        found = jobs.pod_state(pod)
+        found = pod_state(pod)
         assert found.index == 4
         return found.reason
 
@@ -289,7 +290,7 @@ def test_of_the_pods_with_one_index_the_last_one_counts() -> None:
 
     pods = [pod(0, "2", "Failed"), pod(0, "2", "Pending"), pod(1, "3", "Running"), pod(1, "1", "Failed")]
     for order in (pods, pods[::-1]):
-        found = {state.index: state.phase for state in jobs.newest([*order, pod(2, "1", "Running", "b")], "a")}
+        found = {state.index: state.phase for state in status.newest([*order, pod(2, "1", "Running", "b")], "a")}
         assert found == {0: "Pending", 1: "Running"}
 
 

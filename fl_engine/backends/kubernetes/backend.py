@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
-from fl_engine.backends.kubernetes import jobs, waiting
+from fl_engine.backends.kubernetes import jobs, status, waiting
 from fl_engine.backends.kubernetes.cluster import Cluster
 from fl_engine.backends.kubernetes.ground import Ground
 from fl_engine.backends.kubernetes.open_round import OpenRound
@@ -101,7 +101,7 @@ class Kubernetes:
             if attempt:
                 self._enter("create")
                 there = self._cluster.select("jobs", self._jobs.labels(plan))
-                self._jobs.withdraw(r, {job["metadata"]["name"] for job in there if jobs.ended(job) is None})
+                self._jobs.withdraw(r, {job["metadata"]["name"] for job in there if status.ended(job) is None})
                 r.live = []
             self._jobs.launch(r, r.open_ - r.awaited)
             for outcome in self._collect(r):

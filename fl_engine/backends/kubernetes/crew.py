@@ -21,7 +21,7 @@ from functools import cached_property
 from fl_engine.backends.agents.keeper import Lost
 from fl_engine.backends.agents.post import Post
 from fl_engine.backends.agents.roster import Member
-from fl_engine.backends.kubernetes import jobs, waiting
+from fl_engine.backends.kubernetes import jobs, status, waiting
 from fl_engine.backends.kubernetes.cluster import Resource
 from fl_engine.backends.kubernetes.ground import Ground
 from fl_engine.backends.kubernetes.jobs import Group
@@ -250,7 +250,7 @@ class Crew:
         if job is None:
             self._ground.forget_owner()
         # Pods that waited in vain for a coordinator, and those that somebody has deleted, say nothing of the next.
-        failed = job is not None and jobs.ended(job) != "Complete"
+        failed = job is not None and status.ended(job) != "Complete"
         if failed and (one.hung or not all(loss.node for loss in one.losses.values())):
             seen.ended += 1
             seen.vain = seen.vain or not one.hung

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from fl_engine.backends.kubernetes import jobs, waiting
+from fl_engine.backends.kubernetes import jobs, status, waiting
 from fl_engine.backends.kubernetes.cluster import Resource
 from fl_engine.backends.kubernetes.ground import DATA_FOLDER, RENEW_S, Ground
 from fl_engine.backends.kubernetes.jobs import Group
@@ -70,14 +70,14 @@ class RoundJobs:
         for job in sorted(self._cluster.select("jobs", self.labels(r.plan)), key=jobs.attempt_of):
             r.attempt = jobs.attempt_of(job) + 1
             name, clients = job["metadata"]["name"], {client for pod in jobs.pods_of(job) for client in pod}
-            if job["metadata"].get("deletionTimestamp") or jobs.ended(job) is not None:
+            if job["metadata"].get("deletionTimestamp") or status.ended(job) is not None:
                 continue
             if not settings.items() <= job["metadata"]["annotations"].items():
                 log.info("round %d: the Job %s was made with other settings: deleted", r.plan.round + 1, name)
                 other.add(name)
             elif clients & r.open_:
                 missing = self._cluster.get("secrets", name) is None  # a coordinator was killed before it was made
-                if missing or jobs.suspended(job):
+                if missing or status.suspended(job):
                     if not clients <= r.open_:  # the orders of clients that have answered are gone
                         other.add(name)
                         continue
@@ -142,7 +142,7 @@ class RoundJobs:
         while names:
             self._check_stop()
             pods = self._cluster.select("pods", self.labels(r.plan))
-            left = [s for name in names for s in jobs.newest(pods, name) if not (s.over or s.unreachable)]
+            left = [s for name in names for s in status.newest(pods, name) if not (s.over or s.unreachable)]
             if not left:
                 return
             if time.monotonic() > until:
@@ -154,7 +154,7 @@ class RoundJobs:
         """Deletes the round's Jobs, whose Secrets go with them; but, until their TTL, those in `stuck`, and with
         `failed` those that have failed, to be looked at."""
         for job in self._cluster.select("jobs", self.labels(plan)):
-            name, over = job["metadata"]["name"], jobs.ended(job)
+            name, over = job["metadata"]["name"], status.ended(job)
             if failed and over not in (None, "Complete"):
                 self._cluster.delete("secrets", name)
             elif over is not None or name not in stuck:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from fl_engine.backends.agents.post import Post
 from fl_engine.backends.agents.roster import Member
-from fl_engine.backends.kubernetes import jobs, waiting
+from fl_engine.backends.kubernetes import jobs, status, waiting
 from fl_engine.backends.kubernetes.cluster import Resource
 from fl_engine.backends.kubernetes.ground import DATA_FOLDER, RENEW_S, Ground
 from fl_engine.backends.kubernetes.jobs import Group
@@ -84,7 +84,7 @@ class StandingJobs:
             if meta.get("deletionTimestamp"):
                 continue
             stays = meta["labels"].get(jobs.LIFETIME) == "run" and meta["annotations"].get(jobs.SETTINGS) == settings
-            members = self._members(name) if stays and jobs.ended(job) is None else []
+            members = self._members(name) if stays and status.ended(job) is None else []
             place = meta["annotations"].get(jobs.PLACE, "")
             fits = len(members) == len(jobs.pods_of(job)) <= most(place)
             if not fits or place in self.by_place:

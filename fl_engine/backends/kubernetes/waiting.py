@@ -26,9 +26,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fl_engine.backends.kubernetes import jobs
+from fl_engine.backends.kubernetes import jobs, status
 from fl_engine.backends.kubernetes.cluster import QUOTA
-from fl_engine.backends.kubernetes.jobs import PodState, Resource
+from fl_engine.backends.kubernetes.jobs import Resource
+from fl_engine.backends.kubernetes.status import PodState
 from fl_engine.core.errors import printable
 
 LOST_NODES = 3
@@ -131,7 +132,7 @@ def live(job: Resource, now: float, lasts: float) -> Live:
         back_off=min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** min(10, _retries(job["spec"]))),
         lasts=lasts,
         until=now + lasts,
-        suspended=jobs.suspended(job),
+        suspended=status.suspended(job),
         clients={client: index for index, pod in enumerate(pods) for client in pod},
         since=dict.fromkeys(range(len(pods)), now),
     )
@@ -148,10 +149,10 @@ def hear(job: Live, found: Resource | None, pods: Iterable[Resource], now: float
     last time. `found`: the Job as it is, None where it is gone."""
     moved = set[int]()
     queued = {index for index in job.since if job.queues(index)}
-    ending, here = {}, jobs.newest(pods, job.name)
-    failed = set[int]() if found is None else jobs.failed_indexes(found)
+    ending, here = {}, status.newest(pods, job.name)
+    failed = set[int]() if found is None else status.failed_indexes(found)
     if found is not None:
-        job.suspended, job.at_once = jobs.suspended(found), found["spec"]["parallelism"]
+        job.suspended, job.at_once = status.suspended(found), found["spec"]["parallelism"]
     if job.suspended:
         job.until = now + job.lasts
 
@@ -218,8 +219,8 @@ class Loss(NamedTuple):
 def lost(job: Live, found: Resource | None, now: float, moved: float, pending_s: float) -> dict[int, Loss]:
     """The clients that are given up. `found`: the Job as it is, None where it is gone; `moved`: when a pod of the round
     last started or ended."""
-    over = "the Job was deleted" if found is None else jobs.ended(found)
-    failed = set() if found is None else jobs.failed_indexes(found)
+    over = "the Job was deleted" if found is None else status.ended(found)
+    failed = set() if found is None else status.failed_indexes(found)
     if over is None and now > job.until:
         over = "DeadlineExceeded"
     given_up: dict[int, Loss] = {}
