@@ -19,7 +19,7 @@ from fl_engine.models.resnet import ResNet18
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
-from fl_engine.training import local
+from fl_engine.training import objective
 from fl_engine.training.lanes import Network, evaluates
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import SINGLE, Numerics
@@ -71,7 +71,7 @@ def test_no_bit_moves(name: str, training: bool, numerics: Numerics, monkeypatch
     kd = Distillation((teacher, prefix(family.layout(), 0.5)), 10.0, 3.0, training=training)
     task = replace(TASK, distillation=kd)
     with_sharing = train(family, Classification(family.outputs), jobs(family, task, 2), numerics)
-    monkeypatch.setattr(local, "shared", nothing_shared)
+    monkeypatch.setattr(objective, "shared", nothing_shared)
     for a, b in zip(
         with_sharing, train(family, Classification(family.outputs), jobs(family, task, 2), numerics), strict=True
     ):
