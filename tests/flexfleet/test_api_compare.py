@@ -175,7 +175,7 @@ def test_a_label_that_diverges_is_told_and_the_others_end(store: Path) -> None:
             id="wild", **{**SMALL, "options": options},
         )  # fmt: skip
     said = (store / "wild" / "wild-s0.log").read_text()
-    assert "error: the model has diverged: r2 of level full on the test samples is " in said
+    assert "error: the model has diverged: AllLarge.merge (aggregation mean, server adam) gave " in said
     assert (store / "wild" / "calm-s0" / "result.json").is_file()
 
 

@@ -48,7 +48,7 @@ from tests.harness.settings import refused
          "[]"),
         ("dataset.pad=x", "dataset.pad: input should be 'auto' or 'none', or a valid integer, got 'x'"),
         ("algorithm={name: multibranch, exits: 3}",
-         "algorithm.exits: input should be a valid string, or a valid array, got 3"),
+         "algorithm.exits: input should be a valid string, or a list, such as [3], got 3"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_with_a_hint_that_holds(given: str, said: str) -> None:
