@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -80,6 +81,26 @@ def span(seconds: float) -> str:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"
+
+
+@contextmanager
+def told_while(tell: Callable[[float], None], first_s: float, again_s: float = LOG_S) -> Iterator[None]:
+    """For work that is silent: inside, `tell` is called in a thread, after the seconds `first_s` and then after each
+    `again_s`, with the seconds so far."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        began, pause = time.monotonic(), first_s
+        while not done.wait(pause):
+            tell(time.monotonic() - began)
+            pause = again_s
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 class _Kept(logging.Handler):

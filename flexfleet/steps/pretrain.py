@@ -32,6 +32,7 @@ from fl_engine.storage.store import FolderStore, encode, sha256
 from flexfleet import config as configs
 from flexfleet.files import prepared, terminal
 from flexfleet.files.artifacts import Apoz
+from flexfleet.files.live import LOG_S, span, told_while
 from flexfleet.files.prepared import Index
 from flexfleet.steps import own_code
 from flexfleet.steps.partition import site_of
@@ -40,6 +41,8 @@ from flexfleet.steps.prepare import Resolved, unchanged
 log = logging.getLogger("flexfleet")
 
 PROXY_TEST_SHARE = 0.2
+SILENT_S = LOG_S
+"""Seconds after which a preparation, which may train for long, is told of."""
 
 
 def pretrain(resolved: Resolved, partition: Path, out: Path, known: Path | None = None) -> Path:
@@ -117,7 +120,8 @@ def _made(resolved: Resolved, name: str, parts: Partition) -> dict[str, bytes]:
         whole = replace(parts, proxy_train=np.sort(everything[cut:]), proxy_test=np.sort(everything[:cut]))
         reference = PreparingServer(replace(site, partition=whole), device, settings)
     server = PreparingServer(site, device, settings, reference)
-    made = kind.prepare(resolved.family, server)
+    with told_while(lambda seconds: log.info("pretrain: %s, %s so far", name, span(seconds)), SILENT_S):
+        made = kind.prepare(resolved.family, server)
     files = {prepared.file_of(name): prepared.encoded(kind, name, made)}
     if not (weights := given({name: made})):
         return files

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from fl_engine.core.errors import (
     printable,
 )
 from flexfleet.config.platform import platform_uri
+from flexfleet.files.live import span, told_while
 from flexfleet.files.signals import brief_once_stopped
 from flexfleet.tracking import databases
 
@@ -254,13 +254,41 @@ def answering(uri: str, what: str = "does not take measurements any more") -> It
 @contextmanager
 def _waiting_is_told(uri: str) -> Iterator[None]:
     """MLflow tries a server that fails, and a database that is locked, for minutes and without a word."""
-    timer = threading.Timer(SILENT_S, log.warning, ("waiting for MLflow at %s, %g s so far", masked(uri), SILENT_S))
-    timer.daemon = True
-    timer.start()
-    try:
+
+    def tell(seconds: float) -> None:
+        until = patience() if uri.startswith(("http://", "https://")) else "."
+        log.warning(
+            "waiting for MLflow at %s, %s so far%s Ctrl-C ends it; a run does without MLflow with "
+            "--set tracking.mlflow=null",
+            masked(uri), span(seconds), until,
+        )  # fmt: skip
+
+    with told_while(tell, SILENT_S):
         yield
-    finally:
-        timer.cancel()
+
+
+def patience() -> str:
+    """How long MLflow tries a server that does not answer, as MLflow's settings say."""
+    from mlflow import environment_variables as given
+
+    tries, factor = given.MLFLOW_HTTP_REQUEST_MAX_RETRIES.get(), given.MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR.get()
+    # urllib3 tries again at once after the first failure, and waits factor * 2^(n - 1) s, 120 at most, after the n-th.
+    pauses = sum(min(120.0, factor * 2 ** (n - 1)) for n in range(2, tries + 1))
+    silent = pauses + (tries + 1) * given.MLFLOW_HTTP_REQUEST_TIMEOUT.get()
+    return (
+        f" (at most about {span(pauses)} where nothing listens, {span(silent)} where a server listens and does not "
+        "answer). Is it running, and is this its address?"
+    )
+
+
+def _is_no_try(record: logging.LogRecord) -> bool:
+    """False for urllib3's line on each try of MLflow's server, which `_waiting_is_told` tells in the project's words;
+    with -v they are shown."""
+    text = record.getMessage()
+    return not (text.startswith("Retrying") and "/mlflow" in text) or log.isEnabledFor(logging.DEBUG)
+
+
+logging.getLogger("urllib3.connectionpool").addFilter(_is_no_try)
 
 
 GONE = re.compile(

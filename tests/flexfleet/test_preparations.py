@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from fl_engine.preparation import CONTRACT, PREPARATIONS, preparation
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import Apoz, PoolFile
 from flexfleet.runs.check import check
-from flexfleet.steps import model_pool
+from flexfleet.steps import model_pool, pretrain
 from flexfleet.steps.partition import cut, server_of
 from flexfleet.steps.prepare import Resolved
 from tests.harness.searched import MADE, prepared_in
@@ -56,6 +57,16 @@ def test_what_is_found_decides_the_pool(flexfleet: Any, sets: list[str]) -> None
         assert found["width"] == min(enough)
         assert Apoz.read(Path("runs", run_id, "pretrain", "apoz.json")).layers == ()
     assert widths[1e9] == 0.25
+
+
+def test_a_long_preparation_is_not_silent(
+    flexfleet: Any, sets: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pre-training can take minutes, in which a log has to show that it goes on."""
+    monkeypatch.setattr(pretrain, "SILENT_S", 0.0)
+    caplog.set_level(logging.INFO, "flexfleet")
+    assert flexfleet("run", "--run-id", "a", sets=[*sets, "rounds.stop=1"]).code == 0
+    assert "pretrain: searched:Search, 0 s so far" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------- what the pool gets

@@ -242,10 +242,31 @@ def test_whoever_waits_for_a_server_is_told_so(
                 time.sleep(0.01)
         return caplog.messages
 
-    assert waited("http://me:word@mlflow:5000") == ["waiting for MLflow at http://mlflow:5000, 0.05 s so far"]
-    assert waited("sqlite:///mlflow.db") == ["waiting for MLflow at sqlite:///mlflow.db, 0.05 s so far"]
+    ends = "Ctrl-C ends it; a run does without MLflow with --set tracking.mlflow=null"
+    assert waited("http://me:word@mlflow:5000") == [
+        "waiting for MLflow at http://mlflow:5000, 0 s so far (at most about 4 min where nothing listens, 20 min where "
+        f"a server listens and does not answer). Is it running, and is this its address? {ends}"
+    ]
+    assert waited("sqlite:///mlflow.db") == [f"waiting for MLflow at sqlite:///mlflow.db, 0 s so far. {ends}"]
     caplog.clear()
     with inside("http://mlflow:5000"):
         pass
     time.sleep(0.1)
     assert caplog.messages == [], "it has answered"
+
+
+def test_each_try_of_a_server_that_is_not_there_is_a_line_with_v_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """urllib3 warns of each, in words of its own; the run says what it waits for."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+
+    def tried(level: int) -> int:
+        caplog.clear()
+        caplog.set_level(level, "flexfleet")
+        with pytest.raises(UnreachableAddress):
+            server.connect("http://127.0.0.1:9", "an experiment")
+        return caplog.text.count("Retrying")
+
+    assert tried(logging.INFO) == 0
+    assert tried(logging.DEBUG) == 1
