@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fl_engine.core.errors import ConfigError, masked
+
+if TYPE_CHECKING:
+    from flexfleet.config import Config
+
+log = logging.getLogger("flexfleet")
 
 
 def resumes_by_name(args: argparse.Namespace) -> None:
     """Raises ConfigError where `--resume` does not say which run."""
     if args.resume and args.run_id is None:
         raise ConfigError("--resume needs --run-id: the name of the run to go on with, a folder of the run store")
+
+
+def tell_if_new(config: Config, folder: Path, resume: bool) -> None:
+    """Says where `--resume` finds nothing to go on with, which is allowed: who tries a task again need not know whether
+    it has begun. With `run.remote` the run may be there instead."""
+    if resume and config.run.remote is None and not folder.exists():
+        log.info("--resume: there is no %s, so nothing goes on and a new run begins", folder)
 
 
 def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fl_engine.core.errors import FlexfleetError
 from fl_engine.core.system import seldom_collected
-from flexfleet.commands.common import resumes_by_name, tags_of, where_tracked
+from flexfleet.commands.common import resumes_by_name, tags_of, tell_if_new, where_tracked
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
 
@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     resolved = resolved_of(args)
     config = resolved.config
     run_id = new_name(config) if args.run_id is None else args.run_id
+    tell_if_new(config, Path(config.run.store) / run_id, args.resume)
     result = run_all(
         resolved,
         run_id,
@@ -63,9 +64,11 @@ def central(args: argparse.Namespace) -> int:
     resolved = resolved_of(args)
     config = resolved.config
     named = f"central-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_id = named if args.run_id is None else args.run_id
+    tell_if_new(config, Path(config.run.store) / run_id, args.resume)
     result = train(
         resolved,
-        named if args.run_id is None else args.run_id,
+        run_id,
         resume=args.resume,
         discard_damaged=args.discard_damaged,
         accept_numerics=args.accept_numerics,

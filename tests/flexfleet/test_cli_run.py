@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -419,3 +420,19 @@ def test_a_run_without_a_name_gets_one_without_a_colon(flexfleet: Any, monkeypat
     (Path("runs") / named[0]).mkdir(parents=True)
     assert flexfleet("run", "--algorithm", "fl_engine.algorithms.full_model:AllLarge").code == 3
     assert named == [f"fl_engine.algorithms.full_model.AllLarge-s0-now{end}" for end in ("", "-2")]
+
+
+def test_a_resume_that_finds_nothing_says_so_and_begins(
+    flexfleet: Any, quick: Sequence[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is allowed: a task that is tried again does not know whether it has begun."""
+    caplog.set_level(logging.INFO, "flexfleet")
+    said = "--resume: there is no runs/a, so nothing goes on and a new run begins"
+    for command, named in (("run", "a"), ("central", "b")):
+        sets = [*quick, "rounds.stop=1", "central.epochs=1"]
+        begun = flexfleet(command, "--run-id", named, "--resume", sets=sets)
+        assert begun.code == 0, begun.err
+        assert caplog.messages.count(said.replace("runs/a", f"runs/{named}")) == 1
+        caplog.clear()
+        assert flexfleet(command, "--run-id", named, "--resume", sets=sets).code == 0
+        assert "nothing goes on" not in caplog.text
