@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, first_line, masked, printable
 from flexfleet.kubeflow.shapes import ID
-from flexfleet.kubeflow.transport import WAY_IN, Unreachable, bound, last_asked
+from flexfleet.kubeflow.transport import WAY_IN, bound, last_asked
 
 ENDPOINT = "KF_PIPELINES_ENDPOINT"
 LIST_S = 120.0
@@ -26,9 +26,10 @@ LIST_S = 120.0
 @contextlib.contextmanager
 def connected(host: str | None) -> Iterator[Any]:
     """The SDK's client. `host`: None means the server that the SDK finds: KF_PIPELINES_ENDPOINT, a pod's cluster,
-    KUBECONFIG. A request raises what `transport.Pool.request` raises, ConfigError an address that is none."""
+    KUBECONFIG. Raises ConfigError for an address that is none, or where there is none at all; a request raises what
+    `transport.Pool.request` raises."""
     if not (host or os.environ.get(ENDPOINT) or os.environ.get("KUBERNETES_SERVICE_HOST") or _kubeconfig()):
-        raise Unreachable(f"the address of Kubeflow Pipelines is not set: --host, or {ENDPOINT}. {WAY_IN}")
+        raise ConfigError(f"the address of Kubeflow Pipelines is not set: --host, or {ENDPOINT}. {WAY_IN}")
     check_host(host, "--host") if host else check_host(os.environ.get(ENDPOINT, ""), ENDPOINT)
     # Hides the links that the SDK prints, and its warnings: that it needs Kubeflow 2, and puts https:// before a host.
     with quiet_retries(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
