@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import Diverged
+from fl_engine.core.percent import PERCENT
 from fl_engine.core.samples import Data
 from fl_engine.core.types import LocalTask, Params
 from fl_engine.training import local
@@ -64,10 +65,11 @@ def train_centrally(
                 )
             params = {name: tensor.cpu().clone() for name, tensor in found.params.items()}
             score = evaluate(family, params, task.spec, data, data.test_x, data.test_y, device)
-            metric, seconds = data.task.metric.name, time.monotonic() - began
+            name, seconds = data.task.metric.name, time.monotonic() - began
+            value = f"{100 * score.value:.2f} %" if name in PERCENT else f"{score.value:.4f}"
             log.info(
-                "epoch %d of %d: loss %.4f, %s %.4f, %.1f s",
-                session.done, task.epochs, loss, metric, score.value, seconds,
+                "epoch %d of %d: loss %.4f, %s %s, %.1f s",
+                session.done, task.epochs, loss, name, value, seconds,
             )  # fmt: skip
             yield Epoch(session.done, loss, score, params, session.snapshot())
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-PERCENT = ("accuracy", "accuracy_all", "top5")
+from fl_engine.core.percent import PERCENT
+
 LOWER = ("mae",)
 """Better when lower; never the metric that decides."""
 

@@ -106,7 +106,7 @@ def test_epochs_are_evaluated_and_told(caplog: pytest.LogCaptureFixture) -> None
         assert each.score == evaluate(NETWORK, each.params, FULL, DATA, DATA.test_x, DATA.test_y)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 8
-    assert lines[7].startswith(f"epoch 8 of 8: loss {last.loss:.4f}, accuracy {last.score.value:.4f}, ")
+    assert lines[7].startswith(f"epoch 8 of 8: loss {last.loss:.4f}, accuracy {100 * last.score.value:.2f} %, ")
 
 
 def test_an_epochs_loss_is_that_of_its_own_steps() -> None:
