@@ -64,7 +64,8 @@ def check_capacity(fleet: Sequence[Device], pool: Pool) -> None:
     if not any(holds(d, sent[0].share) for d in fleet):
         raise ConfigError(
             f"no device of the fleet can hold {sent[0].name}, the smallest model sent ({100 * sent[0].share:.1f} % of "
-            "the full one): make the fleet stronger or the models smaller"
+            f"the full one): the strongest holds {max(d.most for d in fleet):.4g} %. Make the fleet stronger or "
+            "the models smaller"
         )
     if idle := [d for d in fleet if level_of(d, pool) is None]:
         log.warning(
@@ -96,8 +97,9 @@ def tell_of_too_weak(fleet: Sequence[Device], pool: Pool) -> None:
 
 
 def _said_of(some: Sequence[Device], fleet: Sequence[Device]) -> str:
+    """The tiers of some devices, the weakest first: which of them comes first in the fleet is drawn."""
+    of = {tier: [d.most for d in some if d.tier == tier] for tier in dict.fromkeys(d.tier for d in some)}
     return ", ".join(
-        f"{tier} ({len(own)} of {len(fleet)} devices, {max(d.most for d in own):.4g} %)"
-        for tier in dict.fromkeys(d.tier for d in some)
-        if (own := [d for d in some if d.tier == tier])
+        f"{tier} ({len(of[tier])} of {len(fleet)} devices, {max(of[tier]):.4g} %)"
+        for tier in sorted(of, key=lambda tier: max(of[tier]))
     )

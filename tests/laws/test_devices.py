@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_engine.algorithms.pooled import prefix_pool
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import count_params
 from fl_engine.core.types import Device
@@ -20,7 +21,7 @@ from fl_engine.fleet.devices import FLEETS, Tier, fleet, observe, quotas, simula
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.selection.capacity import holds
+from fl_engine.selection.capacity import check_capacity, holds
 
 law = settings(max_examples=60)
 
@@ -362,3 +363,18 @@ def test_the_simulated_clock_by_hand() -> None:
     assert took == pytest.approx((3, 2.5)) and took.total == pytest.approx(5.5)
     with pytest.raises(ConfigError, match="speed and bandwidth are above 0"):
         fleet((Tier("t", 1.0, 50.0, speed=0.0),), 3, 0)
+
+
+def test_tiers_that_hold_no_model_are_named_from_the_weakest_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Which device comes first in the fleet is drawn."""
+    tiers = tuple(
+        Tier(name, share, memory) for name, share, memory in (("b", 0.4, 35.0), ("a", 0.3, 60.0), ("c", 0.3, 110.0))
+    )
+    firsts = set()
+    for seed in range(8):
+        devices = fleet(tiers, 10, seed)
+        firsts.add(devices[0].tier)
+        caplog.clear()
+        check_capacity(devices, prefix_pool(SmallCNN((1, 8, 8), 10), (1.0,), "ceil"))
+        assert "takes: b (4 of 10 devices, 35 %), a (3 of 10 devices, 60 %). Give" in caplog.text
+    assert {"a", "b"} <= firsts
