@@ -26,10 +26,11 @@ class _Yaml(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", node.start_mark)
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+            seen |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
         for key, _ in node.value:
             if key.tag == _BOOL:
                 key.tag = _TEXT
@@ -63,6 +64,8 @@ def read_yaml(text: str) -> Any:
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         # A tag that lies, a number of 5000 digits.
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
+    except yaml.YAMLError as error:  # which names the text as if it were a file
+        raise yaml.YAMLError(str(error).replace('in "<unicode string>", ', "in ")) from error
     return value
 
 

@@ -57,6 +57,17 @@ def test_a_file_that_is_no_yaml_is_refused(tmp_path: Path, text: str) -> None:
     assert "params.yaml" in str(error.value)
 
 
+def test_a_file_that_is_no_yaml_is_refused_with_the_place_alone(tmp_path: Path) -> None:
+    for text, said in (
+        ("seed: 0\nrounds:\n\tstop: 3\n", "cannot start any token in line 3, column 1"),
+        ("seed: 0\nrounds: {}\nseed: 1\n", "'seed' is given twice in line 3, column 1"),
+    ):
+        with pytest.raises(ConfigError, match="not valid YAML") as error:
+            load_config(written(tmp_path, text))
+        assert said in " ".join(str(error.value).split())
+        assert "unicode string" not in str(error.value)
+
+
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load_config(tmp_path / "nowhere.yaml")
