@@ -61,6 +61,8 @@ def invite(config: Config, tier: str | None, count: int, out: Path) -> list[Path
         raise ConfigError(f"--tier {tier!r} is no tier of the fleet{nearest(tier, tiers)}")
     if not 1 <= count <= MOST:
         raise ConfigError(f"--count says how many devices to invite, 1 to {MOST}; got {count}")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out names a folder for the invitations; {out} is a file: name another one")
     post, written = post_of(config), list[Path]()
     if config.run.remote is not None and config.run.secrets is None:
         log.warning(

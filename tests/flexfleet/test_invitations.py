@@ -41,6 +41,12 @@ def test_git_does_not_take_invitations_with_it() -> None:
     assert f"/{out}/" in (Path(__file__).parents[2] / ".gitignore").read_text().split()
 
 
+def test_a_file_is_no_folder_for_invitations(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ConfigError, match=r"--out names a folder .*/out is a file: name another one"):
+        invitations.invite(parse({"run": {"store": str(tmp_path / "runs")}}), None, 1, tmp_path / "out")
+
+
 @pytest.mark.parametrize("when", ["opened", "written"])
 def test_a_device_whose_invitation_cannot_be_written_is_not_invited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
