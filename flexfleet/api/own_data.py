@@ -1,4 +1,4 @@
-"""Data of one's own, from arrays, folders, and the data sets of other libraries.
+"""Data of one's own, from arrays; from folders and the data sets of other libraries: `other_data`.
 
 How samples are read:
 
@@ -19,29 +19,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fl_engine.core import seeds
-from fl_engine.core.drawing import drawn
-from fl_engine.core.errors import DataError, EnvironmentFailure
-from fl_engine.core.samples import Data, Task, need_no_mask
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Data, Task
 from fl_engine.data.moments import byte_statistics, moments
 from fl_engine.data.subsets import stratified
 from fl_engine.tasks import Classification, Regression
-from fl_engine.training.guest import guest
+from flexfleet.api.own_arrays import Array, array_of, as_int64, readable, targets_of
 
 log = logging.getLogger("flexfleet")
 
-Array = NDArray[Any]
 CHANNELS = (1, 3, 4)
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
-DEEP = ("I", "F")
-"""How the names of Pillow's modes of more than 8 bits begin: I, I;16, I;16B, F."""
 PAIR = 2
 FINE = 0.1
 """The largest step between neighbouring numbers of float32 that a feature keeps its values in, as a share of their
@@ -67,7 +60,7 @@ def from_arrays(
     sample is, for `partition_rule="natural"`. `mean` and `std`: a number for each channel or feature, by which samples
     are normalised; None: as measured on those to train on. Raises DataError for what are no samples and targets, or do
     not fit each other."""
-    x, y = _array(x, f"{name}: x"), _targets(y, f"{name}: y")
+    x, y = array_of(x, f"{name}: x"), targets_of(y, f"{name}: y")
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
         raise DataError(f"{name}: x has the shape {x.shape}, y {y.shape}; one target is needed for each sample")
     owner = None if clients is None else _owners(clients, len(x), name)
@@ -97,7 +90,7 @@ def from_clients(
     if any(not isinstance(pair, tuple | list) or len(pair) != PAIR for pair in pairs):
         raise DataError(f"{name}: one (x, y) for each client is expected")
     arrays = [
-        (_array(x, f"{name}: x of client {i}"), _targets(y, f"{name}: y of client {i}"))
+        (array_of(x, f"{name}: x of client {i}"), targets_of(y, f"{name}: y of client {i}"))
         for i, (x, y) in enumerate(pairs)
     ]
     if not arrays:
@@ -126,68 +119,6 @@ def from_clients(
     owner = np.repeat(np.arange(len(kept)), [len(x) for x, _ in kept])
     x, y = (np.concatenate([pair[of] for pair in kept]) for of in (0, 1))
     return _data(name, x, y, test_x, test_y, owner, mean, std)
-
-
-def from_folder(
-    path: str | Path, *, test: float = 0.2, size: int | tuple[int, int] | None = None, name: str | None = None
-) -> Data:
-    """Images path/<class>/*.png (or jpg, bmp, webp); the classes are the folders' names in alphabetical order, without
-    those that begin with a dot. `size`: height and width that all are scaled to; None: all have the same already.
-    `name`: default the folder's. Raises DataError where there is no image, or their sizes differ; EnvironmentFailure
-    without Pillow."""
-    if not isinstance(path, str | Path):
-        raise DataError(f"a folder is expected, got {path!r}")
-    root, wanted = Path(path), None if size is None else _size(size)
-    folders = (each.name for each in root.iterdir() if each.is_dir()) if root.is_dir() else ()
-    classes = sorted(name for name in folders if not name.startswith("."))
-    if not classes:
-        raise DataError(f"{root}: a folder for each class is expected, {root}/<class>/*.png; there is none")
-    image = _pillow()
-    found: list[Array] = []
-    labels: list[int] = []
-    for label, word in enumerate(classes):
-        files = sorted(file for file in (root / word).iterdir() if file.suffix.lower() in PICTURES)
-        if not files:
-            raise DataError(f"{root / word}: no image ({', '.join(PICTURES)}) is there; remove the folder or fill it")
-        for file in files:
-            found.append(_picture(image, file, wanted))
-            labels.append(label)
-    grey = all(each.ndim == 2 for each in found)
-    found = [each if grey or each.ndim == 3 else np.repeat(each[None], 3, axis=0) for each in found]
-    first = found[0].shape[-2:]
-    if apart := next((each.shape[-2:] for each in found if each.shape[-2:] != first), None):
-        raise DataError(f"{root}: images of {first[0]}x{first[1]} and {apart[0]}x{apart[1]}: give size=(height, width)")
-    return from_arrays(np.stack(found), np.array(labels), test=test, name=root.resolve().name if name is None else name)
-
-
-def from_torch(train: Any, test: Any = 0.2, *, name: str | None = None) -> Data:
-    """From a torch `Dataset` of (sample, target), each of which is read once. `test`: another one, or a share. `name`:
-    default that of its class.
-
-    Augmentation belongs on the clients (`training.augment`): a data set whose transform draws random numbers is
-    refused, since each sample would be the same draw in all rounds. That is seen where it draws from the generators of
-    torch, NumPy or Python themselves, not where it has a generator of its own. Raises DataError for it too."""
-    x, y = _read_items(train, "train")
-    part = test if isinstance(test, float | int) else _read_items(test, "test")
-    return from_arrays(x, y, test=part, name=type(train).__name__ if name is None else name)
-
-
-def from_huggingface(
-    train: Any,
-    test: Any = 0.2,
-    *,
-    image: str = "image",
-    label: str = "label",
-    client: str | None = None,
-    name: str | None = None,
-) -> Data:
-    """From a `datasets.Dataset` with a column of images (or of lists of numbers) and one of labels; `client`: a column
-    that says whose each sample is. `test`: another one, or a share. `name`: default its own."""
-    x, y = _columns(train, image, label)
-    owner = None if client is None else _column(train, client)
-    known = str(getattr(getattr(train, "info", None), "dataset_name", None) or "huggingface")
-    part = test if isinstance(test, float | int) else _columns(test, image, label)
-    return from_arrays(x, y, test=part, clients=owner, name=known if name is None else name)
 
 
 # ------------------------------------------------------------------------------------------------ putting together
@@ -220,56 +151,9 @@ def _data(
     return Data(name, task, **tensors, mean=tuple(mean), std=tuple(std), natural_client=own)
 
 
-def _readable(value: Any, what: str) -> Any:
-    """What NumPy reads as it is meant: it reads no tensor with a gradient, and neither masks nor palettes."""
-    if isinstance(value, list | tuple):
-        return [_readable(each, what) if _is_read_here(each) else each for each in value]
-    if _is_picture(value):
-        return _pixels(value, what)
-    if isinstance(value, torch.Tensor):
-        try:
-            return value.detach().cpu().numpy()
-        except (TypeError, RuntimeError) as error:
-            kind = f"{value.layout}, {value.dtype}".replace("torch.", "")
-            raise DataError(f"{what}: a dense tensor of NumPy's types is expected, got one of {kind}") from error
-    need_no_mask(value, what)
-    return value
-
-
-def _array(value: Any, what: str, targets: bool = False) -> Array:
-    readable = _readable(value, what)
-    try:
-        found = np.asarray(readable)
-    except ValueError as error:
-        raise DataError(f"{what}: samples of different shapes cannot be one array: {error}") from error
-    if found.dtype.kind not in "iufb":
-        given = f"an array of {found.dtype}" if found.ndim else type(value).__name__
-        words = targets and found.dtype.kind in ("USO" if found.ndim else "US")
-        hint = ". Labels that are words: numpy.unique(y, return_inverse=True)[1]" if words else ""
-        raise DataError(f"{what}: numbers are expected, got {given}{hint}")
-    return found
-
-
-def _targets(y: Any, what: str) -> Array:
-    """What `_array` gives, with integers as int64, since NumPy joins int64 and uint64 to floats."""
-    found = _array(y, what, targets=True)
-    return _int64(found, what, "class", "classes") if found.dtype.kind in "iu" else found
-
-
-def _int64(found: Array, what: str, one: str, several: str) -> Array:
-    """Integers as int64, from which larger ones would come out negative."""
-    if found.dtype.kind == "u" and found.size and found.max() > np.iinfo(np.int64).max:
-        raise DataError(f"{what}: {found.max()} is no {one}: {several} are 0, 1, 2, ...")
-    return found.astype(np.int64)
-
-
 def _test_part(test: tuple[Any, Any], name: str) -> tuple[Array, Array]:
     x, y = test
-    return _array(x, f"{name}: test"), _targets(y, f"{name}: test")
-
-
-def _is_read_here(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | np.ma.MaskedArray) or _is_picture(value)
+    return array_of(x, f"{name}: test"), targets_of(y, f"{name}: test")
 
 
 def _check_test(test: Any, name: str) -> None:
@@ -284,9 +168,9 @@ def _alike(a: Array, b: Array) -> bool:
 
 
 def _owners(clients: Any, samples: int, name: str) -> Array:
-    readable = _readable(clients, f"{name}: clients")
+    read = readable(clients, f"{name}: clients")
     try:
-        listed = np.asarray(readable)
+        listed = np.asarray(read)
     except ValueError as error:
         raise DataError(f"{name}: clients says whose each of {samples} samples is, (N,): {error}") from error
     if listed.shape != (samples,):
@@ -393,7 +277,7 @@ def _samples(x: Array, name: str) -> Array:
     if x.dtype == np.bool_:
         raise DataError(f"{name}: samples are numbers, got bool: x.astype(numpy.float32)")
     if x.dtype.kind != "f":
-        return x if x.dtype == np.uint8 else _int64(x, f"{name}: x", "token", "tokens")
+        return x if x.dtype == np.uint8 else as_int64(x, f"{name}: x", "token", "tokens")
     with np.errstate(over="ignore"):  # what is too large is told below
         x = x.astype(np.float32)
     if x.ndim == 4 and x.size and np.isfinite(x).all() and x.min() >= 0 and x.max() <= 1:
@@ -415,99 +299,3 @@ def _measured(x: Array, name: str) -> tuple[tuple[float, ...], tuple[float, ...]
         )
     mean, std = moments(x, _feature_axis(x))
     return mean, tuple(each or 1.0 for each in std)
-
-
-# ------------------------------------------------------------------------------------------- other libraries' data
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise EnvironmentFailure("reading images needs Pillow: pip install pillow") from error
-    return Image
-
-
-def _size(given: Any) -> tuple[int, int]:
-    pair = (given, given) if isinstance(given, int) else given
-    if not isinstance(pair, tuple | list) or [type(side) for side in pair] != [int, int] or min(pair) < 1:
-        raise DataError(f"size: a side, or (height, width), in pixels is expected, at least 1, got {given!r}")
-    high, wide = pair
-    return high, wide
-
-
-def _picture(image: Any, file: Path, size: tuple[int, int] | None) -> Array:
-    try:
-        with image.open(file) as opened:
-            return _pixels(opened, str(file), size)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: this is no image that Pillow can read: {error}") from error
-
-
-def _is_picture(value: Any) -> bool:
-    """Whether it is an image of Pillow, which need not be installed."""
-    return hasattr(value, "getbands")
-
-
-def _pixels(picture: Any, what: str, size: tuple[int, int] | None = None) -> Array:
-    """uint8 (H, W) of a grey or black and white image of Pillow, (3, H, W) of any other: of a palette its colours."""
-    if picture.mode.startswith(DEEP):
-        raise DataError(
-            f"{what}: its pixels have more than 8 bits (mode {picture.mode}), which would be cut off: scale the images "
-            "to 8 bits, or give the pixels to from_arrays as floats"
-        )
-    picture = picture.convert("L" if picture.mode in ("1", "L") else "RGB")
-    if size is not None:
-        high, wide = size
-        picture = picture.resize((wide, high))
-    found = np.array(picture, dtype=np.uint8)
-    return found if found.ndim == 2 else np.moveaxis(found, 2, 0)
-
-
-def _read_items(given: Any, what: str) -> tuple[Array, Array]:
-    try:
-        count = len(given)
-    except TypeError as error:
-        raise DataError(
-            f"{what}: a Dataset with a length is expected, got {type(given).__name__}; of an iterable one collect the "
-            "samples and give them to from_arrays"
-        ) from error
-    xs: list[Array] = []
-    ys: list[Array] = []
-    with guest():
-        before = drawn()
-        for i in range(count):
-            try:
-                x, y = given[i]
-            except (TypeError, ValueError) as error:
-                raise DataError(f"{what}: item {i} is no (sample, target): {error}") from error
-            xs.append(_array(x, f"{what}: item {i}"))
-            ys.append(_targets(y, f"{what}: target {i}"))
-        after = drawn()
-    if after != before:
-        raise DataError(
-            f"{what}: reading it draws random numbers, so its transform augments: leave that out, and augment on the "
-            "clients (options={'training.augment': [...]})"
-        )
-    if not xs:
-        raise DataError(f"{what}: the data set is empty")
-    shapes = {x.shape for x in xs}
-    if len(shapes) > 1:
-        raise DataError(f"{what}: samples have the shapes {sorted(shapes)[:3]}; make them alike: resize or pad them")
-    targets = {y.shape for y in ys}
-    if len(targets) > 1:
-        raise DataError(f"{what}: targets have the shapes {sorted(targets)[:3]}; each needs as many numbers")
-    return np.stack(xs), np.stack(ys)
-
-
-def _columns(given: Any, image: str, label: str) -> tuple[Array, Array]:
-    rows, labels = _column(given, image), _column(given, label)
-    samples = [_array(each, f"{image}: row {i}") for i, each in enumerate(rows)]
-    if len({each.shape for each in samples}) > 1:
-        raise DataError(f"{image}: samples of different shapes; resize them first (given.map)")
-    return np.stack(samples), _targets(labels, label)
-
-
-def _column(given: Any, wanted: str) -> list[Any]:
-    names = list(getattr(given, "column_names", []))
-    if wanted not in names:
-        raise DataError(f"no column {wanted!r}; there are {', '.join(map(str, names)) or 'none'}: say which it is")
-    return list(given[wanted])

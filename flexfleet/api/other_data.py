@@ -1,0 +1,154 @@
+"""Data of one's own from folders of images, and from the data sets of other libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fl_engine.core.drawing import drawn
+from fl_engine.core.errors import DataError, EnvironmentFailure
+from fl_engine.core.samples import Data
+from fl_engine.training.guest import guest
+from flexfleet.api.own_arrays import Array, array_of, pixels, targets_of
+from flexfleet.api.own_data import from_arrays
+
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+
+
+def from_folder(
+    path: str | Path, *, test: float = 0.2, size: int | tuple[int, int] | None = None, name: str | None = None
+) -> Data:
+    """Images path/<class>/*.png (or jpg, bmp, webp); the classes are the folders' names in alphabetical order, without
+    those that begin with a dot. `size`: height and width that all are scaled to; None: all have the same already.
+    `name`: default the folder's. Raises DataError where there is no image, or their sizes differ; EnvironmentFailure
+    without Pillow."""
+    if not isinstance(path, str | Path):
+        raise DataError(f"a folder is expected, got {path!r}")
+    root, wanted = Path(path), None if size is None else _size(size)
+    folders = (each.name for each in root.iterdir() if each.is_dir()) if root.is_dir() else ()
+    classes = sorted(name for name in folders if not name.startswith("."))
+    if not classes:
+        raise DataError(f"{root}: a folder for each class is expected, {root}/<class>/*.png; there is none")
+    image = _pillow()
+    found: list[Array] = []
+    labels: list[int] = []
+    for label, word in enumerate(classes):
+        files = sorted(file for file in (root / word).iterdir() if file.suffix.lower() in PICTURES)
+        if not files:
+            raise DataError(f"{root / word}: no image ({', '.join(PICTURES)}) is there; remove the folder or fill it")
+        for file in files:
+            found.append(_picture(image, file, wanted))
+            labels.append(label)
+    grey = all(each.ndim == 2 for each in found)
+    found = [each if grey or each.ndim == 3 else np.repeat(each[None], 3, axis=0) for each in found]
+    first = found[0].shape[-2:]
+    if apart := next((each.shape[-2:] for each in found if each.shape[-2:] != first), None):
+        raise DataError(f"{root}: images of {first[0]}x{first[1]} and {apart[0]}x{apart[1]}: give size=(height, width)")
+    return from_arrays(np.stack(found), np.array(labels), test=test, name=root.resolve().name if name is None else name)
+
+
+def from_torch(train: Any, test: Any = 0.2, *, name: str | None = None) -> Data:
+    """From a torch `Dataset` of (sample, target), each of which is read once. `test`: another one, or a share. `name`:
+    default that of its class.
+
+    Augmentation belongs on the clients (`training.augment`): a data set whose transform draws random numbers is
+    refused, since each sample would be the same draw in all rounds. That is seen where it draws from the generators of
+    torch, NumPy or Python themselves, not where it has a generator of its own. Raises DataError for it too."""
+    x, y = _read_items(train, "train")
+    part = test if isinstance(test, float | int) else _read_items(test, "test")
+    return from_arrays(x, y, test=part, name=type(train).__name__ if name is None else name)
+
+
+def from_huggingface(
+    train: Any,
+    test: Any = 0.2,
+    *,
+    image: str = "image",
+    label: str = "label",
+    client: str | None = None,
+    name: str | None = None,
+) -> Data:
+    """From a `datasets.Dataset` with a column of images (or of lists of numbers) and one of labels; `client`: a column
+    that says whose each sample is. `test`: another one, or a share. `name`: default its own."""
+    x, y = _columns(train, image, label)
+    owner = None if client is None else _column(train, client)
+    known = str(getattr(getattr(train, "info", None), "dataset_name", None) or "huggingface")
+    part = test if isinstance(test, float | int) else _columns(test, image, label)
+    return from_arrays(x, y, test=part, clients=owner, name=known if name is None else name)
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise EnvironmentFailure("reading images needs Pillow: pip install pillow") from error
+    return Image
+
+
+def _size(given: Any) -> tuple[int, int]:
+    pair = (given, given) if isinstance(given, int) else given
+    if not isinstance(pair, tuple | list) or [type(side) for side in pair] != [int, int] or min(pair) < 1:
+        raise DataError(f"size: a side, or (height, width), in pixels is expected, at least 1, got {given!r}")
+    high, wide = pair
+    return high, wide
+
+
+def _picture(image: Any, file: Path, size: tuple[int, int] | None) -> Array:
+    try:
+        with image.open(file) as opened:
+            return pixels(opened, str(file), size)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: this is no image that Pillow can read: {error}") from error
+
+
+def _read_items(given: Any, what: str) -> tuple[Array, Array]:
+    try:
+        count = len(given)
+    except TypeError as error:
+        raise DataError(
+            f"{what}: a Dataset with a length is expected, got {type(given).__name__}; of an iterable one collect the "
+            "samples and give them to from_arrays"
+        ) from error
+    xs: list[Array] = []
+    ys: list[Array] = []
+    with guest():
+        before = drawn()
+        for i in range(count):
+            try:
+                x, y = given[i]
+            except (TypeError, ValueError) as error:
+                raise DataError(f"{what}: item {i} is no (sample, target): {error}") from error
+            xs.append(array_of(x, f"{what}: item {i}"))
+            ys.append(targets_of(y, f"{what}: target {i}"))
+        after = drawn()
+    if after != before:
+        raise DataError(
+            f"{what}: reading it draws random numbers, so its transform augments: leave that out, and augment on the "
+            "clients (options={'training.augment': [...]})"
+        )
+    if not xs:
+        raise DataError(f"{what}: the data set is empty")
+    shapes = {x.shape for x in xs}
+    if len(shapes) > 1:
+        raise DataError(f"{what}: samples have the shapes {sorted(shapes)[:3]}; make them alike: resize or pad them")
+    targets = {y.shape for y in ys}
+    if len(targets) > 1:
+        raise DataError(f"{what}: targets have the shapes {sorted(targets)[:3]}; each needs as many numbers")
+    return np.stack(xs), np.stack(ys)
+
+
+def _columns(given: Any, image: str, label: str) -> tuple[Array, Array]:
+    rows, labels = _column(given, image), _column(given, label)
+    samples = [array_of(each, f"{image}: row {i}") for i, each in enumerate(rows)]
+    if len({each.shape for each in samples}) > 1:
+        raise DataError(f"{image}: samples of different shapes; resize them first (given.map)")
+    return np.stack(samples), targets_of(labels, label)
+
+
+def _column(given: Any, wanted: str) -> list[Any]:
+    names = list(getattr(given, "column_names", []))
+    if wanted not in names:
+        raise DataError(f"no column {wanted!r}; there are {', '.join(map(str, names)) or 'none'}: say which it is")
+    return list(given[wanted])
