@@ -175,6 +175,16 @@ def test_by_hand() -> None:
         assert middle.result()["w"].tolist() == expected, trim
 
 
+def test_of_eleven_the_median_is_the_sixth_and_a_fifth_is_left_out_at_either_end() -> None:
+    """0, 1, 4, 9, ..., 100: the sixth is 25; 0.2 of 11 is two at either end, and 4 to 64 are left."""
+    layout = ParamLayout({}, {"w": Slot("b", (Axis(None),))})
+    for aggregation, expected in ((Median(), 25.0), (TrimmedMean(), (4 + 9 + 16 + 25 + 36 + 49 + 64) / 7)):
+        aggregate = aggregation.start({"w": torch.zeros(1)}, layout, NOTHING)
+        for i in range(11):
+            aggregate.add({"w": torch.tensor([float(i * i)])}, FULL, 1.0)
+        assert aggregate.result()["w"].item() == pytest.approx(expected)
+
+
 @law
 @given(given=st.lists(updates(), min_size=2, max_size=10), trim=st.sampled_from([0.0, 0.2, 0.5]), data=st.data())
 def test_the_order_of_updates_does_not_matter_to_the_bit(given: list[Update], trim: float, data: st.DataObject) -> None:

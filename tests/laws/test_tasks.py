@@ -50,6 +50,8 @@ def test_top5_accuracy_by_hand() -> None:
     parts = [task.observe(logits[:1], y[:1]), task.observe(logits[1:], y[1:])]
     found = task.measure(parts)
     plain = Classification(7)
+    # Taken for 6, 0 and 4: rows are classes, columns what they were taken for.
+    assert found.confusion.nonzero().tolist() == [[2, 6], [4, 4], [5, 0]]
     assert found.values == {"accuracy": 1 / 3, "top5": 2 / 3}
     assert torch.equal(found.confusion, plain.measure([plain.observe(logits, y)]).confusion)
     assert plain.measure([plain.observe(logits, y)]).values == {"accuracy": 1 / 3}
