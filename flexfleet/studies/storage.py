@@ -12,6 +12,7 @@ from typing import Any
 from fl_engine.core.errors import (
     ConfigError,
     EnvironmentFailure,
+    Refused,
     Stopped,
     Unreachable,
     UnreachableAddress,
@@ -38,7 +39,7 @@ def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) 
     else in `<folder>/study.log`. Creates it if it is missing, unless it has `begun`. Raises ConfigError if the storage
     cannot be used, UnreachableAddress if a database does not answer."""
     import optuna
-    from sqlalchemy.exc import OperationalError, SQLAlchemyError
+    from sqlalchemy.exc import SQLAlchemyError
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     url = address(config)
@@ -54,7 +55,7 @@ def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) 
             return optuna.load_study(**settings)
         return optuna.create_study(**settings, direction="maximize", load_if_exists=True)
     except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError, ValueError, KeyError) as error:
-        if begun and isinstance(databases.cause(error), OperationalError) and not databases.refuses(error):
+        if begun and databases.was_lost(error):
             raise  # the storage was reached before: `answering` reports the error
         if begun and isinstance(error, KeyError):
             raise ConfigError(
@@ -101,7 +102,8 @@ def _data_base(url: str, begun: bool) -> Any:
 
 @contextmanager
 def answering(config: Config) -> Iterator[None]:
-    """Around work on a study that has begun. Raises Unreachable if its database does not answer."""
+    """Around work on a study that has begun. Raises Unreachable if its database does not answer, Refused if it answers
+    and does not do it."""
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import DBAPIError
 
@@ -109,7 +111,9 @@ def answering(config: Config) -> Iterator[None]:
         yield
     except (StorageInternalError, DBAPIError) as error:
         where, said = masked(address(config) or "file"), first_line(databases.cause(error))
-        raise Unreachable(f"the study's database ({where}) does not answer: {said}") from error
+        if databases.was_lost(error):
+            raise Unreachable(f"the study's database ({where}) does not answer: {said}") from error
+        raise Refused(f"the study's database ({where}) refuses: {said}") from error
 
 
 @contextmanager

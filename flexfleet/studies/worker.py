@@ -96,8 +96,8 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
         try:
             with storage.answering(config):
                 trials.give_back(study, study.trials[trial.number], died=not interrupted, goes_on=goes_on)
-        except Unreachable as unreachable:
-            log.warning("%s: trial %d is given back by a resumed study", unreachable, trial.number)
+        except (Unreachable, Refused) as failed:
+            log.warning("%s: trial %d is given back by a resumed study", failed, trial.number)
             if interrupted:
                 trials.cut_off(folder, trial.number)
         raise

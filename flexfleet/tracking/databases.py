@@ -10,7 +10,9 @@ from functools import cache
 from fl_engine.core.errors import ConfigError
 
 KINDS = ("postgresql", "mysql", "mssql")
-"""Schemes of addresses (before a +) of databases that are servers."""
+"""Schemes of addresses (before a +) of databases that are servers, as MLflow takes them."""
+SERVERS = (*KINDS, "mariadb", "oracle")
+"""As SQLAlchemy, and so a study, takes them."""
 AWAY = re.compile(
     # A connection that cannot be made, or is lost: what the system, PostgreSQL, MySQL and SQL Server say.
     r"[Cc]onnection (refused|reset|aborted|broken|timed out|already closed|(is|has been) (lost|closed))|timeout expired"
@@ -24,11 +26,11 @@ AWAY = re.compile(
     r"|database is locked|deadlock detected|Deadlock found|Lock wait timeout|could not serialize access"
 )
 REFUSES = re.compile(
-    r"authentication failed|no password supplied|(Access denied|Login failed) for user|no pg_hba\.conf entry"
-    r"|(role|database) \"[^\"]*\" does not exist|Unknown database|permission denied for database"
+    r"authentication failed|no password supplied|(Access denied|Login failed) for user|denied to user"
+    r"|no pg_hba\.conf entry|(role|database) \"[^\"]*\" does not exist|Unknown database|permission denied for database"
     r"|not permitted to log in|SSL was required|certificate verify failed|CERTIFICATE_VERIFY_FAILED",
 )
-"""What the server of a database says, or its driver, if it does not let somebody in, however often they ask."""
+"""What a database's server says, or its driver, if it does not let somebody in, or do it, however often they ask."""
 
 
 def is_away(error: BaseException) -> bool:
@@ -36,6 +38,15 @@ def is_away(error: BaseException) -> bool:
     refuses has answered, though others of its addresses may not have (of `localhost`, ::1 and 127.0.0.1)."""
     lost = any(getattr(each, "connection_invalidated", False) for each in _chain(error))
     return (lost or _says(AWAY, error)) and not refuses(error)
+
+
+def was_lost(error: BaseException) -> bool:
+    """As `is_away`, for a database that has answered before: then a driver's error of operation, whatever it says, is
+    no wrong address."""
+    from sqlalchemy.exc import InterfaceError, OperationalError
+
+    by_kind = isinstance(cause(error), OperationalError | InterfaceError)
+    return is_away(error) or (by_kind and not refuses(error))
 
 
 def refuses(error: BaseException) -> bool:
@@ -66,8 +77,8 @@ def check_quoted(name: str, address: str) -> None:
     password as the host's name, which errors tell, or where no text shows its end. `name`: of the parameter."""
     scheme, sign, rest = address.partition("://")
     kind = scheme.partition("+")[0].lower()
-    many = kind in KINDS and "@" in rest.partition("@")[2].partition("?")[0]
-    blank = kind in (*KINDS, "http", "https") and any(map(str.isspace, rest.rpartition("@")[0]))
+    many = kind in SERVERS and "@" in rest.partition("@")[2].partition("?")[0]
+    blank = kind in (*SERVERS, "http", "https") and any(map(str.isspace, rest.rpartition("@")[0]))
     if sign and (many or blank):
         raise ConfigError(
             f"{name} = {kind}://... cannot be used: {'an @' if many else 'a space'} in its user or password is to be "

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 from mlflow.exceptions import MlflowException
+from optuna.exceptions import StorageInternalError
 
 from fl_engine.core.errors import ConfigError, Refused, Unreachable, UnreachableAddress
 from flexfleet.config import Config
@@ -28,11 +29,9 @@ from tests.harness.outages import waits as waits
 
 pytest.importorskip("psycopg", reason="psycopg, PostgreSQL's driver, is not installed (the extra `dev` has it)")
 
-
 pytestmark = pytest.mark.usefixtures("asked_anew")
 
 
-# ------------------------------------------------------------------------------------------ without a server
 @pytest.fixture
 def port() -> Iterator[int]:
     """A port at which nobody listens."""
@@ -106,6 +105,33 @@ def test_what_a_database_says_is_an_outage_or_a_refusal(said: str) -> None:
         assert type(first.value) is at_first
 
 
+@pytest.mark.parametrize(
+    ("kind", "said", "what"),
+    [
+        (sqlalchemy.exc.OperationalError, "words that nobody knows", Unreachable),
+        (sqlalchemy.exc.InterfaceError, "(0, '')", Unreachable),
+        (sqlalchemy.exc.InternalError, "terminating connection due to administrator command", Unreachable),
+        (sqlalchemy.exc.ProgrammingError, "permission denied for table studies", Refused),
+        (sqlalchemy.exc.DataError, "PostgreSQL text fields cannot contain NUL (0x00) bytes", Refused),
+        (sqlalchemy.exc.OperationalError, "(1142, \"INSERT command denied to user 'me'\")", Refused),
+        (sqlalchemy.exc.OperationalError, 'password authentication failed for user "me"', Refused),
+    ],
+)
+def test_what_the_database_of_a_study_says_once_it_has_begun_is_an_outage_or_a_refusal(
+    kind: type[sqlalchemy.exc.DBAPIError], said: str, what: type[Exception]
+) -> None:
+    verb = "refuses" if what is Refused else "does not answer"
+    with (
+        pytest.raises(what, match=rf"^the study's database \(file\) {verb}: .*{re.escape(said)}$") as found,
+        storage.answering(Config()),
+    ):
+        try:
+            raise kind("INSERT INTO x", {"a": "Connection refused", "b": "authentication failed"}, Exception(said))
+        except sqlalchemy.exc.DBAPIError as error:
+            raise StorageInternalError("An exception is raised during the commit.") from error
+    assert type(found.value) is what
+
+
 def test_a_connection_that_the_driver_knows_to_be_lost_is_an_outage_in_any_language() -> None:
     lost = sqlalchemy.exc.OperationalError("", {}, Exception("la connexion a fermé"), connection_invalidated=True)
     with pytest.raises(Unreachable), server.answering("postgresql://host/db"):
@@ -120,6 +146,7 @@ def test_a_connection_that_the_driver_knows_to_be_lost_is_an_outage_in_any_langu
     [
         ("postgresql://me:pl4nted/pa@pl4nted@host/db", "an @"),
         ("mysql+pymysql://me:pl4n?ted@pl4nted:7@host:1/db", "an @"),
+        ("mariadb+pymysql://me:pl4nted@pl4nted@host/db", "an @"),
         ("postgresql://me:pl4nted xyzzy@host/db", "a space"),
     ],
 )
