@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from fl_engine.core.errors import EnvironmentFailure, printable
+from fl_engine.core.errors import EnvironmentFailure, Unreachable, printable
 from flexfleet.kubeflow.progress import NAMED, Look, name_of, rounds_of, whole
 from flexfleet.kubeflow.server import connected, link, parameters_of, quiet_retries, run_of
-from flexfleet.kubeflow.transport import Unreachable
 
 EVERY_S = 5.0
 SLOWEST_S = 60.0

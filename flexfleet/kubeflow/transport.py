@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, certificate_hint, masked, printable
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, Unreachable, certificate_hint, masked, printable
 from flexfleet.kubeflow.shapes import misfit
 
 CONNECT_S = 10.0
@@ -39,10 +39,6 @@ LATER = "The server starts, has too much to do, or is behind a proxy that does n
 INVALID = 3
 NOT_FOUND = 5
 """Codes of gRPC with which the API itself refuses."""
-
-
-class Unreachable(EnvironmentFailure):
-    """Nothing answers, or the server is busy; it may answer later."""
 
 
 class Undecided(Unreachable):
@@ -71,8 +67,10 @@ class Asked:
         """An error after which a thing may have been made, if the question is to make one; else of this kind."""
         return (Undecided if self.method == "POST" else kind)(f"{self.whom}{told}")
 
-    def broken(self, why: str) -> EnvironmentFailure:
-        return self.failed(Unreachable, f" cannot be reached: {why} ({self}). {WAY_IN}")
+    def broken(self, why: str, sent: bool = True) -> EnvironmentFailure:
+        """`sent`: the server may have the question."""
+        told = f" cannot be reached: {why} ({self}). {WAY_IN}"
+        return self.failed(Unreachable, told) if sent else Unreachable(f"{self.whom}{told}")
 
     def not_the_api(self, arrived: str) -> EnvironmentFailure:
         told = f": what answers is not the API of Kubeflow Pipelines ({self}; arrived: {arrived}). {NOT_THE_API}"
@@ -142,7 +140,7 @@ def _ask(pool: Any, asked: Asked, given: dict[str, Any], got: dict[str, Any]) ->
 
 
 def _explained(asked: Asked, error: Exception) -> Exception:
-    from urllib3.exceptions import ConnectTimeoutError, LocationValueError, NewConnectionError, SSLError
+    from urllib3.exceptions import ConnectTimeoutError, LocationValueError, NewConnectionError
 
     if isinstance(error, LocationValueError):
         return ConfigError(f"no address of Kubeflow Pipelines (like http://localhost:8080): {masked(asked.url)!r}")
@@ -150,9 +148,8 @@ def _explained(asked: Asked, error: Exception) -> Exception:
     told = masked(str(under)) or type(under).__name__
     why = printable(re.sub(r"\[SSL: \w+\] ", "", told).rpartition(": ")[2]) + certificate_hint(told)
     why += ". Perhaps it speaks HTTP without TLS: --host http://..." if "WRONG_VERSION_NUMBER" in told else ""
-    if isinstance(error, ConnectTimeoutError | NewConnectionError | SSLError):  # nothing was sent
-        return Unreachable(f"{asked.whom} cannot be reached: {why} ({asked}). {WAY_IN}")
-    return asked.broken(why)
+    # (An error of TLS may also come after the question.)
+    return asked.broken(why, sent=not isinstance(error, ConnectTimeoutError | NewConnectionError))
 
 
 def _checked(asked: Asked, answer: Any, body: bytes) -> bytes:

@@ -4,13 +4,19 @@ code that says whose fault it is; and never a success without an id, nor a secon
 from __future__ import annotations
 
 import re
+import socket
+import ssl
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import urllib3
 
 from flexfleet.kubeflow import making, server, submit, transport
+from tests.harness.tls import certificates
 from tests.pipelines import hostile
 
 SUBMIT = ("GET healthz", "GET pipelines", "POST pipelines/upload", "GET pipelines/*/versions",
@@ -27,13 +33,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch, checked: Callable[..., Any]) -> None
     monkeypatch.setattr(making, "LOOK_S", BOUND_S / 2)
     monkeypatch.setattr(transport, "ANSWER_S", BOUND_S)
     monkeypatch.setattr(server, "LIST_S", BOUND_S)
-
-
-@pytest.fixture(scope="session")
-def checked() -> Callable[..., Any]:
-    """What submit makes of each pipeline before it asks anything, once."""
-    known = {name: submit._checked(name, {}) for name in ("train", "nightly")}
-    return lambda name, _: known[name]
 
 
 def tell(flexfleet: Any, host: str, call: str) -> Any:
@@ -210,6 +209,29 @@ def test_an_address_that_is_none_is_wrong_input(
     done = flexfleet("submit", "train", *([] if variable else ["--host", address]))
     assert done.code == 2 and done.err.count("\n") == 1, done.err
     assert ("KF_PIPELINES_ENDPOINT is" if variable else "--host is") in done.err
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"], ids=["before", "within"])
+def test_tls_that_breaks_after_the_question_leaves_it_undecided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    monkeypatch.setattr(transport, "ANSWER_S", 30.0)
+    authority, own = certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(own)
+
+    def serve() -> None:
+        connection, _ = listening.accept()
+        with connection.dup() as bare, context.wrap_socket(connection, server_side=True) as secure:
+            secure.recv(65536)
+            secure.sendall(answer)
+            bare.sendall(b"\x17\x03\x03\x00\x20" + b"x" * 32)  # a record that nobody encrypted
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"https://127.0.0.1:{listening.getsockname()[1]}/apis/v2beta1/runs"
+        with pytest.raises(transport.Undecided, match="bad record mac"):
+            transport.Pool(urllib3.PoolManager(ca_certs=str(authority))).request("POST", url, body=b"{}")
 
 
 def test_a_password_of_an_address_is_not_shown(kubeflow: tuple[Any, str], flexfleet: Any) -> None:

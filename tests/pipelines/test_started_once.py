@@ -12,6 +12,7 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from flexfleet.kubeflow import making, transport
+from flexfleet.kubeflow import submit as submit_module
 from flexfleet.kubeflow.submit import Scheduled, schedule, submit
 from flexfleet.kubeflow.transport import Undecided
 from tests.pipelines import hostile
@@ -27,7 +28,8 @@ LOST: dict[str, hostile.Spoil] = {
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch, checked: Callable[..., Any]) -> None:
+    monkeypatch.setattr(submit_module, "_checked", checked)
     monkeypatch.setattr(making, "LOOKS_S", (0.0, 0.05))
     monkeypatch.setattr(transport, "ANSWER_S", 0.3)
 
