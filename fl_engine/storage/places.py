@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fl_engine.core.addresses import is_meant
+from fl_engine.core.addresses import folder_hint, is_meant
 from fl_engine.core.errors import ConfigError, masked
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore, Store
@@ -22,4 +22,5 @@ def check_place(name: str, uri: str | None) -> None:
     try:
         open_store(uri or "")
     except ConfigError:
-        raise ConfigError(f"{name} is s3://bucket/prefix or a folder, got {masked(uri or '')!r}") from None
+        got = masked(uri or "")
+        raise ConfigError(f"{name} is s3://bucket/prefix or a folder, got {got!r}{folder_hint(got)}") from None

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.agents.settings import AgentsConfig
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
-from fl_engine.core.addresses import is_meant
+from fl_engine.core.addresses import folder_hint, is_meant
 from fl_engine.core.augmentation import Augmenting
 from fl_engine.core.errors import masked
 from fl_engine.core.fields import Count, Fraction, Index, Moves, NotNegative, Positive, Section, Unseen, is_model
@@ -182,7 +182,8 @@ class RunConfig(Section):
     def _a_folder(cls, value: str) -> str:
         if is_meant(value):
             raise ValueError(
-                "a folder of this machine is expected; for ledgers in S3 set run.remote=s3://bucket/prefix"
+                f"a folder of this machine is expected{folder_hint(value)}; for ledgers in S3 set "
+                "run.remote=s3://bucket/prefix"
             )
         return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,17 @@ def test_what_was_meant_as_an_address_is_no_folder(address: str) -> None:
             load_config(None, [f"run.store={in_line(address)}"])
         with pytest.raises(ConfigError, match=r"is s3://bucket/prefix"):
             open_store(address)
+
+
+@pytest.mark.parametrize("name", ["night-12:30", "2026-01-01T02:30/runs", "exp.1:2"])
+def test_a_folder_whose_name_looks_like_a_server_is_given_as_a_path(name: str) -> None:
+    said = re.escape(f"(a folder of that name is given as ./{name})")
+    with pytest.raises(ConfigError, match=said):
+        check_place("store_uri", name)
+    with pytest.raises(ConfigError, match=rf"{said}; for ledgers"):
+        load_config(None, [f"run.store={in_line(name)}"])
+    check_place("store_uri", f"./{name}")
+    assert load_config(None, [f"run.store={in_line(f'./{name}')}"]).run.store == f"./{name}"
 
 
 @pytest.mark.parametrize("name", ["run.remote", "run.secrets", "publish.dvc"])
