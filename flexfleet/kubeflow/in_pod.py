@@ -76,7 +76,7 @@ def _tell(error: str, form: Mapping[str, Any]) -> None:
 
     webhook.call(
         "A task of a night failed, which has no verdict unless a further try succeeds. Pipeline run "
-        f"{form.get('job_id', 'unknown')}: {masked(error)}"
+        f"{form.get('job_id', 'unknown')}: {error}"
     )
 
 

@@ -11,7 +11,7 @@ from threading import Thread
 
 import urllib3
 
-from fl_engine.core.errors import Stopped, first_line, printable
+from fl_engine.core.errors import Stopped, first_line, masked, printable
 
 log = logging.getLogger("flexfleet")
 
@@ -37,14 +37,14 @@ def told_without_verdict(night: str) -> Iterator[None]:
 
 
 def call(text: str) -> None:
-    """Posts `{"text": text}`, which Slack, Mattermost and others take, if the environment names an address. An error
-    becomes a warning without the address, so that it does not hide the night's own outcome."""
+    """Posts `{"text": text}`, without passwords, which Slack, Mattermost and others take, if the environment names an
+    address. An error becomes a warning without the address, so that it does not hide the night's own outcome."""
     url = os.environ.get(VARIABLE)
     if not url:
         return
     for seconds in (0.0, *AGAIN_S):
         time.sleep(seconds)
-        if not (why := _post_in_time(url, text)):
+        if not (why := _post_in_time(url, masked(text))):
             return
     log.warning("the webhook (%s) was not told: %s", VARIABLE, why)
 

@@ -48,6 +48,12 @@ def test_the_text_is_posted_as_chats_take_it(listener: dict[str, Any]) -> None:
     assert listener["posted"] == [("/hooks/pl4nted", "application/json", {"text": "failed: 1 of 4 figures"})]
 
 
+def test_no_password_is_posted(listener: dict[str, Any]) -> None:
+    webhook.call("failed: see http://me:pl4nted@mlflow:5000/#/1\nand postgresql://host/db?password=pl4nted")
+    ((_, _, posted),) = listener["posted"]
+    assert posted == {"text": "failed: see http://mlflow:5000/#/1\nand postgresql://host/db?password=..."}
+
+
 def test_without_an_address_nothing_is_called(listener: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(webhook.VARIABLE)
     webhook.call("failed")
