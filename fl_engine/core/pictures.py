@@ -21,7 +21,7 @@ from torch import Tensor
 from fl_engine.core import boxes
 from fl_engine.core.errors import EnvironmentFailure, ModelError
 from fl_engine.core.fields import STRICT, Count, Fraction
-from fl_engine.core.samples import IMAGE_AXES
+from fl_engine.core.sample_checks import IMAGE_AXES
 
 Change = Annotated[float, Field(ge=0, lt=1)]
 BEST_QUALITY = 95

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_engine.core.errors import DataError
+from fl_engine.core.sample_checks import (
+    IMAGE_AXES,
+    check_normalisation,
+    numbers_of,
+    said,
+    samples_of,
+    sources_of,
+    tensor_of,
+)
+from fl_engine.core.sample_checks import need_no_mask as need_no_mask
 
 
 # ----------------------------------------------------------------------------------------------------- tasks
@@ -165,12 +174,6 @@ def check_ready(task: Task) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ data
-IMAGE_AXES = 4
-"""(N, C, H, W)"""
-CHECKED = 4096
-"""Samples whose numbers are checked at a time."""
-
-
 @dataclass(frozen=True)
 class Data:
     """A data set in memory: samples, targets, the task, and how samples are normalised.
@@ -215,11 +218,11 @@ class Data:
                 "that is better when higher (R2, a negative error), and measure this one besides"
             )
         label_word(self.task)
-        checked: dict[str, Any] = {"mean": _numbers(self.mean, f"{self.name}: mean")}
-        checked["std"] = _numbers(self.std, f"{self.name}: std")
+        checked: dict[str, Any] = {"mean": numbers_of(self.mean, f"{self.name}: mean")}
+        checked["std"] = numbers_of(self.std, f"{self.name}: std")
         for part in ("train", "test"):
-            x, y = (_tensor(getattr(self, f"{part}_{of}"), f"{self.name}: {part}_{of}") for of in "xy")
-            x = _samples(x, f"{self.name}: {part}_x")
+            x, y = (tensor_of(getattr(self, f"{part}_{of}"), f"{self.name}: {part}_{of}") for of in "xy")
+            x = samples_of(x, f"{self.name}: {part}_x")
             if not len(x):
                 raise DataError(f"{self.name}: the {part} part has no samples; at least one is needed")
             if y.dim() == 0 or len(x) != len(y):
@@ -231,11 +234,11 @@ class Data:
         train, test = checked["train_x"], checked["test_x"]
         if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
             raise DataError(
-                f"{self.name}: training samples are {_said(train)}, test samples {_said(test)}; they have to be alike"
+                f"{self.name}: training samples are {said(train)}, test samples {said(test)}; they have to be alike"
             )
-        _check_normalisation(self.name, train, checked["mean"], checked["std"])
+        check_normalisation(self.name, train, checked["mean"], checked["std"])
         if self.natural_client is not None:
-            checked["natural_client"] = _sources(self.name, self.natural_client, len(train))
+            checked["natural_client"] = sources_of(self.name, self.natural_client, len(train))
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -243,7 +246,7 @@ class Data:
         """One line, without the samples: name, numbers of samples, type and shape of one, and task."""
         return (
             f"<Data {self.name}: {len(self.train_x)} training and {len(self.test_x)} test samples, "
-            f"{_said(self.train_x)}, {self.task}>"
+            f"{said(self.train_x)}, {self.task}>"
         )
 
     def part(self, train: Tensor, test: Tensor) -> Data:
@@ -309,123 +312,6 @@ def split(x: Tensor, batch_size: int, answer: Callable[[Tensor], object]) -> Seq
     return parts
 
 
-def _features(x: Tensor) -> int:
-    """The length of the axis that mean and std are per."""
-    return x.shape[1] if x.dim() == IMAGE_AXES else x.shape[-1]
-
-
 def _feature_view(x: Tensor) -> tuple[int, ...]:
     """The shape in which a value per feature is broadcast over samples."""
     return (1, -1, 1, 1) if x.dim() == IMAGE_AXES else (*[1] * (x.dim() - 1), -1)
-
-
-# --------------------------------------------------------------------------------------------------- checking
-def _said(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape[1:])}"
-
-
-def _tensor(value: object, what: str) -> Tensor:
-    if isinstance(value, Tensor):
-        if value.layout is not torch.strided:
-            kind = str(value.layout).removeprefix("torch.")
-            raise DataError(f"{what}: a dense tensor is expected, got {kind}: x.to_dense()")
-        return value.detach()
-    if not isinstance(value, np.ndarray):
-        raise DataError(f"{what} is a tensor or a NumPy array, got {type(value).__name__}")
-    need_no_mask(value, what)
-    if value.dtype.kind not in "iuf":
-        raise DataError(f"{what}: numbers are expected, got a NumPy array of {value.dtype}")
-    if value.dtype != np.uint8:
-        with np.errstate(over="ignore"):  # what becomes infinite is refused later, by its sample
-            value = value.astype(np.float32 if value.dtype.kind == "f" else np.int64, copy=False)
-    # torch has neither negative strides nor tensors that must not be written.
-    return torch.from_numpy(np.require(value, requirements=("C", "W")))
-
-
-def need_no_mask(value: object, what: str) -> None:
-    """Raises DataError for a masked array that masks something: what lies below the mask is no datum."""
-    if isinstance(value, np.ma.MaskedArray) and (masked := int(np.sum(value.mask))):
-        raise DataError(f"{what}: {masked} values are masked; fill them in (x.filled(...)), or leave out their samples")
-
-
-def _samples(x: Tensor, what: str) -> Tensor:
-    if x.dim() < 2:
-        raise DataError(f"{what}: samples have at least one axis besides their number, (N, F); got {tuple(x.shape)}")
-    if len(x) and not x.numel():
-        raise DataError(f"{what}: a sample has no entries, shape {tuple(x.shape)}")
-    if x.dtype == torch.uint8:
-        if x.dim() != IMAGE_AXES:
-            raise DataError(
-                f"{what}: uint8 samples are images (N, C, H, W), got {tuple(x.shape)}; give grey images a channel, "
-                "x[:, None], measurements as float32, tokens as int64"
-            )
-        return x
-    if x.dtype == torch.bool or x.is_complex():
-        raise DataError(f"{what}: samples are uint8, float or integers, got {str(x.dtype).removeprefix('torch.')}")
-    if x.is_floating_point():
-        x = x.float()
-        if not all(bool(torch.isfinite(part).all()) for part in torch.split(x, CHECKED)):
-            where = (~torch.isfinite(x)).flatten(1).any(1).nonzero().flatten()
-            raise DataError(
-                f"{what}: sample {int(where[0])} holds NaN, infinity or more than float32 can hold ({len(where)} such "
-                "samples); fill in or leave out what is missing"
-            )
-        return x
-    if x.dim() == IMAGE_AXES:
-        raise DataError(
-            f"{what}: images of integers, {tuple(x.shape)}, are given as uint8 in 0..255: x.to(torch.uint8)"
-        )
-    x = x.long()  # torch has no minimum of uint16, uint32 and uint64
-    if x.numel() and int(x.min()) < 0:
-        raise DataError(f"{what}: integers are tokens from 0 on, found {int(x.min())}; give measurements as float32")
-    return x
-
-
-def _numbers(value: object, what: str) -> tuple[float, ...]:
-    """A list, an array or a tensor of numbers as a tuple."""
-    listed = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
-    if not isinstance(listed, Sequence) or not all(_is_number(n) for n in listed):
-        raise DataError(f"{what} is a tuple with a number for each channel or feature, e.g. (0.5,), got {value!r}")
-    numbers = tuple(float(n) for n in listed)
-    if not all(map(math.isfinite, numbers)):
-        raise DataError(f"{what} is a tuple of finite numbers, got {numbers!r}")
-    return numbers
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-
-
-def _check_normalisation(name: str, x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-    images, tokens = x.dtype == torch.uint8, x.dtype == torch.int64
-    if tokens:
-        if mean or std:
-            raise DataError(f"{name}: integer samples are tokens, which are not normalised: leave out mean and std")
-        return
-    unit = "channel" if x.dim() == IMAGE_AXES else "feature"
-    wanted = _features(x)
-    for what, values in (("mean", mean), ("std", std)):
-        if len(values) != wanted and (images or mean or std):
-            hint = "" if images else ", or give neither mean nor std"
-            raise DataError(f"{name}: {what} has {len(values)} values for {wanted} {unit}s; give one for each{hint}")
-        if images and any(abs(value) > 1 for value in values):
-            raise DataError(f"{name}: {what} of images is in units of 255, so at most 1; got {values}: divide by 255")
-    if any(value <= 0 for value in std):
-        raise DataError(f"{name}: std is positive, got {min(std):g}; leave out {unit}s that never change")
-    if not images and not mean and x.dim() == IMAGE_AXES and float(x.min()) >= 0 and float(x.max()) <= 1:
-        raise DataError(
-            f"{name}: float samples {tuple(x.shape[1:])} in 0..1 look like images divided by 255: give them as uint8 "
-            "((x * 255).round().to(torch.uint8)), or with their mean and std where they are measurements"
-        )
-
-
-def _sources(name: str, value: object, samples: int) -> Tensor:
-    sources = _tensor(value, f"{name}: natural_client")
-    if sources.is_floating_point() or sources.is_complex() or sources.dtype == torch.bool:
-        raise DataError(f"{name}: natural_client holds integers, got {str(sources.dtype).removeprefix('torch.')}")
-    if sources.shape != (samples,):
-        raise DataError(
-            f"{name}: natural_client names the source of each of {samples} training samples, (N,); got the shape "
-            f"{tuple(sources.shape)}"
-        )
-    return sources.long()
