@@ -23,7 +23,6 @@ from fl_engine.core.sample_checks import (
     sources_of,
     tensor_of,
 )
-from fl_engine.core.sample_checks import need_no_mask as need_no_mask
 
 
 # ----------------------------------------------------------------------------------------------------- tasks
