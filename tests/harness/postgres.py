@@ -24,7 +24,7 @@ WAIT_S = 30.0
 def programs() -> Path | None:
     """The folder of the newest PostgreSQL server of this machine; None without one. Debian keeps it out of PATH."""
     folders = [Path(found).resolve().parent for found in [shutil.which("initdb")] if found]
-    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda each: int(each.parent.name), reverse=True)
+    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda each: float(each.parent.name), reverse=True)
     return next((each for each in folders if all((each / name).exists() for name in NEEDS)), None)
 
 
@@ -42,19 +42,20 @@ class Postgres:
         given = {"listen_addresses": "127.0.0.1", "port": self.port, "unix_socket_directories": "", "fsync": "off"}
         words = [word for key, value in (given | settings).items() for word in ("-c", f"{key}={value}")]
         self._server = self._run("postgres", "-D", self.folder / "data", *words)
-        end = time.monotonic() + WAIT_S
-        while not self._answers():
-            assert self._server.poll() is None and time.monotonic() < end, (self.folder / "log").read_text()
-            time.sleep(0.02)
+        self.connected().close()
 
-    def _answers(self) -> bool:
+    def connected(self, database: str = "postgres") -> Any:
+        """A connection, once the server has started and has room for it: one that was closed takes room for a while."""
         import psycopg
 
-        try:
-            psycopg.connect(self.url().replace("+psycopg", "")).close()
-        except psycopg.OperationalError:
-            return False
-        return True
+        end = time.monotonic() + WAIT_S
+        while True:
+            try:
+                return psycopg.connect(self.url(database=database).replace("+psycopg", ""), autocommit=True)
+            except psycopg.OperationalError:
+                goes_on = self._server is not None and self._server.poll() is None and time.monotonic() < end
+                assert goes_on, (self.folder / "log").read_text()
+                time.sleep(0.02)
 
     def stop(self, number: int = signal.SIGINT) -> None:
         """SIGINT: breaks off what is connected, as a restart does; SIGQUIT: without a word."""
@@ -64,18 +65,14 @@ class Postgres:
             self._server = None
 
     def execute(self, command: str) -> None:
-        import psycopg
-
-        with psycopg.connect(self.url().replace("+psycopg", ""), autocommit=True) as connection:
-            connection.execute(command)  # type: ignore[call-overload]
+        with self.connected() as connection:
+            connection.execute(command)
 
     def texts(self, database: str) -> bytes:
         """Every row of every table."""
-        import psycopg
-
-        with psycopg.connect(self.url(database=database).replace("+psycopg", "")) as connection:
+        with self.connected(database) as connection:
             tables = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
-            rows = [row for (name,) in tables for row in connection.execute(f'SELECT t::text FROM "{name}" t')]  # type: ignore[call-overload]
+            rows = [row for (name,) in tables for row in connection.execute(f'SELECT t::text FROM "{name}" t')]
         return "\n".join(text for (text,) in rows).encode()
 
     def _run(self, name: str, *words: Any) -> subprocess.Popen[bytes]:
@@ -89,7 +86,7 @@ class Postgres:
 
 
 @contextmanager
-def serving(**settings: Any) -> Iterator[Postgres]:
+def serving() -> Iterator[Postgres]:
     """A server with an empty database. It refuses to be run by root: then another user runs it."""
     user = next(each.pw_name for each in pwd.getpwall() if each.pw_uid) if os.getuid() == 0 else None
     with tempfile.TemporaryDirectory(prefix="flexfleet-postgres-") as made, socket.socket() as free:
@@ -102,8 +99,8 @@ def serving(**settings: Any) -> Iterator[Postgres]:
         free.close()
         options = ("-U", ADMIN, "-A", "scram-sha-256", f"--pwfile={folder / 'word'}", "-N", "-E", "UTF8")
         assert server._run("initdb", "-D", folder / "data", *options).wait() == 0, (folder / "log").read_text()
-        server.start(**settings)
         try:
+            server.start()
             yield server
         finally:
             server.stop()
