@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -178,14 +179,10 @@ def test_at_no_instant_is_there_no_recurring_run_and_the_next_try_leaves_one(
 
     for instant in range(1, 20):
         state = list(server.recurring)
-        monkeypatch.setattr(transport.Pool, "request", ending_at(instant))
-        try:
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt, EnvironmentFailure):
+            patch.setattr(transport.Pool, "request", ending_at(instant))
             nightly(host, NEW)
             whole = instant
-        except (KeyboardInterrupt, EnvironmentFailure):
-            pass
-        monkeypatch.undo()
-        monkeypatch.setattr(making, "LOOKS_S", ())
         assert len(crons(server)) >= 1
         assert nightly(host, NEW) and crons(server) == [NEW], f"after the end at request {instant}"
         assert [job["recurring_run_id"] for job in server.recurring if job["display_name"] == "another"] == [other]
