@@ -44,7 +44,7 @@ def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     url = address(config)
     where = f"tune.storage = {url}" if url else f"{folder / 'study.log'}"
-    databases.check_quoted("tune.storage", url or "")
+    databases.check_spelling("tune.storage", url or "")
     by_clock = config.rounds.stop_simulated_s is not None  # then rounds.stop says little of how many there are
     warm_up = 1 if by_clock else max(1, config.rounds.stop // 4)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=warm_up)

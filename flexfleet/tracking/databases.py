@@ -13,6 +13,8 @@ KINDS = ("postgresql", "mysql", "mssql")
 """Schemes of addresses (before a +) of databases that are servers, as MLflow takes them."""
 SERVERS = (*KINDS, "mariadb", "oracle")
 """As SQLAlchemy, and so a study, takes them."""
+MEANT = re.compile(rf"({'|'.join(SERVERS)})(\+\w+)?(:/|//)", re.IGNORECASE)
+"""How an address of these begins, also with a colon or a slash too few."""
 AWAY = re.compile(
     # A connection that cannot be made, or is lost: what the system, PostgreSQL, MySQL and SQL Server say.
     r"[Cc]onnection (refused|reset|aborted|broken|timed out|already closed|(is|has been) (lost|closed))|timeout expired"
@@ -72,10 +74,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def check_quoted(name: str, address: str) -> None:
+def check_spelling(name: str, address: str) -> None:
     """Raises ConfigError for an address whose user or password is not quoted, where SQLAlchemy reads the rest of a
-    password as the host's name, which errors tell, or where no text shows its end. `name`: of the parameter."""
+    password as the host's name, which errors tell, or where no text shows its end; and for one whose :// is misspelt,
+    in which `masked` finds no password. `name`: of the parameter."""
     scheme, sign, rest = address.partition("://")
+    if not sign and (meant := MEANT.match(address)):
+        raise ConfigError(f"{name} = {meant[1].lower()}... cannot be used: :// is expected after its scheme")
     kind = scheme.partition("+")[0].lower()
     many = kind in SERVERS and "@" in rest.partition("@")[2].partition("?")[0]
     blank = kind in (*SERVERS, "http", "https") and any(map(str.isspace, rest.rpartition("@")[0]))

@@ -70,7 +70,7 @@ def client_of(uri: str) -> Any:
     for noisy in ("alembic", "mlflow.store.model_registry", "mlflow.tracking.fluent"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # each error of a database, with a traceback
-    databases.check_quoted("tracking.mlflow", uri)
+    databases.check_spelling("tracking.mlflow", uri)
     with usable(uri):
         called = address(uri)
         _create_sqlite(uri)
@@ -168,7 +168,7 @@ def check_address(uri: str, here: bool = True) -> None:
     def refuse(why: str) -> NoReturn:
         raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {why}")
 
-    databases.check_quoted("tracking.mlflow", uri)
+    databases.check_spelling("tracking.mlflow", uri)
     scheme, sign, rest = uri.partition("://")
     kind = scheme.partition("+")[0].lower()
     known = {*SCHEMES, *(plugin.name for plugin in entry_points(group="mlflow.tracking_store"))}

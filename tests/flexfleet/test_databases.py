@@ -158,6 +158,16 @@ def test_a_password_that_nobody_quoted_is_refused_and_no_part_of_it_shown(who: s
     assert not re.search("pl4n|xyzzy|host", str(error.value))
 
 
+@pytest.mark.parametrize("url", ["postgresql:/me:pl4nted@host/db", "MySQL+pymysql//me:pl4nted@host/db"])
+@pytest.mark.parametrize("who", [*FIRST, "a check"])
+def test_an_address_with_a_slash_or_colon_too_few_is_refused_and_no_password_shown(who: str, url: str) -> None:
+    ask = {**FIRST, "a check": server.check_address}[who]
+    with pytest.raises(ConfigError, match=r"= (postgresql|mysql)\.\.\. cannot be used: :// is expected") as error:
+        ask(url)
+    assert "pl4n" not in str(error.value)
+    server.check_address("mysql/runs")  # a folder
+
+
 def test_a_study_makes_the_folder_of_its_file_once_it_begins() -> None:
     with pytest.raises(sqlalchemy.exc.OperationalError):
         opened("sqlite:///new/folder/study.db", begun=True)
