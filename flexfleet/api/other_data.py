@@ -111,6 +111,9 @@ def _read_items(given: Any, what: str) -> tuple[Array, Array]:
             f"{what}: a Dataset with a length is expected, got {type(given).__name__}; of an iterable one collect the "
             "samples and give them to from_arrays"
         ) from error
+    if not hasattr(given, "__getitem__"):
+        of = ": give its data set, loader.dataset" if hasattr(given, "dataset") else ""
+        raise DataError(f"{what}: a Dataset that is read by position is expected, got {type(given).__name__}{of}")
     xs: list[Array] = []
     ys: list[Array] = []
     with guest():

@@ -401,6 +401,12 @@ def test_images_of_more_than_8_bits_are_refused(pixels: Any, tmp_path: Path) -> 
         ff.from_torch([(image, 0) for image in images])
 
 
+def test_a_loader_is_told_to_give_its_data_set() -> None:
+    pairs: Any = list(zip(NUMBERS, LABELS, strict=True))
+    with pytest.raises(ff.DataError, match=r"train: .* got DataLoader: give its data set, loader\.dataset"):
+        ff.from_torch(torch.utils.data.DataLoader(pairs))
+
+
 def test_a_refused_torch_data_set_leaves_the_random_state() -> None:
     before = torch.get_rng_state()
     with pytest.raises(ff.DataError, match="draws random numbers"):

@@ -286,6 +286,30 @@ def test_a_network_as_a_whole_counts_what_one_kernel_computes(layer: Callable[[]
     assert count_macs(from_module(lambda: Scaled(layer()), whole=True)((7, 6), 3)) == macs + 8 * 3
 
 
+class Normalised(nn.Module):
+    """A weight that is computed from others in each forward, between layers that can be cut."""
+
+    def __init__(self, parametrize: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), parametrize(nn.Linear(8, 5))
+        self.relu, self.head = nn.ReLU(), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.relu(self.first(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("options", [{"whole": True}, {"pin": ("second",)}], ids=str)
+def test_a_weight_that_is_computed_from_others_is_counted_and_trained(options: Any) -> None:
+    kind = from_module(lambda: Normalised(nn.utils.parametrizations.weight_norm), **options)
+    family = kind((6,), 3)
+    assert count_macs(family) == 6 * 8 + 8 * 5 + 5 * 3
+    params = initial_params(family, 0)
+    assert {"second.parametrizations.weight.original0", "second.parametrizations.weight.original1"} < params.keys()
+    network = runnable(family, FULL, {name: tensor.clone() for name, tensor in params.items()})
+    network(torch.ones(2, 6)).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in network.parameters())
+
+
 # ------------------------------------------------------------------------------------------------------- runs
 MODULE = """
 import torch.nn.functional as F

@@ -244,6 +244,16 @@ def test_tied_parameters() -> None:
     assert "ties the parameters" in refused(build, whole=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_weight_that_was_computed_when_the_network_was_made(whole: bool) -> None:
+    said = refused(
+        lambda: Odd(lambda m, x: m.b(m.a(x)), **layers(a=nn.utils.weight_norm(nn.Linear(6, 8)))), whole=whole
+    )
+    assert "a.weight is computed from other weights when the network is made" in said
+    assert "torch.nn.utils.parametrizations has forms" in said
+
+
 def test_parameters_without_use_and_other_types() -> None:
     said = refused(lambda: Odd(lambda m, x: m.b(m.a(x)), **layers(c=nn.Linear(8, 8))))
     assert "the loss does not depend on c.weight, c.bias: leave out what is not used, or freeze it" in said

@@ -79,7 +79,9 @@ class Counted(Around):
         before = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # whose one kernel is not counted
         try:
-            with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
+            counting = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
+            # In inference mode the counter sees torch._weight_norm whole, and fails on it.
+            with torch.inference_mode(False), torch.no_grad(), counting as counter:
                 self.forward(given)
         finally:
             torch.backends.mha.set_fastpath_enabled(before)

@@ -132,6 +132,14 @@ def _tried(name: str, module: nn.Module, input_shape: tuple[int, ...], outputs: 
     graph.check_inputs(name, module)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ModelError(f"{name} has no weights to train: a parameter with requires_grad=True is expected")
+    for path, layer in module.named_modules():
+        for attribute, value in vars(layer).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                raise ModelError(
+                    f"{name}: {f'{path}.{attribute}'.lstrip('.')} is computed from other weights when the network is "
+                    "made, as by torch.nn.utils.weight_norm, so no copy of it can be trained: "
+                    "torch.nn.utils.parametrizations has forms that compute it in each forward"
+                )
     by_identity: dict[int, str] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
         other = by_identity.setdefault(id(parameter), path)
@@ -228,7 +236,7 @@ def _cut(name: str, module: nn.Module, tried: _Tried, family: ModuleFamily) -> F
             holder, _, leaf = path.rpartition(".")
             delattr(tree.get_submodule(holder), leaf)
     tree.__class__ = type(name, (type(tree),), {"forward": skeleton.forward_of(traced.graph)})
-    surround(tree, draws=draws, views=False)
+    surround(tree, draws=draws, views=False, counts=bool(list(_uncounted(tree))))
     made = Found(about.layout, about.prunable, tried.vocabulary, tree, tuple(kept), about.sizes)
     verify.check(name, module, made.empty, about.layout, tried.x)
     return made
