@@ -138,7 +138,7 @@ def test_tiers_that_hold_nothing_and_levels_that_nobody_holds_are_told(
     selection.init(tuple(Device(c, kind, most, 0.0) for c, (kind, most) in enumerate(kinds)), pool)
     (idle, unheld) = (r.getMessage() for r in caplog.records)
     assert "the 25 % that M1, the smallest model sent, takes" in idle
-    assert "mote (3 of 10 devices, 25 %), watch (2 of 10 devices, 10 %). Give them more memory" in idle
+    assert "watch (2 of 10 devices, 10 %), mote (3 of 10 devices, 25 %). Give them more memory" in idle
     assert "no device can hold M3 (100 %): the strongest holds 60 % of the full model" in unheld
 
 
@@ -156,7 +156,7 @@ def test_tiers_that_are_asked_for_more_than_they_hold_are_told(
     selection.init(fleet, pool)
     (said,) = (r.getMessage() for r in caplog.records)
     assert "less of the full model than the 25 % that M1, the smallest, takes, and are asked all the same" in said
-    assert "what devices hold: mote (3 of 10 devices, 25 %), watch (2 of 10 devices, 10 %). Give" in said
+    assert "what devices hold: watch (2 of 10 devices, 10 %), mote (3 of 10 devices, 25 %). Give" in said
     caplog.clear()
     selection.init(fleet, tuple(m for m in pool if m.share == 1.0 and m.dispatched))
     assert caplog.records == []

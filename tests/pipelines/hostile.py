@@ -89,9 +89,8 @@ def without_end(first: bytes, piece: bytes, every_s: float) -> Spoil:
     def spoil(handler: BaseHTTPRequestHandler, _: Answer) -> None:
         with contextlib.suppress(OSError):
             handler.wfile.write(first)
-            while True:
+            while not handler.server.over.wait(every_s):  # type: ignore[attr-defined]
                 handler.wfile.write(piece)
-                time.sleep(every_s)
 
     return spoil
 

@@ -19,6 +19,14 @@ import kfp_server_api
 
 from flexfleet.kubeflow.retarget import documents
 
+
+class Server(ThreadingHTTPServer):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.over = threading.Event()
+        """Ends answers that would never end, and so their threads."""
+
+
 API = "/apis/v2beta1"
 
 
@@ -246,7 +254,8 @@ def serving() -> Iterator[tuple[Kubeflow, str]]:
         def log_message(self, *_: object) -> None:
             """Quiet."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield found, f"http://127.0.0.1:{server.server_port}"
+    server.over.set()
     server.shutdown()
