@@ -363,7 +363,7 @@ def test_a_configuration_with_ones_own_is_written_and_read_again() -> None:
             r"training.augment.1.padding: .*greater than or equal to 1",
         ),
         ("augment=[{name: flip, share: 2.0}]", r"training.augment.0.share: .*less than or equal to 1, got 2.0"),
-        ("augment={name: flip}", r"training.augment: .*array"),
+        ("augment={name: flip}", r"training.augment: input should be a list, got"),
         ("schedule={name: cosine, flor: 0.1}", r"'training.schedule.flor' \(did you mean 'floor'\?\)"),
         ("schedule={name: cosine, floor: 1.5}", r"training.schedule.floor: .*less than or equal to 1"),
         ("schedule={name: cosine, restart: 0}", r"training.schedule.restart: .*greater than or equal to 1"),
