@@ -76,7 +76,10 @@ class Staying:
     def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
         log.touch()
         self.name, self.orders = log.parent.name, list[tuple[int, int]]()
-        self.dead, self._code = threading.Event(), None if command[4] == "--stay" else 2
+        self.dead, self._code = threading.Event(), None
+        if command[4:5] != ["--stay"]:  # a round's pod, which no thread plays
+            self._code = 2
+            return
         p = argparse.ArgumentParser()
         agent_options.add(p)
         self.options = p.parse_args([f"--invite={command[3]}", *command[5:]])
