@@ -31,7 +31,7 @@ def test_the_wheel_holds_what_it_should(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any("__pycache__" in name or name.startswith("tests/") for name in names)
     assert "License-Expression: Apache-2.0" in metadata
-    assert "flexfleet = flexfleet.cli:main" in entry_points
+    assert "flexfleet = flexfleet.__main__:main" in entry_points
     for extra in ("engine", "pipeline", "tracking", "data", "tune", "testing", "dev", "all"):
         assert f"Provides-Extra: {extra}" in metadata
 
