@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,12 +129,18 @@ def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
     uri = os.environ.get("MLFLOW_TRACKING_URI") or uri if uri else ""
     if not uri:
         return None
-    from flexfleet.tracking.server import FEW_TRIES, client_of
+    from flexfleet.tracking.server import client_of, few_tries
 
-    for setting, value in FEW_TRIES.items():
-        os.environ.setdefault(setting, value)
     client = client_of(uri)
     from mlflow.exceptions import MlflowException
+
+    @contextmanager
+    def asking() -> Iterator[None]:
+        try:
+            with few_tries(2, timeout=10, unless_given=True):
+                yield
+        except MlflowException as error:
+            raise _unread(uri, error) from error
 
     last: dict[str, int] = {}
 
@@ -150,7 +157,7 @@ def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
 
     def look() -> list[Round]:
         new = []
-        try:
+        with asking():
             for run in runs():
                 id, label = run.info.run_id, run.data.tags.get("flexfleet.run_id", "")
                 seconds = {s: v for s, v in history(id, "seconds_round").items() if s > last.get(id, 0)}
@@ -159,14 +166,10 @@ def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
                     metrics = {figure: values[step] for figure, values in figures.items() if step in values}
                     new.append(Round("" if label == name else label, step, {**metrics, "seconds_round": value}))
                 last[id] = max(seconds, default=last.get(id, 0))
-        except MlflowException as error:
-            raise _unread(uri, error) from error
         return new
 
-    try:
+    with asking():
         client.search_experiments(max_results=1)
-    except MlflowException as error:
-        raise _unread(uri, error) from error
     return look
 
 

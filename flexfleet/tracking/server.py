@@ -44,8 +44,6 @@ SCHEMES = ("http", "https", "sqlite", *databases.KINDS, "databricks", "file")
 """Of addresses that MLflow takes, besides those of its plugins."""
 HOST_AND_PORT = re.compile(r"[A-Za-z0-9._-]+:\d+(/.*)?")
 """What is no scheme and no folder that anybody names so: an address whose http:// was forgotten."""
-FEW_TRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""MLflow's settings where nobody wants to wait for its server: its own are 7 and 120 seconds, which make minutes."""
 SILENT_S = 10.0
 """Seconds after which a person is told that a server is waited for."""
 CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate entry|Cannot insert duplicate key")
@@ -265,6 +263,22 @@ def _waiting_is_told(uri: str) -> Iterator[None]:
 
     with told_while(tell, SILENT_S):
         yield
+
+
+@contextmanager
+def few_tries(tries: int, timeout: int, unless_given: bool = False) -> Iterator[None]:
+    """MLflow's calls inside take seconds where its server is gone, not the minutes that its own settings make (7 and
+    120): after its first question it is asked `tries` times more, and waited for for `timeout` seconds each time.
+    `unless_given`: what the environment says of either holds."""
+    settings = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(tries), "MLFLOW_HTTP_REQUEST_TIMEOUT": str(timeout)}
+    before = {name: os.environ[name] for name in settings if name in os.environ}
+    os.environ |= {**settings, **before} if unless_given else settings
+    try:
+        yield
+    finally:
+        for name in settings:
+            os.environ.pop(name, None)
+        os.environ |= before
 
 
 def patience() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import tempfile
 import time
@@ -23,7 +22,7 @@ from fl_engine.core.errors import (
     masked,
 )
 from fl_engine.storage.store import sha256
-from flexfleet.tracking.server import DELETED, PARENT, SQLITE, address, answering, client_of, connect, usable
+from flexfleet.tracking.server import DELETED, PARENT, SQLITE, address, answering, client_of, connect, few_tries, usable
 
 log = logging.getLogger("flexfleet")
 
@@ -33,9 +32,6 @@ RESUMED_IN = "flexfleet.resumed_in"
 BEGUN = "flexfleet.begun"
 """Tag that a run shares with its twins alone: where the answer to its creation is lost, MLflow's client asks again, and
 the server makes one more."""
-AT_THE_END = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "3"}
-"""MLflow's settings while a run that was stopped is told to it. Kubernetes waits for half a minute, and a person for
-less, where a night ends after its comparison and that after its runs."""
 JOB = "kfp."
 """Prefix of the tags that say which pipeline run made a run, or resumed it last."""
 MLFLOW_BATCH = 1000
@@ -210,22 +206,11 @@ def ending(tracker: Tracker | None, *silent: type[BaseException]) -> Iterator[No
         yield
     except BaseException as error:
         if tracker is not None and not isinstance(error, silent):
-            with _few_tries(), suppress(EnvironmentFailure):  # the first error is the one to report
+            # Kubernetes waits for half a minute, and a person for less, while a night ends after its comparison and its
+            # runs before that. The first error is the one to report.
+            with few_tries(1, timeout=3), suppress(EnvironmentFailure):
                 tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
         raise
-
-
-@contextmanager
-def _few_tries() -> Iterator[None]:
-    """MLflow's calls inside take seconds where its server is gone, not minutes."""
-    before = {name: os.environ[name] for name in AT_THE_END if name in os.environ}
-    os.environ |= AT_THE_END
-    try:
-        yield
-    finally:
-        for name in AT_THE_END:
-            del os.environ[name]
-        os.environ |= before
 
 
 def _chunks(items: list[Any], size: int) -> list[list[Any]]:
