@@ -9,6 +9,7 @@ import importlib.util
 import io
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -78,6 +79,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 PRINT = builtins.print
+SET_FOR_GOOD = re.compile(
+    "PYTEST_CURRENT_TEST|TORCHINDUCTOR_CACHE_DIR|KMP_.*|"  # pytest, torch, scikit-learn
+    "MLFLOW_(ENABLE_ARTIFACTS_PROGRESS_BAR|SUPPRESS_PRINTING_URL_TO_STDOUT|DISABLE_TELEMETRY)"  # client_of
+)
+"""What is set once for the process, and does no harm afterwards."""
 
 
 def pytest_collection_finish() -> None:
@@ -123,6 +129,17 @@ def _leave_the_process_as_it_was() -> Iterator[None]:
     set_repeatable(False, fill=True)
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _the_environment_stays() -> Iterator[None]:
+    """A setting of the environment that outlives its test changes whatever runs after it in the process, a person's
+    own work in a notebook included."""
+    before = dict(os.environ)
+    yield
+    changed = {name for name in before | os.environ if before.get(name) != os.environ.get(name)}
+    left = sorted(name for name in changed if not SET_FOR_GOOD.fullmatch(name))
+    assert not left, f"the environment has changed: {', '.join(left)}"
 
 
 # ------------------------------------------------------------------------------------------------- in memory

@@ -288,6 +288,7 @@ def test_which_attacks_the_bound_stops_is_as_measured() -> None:
 def test_what_another_process_has_made_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two may make evidence side by side, each for hours."""
     one, other = (campaign.id for campaign in evidence.CAMPAIGNS[:2])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which `main` sets for good
     monkeypatch.setattr(evidence, "OUT", tmp_path / "out")
     monkeypatch.setattr(evidence, "STORE", tmp_path / "store")
     for name in (one, other):
