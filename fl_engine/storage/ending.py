@@ -56,7 +56,7 @@ class Ending:
 def see_to_it(client: Any, seconds: float = ANSWER_S) -> None:
     """From now on answers to this client of botocore's end."""
     from botocore.awsrequest import AWSResponse
-    from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
+    from botocore.exceptions import ConnectionClosedError, HTTPClientError, ReadTimeoutError, SSLError
 
     session = client._endpoint.http_session  # botocore has no public way to it
 
@@ -72,6 +72,10 @@ def see_to_it(client: Any, seconds: float = ANSWER_S) -> None:
                 raise ReadTimeoutError(endpoint_url=request.url, error=error) from error
             except urllib3.exceptions.ProtocolError as error:
                 raise ConnectionClosedError(error=error, request=request, endpoint_url=request.url) from error
+            except urllib3.exceptions.SSLError as error:
+                raise SSLError(endpoint_url=request.url, error=error) from error
+            except urllib3.exceptions.HTTPError as error:
+                raise HTTPClientError(error=error) from error
         return found
 
     client.meta.events.register("before-send.s3", send)

@@ -89,14 +89,14 @@ class UrlStore:
     def __init__(self, reads: Mapping[str, str], writes: Mapping[str, Upload], within_s: float | None = None) -> None:
         self._reads, self._writes = reads, writes
         self._pool = patient_pool() if within_s is None else hasty_pool(within_s)
-        self._tries = READS if within_s is None else 1
+        self._hasty = within_s is not None
 
     def put(self, key: str, value: Value) -> None:
         if (upload := self._writes.get(key)) is None:
             raise IntegrityError(f"no leave was given to write {key}")
         for _ in range(SENDS):
             with self._explained(upload.verb, key, upload.url):
-                answer = send(self._pool, upload, value)
+                answer = send(self._pool, upload, value, tries=2 if self._hasty else READS)
                 self._check(answer, upload.verb, key)
             if _etag(answer) in (None, digest("md5", value).hex()):
                 return
@@ -118,7 +118,7 @@ class UrlStore:
                 answer.release_conn()
 
         with self._explained("GET", key, url):
-            return again(read, (urllib3.exceptions.HTTPError,), self._tries)
+            return again(read, (urllib3.exceptions.HTTPError,), 1 if self._hasty else READS)
 
     def list(self, prefix: str) -> list[str]:
         return sorted(key for key in self._reads if key.startswith(prefix))
@@ -203,9 +203,13 @@ def hasty_pool(seconds: float) -> urllib3.PoolManager:
 
 
 def send(
-    pool: urllib3.PoolManager, upload: Upload, value: Value, headers: Mapping[str, str] = MappingProxyType({})
+    pool: urllib3.PoolManager,
+    upload: Upload,
+    value: Value,
+    headers: Mapping[str, str] = MappingProxyType({}),
+    tries: int = READS,
 ) -> Answer:
-    """The answer to an upload, whatever it is; `headers`: more of them."""
+    """The answer to an upload, whatever it is; `headers`: more of them; `tries`: of an answer that breaks off."""
     body, given = value, {**upload.fields, "Content-MD5": md5(value)} if upload.verb == "PUT" else {}
     if upload.verb == "POST":
         body, given["Content-Type"] = _form(upload.fields, value)
@@ -220,7 +224,7 @@ def send(
         )
 
     # The pool asks again where no answer begins; not where its body breaks off.
-    return again(ask, (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError), READS)
+    return again(ask, (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError), tries)
 
 
 def _cut(answer: urllib3.BaseHTTPResponse) -> Answer:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import urllib3
 
 from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError, Unreachable
 from fl_engine.core.types import FULL, RoundPlan, WorkOrder
 from fl_engine.exchange.letters import BEAT_BYTES, Invitation, Letter, read_letter
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import manifest_bytes
-from fl_engine.storage import ending
+from fl_engine.storage import ending, urls
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore
 from fl_engine.storage.urls import Upload, UrlStore, patient_pool
@@ -26,6 +27,7 @@ from flexfleet.steps import agent_line
 PIECE = bytes(2**20)
 ENOUGH = 64
 """MiB after which the server ends its answer, so that a device that reads it all is seen, and not waited for."""
+LISTED = b"<ListBucketResult><Contents><Key>a/rounds/x</Key></Contents></ListBucketResult>"
 SOCKETS = 16
 """MiB that may lie between the two ends, unread."""
 
@@ -34,6 +36,8 @@ SOCKETS = 16
 class Endless:
     url: str = ""
     status: int = 200
+    length: int | None = None
+    """What an answer announces, of which not a byte comes."""
     sent: list[int] = field(default_factory=list)
     """By answer, MiB that the server got rid of."""
 
@@ -48,7 +52,11 @@ def endless() -> Iterator[Endless]:
             found.sent.append(0)
             self.send_response(found.status)
             self.send_header("Location", "/more")
+            if found.length is not None:
+                self.send_header("Content-Length", str(found.length))
             self.end_headers()
+            if found.length is not None:
+                return
             mine = len(found.sent) - 1
             try:
                 for _ in range(ENOUGH):
@@ -81,6 +89,19 @@ def test_an_answer_to_an_upload_is_not_read_to_its_end(endless: Endless, verb: A
             store.put("beat", b"beat")
         assert len(str(error.value)) < 4096
     assert endless.sent and max(endless.sent) <= SOCKETS
+
+
+@pytest.mark.parametrize(("within_s", "asked"), [(5.0, 2), (None, 4)], ids=["a beat", "an update"])
+def test_an_upload_whose_answer_breaks_off_is_made_again(
+    endless: Endless, monkeypatch: pytest.MonkeyPatch, within_s: float | None, asked: int
+) -> None:
+    """A beat is soon out of date, and whoever sends it holds up the next one."""
+    monkeypatch.setattr(urls.time, "sleep", lambda _: None)
+    endless.length = 100
+    store = UrlStore({}, {"key": Upload(verb="PUT", url=endless.url, fields={}, size=4)}, within_s)
+    with pytest.raises(EnvironmentFailure, match="PUT"):
+        store.put("key", b"beat")
+    assert len(endless.sent) == asked
 
 
 @pytest.mark.parametrize("status", [302, 403, 503])
@@ -219,3 +240,18 @@ def test_an_answer_may_take_longer_that_comes_fast_enough(slow: Slow, monkeypatc
     monkeypatch.setattr(ending, "ANSWER_S", 0.05)
     slow.piece, slow.times, slow.length = bytes(2**10), 20, 20 * 2**10  # 50 kB a second, where 16 are enough
     assert S3Store("s3://runs/a").get("rounds/state") == bytes(20 * 2**10)
+
+
+def test_an_answer_whose_tls_breaks_is_asked_for_again(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, read = S3Store("s3://runs/a"), urllib3.HTTPResponse.read1
+    slow.piece, slow.times, slow.every = LISTED, 1, 0.0
+    broken = [urllib3.exceptions.SSLError("EOF occurred in violation of protocol")]
+
+    def read1(self: urllib3.HTTPResponse, *given: Any) -> bytes:
+        if broken:
+            raise broken.pop()
+        return read(self, *given)
+
+    monkeypatch.setattr(urllib3.HTTPResponse, "read1", read1)
+    assert store.list("rounds/") == ["rounds/x"]
+    assert slow.asked == 2
