@@ -120,7 +120,7 @@ def parameters_of(client: Any, run: Any) -> dict[str, Any]:
     given: dict[str, Any] = (run.runtime_config and run.runtime_config.parameters) or {}
     spec, version = run.pipeline_spec, run.pipeline_version_reference
     if not spec and version is not None:
-        with contextlib.suppress(EnvironmentFailure):
+        with contextlib.suppress(FlexfleetError):
             get = client._pipelines_api.pipeline_service_get_pipeline_version
             spec = get(version.pipeline_id or "", version.pipeline_version_id or "").pipeline_spec
     spec = _in(spec, "pipeline_spec") or spec  # beside the platform's specification, if there is one

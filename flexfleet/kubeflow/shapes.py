@@ -8,7 +8,7 @@ import re
 from datetime import datetime
 from typing import Any
 
-from fl_engine.core.errors import kind_of, printable
+from fl_engine.core.errors import kind_of, masked, printable
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 """An id of a thing on the server: a UUID, so far."""
@@ -57,4 +57,4 @@ def _plain(value: Any, kind: str, where: str) -> bool:
 
 def _odd(value: Any, where: str) -> str:
     text = kind_of(value) if isinstance(value, list | dict) else json.dumps(value)
-    return printable(f"{where[:80] or 'it'} is {text[:80]}")
+    return printable(f"{where[:80] or 'it'} is {masked(text)[:80]}")

@@ -194,7 +194,7 @@ def _said(found: dict[str, Any] | None, body: bytes) -> str:
     told = [(found or {}).get(name) for name in ("message", "error", "error_message", "error_details")]
     text = next((each for each in told if each and isinstance(each, str)), None)
     text = body[: 4 * SHOWN].decode(errors="replace") if text is None else text
-    return f": {printable(masked(text[:SHOWN]))}" if text.strip() else ""
+    return f": {printable(masked(text)[:SHOWN])}" if text.strip() else ""
 
 
 def _arrived(answer: Any, body: bytes) -> str:

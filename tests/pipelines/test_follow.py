@@ -224,6 +224,16 @@ def test_what_another_question_would_not_mend_is_said_at_once(kubeflow: tuple[An
     assert server.asked == 1
 
 
+def test_defaults_that_the_server_does_not_tell_keep_no_run_from_being_followed(kubeflow: tuple[Any, str]) -> None:
+    """The pipeline of a run may be gone, or somebody else's."""
+    server, host = kubeflow
+    run_id = submit("train", {}, host=host).run_id
+    server.moves[run_id] = [{"state": "SUCCEEDED"}]
+    server.spoils["GET pipelines/*/versions/v0"] = [hostile.says(400, b'{"code": 3, "error": "Invalid input error"}')]
+    found, _ = follow(host, run_id)
+    assert found.exit_code == 0 and "GET pipelines/*/versions/v0" in server.heard
+
+
 def test_a_run_that_the_server_does_not_know(kubeflow: tuple[Any, str]) -> None:
     with pytest.raises(EnvironmentFailure, match=r"404 .*Run r9 not found"):
         follow(kubeflow[1], "r9")

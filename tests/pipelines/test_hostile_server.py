@@ -4,6 +4,7 @@ code that says whose fault it is; and never a success without an id, nor a secon
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import socket
 import ssl
@@ -242,6 +243,15 @@ def test_tls_that_breaks_after_the_question_leaves_it_undecided(
 def test_a_password_of_an_address_is_not_shown(kubeflow: tuple[Any, str], flexfleet: Any) -> None:
     done = flexfleet("submit", "train", "--host", kubeflow[1].replace("http://", "http://me:pl4nted@"))
     assert done.code == 0 and "pl4nted" not in done.out + done.err, done.err
+
+
+def test_a_password_in_what_a_server_says_is_not_cut_in_two(kubeflow: tuple[Any, str], flexfleet: Any) -> None:
+    """Its end is what it is known by."""
+    stand_in, host = kubeflow
+    said = f"{'x' * (transport.SHOWN - 24)} postgresql://me:pl4nted-word@host/db"
+    stand_in.spoils["POST runs"] = [hostile.says(400, json.dumps({"code": 3, "message": said}).encode())]
+    done = tell(flexfleet, host, "POST runs")
+    assert done.code == 2 and "postgresql://" in done.err and "pl4n" not in done.err, done.err
 
 
 def test_files_of_the_sdk_that_cannot_be_read_are_said(
