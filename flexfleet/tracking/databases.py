@@ -13,6 +13,8 @@ KINDS = ("postgresql", "mysql", "mssql")
 """Schemes of addresses (before a +) of databases that are servers, as MLflow takes them."""
 SERVERS = (*KINDS, "mariadb", "oracle")
 """As SQLAlchemy, and so a study, takes them."""
+WHO = re.compile(r"[^:/]*(?::[^@]*)?@")
+"""User and password of an address, as SQLAlchemy reads what follows its ://."""
 MEANT = re.compile(rf"({'|'.join(SERVERS)})(\+\w+)?(:/|//)", re.IGNORECASE)
 """How an address of these begins, also with a colon or a slash too few."""
 AWAY = re.compile(
@@ -82,9 +84,10 @@ def check_spelling(name: str, address: str) -> None:
     if not sign and (meant := MEANT.match(address)):
         raise ConfigError(f"{name} = {meant[1].lower()}... cannot be used: :// is expected after its scheme")
     kind = scheme.partition("+")[0].lower()
-    many = kind in SERVERS and "@" in rest.partition("@")[2].partition("?")[0]
-    blank = kind in (*SERVERS, "http", "https") and any(map(str.isspace, rest.rpartition("@")[0]))
-    if sign and (many or blank):
+    if not sign or kind not in (*SERVERS, "http", "https") or not (who := WHO.match(rest)):
+        return
+    many = kind in SERVERS and "@" in rest[who.end() :].partition("?")[0]
+    if many or any(map(str.isspace, who[0])):
         raise ConfigError(
             f"{name} = {kind}://... cannot be used: {'an @' if many else 'a space'} in its user or password is to be "
             f"quoted, as {'%40' if many else '%20'} (and / as %2F, : as %3A, % as %25)"

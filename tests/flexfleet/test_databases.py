@@ -22,7 +22,7 @@ from fl_engine.core.errors import ConfigError, Refused, Unreachable, Unreachable
 from flexfleet.config import Config
 from flexfleet.studies import runs, space, storage
 from flexfleet.studies import study as steps
-from flexfleet.tracking import server
+from flexfleet.tracking import databases, server
 from tests.harness.outages import FIRST, interrupted_and_resumed, opened
 from tests.harness.outages import asked_anew as asked_anew  # a fixture, as the next
 from tests.harness.outages import waits as waits
@@ -156,6 +156,19 @@ def test_a_password_that_nobody_quoted_is_refused_and_no_part_of_it_shown(who: s
     with pytest.raises(ConfigError, match=rf"://\.\.\. cannot be used: {what} in .* is to be quoted") as error:
         ask(url)
     assert not re.search("pl4n|xyzzy|host", str(error.value))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mssql+pyodbc:///?odbc_connect=DRIVER={ODBC Driver 17};UID=me@host;PWD=word",
+        "mysql+pymysql://host/db?ssl_ca=/home/a b/c@d.pem",
+        "postgresql://me:word@host/db?application_name=a b@c",
+    ],
+)
+def test_a_space_or_an_at_behind_the_password_is_none_of_it(url: str) -> None:
+    databases.check_spelling("tracking.mlflow", url)
+    assert sqlalchemy.engine.make_url(url).query
 
 
 @pytest.mark.parametrize("url", ["postgresql:/me:pl4nted@host/db", "MySQL+pymysql//me:pl4nted@host/db"])
