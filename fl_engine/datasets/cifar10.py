@@ -64,7 +64,7 @@ def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS, records: int = RE
 def fetch(root: Path, archive: Remote = ARCHIVE, checksums: Mapping[str, str] = CHECKSUMS) -> None:
     """Downloads the archive and unpacks the batches that are not there yet. The archive stays.
 
-    Raises what `files.download` and `files.extract` raise, and DataError for an existing batch that is wrong.
+    Raises what `downloads.download` and `downloads.extract` raise, and DataError for an existing batch that is wrong.
     """
     absent = {}
     for file in FILES:

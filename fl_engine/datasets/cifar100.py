@@ -53,7 +53,7 @@ def load(root: Path, records: tuple[int, int] = RECORDS) -> Data:
 def fetch(root: Path, archive: Remote = ARCHIVE) -> None:
     """Downloads the archive and unpacks the files that are not there yet. The archive stays.
 
-    Raises what `files.download` and `files.extract` raise.
+    Raises what `downloads.download` and `downloads.extract` raise.
     """
     absent = {f"{INNER}/{path.name}": path for path in (root / file for file in FILES) if not path.exists()}
     if absent:

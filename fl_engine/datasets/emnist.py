@@ -84,7 +84,7 @@ def load(root: Path, split: Split = BALANCED) -> Data:
 def fetch(root: Path, split: Split = BALANCED, archive: Remote = ARCHIVE) -> None:
     """Downloads the archive and unpacks the split's files that are not there yet. The archive stays.
 
-    Raises what `files.download` and `files.extract` raise.
+    Raises what `downloads.download` and `downloads.extract` raise.
     """
     absent = {f"{INNER}/{path.name}": path for path in (root / file for file in split.files) if not path.exists()}
     if absent:

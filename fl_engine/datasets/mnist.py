@@ -50,6 +50,6 @@ def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS) -> Data:
 
 
 def fetch(root: Path, remotes: Sequence[Remote] = REMOTES) -> None:
-    """Downloads the files that do not exist yet. Raises what `files.download` raises."""
+    """Downloads the files that do not exist yet. Raises what `downloads.download` raises."""
     for remote in remotes:
         download(remote, root / FOLDER)

@@ -93,7 +93,7 @@ def load_text(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
 
 
 def fetch(root: Path, remote: Remote = REMOTE) -> None:
-    """Downloads the text if it does not exist yet. Raises what `files.download` raises."""
+    """Downloads the text if it does not exist yet. Raises what `downloads.download` raises."""
     download(remote, root / FOLDER)
 
 

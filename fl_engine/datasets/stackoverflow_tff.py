@@ -80,7 +80,7 @@ def load(root: Path, words: int = WORDS, users: int = USERS, sentences: int = SE
 def fetch(root: Path, archive: Remote = ARCHIVE, counts: Remote = COUNTS) -> None:
     """Downloads the archives and unpacks the files that are not there yet. The archives stay.
 
-    Raises what `files.download` and `files.extract` raise.
+    Raises what `downloads.download` and `downloads.extract` raise.
     """
     for remote, files in ((archive, (TRAIN, TEST)), (counts, (WORD_COUNT,))):
         absent = {path.name: path for path in (root / file for file in files) if not path.exists()}

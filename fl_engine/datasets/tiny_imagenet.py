@@ -83,7 +83,7 @@ def fetch(root: Path, archive: Remote = ARCHIVE) -> None:
     """Downloads the archive, unless the folders exist without it, and unpacks what does not exist yet. The archive
     stays.
 
-    Raises what `files.download` and `files.extract` raise.
+    Raises what `downloads.download` and `downloads.extract` raise.
     """
     # If the archive is there too, it may have been unpacked only in part.
     if not absent(root, FILES) and not (root / archive.filename).exists():

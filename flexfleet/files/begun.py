@@ -20,7 +20,7 @@ def check_looked_into(folder: Path) -> None:
         os.stat(os.path.join(folder, "."))  # the right to list a folder is not the right to enter it
         os.scandir(folder).close()
     except OSError as error:
-        linked = folder.is_symlink()
+        linked = os.path.islink(folder)  # which raises nothing
         what = {
             errno.ENOENT: f"but a link to {os.readlink(folder)}, which is not there" if linked else "nothing is there",
             errno.ENOTDIR: "but a file, or lies below one",

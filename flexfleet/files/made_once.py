@@ -15,8 +15,8 @@ class Taken(Exception):
 
 @contextmanager
 def made_once(path: Path) -> Iterator[Path]:
-    """A folder or file to write, which gets the name `path` only if all went well. Raises Taken if it is there by
-    then."""
+    """A folder or file to write, which gets the name `path` only if all went well. Raises Taken if a folder with
+    something in it has that name by then; a file or an empty folder is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep([path])
     part = part_of(path)

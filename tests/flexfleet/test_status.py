@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import flexfleet as ff
-from fl_engine.core.errors import FlexfleetError
+from fl_engine.core.errors import EnvironmentFailure, FlexfleetError
 from fl_engine.storage import s3
+from flexfleet.files.begun import check_looked_into
 from tests.harness.processes import refused
 
 
@@ -110,6 +111,19 @@ def test_a_folder_without_rights_is_told_as_that(
             assert (done.code, f"{run} cannot be looked into: Permission denied" in done.err) == (6, True), done.err
     finally:
         run.chmod(0o755)
+
+
+def test_a_name_that_is_too_long_and_a_run_in_a_folder_without_rights_are_told_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether these are links cannot be seen either."""
+    closed = tmp_path / "closed"
+    closed.mkdir(0o600)
+    if os.geteuid() == 0:
+        refuse_by_mode(monkeypatch, closed)
+    for folder, said in ((closed / "run", "Permission denied"), (tmp_path / ("a" * 300), "File name too long")):
+        with pytest.raises(EnvironmentFailure, match=f"cannot be looked into: {said}"):
+            check_looked_into(folder)
 
 
 def refuse_by_mode(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
