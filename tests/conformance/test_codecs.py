@@ -27,12 +27,12 @@ class TestCodecs(CodecSuite):
 
 
 def level_of(codec: Qsgd, tensor: Tensor) -> Tensor:
-    """What a level is worth, for each element, and the rounding of float32."""
+    """What a level is worth, for each element, and the rounding of float32, in which the level is computed too."""
     x, found = tensor.flatten(), torch.zeros(tensor.numel(), dtype=torch.float64)
     for start in range(0, len(x), codec.bucket or max(1, len(x))):
         part = slice(start, start + (codec.bucket or len(x)))
         found[part] = x[part].norm() / codec.s
-    return (found.reshape(tensor.shape) + tensor.abs() * 2**-20) + codec.s * 2.0**-125
+    return (found.reshape(tensor.shape) * (1 + 2**-22) + tensor.abs() * 2**-20) + codec.s * 2.0**-125
 
 
 class TestQsgd(CodecSuite):
