@@ -16,6 +16,8 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TIMEOUT_S = 600
 """For one cell, on a machine that is busy with other things."""
 FENCE = "~" * 6
+NOTEBOOKS = re.compile(r"\(\.\./((?:\.\./)*)examples/(\w+)\.ipynb\)")
+"""A link from a page of docs/."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 serving = False
 
@@ -31,6 +33,11 @@ def on_files(files: Any, config: Any) -> Any:
     for path in sorted(EXAMPLES.glob("*.ipynb")):
         files.append(File.generated(config, f"examples/{path.stem}.md", content=page(results(path), path.name)))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """In the repository the pages link the notebooks, in the site what became of them."""
+    return NOTEBOOKS.sub(r"(\1examples/\2.md)", markdown)
 
 
 def results(path: Path) -> Any:

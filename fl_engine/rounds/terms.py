@@ -39,7 +39,7 @@ class RoundsConfig(Section):
     """Refuses an update whose weights or running statistics moved more than this many times as far as usual. Usual:
     what updates with as many steps moved, in this round and the 128 updates before it. Also refuses an update that
     moved more than half of that limit, if the client's last four, this one included, did so on average. null: refuses
-    none. Clients whose data differ very much may honestly move further (docs/reliability.md)."""
+    none. Clients whose data differ very much may honestly move further (docs/guides/bad-clients.md)."""
     samples_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     """An update counts for at most this many times as many samples as the median of those that its round merges. With
     partition.rule=local a device says itself how many it holds: 10, say, keeps one that lies among 19 from being nearly

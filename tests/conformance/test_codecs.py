@@ -61,11 +61,11 @@ class TestQsgd(CodecSuite):
 
 
 class TestTheGuide(CodecSuite):
-    """The codec of docs/guides/extending.md, word by word."""
+    """The codec of docs/guides/extending/codecs.md, word by word."""
 
     @pytest.fixture(scope="class")
     def codec(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Codec]:
-        guide = (Path(__file__).parents[2] / "docs/guides/extending.md").read_text()
+        guide = (Path(__file__).parents[2] / "docs/guides/extending/codecs.md").read_text()
         (text,) = re.findall(r"```python\n# mycodec\.py.*?\n(.*?)```", guide, re.DOTALL)
         folder = tmp_path_factory.mktemp("guide")
         (folder / "mycodec.py").write_text(text)

@@ -246,7 +246,7 @@ def test_the_detector_has_its_command_and_its_figures() -> None:
     assert f"`{found['command']}`" in text and {float(value) for value in found["found"].values()} <= told
 
 
-BOUND_PAGE = (DOCS / "reliability.md").read_text()
+BOUND_PAGE = (DOCS / "guides" / "bad-clients.md").read_text()
 BOUND: dict[str, Any] = json.loads((DOCS / "robustness" / "bound.json").read_text())
 HONEST = {
     "digits, FlexFL; HeteroFL": ("digits flexfl", "digits heterofl"),

@@ -41,7 +41,8 @@ def test_the_data_set_and_the_network_of_the_guides_go_together(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    data, (net, used) = cells(ROOT / "docs/guides/extending.md")[0], cells(ROOT / "docs/guides/own-networks.md")
+    guides = ROOT / "docs/guides"
+    data, (net, used) = cells(guides / "extending/data-sets.md")[0], cells(guides / "own-networks.md")
     for text, name in ((data, "mydata"), (net, "mynet")):
         assert text.startswith(f"# {name}.py ")
         (tmp_path / f"{name}.py").write_text(text)

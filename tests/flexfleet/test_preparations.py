@@ -1,4 +1,5 @@
-"""Preparations through `flexfleet run`: what the search of docs/guides/extending.md finds decides the pool."""
+"""Preparations through `flexfleet run`: the pool follows from what the search of
+docs/guides/extending/preparations.md finds."""
 
 from __future__ import annotations
 

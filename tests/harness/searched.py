@@ -1,4 +1,4 @@
-"""The search of docs/guides/extending.md, word for word, as a file of one's own."""
+"""The search of docs/guides/extending/preparations.md, word for word, as a file of one's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MADE = "searched.Search.json"
 
 def recipe() -> str:
     """The guide's file."""
-    guide = (ROOT / "docs/guides/extending.md").read_text()
+    guide = (ROOT / "docs/guides/extending/preparations.md").read_text()
     (text,) = re.findall(r"```python\n# searched\.py.*?\n(.*?)```", guide, re.DOTALL)
     return str(text)
 

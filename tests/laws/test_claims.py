@@ -110,7 +110,7 @@ def test_a_device_that_counts_its_own_samples_weighs_as_much_as_it_may_claim() -
     merged = algorithm.merge(state, plan, answers, ServerSite(known))
     weights = torch.cat([(merged.params[n] - state.params[n]).flatten() for n in honest.payload])
     assert len(plan.orders) == 20 and weights.mean().item() == pytest.approx(most / (most + 19 * 8), abs=1e-4)
-    assert f"{weights.mean().item():.2%}" == "99.85%", "docs/reliability.md says so"
+    assert f"{weights.mean().item():.2%}" == "99.85%", "docs/guides/partitions.md says so"
     for bound, share in ((10.0, "34.48%"), (3.0, "13.64%")):  # 80 / (80 + 19 * 8), 24 / (24 + 19 * 8)
         limited = Answers()
         for answer in answers:
