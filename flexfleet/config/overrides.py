@@ -24,8 +24,9 @@ STUDY = dict(short.STUDY)
 NOT_EVERYWHERE = {"algorithm", "seed", *STUDY}
 """Fields that some pipelines do not have."""
 MOST_RUNS = 80
-"""Runs that one pipeline makes. The last task's argument holds name, address and a few facts of each run's artifact,
-about 1 KiB, and Linux takes no argument above 128 KiB: then all runs were paid for, and the task could not start."""
+"""Runs that one pipeline makes, and workers of a study. The last task's argument holds name, address and a few facts of
+each one's artifact, about 1 KiB, and Linux takes no argument above 128 KiB: then all were paid for, and the task could
+not start."""
 REMOTE = {"run.remote": "store_uri"}
 """What a `store_uri` with a scheme sets."""
 
@@ -185,6 +186,15 @@ def check_count(runs: int, what: str) -> None:
             f"{what} are {runs} runs, and a pipeline makes at most {MOST_RUNS}: Kubeflow starts the task that gathers "
             "them with one argument that names them all. Make several comparisons, or make this one with `flexfleet "
             "compare`, which has no limit"
+        )
+
+
+def check_workers(workers: int) -> None:
+    """Raises ConfigError for more workers of a study than a pipeline can gather."""
+    if workers > MOST_RUNS:
+        raise ConfigError(
+            f"tune.workers is {workers}, and a pipeline has at most {MOST_RUNS}: Kubeflow starts the last task with "
+            "one argument that names the output of each. A worker runs one trial after another: fewer make as many"
         )
 
 

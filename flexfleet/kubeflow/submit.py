@@ -23,6 +23,7 @@ from flexfleet.config import Config
 from flexfleet.config.overrides import (
     PARAMETERS,
     STUDY,
+    check_workers,
     comparison_from,
     config_from,
     object_of,
@@ -265,8 +266,11 @@ def _check_values(name: str, values: Mapping[str, Any]) -> None:
     if name == "compare":
         id = values["comparison_id"] or "compare"
         comparison_from(known, advanced, values["algorithms"], values["seeds"], id)
-    else:
-        run_name(values["study_id" if name == "tune" else "run_id"], "job", config_from(known, advanced))
+        return
+    config = config_from(known, advanced)
+    run_name(values["study_id" if name == "tune" else "run_id"], "job", config)
+    if name == "tune":
+        check_workers(config.tune.workers)
 
 
 def _check_night(name: str, id: str, sets: list[str]) -> None:

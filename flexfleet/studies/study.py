@@ -22,7 +22,7 @@ from flexfleet.comparisons.side_by_side import Command, side_by_side, told_failu
 from flexfleet.comparisons.whole import RunsFailed
 from flexfleet.config import Config, flatten, load_config, moves, shown
 from flexfleet.config.names import plain
-from flexfleet.config.overrides import hand_over, write_config
+from flexfleet.config.overrides import check_workers, hand_over, write_config
 from flexfleet.files.alone import alone
 from flexfleet.files.begun import check_free, check_same, go_on
 from flexfleet.files.signals import stopping_at_once
@@ -142,6 +142,7 @@ def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, s
     """Checks the search, and writes what all workers start from into `out`; begins the study if they share one. Gives a
     mapping for each worker. All values are texts, since a graph may turn numbers into floats."""
     many = config.tune.workers
+    check_workers(many)
     if many > 1 and storage.address(config) is None:
         raise ConfigError(
             f"tune.workers is {many}, and pods share a study by a database alone: set tune.storage to its address, or "

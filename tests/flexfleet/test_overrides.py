@@ -27,6 +27,7 @@ from flexfleet.config.overrides import (
 )
 from flexfleet.runs.check import check
 from flexfleet.steps.prepare import Resolved
+from flexfleet.studies import study
 
 ROOT = Path(__file__).parents[2]
 
@@ -255,6 +256,15 @@ def test_a_comparison_has_no_more_runs_than_a_pipeline_can_gather() -> None:
     with pytest.raises(ConfigError, match=r"2 algorithms with 41 seeds are 82 runs, and a pipeline makes at most 80: "):
         comparison_from({}, {}, "flexfl,all_large", seeds, "a")
     assert len(comparison_from({}, {}, "flexfl,all_large", seeds.rpartition(",")[0], "a")) == MOST_RUNS
+
+
+def test_a_study_has_no_more_workers_than_a_pipeline_can_gather(tmp_path: Path) -> None:
+    most = config_from({}, {"tune.workers": MOST_RUNS + 1})
+    with pytest.raises(ConfigError, match=r"tune.workers is 81, and a pipeline has at most 80: "):
+        study.prepare(most, "a", tmp_path, "job")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"set tune\.storage"):  # the next thing that is checked
+        study.prepare(config_from({}, {"tune.workers": MOST_RUNS}), "a", tmp_path, "job")
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,14 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any
 
+import pytest
 from kfp.dsl import pipeline_task
+from kfp.local import subprocess_task_handler as handler
 
 LONGEST_WORD = 128 * 1024 - 1
 """Bytes of one argument of a command line that Linux takes (MAX_ARG_STRLEN, with its end)."""
@@ -41,6 +44,21 @@ OF_KUBEFLOW = {
     },
 }
 """What an artifact has on Kubeflow: a longer address than here, and metadata of Kubeflow's own."""
+
+
+@contextmanager
+def commands() -> Iterator[list[list[str]]]:
+    """Those of all tasks that kfp starts on this machine inside."""
+    found: list[list[str]] = []
+    started = handler.run_local_subprocess
+
+    def noted(full_command: list[str], env_vars: dict[str, str] | None = None) -> int:
+        found.append(full_command)
+        return int(started(full_command=full_command, env_vars=env_vars))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handler, "run_local_subprocess", noted)
+        yield found
 
 
 def given_to(task: str, command: Sequence[str]) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 
 import mlflow
 import pytest
-from kfp.local import subprocess_task_handler as handler
 
 from flexfleet import cli
 from flexfleet.comparisons import whole as compare_module
@@ -61,15 +60,7 @@ def ran(scratch: Path) -> Ran:
     assert cli.dispatch([*argv, *sets]) == 0
     given = {"store_uri": "store", "mlflow_uri": "sqlite:///mlflow.db", "comparison_id": "same",
              "advanced": ADVANCED | {"tracking.kubeflow": "http://kubeflow/"}}  # fmt: skip
-    commands: list[list[str]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        started = handler.run_local_subprocess
-
-        def noted(full_command: list[str], env_vars: dict[str, str] | None = None) -> int:
-            commands.append(full_command)
-            return int(started(full_command=full_command, env_vars=env_vars))
-
-        patch.setattr(handler, "run_local_subprocess", noted)
+    with graphs.commands() as commands:
         comparison(**WHAT, **PARAMETERS, **given)
     (tasks,) = (scratch / "tasks").glob("compare-*")
     return Ran(scratch / "direct" / "same", scratch / "store" / "same", tasks, commands)

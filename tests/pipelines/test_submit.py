@@ -203,6 +203,8 @@ def test_what_is_wrong_is_said_before_anything_is_uploaded(kubeflow: tuple[Any, 
         submit("train", {"mlflow_uri": 5}, host=host)
     with pytest.raises(ConfigError, match=r"advanced is one JSON object of dotted names, .*, got a list"):
         submit("train", {"advanced": ["rounds.stop"]}, host=host)
+    with pytest.raises(ConfigError, match=r"tune.workers is 81, and a pipeline has at most 80"):
+        submit("tune", {"advanced": {"tune.workers": 81}}, host=host)
     assert not server.pipelines
     server.refuse = 403
     with pytest.raises(EnvironmentFailure, match=r"refused: 403 .*no such right"):

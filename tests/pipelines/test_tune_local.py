@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from flexfleet.config import Config
+from flexfleet.config import Config, overrides
 from flexfleet.studies import storage, trials
 from flexfleet.studies.outcome import Tuned
 from pipelines.tune import tuning
+from tests.harness import graphs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You may be attemping to run a task that uses custom:RuntimeWarning"),
@@ -56,7 +57,12 @@ def test_a_study_as_a_pipeline(scratch: Path, monkeypatch: pytest.MonkeyPatch, t
     begun.enqueue_trial({"algorithm.kd_weight": 10.0})
     lost = begun.ask()
     lost.set_user_attr(trials.WORKER, f"{socket.gethostname()}:1:0")
-    tuning(**QUICK, study_id="a", trials=3, advanced=FEW | {"tune.workers": 2})
+    with graphs.commands() as commands:
+        tuning(**QUICK, study_id="a", trials=3, advanced=FEW | {"tune.workers": 2})
+    (last,) = filter(None, (graphs.given_to("report", each) for each in commands))
+    given = json.loads(last)
+    given["inputs"]["parameterValues"]["workers"] *= overrides.MOST_RUNS // 2
+    assert graphs.gathered(json.dumps(given), "searched", overrides.MOST_RUNS) < graphs.LONGEST_WORD
     report, workers = tasks_of(scratch, "a")
     found = Tuned.read(report / "study" / "tune.json")
     assert (sum(found.trials.values()), list(found.space)) == (3, ["algorithm.kd_weight"])
