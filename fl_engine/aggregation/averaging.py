@@ -57,11 +57,14 @@ class Regions:
         return kind
 
     def of(self, kind: Kind) -> dict[str, Region]:
+        """By name, where such an update's entries lie in the global tensor. Raises ModelError for a name or channels
+        that the network does not have."""
         if kind not in self._of:
             self._locate(kind)
         return self._of[kind]
 
     def shapes(self, kind: Kind) -> dict[str, tuple[int, ...]]:
+        """By name, the shapes of such an update's tensors. Raises as `of` does."""
         if kind not in self._shapes:
             self._locate(kind)
         return self._shapes[kind]
@@ -164,7 +167,8 @@ class Mean:
         self._made: Params | None = None
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
-        """Adds one update with `weight` > 0. Names absent from `payload` were not trained and do not count.
+        """Adds one update with `weight` > 0: tensors of the shapes that `spec` gives, on the CPU, which are held and so
+        must not change afterwards. Names absent from `payload` were not trained and do not count.
 
         Raises ModelError for a name, a shape or a weight that does not fit; nothing has been added then.
         """
@@ -191,7 +195,7 @@ class Mean:
         return {name: self._weights(name) > 0 for name in self._old}
 
     def result(self) -> Params:
-        """The new model; `old` itself where nothing was added. Nothing can be added afterwards."""
+        """The new model; the tensors of `old` themselves where nothing was added. Nothing can be added afterwards."""
         if self._made is None:
             self._flush()
             self._made = dict(self._old)

@@ -21,9 +21,9 @@ class Mean:
     __pydantic_config__ = STRICT
     name: Literal["mean"] = "mean"
     clip: Positive | None = None
-    """Largest L2 norm of the change of an update's weights from the server's own; running statistics do not count, and
-    are not scaled; null: no limit. With a coarse codec on the
-    way down, most of this change may be the codec's rounding: what a client learned is then scaled down with it."""
+    """Largest L2 norm of an update's change from the server's weights; running statistics neither count nor are scaled;
+    null: no limit. With a coarse codec on the way down, most of this change may be the codec's rounding: what a client
+    learned is then scaled down with it."""
 
     def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
         return clipped(averaging.Mean(old, layout), old, layout, self.clip)

@@ -10,7 +10,8 @@ same weight.
 Departs from the paper: it has one model for all. Here an element is safe where the bad clients are few among those that
 hold it, and few clients hold the elements that only the largest models have. Where there are so few holders that no
 value is left out at either end (two for the median, floor(trim * n) < 1), the element moves by the smallest of their
-changes if all have the same sign; else it keeps its old value. It also keeps it where a single client holds it.
+changes if all have the same sign; else it keeps its old value. It also keeps it where a single client holds it. With
+`trim: 0` it is the plain mean of all holders.
 """
 
 from __future__ import annotations

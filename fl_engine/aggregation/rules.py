@@ -20,6 +20,6 @@ AGGREGATIONS: dict[str, type[AggregationRule]] = {
 }
 
 Aggregation = Annotated[AggregationRule, Contract("aggregation", AGGREGATIONS, AggregationRule)]
-"""For an algorithm's field: chosen by name in a configuration."""
+"""For an algorithm's field: chosen by name in a configuration, or one's own as `package.module:NAME`."""
 
 __all__ = ["AGGREGATIONS", "Aggregate", "Aggregation", "Mean", "Median", "Private", "TrimmedMean"]

@@ -115,7 +115,7 @@ class Spool:
             self._file.flush()
         except OSError as error:
             raise EnvironmentFailure(
-                f"{tempfile.gettempdir()} does not take a round's updates: {error.strerror}; TMPDIR names another one"
+                f"a round's updates cannot go to {tempfile.gettempdir()}: {error.strerror}; set TMPDIR elsewhere"
             ) from error
         head = tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
         if head not in self._places:

@@ -13,8 +13,9 @@ time with other clients", "and higher quantization resolution to fast clients". 
   where |D_1| is how far the first merge moved the global model, and |D_t| the last one (L2, before fine-tuning).
 - **Between clients**: the round has (its mean bits) x (its clients) bits a number to give away. All get `least`; the
   rest goes out bit by bit, each to the client that would be done first with it, by the simulated clock's rule: three
-  times the forward pass's multiply-adds by its speed, its model down and the quantised change up by its bandwidth. Of
-  equals the lower number is first; `most` is the most that one gets.
+  times the forward pass's multiply-adds, times the samples it trains on, over its speed; plus the bytes of its model
+  down and of its quantised change up, over its bandwidth. Of equals
+  the lower number is first; `most` is the most that one gets.
 
 Weights go down as they are; changes come back by QSGD. As FedX's rival each device trains the largest of three nested
 sub-networks that it can hold. For FedX's comparison (Section IV-D), where "the server has data, fine-tunes without
@@ -23,10 +24,10 @@ regularization", set `fine_tuning: {gamma: 0}`. The run's `codec` is not used.
 A private aggregation hides how many samples a client holds. With it the clock counts one sample for every client, so
 that no client's samples decide about another's bits. Who else is drawn still does: `secret_selection` is refused.
 
-What a client can gain by lying: a norm is as far as updates are merged, so `rounds.norm_bound` limits by how much it
-makes one larger (a first round five times too large costs log2(5) < 3 bits for good). One that turns around what the
-others of the first round sent makes that norm small, and the bits of all later rounds large; they stay within `least`
-and `most`. Speed and bandwidth are the fleet's, not what a client says.
+What a client can gain by lying: the norm is of the merged change, so `rounds.norm_bound` limits how far one client
+raises it (a first norm five times too large costs log2(5) < 3 bits for good). One that cancels the others' updates in
+the first round makes that norm small, and the bits of all later rounds large; they stay within `least` and
+`most`. Speed and bandwidth are the fleet's, not what a client says.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ from fl_engine.selection import Selection, Uniform
 
 @dataclass(frozen=True, kw_only=True)
 class AdaGQState(PooledState):
-    """`first`, `last`: how far the first and the last merge that moved them took the weights, L2; 0: none yet."""
+    """`first`, `last`: L2 norm of the first and of the latest nonzero change by a merge; 0: none yet."""
 
     first: float = 0.0
     last: float = 0.0
@@ -169,8 +170,7 @@ def mean_bits(bits: int, first: float, last: float, least: int, most: int) -> fl
 
 # --------------------------------------------------------------------------------------------- between clients
 def clock(model: PoolModel, device: Device, draws: int) -> tuple[float, float]:
-    """Seconds that a device needs for a round without what its change takes on the way up, and those of each bit that a
-    number takes there."""
+    """(seconds of a device's round without its upload, seconds of the upload for each bit that a number takes)."""
     compute = FORWARDS_PER_STEP * model.macs * draws / device.speed
     return compute + model.bytes / device.bandwidth, model.params / 8 / device.bandwidth
 

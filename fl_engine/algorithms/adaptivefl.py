@@ -73,9 +73,9 @@ class AdaptiveFL(Terms):
     """Models per level: 3 is fine-grained, 1 coarse (the ablation of Table 4)."""
     starts: tuple[Index, ...] | None = None
     """I of the models 1 .. p of a level: so many layers keep full width. null: the paper's for VGG16 (8, 6, 4), the
-    authors' for ResNet18 (3, 2, 1) and MobileNetV2 (4, 3, 2); for other networks the largest with which S_1 makes about
-    a quarter and M_1 half of the whole, and the next smaller ones (fewer than p where the network has too few
-    layers)."""
+    authors' for ResNet18 (3, 2, 1) and MobileNetV2 (4, 3, 2); for other networks, and where those do not
+    serve p and `widths`, the largest with which S_1 has at most 30 and M_1 at most 60 % of the whole, and the next
+    smaller ones (fewer than p where the network has too few layers)."""
     variant: Variant = "cs"
     """How clients are selected: by curiosity and resources (cs), by one of them (c, s), at random (random), or the
     full model to random clients (greed)."""

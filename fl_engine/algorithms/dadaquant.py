@@ -6,7 +6,7 @@ In time, q begins at `q_min` and doubles, up to `q_max`, when the moving average
     L_t = psi L_{t-1} + (1 - psi) (mean loss of the round's clients),
 
 is not below what it was phi rounds ago; then phi rounds pass before it can double again. Between clients, those whose
-updates weigh more in the mean get more levels, as many as send the fewest in all at the variance of q for everyone:
+updates weigh more in the mean get more levels: the fewest in total with the variance of the same q for all clients:
 
     q_k = sqrt(a / b) w_k^(2/3),  a = sum_j w_j^(2/3),  b = sum_j w_j^2 / q^2       over the clients of the round
 
@@ -98,7 +98,7 @@ class DAdaQuant(Terms):
     psi: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """How much of the moving average of the loss stays from round to round."""
     phi: Count | None = 4
-    """Rounds in which the average has not fallen, after which q doubles; null: q stays `q_min`."""
+    """q doubles when the average is no lower than this many rounds ago; null: q stays `q_min`."""
     bucket: Count | None = 512
     """Elements that share a norm in QSGD; null: all of a tensor."""
     fine_tuning: FineTuning | None = None

@@ -2,7 +2,8 @@
 FlexFL, AdaptiveFL, HeteroFL and ScaleFL).
 
 Every round each level has k devices of its own. A device that has less free than its model needs fails: it cannot
-prune, since the smaller model has other weights.
+prune, since the smaller model has other weights. Only one that was sent the smallest model trains it all the same,
+unless `on_too_small: fail` is set.
 
 Departs from the papers: a device serves at most one level in a round; the largest level, which the fewest can hold,
 chooses first. In FlexFL's comparison a device that is short trains the level that fits instead; here the server cannot
@@ -119,7 +120,7 @@ class Decoupled(Terms):
     def merge(
         self, state: DecoupledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> DecoupledState:
-        """One aggregate per level, of its own weights: a prefix, so that they lie where the layout says."""
+        """One aggregate per level, of its own weights: prefixes, which the full layout can address."""
         tables, weight = state.tables, weight_of(self, state.layout, server)
         old = {m.name: _own(state, m) for m in state.pool}
         aggregates = {

@@ -9,14 +9,14 @@ answers with the mean of its exits' logits. Optimised with FedDyn (Acar et al., 
 
 Departs from the paper: exits are a global pooling and one linear layer, at the deepest blocks at which each level has
 at most its target plus 5 points (`widths.choose_exits`; for VGG16 29.7, 50.1 and 100 %, for ResNet18 15.8, 26.2 and 100
-%); a device with less free than its level needs steps down. g_k is what a device would keep; the server's state holds
-it, one model for each client that has taken part, written at every commit: for large networks set `alpha: 0`, or commit
-rarely. So it travels with the order, and counts in `bytes_down`: up to one model more for a client that takes part
+%); a device with less free than its level needs steps down. Devices would keep g_k; here the server's state does,
+one model for each client that has taken part, written at every commit: for large networks set `alpha: 0`, or commit
+rarely. g_k travels with the order and counts in `bytes_down`: up to one more model for a client that takes part
 again.
 
-With a codec on the way down, w^t is what client k decoded, for g_k and for h: it is what the client starts from and is
-held to, and h stays the mean of all clients' g_k. A change from the server's own weights has the codec's rounding in
-it, which g_k and h would add up.
+With a codec on the way down, w^t in g_k and h is what client k decoded: the client starts from it and is pulled to
+it, and h stays the mean of all clients' g_k. A change from the server's own weights would contain the codec's
+rounding, which g_k and h would add up.
 """
 
 from __future__ import annotations

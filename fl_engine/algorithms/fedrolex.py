@@ -66,8 +66,8 @@ class FedRolex(Terms):
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
     """The clients' capacities beta, ascending; the last may be below 1."""
     overlap: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """r of Sec. 3.3.7: the window advances by 1 + floor(beta * (1 - r) * K_i) channels per round. Below 1, as
-    printed, a stride that divides K_i can leave channels out for good."""
+    """r of Sec. 3.3.7: the window advances by 1 + floor(beta * (1 - r) * K_i) channels per round. Below 1, this
+    rule may never train some channels, where the stride divides K_i."""
     weighting: Weighting = "uniform"
     static_bn: StaticBN = True
     scaler: bool = True

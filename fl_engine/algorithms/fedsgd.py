@@ -3,8 +3,8 @@ samples, and the server averages the results by sample counts. That is one step 
 selected clients, `w - lr * sum_k (n_k / n) grad F_k(w)`; with `training.fraction: 1` on all data.
 
 It is `fedavg` with other local work: one epoch, one batch of all samples. `training.epochs`, `training.batch_size`,
-`training.drop_last` and `training.sampler` say nothing here; the learning rate and the rest of `training` do. The
-paper's own experiments call it FedSGD with C the fraction of clients.
+`training.drop_last` and `training.sampler` are ignored, and in a single step SGD's `momentum` and `schedule` change
+nothing; the rest of `training` counts. The paper's own experiments call it FedSGD with C the fraction of clients.
 
 Departs from the paper: a client's samples go through the network at once, so that batch norm sees all of them. That
 takes memory; `most_samples` bounds it, and a run with a larger client is refused before it trains.

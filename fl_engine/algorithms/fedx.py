@@ -121,7 +121,7 @@ class FedX(Terms):
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest level needs."""
     selection: Selection = Uniform()
-    """Whom it asks; what they are sent is their tier's."""
+    """Which clients are asked; tiers say what they get."""
     aggregation: Aggregation = Mean()
     server: Server = Average()
 
@@ -256,8 +256,8 @@ def _known(name: str, levels: Mapping[str, object], where: str) -> None:
 
 
 def _finest(codecs: Sequence[Codecs | None]) -> Codecs | None:
-    """The codecs with the most bits of all tiers that are sent one sub-network: its bytes are counted by them. None,
-    which stands for the run's codecs, where a tier has none of its own."""
+    """Of the tiers that are sent one sub-network, the codecs with the most bits: they count its bytes. None, for the
+    run's codecs, where a tier has none of its own."""
     known = [each for each in codecs if each is not None and isinstance(each.down, Qsgd)]
     if len(known) < len(codecs):
         return None

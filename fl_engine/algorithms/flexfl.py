@@ -10,11 +10,11 @@ Departs from the paper:
 - the proxy is cut from the training data before the clients get theirs (the authors' code takes it from the test set);
 - one Adam pre-trains for all epochs; `pretrain.reset_adam` makes a new one each epoch, as the authors' code does;
 - gamma is found by bisection on the size of all parameters (`pool.py`), and a model fits where more is free than its
-  size; `rule: authors` is their search, whose models are larger, and fit from the size that they were meant to have;
+  size; `rule: authors` is their search: its models are larger than the targets, and fit from the target size on;
 - selection draws uniformly among the devices that can hold the level (`selection.ResourceTable`);
 - the distillation term is reduced by the mean over batch and classes, as in the authors' code (`losses.py`);
-- teachers are all smaller pool members, M2' and M3' included, as in the code, and drop no units: there they do in the
-  first round only, because what tests the pool after it leaves its networks in evaluation mode (`teachers: authors`);
+- teachers are all smaller pool members, M2' and M3' included, as in the code, and drop no units; in the code they do
+  in round one only, since the test of the pool then leaves them in evaluation mode (`teachers: authors`);
 - "without APoZ" sets every A_i = 0.5: with A = 1 the largest layer could never be wider than 1 %.
 """
 
@@ -176,9 +176,8 @@ class FlexFL(Terms):
 
     # ---------------------------------------------------------------------------------------------- a search
     def search_space(self, pool: Pool) -> dict[str, Interval]:
-        """gamma of each dispatched model below the full one, up to a fifth from what its target size gives and never
-        across to the next one's; lambda and Gamma, where they are not switched off. Nothing, where the full model is
-        alone."""
+        """gamma of each dispatched model below the full one: from its solved value / 1.2 to * 1.2, within the geometric
+        means with its neighbours'; lambda and Gamma, unless switched off. Empty where the full model is alone."""
         if len(pool) == 1:
             return {}
         solved, found = [m.gamma for m in pool if m.dispatched and m.gamma is not None], dict[str, Interval]()

@@ -47,7 +47,7 @@ class AllLarge(Terms):
 
     training: Training = Training()
     eligible: Literal["all", "capable"] = "capable"
-    """`all` ignores what devices can hold; `capable` keeps to it."""
+    """`all` devices, or those `capable` of the full model."""
     selection: Selection | None = None
     """null: uniform among the eligible."""
     aggregation: Aggregation = Mean()

@@ -38,7 +38,7 @@ class HeteroFL(Terms):
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
     """Width ratio of each level, ascending to 1; these make about 25, 50 and 100 % of the parameters."""
     rounding: Rounding = "ceil"
-    """Of beta * K_i channels: up, as in HeteroFL's code, or down (FedRolex Eq. 3.6), at least one."""
+    """Of ratio * channels: up, as in HeteroFL's code, or down (FedRolex Eq. 3.6), at least one."""
     static_bn: StaticBN = True
     scaler: bool = True
     mask_labels: bool = True

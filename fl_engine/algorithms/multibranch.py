@@ -22,7 +22,7 @@ What the paper does not say, and is decided here:
 - The loss. Each client is sent its branch: here it trains that branch's loss alone.
 - Which exit is scored: here all are.
 - Memory: in the paper every client holds every branch. Here a device that cannot hold its tier's branch is sent the
-  largest that it holds; one that holds none, which only a selection picks that ignores memory, is sent the smallest. A
+  largest that it holds; one that holds none (picked only if the selection ignores memory) is sent the smallest. A
   device with less free than its branch needs cannot shorten it, as it has no other head: it fails. Only one that was
   sent the smallest branch trains it all the same, unless `on_too_small: fail` is set.
 

@@ -1,4 +1,4 @@
-"""What algorithms share that train the small, medium and large sub-network of a network, as FedX does: functions.
+"""Functions for algorithms that train a network's small, medium and large sub-networks, as FedX does.
 
 A network that was published with nested sub-networks has these three (`contracts.Nested`); of any other they are the
 first channels of every layer, a share of them for each size.

@@ -1,4 +1,4 @@
-"""What algorithms share whose server keeps one global model and a pool of its sub-models: functions, no base class.
+"""Functions (no base class) for algorithms whose server keeps one global model and a pool of its sub-models.
 
 An algorithm that has the fields of `PooledMethod` takes over what it needs by assigning it in its class:
 
@@ -85,16 +85,16 @@ class Training:
     label equally likely, or with `smoothing` a sample's weight is 1 / (smoothing + its label's count)."""
     augment: tuple[Augmenting, ...] = ()
     """Random changes of images and maps while clients train, one after the other. flip: left to right, with probability
-    `share`, and top to bottom, with probability `vertical`; crop: a window that lies up to `padding` pixels beside the
-    image; hsv, compress: of colours in 0..1; shear, scale: about the centre; mixup: another image over it, where
+    `share`, and top to bottom, with probability `vertical`; crop: a window shifted by up to `padding` pixels;
+    hsv, compress: of colours in 0..1; shear, scale: about the centre; mixup: another image over it, where
     targets are boxes. Boxes follow all but crop. E.g. [{name: crop}, {name: flip}]."""
     schedule: Scheduling = Constant()
-    """The learning rate inside a client's work of one round. cosine: from lr down to the share `floor` of it, again
-    after every `restart` epochs, where that is given, each time over `factor` times as many."""
+    """The learning rate inside a client's work of one round. cosine: from lr down to `floor` * lr; with `restart` anew
+    after so many epochs, each descent `factor` times as long as the one before."""
     objective: str | None = None
     """A function that gives the loss of a batch, package.module:NAME: objective(model, x, y, start), with the client's
     network, normalised samples, targets, and the weights that training began from; null: the loss of the data's task
-    and what the algorithm adds to it. Clients then train one at a time."""
+    and what the algorithm adds to it. With an objective clients train one at a time."""
     optimiser: str | None = None
     """A function that makes the clients' optimiser, package.module:NAME: optimiser(parameters, lr), a new one in each
     round, with that round's rate; null: SGD. `momentum` and `weight_decay` are SGD's: with a function they stay as they
@@ -158,7 +158,8 @@ def prefix_pool(
 ) -> Pool:
     """A model per width ratio, of the first channels of every layer, named `0.5x` and so on.
 
-    With `full_only` the full model alone is reported, and is there, not sent, also when all widths are below 1.
+    With `full_only` the full model alone is reported, and is there, not sent, also when all widths are below 1. Raises
+    PoolError for widths that do not ascend, to 1 without `full_only`, and for two models of one size.
     """
     check_widths(widths, ends_in_one=not full_only)
     layout = family.layout()
@@ -179,7 +180,9 @@ def prefix_pool(
 
 
 def exit_pool(family: ModelFamily, widths: Sequence[float], ends: Sequence[str], **more: Any) -> Pool:
-    """A model per level: everything up to its exit, at its width; the last level is the whole network."""
+    """A model per level, named `level1`, `level2` and so on: everything up to its exit, at its width; the last level is
+    the whole network. `ends`: the block behind which each level but the last exits; `more`: further fields of
+    PoolModel. Raises PoolError for widths that descend or do not end in 1, and where exits are too many or too few."""
     if len(ends) != len(widths) - 1 or widths[-1] != 1:
         raise PoolError(
             f"an early exit for each level but the last, whose width is 1, is expected: got widths {list(widths)}, "
@@ -261,8 +264,8 @@ def cutter(state: PooledState) -> Callable[[SubmodelSpec], Params]:
 def order_for(
     state: PooledState, pick: Pick, context: RoundContext, payload: Params, spec: SubmodelSpec | None = None
 ) -> WorkOrder:
-    """Sends the picked client the picked pool model, or `spec` instead, a sub-model of its size, with the weights
-    `payload`."""
+    """The order that sends the picked client the picked pool model, or `spec` instead, a sub-model of its size, with
+    the weights `payload`."""
     client, level = pick
     return WorkOrder(
         round=context.round,
@@ -275,6 +278,8 @@ def order_for(
 
 
 def select(method: PooledMethod, state: PooledState, context: RoundContext) -> list[Pick]:
+    """(client, level) of the clients that the method's selection picks for this round. Raises ModelError as `picked`
+    does."""
     count = asked(method.training, context)
     rng = seeds.rng(context.seed, "select", context.round)
     return picked(method.selector(state.pool), state, context, count, rng)
@@ -321,11 +326,12 @@ def merge(
     moving: bool = False,
 ) -> S:
     """What the aggregation makes of the updates - the per-element weighted mean over the clients that hold the element
-    (FlexFL Sec. III-E) - then the server's step, and what the selector learns. Failures count for nothing.
+    (FlexFL Sec. III-E) - then the server's step, and what the selector learns. Failures reach the selector alone.
 
-    `weight`: of an update. `moving`: a pool model says how large a sub-model is, but not where in the network it lies.
+    `weight`: of an update. `moving`: pool models say how large sub-models are, not where in the network they lie.
 
-    Raises ModelError, naming round and client, for a weight that is not positive and finite.
+    Raises ModelError, naming round and client, for a weight that is not positive and finite, or an update that does not
+    fit its sub-model.
     """
     public = Public.of(plan, state.pool, moving=moving)
     aggregate = method.aggregation.start(state.params, state.layout, public)
@@ -359,6 +365,8 @@ def stepped(server: ServerOptimizer, moments: Params, old: Params, aggregate: Ag
 
 # ------------------------------------------------------------------------------------------------ on the client
 def local_task(training: Training, order: WorkOrder, spec: SubmodelSpec, **more: Any) -> LocalTask:
+    """The task of this order on the sub-model `spec`, with the options that `training` has in the order's round;
+    `more`: further fields of LocalTask."""
     global _before
     what, t = (training, order.round, spec, more), training
     before = _before

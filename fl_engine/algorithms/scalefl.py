@@ -6,8 +6,8 @@ element; what no client's level has (the deeper blocks) is left out of it.
 
 Departs from the paper: exits are a global pooling and one linear layer; where they sit follows from the sizes
 (`widths.choose_exits`): the deepest point at which a level, at its width, has at most its target plus 5 points. The
-default `widths` make levels of 24.6, 33.7 and 100 % of VGG16, where FlexFL's comparison has large heads (`widths:
-[0.75, 0.99, 1.0]` makes 49.1 of the 33.7), and of 22.1, 52.6 and 100 % of ResNet34 (FlexFL's `widths: [0.81, 0.95,
+default `widths` make levels of 24.6, 33.7 and 100 % of VGG16 (FlexFL's comparison has large heads; with `widths:
+[0.75, 0.99, 1.0]` 33.7 becomes 49.1), and of 22.1, 52.6 and 100 % of ResNet34 (FlexFL's `widths: [0.81, 0.95,
 1.0]`: 25.9, 51.1 and 100 %). The authors' code distils after a quarter of the rounds: `kd_from`, in rounds. In FlexFL's
 and AdaptiveFL's comparisons the distillation is in effect off (`kd_weight: 0`) and updates are weighted by sample
 counts; ScaleFL's own mean is plain (`weighting: uniform`). A device with less free than its level needs steps down to

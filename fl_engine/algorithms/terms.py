@@ -1,6 +1,7 @@
 """The terms of local training, merging and scoring that algorithms of sub-models have in common. In a comparison they
 should be equal, so they are the same four options of every algorithm here; defaults are those of each method's paper,
-but for the `weighting` of HeteroFL and ScaleFL, which is by samples as in FlexFL's and AdaptiveFL's comparisons.
+but for the `weighting` of HeteroFL and ScaleFL (by samples, as in FlexFL's and AdaptiveFL's comparisons), Federated
+Dropout's (those of FedRolex's comparison), and `static_bn: kept` of FedX and its rivals (ours).
 
 An algorithm has them by naming `Terms` as its base, which holds these fields and nothing else, and obeys them by what
 stands below: `static_bn` in its `pool`, `local_task` in its `task`, `merge` or `weight_of` in its `merge`, and
@@ -55,7 +56,7 @@ class Terms:
     static_bn: StaticBN = False
     """Before each evaluation, collect the statistics of every batch norm in one pass over the training data, for each
     level (HeteroFL), instead of taking those of the test batch or the stored ones. `kept`: only where the network
-    stores some. A network without batch norm is scored alike."""
+    stores some. Without batch norm it changes nothing."""
     scaler: bool = False
     """Divide what every convolution and hidden linear layer puts out, in training only, by the width ratio of the
     sub-model (HeteroFL); where layers have different ratios, each by its own. Sub-models of full width have nothing to
@@ -129,7 +130,7 @@ def weight_of(method: OnTerms, layout: ParamLayout, server: ServerContext) -> Ca
     """How much an update counts."""
 
     def steps(update: ClientUpdate) -> float:
-        """What the client says, from one to as many as its order makes of its samples."""
+        """The client's reported steps, from 1 to what its order and samples give."""
         most = workload.steps(method.training, server.samples.get(update.client, update.num_examples))
         return min(max(1.0, update.metrics["steps"]), most)
 
@@ -158,8 +159,7 @@ def counted(weighting: Weighting, layout: ParamLayout, payload: Params, examples
 def expected_weights(
     method: OnTerms, layout: ParamLayout, orders: Sequence[WorkOrder], samples: Sequence[int]
 ) -> list[float]:
-    """How much the updates of these orders will count where all that was sent is trained. `samples`: of each client, by
-    its number."""
+    """The weights of these orders' updates if clients train all that they are sent. `samples`: by client number."""
     held = [samples[order.client] for order in orders]
     return [
         float(counted(method.weighting, layout, order.payload, n, workload.steps(method.training, n)))

@@ -1,4 +1,4 @@
-"""What can be plugged in: the protocols that the engine's parts keep to each other.
+"""What can be plugged in: the protocols between the engine's parts.
 
 A network, an algorithm, a selection, a server optimiser, a backend and a tracker are any objects with these methods.
 What passes between them are the values of `core.types` (a codec is one of them: orders name theirs).
@@ -85,7 +85,7 @@ class GivesWeights(Protocol):
 
 @runtime_checkable
 class PublishedFor(Protocol):
-    """A network that was published for one data set: for what samples and outputs, where nothing else is asked for."""
+    """A network published for one data set: its sample shape and outputs, the default where none is asked for."""
 
     published_input: ClassVar[tuple[int, ...]]
     published_outputs: ClassVar[int]
@@ -102,7 +102,7 @@ class Nested(Protocol):
 
 @runtime_checkable
 class CountsMacs(Protocol):
-    """A layer with weights that says itself what it costs, with all that it is made of."""
+    """A layer with weights that counts its own multiply-adds, inner layers included."""
 
     def macs(self, given: Tensor, output: Tensor) -> int:
         """Multiply-adds of a forward pass from this input to this output."""
@@ -113,7 +113,8 @@ class ServerContext(Protocol):
 
     @property
     def samples(self) -> Mapping[int, int]:
-        """How many training samples each client holds."""
+        """How many training samples each client holds. With partition.rule=local the server does not know: it is empty,
+        or raises PartitionError where a client is asked for."""
 
     @property
     def data(self) -> Data:
@@ -122,10 +123,12 @@ class ServerContext(Protocol):
 
     def train(self, task: LocalTask, params: Params, anchor: Params | None = None) -> Params:
         """The weights after training these (of `task.spec`) on the server's data. The proximal term, where the task has
-        one, pulls to `anchor` (None: to `params`). A function of its arguments, whatever the order of the names."""
+        one, pulls to `anchor` (None: to `params`). float32, on the CPU. A function of its arguments, whatever the order
+        of the names. Raises ConfigError where the server has no data, Diverged where training diverges."""
 
     def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
-        """The task's metric of this sub-model on the server's data."""
+        """The task's first metric of this sub-model on the server's data: an accuracy is in [0, 1]; NaN where these
+        samples do not define it. Raises ConfigError where the server has no data."""
 
 
 class PreparationContext(ServerContext, Protocol):
@@ -187,21 +190,28 @@ class Algorithm(Protocol):
         """What has to be computed before `pool`: names of registered preparations, or package.module:NAME."""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        """The sub-models, smallest first. `prepared`: the result of each of `preparations`, by its name."""
+        """The sub-models, smallest first, with names that differ; the largest is reported (`core.pool.pool_of`).
+        `prepared`: the result of each of `preparations`, by its name. Raises PoolError for options that make none."""
 
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
-    ) -> Any: ...
+    ) -> Any:
+        """The state before the first round. `params`: the full network's first weights, named and shaped as in
+        `layout`; `fleet`: a device for each client, in client order. Raises ConfigError for options that do not go with
+        the fleet, the pool or the server."""
 
     def plan(self, state: Any, context: RoundContext) -> RoundPlan:
         """Pure: the same state and context give the same orders, before and after a crash."""
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        """Pure, on the client: the sub-model that it really trains, the loss, the optimiser."""
+        """Pure, on the client: the sub-model that it really trains, the loss, the optimiser. Raises ClientError where
+        what was sent does not fit `ctx.observed` (in % of the full model): the client then fails at stage `prune`."""
 
     def merge(self, state: Any, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext) -> Any:
-        """The state after the round. `answers` has all answers in client order, and may be read several times; a
-        reading fetches one update at a time."""
+        """The state after the round: of the same class, with the same constant fields; its weights keep names, types
+        and shapes, and are finite (`rounds.checks` raises ModelError or Diverged). `answers` has all answers in client
+        order, and may be read several times; a reading fetches one update at a time, on the CPU, whose payload has the
+        shapes of its `spec`."""
 
 
 @runtime_checkable
@@ -300,7 +310,7 @@ class KeepsClientState(Protocol):
 @runtime_checkable
 class RemembersChanges(Protocol):
     """An algorithm whose server remembers how far each client moved the weights that it was sent (FedDyn). Asynchronous
-    rounds do not tell it: there an update that comes late is moved to the weights of now (`rounds.buffer`)."""
+    rounds cannot serve it: they move a late update to the current weights (`rounds.buffer`)."""
 
     @property
     def remembers_changes(self) -> bool:
@@ -331,10 +341,12 @@ class Selector(Protocol):
     """Which clients take part, and which pool model each is sent. A frozen dataclass; what it learns lies in tables,
     part of the algorithm's state."""
 
-    def init(self, fleet: Sequence[Device], pool: Pool) -> Tables: ...
+    def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
+        """The tables before the first round."""
 
     def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
-        """At most `count` distinct available clients, in client order."""
+        """At most `count` distinct available clients, in client order: (client, level), where a level is an index of
+        `context.pool`. All that is random comes from `rng`."""
 
     def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
         """Called after each order, in client order, for failures too. `seconds`: the order's time on the simulated

@@ -15,7 +15,7 @@ _ONE = threading.RLock()
 
 
 def drawn() -> dict[str, object]:
-    """The states of the three, by name; who draws changes one. They compare by ==."""
+    """By name, the states of three generators; a draw changes one. Compare by ==."""
     _, keys, *place = np.random.get_state()
     return {
         "torch": torch.get_rng_state().numpy().tobytes(),

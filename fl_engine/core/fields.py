@@ -46,8 +46,8 @@ class Section(BaseModel):
 
 
 class LeavesOut(BaseModel):
-    """Leaves out of a file what is empty of these fields: where there is nothing to tell, the file has the bytes that
-    it had before there were any. Other files have its checksum."""
+    """Leaves empty ones of these fields out of a file: it then has the same bytes as before the fields existed, and so
+    the checksum that other files hold of it."""
 
     left_out: ClassVar[tuple[str, ...]]
 

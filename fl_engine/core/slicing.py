@@ -20,9 +20,10 @@ from fl_engine.core.types import FULL, Axis, Keep, ParamLayout, Params, Pool, Su
 def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: SubmodelSpec = FULL) -> Params:
     """The slice `want` of `params`, which are the sub-model `have` of the network (default: all of it).
 
-    Prefixes come back as views, anything else as copies; so does a prefix of an axis with `copies`, whose entries do
-    not lie together. A name that `have` contains but `params` lacks was
-    not trained and stays absent. Raises ModelError, naming group and indices, where `want` is not within `have`.
+    Tensors have the shapes of `have`; the result has those of `want`. Prefixes come back as views, anything else as
+    copies; so does a prefix of an axis with `copies`, whose entries do not lie together. A name that `have` contains
+    but `params` lacks was not trained and stays absent. Raises ModelError where `want` is not within `have` (naming
+    group and indices, or blocks), and for a name that the layout does not have.
     """
     if want is have or want == have:
         unknown = next((name for name in params if name not in layout.slots), None)

@@ -76,9 +76,8 @@ class Supernet(BaseModel):
     seconds_per_round: dict[str, dict[str, float]] = {}
     """By tier and sub-network that its devices can hold: the seconds of a local round on the simulated clock."""
     regret: dict[str, float] = {}
-    """By tier, how much more accurate, not quantised, the best of the sub-networks is that `algorithm.search_levels`
-    left out than what was chosen: at least 0; an estimate, as nobody has quantised these. Empty where none was left
-    out."""
+    """By tier: the unquantised accuracy of the best sub-network that `algorithm.search_levels` left out, less that of
+    the chosen candidate; at least 0. An estimate: those left out are not quantised. Empty where there are none."""
     smaller_gets_more_bits: bool | None = None
     """Whether tiers with smaller sub-networks got more bits; null: all have the same, or nothing was searched."""
     samples: int = 0

@@ -27,7 +27,7 @@ class Answers:
         """By client, how many samples it says that it holds, where its update counts for fewer (`limit`)."""
 
     def add(self, outcome: Outcome, size: int | None = None) -> None:
-        """`size`: bytes of an update's weights as they travelled, where they are no longer what travelled."""
+        """`size`: bytes of an update's weights as they travelled, where `outcome` no longer holds those."""
         client = outcome.client
         if isinstance(outcome, ClientUpdate):
             self._places[client] = self._spool.put(outcome.payload)

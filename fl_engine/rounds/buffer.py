@@ -56,7 +56,7 @@ class Due:
     flying: tuple[Flight, ...]
     clock: float
     stale: Mapping[int, int]
-    """By client, how many merges ago the weights were those that it was sent."""
+    """By client, the staleness s: how many merges ago its weights were sent."""
     down: Mapping[int, tuple[int, int]]
     """By client, bytes of all that it was sent, and of the weights among it as a model has them."""
 

@@ -147,7 +147,7 @@ def adopted(plan: RoundPlan, mailbox: Mailbox, receive: Callable[[Outcome], None
         done.add(outcome.client)
         updates += isinstance(outcome, ClientUpdate)
     if done:
-        log.info("round %d: adopting %d updates of %d", plan.round + 1, len(done), len(plan.orders))
+        log.info("round %d: adopting %d answers of %d", plan.round + 1, len(done), len(plan.orders))
     return replace(plan, orders=tuple(o for o in plan.orders if o.client not in done), adopted=updates)
 
 

@@ -33,8 +33,9 @@ class Flight:
     finish: float
     """Seconds on the simulated clock."""
     down: int
-    """Bytes of the weights that were sent, and of those that come back."""
+    """Bytes of all that was sent: the weights as they travelled, and the order's memory."""
     up: int
+    """Bytes of the weights that come back, as they travel."""
     size: int
     """Bytes of the weights that were sent, as a model has them."""
     file: str

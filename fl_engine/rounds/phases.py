@@ -11,8 +11,8 @@ On the server's clock:
 They add up to `seconds_round`. Coding takes of `seconds_train`:
 
 - `seconds_decode`: the server decodes updates; 0 without a codec of the way up
-- `seconds_encode_clients`: clients encode, as they measure it, of all that are merged; 0 without a codec of the way up.
-  Outside of this process, or side by side, it is no part of `seconds_train`
+- `seconds_encode_clients`: merged clients' encoding, as they measure it; 0 without a codec of the way up. No
+  part of `seconds_train` where clients train outside this process or side by side
 
 `seconds_train/<name>` are the backend's own parts of it, where it measures some.
 
@@ -79,9 +79,9 @@ def models(metrics: Mapping[str, float], down: int, up: int) -> dict[str, float]
 
 
 def waste(rounds: Sequence[Mapping[str, float]]) -> float:
-    """Of the metrics of all rounds: the share of the weights that was sent in vain (AdaptiveFL Sec. 4.1): 1 - sum
-    size(back) / sum size(sent), of the sizes that models have: that a codec of the way up makes fewer bytes of them is
-    no waste. Rounds of earlier versions have the bytes that travelled."""
+    """From the metrics of all rounds: the share of the weights that was sent in vain (AdaptiveFL Sec. 4.1), 1 - sum
+    size(back) / sum size(sent), with sizes before coding: bytes that an upload codec saves are no waste. Rounds of
+    earlier versions have the bytes that travelled."""
     down, up = (sum(m.get(f"model_bytes_{way}", m[f"bytes_{way}"]) for m in rounds) for way in ("down", "up"))
     return 1 - up / down if down else 0.0
 

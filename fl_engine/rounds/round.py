@@ -112,8 +112,8 @@ def _scores(run: Run, state: Any) -> dict[str, float]:
 
 def _of_devices(run: Run, scores: Mapping[str, Score]) -> dict[str, float]:
     """`accuracy_devices`, by the deciding metric's name: the mean over the devices of what their own sub-model scores
-    (FedX, section IV-D), the one of their tier, else the largest that they can hold. None where one level is
-    reported, or where those that devices are sent are not."""
+    (FedX, section IV-D), the one of their tier, else the largest that they can hold. Empty where fewer
+    than two levels are scored, no device can hold any, or one that devices use is not reported."""
     pool = run.site.pool
     own = [level for level in (level_of(device, pool) for device in run.site.fleet) if level is not None]
     if len(scores) < 2 or not own or any(pool[level].name not in scores for level in own):

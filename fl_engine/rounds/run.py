@@ -111,9 +111,9 @@ class Run:
         return Took(slow * found.compute, slow * found.communication)
 
     def without_updates(self, plan: RoundPlan, dropped: Iterable[int], begin: float) -> float | None:
-        """How long a round lasts on the simulated clock to which no update comes and that has no deadline: until the
-        last client that dropped out has gone offline; where nobody was asked, until somebody else comes online, so that
-        the next round finds something else. None: without a trace it takes no time."""
+        """Simulated seconds of a round without updates and without a deadline: until the last client that dropped out
+        has gone offline; where nobody was asked, until somebody comes online, so that the next round can differ. None:
+        without a trace it takes no time."""
         if self.trace is None:
             return None
         ends = [self.trace.leaves(client, begin) for client in dropped] if plan.orders else [self.trace.arrives(begin)]

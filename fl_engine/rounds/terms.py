@@ -19,8 +19,8 @@ class RoundsConfig(Section):
     """End earlier than `stop`, after the first round at whose end so many seconds have passed on the simulated clock;
     may be raised to go on with a finished run; null: `stop` alone counts."""
     mode: Literal["synchronous", "buffered"] = "synchronous"
-    """synchronous: a round waits for all its clients; buffered: FedBuff, a round merges the first `buffer` updates of
-    training.fraction of all clients, which are all at work, by the simulated clock."""
+    """synchronous: a round waits for all its clients; buffered (FedBuff): training.fraction of all clients are at work,
+    and a round merges the first `buffer` updates by the simulated clock."""
     buffer: Count | None = None
     """With `buffered`, how many updates are merged at a time; null: those of all clients that are at work, which is the
     synchronous run."""
@@ -28,9 +28,10 @@ class RoundsConfig(Section):
     """With `buffered`, an update whose client was sent the weights of s merges ago counts (1 + s)^-staleness (FedBuff
     Sec. 4; 0.5 in its experiments)."""
     evaluate_every: Count = 1
-    """Rounds between two evaluations."""
+    """Rounds between two evaluations; the last round is always evaluated."""
     commit_every: Annotated[Literal["auto"] | Count, Moves.EXECUTION] = "auto"
-    """Rounds between two commits; auto: at most one every two seconds."""
+    """Rounds between two commits; auto: one after two seconds at the earliest, but one after every round where updates
+    are stored (`keep_updates`, or by the backend)."""
     keep_every: Annotated[Count | None, Moves.EXECUTION] = None
     """Keep the state of every n-th round; null: only the last two commits."""
     keep_updates: Annotated[bool, Moves.EXECUTION] = False
@@ -45,13 +46,13 @@ class RoundsConfig(Section):
     partition.rule=local a device says itself how many it holds: 10, say, keeps one that lies among 19 from being nearly
     all of the mean. null: it counts for as many as its client has, or says that it has."""
     over_provision: Annotated[float, Field(ge=1)] = 1.0
-    """Ask so many times more clients than `training.fraction` says; the round takes as many updates as it says, those
-    that come first: on the simulated clock, in pods by the clock on the wall."""
+    """Ask this many times as many clients as `training.fraction` says; the round takes the first updates, as many as
+    that says: first on the simulated clock, in pods by the wall clock."""
     deadline_s: Positive | None = None
     """Updates that take longer on the simulated clock come too late; null: all are waited for. (Pods also have
     `kubernetes.deadline_s`, by the clock on the wall.)"""
     quorum: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the wanted updates that a merge takes; with fewer, the model is carried forward unchanged."""
+    """Least share of the wanted updates that a merge needs; with fewer, the model is carried forward unchanged."""
     faults: str | None = None
     """Clients that drop out, come late or lie, on purpose: e.g. drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,
     corrupt=0.01, each with its share of all orders (see `fl_engine.fleet.faults`); null: none."""

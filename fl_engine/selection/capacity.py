@@ -11,7 +11,7 @@ from fl_engine.core.types import Codecs, Device, Pool
 log = logging.getLogger("flexfleet")
 
 LEAST = 1e-9
-"""What `lacks` says, in points, of a device that has exactly a model's size free: it needs more than that."""
+"""`lacks`, in points, of a device that has exactly a model's size free: to fit, more must be free."""
 
 
 def round_size(fraction: float, clients: int) -> int:
@@ -25,8 +25,8 @@ def holds(device: Device, share: float) -> bool:
 
 
 def lacks(device: Device, share: float) -> float:
-    """How many points (% of the full model) a device that has the most free has too few to hold a model of this share
-    of the full one; above 0 exactly where it does not hold it."""
+    """How many points (% of the full model) a device at its maximum capacity lacks to hold a model of this share of the
+    full one; above 0 exactly where it cannot hold it."""
     points = 100 * share - device.most
     return points if holds(device, share) else max(points, LEAST)
 

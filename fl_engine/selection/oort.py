@@ -38,11 +38,11 @@ class Oort:
         score = ((min(U, clip) - least) / (clip - least) + sqrt(uncertainty * ln R / L)) * min(1, T / t)^penalty
 
     with the round R and the client's last round L, both counted from 1, the client's time t, the pacer's T
-    (`selection.pacer`), and `least` = 0.999 times the smallest U. All that score at least `cut_off` times the first
-    that was not preferred any more are drawn from, with probability in proportion to their score. The share epsilon =
+    (`selection.pacer`), and `least` = 0.999 times the smallest U. The draw, in proportion to the
+    score, is among all that score at least `cut_off` times the best score not preferred. The share epsilon =
     max(`exploration_min`, `exploration` * `exploration_decay`^r) of the round, r = 0, 1, ..., goes to clients that were
-    never asked: of the `explore_window` times as many that have the most samples to train, times the same penalty for
-    their time, drawn in proportion to that. Where one kind runs out, the other fills the round. Each client is sent the
+    never asked, drawn in proportion to (samples to train) * (the same penalty for time), among the `explore_window`
+    times as many that have most of it. Where one kind runs out, the other fills the round. Each client is sent the
     largest model that it can hold. The defaults are those of FedScale, whose code the paper's authors maintain
     (fedscale/cloud/config_parser.py, thirdparty/oort/oort.py); where Oort's own code (training/argParser.py) or the
     paper has another value, it stands beside it.
@@ -62,8 +62,9 @@ class Oort:
       the code counts those that it trains, steps * batch at most, with the losses of its steps.
     - who failed, with a U of 0, counts in `least` and in `clip`; the code takes only utilities above 0 for these.
     - U is scaled by the range after clipping, not before it: one client that reports 1e6 would make all others equal.
-      `clip` is the floor((n - 1) * `clip`)-th of n ascending values, so the largest never sets it; the code's index
-      takes the largest of few. Both are over clients that were asked, without the sample counts of the others.
+      `clip` is the floor((n - 1) * `clip`)-th of n ascending values, from 0, so below 1 the largest of two or more
+      never sets it; the code's index takes the largest of few. Both are over clients that were asked, without the
+      sample counts of the others.
     - T is a percentile over the clients that can be asked now; the code takes all, with the speed that they had once.
     - the first round explores by the same rule; the code draws it uniformly.
     - equal scores are drawn in random order, and a round is filled where nobody is left to explore.
@@ -89,7 +90,7 @@ class Oort:
     cut_off: Share = 0.05
     """c, the cut-off confidence (`cut_off_util`; own code: 0.7; paper: 0.95)."""
     cut_off_pool: NotNegative = 10.0
-    """At least so many times as many as are wanted are drawn from, whatever they score (FedScale; own code: 0)."""
+    """The draw is among at least this multiple of those wanted, whatever they score (FedScale; own code: 0)."""
     exploration: Share = 0.9
     """epsilon in the first round (`exploration_factor`; the same in the own code and the paper)."""
     exploration_decay: Share = 0.98
@@ -97,7 +98,7 @@ class Oort:
     exploration_min: Share = 0.3
     """(`exploration_min`; own code and paper: 0.2.)"""
     explore_window: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
-    """So many times as many unexplored clients as are wanted are drawn from (`sample_window`; the same in both)."""
+    """The draw is among this multiple of the unexplored clients wanted (`sample_window`; the same in both)."""
     pacer_start: Positive = 30.0
     """Percentile of the clients' times that T is at first; from 100 on there is no T (`round_threshold`; own code:
     101)."""

@@ -26,7 +26,7 @@ class Pace:
     macs: float
     """Multiply-adds, as the simulated clock counts them."""
     seconds: float
-    """On the clock."""
+    """Real time."""
     joules: float | None
     """Energy of all that the sensors cover, not of the training alone; None: there are no sensors."""
 

@@ -73,9 +73,9 @@ def forget(moments: Params) -> None:
 def gradient_terms(
     task: LocalTask, state: Params, anchors: Sequence[Params], linear: Sequence[Params], device: torch.device
 ) -> Callable[[], None]:
-    """A function that corrects the gradients after the backward pass: it adds mu * (theta - anchor) (FedProx), or that
-    divided by its norm (`proximal_squared`), subtracts the linear term (FedDyn), then clips the norm. `anchors` and
-    `linear` have one entry per lane."""
+    """A function that corrects the gradients after the backward pass: it adds mu * (theta - anchor) (FedProx), or
+    without `proximal_squared` that divided by its norm, subtracts the linear term (FedDyn), then clips the norm.
+    `anchors` and `linear` have one entry per lane."""
     mu, limit = task.proximal, task.clip_norm
     trained = {name: t for name, t in state.items() if t.requires_grad}
     towards = lanes.stack(anchors, device) if mu > 0 else {}

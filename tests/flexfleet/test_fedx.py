@@ -97,7 +97,7 @@ def test_it_ends_in_the_same_model_after_a_kill_in_the_middle_of_a_round(
         pytest.fail("no kill left one update of the second round")
     with caplog.at_level("INFO"):
         done = flexfleet("run", "--json", "--run-id", "killed", "--resume", sets=sets)
-    assert "round 2: adopting 1 updates of" in caplog.text
+    assert "round 2: adopting 1 answers of" in caplog.text
     assert (done.json["model_sha256"], done.json["bytes"]) == (whole.json["model_sha256"], whole.json["bytes"])
 
 

@@ -56,7 +56,7 @@ class RoundContext:
     """When the round begins on the simulated clock: seconds that the earlier rounds took, and those in
     which nobody was online."""
     over_provision: float = 1.0
-    """How many times more clients are asked than updates are merged."""
+    """How many times as many clients are asked as updates merged."""
     slots: int | None = None
     """The most clients that can be asked now, where others are still at work; None: any number."""
     samples: tuple[int, ...] = ()

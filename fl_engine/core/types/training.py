@@ -49,7 +49,7 @@ class Distillation:
 
 @dataclass(frozen=True)
 class ExitLoss:
-    """Training of all exits of a multi-exit network: cross entropy of exit j times `weights[j]`, plus `kd_weight`
+    """Training of all exits of a multi-exit network: the task's loss of exit j times `weights[j]`, plus `kd_weight`
     times a distillation between exits: `last` teaches the others (ScaleFL), or `all` teach each other (DepthFL)."""
 
     weights: tuple[float, ...]
@@ -96,8 +96,8 @@ class LocalTask:
     proximal_squared: bool = True
     """False: adds mu * ||theta - anchor|| instead (L2 over all weights); its gradient is 0 at the anchor."""
     scaler: Scaler = 1.0
-    """Divides the output of every layer but the classifier, in training only (HeteroFL): one number for all layers, or
-    with `by_layer`, for each the share of its outputs that the sub-model keeps."""
+    """Divides the outputs of every convolution and hidden linear layer that a sub-model can cut, in training only
+    (HeteroFL): one number for all layers, or with `by_layer`, for each the share of its outputs that is kept."""
     mask_labels: bool = False
     """The logits of classes that the client does not hold are 0, its teachers' too, and their rows are not sent back
     (HeteroFL)."""
