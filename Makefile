@@ -105,7 +105,7 @@ e2e-containers: setup
 	docker image inspect --format 'in {{.Id}}' $(IMAGE)
 	FLEXFLEET_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/k8s/test_image.py
 
-# Compares the algorithms on real data, in fourteen hours on two cores, and AEP at full scale in nine more. An interrupted
+# Compares the algorithms on real data, in some seventeen hours on two cores, and AEP at full scale in nine more. An interrupted
 # campaign goes on when it is started again. See docs/evidence.md.
 evidence: setup
 	$(BIN)/python -m benchmarks.evidence
