@@ -104,6 +104,18 @@ def test_an_upload_whose_answer_breaks_off_is_made_again(
     assert len(endless.sent) == asked
 
 
+@pytest.mark.parametrize(("within_s", "asked"), [(5.0, 1), (None, 4)], ids=["a letter", "an order"])
+def test_a_letter_that_breaks_off_is_asked_for_once(
+    endless: Endless, monkeypatch: pytest.MonkeyPatch, within_s: float | None, asked: int
+) -> None:
+    """It is looked for again in any case."""
+    monkeypatch.setattr(urls.time, "sleep", lambda _: None)
+    endless.length = 100
+    with pytest.raises(EnvironmentFailure, match="GET"):
+        UrlStore({"key": endless.url}, {}, within_s).get("key", 200)
+    assert len(endless.sent) == asked
+
+
 @pytest.mark.parametrize("status", [302, 403, 503])
 def test_what_answers_instead_of_a_letter_is_not_read_to_its_end(endless: Endless, status: int) -> None:
     endless.status = status
