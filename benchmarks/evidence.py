@@ -6,13 +6,14 @@
 Makes comparisons (`flexfleet compare`): CIFAR-10 and Fashion-MNIST, each with Dirichlet 0.3 and IID; WISDM, by subject
 and with Dirichlet 0.5; AEP, with Dirichlet 0.5; wrong labels on Fashion-MNIST and WISDM; branches with Oort on
 Fashion-MNIST; what HeteroFL and ScaleFL add, and what FlexFL loses without a part, each in a comparison of equal
-selection; FlexFL and HeteroFL with VGG16, MobileNetV2, ResNet34 and on Tiny-ImageNet, rows of FlexFL's Table II, and
-FlexFL with VGG16 and other APoZ and, where a GPU is, all channels; FedX and its rivals on CIFAR-10, its share of medium
-devices, and its seconds on Tiny-ImageNet; FlexFL in few bits; the next characters of Shakespeare's roles, with a
-Transformer and with an LSTM; FedRolex and HeteroFL at high heterogeneity, with three rates on a seed of their own and
-with one rate on others; and AEP at the scale of FedAIoT's authors. The last two have a comparison for each seed. There
-are also FedOPT on AEP with the printed server rate, for fewer rounds, and central training on AEP with Adam. On two
-cores all that takes some seventeen hours, and AEP at full scale three more for each of three seeds.
+selection; FjORD, Federated Dropout, DepthFL and FedSGD, which these leave out; FlexFL and HeteroFL with VGG16,
+MobileNetV2, ResNet34 and on Tiny-ImageNet, rows of FlexFL's Table II, and FlexFL with VGG16 and other APoZ and, where a
+GPU is, all channels; FedX and its rivals on CIFAR-10, one sub-network for all devices, the share of medium devices, and
+its seconds on Tiny-ImageNet; FlexFL in few bits; the next characters of Shakespeare's roles, with a Transformer and
+with an LSTM; FedRolex and HeteroFL at high heterogeneity, with three rates on a seed of their own and with one rate on
+others; and AEP at the scale of FedAIoT's authors. The last two have a comparison for each seed. There are also FedOPT
+on AEP with the printed server rate, for fewer rounds, and central training on AEP with Adam. On two cores all that
+takes some seventeen hours, and AEP at full scale three more for each of three seeds.
 Writes docs/evidence/: tables.md, results.json (each comparison's command and numbers) and a drawing of each comparison.
 """
 
@@ -72,6 +73,17 @@ ADDITIONS: dict[str, tuple[str, ...]] = {
     "scalefl_kd=scalefl": (TABLE, WIDTHS, "algorithm.kd_weight=0.05"),
 }
 """HeteroFL's additions and ScaleFL's distillation, with the same selection with and without them."""
+NEITHER = ("algorithm.static_bn=false", "algorithm.scaler=false", "algorithm.weighting=examples")
+OTHERS: dict[str, tuple[str, ...]] = {
+    "heterofl": MAIN["heterofl"],
+    "fjord": (TABLE, "algorithm.widths=[0.5,0.71,1.0]"),
+    "federated_dropout": (TABLE, *NEITHER),
+    "depthfl": (TABLE,),
+    "fedavg": (),
+    "fedsgd": (),
+}
+"""What the comparisons of the papers leave out: other ways to cut a sub-model beside HeteroFL's, by the same selection
+and without additions; and FedSGD beside FedAvg."""
 ABLATIONS: dict[str, tuple[str, ...]] = {
     "flexfl": MAIN["flexfl"],
     "no_kd=flexfl": ("algorithm.epsilon=3.0", "algorithm.kd_weight=0.0"),
@@ -196,6 +208,10 @@ OWNED = (
 half the medium one (FedX, section IV-E)."""
 
 
+def _without_fleet(settings: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(setting for setting in settings if not setting.startswith("fleet."))
+
+
 def _tiers(bits: int | None) -> str:
     said = "null" if bits is None else bits
     return f"algorithm.assigned={{weak: {{level: small, bits: {said}}}, medium: {{level: medium, bits: {said}}}}}"
@@ -220,6 +236,12 @@ for _bits in (8, 9, 10, 11):
         own = (f"algorithm.level={_level}", f"algorithm.bits={_bits}", ALL)
         QUANTISED[f"{_level}_{_bits}=quantized_fedavg"] = own
 
+STRONG = "fleet.tiers=[{name: strong, share: 1.0, memory: 110.0}]"
+SIZES: dict[str, tuple[str, ...]] = {
+    "fedavg=fedx": ("algorithm.assigned={strong: {level: large, bits: null}}", TUNED),
+    **{f"fedx_{level}": () for level in ("small", "medium", "large")},
+}
+"""One sub-network on every device, in the bits that the search finds (FedX, Fig. 4), beside the whole in float32."""
 _UNEVEN = "algorithm.assigned={weak: {level: small, bits: 11}, medium: {level: medium, bits: 9}}"
 
 
@@ -380,6 +402,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 40, ABLATIONS, about="ablations"),
     Campaign("cifar10", IID, "0", 40, MAIN),
     Campaign("cifar10", IID, "0", 40, ADDITIONS, about="additions"),
+    Campaign("cifar10", IID, "0,1,2", 40, OTHERS, about="others"),
     Campaign("fashion_mnist", IID, "0", 40, MAIN),
     Campaign("wisdm_watch", SUBJECTS, "0,1,2", 200, ON_SENSORS, WISDM),
     Campaign("wisdm_watch", (*HALF, *TEN), "0,1,2", 200, ON_SENSORS, WISDM),
@@ -397,6 +420,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 100, FULL_AND_BRANCHES, BRANCHED, "branches", "0.5,0.6,0.7"),
     Campaign("fashion_mnist", DIRICHLET, "0", 100, WITH_OTHERS, BRANCHED, "branches_and_others", "0.5,0.6,0.7,0.8"),
     Campaign("cifar10", IID, "0,1,2", 40, QUANTISED, OWNED, "server_classes"),
+    Campaign("cifar10", IID, "0,1,2", 40, SIZES, (*_without_fleet(OWNED), STRONG), "fedx_sizes"),
     Campaign("cifar10", IID, "0", 40, SHARES, OWNED, "share_of_medium"),
     Campaign("cifar10", IID, "0", 40, CODED, about="flexfl_bits"),
     Campaign("tiny_imagenet", IID, "0", 12, TIMES, TIMED, "times"),
