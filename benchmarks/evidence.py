@@ -73,11 +73,10 @@ ADDITIONS: dict[str, tuple[str, ...]] = {
     "scalefl_kd=scalefl": (TABLE, WIDTHS, "algorithm.kd_weight=0.05"),
 }
 """HeteroFL's additions and ScaleFL's distillation, with the same selection with and without them."""
-NEITHER = ("algorithm.static_bn=false", "algorithm.scaler=false", "algorithm.weighting=examples")
 OTHERS: dict[str, tuple[str, ...]] = {
     "heterofl": MAIN["heterofl"],
     "fjord": (TABLE, "algorithm.widths=[0.5,0.71,1.0]"),
-    "federated_dropout": (TABLE, *NEITHER),
+    "federated_dropout": MAIN["fedrolex"],
     "depthfl": (TABLE,),
     "fedavg": (),
     "fedsgd": (),
@@ -208,8 +207,8 @@ OWNED = (
 half the medium one (FedX, section IV-E)."""
 
 
-def _without_fleet(settings: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(setting for setting in settings if not setting.startswith("fleet."))
+def _without(settings: tuple[str, ...], *begins: str) -> tuple[str, ...]:
+    return tuple(setting for setting in settings if not setting.startswith(begins))
 
 
 def _tiers(bits: int | None) -> str:
@@ -308,14 +307,10 @@ WITH_VGG: dict[str, tuple[str, ...]] = {
 }
 
 
-def _vgg_without(*begins: str) -> tuple[str, ...]:
-    return tuple(setting for setting in VGG if not setting.startswith(begins))
-
-
-RESNET = (*_vgg_without("model."), "model.name=resnet34", "model.width=0.25")
-MOBILENET = (*_vgg_without("model."), "model.name=mobilenetv2", "model.width=0.25")
+RESNET = (*_without(VGG, "model."), "model.name=resnet34", "model.width=0.25")
+MOBILENET = (*_without(VGG, "model."), "model.name=mobilenetv2", "model.width=0.25")
 FEW_IMAGES = (
-    *_vgg_without("dataset.train_samples=", "partition.clients="),
+    *_without(VGG, "dataset.train_samples=", "partition.clients="),
     "partition.clients=10",
     "partition.proxy=0.1",
     "training.fraction=0.4",
@@ -324,7 +319,7 @@ FEW_IMAGES = (
 """What is at hand of Tiny-ImageNet: 20 classes, 50 images of each, 64 x 64."""
 OR_HETEROFL = {name: WITH_VGG[name] for name in ("flexfl", "heterofl")}
 ON_GPU = "run.devices=[cuda]"
-WHOLE_VGG = (*_vgg_without("model.width="), ON_GPU)
+WHOLE_VGG = (*_without(VGG, "model.width="), ON_GPU)
 """With all channels."""
 APOZ_OR_NOT = {name: WITH_VGG[name] for name in ("flexfl", "no_apoz=flexfl")}
 WITH_APOZ: dict[str, tuple[str, ...]] = {
@@ -420,7 +415,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 100, FULL_AND_BRANCHES, BRANCHED, "branches", "0.5,0.6,0.7"),
     Campaign("fashion_mnist", DIRICHLET, "0", 100, WITH_OTHERS, BRANCHED, "branches_and_others", "0.5,0.6,0.7,0.8"),
     Campaign("cifar10", IID, "0,1,2", 40, QUANTISED, OWNED, "server_classes"),
-    Campaign("cifar10", IID, "0,1,2", 40, SIZES, (*_without_fleet(OWNED), STRONG), "fedx_sizes"),
+    Campaign("cifar10", IID, "0,1,2", 40, SIZES, (*_without(OWNED, "fleet."), STRONG), "fedx_sizes"),
     Campaign("cifar10", IID, "0", 40, SHARES, OWNED, "share_of_medium"),
     Campaign("cifar10", IID, "0", 40, CODED, about="flexfl_bits"),
     Campaign("tiny_imagenet", IID, "0", 12, TIMES, TIMED, "times"),

@@ -268,7 +268,7 @@ def _waiting_is_told(uri: str) -> Iterator[None]:
 @contextmanager
 def few_tries(tries: int, timeout: int, unless_given: bool = False) -> Iterator[None]:
     """MLflow's calls inside take seconds where its server is gone, not the minutes that its own settings make (7 and
-    120): after its first question it is asked `tries` times more, and waited for for `timeout` seconds each time.
+    120): after its first question it is asked `tries` times more, and each answer may take `timeout` seconds.
     `unless_given`: what the environment says of either holds."""
     settings = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(tries), "MLFLOW_HTTP_REQUEST_TIMEOUT": str(timeout)}
     before = {name: os.environ[name] for name in settings if name in os.environ}
