@@ -1,4 +1,4 @@
-"""Judges a night, registers its models and reports the verdict."""
+"""Judges a nightly regression run, reports the verdict, and registers the models if it is good."""
 
 from typing import Any, List  # noqa: UP035 - kfp accepts lists of artifacts only as typing.List
 
@@ -44,7 +44,6 @@ def gate(
         Path(told.path).write_text(regress.card(verdict), encoding="utf-8")
         metrics.log_metric("passed", int(verdict.passed))
         for check in verdict.checks:
-            if check.against == "reference":
-                metrics.log_metric(f"{check.metric}/{check.label}", check.now)
+            metrics.log_metric(f"{check.metric}/{check.label}", check.now)
         seen = verdict.model_copy(update={"report": regress.where(asked, verdict, job_id)})
         return "" if verdict.passed else regress.told(seen)

@@ -1,8 +1,8 @@
-"""The nightly regression: prepare -> (for each case, algorithm and seed) run -> gate -> decide.
+"""Nightly regression run: prepare -> (for each case, algorithm and seed) run -> gate -> decide.
 
-The suite and its reference figures come from the image; the champion comes from MLflow. `gate` measures, judges,
-registers the models and reports. A separate task, `decide`, fails if the gate failed: Kubeflow keeps no artifacts of a
-failed task, and people need the report of a failed night.
+The suite and its reference come from the image, and the earlier runs that passed come from MLflow. `gate` measures,
+judges, reports, and registers the models if the verdict is good. A separate task, `decide`, fails if the gate failed:
+Kubeflow keeps no artifacts of a failed task, and people need the report of a failed run.
 
 `flexfleet nightly` makes a recurring run of it: an empty `night_id` becomes the pipeline run's id.
 
@@ -27,8 +27,8 @@ from pipelines.shared import COORDINATOR_KEYS, WEBHOOK_KEY, WEBHOOK_SECRET, desc
     name="nightly",
     display_name="Nightly regression",
     description=described(
-        "A fixed suite, compared with the last night that passed and with a reference.",
-        "mlflow_uri (which keeps the champion) and store_uri (where the runs are kept)",
+        "A fixed suite, compared with a reference and with the nightly regression runs that passed.",
+        "mlflow_uri (which has the earlier runs) and store_uri (where the runs are kept)",
         '{"publish.onnx": false}',
     ),
 )
@@ -39,11 +39,11 @@ def nightly(
     night_id: str = "",
     advanced: dict[str, Any] = {},  # noqa: B006 - kfp writes it into the specification, nobody holds it
 ) -> None:
-    """Fails if a figure is worse than before, beyond a threshold and beyond noise.
+    """Fails if a figure is worse than before by more than noise explains.
 
     Args:
         suite: A suite of flexfleet/nightly/suites: what is run, and its reference figures.
-        mlflow_uri: Tracking URI of an MLflow server, which keeps the champion; empty: the one that Kubeflow gives
+        mlflow_uri: Tracking URI of an MLflow server, which has the earlier runs; empty: the one that Kubeflow gives
             tasks, else the reference alone.
         store_uri: s3://bucket/prefix of all runs, or a folder that outlives a pod.
         night_id: Name of the night's folder; the same name resumes it. Empty: the pipeline run's id.

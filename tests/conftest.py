@@ -311,7 +311,7 @@ TINY: dict[str, Any] = {
         "rounds.stop": 3,
     },
     "cases": {"quick": {"algorithms": "flexfl", "to": 0.9}},
-    "thresholds": {"avg": 0.01, "full": 0.01, "rounds": 0.15, "mb": 0.15, "peak_mb_rounds": 0.1, "pace": 0.2},
+    "thresholds": {"avg": 0.015, "full": 0.015, "rounds": 0.2, "mb": 0.2, "peak_mb_rounds": 0.3, "pace": 0.35},
 }
 
 

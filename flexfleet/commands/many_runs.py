@@ -127,7 +127,7 @@ def regress(args: argparse.Namespace) -> int:
         night = step.prepare(args.suite, id, args.set)
         log.info("folder: %s", night.folder)
         verdict = step.regress(night, jobs=args.jobs, resume=args.resume)
-    show(verdict.model_dump_json() if args.json else step.told(verdict))
+    show(verdict.model_dump_json() if args.json else step.told(verdict, every=True))
     if not verdict.passed:
         webhook.call(step.told(verdict))
     return 0 if verdict.passed else GateFailed.exit_code

@@ -18,7 +18,7 @@ from flexfleet.tracking import record as track
 PROCESSES, TASKS = "processes of their own", "tasks of a graph"
 BACKEND = "backend"
 """Where clients lived, in `Figures.machine`: the memory that is measured is the coordinator's, which clients of other
-processes are no part of. Figures of earlier versions do not say; they count as made with the default, in_process."""
+processes are no part of."""
 MEMORY = ("peak_mb", "peak_mb_rounds")
 """Peak memory of the whole process, which is reported, and above what the process held before its first round, which
 is judged: so the memory that importing torch takes cannot hide a leak."""

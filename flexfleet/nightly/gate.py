@@ -1,145 +1,105 @@
-"""Decides whether a figure is worse than it was, beyond what noise explains.
+"""Decides whether a figure of a nightly regression run is worse than before by more than noise explains.
 
-A night has figures of a few seeds. The gate compares them with those of the champion (the last night that passed) and
-of the reference in git, which has at least 20 seeds. It compares the means of each metric. The earlier figures show how
-far seeds spread: with s their pooled standard deviation, n seeds now and m before, a difference of means beyond
+A nightly regression run trains some of the reference's seeds again. So figures are compared seed by seed, and the large
+spread between seeds cancels out. Each figure is compared twice:
 
-    t(1 - alpha) * s * sqrt(1/n + 1/m)
+- with the reference, which does not change by itself, so small losses cannot add up unnoticed;
+- with the mean of the nightly regression runs that passed since the reference was made.
 
-is not noise (one-sided two-sample t test; the night's own spread is left out, since broken code may also spread more).
-`alpha` is ALPHA divided by the number of comparisons of the night (Bonferroni). A difference fails the gate only if
-it is also larger than its threshold. Small drops from champion to champion cannot add up unseen, since the reference
-does not change by itself.
+A figure fails if its mean is worse by more than
+
+    max(threshold, Z * s * sqrt(1/n + 1/m))
+
+n is the number of values tonight, and m is the number of earlier values. s is the pooled standard deviation of the same
+seed's values over the reference and all passed runs. Pace has turns instead of seeds, and s is their spread.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from types import MappingProxyType
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from flexfleet.comparisons.paired import t_quantile
+from flexfleet.nightly.suite import HIGHER, METRICS, OF_MACHINE, Figures
 
-ALPHA = 0.002
-"""The share of nights that noise alone fails, for normally distributed figures. Real figures have longer tails: in
-draws from the digits suite's 20 seeds, fewer than one night in a hundred fails (a test)."""
-FEWEST_SEEDS = 3
+Z = 4.0
+"""Noise alone exceeds so many standard errors in 1 of 30,000 comparisons, so it fails about 1 of 1,000 nightly
+regression runs of 30 comparisons."""
+REFERENCE, PASSED = "reference", "passed runs"
 
-HIGHER = ("avg", "full")
-"""Metrics that are better when higher; their thresholds are absolute. The thresholds of the others are shares of the
-earlier figure."""
-OF_MACHINE = ("peak_mb_rounds", "pace")
-"""Metrics that can only be compared between equal machines."""
-METRICS = {
-    "avg": "accuracy, mean over the levels",
-    "full": "accuracy of the full model",
-    "rounds": "rounds to the accuracy",
-    "mb": "MB sent to the accuracy",
-    "peak_mb_rounds": "peak memory of the rounds, MB",
-    "pace": "seconds by those of a plain loop",
-}
-
-Values = Mapping[str, Sequence[float]]
-"""By metric, a value for each seed (for pace: for each turn)."""
+Groups = Mapping[int, Sequence[float]]
+"""Values of one figure by seed. The turns of pace are one group."""
 
 
 class Check(BaseModel):
-    """One metric of one label, now and before."""
+    """Comparison of one figure with its earlier values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     label: str
     metric: str
     measured: str = "accuracy"
-    """The task's metric that decides: what avg and full are values of, and what is reached in so many rounds and MB."""
+    """The task's metric, to which avg, full, rounds and mb refer."""
     against: str
-    """champion or reference."""
-    now: float
+    """REFERENCE or PASSED."""
     before: float
+    now: float
     worse_by: float
-    """Below zero if it is better."""
-    threshold: float
-    noise: float
-    """Differences up to this are noise."""
+    """Below zero if the figure is better than before."""
+    allowed: float
+    """The smallest regression that fails: larger differences fail."""
+    limit: float
+    """The worst figure that passes."""
     failed: bool
 
 
-@dataclass(frozen=True)
-class Before:
-    """What the night is compared with."""
-
-    name: str
-    labels: Mapping[str, Values]
-    same_machine: bool
-
-
-def said(check: Check) -> str:
-    """What a check compares, for people."""
-    return METRICS[check.metric].replace("accuracy", check.measured)
-
-
-def judge(
-    now: Mapping[str, Values],
-    before: Sequence[Before],
-    thresholds: Mapping[str, float],
-    measured: Mapping[str, str] = MappingProxyType({}),
-) -> list[Check]:
-    """All comparisons that can be made, in the order of the labels. `measured`: by label, the task's metric where that
-    is another than accuracy."""
-    asked = [
-        (label, metric, other)
-        for label, values in now.items()
-        for metric in METRICS
-        for other in before
-        if values.get(metric)
-        and other.labels.get(label, {}).get(metric)
-        and (other.same_machine or metric not in OF_MACHINE)
-    ]
+def judge(now: Figures, reference: Figures, passed: Sequence[Figures], thresholds: Mapping[str, float]) -> list[Check]:
+    """Return all possible comparisons in the order of the labels. Memory and pace are only compared between equal
+    machines."""
     checks = []
-    for label, metric, other in asked:
-        known = [b.labels[label][metric] for b in before
-                 if b.labels.get(label, {}).get(metric) and (b.same_machine or metric not in OF_MACHINE)]  # fmt: skip
-        alpha = ALPHA / len(asked)
-        check = _check(label, metric, other, now[label][metric], known, thresholds[metric], alpha)
-        checks.append(check.model_copy(update={"measured": measured.get(label, check.measured)}))
+    for label, of in now.labels.items():
+        for metric in METRICS:
+
+            def values(*runs: Figures, label: str = label, metric: str = metric) -> Groups:
+                comparable = [run for run in runs if metric not in OF_MACHINE or run.machine == now.machine]
+                return _by_seed(comparable, label, metric)
+
+            tonight, spread = values(now), pooled_spread(values(reference, *passed).values())
+            for against, before in ((REFERENCE, values(reference)), (PASSED, values(*passed))):
+                if seeds := tonight.keys() & before.keys():
+                    pair = [tonight[seed] for seed in seeds], [before[seed] for seed in seeds]
+                    compared = _compared(metric, *pair, thresholds[metric], spread)
+                    checks.append(Check(label=label, metric=metric, measured=of.metric, against=against, **compared))
     return checks
 
 
-def _check(
-    label: str,
-    metric: str,
-    other: Before,
-    now: Sequence[float],
-    known: Sequence[Sequence[float]],
-    threshold: float,
-    alpha: float,
-) -> Check:
-    before = other.labels[label][metric]
-    better = 1 if metric in HIGHER else -1
-    worse = better * (fmean(before) - fmean(now)) + 0.0  # which makes 0 of a -0
-    allowed = threshold if metric in HIGHER else threshold * abs(fmean(before))
-    bound = noise(now, before, known, alpha)
-    return Check(
-        label=label,
-        metric=metric,
-        against=other.name,
-        now=fmean(now),
-        before=fmean(before),
-        worse_by=worse,
-        threshold=allowed,
-        noise=bound,
-        failed=worse > allowed and worse > bound,
-    )
+def _compared(
+    metric: str, now: Sequence[Sequence[float]], before: Sequence[Sequence[float]], threshold: float, spread: float
+) -> dict[str, Any]:
+    means = {"now": fmean(map(fmean, now)), "before": fmean(map(fmean, before))}
+    sign = -1 if metric in HIGHER else 1
+    worse = sign * (means["now"] - means["before"])
+    least = threshold if metric in HIGHER else threshold * abs(means["before"])
+    allowed = max(least, Z * spread * math.sqrt(1 / sum(map(len, now)) + 1 / sum(map(len, before))))
+    limit = means["before"] + sign * allowed
+    return {**means, "worse_by": worse, "allowed": allowed, "limit": limit, "failed": worse > allowed}
 
 
-def noise(now: Sequence[float], before: Sequence[float], known: Sequence[Sequence[float]], alpha: float) -> float:
-    """The largest difference of the means that noise explains. `known`: groups whose spread shows what noise is."""
-    freedom = sum(len(values) - 1 for values in known)
-    if freedom < 1:
-        return math.inf
-    squares = sum((value - fmean(values)) ** 2 for values in known for value in values)
-    return t_quantile(1 - alpha, freedom) * math.sqrt(squares / freedom * (1 / len(now) + 1 / len(before)))
+def pooled_spread(groups: Iterable[Sequence[float]]) -> float:
+    """Return the pooled standard deviation within the groups; 0 if no group has two values."""
+    many = [values for values in groups if len(values) > 1]
+    squares = sum((value - fmean(values)) ** 2 for values in many for value in values)
+    return math.sqrt(squares / sum(len(values) - 1 for values in many)) if many else 0.0
+
+
+def _by_seed(runs: Sequence[Figures], label: str, metric: str) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        values = run.labels[label].values.get(metric, ()) if label in run.labels else ()
+        seeds = run.seeds if values and metric != "pace" else (0,) * len(values)
+        for seed, value in zip(seeds, values, strict=True):
+            found.setdefault(seed, []).append(value)
+    return found

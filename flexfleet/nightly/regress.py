@@ -1,24 +1,23 @@
-"""The nightly regression: runs a suite, measures it, compares it with earlier figures, and reports; a night that passes
-becomes champion.
+"""Nightly regression run: trains a suite, measures it, judges it against earlier figures, reports it, and publishes
+its models if it passes.
 
-A night is a folder `<run.store>/<id>/` with figures.json, regression.json (what `--json` prints) and regression.html;
-beside it, `<id>-<case>/` is the comparison of each case. In MLflow a night is a run in the experiment
-regression-<suite>, the parent of the comparisons and of all their runs. It also makes versions of the registered models
-`<suite>-<case>-<label>` (publish.py) from the first seed's runs: each is `candidate` at once, and `champion` if the
-gate passes the night. A version's tag says to which night it belongs.
+A nightly regression run is a folder `<run.store>/<id>/` with figures.json, regression.json (what `--json` prints) and
+regression.html. The comparison of each case is stored beside it, in `<id>-<case>/`. In MLflow a nightly regression run
+is a run in the experiment regression-<suite>, the parent of the comparisons and of all their runs. If the gate passes
+it, the first seed's runs become versions of the registered models `<suite>-<case>-<label>` (publish.py) with the
+aliases `candidate` and `champion`. If the gate fails it, nothing is registered.
 """
 
 from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fl_engine.core.errors import ConfigError, IntegrityError
-from fl_engine.storage.store import FolderStore
+from fl_engine.core.errors import ConfigError, GateFailed, IntegrityError
+from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.comparisons import graph, whole
-from flexfleet.config.entries import Entry
 from flexfleet.config.names import plain
 from flexfleet.config.overrides import check_count
 from flexfleet.files.alone import alone
@@ -27,13 +26,13 @@ from flexfleet.files.begun import check_free, failures_tell, go_on
 from flexfleet.files.measure import Measure
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.nightly import gate, suite
-from flexfleet.nightly.figures import BACKEND, PROCESSES, Folders, measure
-from flexfleet.nightly.gate import Before, Check
+from flexfleet.nightly.figures import PROCESSES, Folders, measure
+from flexfleet.nightly.gate import Check
 from flexfleet.nightly.night import KIND, Night, check_commit, keep_commit
 from flexfleet.nightly.suite import Figures
 from flexfleet.publish import publish
 from flexfleet.reports import plots
-from flexfleet.reports.page import Drawing, Filters, render
+from flexfleet.reports.page import Drawing, render
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages
 from flexfleet.steps.prepare import Resolved
@@ -41,13 +40,15 @@ from flexfleet.tracking import record as track
 from flexfleet.tracking.server import address, answering, client_of
 from flexfleet.tracking.trackers import TOKEN, MLflow, ending, log_outcome
 
-PASSED, JUDGED = "flexfleet.passed", "flexfleet.judged"
-"""Tags of a night's run: the verdict, and a digest of the runs that were judged."""
-NIGHT = "flexfleet.regression"
-"""Tag of a registered version: the MLflow run of its night."""
+PASSED, JUDGED, REFERENCE = "flexfleet.passed", "flexfleet.judged", "flexfleet.reference"
+"""Tags in MLflow: the verdict, a digest of the runs that were judged, and the reference's sha256."""
+HISTORY = 20
+"""The most passed nightly regression runs that a new one is compared with; the newest are taken."""
 REFERENCE_SEEDS = tuple(range(20))
-TURNS, REFERENCE_TURNS = 9, 20
+TURNS, REFERENCE_TURNS = 15, 20
 """Turns in which the pace of each label is measured."""
+NOTHING_LEARNED = 7
+"""Exit code of a run that diverged or merged no update."""
 FILES = ("figures.json", "regression.json", "regression.html")
 
 log = logging.getLogger("flexfleet")
@@ -60,8 +61,8 @@ class Verdict(Artifact):
     id: str
     passed: bool
     checks: tuple[Check, ...]
-    since: str | None
-    """`champion` or `reference`, and the range of commits since then."""
+    since: str
+    """The last nightly regression run that passed, or the reference, and the range of commits since then."""
     commits: tuple[str, ...]
     """`hash subject` of the commits since then, newest first; empty if the code is no checkout."""
     notes: tuple[str, ...]
@@ -75,55 +76,39 @@ class Verdict(Artifact):
 
 # ------------------------------------------------------------------------------------------------ the command
 def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) -> Night:
-    """Reads the suite and its reference. Raises ConfigError if there is nothing to compare with."""
+    """Read the suite and check its reference. Raises what `reference_of` raises."""
     path = suite.path_of(name)
     asked = suite.load(path)
     seeds = tuple(sorted({*asked.seeds, *REFERENCE_SEEDS})) if update else asked.seeds
     night = Night(path, asked, plain(id, "a night's id"), suite.runs_of(asked, path.stem, seeds, list(sets), id))
-    if night.config.tracking.mlflow is not None and not update:
+    if update:
+        return night
+    if night.config.tracking.mlflow is not None:
         for entry in (each[0] for each in night.runs.values()):
             publishing = entry.config.publish.model_copy(update={"models": True})
             config = entry.config.model_copy(update={"publish": publishing})
             resolved = Resolved.of(config)
             need_packages(resolved)
             check(resolved)
-    if not update:
-        _check_before(night)
+    reference_of(night)
     return night
 
 
-def _check_before(night: Night) -> None:
-    path = night.path.with_suffix(".json")
-    known = [figures for figures in (champion_of(night), reference_of(night)) if figures is not None]
-    if not known:
-        raise ConfigError(
-            f"nothing to compare with: {path} does not exist and MLflow has no champion; make the reference first, "
-            "with --update"
-        )
-    before = {(name, of.task) for figures in known for name, of in figures.labels.items()}
-    if not night.tasks.items() & before:
-        same = sorted(night.tasks.keys() & {name for name, _ in before})
-        why = (
-            f"{', '.join(same)} have other settings now than when the figures before were made"
-            if same
-            else f"the suite has {', '.join(night.tasks)}, the figures before are of "
-            f"{', '.join(sorted({name for name, _ in before})) or 'nothing'}"
-        )
-        raise ConfigError(
-            f"nothing to compare with: {why}: take back what was renamed or changed in {night.path}, or make the "
-            "reference again, with --update"
-        )
-
-
 def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
-    """Makes the runs that are not finished, and judges the night. A night that fails is a result, not an error. Raises
-    what `compare` raises, and ConfigError if another process has the night."""
+    """Make the runs that are not finished, and judge them. A worse figure is a result, not an error. Raises what
+    `compare` raises, GateFailed if a run diverged or merged no update, and ConfigError if another process has the
+    night."""
     take_folder(night, resume)
     with alone(night.folder), stopping_at_once(go_on(night.id)):
         with failures_tell(night.id):
             mlflow = begin(night, {})
         with ending(mlflow):
-            folders = make(night, jobs, resume, mlflow.root if mlflow else None)
+            try:
+                folders = make(night, jobs, resume, mlflow.root if mlflow else None)
+            except whole.RunsFailed as error:
+                if error.exit_code == NOTHING_LEARNED:
+                    raise GateFailed(str(error)) from error
+                raise
         with failures_tell(night.id):
             return settle(night, folders, night.folder)
 
@@ -162,39 +147,60 @@ def make(night: Night, jobs: int, resume: bool, mlflow_run_id: str | None = None
 def settle(
     night: Night, folders: Folders, out: Path, runs_in: str = PROCESSES, mlflow_run_id: str | None = None
 ) -> Verdict:
-    """Measures, judges, registers and reports: writes FILES into `out`. A night that MLflow has as judged is not judged
-    again, since it would be compared with itself. `mlflow_run_id`: the night's MLflow run, if another task began it."""
+    """Measure, judge and report: write FILES into `out`, and publish the models if the verdict is good. If MLflow has a
+    verdict on these runs, it is used again. `mlflow_run_id`: the night's MLflow run, if another task began it."""
     mlflow = begin(night, {}, mlflow_run_id)
-    if mlflow is not None and (known := _judged(night, folders, out, mlflow)) is not None:
-        log.info("%s was judged before", night.id)
-        return known
     with ending(mlflow):
-        figures = measure(night, folders, TURNS, runs_in)
-        figures.write(out / "figures.json")
-        verdict = _verdict(night, figures, out, mlflow.run_id if mlflow else None)
+        verdict = _judged(folders, out, mlflow) if mlflow else None
+        if verdict is None:
+            figures = measure(night, folders, TURNS, runs_in)
+            figures.write(out / "figures.json")
+            verdict = _verdict(night, figures, out, mlflow)
+            if mlflow is not None:
+                _record(night, folders, out, verdict, mlflow, figures)
         if mlflow is not None:
-            _publish(night, folders, out, verdict, mlflow, figures)
+            if verdict.passed:
+                _publish(night, folders, out, mlflow.uri)
+            mlflow.finish("FINISHED" if verdict.passed else "FAILED")
         return verdict
 
 
-def _verdict(night: Night, figures: Figures, out: Path, mlflow_run_id: str | None) -> Verdict:
-    champion, reference = champion_of(night, mlflow_run_id), reference_of(night)
-    checks, notes = compared(night, figures, champion, reference)
-    before = ("champion", champion) if champion else ("reference", reference)
+def _verdict(night: Night, figures: Figures, out: Path, mlflow: MLflow | None) -> Verdict:
+    reference, passed = reference_of(night), passed_since(night, mlflow) if mlflow else []
+    checks = gate.judge(figures, reference, passed, night.suite.thresholds)
+    before, last = ("last nightly regression run that passed", passed[0]) if passed else ("reference", reference)
     verdict = Verdict(
         suite=night.name,
         id=night.id,
         passed=not any(check.failed for check in checks),
         checks=tuple(checks),
-        since=f"{before[0]}, {before[1].commit or 'unknown'}..{figures.commit or 'unknown'}" if before[1] else None,
-        commits=track.commits(before[1].commit if before[1] else None, figures.commit),
-        notes=tuple(notes),
+        since=f"{before}, {last.commit or 'unknown'}..{figures.commit or 'unknown'}",
+        commits=track.commits(last.commit, figures.commit),
+        notes=_notes(figures, checks, len(passed)),
         report=str(out / "regression.html"),
-        mlflow_run_id=mlflow_run_id,
+        mlflow_run_id=mlflow.run_id if mlflow else None,
     )
     verdict.write(out / "regression.json")
-    FolderStore(out).put("regression.html", page(verdict, figures, champion, reference).encode())
+    curves = {"tonight": figures, **({"last that passed": passed[0]} if passed else {}), "reference": reference}
+    FolderStore(out).put("regression.html", page(verdict, figures, curves).encode())
     return verdict
+
+
+def _notes(figures: Figures, checks: Sequence[Check], passed: int) -> tuple[str, ...]:
+    judged = {(check.label, check.metric) for check in checks}
+    unjudged = [
+        f"{label} {suite.METRICS[metric]}"
+        for label, of in figures.labels.items()
+        for metric in suite.METRICS
+        if metric in of.values and (label, metric) not in judged
+    ]
+    notes = [f"compared with the reference and {passed} nightly regression runs that passed since it was made"]
+    if unjudged:
+        notes.append(
+            f"not judged, because no earlier figures are comparable: {', '.join(unjudged)}. Memory and pace are only "
+            "compared with figures of the same machine, kind of process and run.backend"
+        )
+    return tuple(notes)
 
 
 # ------------------------------------------------------------------------------------------ as tasks of a graph
@@ -228,98 +234,57 @@ def folders_of(night: Night, finished: Sequence[Path]) -> Folders:
 
 
 # ------------------------------------------------------------------------------------------------- before
-def reference_of(night: Night) -> Figures | None:
-    """Raises ConfigError if the suite has changed since its reference was made, IntegrityError for a damaged one."""
+def reference_of(night: Night) -> Figures:
+    """Return the suite's reference. Raises ConfigError if it does not exist or was made for other settings, and
+    IntegrityError if it is damaged."""
     path = night.path.with_suffix(".json")
     if not path.exists():
-        return None
+        raise ConfigError(f"{path} does not exist, so there is nothing to compare with. Make this reference: --update")
     try:
         figures = Figures.read(path)
     except IntegrityError as error:
-        raise IntegrityError(f"{error}. Take it back from git, or make it again with --update") from error
-    if any(name in figures.labels and figures.labels[name].task != task for name, task in night.tasks.items()):
+        raise IntegrityError(f"{error}. Restore it from git, or make it again: --update") from error
+    known = {name: of.task for name, of in figures.labels.items()}
+    if other := [name for name, task in night.tasks.items() if known.get(name) != task]:
         raise ConfigError(
-            f"{path} is of other settings than {night.path} has now (or of a version that did not tell apart the "
-            "algorithms behind labels): make it again with --update"
+            f"{path} was made for other settings than {night.path} has now (of {', '.join(other)}; the reference has "
+            f"{', '.join(known) or 'nothing'}). Undo the change of the suite, or make the reference again: --update"
         )
+    if missing := sorted({*night.seeds} - {*figures.seeds}):
+        raise ConfigError(f"{path} does not have the seeds {missing} of {night.path}. Make it again: --update")
     return figures
 
 
-def champion_of(night: Night, own: str | None = None) -> Figures | None:
-    """The figures of the last night that passed, by the alias in MLflow's registry; None if there is none yet. `own`:
-    the MLflow run of the night itself, which is not compared with itself. Raises EnvironmentFailure if MLflow does not
-    answer, IntegrityError for damaged figures."""
-    uri = night.config.tracking.mlflow
-    if uri is None:
-        return None
-    client = client_of(uri)
-    from mlflow.exceptions import MlflowException
-
-    for case, entries in night.runs.items():
-        for label in dict.fromkeys(entry.label for entry in entries):
-            with answering(uri, "does not say who is champion"):
-                try:
-                    version = client.get_model_version_by_alias(_model(night, case, label), publish.CHAMPION)
-                except MlflowException as error:
-                    if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                        raise
-                    continue
-            if version.tags.get(NIGHT) in (None, own):  # somebody gave it the alias by hand, or it is of this night
-                continue
-            return _figures_of(uri, version.tags[NIGHT], f"version {version.version} of {version.name}")
-    return None
+def passed_since(night: Night, mlflow: MLflow) -> list[Figures]:
+    """Return the figures of the newest nightly regression runs that passed against this reference, newest first.
+    Raises EnvironmentFailure if MLflow does not answer, IntegrityError if figures are damaged."""
+    wanted = f"tags.`{PASSED}` = 'True' and tags.`{REFERENCE}` = '{_reference_sha256(night)}'"
+    with answering(mlflow.uri, "does not list the nightly regression runs that passed"):
+        runs = client_of(mlflow.uri).search_runs(
+            [mlflow.experiment_id], wanted, max_results=HISTORY + 1, order_by=["attributes.start_time DESC"]
+        )
+    others = [run.info.run_id for run in runs if run.info.run_id != mlflow.run_id]
+    return [_figures_of(mlflow.uri, run_id) for run_id in others[:HISTORY]]
 
 
-def _figures_of(uri: str, run_id: str, version: str) -> Figures:
-    """The figures of the champion, whose night has this MLflow run. An error says which `version` to take the alias
-    from: without a champion a night is compared with the reference alone."""
+def _reference_sha256(night: Night) -> str:
+    return sha256(night.path.with_suffix(".json").read_bytes())
+
+
+def _figures_of(uri: str, run_id: str) -> Figures:
     from mlflow import artifacts
 
-    said = f"figures.json of the champion's night, the MLflow run {run_id}"
-    advice = f"put it back, or take the alias {publish.CHAMPION} from {version} in MLflow, and from the suite's others"
+    name = f"figures.json of the MLflow run {run_id}, a nightly regression run that passed"
+    advice = f"restore the file, or delete that run: mlflow runs delete --run-id {run_id}"
     with tempfile.TemporaryDirectory() as scratch:
-        with answering(uri, f"does not give {said} ({advice})"):
+        with answering(uri, f"does not give {name} ({advice})"):
             at = artifacts.download_artifacts(
                 run_id=run_id, artifact_path="figures.json", dst_path=scratch, tracking_uri=address(uri)
             )
         try:
-            return Figures.of(Path(at).read_bytes(), said)
+            return Figures.of(Path(at).read_bytes(), name)
         except IntegrityError as error:
             raise IntegrityError(f"{error}: {advice}") from error
-
-
-def compared(
-    night: Night, now: Figures, champion: Figures | None, reference: Figures | None
-) -> tuple[list[Check], list[str]]:
-    """All checks, and notes on what could not be checked. Raises IntegrityError if nothing could be checked."""
-    before, notes = [], []
-    for name, figures in (("champion", champion), ("reference", reference)):
-        if figures is None:
-            notes.append(f"there is no {name} to compare with")
-            continue
-        same = {
-            label: of_label.values
-            for label, of_label in figures.labels.items()
-            if label in now.labels and of_label.task == now.labels[label].task
-        }
-        if missing := sorted(now.labels.keys() - same.keys()):
-            notes.append(f"the {name} knows nothing comparable of {', '.join(missing)}")
-        known = {metric for values in same.values() for metric in values}
-        measured = {metric for label in same for metric in now.labels[label].values}
-        if unknown := [metric for metric in gate.METRICS if metric in measured - known]:
-            notes.append(f"the {name} has no {', '.join(unknown)} to compare with")
-        same_machine = {BACKEND: "in_process", **figures.machine} == now.machine
-        if not same_machine:
-            notes.append(
-                f"memory and pace of the {name} are of another machine, kind of process or run.backend, and are not "
-                "compared"
-            )
-        before.append(Before(name, same, same_machine))
-    values, metrics = ({label: getattr(of, part) for label, of in now.labels.items()} for part in ("values", "metric"))
-    checks = gate.judge(values, before, night.suite.thresholds, metrics)
-    if not checks:
-        raise IntegrityError(f"nothing of {night.id} is comparable: {'; '.join(notes)}")
-    return checks, notes
 
 
 # ------------------------------------------------------------------------------------------------- MLflow
@@ -341,14 +306,11 @@ def _digest(folders: Folders) -> str:
     return track.token_of(KIND, [RunFile.read(folder / "run.json").token for folder in folders.values()])
 
 
-def _judged(night: Night, folders: Folders, out: Path, mlflow: MLflow) -> Verdict | None:
-    """The verdict on these runs, with its FILES, if they were judged before; a kill may have come before the night's
-    models were promoted."""
-    client = client_of(mlflow.uri)
+def _judged(folders: Folders, out: Path, mlflow: MLflow) -> Verdict | None:
+    """Return MLflow's verdict on these runs, if there is one, and download its FILES."""
     with answering(mlflow.uri, "does not say whether the night was judged"):
-        tags = client.get_run(mlflow.run_id).data.tags
-    # Earlier versions made the token from the same digest as JUDGED.
-    if PASSED not in tags or tags.get(JUDGED, tags.get(TOKEN)) != _digest(folders):
+        tags = client_of(mlflow.uri).get_run(mlflow.run_id).data.tags
+    if PASSED not in tags or tags.get(JUDGED) != _digest(folders):
         return None
     from mlflow import artifacts
 
@@ -357,75 +319,74 @@ def _judged(night: Night, folders: Folders, out: Path, mlflow: MLflow) -> Verdic
             artifacts.download_artifacts(
                 run_id=mlflow.run_id, artifact_path=name, dst_path=str(out), tracking_uri=address(mlflow.uri)
             )
-    passed = tags[PASSED] == "True"
-    if passed:
-        _promote(night, folders, mlflow.uri)
-    mlflow.finish("FINISHED" if passed else "FAILED")
+    log.info("%s was judged before", mlflow.run_id)
     return Verdict.read(out / "regression.json").model_copy(update={"report": str(out / "regression.html")})
 
 
-def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow: MLflow, figures: Figures) -> None:
-    client = client_of(mlflow.uri)
-    for case, entry, run_id in _registered(night, folders):
-        name = entry.config.publish.model_copy(update={"name": _model(night, case, entry.label)})
-        config = entry.config.model_copy(update={"publish": name})
-        folder = folders[case, entry.name]
-        publish.publish(Resolved.of(config), folder, run_id, out / "export" / case / entry.label)
-        with answering(mlflow.uri, "does not take the night's models"):
-            for version in client.search_model_versions(f"run_id = '{run_id}'"):
-                client.set_model_version_tag(version.name, version.version, NIGHT, mlflow.run_id)
+def _record(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow: MLflow, figures: Figures) -> None:
     metrics = {
         f"{metric}/{label}": sum(each) / len(each)
         for label, of in figures.labels.items()
         for metric, each in of.values.items()
     }
-    log_outcome(mlflow.uri, mlflow.run_id, metrics, {}, [str(out / name) for name in FILES])
+    files = [str(out / name) for name in FILES]
+    log_outcome(mlflow.uri, mlflow.run_id, metrics, {REFERENCE: _reference_sha256(night)}, files)
     with answering(mlflow.uri, "does not take the verdict"):
+        client = client_of(mlflow.uri)
         client.set_tag(mlflow.run_id, PASSED, str(verdict.passed))
-        # After all figures and files, and before the night is the champion: from now on it is not judged again.
+        # After all figures and files: from now on these runs are not judged again.
         client.set_tag(mlflow.run_id, JUDGED, _digest(folders))
-    if verdict.passed:
-        _promote(night, folders, mlflow.uri)
-    mlflow.finish("FINISHED" if verdict.passed else "FAILED")
 
 
-def _registered(night: Night, folders: Folders) -> list[tuple[str, Entry, str]]:
-    """The tracked runs of the first seed, whose models are registered: case, run, MLflow run."""
-    first = [(case, e) for case, entries in night.runs.items() for e in entries if e.seed == night.seeds[0]]
-    tracked = [(case, e, RunFile.read(folders[case, e.name] / "run.json").mlflow_run_id) for case, e in first]
-    return [(case, e, run_id) for case, e, run_id in tracked if run_id is not None]
-
-
-def _promote(night: Night, folders: Folders, uri: str) -> None:
-    for case, entry, run_id in _registered(night, folders):
-        publish.promote(uri, run_id, BareHistory.read(folders[case, entry.name] / "history.json").model_sha256)
-
-
-def _model(night: Night, case: str, label: str) -> str:
-    return publish.clean(f"{night.name}-{case}-{label}")
+def _publish(night: Night, folders: Folders, out: Path, uri: str) -> None:
+    """Register the models of the first seed's runs, as candidate and champion. A second call changes nothing."""
+    for case, entries in night.runs.items():
+        for entry in (each for each in entries if each.seed == night.seeds[0]):
+            folder = folders[case, entry.name]
+            run_id = RunFile.read(folder / "run.json").mlflow_run_id
+            if run_id is None:
+                continue
+            name = publish.clean(f"{night.name}-{case}-{entry.label}")
+            named = entry.config.publish.model_copy(update={"name": name})
+            resolved = Resolved.of(entry.config.model_copy(update={"publish": named}))
+            publish.publish(resolved, folder, run_id, out / "export" / case / entry.label)
+            publish.promote(uri, run_id, BareHistory.read(folder / "history.json").model_sha256)
 
 
 # ------------------------------------------------------------------------------------------------- telling
-def figure(check: Check, value: float) -> str:
-    """A value of the check's metric, for people."""
-    return Measure(check.measured).with_unit(value) if check.metric in gate.HIGHER else f"{value:.4g}"
+COLUMNS = ("case / algorithm", "figure", "before", "of", "tonight", "limit", "smallest regression caught")
 
 
-def difference(check: Check, value: float) -> str:
-    """How far two values of the check's metric lie apart, for people: in % points where they are in %."""
-    said = figure(check, value)
-    return f"{said} points" if said.endswith("%") else said
+def row(check: Check) -> tuple[str, ...]:
+    """Return a check's cells below COLUMNS."""
+    shown = Measure(check.measured).with_unit if check.metric in suite.HIGHER else "{:.4g}".format
+    if check.metric in suite.HIGHER:
+        points = shown(check.allowed)
+        smallest = f"-{points} points" if points.endswith("%") else f"-{points}"
+    else:
+        smallest = f"x {check.limit / check.before:.2f}" if check.before else f"+{check.allowed:.4g}"
+    figure = suite.METRICS[check.metric].replace("accuracy", check.measured)
+    return check.label, figure, shown(check.before), check.against, shown(check.now), shown(check.limit), smallest
 
 
-def told(verdict: Verdict) -> str:
-    lines = [
-        f"{c.label}: {gate.said(c)} {figure(c, c.now)}, {c.against} {figure(c, c.before)}: worse by "
-        f"{difference(c, c.worse_by)} (threshold {difference(c, c.threshold)}, noise up to {difference(c, c.noise)})"
-        for c in verdict.failed
-    ]
+def table(checks: Sequence[Check]) -> str:
+    """Return the checks as text, a line for each."""
+    rows = [COLUMNS, *map(row, checks)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in rows)
+
+
+def told(verdict: Verdict, every: bool = False) -> str:
+    """Return the verdict with the table of the checks that failed, or of `every` check."""
+    checks = verdict.checks if every else verdict.failed
+    worse = sum(check.worse_by > 0 for check in verdict.checks)
     count = len(verdict.checks)
-    head = f"passed: {count} figures compared" if verdict.passed else f"failed: {len(lines)} of {count} figures"
-    return "\n".join([head, *lines, *verdict.notes, f"report: {verdict.report}"])
+    head = (
+        f"passed: {count} comparisons, {worse} of them worse within their limits"
+        if verdict.passed
+        else f"failed: {len(verdict.failed)} of {count} comparisons"
+    )
+    return "\n".join([head, *([table(checks)] if checks else []), *verdict.notes, f"report: {verdict.report}"])
 
 
 def where(night: Night, verdict: Verdict, job_id: str) -> str:
@@ -435,36 +396,28 @@ def where(night: Night, verdict: Verdict, job_id: str) -> str:
 
 
 def card(verdict: Verdict) -> str:
-    """Markdown for the run's page in Kubeflow."""
-    rows = [
-        f"| {c.label} | {gate.said(c)} | {figure(c, c.now)} | {figure(c, c.before)} ({c.against}) |"
-        for c in (verdict.failed or verdict.checks)
-    ]
+    """Return Markdown for the run's page in Kubeflow."""
+    rows = [COLUMNS, ("--",) * len(COLUMNS), *map(row, verdict.failed or verdict.checks)]
     head = "passed" if verdict.passed else "FAILED"
-    since = [f"Since {verdict.since}:", "", *(f"- {line}" for line in verdict.commits)] if verdict.commits else []
-    return "\n".join([f"## {verdict.suite}: {head}", "", "| | metric | now | before |", "|---|---|--:|--:|", *rows, "",
-                      *verdict.notes, "", *since, ""])  # fmt: skip
+    since = [f"Since the {verdict.since}:", "", *(f"- {line}" for line in verdict.commits)] if verdict.commits else []
+    lines = (f"| {' | '.join(cells)} |" for cells in rows)
+    return "\n".join([f"## {verdict.suite}: {head}", "", *lines, "", *verdict.notes, "", *since, ""])
 
 
-def page(verdict: Verdict, now: Figures, champion: Figures | None, reference: Figures | None) -> str:
-    """One HTML page that loads nothing from elsewhere."""
+def page(verdict: Verdict, now: Figures, nights: Mapping[str, Figures]) -> str:
+    """Return one HTML page that loads nothing from elsewhere. `nights`: whose curves are drawn, by name."""
     drawings: dict[str, Drawing] = {}
     for label in now.labels:
-        nights = {"now": now, "champion": champion, "reference": reference}
         curves = [
             (name, [p for p in _points(one, label, 2) if p[2]], _points(one, label, 3))
             for name, one in nights.items()
-            if one is not None and label in one.labels
+            if label in one.labels
         ]
         measure = Measure(now.labels[label].metric)
         drawings[label] = Drawing(plots.comparison(curves, f"curve-{len(drawings)}", measure))
-    filters: Filters = {"said": gate.said, "figure": _named(figure), "difference": _named(difference)}
-    return render("flexfleet.nightly", "regression.html", filters, v=verdict, now=now, drawings=drawings)
-
-
-def _named(said: Callable[[Check, float], str]) -> Callable[[Check, str], str]:
-    """The same of a check's field of this name."""
-    return lambda check, name: said(check, getattr(check, name))
+    return render(
+        "flexfleet.nightly", "regression.html", {"row": row}, v=verdict, now=now, drawings=drawings, columns=COLUMNS
+    )
 
 
 def _points(figures: Figures, label: str, which: int) -> list[tuple[int, float, list[float]]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.fields import Moves
@@ -22,9 +22,21 @@ from flexfleet.config import Config, load_config, moves
 from flexfleet.config.entries import Entry, entries_for, labels_of
 from flexfleet.config.explain import explain
 from flexfleet.files.artifacts import Artifact
-from flexfleet.nightly.gate import FEWEST_SEEDS, METRICS
 from flexfleet.tracking.server import platform_experiment
 
+METRICS = {
+    "avg": "accuracy, mean over the levels",
+    "full": "accuracy of the full model",
+    "rounds": "rounds to the accuracy",
+    "mb": "MB sent to the accuracy",
+    "peak_mb_rounds": "peak memory of the rounds, MB",
+    "pace": "seconds by those of a plain loop",
+}
+HIGHER = ("avg", "full")
+"""Metrics that are better when higher. Their thresholds are absolute; all other thresholds are shares of the earlier
+figure."""
+OF_MACHINE = ("peak_mb_rounds", "pace")
+"""Metrics that can only be compared between equal machines."""
 MAY_SET = (Moves.EXECUTION, Moves.PLACE)
 """What `--set` may change: nothing in it changes a figure, except that run.backend changes memory, which is compared
 with figures of the same backend alone (`Figures.machine`)."""
@@ -46,11 +58,11 @@ class Case(BaseModel):
 class Suite(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    seeds: tuple[int, ...] = Field(min_length=FEWEST_SEEDS)
+    seeds: tuple[int, ...] = Field(min_length=3)
     settings: dict[str, Any] = {}
     cases: dict[str, Case] = Field(min_length=1)
     thresholds: dict[str, float]
-    """By metric of `gate.METRICS`."""
+    """The largest difference that never fails, by metric of METRICS."""
 
     @field_validator("thresholds")
     @classmethod
@@ -68,7 +80,6 @@ class OfLabel(BaseModel):
     task: str
     """Digest of the settings without the label's own hyper-parameters: figures with other digests are not compared."""
     values: dict[str, Annotated[tuple[float, ...], Field(min_length=2)]]
-    """At least two seeds: one value does not show how far values spread."""
     curve: tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]
     """(round, mean MB sent so far, avg of each seed, full of each seed); no avg where one level is reported."""
     mlflow_runs: tuple[str, ...] = ()
@@ -88,6 +99,14 @@ class Figures(Artifact):
     seeds: tuple[int, ...]
     labels: dict[str, OfLabel]
     """By `<case>/<label>`."""
+
+    @model_validator(mode="after")
+    def _a_value_for_each_seed(self) -> Figures:
+        for label, of in self.labels.items():
+            for metric, values in of.values.items():
+                if metric != "pace" and len(values) != len(self.seeds):
+                    raise ValueError(f"{metric} of {label} must have {len(self.seeds)} values, a value for each seed")
+        return self
 
 
 FOLDER = Path(str(resources.files("flexfleet.nightly").joinpath("suites")))
@@ -137,6 +156,11 @@ def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id
         def load_one(overrides: list[str]) -> Config:
             config = load_config(None, overrides)
             given = config.tracking
+            if config.publish.models:
+                raise ConfigError(
+                    "publish.models must be false in a nightly regression run, which registers its models itself if it "
+                    "passes. Remove the setting."
+                )
             if given.experiment is None and platform_experiment(given.mlflow) is None:
                 given = given.model_copy(update={"experiment": f"regression-{name}"})
             return config.model_copy(update={"tracking": given})

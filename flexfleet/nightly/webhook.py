@@ -11,7 +11,7 @@ from threading import Thread
 
 import urllib3
 
-from fl_engine.core.errors import Stopped, first_line, masked, printable
+from fl_engine.core.errors import GateFailed, Stopped, first_line, masked, printable
 
 log = logging.getLogger("flexfleet")
 
@@ -25,14 +25,14 @@ AGAIN_S = (2.0, 8.0)
 
 @contextmanager
 def told_without_verdict(night: str) -> Iterator[None]:
-    """Calls the webhook if the night inside ends in an error, before anybody could judge it. Whoever stops a night
-    knows of it."""
+    """Call the webhook if the nightly regression run inside ends in an error, unless somebody stopped it."""
     try:
         yield
     except Stopped:
         raise
     except Exception as error:
-        call(f"{night} has no verdict: {type(error).__name__}: {printable(first_line(error))}")
+        ended = "failed" if isinstance(error, GateFailed) else "has no verdict"
+        call(f"{night} {ended}: {type(error).__name__}: {printable(first_line(error))}")
         raise
 
 

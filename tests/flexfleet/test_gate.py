@@ -1,116 +1,109 @@
-"""When a figure counts as worse: formulas by hand, and how often noise alone fails a night."""
+"""When a figure of a nightly regression run counts as worse, and how often noise alone fails a run."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from fl_engine.core.errors import ConfigError
 from flexfleet.files.artifacts import History
-from flexfleet.nightly import figures, gate, regress, suite
-from flexfleet.nightly.gate import Before, Values, judge, noise
+from flexfleet.nightly import figures, regress, suite
+from flexfleet.nightly.gate import PASSED, REFERENCE, Check, Z, judge, pooled_spread
 from flexfleet.nightly.pace import machine
-from flexfleet.nightly.suite import Figures
+from flexfleet.nightly.suite import Figures, OfLabel
 
-THRESHOLDS = {"avg": 0.01, "full": 0.01, "rounds": 0.15, "mb": 0.15, "peak_mb_rounds": 0.1, "pace": 0.2}
 DIGITS = suite.path_of("digits")
+THRESHOLDS = suite.load(DIGITS).thresholds
+HERE, THERE = {"cpu": "here"}, {"cpu": "there"}
+Values = Mapping[str, Sequence[float]]
 
 
-def test_noise_by_hand() -> None:
-    """Groups 1, 2, 3 and 4, 6: s^2 = (2 + 2) / 3; two seeds now, three before."""
-    expected = stats.t.ppf(0.95, 3) * math.sqrt(4 / 3 * (1 / 2 + 1 / 3))
-    assert noise([9, 9], [1, 2, 3], [[1, 2, 3], [4, 6]], 0.05) == pytest.approx(expected, rel=0.01)
-    assert noise([1], [2], [[2]], 0.05) == math.inf, "of one value nobody knows how it spreads"
+def made(values: Values, machine: Mapping[str, str] = HERE, label: str = "x", metric: str = "accuracy") -> Figures:
+    """Figures of one label with seeds 0, 1, 2, ..."""
+    seeds = tuple(range(max((len(each) for name, each in values.items() if name != "pace"), default=3)))
+    of = OfLabel(task="t", values={name: tuple(each) for name, each in values.items()}, curve=(), metric=metric)
+    return Figures(suite="s", id="n", when="now", commit=None, machine=dict(machine), seeds=seeds, labels={label: of})
 
 
-def one(now: list[float], before: list[float], metric: str = "full") -> gate.Check:
-    (check,) = judge({"x": {metric: now}}, [Before("reference", {"x": {metric: before}}, True)], THRESHOLDS)
-    return check
+def one(now: Sequence[float], reference: Sequence[float], metric: str = "full", *passed: Sequence[float]) -> Check:
+    """The comparison with the reference."""
+    runs = [made({metric: each}) for each in passed]
+    return judge(made({metric: now}), made({metric: reference}), runs, THRESHOLDS)[0]
 
 
-def test_a_drop_beyond_threshold_and_noise_fails_and_says_what() -> None:
-    check = one([0.80, 0.81, 0.82], [0.90, 0.91, 0.92, 0.90, 0.91, 0.92])
-    assert check.failed and check.worse_by == pytest.approx(0.10)
-    assert (check.label, check.metric, check.against) == ("x", "full", "reference")
-    assert (check.now, check.before) == (pytest.approx(0.81), pytest.approx(0.91))
+def test_pooled_spread_by_hand() -> None:
+    assert pooled_spread([[1, 2, 3], [4, 6], [9]]) == pytest.approx(math.sqrt((2 + 2) / 3))
+    assert pooled_spread([[1], [2]]) == 0
+
+
+def test_gate_compares_seed_by_seed_with_the_formula() -> None:
+    """Seeds 0 to 2 of the reference, and a passed run, whose spread around each seed's mean is 1 and 2."""
+    reference, passed, now = [10.0, 20, 30, 99, 99], [12.0, 24, 30], [12.0, 23, 34]
+    checks = judge(made({"mb": now}), made({"mb": reference}), [made({"mb": passed})], {**THRESHOLDS, "mb": 0.01})
+    spread = math.sqrt((2 * 1 + 2 * 4 + 0) / 3)
+    found = {check.against: check for check in checks}
+    for against, before in ((REFERENCE, 20.0), (PASSED, 22.0)):
+        check = found[against]
+        assert (check.now, check.before, check.worse_by) == (23, before, 23 - before)
+        assert check.allowed == pytest.approx(Z * spread * math.sqrt(1 / 3 + 1 / 3))
+        assert check.limit == pytest.approx(before + check.allowed) and not check.failed
+
+
+def test_gate_takes_the_threshold_when_runs_repeat_exactly() -> None:
+    reference = [0.90, 0.70, 0.80, 0.1, 0.99]
+    check = one([0.88, 0.68, 0.78], reference, "full", reference[:3])
+    assert check.allowed == THRESHOLDS["full"] and check.failed
+    assert not one([0.89, 0.69, 0.79], reference).failed
+    assert not one([0.99, 0.99, 0.99], reference).failed
 
 
 @pytest.mark.parametrize(
-    ("measured", "what", "figure"),
-    [("accuracy", "accuracy of the full model", "81.00 %"), ("r2", "r2 of the full model", "0.8100")],
-)
-def test_a_figure_is_told_in_the_unit_of_the_tasks_metric(measured: str, what: str, figure: str) -> None:
-    values = {"x": {"full": [0.80, 0.81, 0.82], "mb": [3.0, 3.0, 3.3]}}
-    full, mb = judge(values, [Before("reference", values, True)], THRESHOLDS, {"x": measured})
-    assert (gate.said(full), regress.figure(full, full.now)) == (what, figure)
-    assert (gate.said(mb), regress.figure(mb, mb.now)) == (f"MB sent to the {measured}", "3.1")
-
-
-def test_a_difference_of_accuracies_is_told_in_points_and_none_has_no_sign() -> None:
-    check = one([0.60] * 3, [0.80, 0.81, 0.79])
-    verdict = regress.Verdict(suite="s", id="n", passed=False, checks=(check,), since=None, commits=(), notes=(),
-                              report="page", mlflow_run_id=None)  # fmt: skip
-    assert "60.00 %, reference 80.00 %: worse by 20.00 % points (threshold 1.00 % points, " in regress.told(verdict)
-    same = one([3.0] * 3, [3.0] * 3, "rounds")
-    assert regress.difference(same, same.worse_by) == "0"
-
-
-@pytest.mark.parametrize(
-    ("now", "before", "why"),
+    ("measured", "what", "figure", "smallest"),
     [
-        ([0.895, 0.896, 0.897], [0.901, 0.902, 0.903] * 3, "beyond noise, below the threshold"),
-        ([0.80, 0.81, 0.82], [0.99, 0.70, 0.95, 0.72] * 2, "beyond the threshold, within noise"),
-        ([0.95, 0.96, 0.97], [0.90, 0.91, 0.92] * 3, "better"),
+        ("accuracy", "accuracy of the full model", "81.00 %", "-1.50 % points"),
+        ("r2", "r2 of the full model", "0.8100", "-0.0150"),
     ],
 )
-def test_what_does_not_fail(now: list[float], before: list[float], why: str) -> None:
-    assert not one(now, before).failed, why
+def test_row_names_the_unit_and_the_smallest_regression(measured: str, what: str, figure: str, smallest: str) -> None:
+    values = {"full": [0.80, 0.81, 0.82], "mb": [3.0, 3.0, 3.3], "rounds": [0.0, 0, 0]}
+    now = made(values, metric=measured)
+    full, rounds, mb = (regress.row(check) for check in judge(now, now, [], THRESHOLDS))
+    assert full[1:5] == (what, figure, REFERENCE, figure) and full[-1] == smallest
+    assert mb[1:3] == (f"MB sent to the {measured}", "3.1") and mb[-1] == f"x {1 + THRESHOLDS['mb']:.2f}"
+    assert rounds[-1] == "+0"
 
 
-@pytest.mark.parametrize(
-    ("metric", "worse", "fine"), [("rounds", 12.0, 11.0), ("peak_mb_rounds", 11.2, 10.9), ("pace", 12.5, 11.9)]
-)
-def test_thresholds_of_costs_are_shares_of_the_figure_before(metric: str, worse: float, fine: float) -> None:
-    before = [9.99, 10.0, 10.01] * 4
-    assert one([worse - 0.01, worse, worse + 0.01], before, metric).failed
-    assert not one([fine - 0.01, fine, fine + 0.01], before, metric).failed
-    assert not one([1.0, 1.0, 1.0], before, metric).failed, "cheaper"
+def test_memory_and_pace_are_compared_on_equal_machines_only() -> None:
+    now = made({"full": [0.9] * 3, "pace": [9.0] * 3, "peak_mb_rounds": [9.0] * 3})
+    before = {"full": [0.9] * 3, "pace": [1.0] * 3, "peak_mb_rounds": [1.0] * 3}
+    checks = judge(
+        now, made(before, THERE), [made(before, HERE), made({**before, "pace": [99.0] * 3}, THERE)], THRESHOLDS
+    )
+    assert {(c.metric, c.against) for c in checks if c.failed} == {("pace", PASSED), ("peak_mb_rounds", PASSED)}
+    assert {c.metric for c in checks if c.against == REFERENCE} == {"full"}
 
 
-def test_machines_are_not_compared_with_others() -> None:
-    values = {"x": {"full": [0.9] * 3, "pace": [9.0] * 3, "peak_mb_rounds": [9.0] * 3}}
-    before = {"x": {"full": [0.9, 0.91, 0.89] * 3, "pace": [1.0, 1.1] * 3, "peak_mb_rounds": [1.0, 1.1] * 3}}
-    here = judge(values, [Before("champion", before, True), Before("reference", before, False)], THRESHOLDS)
-    assert {(c.metric, c.against) for c in here if c.failed} == {("pace", "champion"), ("peak_mb_rounds", "champion")}
-    assert {c.metric for c in here if c.against == "reference"} == {"full"}
-
-
-def test_what_only_one_side_knows_is_not_compared() -> None:
-    checks = judge({"x": {"full": [0.9] * 3}, "y": {"full": [0.1] * 3}},
-                   [Before("champion", {"x": {"full": [0.9] * 3, "avg": [1.0]}}, True)], THRESHOLDS)  # fmt: skip
-    assert [(c.label, c.metric, c.failed) for c in checks] == [("x", "full", False)]
+def test_gate_compares_only_what_both_sides_have() -> None:
+    now, before = made({"full": [0.9] * 3, "mb": [1.0] * 3}), made({"full": [0.9] * 3, "avg": [1.0] * 3})
+    assert [(c.metric, c.failed) for c in judge(now, before, [], THRESHOLDS)] == [("full", False)]
+    assert judge(made({"full": [0.1] * 3}, label="y"), before, [], THRESHOLDS) == []
 
 
 def test_a_slow_decline_stops_at_the_reference() -> None:
-    """Each night is a little worse than its champion, not enough to fail; the reference does not move."""
-    reference = {"x": {"full": [0.90 + 0.001 * (i % 3) for i in range(20)]}}
-    champion, nights = dict(reference), 0
+    """Each run is a little worse than those that passed, not enough to fail; the reference does not move."""
+    reference, passed = made({"full": [0.9, 0.91, 0.92]}), list[Figures]()
     while True:
-        level = np.mean(champion["x"]["full"]) - 0.004
-        now = {"x": {"full": [level - 0.0005, level, level + 0.0005]}}
-        checks = judge(now, [Before("champion", champion, True), Before("reference", reference, True)], THRESHOLDS)
-        failed = [c.against for c in checks if c.failed]
-        if failed:
+        lost = 0.004 * (len(passed) + 1)
+        now = made({"full": [0.9 - lost, 0.91 - lost, 0.92 - lost]})
+        if failed := [c.against for c in judge(now, reference, passed[-20:], THRESHOLDS) if c.failed]:
             break
-        champion, nights = now, nights + 1
-    assert failed == ["reference"] and nights == 2
+        passed.append(now)
+    assert failed == [REFERENCE] and 3 <= len(passed) <= 12
 
 
 # -------------------------------------------------------------------------------------------- the digits suite
@@ -170,57 +163,88 @@ def test_the_reference_is_of_this_code(
     assert refused == [], "nobody lies here"
 
 
-def false_alarms(
-    reference: Mapping[str, Values], thresholds: Mapping[str, float], seeds: int, nights: int, seed: int
-) -> float:
-    """Share of nights that fail although nothing has changed: each night draws `seeds` of the reference's seeds for
-    itself and as many for its champion, and is compared with this champion and with the rest."""
-    rng = np.random.default_rng(seed)
-    failed = 0
-    for _ in range(nights):
-        now: dict[str, dict[str, list[float]]] = {}
-        champion: dict[str, dict[str, list[float]]] = {}
-        rest: dict[str, dict[str, list[float]]] = {}
-        for label, values in reference.items():
-            orders: dict[int, Any] = {}
-            for metric, each in values.items():
-                # One draw for all metrics of the same runs.
-                order = orders.setdefault(len(each), rng.permutation(len(each)))
-                parts = np.split(order, [seeds, 2 * seeds])
-                for night, part in zip((now, champion, rest), parts, strict=True):
-                    night.setdefault(label, {})[metric] = [each[i] for i in part]
-        others = [Before("champion", champion, True), Before("reference", rest, True)]
-        failed += any(check.failed for check in judge(now, others, thresholds))
-    return failed / nights
-
-
-def test_noise_alone_rarely_fails_a_night(reference: Figures) -> None:
-    labels = {label: of.values for label, of in reference.labels.items()}
-    rate = false_alarms(labels, suite.load(DIGITS).thresholds, seeds=3, nights=2000, seed=0)
-    assert rate <= 0.01
-
-
-def test_a_gate_without_bounds_would_cry_wolf(reference: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
-    labels = {label: of.values for label, of in reference.labels.items()}
-    monkeypatch.setattr(gate, "noise", lambda *_: 0.0)
-    assert false_alarms(labels, suite.load(DIGITS).thresholds, seeds=3, nights=200, seed=0) > 0.2
-
-
-@pytest.mark.parametrize("given", [{}, {"backend": "in_process"}, {"backend": "processes"}])
-def test_memory_and_pace_are_compared_with_nights_of_the_same_backend_alone(
-    reference: Figures, given: dict[str, str]
-) -> None:
-    """The memory is the coordinator's. Figures that do not say which backend made them were made by the default."""
+@pytest.mark.parametrize("backend", ["in_process", "processes"])
+def test_memory_is_compared_with_the_same_backend_only(reference: Figures, backend: str) -> None:
+    """The memory that is measured is the coordinator's."""
     asked = suite.load(DIGITS)
-    for backend in ("in_process", "processes"):
-        runs = suite.runs_of(asked, "digits", asked.seeds, [f"run.backend={backend}"], "x")
-        night = regress.Night(DIGITS, asked, "x", runs)
-        now = reference.model_copy(update={"machine": figures._machine(night, figures.PROCESSES)})
-        before = reference.model_copy(update={"machine": machine() | {"runs in": figures.PROCESSES} | given})
-        checks, notes = regress.compared(night, now, None, before)
-        same = given.get("backend", "in_process") == backend
-        assert ("pace" in {check.metric for check in checks}) is same
-        assert any("run.backend, and are not compared" in note for note in notes) is not same
+    before = reference.model_copy(
+        update={"machine": {**machine(), "runs in": figures.PROCESSES, "backend": "in_process"}}
+    )
+    runs = suite.runs_of(asked, "digits", asked.seeds, [f"run.backend={backend}"], "x")
+    night = regress.Night(DIGITS, asked, "x", runs)
+    now = before.model_copy(update={"machine": figures._machine(night, figures.PROCESSES)})
+    checks = judge(now, before, [], THRESHOLDS)
+    assert ("pace" in {check.metric for check in checks}) is (backend == "in_process")
+
+
+# ------------------------------------------------------------------------------- unchanged code, and what is caught
+MEMORY_NOISE = 0.05
+"""Standard deviation of a run's peak memory, as a share, when its seed is run again (measured: 0.04)."""
+OTHER_BITS = {"avg": 0.003, "full": 0.006, "rounds": 0.07, "mb": 0.07}
+"""Standard deviations of a seed's figures when other code computes other last bits: absolute for accuracies, shares for
+the others (measured on 8 seeds of `skewed`, with two versions of the code)."""
+
+
+def tonight(reference: Figures, rng: np.random.Generator, other_bits: bool = False) -> Figures:
+    """A nightly regression run of 3 seeds with unchanged code, on the reference's machine. Its seeds give the
+    reference's figures again, unless bits differ; turns of pace are drawn from the reference's turns."""
+    labels = {}
+    for label, of in reference.labels.items():
+        values: dict[str, tuple[float, ...]] = {}
+        for metric, each in of.values.items():
+            again = np.array(each[:3])
+            if metric == "pace":
+                again = rng.choice(each, regress.TURNS)
+            elif metric == "peak_mb_rounds":
+                again = again * rng.normal(1, MEMORY_NOISE, 3)
+            elif other_bits and metric in OTHER_BITS:
+                scale = 1.0 if metric in suite.HIGHER else again
+                again = again + scale * rng.normal(0, OTHER_BITS[metric], 3)
+            values[metric] = tuple(again.tolist())
+        labels[label] = of.model_copy(update={"values": values})
+    return reference.model_copy(update={"seeds": reference.seeds[:3], "labels": labels})
+
+
+def worse(figures: Figures, label: str, metric: str) -> Figures:
+    """The regression that must be caught."""
+    factor, shift = {"full": (1, -0.02), "avg": (1, -0.02), "rounds": (1.3, 0), "mb": (1.3, 0)}.get(metric, (1.5, 0))
+    of = figures.labels[label]
+    values = {**of.values, metric: tuple(value * factor + shift for value in of.values[metric])}
+    return figures.model_copy(update={"labels": {**figures.labels, label: of.model_copy(update={"values": values})}})
+
+
+@pytest.fixture(scope="module")
+def measured(reference: Figures) -> Figures:
+    """The digits suite's reference, with memory for each seed."""
+    labels = {}
+    for label, of in reference.labels.items():
+        memory = {"peak_mb_rounds": tuple(11.0 + 0.9 * math.sin(seed) for seed in reference.seeds)}
+        labels[label] = of.model_copy(update={"values": {**memory, **of.values}})
+    return reference.model_copy(update={"labels": labels})
+
+
+@pytest.mark.parametrize("other_bits", [False, True])
+def test_gate_passes_20_unchanged_nightly_runs(measured: Figures, other_bits: bool) -> None:
+    failed = 0
+    for seed in range(10):
+        rng, passed = np.random.default_rng(seed), list[Figures]()
+        for _ in range(20):
+            now = tonight(measured, rng, other_bits)
+            good = not any(check.failed for check in judge(now, measured, passed, THRESHOLDS))
+            failed += not good
+            passed += [now] if good else []
+    assert failed == 0
+
+
+@pytest.mark.parametrize("metric", suite.METRICS)
+def test_gate_fails_each_regression_after_one_passed_run(measured: Figures, metric: str) -> None:
+    """Memory x 1.5, rounds and MB x 1.3, accuracy - 2 points, pace x 1.5; the champion has 3 seeds."""
+    for label in (label for label, of in measured.labels.items() if metric in of.values):
+        for seed in range(20):
+            rng = np.random.default_rng(seed)
+            passed, now = tonight(measured, rng), worse(tonight(measured, rng), label, metric)
+            failed = {(c.label, c.metric) for c in judge(now, measured, [passed], THRESHOLDS) if c.failed}
+            assert failed == {(label, metric)}
 
 
 # -------------------------------------------------------------------------------------------- a suite's file
@@ -228,20 +252,30 @@ GOOD = DIGITS.read_text()
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "path"),
     [
-        (GOOD.replace("[0, 1, 2]", "[0, 1]"), "seeds.*at least 3"),
-        (GOOD.replace("avg: 0.01, ", ""), "a threshold above 0 is expected for each"),
-        (GOOD.replace("avg: 0.01", "avg: 0"), "a threshold above 0 is expected for each"),
-        (GOOD.replace("thresholds", "threshold"), r"unknown parameter 'threshold' \(did you mean 'thresholds'\?\)"),
-        (GOOD.replace("to: 0.8", "to: 80"), "cases.skewed.to: input should be less than or equal to 1, got 80"),
-        ("cases: [", "is no suite"),
-        ("", "is no suite: seeds: field required"),
-        ("- seeds", "is no suite: input should be .*, got \\['seeds'\\]"),
+        (GOOD.replace("[0, 1, 2]", "[0, 1]"), "seeds"),
+        (GOOD.replace("avg: 0.015, ", ""), "thresholds"),
+        (GOOD.replace("avg: 0.015", "avg: 0"), "thresholds"),
+        (GOOD.replace("thresholds", "threshold"), "did you mean 'thresholds'"),
+        (GOOD.replace("to: 0.8", "to: 80"), "cases.skewed.to"),
+        ("cases: [", "own.yaml"),
+        ("", "seeds"),
+        ("- seeds", "own.yaml"),
     ],
 )
-def test_a_file_that_is_no_suite(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_that_is_no_suite(tmp_path: Path, text: str, path: str) -> None:
     (tmp_path / "own.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"own\.yaml is no suite: ") as told:
+    with pytest.raises(ConfigError) as told:
         suite.load(tmp_path / "own.yaml")
-    assert re.search(said, str(told.value), re.DOTALL)
+    assert path in str(told.value)
+
+
+@pytest.mark.parametrize("sets", [["publish.models=true"], []])
+def test_runs_of_refuse_to_publish_before_the_gate(sets: list[str]) -> None:
+    asked = suite.load(DIGITS)
+    if not sets:
+        asked = asked.model_copy(update={"settings": {**asked.settings, "publish.models": True}})
+    with pytest.raises(ConfigError) as told:
+        suite.runs_of(asked, "digits", asked.seeds, sets, "x")
+    assert "publish.models" in str(told.value)

@@ -10,12 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlflow
 import pytest
 import yaml
 
 import fl_engine
 from components.gate import gate
-from fl_engine.core.errors import ConfigError, Stopped
+from fl_engine.core.errors import ConfigError, GateFailed, Stopped
 from flexfleet.comparisons import graph, whole
 from flexfleet.comparisons.graph import PairsFile
 from flexfleet.comparisons.side_by_side import Command
@@ -206,8 +207,7 @@ def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_the
 ) -> None:
     """One pod may get another image of the same name than the first task's."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(regress, "champion_of", lambda *_: None)
-    monkeypatch.setattr(regress, "_check_before", lambda _: None)
+    monkeypatch.setattr(regress, "reference_of", lambda _: None)
     code("aaaa")
     asked = regress.prepare(str(suite), "n", ["tracking.mlflow=null"])
     path = tmp_path / "pairs"
@@ -235,31 +235,58 @@ def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_the
 
 
 def figures_of(night: Night) -> Figures:
-    labels = {name: OfLabel(task=task, values={"full": (0.5, 0.6)}, curve=()) for name, task in night.tasks.items()}
+    labels = {
+        name: OfLabel(task=task, values={"full": (0.5, 0.6, 0.7)}, curve=()) for name, task in night.tasks.items()
+    }
     return Figures(suite=night.name, id="n", when="now", commit=None, machine={}, seeds=(0, 1, 2), labels=labels)
 
 
 @pytest.mark.parametrize(
-    ("cases", "said"),
+    ("cases", "seeds", "fine"),
     [
-        ({"quick": "all_large"}, None),
-        ({"quick": "all_large,heterofl", "more": "flexfl"}, None),
-        ({"slow": "all_large"}, "the suite has slow/all_large, the figures before are of quick/all_large, quick/mine"),
-        ({"quick": "mine=heterofl"}, "is of other settings than"),
-        ({"quick": "mine=flexfl"}, None),
-        ({"quick": "other=flexfl"}, "has quick/other,"),
+        ({"quick": "all_large"}, [0, 1, 2], True),
+        ({"quick": "mine=flexfl"}, [0, 1, 2], True),
+        ({"quick": "all_large,heterofl"}, [0, 1, 2], False),
+        ({"quick": "all_large", "more": "flexfl"}, [0, 1, 2], False),
+        ({"slow": "all_large"}, [0, 1, 2], False),
+        ({"quick": "mine=heterofl"}, [0, 1, 2], False),
+        ({"quick": "all_large"}, [0, 1, 3], False),
     ],
 )
-def test_a_night_that_nothing_can_be_compared_with_is_not_begun(
-    suite: Path, tiny_suite: dict[str, Any], cases: dict[str, str], said: str | None
+def test_prepare_refuses_what_the_reference_does_not_have(
+    suite: Path, tiny_suite: dict[str, Any], cases: dict[str, str], seeds: list[int], fine: bool
 ) -> None:
-    """Its reference knows other cases and labels, or another algorithm behind a label. What is new may be added."""
+    """The reference knows other cases, labels or seeds, or another algorithm behind a label."""
 
-    def prepared(cases: dict[str, str], update: bool = False) -> Night:
+    def prepared(cases: dict[str, str], seeds: list[int], update: bool = False) -> Night:
         asked = {case: {"algorithms": algorithms, "to": 0.2} for case, algorithms in cases.items()}
-        suite.write_text(yaml.safe_dump({**tiny_suite, "cases": asked}))
+        suite.write_text(yaml.safe_dump({**tiny_suite, "cases": asked, "seeds": seeds}))
         return regress.prepare(str(suite), "n", ["tracking.mlflow=null"], update)
 
-    figures_of(prepared({"quick": "all_large,mine=flexfl"}, update=True)).write(suite.with_suffix(".json"))
-    with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
-        prepared(cases)
+    figures_of(prepared({"quick": "all_large,mine=flexfl"}, [0, 1, 2], update=True)).write(suite.with_suffix(".json"))
+    with contextlib.nullcontext() if fine else pytest.raises(ConfigError):
+        prepared(cases, seeds)
+
+
+def test_regress_fails_the_gate_if_a_run_diverged(
+    suite: Path, tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 7 of a run becomes a failed gate. The nightly regression run is FAILED in MLflow, without a verdict."""
+
+    def diverged(jobs: Sequence[Command], _: int) -> dict[str, int]:
+        for job in jobs:
+            job.log.write_text("diverged")
+        return {job.name: 7 for job in jobs}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(whole, "side_by_side", diverged)
+    sets = [f"tracking.mlflow={mlflow_uri}", "publish.onnx=false"]
+    figures_of(regress.prepare(str(suite), "n", sets, update=True)).write(suite.with_suffix(".json"))
+    with pytest.raises(GateFailed):
+        regress.regress(regress.prepare(str(suite), "n", sets))
+    client = mlflow.MlflowClient(mlflow_uri)
+    (experiment,) = client.search_experiments(filter_string="name = 'regression-tiny'")
+    runs = client.search_runs([experiment.experiment_id])
+    assert {run.info.status for run in runs} == {"FAILED"}
+    assert not any(regress.PASSED in run.data.tags for run in runs)
+    assert client.search_registered_models() == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -327,14 +326,14 @@ def asks(name: str, ran: Ran, out: Path) -> Any:
         return pushed.fetch_run(NOBODY, "f" * 32, out)
     runs = suite.runs_of(suite.load(DIGITS), "digits", (0, 1, 2), [f"tracking.mlflow={NOBODY}"], "n")
     night = regress.Night(DIGITS, suite.load(DIGITS), "n", runs)
-    if name == "champion":
-        return regress.champion_of(night)
-    tracked: Any = SimpleNamespace(uri=NOBODY, run_id="f" * 32)
+    tracked: Any = SimpleNamespace(uri=NOBODY, run_id="f" * 32, experiment_id="1")
+    if name == "passed":
+        return regress.passed_since(night, tracked)
     if name == "judged":
-        return regress._judged(night, {}, out, tracked)
+        return regress._judged({}, out, tracked)
     verdict: Any = SimpleNamespace(passed=True)
     figures: Any = SimpleNamespace(labels={})
-    return regress._publish(dataclasses.replace(night, runs={}), {}, out, verdict, tracked, figures)
+    return regress._record(night, {}, out, verdict, tracked, figures)
 
 
 @pytest.mark.parametrize("forbidden", [False, True])
@@ -364,7 +363,7 @@ def test_a_lost_answer_leaves_one_version(
     assert client.get_registered_model("m").aliases["candidate"] == 4
 
 
-@pytest.mark.parametrize("name", ["register", "promote", "fetch", "champion", "judged", "publish"])
+@pytest.mark.parametrize("name", ["register", "promote", "fetch", "passed", "judged", "record"])
 def test_a_server_that_does_not_answer_is_asked_again_later(
     ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -18,8 +17,6 @@ import mlflow.store.db.utils
 import pytest
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, UnreachableAddress
-from flexfleet.config import Config
-from flexfleet.nightly.regress import champion_of
 from flexfleet.tracking import server
 from flexfleet.tracking.server import address, check_address, client_of
 from flexfleet.tracking.trackers import MLflow
@@ -154,17 +151,9 @@ def test_a_server_that_does_not_answer_is_a_configuration_error(monkeypatch: pyt
         MLflow("http://127.0.0.1:9", "experiment", "name", {})
 
 
-FIRST: dict[str, Callable[[], Any]] = {
-    "a run": lambda: client_of("http://nowhere"),
-    "a night": lambda: champion_of(SimpleNamespace(config=Config.model_validate(AT_NOWHERE))),  # type: ignore[arg-type]
-}
-AT_NOWHERE = {"tracking": {"mlflow": "http://nowhere"}}
-
-
-@pytest.mark.parametrize("who", FIRST)
 @pytest.mark.parametrize("wanted", [None, "false"])
 def test_mlflow_is_imported_without_its_telemetry_unless_somebody_wants_it(
-    who: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+    wanted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Looking:
         def find_spec(self, name: str, *_: object) -> None:
@@ -179,7 +168,7 @@ def test_mlflow_is_imported_without_its_telemetry_unless_somebody_wants_it(
     monkeypatch.delitem(sys.modules, "mlflow")
     monkeypatch.setattr(sys, "meta_path", [Looking(), *sys.meta_path])
     with pytest.raises(EnvironmentFailure, match="mlflow is not installed"):
-        FIRST[who]()
+        client_of("http://nowhere")
     assert found == [wanted or "true"]
 
 

@@ -101,13 +101,14 @@ ARTIFACTS: dict[str, Artifact] = {
     ),
     "shared.json": Shared(settings={"seed": 0}),
     "figures.json": Figures(
-        suite="digits", id="night", when="2026-01-01", commit=None, machine={"cpu": "x"}, seeds=(0, 1, 2),
+        suite="digits", id="night", when="2026-01-01", commit=None, machine={"cpu": "x"}, seeds=(0, 1),
         labels={"quick/flexfl": OfLabel(task="0", values={"full": (0.5, 0.6)}, curve=((1, 0.5, (0.5,), (0.6,)),))},
     ),
     "regression.json": Verdict(
-        suite="digits", id="night", passed=False, since=None, commits=(), notes=(), report="r", mlflow_run_id=None,
-        checks=(Check(label="quick/flexfl", metric="full", against="champion", now=0.5, before=0.6, worse_by=0.1,
-                      threshold=0.01, noise=0.02, failed=True),),
+        suite="digits", id="night", passed=False, since="reference, a..b", commits=(), notes=(), report="r",
+        mlflow_run_id=None,
+        checks=(Check(label="quick/flexfl", metric="full", against="reference", now=0.5, before=0.6, worse_by=0.1,
+                      allowed=0.02, limit=0.58, failed=True),),
     ),
 }  # fmt: skip
 """One of each kind, by the name of its file."""

@@ -11,7 +11,7 @@ FLEXFLEET_KF_STORE       store_uri of all runs, as tasks have it: s3://bucket/pr
 and may have
 
 FLEXFLEET_KF_MLFLOW      mlflow_uri, as tasks have it. An MLflow of the suite's own: a night is made to fail by what the
-                         suite writes over the champion's figures for as long. Without it that test is skipped
+                         suite writes over the figures of the one before for as long. Without it that test is skipped
 MLFLOW_TRACKING_URI      the same MLflow, as it is reached from here (default: FLEXFLEET_KF_MLFLOW)
 FLEXFLEET_KF_NAMESPACE   the tasks' namespace (default: kubeflow)
 AWS_ENDPOINT_URL         and credentials of the store, from here: processes are then killed in the midst of the rounds,

@@ -28,7 +28,6 @@ from flexfleet.kubeflow.follow import Followed, follow
 from flexfleet.kubeflow.progress import rounds_of
 from flexfleet.kubeflow.server import connected, pages
 from flexfleet.nightly import regress, suite
-from flexfleet.publish.publish import CHAMPION
 from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
@@ -272,11 +271,14 @@ def figures_of(run_id: str, uri: str) -> dict[str, Any]:
 
 
 @contextmanager
-def champion_raised(uri: str, model: str, by: float) -> Iterator[None]:
-    """A champion whose accuracies are so much higher than they were, so that the next night fails; afterwards it has
-    its own again."""
+def passed_raised(uri: str, by: float) -> Iterator[None]:
+    """Raise the accuracies of the last nightly regression run that passed, so that the next one fails; restore them
+    afterwards."""
     client = mlflow.MlflowClient(uri)
-    run_id = client.get_model_version_by_alias(model, CHAMPION).tags[regress.NIGHT]
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    passed, newest = f"tags.`{regress.PASSED}` = 'True'", ["attributes.start_time DESC"]
+    (run,) = client.search_runs(experiments, passed, max_results=1, order_by=newest)
+    run_id = run.info.run_id
     before = figures_of(run_id, uri)
     raised = json.loads(json.dumps(before))
     for label in raised["labels"].values():

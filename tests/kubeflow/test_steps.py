@@ -176,12 +176,11 @@ def test_the_expected_model_is_that_of_a_run_of_the_same_parameters(
 
 
 VALUES = {"avg": [0.5, 0.6], "full": [0.7, 0.8], "mb": [1.0, 1.0]}
-MODEL = "digits-skewed-flexfl"
 
 
 @pytest.fixture
-def champion(mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The MLflow run of the night that is champion, with VALUES."""
+def passed(mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The MLflow run of a nightly regression run that passed, with VALUES."""
     monkeypatch.chdir(tmp_path)
     of = {"task": "t", "values": VALUES, "curve": []}
     about = {"suite": "digits", "id": "n", "when": "now", "commit": None, "machine": {}, "seeds": [0, 1]}
@@ -189,17 +188,15 @@ def champion(mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     client = mlflow.MlflowClient(mlflow_uri)
     run_id: str = client.create_run(client.create_experiment("nights")).info.run_id
     client.log_dict(run_id, figures, "figures.json")
-    client.create_registered_model(MODEL)
-    version = client.create_model_version(MODEL, source=str(tmp_path), run_id=run_id, tags={regress.NIGHT: run_id})
-    client.set_registered_model_alias(MODEL, "champion", version.version)
+    client.set_tag(run_id, regress.PASSED, "True")
     return run_id
 
 
-def test_a_champion_is_raised_for_as_long_as_it_takes(champion: str, mlflow_uri: str) -> None:
+def test_passed_raised_restores_the_figures(passed: str, mlflow_uri: str) -> None:
     def now() -> dict[str, list[float]]:
-        return steps.figures_of(champion, mlflow_uri)["labels"]["skewed/flexfl"]["values"]
+        return steps.figures_of(passed, mlflow_uri)["labels"]["skewed/flexfl"]["values"]
 
-    with pytest.raises(ZeroDivisionError), steps.champion_raised(mlflow_uri, MODEL, 0.25):
+    with pytest.raises(ZeroDivisionError), steps.passed_raised(mlflow_uri, 0.25):
         assert now() == {"avg": [0.75, 0.85], "full": [0.95, 1.05], "mb": [1.0, 1.0]}
         raise ZeroDivisionError
     assert now() == VALUES
@@ -297,10 +294,10 @@ def test_the_suite_sees_comparisons_and_studies_to_their_end(
 
 
 def test_the_suite_reads_the_report_of_a_night_that_fails(
-    kubeflow: tuple[Any, str], fake_cluster: Any, place: steps.Place, champion: str, mlflow_uri: str
+    kubeflow: tuple[Any, str], fake_cluster: Any, place: steps.Place, passed: str, mlflow_uri: str
 ) -> None:
     server, _ = kubeflow
     server.moves["r2"] = [{"state": "FAILED"}]
-    ready(kubeflow, fake_cluster, "r2", "gate", "page", b"skewed/flexfl is worse than the champion")
+    ready(kubeflow, fake_cluster, "r2", "gate", "page", b"skewed/flexfl is worse than the passed runs")
     real.test_a_night_passes_and_one_that_fails_keeps_its_report(replace(place, mlflow=mlflow_uri))
     assert [run["state"] for run in server.runs] == ["SUCCEEDED", "FAILED"]

@@ -19,6 +19,7 @@ from mlflow import MlflowClient
 
 from components.gate import gate
 from flexfleet.nightly import regress
+from flexfleet.nightly.gate import REFERENCE
 from flexfleet.nightly.regress import Verdict
 from pipelines.nightly import nightly
 
@@ -113,9 +114,9 @@ def test_in_mlflow_the_runs_are_children_of_the_night(ran: Ran) -> None:
     assert all("kfp.job_id" in run.data.tags for run in runs)
 
 
-def test_a_failed_night_calls_the_webhook_with_figure_threshold_and_link(ran: Ran) -> None:
+def test_failed_run_calls_webhook_with_figure_limit_and_link(ran: Ran) -> None:
     (told,) = ran.posted
-    assert "accuracy of the full model" in told and "(threshold 1.00 %" in told
+    assert "accuracy of the full model" in told and "smallest regression caught" in told
     assert "report: https://kubeflow.example.com/pipeline/#/runs/details/" in told
 
 
@@ -152,10 +153,10 @@ def test_a_task_that_fails_tells_the_webhook_that_there_may_be_no_verdict(
 def test_what_fails_fails_the_graph_and_leaves_its_report(ran: Ran) -> None:
     assert "decide" in ran.said
     verdict = Verdict.read(ran.failed / "gate" / "night" / "regression.json")
-    assert {c.metric for c in verdict.failed if c.against == "reference"} == {"full"}
+    assert {c.metric for c in verdict.failed if c.against == REFERENCE} == {"full"}
     card = (ran.failed / "gate" / "told").read_text()
     assert "FAILED" in card and "accuracy of the full model" in card
     assert "What is worse" in (ran.failed / "gate" / "page").read_text()
     client = MlflowClient(tracking_uri=ran.mlflow)
     aliases = client.get_registered_model("tiny-quick-flexfl").aliases
-    assert {alias: str(version) for alias, version in aliases.items()} == {"champion": "1", "candidate": "2"}
+    assert {alias: str(version) for alias, version in aliases.items()} == {"champion": "1", "candidate": "1"}
