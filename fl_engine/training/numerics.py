@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.lib.introspect import opt_func_info
 
+from fl_engine.core import processor
 from fl_engine.core.errors import ConfigError
 
 log = logging.getLogger("flexfleet")
@@ -25,10 +26,11 @@ Strategy = Literal["single", "batched"]
 Precision = Literal["fp32", "bf16", "amp", "fp16"]
 
 
-BF16 = ("amx_bf16", "avx512_bf16")
-"""What a processor may have to multiply bfloat16, as Linux names it. With neither it computes bf16 in float32, slower
-than float32 itself."""
-KNOWN_CPUS = Path("/proc/cpuinfo")
+BF16 = ("amx_bf16", "avx512_bf16", "bf16", "svebf16")
+"""Linux' names of the instructions that multiply bfloat16, on x86 and Arm. Without them a processor computes bf16 in
+float32, slower than float32 itself."""
+FP16 = ("amx_fp16", "avx512_fp16", "asimdhp")
+"""The same for float16."""
 
 
 @dataclass(frozen=True)
@@ -111,15 +113,9 @@ def _tell_late() -> None:
     )
 
 
-@cache
 def cpu_bf16() -> tuple[str, ...]:
-    """Which of `BF16` this processor has. Where it does not say (it is not Linux), none."""
-    try:
-        lines = KNOWN_CPUS.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ()
-    flags = {flag for line in lines if line.startswith("flags") for flag in line.partition(":")[2].split()}
-    return tuple(name for name in BF16 if name in flags)
+    """Return the instructions of `BF16` that this processor has; none if the system is not Linux."""
+    return tuple(name for name in BF16 if name in processor.features())
 
 
 def settled(asked: Literal["auto"] | Precision, devices: Iterable[str], before: Mapping[str, Any] | None) -> Precision:
@@ -147,7 +143,7 @@ def _suits(device: torch.device) -> tuple[Precision, str]:
     if device.type == "cpu":
         if found := cpu_bf16():
             return "bf16", f"the processor has {found[0]}"
-        return "fp32", f"the processor has no {' and no '.join(BF16)}"
+        return "fp32", f"the processor does not multiply bfloat16 (it has none of {', '.join(BF16)})"
     if device.type != "cuda":
         raise ConfigError(f"run.precision=auto knows cpu and cuda, not {device.type}: name fp32, bf16, amp or fp16")
     capability = torch.cuda.get_device_capability(device)
@@ -166,7 +162,9 @@ def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
         "threads_per_client": 1,
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_parts": list(processor.parts()),
         "cpu_bf16": list(cpu_bf16()),
+        "cpu_fp16": [name for name in FP16 if name in processor.features()],
         "mkl_cbwr": mkl_cbwr(),
         "devices": kinds + names,
         **({"cudnn": torch.backends.cudnn.version()} if names else {}),  # type: ignore[no-untyped-call]
@@ -189,21 +187,22 @@ def flushes_now() -> bool:
 
 
 def deciding(described: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `describe` that the bits depend on. Whether the processor multiplies bfloat16 matters where one
-    trains in it."""
-    on_cpu = "cpu" in described.get("devices", ()) and described.get("precision") in ("bf16", "amp")
-    without = {"lanes"} if on_cpu else {"lanes", "cpu_bf16"}
-    return {name: value for name, value in described.items() if name not in without}
-
-
-LATER = frozenset({"cpu_bf16", "cudnn"})
+    """Return the entries of `describe` that decide the bits. Instructions for a half precision decide them only if a
+    processor trains in that precision; the types of cores only if a processor trains."""
+    precision, on_cpu = described.get("precision"), "cpu" in described.get("devices", ())
+    counts = {
+        "lanes": False,
+        "cpu_parts": on_cpu,
+        "cpu_bf16": on_cpu and precision in ("bf16", "amp"),
+        "cpu_fp16": on_cpu and precision == "fp16",
+    }
+    return {name: value for name, value in described.items() if counts.get(name, True)}
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Names the entries of `describe` that the bits depend on and that differ, with both values; empty: none. What an
-    earlier version did not record yet (`LATER`) is not compared."""
+    """Name the entries of `describe` that decide the bits and that differ, with both values; empty if none differs."""
     one, other = deciding(before), deciding(now)
-    pairs = {name: (one.get(name), other.get(name)) for name in {**one, **other} if name in one or name not in LATER}
+    pairs = {name: (one.get(name), other.get(name)) for name in {**one, **other}}
     return ", ".join(
         f"{name}: {there!r} there, {here!r} here" for name, (there, here) in pairs.items() if there != here
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from fl_engine.core import processor
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.samples import Task
@@ -230,23 +232,81 @@ def test_float16_with_a_scaled_loss_learns_as_well_and_lanes_stay_apart() -> Non
 
 
 # ----------------------------------------------------------------------------------------------------------- auto
+X86 = "processor\t: 0\nmodel name\t: Intel(R) Xeon(R)\nflags\t\t: fpu sse2 avx512f {}\nbugs\t\t: spectre_v1\n\n"
+ARM = """processor\t: 0
+BogoMIPS\t: 108.00
+Features\t: fp asimd evtstrm {}
+CPU implementer\t: {}
+CPU architecture: 8
+CPU variant\t: 0x0
+CPU part\t: {}
+CPU revision\t: 3
+
+"""
+PI_4 = ARM.format("crc32 cpuid", "0x41", "0xd08")
+PI_5 = ARM.format("aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp", "0x41", "0xd0b")
+GRAVITON_3 = ARM.format("crc32 atomics fphp asimdhp cpuid asimddp sve i8mm bf16 svebf16 dgh rng", "0x41", "0xd40")
+APPLE_M2 = ARM.format("crc32 atomics fphp asimdhp cpuid asimddp flagm2 frint i8mm bf16 bti ecv", "0x61", "0x032")
+
+
+@pytest.fixture
+def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Give this process another processor, by the text of its /proc/cpuinfo."""
+
+    def forget() -> None:
+        processor.features.cache_clear()
+        processor.parts.cache_clear()
+
+    def be(text: str) -> None:
+        (tmp_path / "cpuinfo").write_text(text)
+        monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+        forget()
+
+    yield be
+    forget()
+
+
 @pytest.mark.parametrize(
-    ("flags", "found"),
+    ("cpuinfo", "found", "auto"),
     [
-        ("fpu sse2 avx512f avx512_bf16 amx_tile amx_bf16", ("amx_bf16", "avx512_bf16")),
-        ("fpu avx512f avx512_bf16 fsrm", ("avx512_bf16",)),
-        ("fpu avx512f avx512_vnni amx_tile amx_int8", ()),
+        (X86.format("avx512_bf16 amx_tile amx_bf16"), ("amx_bf16", "avx512_bf16"), "bf16"),
+        (X86.format("avx512_bf16 fsrm"), ("avx512_bf16",), "bf16"),
+        (X86.format("avx512_vnni amx_tile amx_int8"), (), "fp32"),
+        (PI_4, (), "fp32"),
+        (PI_5, (), "fp32"),
+        (GRAVITON_3, ("bf16", "svebf16"), "bf16"),
+        (APPLE_M2, ("bf16",), "bf16"),
+        ("", (), "fp32"),
     ],
 )
-def test_what_the_processor_multiplies_bfloat16_with(
-    flags: str, found: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_auto_precision_follows_the_processor(
+    cpuinfo: str, found: tuple[str, ...], auto: Precision, on: Callable[[str], None]
 ) -> None:
-    said = tmp_path / "cpuinfo"
-    said.write_text("".join(f"processor\t: {i}\nflags\t\t: {flags}\nbogomips\t: 1.0\n\n" for i in range(2)))
-    monkeypatch.setattr(arithmetic, "KNOWN_CPUS", said)
-    assert arithmetic.cpu_bf16.__wrapped__() == found
-    monkeypatch.setattr(arithmetic, "KNOWN_CPUS", tmp_path / "nothing")
-    assert arithmetic.cpu_bf16.__wrapped__() == ()
+    on(cpuinfo * 2)
+    assert cpu_bf16() == found
+    assert settled("auto", ("cpu", "cpu"), None) == auto
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "precision", "entry"),
+    [
+        (X86.format("avx512_bf16"), X86.format(""), "bf16", "cpu_bf16"),
+        (X86.format("avx512_fp16"), X86.format(""), "fp16", "cpu_fp16"),
+        (GRAVITON_3, GRAVITON_3.replace("bf16", ""), "amp", "cpu_bf16"),
+        (PI_4, PI_5, "fp32", "cpu_parts"),
+        (PI_4, PI_5 + PI_4, "fp32", "cpu_parts"),
+    ],
+)
+def test_processors_with_other_bits_have_other_numerics(
+    one: str, other: str, precision: Precision, entry: str, on: Callable[[str], None]
+) -> None:
+    on(one)
+    before = arithmetic.describe(Numerics(precision=precision), ("cpu",))
+    on(other)
+    now = arithmetic.describe(Numerics(precision=precision), ("cpu",))
+    assert differing(before, now).startswith(f"{entry}: ") and differing(now, now) == ""
+    at_gpu = {"devices": ["cuda", "a GPU"]}
+    assert differing(before | at_gpu, now | at_gpu) == "", "the processor does not train there"
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="not Linux")
@@ -254,20 +314,6 @@ def test_torch_sees_the_same_instructions() -> None:
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("a processor without AVX-512 has neither")
     assert ("avx512_bf16" in cpu_bf16()) == torch.cpu._is_avx512_bf16_supported()
-
-
-@pytest.mark.parametrize(
-    ("has", "chosen"), [(("amx_bf16", "avx512_bf16"), "bf16"), (("avx512_bf16",), "bf16"), ((), "fp32")]
-)
-def test_auto_follows_from_the_processor_and_says_so(
-    has: tuple[str, ...], chosen: Precision, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(arithmetic, "cpu_bf16", lambda: has)
-    with caplog.at_level("INFO", "flexfleet"):
-        assert settled("auto", ("cpu", "cpu"), None) == chosen
-    reason = has[0] if has else "no amx_bf16 and no avx512_bf16"
-    assert caplog.messages == [f"run.precision=auto: {chosen}, since the processor has {reason}"]
-    assert arithmetic.describe(SINGLE, ("cpu",))["cpu_bf16"] == list(has)
 
 
 def test_a_resumed_run_keeps_what_auto_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,12 +345,9 @@ def test_what_differs_is_named() -> None:
     here = arithmetic.describe(Numerics("batched", 4, "bf16"), ("cpu",)) | {"cpu_bf16": ["avx512_bf16"]}
     assert differing(here | {"lanes": 2}, here) == "", "lanes change no bit"
     assert differing(here | {"cpu_bf16": []}, here) == "cpu_bf16: [] there, ['avx512_bf16'] here"
-    for other in ({"precision": "fp32"}, {"devices": ["cuda", "a GPU"]}):
-        assert differing(here | other | {"cpu_bf16": []}, here | other) == "", "nothing is computed in bfloat16 there"
-    earlier = {name: value for name, value in here.items() if name != "cpu_bf16"}
-    assert differing(earlier, here) == "", "an earlier version did not record it"
+    in_fp32 = {"precision": "fp32"}
+    assert differing(here | in_fp32 | {"cpu_bf16": []}, here | in_fp32) == "", "nothing is computed in bfloat16"
     kept = {name: value for name, value in here.items() if name != "flush_denormal"}
     assert differing(kept, here) == "flush_denormal: None there, True here"
     assert differing(here, kept) and not differing(kept, kept)
-    assert "precision: 'fp32' there, 'bf16' here" in differing(earlier | {"precision": "fp32"}, here)
-    assert differing({n: v for n, v in here.items() if n != "torch"}, here).startswith("torch: None there")
+    assert "precision: 'fp32' there, 'bf16' here" in differing(here | in_fp32, here)
