@@ -31,6 +31,7 @@ from fl_engine.algorithms import AdaptiveFL, AllLarge
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.core import seeds
+from fl_engine.core.addresses import path_of
 from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import count_params, initial_params
@@ -187,7 +188,7 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
     what = p.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path, metavar="DIR", help="for scaling.json and scaling.svg")
+    what.add_argument("--out", type=path_of, metavar="DIR", help="for scaling.json and scaling.svg")
     what.add_argument("--selection", action="store_true", help="only how long Oort takes with many clients")
     args = p.parse_args(argv)
     if args.selection:

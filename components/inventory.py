@@ -11,8 +11,8 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import Distribution, distributions
-from pathlib import Path
 
+from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import BadInput, IntegrityError
 from flexfleet.files.terminal import run_main
 
@@ -182,8 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = p.add_subparsers(dest="command", required=True)
     checks, licences = commands.add_parser("check"), commands.add_parser("licences")
-    checks.add_argument("bill", type=Path, metavar="SBOM")
-    checks.add_argument("locks", type=Path, nargs="+", metavar="LOCK")
+    checks.add_argument("bill", type=path_of, metavar="SBOM")
+    checks.add_argument("locks", type=path_of, nargs="+", metavar="LOCK")
     licences.add_argument("environments", nargs="+", metavar="NAME=SITE_PACKAGES")
     args = p.parse_args(argv)
     if args.command == "check":

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fl_engine
+from fl_engine.core.addresses import at_home, path_of
 from fl_engine.core.errors import EnvironmentFailure
 from flexfleet import finding
 from flexfleet.commands import devices, host, kubeflow, many_runs, pool, runs
@@ -66,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     terminal.add_resume(c)
     terminal.add_faults(c)
     c.add_argument(
-        "--shared", type=Path, metavar="DIR", help="use the partition and pre-training that a comparison computed"
+        "--shared", type=path_of, metavar="DIR", help="use the partition and pre-training that a comparison computed"
     )
     c.add_argument("--tag", action="append", default=[], metavar="key=value", help="tag of the MLflow run; repeatable")
     terminal.add_short(c, SHORT)
@@ -82,7 +83,9 @@ def parser() -> argparse.ArgumentParser:
     c = add("compare", "several algorithms and seeds on one task, in one table")
     c.description, c.formatter_class = COMPARE, argparse.RawDescriptionHelpFormatter
     c.add_argument("--algorithms", metavar="LIST", help="names, or label=name: flexfl,no_kd=flexfl")
-    c.add_argument("--suite", metavar="NAME", help="the rows of published tables, or a file; --algorithms picks rows")
+    c.add_argument(
+        "--suite", type=at_home, metavar="NAME", help="the rows of published tables, or a file; --algorithms picks rows"
+    )
     c.add_argument("--suites", action="store_true", help="list the suites: paper, table or figure, cost, small twin")
     c.add_argument("--seeds", metavar="LIST", help="0,1,2 (default: the configuration's seed alone, or the suite's)")
     c.add_argument(
@@ -96,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
         help="accuracies to reach with avg and with the full model, as shares: 0.4,0.45; in rounds, simulated s and MB",
     )  # fmt: skip
     c.add_argument(
-        "--central", type=Path, nargs="+", default=[], metavar="DIR",
+        "--central", type=path_of, nargs="+", default=[], metavar="DIR",
         help="folders of central trainings, one for each seed: a reference in the tables",
     )  # fmt: skip
     terminal.add_resume(c)
@@ -112,7 +115,9 @@ def parser() -> argparse.ArgumentParser:
     c.set_defaults(call=many_runs.tune)
 
     c = add("regress", "run a fixed suite; exit code 5 if a figure is worse than before", config=False)
-    c.add_argument("--suite", default="digits", metavar="NAME", help="a shipped suite, or a file (default: digits)")
+    c.add_argument(
+        "--suite", type=at_home, default="digits", metavar="NAME", help="a shipped suite, or a file (default: digits)"
+    )
     c.add_argument("--set", action="append", default=[], metavar="a.b=value", help="run.*, tracking.*, ...")
     c.add_argument("--id", metavar="NAME", help="name of the night's folder (default: the time)")
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side (default: 1)")
@@ -157,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
         "was published for, where it says so and no data set is named or needed)",
     )
     c.add_argument("--classes", type=int, metavar="N", help="how many outputs the network has, with --input")
-    c.add_argument("--apoz", type=Path, metavar="FILE", help="apoz.json of a pretrain step, instead of measuring")
+    c.add_argument("--apoz", type=path_of, metavar="FILE", help="apoz.json of a pretrain step, instead of measuring")
     c.add_argument(
         "--flops-as", choices=("macs", "thop"), default="macs",
         help="macs: multiply-adds, as in AdaptiveFL's Table 1; thop: as FedRolex's Table 3.6 counts, a linear layer's "
@@ -167,19 +172,19 @@ def parser() -> argparse.ArgumentParser:
     c.set_defaults(call=pool.pool)
 
     c = add("report", "one page and one table for one or more finished runs", config=False)
-    c.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a finished run")
-    c.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
+    c.add_argument("runs", type=path_of, nargs="+", metavar="RUN", help="folder of a finished run")
+    c.add_argument("--out", type=path_of, default=Path("report.html"), metavar="FILE")
     c.set_defaults(call=runs.report)
 
     c = add("fetch", "download data sets, or what a run pushed by DVC, and check them; without a name: list data sets")
     c.add_argument("names", nargs="*", metavar="NAME", help="names of data sets, or the id of an MLflow run")
     c.add_argument("--root", metavar="DIR", help="of data sets (default: FLEXFLEET_DATA, else ~/.cache/flexfleet/data)")
-    c.add_argument("--out", type=Path, metavar="DIR", help="where a run's files go (default: runs/<the id>)")
+    c.add_argument("--out", type=path_of, metavar="DIR", help="where a run's files go (default: runs/<the id>)")
     c.set_defaults(call=host.fetch)
 
     c = add("status", "show how far runs are, and which invited devices are there")
     c.add_argument(
-        "run", type=Path, nargs="?", metavar="RUN",
+        "run", type=path_of, nargs="?", metavar="RUN",
         help="folder of a run, a comparison or a study (default: all in run.store)",
     )  # fmt: skip
     c.set_defaults(call=runs.status)
@@ -188,7 +193,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--tier", metavar="NAME", help="of the fleet: whose clients' orders they take (default: any)")
     c.add_argument("--count", type=int, default=1, metavar="N", help="how many devices (default: 1)")
     c.add_argument(
-        "--out", type=Path, default=Path("invitations"), metavar="DIR",
+        "--out", type=path_of, default=Path("invitations"), metavar="DIR",
         help="folder for the invitations, a file for each device (default: %(default)s)",
     )  # fmt: skip
     c.add_argument("--revoke", metavar="NAME", help="instead give no orders to this device any more")
@@ -199,13 +204,16 @@ def parser() -> argparse.ArgumentParser:
     c.set_defaults(call=devices.agent)
 
     c = add("profile", "measure how this device trains: an entry of fleet.tiers, for the simulated clock")
-    c.add_argument("--invite", metavar="FILE", help="its invitation, for the way to the object store: a file, or https")
+    c.add_argument(
+        "--invite", type=at_home, metavar="FILE",
+        help="its invitation, for the way to the object store: a file, or https",
+    )  # fmt: skip
     c.add_argument("--tier", metavar="NAME", help="name of the tier (default: the invitation's, else the machine's)")
     c.add_argument("--share", type=float, default=1.0, metavar="P", help="the tier's part of the fleet (default: 1)")
     c.add_argument("--memory", type=float, metavar="MB", help="what training may take (default: what is free)")
     c.add_argument("--seconds", type=float, default=5.0, metavar="S", help="how long to train each level (default: 5)")
     c.add_argument("--device", default="cpu", metavar="NAME", help="the torch device, e.g. cuda (default: cpu)")
-    c.add_argument("--out", type=Path, metavar="FILE", help="write the entry there too, as YAML")
+    c.add_argument("--out", type=path_of, metavar="FILE", help="write the entry there too, as YAML")
     terminal.add_short(c, ("dataset", "model", "algorithm"))
     c.set_defaults(call=devices.profile)
 
@@ -214,7 +222,7 @@ def parser() -> argparse.ArgumentParser:
     c.set_defaults(call=runs.check)
 
     c = add("init", "write a params.yaml with every parameter explained, or an algorithm of your own", config=False)
-    c.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="DIR", help="where (default: here)")
+    c.add_argument("folder", type=path_of, nargs="?", default=Path(), metavar="DIR", help="where (default: here)")
     c.add_argument(
         "--algorithm", metavar="NAME",
         help="instead write NAME.py, a small algorithm to change, and test_NAME.py, which holds it to the laws of all",

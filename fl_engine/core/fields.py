@@ -5,7 +5,17 @@ from __future__ import annotations
 from enum import Enum
 from typing import Annotated, Any, ClassVar, TypeGuard, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
+
+from fl_engine.core.addresses import at_home
+from fl_engine.core.errors import ConfigError
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 """For `__pydantic_config__` of dataclasses that are built from a configuration."""
@@ -16,6 +26,18 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
+
+
+def user_path(text: str) -> str:
+    """`at_home` for pydantic. Raises ValueError."""
+    try:
+        return at_home(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+UserPath = Annotated[str, AfterValidator(user_path)]
+"""A path, or an address that may hold one, as a user writes it: `~` becomes the home folder."""
 
 
 def is_model(kind: Any) -> TypeGuard[type[BaseModel]]:

@@ -28,7 +28,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from fl_engine.core.errors import ConfigError, DataError, brief, nearest, printable
-from fl_engine.core.fields import STRICT
+from fl_engine.core.fields import STRICT, UserPath
 from fl_engine.core.quantities import need_plain
 from fl_engine.core.types import Device
 from fl_engine.fleet.trace import Trace, trace_of
@@ -65,7 +65,7 @@ class TraceFile:
 
     __pydantic_config__ = STRICT
     name: Literal["file"] = "file"
-    path: str
+    path: UserPath
     """CSV or JSON lines."""
     repeat_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Seconds after which the rows begin anew; null: a client's last row holds for ever."""
@@ -236,9 +236,9 @@ class FedScale:
 
     __pydantic_config__ = STRICT
     name: Literal["fedscale"] = "fedscale"
-    capacity: str | None = None
+    capacity: UserPath | None = None
     """`client_device_capacity` as JSON; null: speed and bandwidth of each device's tier."""
-    availability: str | None = None
+    availability: UserPath | None = None
     """`client_behave_trace` as JSON; null: all are always online."""
     inference: Annotated[float, Field(ge=1e-6, le=1e6)] = 0.3
     """10^9 multiply-adds of the inference that `computation` measures: 0.3 is MobileNetV2's (Sandler et al., CVPR 2018,

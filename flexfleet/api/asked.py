@@ -18,6 +18,7 @@ from typing import Any
 
 from fl_engine.algorithms import ALGORITHMS, CONTRACT
 from fl_engine.core.adapters import adapter
+from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, nearest
 from fl_engine.core.samples import Data
 from fl_engine.datasets import kept
@@ -95,12 +96,12 @@ def _of_keyword(name: str, value: Any, store: str) -> list[tuple[str, Any]]:
 def _store(values: dict[str, Any], options: Sequence[tuple[str, Any]], uri: Any) -> str:
     """The folder of all runs on this machine."""
     if uri is not None and "://" not in str(uri):
-        return str(uri)
+        return str(path_of(uri))
     asked = {"run": copy.deepcopy(values["run"])}
     for path, value in options:
         if path.partition(".")[0] == "run":
             set_path(asked, path, value)
-    return str(asked["run"]["store"])
+    return str(path_of(asked["run"]["store"]))
 
 
 def check_once(pairs: Iterable[tuple[str, Any]], how: str) -> None:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, did_you_mean
 from fl_engine.training.guest import guest
 from flexfleet.api.asked import check_reach, plain
@@ -113,7 +114,7 @@ class Comparison:
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ConfigError where there is no finished comparison."""
-        self.folder = Path(folder).absolute()  # a notebook may change its folder
+        self.folder = path_of(folder).absolute()  # a notebook may change its folder
         if not (self.folder / "comparison.json").is_file():
             raise ConfigError(
                 f"{self.folder} holds no finished comparison: it has no comparison.json. One that was stopped goes on "

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fl_engine.core.addresses import path_of
 from fl_engine.core.drawing import drawn
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
@@ -26,7 +27,7 @@ def from_folder(
     without Pillow."""
     if not isinstance(path, str | Path):
         raise DataError(f"a folder is expected, got {path!r}")
-    root, wanted = Path(path), None if size is None else _size(size)
+    root, wanted = path_of(path), None if size is None else _size(size)
     folders = (each.name for each in root.iterdir() if each.is_dir()) if root.is_dir() else ()
     classes = sorted(name for name in folders if not name.startswith("."))
     if not classes:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fl_engine.backends.in_process import InProcess, prepare_process
+from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, nearest
 from fl_engine.core.slicing import runnable
 from fl_engine.core.types import Params
@@ -66,7 +67,7 @@ class Result:
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ConfigError where there is no run, EnvironmentFailure where its folder cannot be read."""
-        self.folder = Path(folder).absolute()  # a notebook may change its folder
+        self.folder = path_of(folder).absolute()  # a notebook may change its folder
         self._made: Resolved | None = None
         check_looked_into(self.folder)
         if not (self.folder / "run.json").is_file():
@@ -343,7 +344,7 @@ def in_store(name: str | Path, file: str) -> Path:
     folder."""
     if not isinstance(name, str | Path):
         raise ConfigError(f"a folder or a name is expected, got {name!r}")
-    path, inside = Path(name), DEFAULT_STORE / name
+    path, inside = path_of(name), DEFAULT_STORE / name
     found = next((each for each in (path, inside) if (each / file).is_file()), None)
     if found is None and not any(map(os.path.lexists, (path, inside))):
         places = dict.fromkeys((str(path), str(inside)))  # one, where the path is absolute

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.training.guest import guest
 from flexfleet.api.asked import Default, check_kinds, check_once, check_reach, config_of, plain
@@ -153,7 +154,7 @@ class Study:
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ConfigError where there is no finished study."""
-        self.folder = Path(folder).absolute()  # a notebook may change its folder
+        self.folder = path_of(folder).absolute()  # a notebook may change its folder
         if not (self.folder / "tune.json").is_file():
             raise ConfigError(
                 f"{self.folder} holds no finished study: it has no tune.json. One that was stopped goes on with "

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from fl_engine.algorithms import ALGORITHMS
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core.adapters import adapter
+from fl_engine.core.addresses import path_of
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, holds_password, masked
 from fl_engine.core.fields import is_model
@@ -63,7 +64,7 @@ def load_with_algorithm(files: Files = None, overrides: Sequence[str] = ()) -> t
 
 def _read(path: str | Path) -> dict[str, Any]:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path_of(path), encoding="utf-8") as file:
             text = file.read(MOST_CHARS + 1)
         if len(text) > MOST_CHARS:
             raise ConfigError(f"{path} has more than {MOST_CHARS:,} characters: is it a configuration?")

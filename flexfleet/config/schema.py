@@ -18,12 +18,25 @@ from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.addresses import folder_hint, is_meant
 from fl_engine.core.augmentation import Augmenting
 from fl_engine.core.errors import masked
-from fl_engine.core.fields import Count, Fraction, Index, Moves, NotNegative, Positive, Section, Unseen, is_model
+from fl_engine.core.fields import (
+    Count,
+    Fraction,
+    Index,
+    Moves,
+    NotNegative,
+    Positive,
+    Section,
+    Unseen,
+    UserPath,
+    is_model,
+    user_path,
+)
 from fl_engine.core.samplers import Sampling, Shuffle
 from fl_engine.core.schedules import Constant, Scheduling
 from fl_engine.data.partitioning import Rule
 from fl_engine.fleet.devices import FLEETS, Tier
 from fl_engine.fleet.traces import Tracing
+from fl_engine.models.build import INIT
 from fl_engine.models.quantised import OnnxPrecision
 from fl_engine.rounds.terms import EvaluateConfig, RoundsConfig
 from fl_engine.training.numerics import Precision, Strategy
@@ -32,7 +45,7 @@ from fl_engine.training.numerics import Precision, Strategy
 class DatasetConfig(Section):
     name: str = "digits"
     """A data set of `fl_engine.datasets`, or package.module:NAME."""
-    root: Annotated[str | None, Moves.PLACE] = None
+    root: Annotated[UserPath | None, Moves.PLACE] = None
     """Folder of the data files; `repo@rev:path`, or a .dvc file, of a DVC repository, without a password (git's
     credential helper knows it); null: FLEXFLEET_DATA, else ~/.cache/flexfleet/data."""
     train_samples: Count | None = None
@@ -56,14 +69,14 @@ class PartitionConfig(Section):
     minimum: Count = 20
     """Each client gets at least this many samples: dirichlet, dirichlet_per_client and quantity see to it; where
     another rule leaves a client fewer, the partition is refused."""
-    map: str | None = None
+    map: UserPath | None = None
     """File with each client's training samples (manual): {"clients": [[0, 3, ...], ...]}, positions from 0."""
-    folders: Annotated[str | None, Moves.PLACE] = None
+    folders: Annotated[UserPath | None, Moves.PLACE] = None
     """With `local`, the folder that holds one folder of data for each client, whom this machine simulates
     (docs/guides/partitions.md); read in the order of their names. null: none; invited devices have their own."""
     most: Count = 100_000
     """With `local`, the most training samples that a client may say it holds: its update counts for as many at most."""
-    features: str | None = None
+    features: UserPath | None = None
     """Deal by clusters of the samples' features instead of by labels (dirichlet, dirichlet_per_client,
     disjoint_labels): an .npy file with a row for each training sample, or the name of a network, whose input to its
     last layer counts, with its first weights, untrained. null: deal by labels."""
@@ -174,7 +187,7 @@ class CentralConfig(Section):
 
 
 class RunConfig(Section):
-    store: Annotated[str, Moves.PLACE] = "runs"
+    store: Annotated[UserPath, Moves.PLACE] = "runs"
     """Folder of all runs."""
 
     @field_validator("store")
@@ -187,9 +200,9 @@ class RunConfig(Section):
             )
         return value
 
-    remote: Annotated[str | None, Moves.PLACE] = None
+    remote: Annotated[UserPath | None, Moves.PLACE] = None
     """s3://bucket/prefix for the ledgers of all runs, where another coordinator finds them; null: in `store`."""
-    secrets: Annotated[str | None, Moves.PLACE] = None
+    secrets: Annotated[UserPath | None, Moves.PLACE] = None
     """Where the run's key is kept, from which noise and signatures follow: a folder, or s3://bucket/prefix in another
     bucket than `remote`, with credentials of its own (FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID and so on); null: a Secret of
     the cluster where clients are pods, else a file in the run's folder (not for private runs with `remote`: that
@@ -197,7 +210,7 @@ class RunConfig(Section):
     backend: Literal["in_process", "processes", "kubernetes", "agents"] = "in_process"
     """Where clients live: in threads of this process, in worker processes that get orders through the store, in pods
     (see `kubernetes`), or on devices that were invited (see `agents`)."""
-    code: Annotated[str | None, Moves.PLACE] = None
+    code: Annotated[UserPath | None, Moves.PLACE] = None
     """One's own package: its folder, with an __init__.py, or one .py file; null: none. Worker processes, pods and
     devices get it as a wheel that its sha256 names, check that, and import it from there; the run goes on with the same
     files alone. What is named as package.module:NAME is found in it."""
@@ -246,7 +259,7 @@ class RunConfig(Section):
 
 
 class TrackingConfig(Section):
-    mlflow: str | None = "sqlite:///mlflow.db"
+    mlflow: UserPath | None = "sqlite:///mlflow.db"
     """MLflow tracking URI; null: off."""
     experiment: str | None = None
     """null: <dataset>-<model>-<partition>; where Kubeflow gives tasks an MLflow (MLFLOW_TRACKING_URI), its own."""
@@ -297,7 +310,7 @@ class TuneConfig(Section):
     workers: Count = 1
     """How many workers run trials at the same time: as processes side by side, in the pipeline as pods, which then need
     `storage`. `trials` counts the trials of all workers."""
-    storage: str | None = None
+    storage: UserPath | None = None
     """URL of a database for workers on several machines; null: that of the environment's FLEXFLEET_TUNE_STORAGE, else
     a journal in the study's folder."""
 
@@ -316,7 +329,7 @@ class PublishConfig(Section):
     measured beside it. auto: for each level what its codec's bits on the way to clients are rounded up to."""
     calibration: Count = 128
     """For int8_static: how many of the server's proxy samples show the ranges of activations, where it has as many."""
-    dvc: str | None = None
+    dvc: UserPath | None = None
     """Remote (s3://bucket/prefix, or a folder) to which DVC pushes partition, pool, model and report; null: none."""
 
     @property
@@ -356,6 +369,12 @@ class Config(Section):
     tracking: Annotated[TrackingConfig, Moves.PLACE, Unseen] = TrackingConfig()
     publish: Annotated[PublishConfig, Moves.PLACE, Unseen] = PublishConfig()
     tune: Annotated[TuneConfig, Moves.PLACE, Unseen] = TuneConfig()
+
+    @field_validator("model")
+    @classmethod
+    def _weights_at_home(cls, value: dict[str, Any]) -> dict[str, Any]:
+        init = value.get(INIT)
+        return {**value, INIT: user_path(init)} if isinstance(init, str) else value
 
     @model_validator(mode="after")
     def _data_of_devices(self) -> Config:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from fl_engine.core.addresses import at_home, path_of
 from fl_engine.core.errors import ConfigError
 
 SILENCE_S = 604_800.0
@@ -13,9 +13,11 @@ RECYCLE = 200
 
 
 def add(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--invite", required=True, metavar="FILE", help="the invitation: a file, or an https address")
     p.add_argument(
-        "--folder", type=Path, metavar="DIR",
+        "--invite", type=at_home, required=True, metavar="FILE", help="the invitation: a file, or an https address"
+    )
+    p.add_argument(
+        "--folder", type=path_of, metavar="DIR",
         help="where the device remembers its key (default: $STATE_DIRECTORY, else ~/.local/state/flexfleet/NAME)",
     )  # fmt: skip
     p.add_argument(

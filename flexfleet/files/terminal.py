@@ -13,13 +13,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from threading import current_thread, main_thread
 from types import TracebackType
 from typing import Any, TextIO
 
 import yaml
 
+from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, masked, out_of_memory, printable
 from fl_engine.core.plain import comment_of, in_line, read_yaml
 from flexfleet.config.short import place
@@ -57,14 +57,14 @@ def step_parser(description: str, **reads: str) -> argparse.ArgumentParser:
     """A step's parser: `--out`, and for each `<option>=<step>` a folder that an earlier step wrote."""
     p = parser(description)
     for option, step in reads.items():
-        p.add_argument(f"--{option}", type=Path, required=True, metavar="DIR", help=f"what the {step} step wrote")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+        p.add_argument(f"--{option}", type=path_of, required=True, metavar="DIR", help=f"what the {step} step wrote")
+    p.add_argument("--out", type=path_of, required=True, metavar="DIR")
     return p
 
 
 def add_config(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "--config", type=Path, action="append", metavar="FILE",
+        "--config", type=path_of, action="append", metavar="FILE",
         help="parameters (default: ./params.yaml, else the built-in defaults); of several, each goes on top of those "
         "before it",
     )  # fmt: skip

@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, IntegrityError, brief, masked
 from fl_engine.core.fields import Moves
 from fl_engine.data.partition_files import Manifest, read_manifest
@@ -422,8 +423,8 @@ def _best_of(rows: Sequence[Row], key: str) -> Row | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m flexfleet.reports.report", description=__doc__)
-    p.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a finished run")
-    p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page, an .html file")
+    p.add_argument("runs", type=path_of, nargs="+", metavar="RUN", help="folder of a finished run")
+    p.add_argument("--out", type=path_of, required=True, metavar="FILE", help="the page, an .html file")
     args = p.parse_args(argv)
     page = report(args.runs, args.out)
     terminal.show(table(args.runs))

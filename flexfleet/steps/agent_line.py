@@ -14,6 +14,7 @@ import urllib3
 from pydantic import ValidationError
 
 import fl_engine
+from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError, brief, printable
 from fl_engine.exchange.letters import (
     BEAT,
@@ -188,7 +189,7 @@ def _store_of(known: Known, within_s: float) -> Store:
 def _read(where: str, plain: bool, within_s: float) -> bytes:
     """What lies at a URL, or at a store's address."""
     if where.startswith(("http://", "https://")):
-        return UrlStore({"sign": safe(where, plain)}, {}, within_s).get("sign", BEAT_BYTES)
+        return UrlStore({"sign": where}, {}, within_s).get("sign", BEAT_BYTES)
     place, _, name = where.rpartition("/")
     return open_store(place).get(name, BEAT_BYTES)
 
@@ -255,7 +256,7 @@ def folder_of(name: str) -> Path:
     """Where a device remembers: systemd says it, else a folder of the user. Raises ConfigError for a user without a
     home folder."""
     if told := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]:
-        return Path(told)
+        return path_of(told)
     if base := os.environ.get("XDG_STATE_HOME"):
         return Path(base) / "flexfleet" / name
     try:

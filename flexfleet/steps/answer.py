@@ -16,6 +16,7 @@ from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.backends.kubernetes.jobs import STATE_KEY
 from fl_engine.backends.processes import carry_out
 from fl_engine.core import heap
+from fl_engine.core.addresses import path_of
 from fl_engine.core.allowed import check_wheel
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief
@@ -122,7 +123,7 @@ def _site(told: Assignment, store: Store) -> tuple[Algorithm, Site]:
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
     struck = faults.parse(config.rounds.faults)
     sealed = config.kubernetes.state_key is not None
-    key = key_from(Path(os.environ.get("FLEXFLEET_STATE_KEY", STATE_KEY))) if sealed else None
+    key = key_from(path_of(os.environ.get("FLEXFLEET_STATE_KEY", STATE_KEY))) if sealed else None
     site = Site(family, pool, fleet, data, parts, config.seed, numerics, None, struck, sealed, key, held, most)
     return algorithm, site
 

@@ -11,8 +11,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import BadInput, ClientError, EnvironmentFailure, IntegrityError, Stopped
 from flexfleet.files import terminal
 from flexfleet.files.signals import stopping_at_once
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str] | None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("assignment", type=Path, metavar="FILE")
+    p.add_argument("assignment", type=path_of, metavar="FILE")
     p.add_argument("--stay", action="store_true", help="FILE is an invitation; the options of the agent follow")
     args, more = p.parse_known_args(argv)
     if args.stay:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from fl_engine.core.addresses import at_home
 from fl_engine.core.errors import (
     ConfigError,
     EnvironmentFailure,
@@ -31,7 +32,7 @@ GO_ON = re.compile("(go on|resume) with --resume")
 
 def address(config: Config) -> str | None:
     """The address of the database that workers on several machines share; None: the study is a file in its folder."""
-    return config.tune.storage or os.environ.get("FLEXFLEET_TUNE_STORAGE") or None
+    return config.tune.storage or at_home(os.environ.get("FLEXFLEET_TUNE_STORAGE", "")) or None
 
 
 def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) -> Any:

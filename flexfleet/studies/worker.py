@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import BadInput, Diverged, Refused, Unreachable
 from flexfleet.config import Config, Range, load_config
 from flexfleet.files import terminal
@@ -140,8 +141,8 @@ def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolve
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description="One worker of a study.")
-    p.add_argument("--config", type=Path, required=True, metavar="FILE")
-    p.add_argument("--study", type=Path, required=True, metavar="DIR")
+    p.add_argument("--config", type=path_of, required=True, metavar="FILE")
+    p.add_argument("--study", type=path_of, required=True, metavar="DIR")
     p.add_argument("--id", required=True)
     p.add_argument("--worker", type=int, required=True)
     args = p.parse_args(argv)

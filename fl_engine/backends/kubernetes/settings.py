@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from fl_engine.core.fields import Count, Fraction, Moves, Positive, Section
+from fl_engine.core.fields import Count, Fraction, Moves, Positive, Section, UserPath
 from fl_engine.core.quantities import quantity
 
 GRACE_S = 30
@@ -67,7 +67,7 @@ class KubernetesConfig(Section):
     """Of the clients' Jobs."""
     image: str | None = None
     """null: that of the environment variable FLEXFLEET_IMAGE, which the pipelines set to the one that tasks run in."""
-    template: str | None = None
+    template: UserPath | None = None
     """The Job's YAML; null: fl_engine/backends/kubernetes/client-job.yaml, which says what is filled in."""
     pools: dict[str, NodePool] = Field(default={})
     """By device tier; one that is not named gets the defaults of a pool."""

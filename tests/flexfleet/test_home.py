@@ -1,0 +1,103 @@
+"""`~` is the home folder in every path that a user can give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flexfleet as ff
+from fl_engine.core.addresses import at_home
+from fl_engine.core.errors import ConfigError, DataError
+from flexfleet.config import flatten, load_config
+from flexfleet.steps import agent_line
+from flexfleet.studies import storage
+
+PATHS = {
+    "dataset.root": "~/data",
+    "partition.map": "~/map.json",
+    "partition.folders": "~/clients",
+    "partition.features": "~/features.npy",
+    "model.init": "~/model.safetensors",
+    "fleet.trace": "~/trace.csv",
+    "run.store": "~/x",
+    "run.remote": "~/remote",
+    "run.secrets": "~/keys",
+    "tracking.mlflow": "sqlite:///~/mlflow.db",
+    "publish.dvc": "~/dvc",
+    "tune.storage": "sqlite:///~/study.db",
+    "kubernetes.template": "~/job.yaml",
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    found = tmp_path / "home"
+    found.mkdir()
+    monkeypatch.setenv("HOME", str(found))
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_parameter_with_tilde_names_the_home_folder(name: str, home: Path) -> None:
+    local = ("partition.rule=local",) if name == "partition.folders" else ()
+    shown = flatten(load_config(None, [*local, f"{name}={PATHS[name]}"]))
+    found = shown["fleet.trace.path" if name == "fleet.trace" else name]
+    assert found == PATHS[name].replace("~", str(home))
+
+
+def test_code_with_tilde_is_found_in_the_home_folder(home: Path) -> None:
+    (home / "theirs.py").write_text("LEVELS = 3\n")
+    assert load_config(None, ["run.code=~/theirs.py"]).run.code == str(home / "theirs.py")
+
+
+def test_options_with_tilde_name_the_home_folder(flexfleet: Any, home: Path) -> None:
+    (home / "p.yaml").write_text("run: {store: ~/runs}\n")
+    done = flexfleet("invite", "--json", "--config=~/p.yaml", "--out=~/invitations")
+    assert done.code == 0, done.err
+    assert (home / "invitations" / "device-1.json").is_file() and (home / "runs").is_dir()
+    silent = flexfleet("agent", "--invite=~/invitations/device-1.json", "--folder=~/device", "--silence=0.1")
+    assert silent.code == 0 and (home / "device" / "agent.json").is_file()
+    assert {path.name for path in home.parent.iterdir()} & {"~", "device", "invitations"} == set()
+
+
+def test_python_arguments_with_tilde_name_the_home_folder(home: Path) -> None:
+    with pytest.raises(ConfigError) as nowhere:
+        ff.load("~/runs/a")
+    with pytest.raises(DataError) as empty:
+        ff.from_folder("~/pictures")
+    assert str(home / "runs" / "a") in str(nowhere.value) and str(home / "pictures") in str(empty.value)
+
+
+def test_variables_with_tilde_name_the_home_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", "~/state")
+    monkeypatch.setenv("FLEXFLEET_TUNE_STORAGE", "sqlite:///~/study.db")
+    assert agent_line.folder_of("a") == home / "state" / "flexfleet" / "a"
+    assert storage.address(load_config(None)) == f"sqlite:///{home}/study.db"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("~", "{home}"),
+        ("~/möbel/x", "{home}/möbel/x"),
+        ("file://~/mlruns", "file://{home}/mlruns"),
+        ("sqlite+pysqlite:///~/m.db?timeout=9", "sqlite+pysqlite:///{home}/m.db?timeout=9"),
+        ("./~/x", "./~/x"),
+        ("s3://bucket/~/x", "s3://bucket/~/x"),
+        ("https://host/~user", "https://host/~user"),
+        ("a~b", "a~b"),
+    ],
+)
+def test_only_a_leading_tilde_is_the_home_folder(given: str, expected: str, home: Path) -> None:
+    assert at_home(given) == expected.format(home=home)
+
+
+def test_home_of_an_unknown_user_is_refused(home: Path) -> None:
+    for setting in ("run.store=~nobody-of-this-name/x", "model.init=~nobody-of-this-name/x"):
+        with pytest.raises(ConfigError) as refused:
+            load_config(None, [setting])
+        assert str(refused.value).startswith(setting.partition(".")[0])
