@@ -35,7 +35,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from fl_engine.core.errors import ClientError, ConfigError, IntegrityError, brief
+from fl_engine.core.errors import ClientError, ConfigError, IntegrityError, brief, masked
 from fl_engine.exchange.assignment import Assignment
 from fl_engine.storage.pieces import Value
 from fl_engine.storage.store import Store, canonical
@@ -194,12 +194,42 @@ class Invitation(Note):
             raise ConfigError(f"{where} is no invitation: {brief(error)}; `flexfleet invite` writes them") from error
         if found.folder is None and (found.letter is None or found.beat is None):
             raise ConfigError(f"{where} names neither URLs nor a folder: have `flexfleet invite` write another one")
-        if found.letter is not None:
-            try:
-                safe(found.letter, found.plain)  # before the device remembers it
-            except ConfigError as error:
-                raise ConfigError(f"{where}: {error}") from None
+        probe = () if found.probe is None else (found.probe.read, found.probe.write.url)
+        try:  # before the device remembers it
+            if found.letter is not None:
+                safe(found.letter, found.plain)
+            for address in (*probe, *(() if found.beat is None else (found.beat.url,))):
+                check_own(address, found.letter, found.folder)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         return found
+
+
+def check_own(address: str, letter: str | None, folder: str | None) -> None:
+    """Raise ConfigError unless an address is in the device's own store: on the server of `letter`, the URL of its
+    letters, or in the place that holds `folder`, the folder of its letters. A device calls nothing else, whatever its
+    coordinator names."""
+    if folder is not None:
+        own = folder.rsplit("/", 2)[0]
+        found, is_own = address, f"{address}/".startswith(f"{own}/") and ".." not in address.split("/")
+    else:
+        found, own = _server(address), _server(letter or "")
+        is_own = found == own
+    if not is_own:
+        raise ConfigError(
+            f"{masked(found)} is outside of this device's store, {masked(own)}, so it is not called. If the store has "
+            "moved, the device needs another invitation (`flexfleet invite` on the server)"
+        )
+
+
+def _server(address: str) -> str:
+    """Scheme, host and port of an address."""
+    try:
+        parts = urlsplit(address)
+        port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError as error:
+        raise ConfigError(f"not an address ({error}); an https address is expected") from None
+    return f"{parts.scheme}://{parts.hostname}:{port}"
 
 
 def safe(url: str, plain: bool = False) -> str:

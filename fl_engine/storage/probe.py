@@ -74,7 +74,7 @@ class _Scratch:
         return send(self.pool, upload, value, headers).status < 300
 
     def reads(self, url: str) -> bool:
-        return self.pool.request("GET", url).status < 400
+        return self.pool.request("GET", url, redirect=False).status < 300
 
     def found(self) -> bytes | None:
         """What the coordinator reads where something was uploaded; None: it cannot read it."""

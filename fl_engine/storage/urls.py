@@ -79,10 +79,10 @@ class Answer:
 
 class UrlStore:
     """What a client without keys sees of a store: URLs of the keys that it may read, leave to write others. Raises
-    EnvironmentFailure where the server does not answer, after retries, and IntegrityError where it refuses.
+    EnvironmentFailure if the server does not answer, after retries, and IntegrityError if it refuses. Follows no
+    redirect, since it may lead to another server.
 
-    `within_s`: for what is soon out of date and holds secrets: two tries of so many seconds, and no redirect; None:
-    patient."""
+    `within_s`: for what is soon out of date and holds secrets: two tries of so many seconds; None: patient."""
 
     at_once = AT_ONCE
 
@@ -109,7 +109,7 @@ class UrlStore:
             raise IntegrityError(f"no URL was given to read {key}")
 
         def read() -> bytes:
-            answer = self._pool.request("GET", url, preload_content=False)
+            answer = self._pool.request("GET", url, redirect=False, preload_content=False)
             try:
                 if answer.status >= 300:
                     self._check(_cut(answer), "GET", key)
@@ -151,8 +151,8 @@ class UrlStore:
 
 
 class Retry(urllib3.Retry):
-    """Does not ask again where a certificate is refused: it will be the next time too. Of an answer after which it asks
-    again, or goes elsewhere, urllib3 would read all."""
+    """Does not retry if a certificate is refused, because it will be refused the next time too. Before a retry, urllib3
+    would read the whole answer, so this reads and drops a bounded part of it."""
 
     def increment(
         self,
@@ -165,12 +165,7 @@ class Retry(urllib3.Retry):
     ) -> Retry:
         if isinstance(error, urllib3.exceptions.SSLError) and REFUSED in str(error):
             raise urllib3.exceptions.MaxRetryError(_pool, url or "", error) from error
-        try:
-            left = super().increment(method, url, response, error, _pool, _stacktrace)
-        except urllib3.exceptions.MaxRetryError:
-            if self.raise_on_redirect and response is not None and response.get_redirect_location():
-                response.close()
-            raise
+        left = super().increment(method, url, response, error, _pool, _stacktrace)
         if response is not None:
             with suppress(urllib3.exceptions.HTTPError, OSError):
                 _cut(response)
@@ -197,8 +192,8 @@ def patient_pool() -> urllib3.PoolManager:
 
 
 def hasty_pool(seconds: float) -> urllib3.PoolManager:
-    """Connections for the two threads of a device. A request is made twice at most, and follows no redirect."""
-    retry = Retry(1, redirect=False, backoff_factor=0.1, allowed_methods=None, raise_on_status=False)
+    """Connections for the two threads of a device. A request is made twice at most."""
+    retry = Retry(1, backoff_factor=0.1, allowed_methods=None, raise_on_status=False)
     return urllib3.PoolManager(maxsize=2, retries=retry, timeout=urllib3.Timeout(connect=seconds, read=seconds))
 
 

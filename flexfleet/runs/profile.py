@@ -19,7 +19,7 @@ from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, printable
 from fl_engine.core.plain import write_yaml
 from fl_engine.core.types import Pool
-from fl_engine.exchange.letters import Invitation, safe
+from fl_engine.exchange.letters import Invitation
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.storage.places import open_store
@@ -190,8 +190,7 @@ def _bandwidth(config: Config, invitation: Invitation | None) -> tuple[float | N
             if invitation.probe is None:
                 return None, {"bandwidth": "the invitation names a folder, or an older flexfleet wrote it"}
             probe = invitation.probe
-            safe(probe.write.url)
-            return bits_per_second(UrlStore({PROBE: safe(probe.read)}, {PROBE: probe.write})), {}
+            return bits_per_second(UrlStore({PROBE: probe.read}, {PROBE: probe.write})), {}
         if config.run.remote is None:
             return None, {"bandwidth": "neither run.remote nor --invite names an object store"}
         store = open_store(f"{config.run.remote.rstrip('/')}/{LETTERS}")

@@ -40,7 +40,6 @@ from fl_engine.exchange.letters import (
     Letter,
     Loan,
     pause,
-    safe,
 )
 from fl_engine.storage.store import FolderStore, Store
 from fl_engine.training import cgroup
@@ -205,8 +204,7 @@ def _carry_out(
         told = told.model_copy(update={"device": line.device})
     about = f"{letter.run}, round {told.round + 1}, client {', '.join(map(str, told.clients))}"
     try:
-        for url in (*told.reads.values(), *(upload.url for upload in told.writes.values())):
-            safe(url, line.known.plain)
+        line.check_own(told)
         store: Store = Leased(told.open(), loan.id) if told.store else told.open()
         if site is None or site[0] != letter.site:
             site = None  # before the next one is loaded

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 import fl_engine
 from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError, brief, printable
+from fl_engine.exchange.assignment import Assignment
 from fl_engine.exchange.letters import (
     BEAT,
     BEAT_BYTES,
@@ -30,6 +31,7 @@ from fl_engine.exchange.letters import (
     Name,
     Note,
     State,
+    check_own,
     read_letter,
     safe,
 )
@@ -126,6 +128,12 @@ class Line:
             letter, key = read_letter(value, self.known.key, self.known.generation)
             if letter.name != self.known.name or letter.number < self.known.number:
                 raise IntegrityError(f"the letter is an older one, or another device's ({letter.name})")
+            beat = None if letter.beat is None else letter.beat.url
+            try:
+                for address in filter(None, (letter.letter, beat, letter.sign)):
+                    check_own(address, self.known.letter, self.known.folder)
+            except ConfigError as error:
+                raise IntegrityError(f"the letter is not obeyed: {error}") from error
             if letter.number != self.known.number:
                 urls = {"letter": letter.letter, "beat": letter.beat} if self.known.folder is None else {}
                 self._remember({"number": letter.number, "key": key, "generation": letter.generation, **urls})
@@ -134,6 +142,12 @@ class Line:
             raise ClientError(f"{letter.name} was revoked: this device takes no orders any more")
         return letter
 
+    def check_own(self, assignment: Assignment) -> None:
+        """Raise ConfigError if the assignment names an address outside of the device's own store."""
+        urls = (*assignment.reads.values(), *(upload.url for upload in assignment.writes.values()))
+        for address in urls if assignment.store is None else (assignment.store, *urls):
+            check_own(address, self.known.letter, self.known.folder)
+
     def sign(self) -> bytes | None:
         """The coordinator's lease as it is now; None: no letter says where it is. Raises ConfigError,
         EnvironmentFailure or IntegrityError where it cannot be read."""
@@ -141,7 +155,7 @@ class Line:
             return None
         with self._lock:
             self.requests += 1
-        return _read(self._sign, self.known.plain, min(10.0, self.lease_s / BEATS))
+        return _read(self._sign, min(10.0, self.lease_s / BEATS))
 
     def beat(self, state: State, said: str = "", over: threading.Event | None = None) -> bool:
         """Tells what the device is at; whether that was sent. Where it was not, the next beat may. Nothing is sent when
@@ -182,12 +196,11 @@ class Line:
 def _store_of(known: Known, within_s: float) -> Store:
     if known.folder is not None:
         return open_store(known.folder)
-    reads = {LETTER: safe(known.letter or "", known.plain)}
-    return UrlStore(reads, {} if known.beat is None else {BEAT: known.beat}, within_s)
+    return UrlStore({LETTER: known.letter or ""}, {} if known.beat is None else {BEAT: known.beat}, within_s)
 
 
-def _read(where: str, plain: bool, within_s: float) -> bytes:
-    """What lies at a URL, or at a store's address."""
+def _read(where: str, within_s: float) -> bytes:
+    """The value at a URL, or at a store's address."""
     if where.startswith(("http://", "https://")):
         return UrlStore({"sign": where}, {}, within_s).get("sign", BEAT_BYTES)
     place, _, name = where.rpartition("/")
@@ -258,7 +271,7 @@ def folder_of(name: str) -> Path:
     if told := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]:
         return path_of(told)
     if base := os.environ.get("XDG_STATE_HOME"):
-        return Path(base) / "flexfleet" / name
+        return path_of(base) / "flexfleet" / name
     try:
         return Path.home() / ".local" / "state" / "flexfleet" / name
     except RuntimeError as error:

@@ -19,7 +19,7 @@ from fl_engine.core import heap
 from fl_engine.core.addresses import path_of
 from fl_engine.core.allowed import check_wheel
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief
+from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief, masked
 from fl_engine.core.types import Pool
 from fl_engine.data import local, partition_files
 from fl_engine.data.partition import as_told
@@ -38,6 +38,7 @@ from flexfleet.files.artifacts import PoolFile, RunFile
 from flexfleet.steps import own_code
 from flexfleet.steps.partition import held_out, most_of, reads
 from flexfleet.steps.prepare import Resolved
+from flexfleet.tracking.data_repository import is_fetched
 
 log = logging.getLogger("flexfleet")
 
@@ -172,7 +173,13 @@ def _numerics(run: RunFile) -> Numerics:
 
 
 def _here(config: configs.Config) -> configs.Config:
-    """The configuration with the folder of the data on this node."""
-    if "FLEXFLEET_DATA" not in os.environ:
-        return config
-    return reads(config, None)
+    """Return the configuration with the folder of the data on this node. Raises ClientError if the coordinator names
+    data to fetch, because a client calls no address but its store's."""
+    if "FLEXFLEET_DATA" in os.environ:
+        return reads(config, None)
+    if is_fetched(config.dataset.root or ""):
+        raise ClientError(
+            f"dataset.root = {masked(config.dataset.root or '')[:200]} is fetched from elsewhere, which a client does "
+            "not do. Set FLEXFLEET_DATA on this device to the folder of its data"
+        )
+    return config

@@ -42,6 +42,11 @@ def folder_of(root: str | None) -> Path:
     return data_root(root)
 
 
+def is_fetched(root: str) -> bool:
+    """Whether `folder_of` fetches this `dataset.root`, and so calls an address."""
+    return (REV.fullmatch(root) is not None and not Path(root).exists()) or root.endswith(".dvc")
+
+
 def _at_revision(url: str, rev: str, path: str) -> Path:
     from dvc.api import DVCFileSystem
 
