@@ -21,6 +21,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from urllib.parse import quote
 
 import urllib3
 
@@ -158,9 +159,10 @@ def _tricks(scratch: _Scratch, verb: Verb) -> Iterator[str]:
 def _additions(scratch: _Scratch) -> dict[str, dict[str, str]]:
     """Headers that do harm."""
     key, encryption = bytes(32), "x-amz-server-side-encryption-customer"
+    source = quote(scratch.store.uri(scratch.source).removeprefix("s3:/"))
     md5 = hashlib.md5(key, usedforsecurity=False).digest()
     return {
-        "another object as its source": {"x-amz-copy-source": scratch.store.uri(scratch.source).removeprefix("s3:/")},
+        "another object as its source": {"x-amz-copy-source": source},
         "an ACL": {"x-amz-acl": "public-read"},
         "a grant": {"x-amz-grant-read": EVERYBODY},
         "a grant that takes the owner's": {"x-amz-grant-read-acp": EVERYBODY},

@@ -179,10 +179,10 @@ def _scratch(remote: str) -> Iterator[tuple[Any, Path]]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch).resolve()
         try:
-            with Repo.init(str(folder), no_scm=True) as made, made.config.edit("local") as config:
-                config["core"] = {"analytics": False, "remote": "here", "site_cache_dir": str(folder / ".dvc" / "site")}
-                config["remote"] = {"here": _remote(remote)}
-            with Repo(str(folder)) as repo:
+            Repo.init(str(folder), no_scm=True).close()
+            core = {"analytics": False, "remote": "here", "site_cache_dir": str(folder / ".dvc" / "site")}
+            # DVC writes its configuration files in ASCII, so a path with an umlaut cannot be stored in one.
+            with Repo(str(folder), config={"core": core, "remote": {"here": _remote(remote)}}) as repo:
                 yield repo, folder
         except sqlite3.Error as error:  # of the files in which DVC keeps what it has seen
             raise EnvironmentFailure(f"DVC cannot write into the temporary folder {folder.parent}: {error}") from error

@@ -32,7 +32,8 @@ def test_what_repro_has_made_is_pushed_and_pulled(server: str, checkout: Any) ->
 
 
 def test_a_task_pushes_and_another_machine_pulls(server: str, tmp_path: Path) -> None:
-    remote = f"s3://runs/tasks-{server}"
+    prefix = f"Möbel 中 x/{server}"
+    remote = f"s3://runs/{prefix}"
     (tmp_path / "pool").mkdir()
     (tmp_path / "pool" / "pool.json").write_text("{}")
     versioned.hand_on(tmp_path / "pool", "pool", remote, tmp_path / "out" / "pointer")
@@ -41,7 +42,7 @@ def test_a_task_pushes_and_another_machine_pulls(server: str, tmp_path: Path) ->
     assert (back / "pool.json").read_text() == "{}" and versioned.checksum(pointer) == versioned.md5(back)
 
     client = boto3.session.Session(region_name="us-east-1").client("s3")
-    kept = client.list_objects_v2(Bucket="runs", Prefix=f"tasks-{server}/")["Contents"]
+    kept = client.list_objects_v2(Bucket="runs", Prefix=f"{prefix}/")["Contents"]
     (value,) = (o["Key"] for o in kept if not o["Key"].endswith(".dir"))
     client.put_object(Bucket="runs", Key=value, Body=b"[]")
     with pytest.raises(IntegrityError):
@@ -49,7 +50,9 @@ def test_a_task_pushes_and_another_machine_pulls(server: str, tmp_path: Path) ->
     versioned.push({"pool": tmp_path / "pool"}, remote)
     assert client.get_object(Bucket="runs", Key=value)["Body"].read() == b"{}"
     client.delete_object(Bucket="runs", Key=value)
-    with pytest.raises(IntegrityError, match=r"DVC at s3://runs/tasks.* does not have pool/pool\.json: push it again"):
+    with pytest.raises(
+        IntegrityError, match=r"DVC at s3://runs/Möbel 中 x.* does not have pool/pool\.json: push it again"
+    ):
         versioned.pull({"pool": pointer}, remote, tmp_path / "again")
     assert not (tmp_path / "again").exists()
     versioned.push({"pool": tmp_path / "pool"}, remote)

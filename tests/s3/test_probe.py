@@ -34,7 +34,7 @@ UNSIGNED = (
 
 @pytest.fixture
 def store(server: str, request: pytest.FixtureRequest) -> S3Store:
-    return S3Store(f"s3://runs/{request.node.name.replace('[', '-').rstrip(']')}")
+    return S3Store(f"s3://runs/Möbel 中 x/{request.node.name.replace('[', '-').rstrip(']')}")
 
 
 @pytest.fixture
