@@ -94,11 +94,15 @@ def _network(
     static_bn: bool,
     statistics_x: Tensor | None = None,
 ) -> nn.Module:
-    module = runnable(family, spec, {k: v.to(device) for k, v in params.items()}).eval()
-    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    module = runnable(family, spec, {k: _maps_last(v.to(device)) for k, v in params.items()}).eval()
     if static_bn:
         collect_statistics(module, data, data.train_x if statistics_x is None else statistics_x, device, batch_size)
     return module
+
+
+def _maps_last(tensor: Tensor) -> Tensor:
+    """Weights of two-dimensional convolutions with the channels last in memory, like the maps that they take."""
+    return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 def _one_pass(
