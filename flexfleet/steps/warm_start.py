@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+import torch
+
 from fl_engine.core.contracts import GivesWeights, ModelFamily
 from fl_engine.core.errors import (
     BadInput,
@@ -36,6 +38,8 @@ log = logging.getLogger("flexfleet")
 
 MODEL, REGISTERED = "model.safetensors", "models:/"
 PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".bin", ".joblib")
+RESULT, COUNTER = "network.", "num_batches_tracked"
+"""The prefix of the names in `Result.model().state_dict()`; the end of the name of batch norm's counters."""
 MAGIC = (b"PK\x03\x04", b"\x80")
 """How torch's files and bare pickles begin."""
 
@@ -49,6 +53,7 @@ def start(config: Config, family: ModelFamily) -> Params | None:
         own = family.weights() if isinstance(family, GivesWeights) else {}
         return fitting(family, own) if own else None
     found, where = _read(config, str(init), names_of(family))
+    found = _that_are_sent(family, found, where)
     if wrong := mismatch(family, found):
         raise ConfigError(
             f"model.{INIT}: {where} is not of this network ({config.model['name']}, with {config.algorithm['name']}): "
@@ -60,6 +65,24 @@ def start(config: Config, family: ModelFamily) -> Params | None:
         raise ConfigError(f"model.{INIT}: {where}: {error}") from error
     log.info("the rounds start from %s", where)
     return weights
+
+
+def _that_are_sent(family: ModelFamily, found: Params, where: str) -> Params:
+    """Return the entries of a `state_dict` that clients are sent. Leaves out the prefix of `Result.model()`, the
+    statistics that it adds, batch norm's counters and the network's constants. Raises ConfigError if the network has
+    other constants."""
+    names = names_of(family)
+    if not found.keys() & set(names):
+        found = _known({name.removeprefix(RESULT): tensor for name, tensor in found.items()}, names)
+    constants = {name: buffer for name, buffer in family.module().named_buffers() if name not in names}
+    for name in found.keys() & constants.keys():
+        if not torch.equal(found[name].to(constants[name].dtype), constants[name]):
+            raise ConfigError(
+                f"model.{INIT}: {where} has other values of {name}, which the network does not train: build the "
+                "network with the values of the file"
+            )
+    left_out = {*constants, *(name for name in found if name.endswith(COUNTER) and name not in names)}
+    return {name: tensor for name, tensor in found.items() if name not in left_out}
 
 
 def check_same(before: str | None, now: str | None, config: Config, out: Path) -> None:
@@ -139,6 +162,11 @@ def _exported(folder: Path, found: Params, names: Collection[str]) -> Params:
             f"model.{INIT}: {folder} holds the level {about.level}, a part of the network, and a run starts from "
             "all of it: name the largest level"
         )
+    return _known(found, names)
+
+
+def _known(found: Params, names: Collection[str]) -> Params:
+    """Without batch-norm statistics that the network does not keep."""
     return {name: tensor for name, tensor in found.items() if name in names or not is_statistic(name)}
 
 

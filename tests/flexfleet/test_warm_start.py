@@ -3,6 +3,7 @@ full; a changed source does not resume; nothing is unpickled."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
 import shutil
@@ -12,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import flexfleet as ff
 from fl_engine.core import seeds
+from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Params
 from fl_engine.models.small_cnn import SmallCNN
@@ -54,6 +58,56 @@ def file(quick: Sequence[str], tmp_path: Path) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------- where from
+OWN = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4 * 36, 10)
+        self.frozen = nn.Conv2d(1, 1, 1).requires_grad_(False)
+        self.frozen.weight.fill_(2.0), self.frozen.bias.fill_(0.0)
+        self.register_buffer("shift", torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.head(torch.relu(self.norm(self.conv(self.frozen(x) + self.shift))).flatten(1))
+"""
+
+
+def test_warm_start_takes_state_dict_of_own_network(
+    quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "net_for_a_warm_start.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    network = importlib.import_module("net_for_a_warm_start").Net()
+    path = tmp_path / "weights.safetensors"
+    save_file(network.state_dict(), path)
+    others = [each for each in quick if not each.startswith("model.")]
+    sets = [*others, *PLAIN, "model.name=net_for_a_warm_start:Net", f"model.init={path}"]
+    found = Resolved.load(None, sets).start
+    assert found is not None and "norm.running_var" in found and "frozen.weight" not in found
+    assert_same_bits(found, {name: network.state_dict()[name] for name in found})
+    network.frozen.weight.add_(1)
+    save_file(network.state_dict(), path)
+    with pytest.raises(ConfigError, match=r"frozen\.weight"):
+        _ = Resolved.load(None, sets).start
+
+
+@pytest.mark.parametrize("norm", ["batch", "static"])
+def test_warm_start_takes_state_dict_of_result_model(
+    norm: str, flexfleet: Any, quick: Sequence[str], tmp_path: Path
+) -> None:
+    sets = [*quick, *PLAIN, f"model.norm={norm}", "rounds.stop=1"]
+    assert flexfleet("run", "--run-id", "first", sets=sets).code == 0
+    result, path = ff.load("first"), tmp_path / "weights.safetensors"
+    save_file(result.model().state_dict(), path)
+    found = Resolved.load(None, [*sets, f"model.init={path}"]).start
+    assert found is not None
+    assert_same_bits(found, result.params)
+
+
 def test_the_rounds_start_from_the_file_and_its_sha256_is_recorded(
     quick: Sequence[str], tmp_path: Path, file: Path
 ) -> None:
