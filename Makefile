@@ -30,7 +30,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 run: setup
 	$(BIN)/flexfleet run --run-id digits-flexfl --resume --set pretrain.reference=true
-	$(BIN)/flexfleet run --run-id digits-all-large --resume --set algorithm.name=all_large
+	$(BIN)/flexfleet run --run-id digits-all-large --resume --set pretrain.reference=true \
+	    --set algorithm.name=all_large
 	$(BIN)/flexfleet report runs/digits-flexfl runs/digits-all-large --out runs/report.html
 	@echo "open MLflow: $(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db"
 

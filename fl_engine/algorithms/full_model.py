@@ -1,9 +1,10 @@
 """FedAvg on the full model, and methods that differ from it in one default: the papers' references.
 
-`all_large` is FedAvg (McMahan et al., AISTATS 2017, Algorithm 1). With `eligible: all` every client trains the full
-model, whatever it can hold: what a fleet of strong devices would reach. With `eligible: capable` only devices take part
-that can hold the full model at their maximum capacity, and one that has less free at the moment fails: what FedAvg can
-do on this fleet, and what heterogeneous methods must beat. `fedavg` is `all_large` with `eligible: all`.
+`all_large` is FedAvg (McMahan et al., AISTATS 2017, Algorithm 1), under the name that the papers give it as a control;
+`fedavg` is the same. Every client trains the full model, whatever it can hold, as in the papers: the result is what a
+fleet of strong devices would reach. With `eligible: capable` only devices take part that can hold the full model at
+their maximum capacity, and a device that has less memory free at the moment fails: the result is what FedAvg can do on
+this fleet, and what heterogeneous methods must beat.
 
 `fedprox` is FedProx: Federated Optimization in Heterogeneous Networks (Li et al., MLSys 2020), Algorithm 2: clients
 minimise `F_k(w) + mu/2 * ||w - w^t||^2`, and mu holds them close to the model they were sent. Departs from the paper:
@@ -40,14 +41,14 @@ from fl_engine.selection.capacity import holds
 
 @dataclass(frozen=True)
 class AllLarge(Terms):
-    """FedAvg of the full model, by default among the devices that can hold it."""
+    """FedAvg of the full model on every selected client (McMahan et al., AISTATS 2017)."""
 
     __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
-    eligible: Literal["all", "capable"] = "capable"
-    """`all` devices, or those `capable` of the full model."""
+    eligible: Literal["all", "capable"] = "all"
+    """`all` devices, whatever they can hold, or those `capable` of the full model."""
     selection: Selection | None = None
     """null: uniform among the eligible."""
     aggregation: Aggregation = Mean()
@@ -87,9 +88,6 @@ class AllLarge(Terms):
 @dataclass(frozen=True)
 class FedAvg(AllLarge):
     """FedAvg: every selected client trains the full model, whatever it can hold (McMahan et al., AISTATS 2017)."""
-
-    eligible: Literal["all", "capable"] = "all"
-    """`all` ignores what devices can hold; `capable` keeps to it."""
 
 
 @dataclass(frozen=True)

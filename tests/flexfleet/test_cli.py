@@ -179,7 +179,7 @@ BAD = {
     "targets in disorder": (["algorithm.targets=[50.0, 25.0, 100.0]"], ("targets", "ascend")),
     "shares": (["fleet.tiers=[{name: a, share: 0.5, memory: 50.0}]"], ("fleet.tiers", "add up to 1")),
     "a fleet too weak": (
-        ["algorithm.name=all_large", "fleet.tiers=[{name: a, share: 1.0, memory: 50.0}]"],
+        ["algorithm.name=all_large", "algorithm.eligible=capable", "fleet.tiers=[{name: a, share: 1.0, memory: 50.0}]"],
         ("eligible", "full model"),
     ),
     "a fleet too weak for any": (["fleet.tiers=[{name: a, share: 1.0, memory: 20.0}]"], ("smallest model",)),

@@ -191,7 +191,7 @@ def test_a_run_is_not_begun_again_where_its_rounds_are_not(
 def test_a_warning_of_the_check_is_not_told_again_by_the_rounds(
     flexfleet: Any, quick: Sequence[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    sets = [*quick, "algorithm.name=all_large", "rounds.stop=1"]
+    sets = [*quick, "algorithm.name=all_large", "algorithm.eligible=capable", "rounds.stop=1"]
     assert flexfleet("run", "--run-id", "a", sets=sets).code == 0
     assert caplog.text.count("these tiers are never asked") == 1
     caplog.clear()

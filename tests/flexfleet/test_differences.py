@@ -72,7 +72,8 @@ def test_training_precision_and_data_of_a_row_are_found() -> None:
 
 def test_what_an_algorithm_makes_of_a_setting_counts() -> None:
     """FedSGD trains one step on all samples, whatever the section says; all_large selects by `eligible`."""
-    apart = found(fedsgd=["fedsgd"], all_large=["all_large"], adaptivefl=["adaptivefl"])
+    capable = ["all_large", "algorithm.eligible=capable"]
+    apart = found(fedsgd=["fedsgd"], all_large=capable, adaptivefl=["adaptivefl"])
     assert apart["training.epochs"] == {"fedsgd": 1, "all_large": 5, "adaptivefl": 5}
     assert apart["algorithm.selection"]["fedsgd"] == {"name": "uniform", "model": "largest"}
     assert apart["algorithm.selection"]["all_large"] == "uniform"

@@ -114,7 +114,7 @@ class Listening(Uniform):
 def test_a_selector_hears_of_every_order_failures_included(tmp_path: Path) -> None:
     """In client order, with the seconds of the simulated clock."""
     selection = Listening(model="largest")
-    algorithm = AllLarge(training=TRAINING, selection=selection)
+    algorithm = AllLarge(training=TRAINING, eligible="capable", selection=selection)
     site = tiny_site(algorithm)
     _, (row,) = federate(algorithm, site, tmp_path, stop=1)
     expected = [(c["client"], "failure" in c, c.get("seconds_simulated", 0.0)) for c in row.clients]
