@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +25,7 @@ from flexfleet.comparisons.first import TITLES
 from flexfleet.comparisons.side_by_side import one_by_one
 from flexfleet.comparisons.whole import compare as compare_all
 from flexfleet.config.entries import accuracies_of, run_name, seeds_of
+from flexfleet.config.names import dated
 
 FIGURES = tuple(name for name, field in OneRun.model_fields.items() if field.annotation in (float, float | None))
 FIGURES += tuple(name for name in TITLES if name not in FIGURES)
@@ -83,7 +83,7 @@ def _compare(
     if isinstance(to, str) or not hasattr(to, "__iter__"):
         raise ConfigError(f"to: a list of accuracies is expected, e.g. (0.8, 0.9), got {to!r}")
     to = tuple(to)
-    name = time.strftime("compare-%Y%m%d-%H%M%S") if id is None else id
+    name = dated("compare") if id is None else id
     runs = entries_of(algorithms, _listed(seeds), over or {}, name, common)
     for entry in runs:
         check_reach(entry.config, jobs)

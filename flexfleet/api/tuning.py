@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
@@ -20,6 +19,7 @@ from flexfleet.api.results import in_store
 from flexfleet.api.running import ALGORITHM, DATASET, MODEL
 from flexfleet.api.tables import table, to_html
 from flexfleet.config import Config, load_config, parse
+from flexfleet.config.names import dated
 from flexfleet.config.names import plain as plain_name
 from flexfleet.config.overrides import PARAMETERS
 from flexfleet.config.read import leaves
@@ -94,7 +94,7 @@ def _tune(
         raise EnvironmentFailure(missing("optuna"))
     config = study_of(space, given, keywords)
     check_reach(config, config.tune.workers)
-    name = time.strftime("tune-%Y%m%d-%H%M%S") if id is None else plain_name(id, "a study's id")
+    name = dated("tune") if id is None else plain_name(id, "a study's id")
     folder = Path(config.run.store) / name
     with guest(), shown(progress):
         tune_all(config, name, resume=resume)

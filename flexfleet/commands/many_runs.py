@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ def compare(args: argparse.Namespace) -> int:
     from flexfleet.comparisons import suites
     from flexfleet.config import entries, load_config
     from flexfleet.config.entries import Entry
+    from flexfleet.config.names import dated
     from flexfleet.steps.prepare import config_of
 
     if args.suites:
@@ -35,7 +35,7 @@ def compare(args: argparse.Namespace) -> int:
         return config_of(argparse.Namespace(config=args.config, set=sets))
 
     to = () if args.to is None else entries.accuracies_of(args.to)
-    name = time.strftime("compare-%Y%m%d-%H%M%S") if args.id is None else args.id
+    name = dated("compare") if args.id is None else args.id
     references: list[Entry] = []
     if args.suite is not None:
         suite, read = suites.load(args.suite), partial(load_config, args.config)
@@ -93,12 +93,13 @@ def list_suites(args: argparse.Namespace) -> int:
 
 def tune(args: argparse.Namespace) -> int:
     from flexfleet.steps.prepare import config_of
+    from flexfleet.config.names import dated
 
     if args.resume and args.id is None:
         raise ConfigError("--resume needs --id: the name of the study to go on with, a folder of the run store")
     if args.jobs is not None:
         args.set = [*args.set, f"tune.workers={args.jobs}"]
-    name = time.strftime("tune-%Y%m%d-%H%M%S") if args.id is None else args.id
+    name = dated("tune") if args.id is None else args.id
     config = config_of(args)
 
     from flexfleet.studies.outcome import told
@@ -113,9 +114,10 @@ def regress(args: argparse.Namespace) -> int:
     from fl_engine.core.errors import GateFailed
     from flexfleet.comparisons.whole import check_jobs
     from flexfleet.nightly import regress as step
+    from flexfleet.config.names import dated
     from flexfleet.nightly import webhook
 
-    id = time.strftime("night-%Y%m%d-%H%M%S") if args.id is None else args.id
+    id = dated("night") if args.id is None else args.id
     check_jobs(args.jobs)
     if args.update:
         night = step.prepare(args.suite, id, args.set, update=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,14 +56,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def central(args: argparse.Namespace) -> int:
+    from flexfleet.config.names import dated
     from flexfleet.runs.central import central as train
     from flexfleet.steps.prepare import resolved_of
 
     resumes_by_name(args)
     resolved = resolved_of(args)
     config = resolved.config
-    named = f"central-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run_id = named if args.run_id is None else args.run_id
+    run_id = dated(f"central-s{config.seed}") if args.run_id is None else args.run_id
     tell_if_new(config, Path(config.run.store) / run_id, args.resume)
     result = train(
         resolved,

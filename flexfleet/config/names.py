@@ -3,9 +3,8 @@ and a line of a log."""
 
 from __future__ import annotations
 
+import secrets
 import time
-from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_engine.core.errors import ConfigError
@@ -34,7 +33,11 @@ def plain(name: str, what: str) -> str:
 
 
 def new_name(config: Config) -> str:
-    """A name for a run, made of algorithm, seed and time, that no run of the store has yet."""
-    name = f"{config.algorithm['name']}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}".replace(":", ".")
-    store, others = Path(config.run.store), (f"{name}-{i}" for i in count(2))
-    return name if not (store / name).exists() else next(other for other in others if not (store / other).exists())
+    """Return a new name for a run: its algorithm and seed, and what `dated` adds."""
+    return dated(f"{config.algorithm['name']}-s{config.seed}".replace(":", "."))
+
+
+def dated(kind: str) -> str:
+    """Return a new name that begins with `kind`: the time, and six random digits for those that start in the same
+    second, here or on another machine with the same store."""
+    return f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetErro
 from fl_engine.data.partition_files import read_manifest
 from flexfleet.config import Config
 from flexfleet.config.entries import entries
-from flexfleet.config.names import LONGEST, plain
+from flexfleet.config.names import LONGEST, new_name, plain
 from flexfleet.config.overrides import run_name
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import RunFile
@@ -40,6 +41,19 @@ def test_what_is_no_plain_name_is_refused_in_one_short_line(name: str) -> None:
     with pytest.raises(ConfigError, match="run_id is a plain name") as error:
         plain(name, "run_id")
     assert str(error.value).isprintable() and len(str(error.value)) < 400
+
+
+def test_runs_of_the_same_second_get_different_names(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, no_drawings: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda *_: "20261122-101010")
+    sets = [*quick, "rounds.stop=1", "central.epochs=1"]
+    with ThreadPoolExecutor(8) as threads:
+        assert len(set(threads.map(lambda _: new_name(Config()), range(64)))) == 64
+    names = [flexfleet("central", "--json", sets=sets).json["run_id"] for _ in range(2)]
+    assert len({*names, *(path.name for path in Path("runs").iterdir())}) == 2
 
 
 NAMED: dict[str, Callable[[str, Path], object]] = {
