@@ -30,4 +30,5 @@ def report(
         id, out = workers[0]["study"], Path(study.path)
         tuned = patiently(lambda: step(start, id, ended, out, Path(told.path), Path(page.path)))
         metrics.log_metric(f"best/{tuned.metric}", tuned.best_value)
-        metrics.log_metric("held_out/gain", tuned.gain)
+        if tuned.gain is not None:
+            metrics.log_metric("held_out/gain", tuned.gain)

@@ -11,8 +11,8 @@ from fl_engine.core.types import Pool
 
 @dataclass(frozen=True)
 class Interval:
-    """A search draws the values of one hyper-parameter from `low` to `high`, or one of `choices`. The configured value
-    is among them: the first trial has it."""
+    """The values that a search draws of one hyper-parameter: from `low` to `high`, or one of `choices`. The configured
+    value is among them, so that the search learns from its first trial, which runs the configuration unchanged."""
 
     low: float | None = None
     high: float | None = None
@@ -21,7 +21,7 @@ class Interval:
     whole: bool = False
     """Whole numbers only, low and high too."""
     start: float | None = None
-    """What the algorithm computes by itself where its field is null: the first trial has that value."""
+    """The value that the algorithm computes by itself if its field is null."""
     choices: tuple[Any, ...] = ()
     """The values of a parameter of a closed set; they stand alone."""
 

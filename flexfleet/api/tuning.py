@@ -61,7 +61,8 @@ def tune(
     **common: Any,
 ) -> Study:
     """Searches hyper-parameters, then compares the best setting with the default on seeds that no trial has used: what
-    `flexfleet tune` does, with the same folder and the same bits.
+    `flexfleet tune` does, with the same folder and the same bits. The first trial is the default, unchanged. A trial
+    that diverges or merges no update cannot win.
 
     `space`, by dotted names: (low, high), both included; a list of choices; or a mapping, {"low": 0.01, "high": 1,
     "log": True}. Between two whole numbers only whole ones are drawn, unless the parameter is now a fraction. None: the
@@ -142,13 +143,15 @@ class Study:
     """A finished search.
 
     id, folder        its name and folder
-    best, default     the best setting and the configuration's own, by dotted names
-    best_value        the metric of the best trial
-    gain              mean of best - default over the held-out seeds
+    best, default     setting of the best trial and the configuration's own, by dotted names
+    best_value        metric of the best trial
+    better            whether the best setting is better than the default, beyond the noise of the held-out seeds
+                      (paired t test at 5 %); without held-out seeds, whether its trial has the higher metric
+    gain              mean of best - default over the held-out seeds; None without them, or if one diverged
     table             best against default, a line for each held-out seed
     trials            a line for each trial
     importance        how much each parameter mattered: shares that add up to 1, or 0 with too few trials
-    config            the whole configuration with the best setting, for `flexfleet.run(config=...)`
+    config            whole configuration for `flexfleet.run(config=...)`, with the best setting if it is better
     report            the page
     """
 
@@ -194,8 +197,12 @@ class Study:
         return self._tuned.best_value
 
     @property
-    def gain(self) -> float:
+    def gain(self) -> float | None:
         return self._tuned.gain
+
+    @property
+    def better(self) -> bool:
+        return self._tuned.better
 
     @property
     def importance(self) -> dict[str, float]:
@@ -213,7 +220,12 @@ class Study:
     def table(self) -> Any:
         held = self._tuned.held_out
         pairs = zip(held["seeds"], held["default"], held["best"], strict=True)
-        return table([{"seed": int(seed), "default": d, "best": b, "gain": b - d} for seed, d, b in pairs])
+        return table(
+            [
+                {"seed": seed, "default": d, "best": b, "gain": None if b is None or d is None else b - d}
+                for seed, d, b in pairs
+            ]
+        )
 
     @property
     def trials(self) -> Any:

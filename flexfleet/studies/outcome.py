@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from flexfleet.comparisons.paired import tested
 from flexfleet.comparisons.tabulate import escaped
 from flexfleet.files.artifacts import Artifact
 from flexfleet.files.measure import Measure
@@ -21,6 +22,8 @@ Trials = Sequence[tuple[int, float, Mapping[str, Any]]]
 """The complete trials: number, value, parameters."""
 
 
+Figures = list[int | float | None]
+"""A figure for each held-out seed; None: the run diverged."""
 Outcome = Literal["complete", "pruned", "infeasible", "diverged"]
 
 
@@ -46,24 +49,26 @@ class Tuned(Artifact):
     measured: str = "accuracy"
     """The task's metric; a trial's value is its mean over the levels, or the largest model's."""
     trials: dict[str, int]
-    """How many by outcome; `diverged` is missing in older studies."""
+    """How many by outcome."""
     space: dict[str, dict[str, Any]]
     importance: dict[str, float]
     """How much each parameter mattered: shares that add up to 1, or 0 if there are too few trials."""
     default: dict[str, Any]
     """The configuration's own values of the parameters, where they are numbers, texts or switches."""
     default_value: float | None
-    """The value of the trial that has them; null if none has: a value outside the space, or the trial is not
-    complete."""
+    """The value of the trial that runs the configuration unchanged; null if that trial is not complete."""
     best: dict[str, Any]
     best_trial: int
     best_value: float
-    held_out: dict[Literal["seeds", "default", "best"], list[int | float]]
-    """Figures of the unchanged configuration and of the best one, seed by seed."""
-    gain: float
-    """Mean of best - default over the held-out seeds."""
-    tried: tuple[Tried, ...] = ()
-    """All trials that are done; empty in older studies."""
+    held_out: dict[Literal["seeds", "default", "best"], Figures]
+    """Figures of the unchanged configuration and of the best one, seed by seed; null: the run diverged."""
+    gain: float | None
+    """Mean of best - default over the held-out seeds; null without them, and if a run diverged."""
+    better: bool
+    """Whether the best setting is better than the default, beyond the noise of the held-out seeds (`conclude.beats`);
+    without held-out seeds, whether its trial has the higher value. params.yaml has the best values only then."""
+    tried: tuple[Tried, ...]
+    """All trials that are done."""
 
     @property
     def measure(self) -> Measure:
@@ -95,22 +100,31 @@ def tried(trial: Any) -> Tried:
     return Tried(number=trial.number, outcome=outcome, value=value, params=dict(trial.params), why=why)
 
 
+def finite(figures: Figures) -> list[float] | None:
+    """The figures if no run diverged, else None."""
+    return None if None in figures else [each for each in figures if each is not None]
+
+
 # -------------------------------------------------------------------------------------------------------- words
 def headline(tuned: Tuned) -> str:
-    """The best setting, and what it gains over the default."""
-    return f"{gained(tuned)}: {said(tuned.best)}"
+    """What the best setting gains over the default, and the setting if it is better."""
+    return f"{gained(tuned)}: {said(tuned.best)}" if tuned.better else gained(tuned)
 
 
 def gained(tuned: Tuned) -> str:
-    if tuned.best == tuned.default:
-        return "No trial was better than the default"
+    if not tuned.better:
+        found = "Nothing better than the default was found"
+        if tuned.gain is None or tuned.gain <= 0:
+            return found
+        return f"{found}: {points(tuned, tuned.gain)} on the held-out seeds may be noise; add seeds to tune.held_out"
+    if tuned.gain is not None:
+        return f"{points(tuned, tuned.gain)} over the default"
     if tuned.held_out["seeds"]:
-        if tuned.gain > 0:
-            return f"{points(tuned, tuned.gain)} over the default"
-        return f"No gain over the default ({tuned.measure.said(tuned.gain, '+')})"
-    if tuned.default_value is None:
-        return f"{tuned.metric} {tuned.measure.with_unit(tuned.best_value)}"
-    return f"{points(tuned, tuned.best_value - tuned.default_value)} over the default, on the trials' own seeds"
+        return "The best setting trains on all held-out seeds, and the default diverges"
+    figure = f"{tuned.metric} {tuned.measure.with_unit(tuned.best_value)}"
+    if tuned.default_value is not None:
+        figure += f" against {tuned.measure.with_unit(tuned.default_value)} of the default"
+    return f"{figure}, not compared on held-out seeds"
 
 
 def points(tuned: Tuned, gain: float) -> str:
@@ -120,26 +134,39 @@ def points(tuned: Tuned, gain: float) -> str:
 
 def told(tuned: Tuned, folder: Path) -> str:
     """A summary for the terminal."""
-    return "\n".join([headline(tuned), *_lines(tuned), f"settings: {folder / 'params.yaml'}"])
+    same = "" if tuned.better else " (the default)"
+    return "\n".join([headline(tuned), *_lines(tuned), f"settings: {folder / 'params.yaml'}{same}"])
 
 
 def _lines(tuned: Tuned) -> list[str]:
     t, measure = tuned.trials, tuned.measure
     lines = [
         f"{t['complete']} trials complete, {t['pruned']} pruned, {t['infeasible']} infeasible, "
-        f"{t.get('diverged', 0)} diverged",
+        f"{t['diverged']} diverged",
         f"best, trial {tuned.best_trial}: {tuned.metric} {measure.with_unit(tuned.best_value)} with {said(tuned.best)}",
     ]
     if tuned.default_value is not None:
         lines.append(f"default: {tuned.measure.with_unit(tuned.default_value)} with {said(tuned.default)}")
     if tuned.held_out["seeds"]:
-        b, d = tuned.held_out["best"], tuned.held_out["default"]
-        seeds = ", ".join(str(int(s)) for s in tuned.held_out["seeds"])
-        apart = [x - y for x, y in zip(b, d, strict=True)]
-        spread = f"+- {measure.said(stdev(apart))}" if len(apart) > 1 else "one seed: no spread"
-        against = f"{tuned.measure.with_unit(mean(b))} against {tuned.measure.with_unit(mean(d))}"
-        lines.append(f"held-out seeds {seeds}: {against}, {points(tuned, tuned.gain)} ({spread})")
+        seeds = ", ".join(map(str, tuned.held_out["seeds"]))
+        lines.append(f"held-out seeds {seeds}: {_compared(tuned)}")
     return lines
+
+
+def _compared(tuned: Tuned) -> str:
+    """The best setting against the default on the held-out seeds, with the 95 % interval of the gain."""
+    measure = tuned.measure
+    best, default = (finite(tuned.held_out[of]) for of in ("best", "default"))
+    if best is None or default is None or tuned.gain is None:
+        diverged = [name for name, of in (("the best setting", best), ("the default", default)) if of is None]
+        return f"{' and '.join(diverged)} diverged"
+    against = f"{measure.with_unit(mean(best))} against {measure.with_unit(mean(default))}, {points(tuned, tuned.gain)}"
+    if tuned.best == tuned.default:
+        return against
+    if (test := tested(best, default)) is None:
+        return f"{against} (no interval: {'one seed' if len(best) == 1 else 'all gains are equal'})"
+    low, high = (measure.said(test.mean + side * test.half, "+") for side in (-1, 1))
+    return f"{against} (95 % interval {low} to {high})"
 
 
 def markdown(tuned: Tuned, patch: str) -> str:
@@ -148,7 +175,8 @@ def markdown(tuned: Tuned, patch: str) -> str:
     rows = [f"| {' | '.join(map(escaped, row))} |" for row in (PARAMETERS, *parameters(tuned))]
     table = "\n".join([rows[0], f"| {' | '.join(rule)} |", *rows[1:]])
     lines = [escaped(line) for line in _lines(tuned)]
-    return "\n\n".join([f"## {escaped(headline(tuned))}", table, *lines, f"```yaml\n{patch}```\n"])
+    changed = [f"```yaml\n{patch}```\n"] if tuned.better else []
+    return "\n\n".join([f"## {escaped(headline(tuned))}", table, *lines, *changed])
 
 
 PARAMETERS = ("parameter", "default", "best", "searched", "importance")
@@ -172,12 +200,17 @@ def _searched(range: Mapping[str, Any]) -> str:
 
 def held_out(tuned: Tuned) -> list[tuple[str, ...]]:
     """Seed, default, best and the gain; if there are several seeds, their means in the last row."""
-    h = tuned.held_out
-    rows = [(str(int(s)), d, b) for s, d, b in zip(h["seeds"], h["default"], h["best"], strict=True)]
-    if len(rows) > 1:
-        rows.append(("mean", mean(h["default"]), mean(h["best"])))
-    m = tuned.measure
-    return [(name, m.said(d), m.said(b), m.said(b - d, "+")) for name, d, b in rows]
+    h, m = tuned.held_out, tuned.measure
+    rows = [(str(s), d, b) for s, d, b in zip(h["seeds"], h["default"], h["best"], strict=True)]
+    default, best = finite(h["default"]), finite(h["best"])
+    if len(rows) > 1 and default and best:
+        rows.append(("mean", mean(default), mean(best)))
+
+    def cells(d: float | None, b: float | None) -> tuple[str, ...]:
+        gain = NONE if d is None or b is None else m.said(b - d, "+")
+        return (*("diverged" if each is None else m.said(each) for each in (d, b)), gain)
+
+    return [(name, *cells(d, b)) for name, d, b in rows]
 
 
 def said(values: Mapping[str, Any]) -> str:
@@ -197,6 +230,7 @@ def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) ->
     """The importance of each parameter; 0 for all if there are fewer than four trials, or all have the same value."""
     import optuna
 
+    complete = [t for t in complete if all(p in t.params for p in space)]  # the default may lie outside of the space
     varied = {p for p in space if len({repr(t.params.get(p)) for t in complete}) > 1}
     shares = dict.fromkeys(space, 0.0)
     if len(complete) > 3 and varied and len({t.value for t in complete}) > 1:
@@ -212,7 +246,7 @@ def page(tuned: Tuned, trials: Trials) -> str:
         "study.html",
         tuned=tuned,
         headline=gained(tuned),
-        setting=said(tuned.best),
+        setting=said(tuned.best) if tuned.better else "",
         lines=_lines(tuned),
         head=PARAMETERS,
         parameters=parameters(tuned),

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import BadInput, Diverged
+from fl_engine.core.errors import BadInput
 from fl_engine.core.types import Pool
 from flexfleet.config import Config, Range
 from flexfleet.files.artifacts import BareHistory, PoolFile
 from flexfleet.runs.resumable import name_in
-from flexfleet.steps.evaluate import SMALLER
 from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.resumed import known_run
 from flexfleet.steps.share import adopt, fits, share
 from flexfleet.studies.space import space_of
+from flexfleet.studies.trials import MERGED, check_converges
 
 
 def resolved(config: Config, seed: int, out: Path | None = None) -> Resolved:
@@ -55,8 +55,9 @@ def searched(config: Config, prepared: Path) -> tuple[dict[str, Range], Pool]:
 
 
 def rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any = None) -> float:
-    """Runs the rounds that are not done; the observer gets the measurements of all rounds. Raises ConfigError if `out`
-    holds a run of another setting, Diverged where the metric is no finite number in the end."""
+    """Runs the rounds that are missing, and returns the metric of the last one. The observer gets the measurements of
+    all rounds. Raises ConfigError if `out` holds a run of another setting, Diverged if the metric is not finite in the
+    end or no update was merged."""
     try:
         known = known_run(resolved.config, out, resume=True)
     except BadInput as error:
@@ -70,7 +71,6 @@ def rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any
     rows, metric = BareHistory.read(out / "history.json").rounds, resolved.config.tune.metric
     if observer is not None:
         observer.metrics([(row["round"] + 1, row["metrics"]) for row in rows])
-    last = rows[-1]["metrics"]
-    if metric not in last:  # histories leave out what is not finite
-        raise Diverged(f"the model has diverged: {metric} of the last round is no finite number. {SMALLER}")
-    return float(last[metric])
+    value = rows[-1]["metrics"].get(metric)
+    check_converges(value, sum(row["metrics"].get(MERGED, 0) for row in rows), metric)
+    return float(value)

@@ -78,13 +78,13 @@ def unchanged(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[st
 
 
 def defaults(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[str, Any]:
-    """The first trial: the `unchanged` values. A value outside the space is left out, so that it is drawn, which the
-    log says: a space may well exclude the default."""
+    """The `unchanged` values that lie in the space. Trial 0 runs the whole configuration as it is, and the sampler
+    learns from these values."""
     values = {path: here for path, here in unchanged(config, space, pool).items() if _within(here, space[path])}
-    if drawn := [f"{path} ({configured(config, path)})" for path in space if path not in values]:
+    if outside := [f"{path} ({configured(config, path)})" for path in space if path not in values]:
         log.info(
-            "trial 0 is not the default: what is configured lies outside the search space, so it draws %s",
-            ", ".join(drawn),
+            "trial 0 runs the configuration unchanged; these configured values are outside the search space: %s",
+            ", ".join(outside),
         )
     return values
 

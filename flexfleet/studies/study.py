@@ -2,9 +2,9 @@
 that no trial has used.
 
 A study is a folder `<run.store>/<id>/`: the trials' runs, `study.log` (unless `tune.storage` names a database), and in
-the end `tune.json`, `params.yaml` (the configuration with the best values), `patch.yaml` (the values alone) and
-`study.html`. After a kill, the same command with --resume continues: an interrupted trial is tried again under another
-number, and goes on with the runs of the first.
+the end `tune.json`, `params.yaml` (the configuration with the best values, or unchanged if they are not better),
+`patch.yaml` (what differs in it) and `study.html`. After a kill, the same command with --resume continues: an
+interrupted trial is tried again under another number, and goes on with the runs of the first.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def _begin(config: Config, folder: Path, study: Any, prepared: Path, tags: Mappi
     _check_same(study, config, folder)
     trials.clear_stale(study, folder)
     if new:
-        study.enqueue_trial(space.defaults(config, *runs.searched(config, prepared)))
+        first = space.defaults(config, *runs.searched(config, prepared))
+        study.enqueue_trial(first, user_attrs={trials.DEFAULT: [*first]})
     parent = tracked.parent(config, study, tags)
     if parent is not None:
         study.set_user_attr(tracked.PARENT, parent.run_id)

@@ -9,14 +9,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
+from math import isfinite
 from pathlib import Path
 from secrets import token_hex
 from threading import Event, Thread
 from typing import Any
 
 from fl_engine.core.contracts import Tracker
-from fl_engine.core.errors import EnvironmentFailure, InUse, Refused, Stopped, Unreachable, first_line
+from fl_engine.core.errors import Diverged, EnvironmentFailure, InUse, Refused, Stopped, Unreachable, first_line
 from fl_engine.data.files import OF_DISKS
+from flexfleet.steps.evaluate import SMALLER
 from flexfleet.tracking import databases
 
 log = logging.getLogger("flexfleet")
@@ -33,8 +35,12 @@ TRIED = "tried"
 """Attribute of a trial: how many workers have died with the same values before it."""
 GOES_ON = "goes-on"
 """Attribute of a trial: the number of an interrupted one with the same values, whose runs it goes on with."""
+DEFAULT = "default"
+"""Attribute of the trial that runs the configuration unchanged: the names whose configured values lie in the space."""
 INFEASIBLE, DIVERGED = "infeasible", "diverged"
-"""Attributes of a trial without a value: why its values give no pool, and how its model diverged."""
+"""Attributes of a trial without a value: the reason why its values give no pool, or why its training gave no result."""
+MERGED = "clients_trained"
+"""Measurement of a round: the number of updates that were merged."""
 MOST_TRIED = 4
 """Values on which this many workers have died are not tried again: the values may be the cause (memory, say)."""
 TOKEN = token_hex(8)
@@ -73,23 +79,37 @@ def surplus(study: Any, trial: Any, wanted: int) -> bool:
     return len(before) >= wanted
 
 
+def check_converges(value: float | None, merged: float, metric: str) -> None:
+    """Raises Diverged if `merged`, the number of updates merged so far, is 0, or if `value`, the run's metric, is not
+    finite (None: histories leave such values out)."""
+    if not merged:
+        raise Diverged(
+            "no update was merged, so the model is untrained; the log says why clients failed. If their training "
+            f"diverged: {SMALLER[0].lower()}{SMALLER[1:]}"
+        )
+    if value is None or not isfinite(value):
+        raise Diverged(f"the model has diverged: {metric} of the last round is not a finite number. {SMALLER}")
+
+
 class Reporter(Tracker):
-    """Reports a run's metric to its trial, and raises Pruned where the trial is behind. The trial has its
-    parameters, and its worker tells the study how it ended."""
+    """Reports a run's metric to its trial. Raises Pruned if the trial is behind the others, and Diverged instead if the
+    metric is not finite or no update was merged so far."""
 
     def __init__(self, trial: Any, metric: str) -> None:
-        self._trial, self._metric = trial, metric
+        self._trial, self._metric, self._merged = trial, metric, 0.0
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         from optuna.exceptions import UpdateFinishedTrialError
 
         for step, values in rows:
+            self._merged += values.get(MERGED, 0)
             if self._metric in values:
                 try:
                     self._trial.report(values[self._metric], step)
                 except UpdateFinishedTrialError as error:
                     raise Taken("another worker tries these values again") from error
                 if self._trial.should_prune():
+                    check_converges(values[self._metric], self._merged, self._metric)
                     raise Pruned(f"pruned after round {step}")
 
 
@@ -143,6 +163,11 @@ def meets_any_values(error: BaseException) -> bool:
     return full or isinstance(error, Stopped | KeyboardInterrupt | Unreachable | InUse | Refused)
 
 
+def is_default(trial: Any) -> bool:
+    """Whether the trial runs the configuration unchanged."""
+    return DEFAULT in trial.user_attrs
+
+
 def runs_of(trial: Any) -> int:
     """The number in the names of the trial's runs."""
     return int(trial.user_attrs.get(GOES_ON, trial.number))
@@ -161,10 +186,11 @@ def give_back(study: Any, trial: Any, died: bool, goes_on: bool) -> bool:
         return False
     values = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # drawn, or set before the trial
     tried = int(trial.user_attrs.get(TRIED, 0)) + died
-    if tried < MOST_TRIED and values:
+    default = {DEFAULT: trial.user_attrs[DEFAULT]} if is_default(trial) else {}
+    if tried < MOST_TRIED and (values or default):
         runs = {GOES_ON: runs_of(trial)} if goes_on else {}
-        study.enqueue_trial(values, user_attrs={TRIED: tried, **runs})
-    elif values:
+        study.enqueue_trial(values, user_attrs={TRIED: tried, **default, **runs})
+    elif values or default:
         log.warning("%d workers have died on these values, which are not tried again: %s", tried, values)
     return True
 

@@ -71,10 +71,11 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
     try:
         with storage.answering(config), trials.beating(trial):
             trial.set_user_attr(trials.WORKER, trials.me())
-            values, ready = suggest(trial, space), None
+            values, ready = suggest(trial, _drawn(trial, space)), None
             try:
                 ready = _pools(config, folder, trial, values, prepared)
-                log.info("trial %d begins (%d in all): %s", trial.number, config.tune.trials, said(values))
+                setting = "the default" if trials.is_default(trial) else said(values)
+                log.info("trial %d begins (%d in all): %s", trial.number, config.tune.trials, setting)
                 value = _trial(config, study, trial, ready)
             except trials.Pruned:
                 state = TrialState.PRUNED
@@ -106,8 +107,16 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
         log.info("trial %d was silent for too long: another worker tries its values", trial.number)
         return False
     if value is not None:
-        log.info("trial %d: %s %.4f with %s", trial.number, config.tune.metric, value, said(values))
+        log.info("trial %d: %s %.4f with %s", trial.number, config.tune.metric, value, setting)
     return True
+
+
+def _drawn(trial: Any, space: Mapping[str, Range]) -> Mapping[str, Range]:
+    """The part of the space that a trial draws. The default's trial is told its values only so that the sampler learns
+    from it, and a configured value outside its range cannot be told."""
+    if not trials.is_default(trial):
+        return space
+    return {path: space[path] for path in trial.user_attrs[trials.DEFAULT]}
 
 
 def _pools(
@@ -115,7 +124,7 @@ def _pools(
 ) -> list[tuple[Resolved, Path]]:
     """The trial's runs, one for each seed and ready to begin, with their folders. Raises BadInput if the values give no
     pool."""
-    changed, ready = applied(config, values), []
+    changed, ready = config if trials.is_default(trial) else applied(config, values), []
     for seed in config.tune.seeds:
         out = folder / "trials" / f"{trials.runs_of(trial)}-s{seed}"
         run = runs.resolved(changed, seed, out)
@@ -129,7 +138,7 @@ def _pools(
 
 def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolved, Path]]) -> float:
     """The mean over the seeds of the last round's metric; the rounds of the first seed decide about pruning. Raises
-    Diverged where a model does."""
+    Diverged if the run of a seed diverges or merges no update."""
     scores = []
     for i, (run, out) in enumerate(ready):
         reporter = trials.Reporter(trial, config.tune.metric) if i == 0 else None

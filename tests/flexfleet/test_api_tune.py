@@ -17,6 +17,7 @@ from torch import nn
 
 import flexfleet as ff
 from fl_engine.algorithms import HeteroFL
+from fl_engine.core.errors import Diverged
 from fl_engine.data import heat_map
 from flexfleet.api import tuning
 from flexfleet.api.tuning import study_of
@@ -55,7 +56,7 @@ def test_it_is_the_study_of_the_command_line(study: ff.Study, flexfleet: Callabl
 
 def test_a_study_has_what_its_folder_has(study: ff.Study) -> None:
     assert study.id == "lr" and set(study.best) == {"training.lr", "training.batch_size"}
-    assert study.default["training.batch_size"] in (10, 20) or set(study.default) == {"training.lr"}
+    assert set(study.default) == set(study.best), "also the configured batch size, which is not in the space"
     trials = study.trials
     assert list(trials["number"]) == [0, 1, 2]
     complete = trials[trials["outcome"] == "complete"]
@@ -66,7 +67,7 @@ def test_a_study_has_what_its_folder_has(study: ff.Study) -> None:
     assert list(study.table["gain"]) == list(study.table["best"] - study.table["default"])
     assert study.report.is_file() and "study.html" in study._repr_html_()
     assert "held-out seeds 7, 8" in str(study) and "lr" in repr(study)
-    assert study.config["training"]["lr"] == study.best["training.lr"]
+    assert study.config["training"]["lr"] == (study.best if study.better else study.default)["training.lr"]
     assert set(study.importance) == set(study.best)
 
 
@@ -162,22 +163,32 @@ def test_a_trial_that_diverges_is_an_outcome_and_the_study_goes_on(store: Path) 
     assert [line["outcome"] for line in json.loads((again.folder / "tune.json").read_text())["tried"]] == outcomes
 
 
-def test_a_study_without_a_finite_figure_and_a_default_that_diverges_are_told(store: Path) -> None:
-    with pytest.raises(
-        ff.FlexfleetError, match=r"none of 2 trials .* a finite avg: .* Trial 0: the model has diverged"
-    ):
+def test_a_study_of_diverged_trials_and_a_diverged_default(store: Path) -> None:
+    with pytest.raises(Diverged):
         numbers("all", [1e30, 2e30], lr=1e30, trials=2, held_out=())
-    with pytest.raises(ff.ModelError, match=r"default setting has diverged with the held-out seed 7: name other seeds"):
-        numbers("held", [0.1], lr=1e30, trials=1, held_out=(7,))
-    found = numbers("held", [0.1], lr=1e30, trials=1, held_out=(), resume=True)
-    assert found.best == {"algorithm.server.lr": 0.1}
+    assert not (store / "all" / "params.yaml").exists()
+    found = numbers("held", [0.1], lr=1e30, trials=2, held_out=(7,))
+    assert list(found.trials["outcome"]) == ["diverged", "complete"]
+    assert found.better and found.gain is None and found.table["default"].isna().all()
+    assert found.config["algorithm"]["server"]["lr"] == 0.1
+
+
+def test_a_trial_that_merges_no_update_cannot_win(store: Path) -> None:
+    """All clients diverge at such a learning rate, so that the model keeps its first weights."""
+    small = {**SMALL, "options": {**OPTIONS, "training.lr": 0.1}}
+    rates = {"training.lr": (1e4, 1e5)}
+    found = ff.tune("heterofl", space=rates, id="rates", trials=2, metric="full", held_out=(), **small)
+    assert list(found.trials["outcome"]) == ["complete", "diverged"]
+    assert found.best == found.default == {"training.lr": 0.1} and not found.better
+    assert found.config["training"]["lr"] == 0.1
+    assert repr(found) == "<flexfleet.Study rates: Nothing better than the default was found>"
 
 
 def test_a_default_that_no_trial_beats_is_trained_once_on_each_held_out_seed(store: Path) -> None:
     found = numbers("once", [0.1, 1e30], lr=0.1, trials=1, held_out=(7,))
     assert [run.name for run in (found.folder / "held-out").iterdir()] == ["default-s7"]
     assert list(found.table["best"]) == list(found.table["default"]) and found.gain == 0
-    assert found.best == {"algorithm.server.lr": 0.1} and "No trial was better than the default" in str(found)
+    assert found.best == {"algorithm.server.lr": 0.1} and not found.better
 
 
 # --------------------------------------------------------------------------------------------- what is asked

@@ -15,12 +15,14 @@ import optuna
 import pytest
 import yaml
 
-from fl_engine.core.errors import BadInput, ConfigError, PartitionError, Stopped, Unreachable
+from fl_engine.core.errors import BadInput, ConfigError, Diverged, PartitionError, Stopped, Unreachable
 from fl_engine.testing.tracker import Memory
 from flexfleet.config import Config, load_config
 from flexfleet.config.overrides import write_config
 from flexfleet.files.artifacts import History, RunFile
+from flexfleet.runs import whole
 from flexfleet.runs.status import runs_in
+from flexfleet.steps.prepare import Resolved
 from flexfleet.studies import outcome, runs, space, storage, tracked, trials
 from flexfleet.studies import study as steps
 from flexfleet.studies.conclude import _held_out, conclude
@@ -39,9 +41,12 @@ def test_a_trial_behind_the_others_is_pruned_at_that_round(tmp_path: Path) -> No
         trials.Reporter(trial, "avg").metrics([(i, {"avg": value}) for i in range(1, 9)])
         study.tell(trial, value)
     slow = trials.Reporter(study.ask(), "avg")
-    slow.metrics([(1, {"avg": 0.1}), (2, {"full": 0.1})])  # a quarter of the rounds is for warming up
+    trained = {"clients_trained": 1.0}
+    slow.metrics([(1, {"avg": 0.1, **trained}), (2, {"full": 0.1})])  # a quarter of the rounds is for warming up
     with pytest.raises(trials.Pruned, match="after round 4"):
         slow.metrics([(3, {}), (4, {"avg": 0.2})])
+    with pytest.raises(Diverged):  # no update was merged: the trial is not only behind the others
+        trials.Reporter(study.ask(), "avg").metrics([(4, {"avg": 0.2})])
 
 
 def test_stopped_is_what_pruned_is() -> None:
@@ -73,10 +78,8 @@ def test_the_default_is_the_first_trial_and_the_best_is_no_worse(done: tuple[Tun
 def test_what_it_leaves_can_be_run_and_looked_at(done: tuple[Tuned, Path, Config]) -> None:
     found, folder, config = done
     best = load_config(folder / "params.yaml")
-    patch = yaml.safe_load((folder / "patch.yaml").read_text())
-    assert patch["algorithm"] == {k: best.algorithm[k] for k in ("gammas", "kd_weight", "adaptive_size")}
-    assert best.algorithm["kd_weight"] == found.best["algorithm.kd_weight"]
-    assert best.model_copy(update={"algorithm": config.algorithm}) == config
+    assert not found.better, "one held-out seed shows no gain"
+    assert best == config and yaml.safe_load((folder / "patch.yaml").read_text()) == {}
     drawn = (folder / "study.html").read_text()
     assert "importance" in drawn and ">kd_weight<" in drawn and "mathdefault" not in drawn
     assert drawn.count("<svg") == 2 + len(found.space), "a drawing each, so that they can stand below each other"
@@ -235,20 +238,37 @@ def test_a_new_best_has_held_out_figures_of_its_own(
     assert found.held_out["best"] == [history.rounds[-1]["metrics"]["avg"]]
 
 
-@pytest.mark.parametrize(("low", "value"), [(0.01, 0.7), (0.1, None)])
-def test_the_default_is_what_is_configured_and_has_a_value_if_a_trial_had_it(
-    done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, low: float, value: float | None
+@pytest.mark.parametrize(("value", "better"), [(0.5, True), (0.7, False), (None, True)])
+def test_params_yaml_has_the_best_values_only_if_better(
+    done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float | None, better: bool
 ) -> None:
+    """The default, which is outside of this space, has a value or was pruned."""
     monkeypatch.setattr(outcome.plots, "study", lambda *_, **__: [])
-    sets = (f"tune.space={{training.lr: {{low: {low}, high: 1.0}}}}", "tune.held_out=[]", "tracking.mlflow=null")
+    sets = ("tune.space={training.lr: {low: 0.1, high: 1.0}}", "tune.held_out=[]", "tracking.mlflow=null")
     config = load_config(None, sets)
     study = storage.open_study(config, tmp_path, "a")
-    distributions = {"training.lr": optuna.distributions.FloatDistribution(0.01, 1.0)}
-    for lr, reached in ((0.3, 0.6), (config.training.lr, 0.7)):
-        params = {"training.lr": max(lr, low)}
-        study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=reached))
+    state = optuna.trial.TrialState.PRUNED if value is None else optuna.trial.TrialState.COMPLETE
+    study.add_trial(optuna.trial.create_trial(state=state, value=value, user_attrs={trials.DEFAULT: []}))
+    space = {"training.lr": optuna.distributions.FloatDistribution(0.1, 1.0)}
+    study.add_trial(optuna.trial.create_trial(params={"training.lr": 0.3}, distributions=space, value=0.6))
     found = conclude(config, study, tmp_path, done[1])
     assert (found.default, found.default_value) == ({"training.lr": config.training.lr}, value)
+    assert (found.better, found.gain) == (better, None)
+    left = load_config(None, (*sets, *(["training.lr=0.3"] if better else [])))
+    assert load_config(tmp_path / "params.yaml") == left
+    patch = {"training": {"lr": 0.3}} if better else {}
+    assert yaml.safe_load((tmp_path / "patch.yaml").read_text()) == patch
+
+
+def test_trial_0_is_the_run_of_the_configuration(done: tuple[Tuned, Path, Config], tmp_path: Path) -> None:
+    """Its adaptive models too, which FlexFL solves for other sizes if gammas are given."""
+    _, folder, config = done
+    own = {
+        "run": config.run.model_copy(update={"store": str(tmp_path)}),
+        "tracking": config.tracking.model_copy(update={"mlflow": None}),
+    }
+    run = whole.run(Resolved.of(config.model_copy(update=own)), "plain")
+    assert History.read(folder / "trials" / "0-s0" / "history.json").model_sha256 == run.model_sha256
 
 
 def test_results_of_other_values_are_not_taken(done: tuple[Tuned, Path, Config]) -> None:
@@ -317,17 +337,13 @@ def test_held_out_seeds_are_of_the_data_of_the_trials(
         conclude(config, storage.open_study(config, folder, "a"), folder, folder)
 
 
-def test_no_trial_that_can_be_held_is_said(done: tuple[Tuned, Path, Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_without_a_trial_that_can_win_is_refused(done: tuple[Tuned, Path, Config], tmp_path: Path) -> None:
     _, folder, config = done
-    monkeypatch.setattr("flexfleet.studies.conclude.done", lambda study: [])
-    with pytest.raises(Exception, match="none of 0 trials has a pool that its devices can hold"):
-        conclude(config, storage.open_study(config, folder, "a"), folder, folder)
-
-
-def test_where_no_trial_can_be_the_first_reason_is_told(
-    quick: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    space = "{algorithm.gammas.0: {choices: [0.001]}, algorithm.gammas.1: {choices: [60.0]}}"
-    with pytest.raises(BadInput, match=r"none of 1 trials has a pool .*widen tune\.space\. Trial 0: "):
-        tune(load_config(None, (*quick, f"tune.space={space}", "tune.trials=1")), "a")
+    study = storage.open_study(config, tmp_path, "a")
+    over = optuna.trial.create_trial(value=0.9, user_attrs={trials.DEFAULT: []})
+    over.set_constraint("size/weak", 1.0)
+    study.add_trial(over)
+    why = {trials.INFEASIBLE: "sizes that cross"}
+    study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.PRUNED, user_attrs=why))
+    with pytest.raises(BadInput, match=r"sizes that cross"):
+        conclude(config, study, tmp_path, folder)

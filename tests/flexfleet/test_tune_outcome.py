@@ -3,37 +3,72 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from flexfleet.config import Range
+from flexfleet.studies.conclude import beats
 from flexfleet.studies.outcome import Tuned, gained, markdown, page, told
 
 FOUND = Tuned(
-    id="a", metric="avg", trials={"complete": 3, "pruned": 1, "infeasible": 0},  # of an older version
+    id="a", metric="avg", trials={"complete": 3, "pruned": 1, "infeasible": 0, "diverged": 2},
     space={"algorithm.kd_weight": Range(low=0.1, high=100.0, log=True).model_dump(mode="json"),
            "training.nesterov": Range(choices=(True, "a|b")).model_dump(mode="json")},
     importance={"algorithm.kd_weight": 0.25, "training.nesterov": 0.75},
     default={"algorithm.kd_weight": 10.0}, default_value=0.8,
     best={"algorithm.kd_weight": 31.4159, "training.nesterov": "a|b"}, best_trial=2, best_value=0.84,
-    held_out={"seeds": [7, 8], "default": [0.80, 0.82], "best": [0.83, 0.84]}, gain=0.025,
+    held_out={"seeds": [7, 8], "default": [0.80, 0.82], "best": [0.83, 0.84]}, gain=0.025, better=True, tried=(),
 )  # fmt: skip
 
 
 def test_the_headline_says_what_the_best_setting_gains_over_the_default() -> None:
     first = told(FOUND, Path("runs/a")).splitlines()[0]
     assert first == "+2.50 points over the default: kd_weight 31.42, training.nesterov a|b"
-    worse = FOUND.model_copy(update={"gain": -0.004})
-    assert gained(worse) == "No gain over the default (-0.40)"
-    assert gained(FOUND.model_copy(update={"best": FOUND.default})) == "No trial was better than the default"
-    unseen = FOUND.model_copy(update={"held_out": {"seeds": [], "default": [], "best": []}})
-    assert gained(unseen) == "+4.00 points over the default, on the trials' own seeds"
-    assert gained(unseen.model_copy(update={"default_value": None})) == "avg 84.00 %"
+    unseen = FOUND.model_copy(update={"held_out": {"seeds": [], "default": [], "best": []}, "gain": None})
+    assert gained(unseen) == "avg 84.00 % against 80.00 % of the default, not compared on held-out seeds"
+    assert gained(unseen.model_copy(update={"default_value": None})) == "avg 84.00 %, not compared on held-out seeds"
+
+
+@pytest.mark.parametrize("gain", [-0.004, 0.0, 0.004, None])
+def test_a_setting_that_is_not_better_is_no_gain_and_not_shown(gain: float | None) -> None:
+    worse = FOUND.model_copy(update={"gain": gain, "better": False})
+    first, *_, last = told(worse, Path("runs/a")).splitlines()
+    assert first.startswith("Nothing better than the default was found") and "31.42" not in first
+    assert "over the default" not in first and last.endswith("params.yaml (the default)")
+    assert ("may be noise" in first) == (gain == 0.004)
+    assert "```" not in markdown(worse, "{}\n")
+
+
+@pytest.mark.parametrize(
+    ("best", "default", "better"),
+    [
+        ([0.84, 0.85, 0.86], [0.80, 0.82, 0.82], True),
+        ([0.84, 0.81, 0.86], [0.80, 0.82, 0.82], False),  # +2.3 points, but the differences are +4, -1 and +4
+        ([0.80, 0.82, 0.82], [0.84, 0.85, 0.86], False),
+        ([0.90], [0.80], False),
+        ([0.84, None, 0.86], [0.80, 0.82, 0.82], False),
+        ([0.84, 0.85, 0.86], [0.80, None, 0.82], True),
+        ([0.84, None, 0.86], [None, 0.80, 0.82], False),
+    ],
+    ids=["better", "within the noise", "worse", "one seed", "best diverged", "default diverged", "both diverged"],
+)
+def test_the_best_setting_has_to_beat_the_noise(best: Any, default: Any, better: bool) -> None:
+    assert beats(best, default) is better
+
+
+def test_a_held_out_run_that_diverged_is_shown_as_such() -> None:
+    seeds = {"seeds": [7, 8], "default": [0.80, 0.82], "best": [None, 0.84]}
+    found = FOUND.model_copy(update={"held_out": seeds, "gain": None, "better": False})
+    assert "held-out seeds 7, 8: the best setting diverged" in told(found, Path("runs/a"))
+    assert "<td>80.00</td><td>diverged</td>" in page(found, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
 
 
 def test_a_study_of_another_metric_speaks_of_it_as_a_number() -> None:
     numbers = FOUND.model_copy(update={"measured": "r2"})
     lines = told(numbers, Path("runs/a")).splitlines()
     assert lines[0] == "+0.0250 over the default: kd_weight 31.42, training.nesterov a|b"
-    assert lines[-2] == "held-out seeds 7, 8: 0.8350 against 0.8100, +0.0250 (+- 0.0071)"
+    assert lines[-2] == "held-out seeds 7, 8: 0.8350 against 0.8100, +0.0250 (95 % interval -0.0385 to +0.0885)"
     html = page(numbers, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
     assert "<td>0.8100</td><td>0.8350</td><td>+0.0250</td>" in html and "seen: avg</h2>" in html
     assert "value (%)" not in html and "value (%)" in page(FOUND, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
@@ -46,7 +81,7 @@ def test_parameters_are_a_table_on_the_page_and_in_markdown() -> None:
     assert '<th scope="row">kd_weight</th><td>10</td><td>31.42</td><td>0.1 to 100, log</td><td>25%</td>' in rows[3]
     assert '<th scope="row">training.nesterov</th><td>\N{EN DASH}</td><td>a|b</td><td>True, a|b</td>' in rows[2]
     assert '<th scope="row">mean</th><td>81.00</td><td>83.50</td><td>+2.50</td>' in rows[-1]
-    assert "held-out seeds 7, 8: 83.50 % against 81.00 %, +2.50 points (+- 0.71)" in html
+    assert "held-out seeds 7, 8: 83.50 % against 81.00 %, +2.50 points (95 % interval -3.85 to +8.85)" in html
     assert "<h1>+2.50 points over the default</h1>" in html
     text = markdown(FOUND, "a: 1\n")
     assert "| kd\\_weight | 10 | 31.42 | 0.1 to 100, log | 25% |" in text and "| a\\|b |" in text
@@ -54,7 +89,7 @@ def test_parameters_are_a_table_on_the_page_and_in_markdown() -> None:
 
 def test_one_held_out_seed_has_no_spread() -> None:
     one = FOUND.model_copy(update={"held_out": {"seeds": [7], "default": [0.80], "best": [0.83]}, "gain": 0.03})
-    line = "held-out seeds 7: 83.00 % against 80.00 %, +3.00 points (one seed: no spread)"
+    line = "held-out seeds 7: 83.00 % against 80.00 %, +3.00 points (no interval: one seed)"
     assert told(one, Path("runs/a")).splitlines()[-2] == line
     assert line in page(one, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
 

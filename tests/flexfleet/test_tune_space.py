@@ -210,7 +210,7 @@ def test_the_full_model_alone_has_nothing_to_search() -> None:
         space.space_of(config, pool)
 
 
-def test_where_the_space_leaves_out_the_default_the_log_says_what_the_first_trial_draws(
+def test_the_log_names_configured_values_outside_the_space(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     given = "{training.lr: {low: 0.1, high: 1.0}, algorithm.kd_weight: {low: 1, high: 20}}"
@@ -218,9 +218,7 @@ def test_where_the_space_leaves_out_the_default_the_log_says_what_the_first_tria
     with caplog.at_level(logging.INFO):
         assert space.defaults(config, config.tune.space, of_shares(1.0)) == {"algorithm.kd_weight": 10.0}
     (said,) = (r.getMessage() for r in caplog.records)
-    assert said == (
-        "trial 0 is not the default: what is configured lies outside the search space, so it draws training.lr (0.05)"
-    )
+    assert said.endswith("training.lr (0.05)")
     caplog.clear()
     inside = load_config(None, (f"tune.space={given}", "training.lr=0.2"))
     with caplog.at_level(logging.INFO):

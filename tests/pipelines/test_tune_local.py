@@ -54,7 +54,7 @@ def test_a_study_as_a_pipeline(scratch: Path, monkeypatch: pytest.MonkeyPatch, t
     base = scratch / "pl4nted-secret.db"
     monkeypatch.setenv("FLEXFLEET_TUNE_STORAGE", f"sqlite:///{base}")
     begun = storage.open_study(Config(), scratch, "a")
-    begun.enqueue_trial({"algorithm.kd_weight": 10.0})
+    begun.enqueue_trial({"algorithm.kd_weight": 10.0}, user_attrs={trials.DEFAULT: ["algorithm.kd_weight"]})
     lost = begun.ask()
     lost.set_user_attr(trials.WORKER, f"{socket.gethostname()}:1:0")
     with graphs.commands() as commands:
