@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 import yaml
 
+from fl_engine.core import processor
 from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, masked, out_of_memory, printable
 from fl_engine.core.plain import comment_of, in_line, read_yaml
@@ -183,6 +184,7 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
     sys.excepthook = _tell
     try:
         with _told_again():
+            processor.check_torch()
             sys.exit(main(None))
     except Exception as error:
         known = told_of(error)

@@ -135,6 +135,39 @@ def test_a_missing_extra_is_an_environment_error_that_names_it(
     assert list(tmp_path.rglob("apoz.json")) == [], "said at once, and not after hours of pre-training"
 
 
+PI_4 = "processor\t: 0\nFeatures\t: fp asimd evtstrm crc32 cpuid\nCPU implementer\t: 0x41\nCPU part\t: 0xd08\n"
+PI_5 = PI_4.replace("crc32", "crc32 atomics fphp asimdhp")
+
+
+@pytest.mark.parametrize(
+    ("argv", "cpuinfo", "torch", "refused"),
+    [
+        (("flexfleet.cli", "doctor"), PI_4, "2.10.0", True),
+        (("flexfleet.cli", "agent", "--invite=x"), PI_4, "2.10.0", True),
+        (("flexfleet.steps.client", "x"), PI_4, "2.10.0", True),
+        (("flexfleet.cli", "doctor"), PI_4, "2.9.1", False),
+        (("flexfleet.cli", "doctor"), PI_5, "2.10.0", False),
+    ],
+)
+def test_torch_that_would_die_of_sigill_is_not_imported(
+    argv: tuple[str, ...], cpuinfo: str, torch: str, refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    script = (
+        "import importlib.metadata, pathlib, platform, runpy, sys\n"
+        "from fl_engine.core import processor\n"
+        f"processor.CPUINFO = pathlib.Path({str(tmp_path / 'cpuinfo')!r})\n"
+        "platform.machine = lambda: 'aarch64'\n"
+        f"importlib.metadata.version = lambda name: {torch!r}\n"
+        "sys.modules['torch'] = None\n"
+        f"sys.argv = {list(argv)!r}\n"
+        f"runpy.run_module({argv[0]!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode == 6 and "torch==2.9.1" in done.stderr) == refused, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_doctor_in_this_environment(flexfleet: Any) -> None:
     found = flexfleet("doctor", "--json").json
     assert "cpu" in found["devices"]

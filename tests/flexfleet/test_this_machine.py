@@ -138,7 +138,7 @@ def test_the_extra_for_a_run_is_enough_for_the_digits(quick: Sequence[str], tmp_
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
     modules = {"scikit-learn": "sklearn"}
-    brought = {modules.get(name := text.partition(">")[0], name) for text in extras["run"]}
+    brought = {modules.get(name := re.split("[>=]", text)[0], name) for text in extras["run"]}
     assert brought == set(EXTRAS["run"][0])
     hidden = {module for name, (needed, _) in EXTRAS.items() if name != "run" for module in needed} - brought
     assert {"mlflow", "boto3", "dvc"} <= hidden

@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from email.message import Message
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from components import inventory
+from fl_engine.core import processor
 from fl_engine.core.errors import BadInput, IntegrityError
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,16 @@ def test_constraints_name_each_package_once_and_torch_for_each_machine() -> None
     assert {TORCH[where]: version for version, where in torch} == {
         machine: version.removesuffix("+cpu") for version, machine in locked
     }
+
+
+def test_arm64_has_one_torch_which_every_message_names() -> None:
+    (pinned,) = re.findall(
+        r'^torch==(\S+); platform_machine == "aarch64"$', (ROOT / "constraints.txt").read_text(), re.M
+    )
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert pinned == processor.FITTING
+    for extra in ("run", "engine"):
+        assert f"torch=={pinned}; platform_machine == 'aarch64'" in extras[extra]
 
 
 @pytest.mark.parametrize("lock", ["build", "flexfleet", "alone", "mlflow", "sbom"])
@@ -172,7 +184,7 @@ def test_a_bill_of_materials_lists_the_locked_packages() -> None:
     packages = inventory.locked(LOCKS["torch"]) | inventory.locked(LOCKS["build"])
     components = [{"name": name, "version": version} for name, version in packages]
     assert inventory.check(json.dumps({"components": components}), [LOCKS["torch"], LOCKS["build"]]) == len(packages)
-    one_machine = [c for c in components if c["version"] != "2.10.0"]
+    one_machine = [c for c in components if c["version"] != "2.9.1"]
     inventory.check(json.dumps({"components": one_machine}), [LOCKS["torch"], LOCKS["build"]])
     old = json.dumps({"components": [{"name": "Setuptools", "version": "1"}]})
     with pytest.raises(IntegrityError, match="lacks setuptools in the locked version, torch"):
