@@ -222,14 +222,14 @@ class RunConfig(Section):
     """single: a device trains one client at a time; batched: several side by side, for small networks, on CPUs; auto:
     what suits the size of the network and the devices."""
     precision: Annotated[Literal["auto"] | Precision, Moves.NUMERICS] = "fp32"
-    """bf16: forward and backward pass in bfloat16, which is quicker on CPUs with amx_bf16 or avx512_bf16 (`flexfleet
-    doctor --measure` says how much) and on recent GPUs. amp: mixed precision as it is usual for the device: on CUDA
-    forward and backward pass in float16, with a scaled loss; on a CPU bf16. fp16: weights, samples and gradients in
-    float16, nothing scaled, and no training.weight_decay (FedAIoT's half precision); one client at a time, and slow on
-    most CPUs. auto: bf16 where the processor or the GPU multiplies it, amp on GPUs of compute capability 7.x, else
-    fp32, as it is on the machine that coordinates; run.json says which, and a resumed run keeps it. On a CPU bf16 and
-    amp may round a client that trains side by side with others differently for other ones beside it (rarely):
-    strategy=single keeps the bits equal."""
+    """bf16: forward and backward pass in bfloat16, which is quicker on recent GPUs and on CPUs that multiply it (x86:
+    amx_bf16, avx512_bf16; Arm: bf16; `flexfleet doctor --measure` says how much). amp: mixed precision as it is usual
+    for the device: on CUDA forward and backward pass in float16, with a scaled loss; on a CPU bf16. fp16: weights,
+    samples and gradients in float16, nothing scaled, and no training.weight_decay (FedAIoT's half precision); one
+    client at a time, and slow on most CPUs. auto: bf16 where the processor or the GPU multiplies it, amp on GPUs of
+    compute capability 7.x, else fp32, as it is on the machine that coordinates; run.json says which, and a resumed run
+    keeps it. On a CPU bf16 and amp may round a client that trains side by side with others differently for other ones
+    beside it (rarely): strategy=single keeps the bits equal."""
 
     @property
     def apart(self) -> bool:
