@@ -26,7 +26,7 @@ import torch
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
-from fl_engine.core import seeds
+from fl_engine.core import allowed, seeds
 from fl_engine.core.contracts import Algorithm, Tracker
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
@@ -112,9 +112,9 @@ def _draw_what_is_looked_at(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _leave_the_process_as_it_was() -> Iterator[None]:
     """A run sets torch's thread count (tests begin with one), what torch does with denormal numbers, which algorithms
-    it takes on a GPU, signal handlers and how much is logged; pytest's own Ctrl-C should stay what it is. Tasks of one
-    pipeline that run beside each other leave a `print` behind that indents."""
-    threads = torch.get_num_threads()
+    it takes on a GPU, signal handlers, how much is logged and what may be imported; pytest's own Ctrl-C should stay
+    what it is. Tasks of one pipeline that run beside each other leave a `print` behind that indents."""
+    threads, trusted = torch.get_num_threads(), set(allowed.trusted)
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     loud = {name: logging.getLogger(name).level for name in ("", "flexfleet", "fl_engine")}
     builtins.print = PRINT
@@ -123,6 +123,8 @@ def _leave_the_process_as_it_was() -> Iterator[None]:
     yield
     for name, level in loud.items():  # -q and -v set them
         logging.getLogger(name).setLevel(level)
+    allowed.trusted.clear()
+    allowed.trusted.update(trusted)
     builtins.print = PRINT
     torch.set_num_threads(threads)
     torch.set_flush_denormal(False)

@@ -24,6 +24,7 @@ from typing import Any
 import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shared memory
 
 from fl_engine.backends.in_process import by_cost, check_devices, prepare_process
+from fl_engine.core import allowed
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, Stopped, first_line
 from fl_engine.core.system import told_exit, without_main
@@ -137,7 +138,7 @@ class Processes:
             here, there = self._context.Pipe()
             process = self._context.Process(
                 target=_serve,
-                args=(self._code, self._site, self._mailbox, device, there),
+                args=(self._code, allowed.trusted, self._site, self._mailbox, device, there),
                 daemon=True,
                 name=f"client on {device}",
             )
@@ -209,12 +210,13 @@ def _answer(link: Connection) -> Any:
         return None
 
 
-def _serve(code: None, site: Site, mailbox: Mailbox, device: str, link: Connection) -> None:
+def _serve(code: None, trusted: set[str], site: Site, mailbox: Mailbox, device: str, link: Connection) -> None:
     """What a worker process runs, until the coordinator closes the connection or is gone. `code` is the first argument
     since a `Handed` wheel has to be there before the site is unpickled."""
     # Ctrl-C and the end of a terminal reach all its processes: only the coordinator acts on them.
     for name in {"SIGINT", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
         signal.signal(getattr(signal, name), signal.SIG_IGN)
+    allowed.trusted.update(trusted)
     prepare_process((device,))
     while True:
         try:

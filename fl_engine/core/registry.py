@@ -19,7 +19,7 @@ from pydantic import GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from fl_engine.core.adapters import adapter
-from fl_engine.core.allowed import check_module
+from fl_engine.core.allowed import check_call, check_module
 from fl_engine.core.errors import ConfigError, did_you_mean, nearest
 
 T = TypeVar("T")
@@ -32,8 +32,8 @@ UNKNOWN = "unknown_option"
 
 
 def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
-    """A registered thing, or the object that `package.module:NAME` points to. Raises ConfigError where there is none,
-    or where this machine does not allow the package (`core.allowed`)."""
+    """Return a registered thing, or the object that `package.module:NAME` points to. Raises ConfigError if there is
+    none, or if `core.allowed` does not let its module be imported or its function be called."""
     if name in registry:
         return registry[name]
     module, sign, attribute = name.partition(":")
@@ -42,13 +42,15 @@ def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
             f"no {what} named {name!r}{did_you_mean(name, registry)}; there are {', '.join(registry)}; "
             "your own is given as package.module:NAME"
         )
-    check_module(module, f"{what} {name!r}")
-    if os.getcwd() not in sys.path:  # a module of one's own lies where the command is typed
+    check_module(name, what)
+    if os.getcwd() not in sys.path:  # the user's own module may be in the working directory
         sys.path.append(os.getcwd())
     try:
-        return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+        found: T = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # of somebody else's code
         raise ConfigError(f"{what} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    check_call(found, name, what)
+    return found
 
 
 def check_names(section: str, options: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data
 from fl_engine.data.files import absent, data_root
 from fl_engine.data.fingerprint import fingerprint
@@ -37,7 +39,7 @@ from fl_engine.datasets import (
     wisdm,
 )
 
-__all__ = ["DATASETS", "Source", "data_root", "fingerprint", "pad", "subset"]
+__all__ = ["DATASETS", "Source", "data_root", "fingerprint", "pad", "source_of", "subset"]
 
 
 @dataclass(frozen=True)
@@ -133,3 +135,11 @@ DATASETS: dict[str, Source] = {
         address=wisdm.URL,
     ),
 }
+
+
+def source_of(name: str) -> Source:
+    """Return the data set of this name, registered or `package.module:NAME`. Raises ConfigError if there is none."""
+    source = resolve(DATASETS, name, "data set")
+    if not isinstance(source, Source):
+        raise ConfigError(f"dataset.name = {name!r} is {source!r}; a Source is expected")
+    return source

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import ConfigError, DataError, FlexfleetError, IntegrityError
-from fl_engine.core.registry import resolve
+from fl_engine.core.registry import Contract
 from fl_engine.core.samples import Data, Task
 from fl_engine.data.fingerprint import fingerprint
 from fl_engine.storage.store import FolderStore, canonical, decode, encode, sha256
@@ -124,5 +124,6 @@ def _told(task: Task, tasks: dict[str, type]) -> dict[str, Any]:
 
 def _task_of(told: dict[str, Any], tasks: dict[str, type]) -> Task:
     options = {key: value for key, value in told.items() if key != "name"}
-    made: Task = resolve(tasks, told["name"], "task")(**options)
+    contract: Contract[Any] = Contract("task", tasks, Task)
+    made: Task = contract.kind(told["name"])(**options)
     return made

@@ -8,6 +8,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from fl_engine.core import allowed
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.system import told_exit, without_main
 
@@ -17,7 +18,7 @@ def answer_of(what: str, short_of_memory: str, work: Callable[..., Any], *given:
     dies, naming `what` it did; `short_of_memory` says what to do where it is killed, usually for lack of memory."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, work, given))
+    process = context.Process(target=_serve, args=(there, allowed.trusted, work, given))
     with without_main():
         process.start()
     there.close()
@@ -35,7 +36,8 @@ def answer_of(what: str, short_of_memory: str, work: Callable[..., Any], *given:
     return answer
 
 
-def _serve(answer: Connection, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+def _serve(answer: Connection, trusted: set[str], work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    allowed.trusted.update(trusted)
     found = work(*given)
     with suppress(BrokenPipeError):  # nobody waits for it any more
         answer.send(found)

@@ -38,9 +38,11 @@ OBJECTIVE, OPTIMISER = "training.objective", "training.optimiser"
 
 
 def function(name: str, what: str) -> Callable[..., Any]:
-    """The function that a parameter names. Raises ConfigError where it cannot be imported, or is none."""
+    """Return the function that a parameter names, or the class of an optimizer. Raises ConfigError if it cannot be
+    imported, or is something else."""
     found: Any = resolve({}, name, what)
-    if not callable(found):
+    wrong_class = isinstance(found, type) and (what != OPTIMISER or not issubclass(found, torch.optim.Optimizer))
+    if wrong_class or not callable(found):
         raise ConfigError(f"{what} = {name!r} is {found!r}, which cannot be called: a function is expected")
     return found  # type: ignore[no-any-return]
 

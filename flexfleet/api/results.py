@@ -110,7 +110,7 @@ class Result:
         with code.enabled_within(), guest():
             own_code.enable(self._run, self.folder)
             if self._made is None:
-                config, algorithm = parse_with_algorithm(own_code.stored(self._run))
+                config, algorithm = parse_with_algorithm(own_code.stored(self._run), stored=True)
                 self._made = Resolved(with_own_data(config, self.folder), algorithm)
             yield self._made
 
@@ -325,7 +325,7 @@ def _to_go_on_with(folder: Path, rounds: int | None, mlflow_uri: str | None) -> 
         values["rounds"] = {**values["rounds"], "stop": plain(rounds, "rounds")}
     if mlflow_uri is not None:
         values["tracking"] = {**values["tracking"], "mlflow": plain(mlflow_uri, "mlflow_uri")}
-    config = with_own_data(parse_with_algorithm(values)[0], folder)
+    config = with_own_data(parse_with_algorithm(values, stored=True)[0], folder)
     if config.run.remote is not None and run.run_id != folder.name and folder.parent.name in OF_STUDY:
         study = folder.resolve().parent.parent.name
         raise ConfigError(f"{folder} is a run of the study {study}, and goes on with it alone: resume the study")
@@ -333,7 +333,8 @@ def _to_go_on_with(folder: Path, rounds: int | None, mlflow_uri: str | None) -> 
 
 
 def load(run: str | Path | Result) -> Result:
-    """The run in a folder, or of this name in the folder `runs`. Raises ConfigError where there is none."""
+    """Open the run in a folder, or of this name in the folder `runs`. What only the run's files name is not imported:
+    for an own network, algorithm or data set, import its module first. Raises ConfigError if there is no run."""
     if isinstance(run, Result):
         return Result(run.folder)
     return Result(in_store(run, "run.json"))

@@ -18,11 +18,11 @@ from flexfleet.api.progress import shown
 from flexfleet.api.results import in_store
 from flexfleet.api.running import ALGORITHM, DATASET, MODEL
 from flexfleet.api.tables import table, to_html
-from flexfleet.config import Config, load_config, parse
+from flexfleet.config import Config, parse, parse_schema
 from flexfleet.config.names import dated
 from flexfleet.config.names import plain as plain_name
 from flexfleet.config.overrides import PARAMETERS
-from flexfleet.config.read import leaves
+from flexfleet.config.read import leaves, read_file
 from flexfleet.files.terminal import missing
 from flexfleet.studies import outcome
 from flexfleet.studies.outcome import Tuned
@@ -214,7 +214,7 @@ class Study:
 
     @property
     def config(self) -> dict[str, Any]:
-        return load_config(self.folder / "params.yaml").model_dump(mode="json")
+        return parse_schema(read_file(self.folder / "params.yaml")).model_dump(mode="json")
 
     @property
     def table(self) -> Any:

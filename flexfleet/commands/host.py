@@ -22,11 +22,12 @@ def fetch(args: argparse.Namespace) -> int:
 def _fetch(args: argparse.Namespace) -> int:
     if len(args.names) == 1 and MLFLOW_RUN.fullmatch(args.names[0]):
         return fetch_run(args)
-    from fl_engine.core.registry import resolve
-    from fl_engine.datasets import DATASETS, data_root
+    from fl_engine.core.allowed import trust
+    from fl_engine.datasets import DATASETS, data_root, source_of
 
     root = data_root(args.root)
-    named = {name: resolve(DATASETS, name, "data set") for name in args.names}
+    trust(args.names)
+    named = {name: source_of(name) for name in args.names}
     for source in named.values():
         if source.fetch is not None:
             source.fetch(root)

@@ -24,6 +24,7 @@ def compare(args: argparse.Namespace) -> int:
     from flexfleet.config import entries, load_config
     from flexfleet.config.entries import Entry
     from flexfleet.config.names import dated
+    from flexfleet.config.read import trust_given
     from flexfleet.steps.prepare import config_of
 
     if args.suites:
@@ -38,7 +39,8 @@ def compare(args: argparse.Namespace) -> int:
     name = dated("compare") if args.id is None else args.id
     references: list[Entry] = []
     if args.suite is not None:
-        suite, read = suites.load(args.suite), partial(load_config, args.config)
+        suite, read = suites.load(args.suite), partial(load_config, args.config, stored=True)
+        trust_given(args.config, args.set)  # not what the suite names, which is somebody else's file
         to = to or suite.to
         runs = suites.entries_of(suite, args.algorithms, args.seeds, args.set, read, name, args.over)
         references = [] if args.central else suites.central_of(suite, args.algorithms, args.seeds, args.set, read, name)
@@ -92,8 +94,8 @@ def list_suites(args: argparse.Namespace) -> int:
 
 
 def tune(args: argparse.Namespace) -> int:
-    from flexfleet.steps.prepare import config_of
     from flexfleet.config.names import dated
+    from flexfleet.steps.prepare import config_of
 
     if args.resume and args.id is None:
         raise ConfigError("--resume needs --id: the name of the study to go on with, a folder of the run store")
@@ -113,8 +115,8 @@ def tune(args: argparse.Namespace) -> int:
 def regress(args: argparse.Namespace) -> int:
     from fl_engine.core.errors import GateFailed
     from flexfleet.comparisons.whole import check_jobs
-    from flexfleet.nightly import regress as step
     from flexfleet.config.names import dated
+    from flexfleet.nightly import regress as step
     from flexfleet.nightly import webhook
 
     id = dated("night") if args.id is None else args.id

@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import TextIO
 
+from fl_engine.core import allowed
 from fl_engine.core.errors import FlexfleetError, Stopped
 from flexfleet.files.live import Live
 from flexfleet.files.signals import stopping
@@ -146,7 +147,7 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | ONE_THREAD,
+            env=os.environ | ONE_THREAD | allowed.for_child(),
             process_group=0,
         )
     assert process.stdin is not None

@@ -21,6 +21,7 @@ from fl_engine.algorithms import ALGORITHMS
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core.adapters import adapter
 from fl_engine.core.addresses import path_of
+from fl_engine.core.allowed import check_wheel, trust, trusted
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, holds_password, masked
 from fl_engine.core.fields import is_model
@@ -44,25 +45,38 @@ MOST_CHARS = 2**22
 """The most characters of a configuration's file; it may be a pipe, whose size nobody knows."""
 
 
-def load_config(files: Files = None, overrides: Sequence[str] = ()) -> Config:
+def load_config(files: Files = None, overrides: Sequence[str] = (), stored: bool = False) -> Config:
     """The defaults, YAML files on top, `a.b=value` overrides on top of those; checked.
 
-    The order of overrides does not matter: a model's or an algorithm's name counts before its options.
+    The order of overrides does not matter: a model's or an algorithm's name counts before its options. `stored`: see
+    `parse`.
     """
-    return load_with_algorithm(files, overrides)[0]
+    return load_with_algorithm(files, overrides, stored)[0]
 
 
-def load_with_algorithm(files: Files = None, overrides: Sequence[str] = ()) -> tuple[Config, Algorithm]:
+def load_with_algorithm(
+    files: Files = None, overrides: Sequence[str] = (), stored: bool = False
+) -> tuple[Config, Algorithm]:
     """`load_config`, and the algorithm that was built to check it."""
     values = Config().model_dump(mode="json")
-    for path in [files] if isinstance(files, str | Path) else files or ():
-        values = merged(values, _read(path))
+    for path in _listed(files):
+        values = merged(values, read_file(path))
     for key, value in names_first(pair_of(override) for override in overrides):
         set_path(values, key, value)
-    return parse_with_algorithm(values)
+    return parse_with_algorithm(values, stored)
 
 
-def _read(path: str | Path) -> dict[str, Any]:
+def trust_given(files: Files, overrides: Sequence[str]) -> None:
+    """Let this process import what the user's own files and overrides name (`core.allowed`)."""
+    trust([*map(read_file, _listed(files)), *(pair_of(override)[1] for override in overrides)])
+
+
+def _listed(files: Files) -> Sequence[str | Path]:
+    return [files] if isinstance(files, str | Path) else files or ()
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """Return the values in a configuration's file, unchecked. Raises ConfigError if it holds no mapping."""
     try:
         with open(path_of(path), encoding="utf-8") as file:
             text = file.read(MOST_CHARS + 1)
@@ -187,10 +201,11 @@ def giving_way(taken: Collection[str], path: str, value: Any) -> Iterator[tuple[
         yield path, value
 
 
-def parse(values: Mapping[str, Any]) -> Config:
-    """The defaults with `values` on top, section by section. Raises ConfigError for what is wrong: what arrived, what
-    was expected, what to do."""
-    return parse_with_algorithm(values)[0]
+def parse(values: Mapping[str, Any], stored: bool = False) -> Config:
+    """The defaults with `values` on top, section by section. `stored`: the values come from a file that the user did
+    not give as the configuration, such as a run.json, so what they name is imported only if `core.allowed` lets it.
+    Raises ConfigError for what is wrong: what arrived, what was expected, what to do."""
+    return parse_with_algorithm(values, stored)[0]
 
 
 def parse_schema(values: Mapping[str, Any]) -> Config:
@@ -206,11 +221,17 @@ def parse_schema(values: Mapping[str, Any]) -> Config:
         raise ConfigError(f"the configuration holds a value that is not plain data: {error}") from error
 
 
-def parse_with_algorithm(values: Mapping[str, Any]) -> tuple[Config, Algorithm]:
+def parse_with_algorithm(values: Mapping[str, Any], stored: bool = False) -> tuple[Config, Algorithm]:
     """`parse`, and the algorithm that was built to check the configuration."""
     config = parse_schema(values)
+    if not stored:
+        trust(config.model_dump(mode="json"))
     if config.run.code is not None:
         wheel = code.pack(Path(config.run.code))
+        if stored:
+            check_wheel(wheel.sha256, stored=True)
+        else:
+            trusted.add(wheel.sha256)
         code.enable(wheel.value, wheel.sha256, config.run.code)
     wrong = _unknown_names(values)
     if holds_password(config.dataset.root or ""):

@@ -154,7 +154,7 @@ def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id
         asked = [*(f"{key}={in_line(value)}" for key, value in given.items()), *sets]
 
         def load_one(overrides: list[str]) -> Config:
-            config = load_config(None, overrides)
+            config = load_config(None, overrides, stored=True)
             given = config.tracking
             if config.publish.models:
                 raise ConfigError(

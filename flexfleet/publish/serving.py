@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from mlflow.pyfunc import PythonModel
 
-from fl_engine.models.export import load
+from fl_engine.core.allowed import trust
+from fl_engine.models.export import load, read
 
 
 class AnyLevel(PythonModel):  # type: ignore[misc]
     def load_context(self, context: Any) -> None:
         folders = sorted(Path(context.artifacts["levels"]).iterdir())
+        trust([read(folder).model for folder in folders])  # this model brings the network's code with it
         self.networks = {folder.name: load(folder) for folder in folders}
 
     # Without types: MLflow would make a signature of them, and the model has one.

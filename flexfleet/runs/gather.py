@@ -37,7 +37,7 @@ def finish(
     gather(run, partition, pretrain, pool, evaluation, out)
     file = RunFile.read(out / "run.json")
     own_code.enable(file, out)
-    told, algorithm = parse_with_algorithm(own_code.stored(file))
+    told, algorithm = parse_with_algorithm(own_code.stored(file), stored=True)
     config = _published(told, given)
     folder = Path(config.run.store) / file.run_id
     return conclude(Resolved(config, algorithm), out, store_of(config, file.run_id, folder if folder.is_dir() else out))

@@ -50,13 +50,14 @@ def answer(told: Assignment, failures: int = 0) -> None:
     does not answer.
     """
     store = told.open()
-    carry_out_all(told, store, *prepared(told, store), failures)
+    carry_out_all(told, store, *prepared(told, store, in_cluster=True), failures)
 
 
-def prepared(told: Assignment, store: Store) -> tuple[Algorithm, Site]:
-    """What all orders of a run need. Raises as `answer`."""
+def prepared(told: Assignment, store: Store, in_cluster: bool = False) -> tuple[Algorithm, Site]:
+    """What all orders of a run need. `in_cluster`: this is a pod of the coordinator's, so the run's configuration may
+    name any package of its image; on a device only what `core.allowed` lets it import. Raises as `answer`."""
     try:
-        return _site(told, store)
+        return _site(told, store, in_cluster)
     except BadInput as error:
         raise ClientError(str(error)) from error
 
@@ -87,13 +88,13 @@ def carry_out_all(
         carry_out(algorithm, site, mailbox, told.round, clients, told.device, True, told.evaluates)
 
 
-def _site(told: Assignment, store: Store) -> tuple[Algorithm, Site]:
+def _site(told: Assignment, store: Store, in_cluster: bool) -> tuple[Algorithm, Site]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run.json").write_bytes(sums.read(store, "site/run.json", told.site.get("run.json")))
         run = RunFile.read(folder / "run.json")
         _import_code(told, run, store)
-        told_config, algorithm = configs.parse_with_algorithm(own_code.stored(run))
+        told_config, algorithm = configs.parse_with_algorithm(own_code.stored(run), stored=not in_cluster)
         resolved = Resolved(_here(told_config), algorithm)
         config, most = resolved.config, most_of(resolved.config)
         for file in site_files(most is not None):

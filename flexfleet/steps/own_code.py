@@ -59,10 +59,10 @@ def check_sources(before: Mapping[str, str], now: Mapping[str, str], out: Path) 
 
 
 def enable(run: RunFile, folder: Path) -> None:
-    """Imports from the wheel in a run's folder, where it has one. Raises IntegrityError where that is damaged,
-    ClientError where this machine does not allow it (`core.allowed`)."""
+    """Import from the wheel in a run's folder, if it has one. Raises IntegrityError if the wheel is damaged,
+    ClientError or ConfigError if this machine does not allow it (`core.allowed`)."""
     if run.code_sha256 is not None:
-        check_wheel(run.code_sha256)
+        check_wheel(run.code_sha256, stored=True)
         code.enable_file(str(folder / code.store_key(run.code_sha256)), run.code_sha256)
 
 

@@ -24,12 +24,11 @@ from fl_engine.core.errors import (
     out_of_memory,
 )
 from fl_engine.core.fields import Moves
-from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data, check_ready, has_boxes, has_sequences
 from fl_engine.core.slicing import made_up
 from fl_engine.core.types import Params
 from fl_engine.data.rules import Ints
-from fl_engine.datasets import DATASETS, Source, kept, pad, subset
+from fl_engine.datasets import DATASETS, kept, pad, source_of, subset
 from fl_engine.models.build import build_model
 from fl_engine.preparation.weights import giver
 from fl_engine.tasks import TASKS
@@ -168,9 +167,7 @@ def _found(config: Config) -> Data:
     name, root = config.dataset.name, data_repository.folder_of(config.dataset.root)
     if kept.is_kept(name):
         return kept.read(root, name, TASKS)
-    source = resolve(DATASETS, name, "data set")
-    if not isinstance(source, Source):
-        raise ConfigError(f"dataset.name = {name!r} is {source!r}; a Source is expected")
+    source = source_of(name)
     try:
         found: Any = source.load(root)
     except FlexfleetError:

@@ -20,6 +20,7 @@ from fl_engine.exchange.assignment import SITE_FILES, Assignment
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import MemoryStore, Store, check_size
+from fl_engine.storage.sums import sum_of
 from fl_engine.testing.own_package import SETS, write
 from fl_engine.training.numerics import flushes_now
 from flexfleet.files.artifacts import RunFile
@@ -208,6 +209,25 @@ def test_who_can_write_the_store_alone_changes_no_order(
     store.put(key, order.ljust(len(store.get(key))))
     with pytest.raises(IntegrityError, match="is not what the coordinator wrote"):
         carry_out_all(mine, store, *prepared(told, told.open()))
+
+
+def test_device_imports_no_package_that_a_configuration_names(
+    told: Assignment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator itself names it. A pod of its own cluster imports it."""
+    (tmp_path / "installed_here.py").write_text("Net = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run = json.loads(told.open().get("site/run.json"))
+    run["config"]["model"] = {"name": "installed_here:Net"}
+    value = json.dumps(run).encode()
+    store: Any = Tampered(told.open(), lambda key, had: value if key == "site/run.json" else had)
+    named = told.model_copy(update={"site": told.site | {"run.json": sum_of(value)}})
+    with pytest.raises(ClientError):
+        prepared(named, store)
+    assert "installed_here" not in sys.modules
+    with pytest.raises(ClientError):
+        prepared(named, store, in_cluster=True)
+    assert sys.modules.pop("installed_here").Net == 1
 
 
 def test_an_owner_who_allows_nothing_is_obeyed(told: Assignment, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.core.allowed import ALLOWED, check_wheel
+from fl_engine.core.allowed import ALLOWED, check_wheel, trust
 from fl_engine.core.errors import BadInput, ClientError, ConfigError, IntegrityError
 from fl_engine.core.registry import resolve
 from fl_engine.exchange import code
@@ -266,6 +266,7 @@ def test_a_configuration_names_nothing_that_the_owner_does_not_allow(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "here9", raising=False)
+    trust("here9:Net")
     assert resolve({}, "fl_engine.core.types:Device", "model").__name__ == "Device"  # type: ignore[attr-defined]
     if runs:
         assert resolve({}, "here9:Net", "model") == 1

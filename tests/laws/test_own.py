@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms import AllLarge, DepthFL, FjORD, FlexFL, HeteroFL
 from fl_engine.algorithms.pooled import Training
+from fl_engine.core.allowed import trust
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.schedules import Cosine
@@ -38,6 +39,11 @@ from fl_engine.training.numerics import Numerics
 
 HERE = __name__
 PLAIN = LocalTask(FULL, SGD(0.1, 0.5, 1e-4), epochs=2, batch_size=4, drop_last=True, seed=11)
+
+
+@pytest.fixture(autouse=True)
+def _as_a_configuration_names_them() -> None:
+    trust([OBJECTIVE, OPTIMISER, "__main__:in_a_cell"])
 
 
 def job_of(family: ModelFamily, task: LocalTask, count: int = 9) -> Job:

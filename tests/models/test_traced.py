@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fl_engine.core.allowed import trust
 from fl_engine.core.contracts import ModelFamily, TakesTokens
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import count_macs, count_params, initial_params, runnable, take
@@ -346,6 +347,7 @@ def test_a_run_takes_a_module_by_its_name(algorithm: str, tmp_path: Path, monkey
 def test_a_configuration_gives_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "net_with_options.py").write_text(MODULE + "\nmade = Net(10)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    trust(["net_with_options:Net", "net_with_options:made"])
     family: Any = build_model({"name": "net_with_options:Net", "pin": ["conv"]}, (1, 8, 8), 10)
     assert family.layout().groups == {"fc": 16, HEAD: 10}
     assert model_kind({"name": "net_with_options:Net"}) is model_kind({"name": "net_with_options:Net"})

@@ -22,7 +22,7 @@ def makes_module(found: object) -> bool:
     """Whether `from_module` takes it."""
     if isinstance(found, type):
         return issubclass(found, nn.Module)
-    return isinstance(found, nn.Module) or callable(found)
+    return isinstance(found, nn.Module) or (callable(found) and not inspect.isbuiltin(found))
 
 
 def check_callable(build: Build) -> None:
