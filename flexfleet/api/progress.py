@@ -1,4 +1,4 @@
-"""What a call shows while it computes (`progress=`): lines, in a notebook a bar, or nothing."""
+"""What a call shows while it computes (`progress=`): lines, in a notebook a bar, or neither."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from flexfleet.files.live import hidden
 from flexfleet.tracking.console import brief
 
 log = logging.getLogger("flexfleet")
@@ -50,12 +51,14 @@ def barred(progress: bool | None) -> bool:
 
 @contextmanager
 def shown(progress: bool | None) -> Iterator[None]:
-    """The package's log on stderr, or by the process's own handlers where it has some; nothing where `progress` is
-    False. A level that the process has set for the package's log holds, but for a bar's or for False."""
+    """Shows the package's log on stderr, or by the process's own handlers if there are any; with a bar only warnings.
+    A level that the process has set for the package's log is respected, but not with a bar. If `progress` is False, the
+    log is left as it is, so that Python shows its warnings, and no line of the terminal is written again and again."""
     level, propagate, handler = log.level, log.propagate, None
-    if progress is False or barred(progress):
-        log.setLevel(logging.ERROR if progress is False else logging.WARNING)
-    else:
+    token = hidden.set(progress is False)
+    if barred(progress):
+        log.setLevel(logging.WARNING)
+    elif progress is not False:
         log.setLevel(level or logging.INFO)
         if not (log.handlers or logging.getLogger().handlers):
             handler = logging.StreamHandler(sys.stderr)
@@ -65,6 +68,7 @@ def shown(progress: bool | None) -> Iterator[None]:
     try:
         yield
     finally:
+        hidden.reset(token)
         if handler is not None:
             log.removeHandler(handler)
         log.setLevel(level)

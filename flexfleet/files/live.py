@@ -12,8 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 
 log = logging.getLogger("flexfleet")
+
+hidden: ContextVar[bool] = ContextVar("hidden", default=False)
+"""Whether no line of the terminal may be written again and again."""
 
 TERMINAL_S = 0.5
 LOG_S = 60.0
@@ -22,10 +26,11 @@ CLEAR = "\r\x1b[2K"
 
 class Live:
     """One line on stderr, at most two times a second; every other line goes above it. Where stderr is no terminal it is
-    a line of the log, at most one a minute, so that long work is not silent. With `-q` it shows nothing."""
+    a line of the log, at most one a minute, so that long work is not silent. With `-q` it shows nothing. If `hidden` is
+    set, the terminal is treated as any other stream."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.terminal = sys.stderr.isatty()
+        self.terminal = sys.stderr.isatty() and not hidden.get()
         self._clock = clock
         self._last = -math.inf if self.terminal else clock()
         self._shown = False
