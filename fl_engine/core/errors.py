@@ -7,7 +7,7 @@
     │   ├── PartitionError       a partition that cannot be cut from this data
     │   ├── PoolError            a target size that no gamma reaches, a Gamma too large for the pool
     │   └── ModelError           an input that a network cannot take, a slice that does not exist
-    │       └── Diverged         a model whose weights or figures are no finite numbers any more
+    │       └── Diverged     7   a model whose weights or figures are not finite, or a run whose updates all diverged
     ├── Stopped              3   stopped on request; the run can be resumed
     ├── IntegrityError       4   a stored file is not what the ledger says
     ├── GateFailed           5   a figure is worse than it was, beyond what noise explains
@@ -15,6 +15,7 @@
     │   ├── Unreachable          a server does not answer, for longer than a call waits: another try may mend it
     │   ├── InUse                another coordinator has the run, or the invited devices: it may let go later
     │   └── Refused              a server answered, and refuses this one thing
+    ├── NothingMerged        7   a run that merged no update, because all clients failed
     └── ClientError         42   a client cannot do its order, and trying again will not help
 
 A client's failure during a round is no exception but a value: `types.ClientFailure`.
@@ -75,7 +76,9 @@ class ModelError(BadInput):
 
 
 class Diverged(ModelError):
-    """Training has made numbers that are not finite, or larger than a codec can say: smaller steps may mend it."""
+    """Training gave numbers that are not finite, or too large for a codec. A smaller learning rate may help."""
+
+    exit_code = 7
 
 
 class Stopped(FlexfleetError):
@@ -125,6 +128,12 @@ class UnreachableAddress(Unreachable, ConfigError):
 
 class Refused(EnvironmentFailure):
     """A store or MLflow answered, and refuses this one thing: whether it would refuse any other is to be looked at."""
+
+
+class NothingMerged(FlexfleetError):
+    """No update of the run was merged, so its model is not trained."""
+
+    exit_code = 7
 
 
 class ClientError(FlexfleetError):

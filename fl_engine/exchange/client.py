@@ -279,7 +279,8 @@ def _outcome(
     order, task = work.order, work.task
     if not abs(trained.loss) <= LARGEST_LOSS or not trained.finite:
         rate = task.optimizer.lr
-        return ClientFailure(order.round, order.client, "train", f"training diverged (learning rate {rate:g})")
+        said = f"training diverged (learning rate {rate:g})"
+        return ClientFailure(order.round, order.client, "train", said, "finite")
     metrics = {
         "loss": trained.loss,
         "steps": float(trained.steps),
@@ -315,7 +316,7 @@ def _outcome(
         encoded = coding.answered(order, spec, payload, site.layout)
     except ModelError as error:
         said = f"what it has trained cannot be sent as codec.up says: {error}"
-        return ClientFailure(order.round, order.client, "train", said)
+        return ClientFailure(order.round, order.client, "train", said, "finite")
     if encoded is not None:
         metrics["seconds_encode"] = time.monotonic() - encoding
     count = len(work.indices)

@@ -238,7 +238,8 @@ def _by_client(manifest: Manifest) -> Manifest:
         return manifest
     stage = manifest.stage if manifest.stage in SAID_BY_CLIENTS else "train"
     reason = printable(manifest.reason or "")[:500]
-    return manifest.model_copy(update={"stage": stage, "reason": reason, "code": None})
+    code = "finite" if stage == "train" and manifest.code == "finite" else None  # the client's training diverged
+    return manifest.model_copy(update={"stage": stage, "reason": reason, "code": code})
 
 
 def _is_signed(manifest: Manifest, said: bytes, key: bytes) -> bool:

@@ -136,7 +136,7 @@ def _end(terms: RoundsConfig, rows: Sequence[Row]) -> int | None:
     end, done = terms.end(row.metrics for row in rows), len(rows)
     if end is not None and done > end:
         raise ConfigError(f"{_what_ends(terms, end)}, but {done} rounds are committed: a run cannot go back")
-    if rows and done == end and not any("avg" in row.metrics for row in rows):
+    if rows and done == end and not any("avg" in row.metrics or "diverged" in row.metrics for row in rows):
         ends = _what_ends(terms, end)
         raise ConfigError(
             f"{ends}, and the {done} rounds that are committed were not evaluated: set {ends.split()[0]} to more"

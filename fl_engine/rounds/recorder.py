@@ -144,11 +144,17 @@ def _all_came(plan: RoundPlan, answers: Answers, deadline_s: float) -> bool:
 
 
 def _reasons(failures: list[ClientFailure]) -> dict[str, float]:
-    """How many clients failed of what: by stage, and by code (`updates`) where an update was not to be trusted."""
-    stages = Counter(failure.stage for failure in failures)
+    """Count the failures by code (`updates`), and those without a code by stage."""
+    stages = Counter(failure.stage for failure in failures if failure.code is None)
     codes = Counter(failure.code for failure in failures if failure.code is not None)
     found = {f"rejected/{code}": float(count) for code, count in sorted(codes.items())}
-    names: dict[Stage, str] = {"drop": "clients_dropped", "straggle": "clients_late"}
+    names: dict[Stage, str] = {
+        "drop": "clients_dropped",
+        "straggle": "clients_late",
+        "prune": "clients_without_memory",
+        "train": "clients_not_trained",
+        "pod": "clients_lost",
+    }
     found |= {name: float(stages[stage]) for stage, name in names.items() if stages[stage]}
     if stages["quorum"]:
         found["carried_forward"] = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from statistics import fmean
 from typing import Any
 
@@ -107,6 +108,8 @@ def _scores(run: Run, state: Any) -> dict[str, float]:
         metrics = by_owner(score, run.site.partition.server_classes).metrics
         found |= {f"{metric}/{name}": value for metric, value in metrics.items()}
         found[f"loss/{name}"] = score.loss
+    if not all(map(isfinite, found.values())):  # such values are left out of every file
+        found["diverged"] = 1.0
     return found | _of_devices(run, scores)
 
 

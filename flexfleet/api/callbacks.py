@@ -60,4 +60,4 @@ class Callback:
         """A round is computed, and not committed yet. Returns None, or STOP."""
 
     def on_end(self, status: str) -> None:
-        """A run that had started has ended: `finished`, `stopped` or `failed`."""
+        """A run that had started has ended: `finished`, `diverged`, `nothing_merged`, `stopped` or `failed`."""

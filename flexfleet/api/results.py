@@ -41,7 +41,8 @@ from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile
 from flexfleet.files.artifacts import Result as ResultFile
 from flexfleet.files.begun import check_looked_into
 from flexfleet.files.measure import measure_in
-from flexfleet.runs.status import OF_STUDY, is_finished
+from flexfleet.files.tally import Tally, tally_of
+from flexfleet.runs.status import OF_STUDY, status_of
 from flexfleet.steps import own_code
 from flexfleet.steps.partition import folders_sum, simulated
 from flexfleet.steps.prepare import Resolved
@@ -56,7 +57,7 @@ class Result:
 
     run_id, folder    the run's name and folder
     config            its configuration, as nested mappings
-    status            `finished`, or `stopped`: it can be resumed
+    status            `finished`; `stopped`: it can be resumed; `diverged` or `nothing_merged`: its model is of no use
     metrics           avg, full, levels{name: value}, ... of the last evaluation (see `files.artifacts.Result`)
     report            the page of a finished run; None for one that is stopped
     history           a line for each round
@@ -76,10 +77,11 @@ class Result:
             raise ConfigError(f"{self.folder} is no folder of a run: it has no run.json")
 
     def __repr__(self) -> str:
-        return f"<flexfleet.Result {self.run_id}: {self.status}, round {len(self._rows)}{self._told()}>"
+        return f"<flexfleet.Result {self.run_id}: {self.status}, round {len(self._rows)}{self._told()}, {self._tally}>"
 
     def _repr_html_(self) -> str:
-        names, said = ["run", "status", "rounds"], [self.run_id, self.status, len(self._rows)]
+        names = ["run", "status", "rounds", "failures"]
+        said = [self.run_id, self.status, len(self._rows), str(self._tally)]
         if "avg" in self.metrics:
             measure = measure_in(self._scored)
             names += [f"avg {measure.unit}", f"full {measure.unit}"]
@@ -123,6 +125,10 @@ class Result:
         return self._ledger.checkpoints.rows()
 
     @property
+    def _tally(self) -> Tally:
+        return tally_of(row.metrics for row in self._rows)
+
+    @property
     def _scored(self) -> Mapping[str, float]:
         """The measurements of the last round that was evaluated."""
         return next((row.metrics for row in reversed(self._rows) if "avg" in row.metrics), {})
@@ -132,9 +138,13 @@ class Result:
         return PoolFile.read(self.folder / "pool" / "pool.json")
 
     @cached_property
+    def _ended(self) -> str:
+        return status_of(self._config, self.folder, self._rows)
+
+    @cached_property
     def _result(self) -> ResultFile | None:
         path = self.folder / "result.json"
-        if not path.is_file() or not is_finished(self._config, self.folder, self._rows):
+        if not path.is_file() or self._ended == "unfinished":
             return None
         return ResultFile.read(path)
 
@@ -148,7 +158,7 @@ class Result:
 
     @property
     def status(self) -> str:
-        return "stopped" if self._result is None else "finished"
+        return "stopped" if self._ended == "unfinished" else self._ended
 
     @property
     def report(self) -> Path | None:
@@ -270,7 +280,7 @@ class Result:
         try:
             return told(go)
         finally:  # what was read before is not so any more
-            for name in ("_run", "_config", "_ledger", "_rows", "_pool", "_result", "_params"):
+            for name in ("_run", "_config", "_ledger", "_rows", "_pool", "_ended", "_result", "_params"):
                 self.__dict__.pop(name, None)
             self._made = None
 

@@ -48,11 +48,12 @@ def run(
     folder of all runs (default `runs`), or s3://bucket/prefix for their ledgers. `mlflow_uri`: default
     sqlite:///mlflow.db; options={"tracking.mlflow": None}: none.
 
-    `resume`: go on with the run of this `run_id`. `progress`: False shows nothing; else there is a line for each round,
-    in a notebook a bar and the warnings (True: the lines there too).
+    `resume`: go on with the run of this `run_id`. `progress`: a line for each round, in a notebook a bar; True shows
+    lines in a notebook too, False shows neither. Warnings are logged by the logger `flexfleet` in each case.
 
     Raises ConfigError, DataError or another FlexfleetError for whatever is wrong, before anything trains where it can
-    be known then. A run that a callback stops gives a result with the status `stopped`.
+    be known then. A run that a callback stops gives a result with the status `stopped`. A run that merged no update
+    gives one with the status `diverged` or `nothing_merged`, and logs a warning; its model is of no use.
     """
     keywords = {
         "dataset": dataset,

@@ -48,14 +48,13 @@ def run_watched(
         beginning = _Beginning(lambda: watching.start(result(folder)))
         status = "failed"
         try:
-            run_all(
+            status = run_all(
                 resolved,
                 name,
                 resume=resume,
                 observer=Several([beginning, *([Bar()] if barred(progress) else [])]),
                 watcher=watching if callbacks else None,
-            )
-            status = "finished"
+            ).status
         except Stopped:
             status = "stopped"
             if not watching.stopped:

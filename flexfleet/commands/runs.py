@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_engine.core.errors import FlexfleetError
+from fl_engine.core.errors import Diverged, FlexfleetError
 from fl_engine.core.system import seldom_collected
 from flexfleet.commands.common import resumes_by_name, tags_of, tell_if_new, where_tracked
 from flexfleet.files.signals import stopping_at_once
@@ -39,20 +39,25 @@ def run(args: argparse.Namespace) -> int:
         shared=args.shared,
         tags=tags_of(args.tag),
     )
+    from flexfleet.files.tally import tally_in
+
+    tally = tally_in(out := Path(config.run.store) / run_id)
     if args.json:
         show(result.model_dump_json())
     else:
+        from flexfleet.files.measure import Measure
         from flexfleet.reports import precisions
         from flexfleet.reports.report import table
 
-        out = Path(config.run.store) / run_id
         show(table([out]))
         if found := precisions.of_run(out, list(result.metrics["levels"]), result.model_sha256):
             show(precisions.table(found))
         show(f"report: {result.report}")
         if config.tracking.mlflow:
             show(where_tracked(config.tracking.mlflow, config.tracking.ui))
-    return 0
+        avg = Measure(resolved.data.task.metric.name).with_unit(result.metrics["avg"])
+        show(f"{run_id} {result.status}: avg {avg}, {tally}")
+    return 0 if result.status == "finished" else Diverged.exit_code
 
 
 def central(args: argparse.Namespace) -> int:
@@ -133,12 +138,12 @@ def status(args: argparse.Namespace) -> int:
         longest = max([40, *(len(row["run_id"]) for row in rows)])
         for row in rows:
             if "why" in row:
-                show(f"{row['run_id']:{longest}} {row['status']:10} {row['why']}")
+                show(f"{row['run_id']:{longest}} {row['status']:14} {row['why']}")
                 continue
             measure, last = Measure(row["metric"] or ""), ""
             if row["avg"] is not None:
                 last = f"  avg {measure.with_unit(row['avg'])}  full {measure.with_unit(row['full'])}"
-            show(f"{row['run_id']:{longest}} {row['status']:10} round {row['round']}/{row['stop']}{last}")
+            show(f"{row['run_id']:{longest}} {row['status']:14} round {row['round']}/{row['stop']}{last}")
     devices = [] if config is None else _invited(config)
     if args.json:
         about = {"runs": rows, "agents": devices} if devices else {"runs": rows}

@@ -22,6 +22,7 @@ from flexfleet.comparisons.whole import begin, check_all, in_one_experiment, sha
 from flexfleet.config import parse
 from flexfleet.config.entries import Entry
 from flexfleet.files.artifacts import Artifact, Result, RunFile
+from flexfleet.files.tally import tally_in
 from flexfleet.runs.whole import run
 from flexfleet.steps import keys
 from flexfleet.steps.prepare import Resolved
@@ -102,7 +103,7 @@ def hand_over(pairs: Sequence[Pair], mlflow: MLflow | None, out: Path, commit: s
 def run_pair(file: PairsFile, number: str, shared: Path, out: Path, job_id: str) -> Result:
     """Makes or resumes one run in its folder of the store, and copies the finished run, without its ledger and its key,
     into `out`. Raises ConfigError if the run is one of a night that was begun with another code: nodes may have other
-    images of the same name."""
+    images of the same name. Raises Diverged or NothingMerged if the run's model is of no use."""
     pair = file.pair(number)
     entry, id = pair.entry, pair.comparison
     if file.commit is not None:
@@ -114,8 +115,10 @@ def run_pair(file: PairsFile, number: str, shared: Path, out: Path, job_id: str)
         shared=shared / id / pair.shared,
         tags={**tags(entry, id, file.parent), **track.of_job(entry.config, job_id)},
     )
+    folder = Path(entry.config.run.store) / entry.name
+    tally_in(folder).check()
     kept = shutil.ignore_patterns("rounds", "states", ".lock", str(Path(keys.IN_RUN).parent))
-    shutil.copytree(Path(entry.config.run.store) / entry.name, out, ignore=kept, dirs_exist_ok=True)
+    shutil.copytree(folder, out, ignore=kept, dirs_exist_ok=True)
     return result
 
 

@@ -32,6 +32,7 @@ from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, Result, row_of
 from flexfleet.files.begun import check_free, failures_tell, go_on
 from flexfleet.files.signals import stopping_at_once
+from flexfleet.files.tally import tally_in
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages, run
 from flexfleet.steps.own_code import check_sources
@@ -288,8 +289,8 @@ def _command(
     argv = ["run", "--config", config, "--run-id", entry.name, "--resume", *options, "--shared", str(shared)]
     argv += [word for key, value in given.items() for word in ("--tag", f"{key}={value}")]
 
-    def call() -> Result:
-        return run(
+    def call() -> None:
+        run(
             Resolved.of(entry.config),
             entry.name,
             resume=True,
@@ -298,6 +299,7 @@ def _command(
             shared=shared,
             tags=dict(given),
         )
+        tally_in(folder / entry.name).check()
 
     return Command(entry.name, "flexfleet.cli", tuple(argv), folder / f"{entry.name}.log", stdin, call)
 
@@ -308,10 +310,11 @@ def tags(entry: Entry, id: str, parent: str | None) -> dict[str, str]:
 
 
 def finished(config: Config, out: Path) -> bool:
-    """Whether the run has a result, and ended where the configuration says."""
+    """Whether the run has a model that is of use, and ended where the configuration says."""
     try:
         result, history = Result.read(out / "result.json"), BareHistory.read(out / "history.json")
         end = config.rounds.end(row_of(each).metrics for each in history.rounds)
     except IntegrityError:
         return False
-    return len(history.rounds) == end and result.model_sha256 == history.model_sha256
+    complete = len(history.rounds) == end and result.model_sha256 == history.model_sha256
+    return complete and result.status == "finished"

@@ -31,10 +31,12 @@ from fl_engine.training.evaluation import OWNERS
 
 __all__ = [
     "WEIGHTS", "Apoz", "ApozLayer", "Artifact", "BareHistory", "ConfusionFile", "EvaluationFile", "History", "Level",
-    "LevelScore", "OnClients", "PoolFile", "Result", "RunFile", "history_of", "row_of", "rows_of",
+    "LevelScore", "OnClients", "PoolFile", "Result", "RunFile", "Status", "history_of", "row_of", "rows_of",
 ]  # fmt: skip
 
 A = TypeVar("A", bound="Artifact")
+Status = Literal["finished", "diverged", "nothing_merged"]
+"""How a run ended (`files.tally`)."""
 WEIGHTS = "weights.safetensors"
 """Beside pool.json: the weights of the whole network that the rounds start from, where a preparation gives them."""
 
@@ -426,7 +428,8 @@ class Result(Artifact):
     """result.json, and what `--json` prints."""
 
     run_id: str
-    status: Literal["finished"]
+    status: Status
+    """`diverged` or `nothing_merged`: the model is of no use, and is not published."""
     metrics: dict[str, Any]
     """avg, full, levels{name: value}; further{metric: {full, levels{name: value}}}: the task's metrics beside the one
     that decides, where it has some; best{round, avg, full}: the round with the best avg, highest{50, 80, 100: {avg,
@@ -438,7 +441,8 @@ class Result(Artifact):
     (`fl_engine.fleet.uniformity`) on the simulated clock, its phases and the bits down and up
     (`fl_engine.rounds.phases`): means over the rounds; label_noise: the share of clients' labels that are wrong, where
     noise.labels asks for some; precision{level: {precision: figures of its ONNX file, or {refused: why}}}, where
-    publish.precision asks for more than fp32."""
+    publish.precision asks for more than fp32; updates{merged, failed, reasons{reason: count}}: how many updates of all
+    rounds were merged and how many failed, with the reasons (`files.tally`), the most frequent first."""
     bytes: dict[str, int]
     """down, up."""
     waste: float

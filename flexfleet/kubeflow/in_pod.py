@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from fl_engine.core.errors import (
     BadInput,
+    Diverged,
     EnvironmentFailure,
     GateFailed,
     IntegrityError,
@@ -38,6 +39,7 @@ KINDS = {
     IntegrityError: "damaged file",
     GateFailed: "gate",
     EnvironmentFailure: "environment",
+    Diverged: "diverged or nothing merged",
 }
 """The word for each class of errors."""
 OPTION = re.compile(r"--(run-)?id\b(?! \(in the pipeline)")
@@ -95,7 +97,7 @@ def _fields(line: str, form: Mapping[str, Any]) -> list[str]:
 
 
 def _advice(kind: str, again: str) -> str:
-    if kind == KINDS[BadInput]:
+    if kind in (KINDS[BadInput], KINDS[Diverged]):
         return "Nothing more is tried: mend it, and start another run."
     if kind == KINDS[GateFailed]:
         return "The report is with the task before."

@@ -44,6 +44,7 @@ from flexfleet.files.artifacts import (
 from flexfleet.files.begun import check_looked_into
 from flexfleet.files.inputs import check_inputs
 from flexfleet.files.measure import Measure, decimals
+from flexfleet.files.tally import Tally, tally_of
 from flexfleet.reports import plots, precisions
 from flexfleet.reports.local_accuracy import Shown, local_accuracy
 from flexfleet.reports.page import Drawing, render
@@ -114,6 +115,10 @@ class Run:
         """How evenly the clients of a round finish, in simulated seconds, the mean over the rounds; None in folders
         that were made before this was measured."""
         return means([row.metrics for row in self.rows], ("uniformity",)).get("uniformity")
+
+    @property
+    def tally(self) -> Tally:
+        return tally_of(row.metrics for row in self.rows)
 
     @property
     def waste(self) -> float:
@@ -277,6 +282,7 @@ def table_of(loaded: Sequence[Run]) -> str:
         text.append("  ".join(cells))
     if any(r.single for r in loaded):
         text.append(f"{NONE}: the run reports one level alone, and an average over levels says nothing")
+    text += [f"{r.file.run_id}: {r.tally.problem()}" for r in loaded if r.tally.status != "finished"]
     return "\n".join(text)
 
 

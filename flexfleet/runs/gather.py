@@ -12,6 +12,7 @@ from pathlib import Path
 from flexfleet.config import PRIVATE, Config, parse_with_algorithm, public
 from flexfleet.files import terminal
 from flexfleet.files.artifacts import Result, RunFile
+from flexfleet.files.tally import tally_in
 from flexfleet.reports.report import table
 from flexfleet.runs.whole import conclude
 from flexfleet.steps import own_code
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = finish(resolved.config, args.run, *steps, args.out)
     terminal.show(table([args.out]))
     terminal.show(f"report: {result.report}")
+    tally_in(args.out).check()
     return 0
 
 

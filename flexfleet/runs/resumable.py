@@ -29,6 +29,7 @@ from flexfleet.config import flatten, moves
 from flexfleet.config.sources import sources
 from flexfleet.files import terminal
 from flexfleet.files.artifacts import RunFile
+from flexfleet.files.tally import tally_in
 from flexfleet.steps.federate import federate
 from flexfleet.steps.own_code import sha256_of
 from flexfleet.steps.partition import folders_sum, simulated
@@ -51,8 +52,10 @@ def federate_in(
     mlflow_run_id: str | None = None,
 ) -> Path:
     """Runs the rounds in `folder`, resuming what is there, and copies the outcome into `out`, with the wheel of
-    `run.code`. The folder's name is the run's name. Raises what `federate` raises."""
+    `run.code`. The folder's name is the run's name. Raises what `federate` raises, and Diverged or NothingMerged if the
+    model is of no use."""
     federate(resolved, partition, pool, folder, resume=True, tags=tags, mlflow_run_id=mlflow_run_id)
+    tally_in(folder).check()
     code = RunFile.read(folder / "run.json").code_sha256
     for name in (*OUTCOME, *([store_key(code)] if code is not None else [])):
         (out / name).parent.mkdir(parents=True, exist_ok=True)

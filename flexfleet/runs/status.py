@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fl_engine.core.errors import Busy, ConfigError, FlexfleetError, Unreachable
 from fl_engine.storage.checkpoints import Checkpoints, Row
@@ -13,18 +13,19 @@ from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore
 from flexfleet import config as configs
 from flexfleet.config import Config
-from flexfleet.files.artifacts import BareHistory, Result, RunFile, row_of
+from flexfleet.files.artifacts import BareHistory, Result, RunFile, Status, row_of
 from flexfleet.files.begun import check_looked_into
 from flexfleet.files.measure import measure_in
+from flexfleet.files.tally import tally_of
 from flexfleet.steps.resumed import place_of
 
 
 def describe(run: Path) -> dict[str, Any]:
-    """status: `finished`, or `unfinished` (running or killed: no file says which, and resuming is safe). stop: after
-    how many rounds the run ends; at most so many, where `rounds.stop_simulated_s` may end it before. metric: accuracy
-    if that is the metric of avg and full, else null. run_id: the folder's name, with which the run goes on, also where
-    it began with another one; with a ledger in `run.remote` the name that the ledger has. Raises Unreachable soon where
-    the ledger's server does not answer."""
+    """status: that of a run that has ended (`files.artifacts.Status`), or `unfinished` (running or killed: no file says
+    which, and resuming is safe). stop: after how many rounds the run ends; at most so many, where
+    `rounds.stop_simulated_s` may end it before. metric: accuracy if that is the metric of avg and full, else null.
+    run_id: the folder's name, with which the run goes on, also where it began with another one; with a ledger in
+    `run.remote` the name that the ledger has. Raises Unreachable soon where the ledger's server does not answer."""
     check_looked_into(run)
     if not (run / "run.json").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
@@ -39,7 +40,7 @@ def describe(run: Path) -> dict[str, Any]:
     own = (run if run.name not in ("", "..") else run.resolve()).name
     return {
         "run_id": own if config.run.remote is None else file.run_id,
-        "status": "finished" if is_finished(config, run, rows) else "unfinished",
+        "status": status_of(config, run, rows),
         "round": done,
         "stop": config.rounds.stop if end is None else end,
         "avg": scored[-1].metrics["avg"] if scored else None,
@@ -60,19 +61,24 @@ def _of_ended_trial(run: Path) -> list[Row]:
     return [row_of(each) for each in BareHistory.read(run / "history.json").rounds]
 
 
-def is_finished(config: Config, run: Path, rows: Sequence[Row]) -> bool:
-    """Whether the ledger's `rows` are all that the configuration asks for, and the results in the folder are of all of
-    them: a run that got more rounds has the results of fewer until its end. Raises IntegrityError for a result that is
-    damaged."""
+def status_of(config: Config, run: Path, rows: Sequence[Row]) -> Status | Literal["unfinished"]:
+    """How the run has ended; `unfinished` unless the ledger's `rows` are all that the configuration asks for, and the
+    results in the folder are of all of them. A run that got more rounds has the results of fewer until its end. Raises
+    IntegrityError for a result that is damaged."""
     if config.rounds.end(row.metrics for row in rows) is None or not (run / "history.json").is_file():
-        return False
+        return "unfinished"
     history = BareHistory.read(run / "history.json")
     if len(history.rounds) != len(rows):
-        return False
+        return "unfinished"
+    tally = tally_of(row.metrics for row in rows)
     if (run / "result.json").is_file():
-        return Result.read(run / "result.json").model_sha256 == history.model_sha256
-    # What the step federate alone wrote gets none: the other steps write elsewhere. Nor do the runs of a study.
-    return not (run / "pool").is_dir() or run.resolve().parent.name in OF_STUDY
+        has_results = Result.read(run / "result.json").model_sha256 == history.model_sha256
+    else:
+        # The step federate alone writes none, because the other steps write elsewhere. Runs of a study have none, nor
+        # has a model that cannot be evaluated.
+        of_study = run.resolve().parent.name in OF_STUDY
+        has_results = not (run / "pool").is_dir() or of_study or not tally.finite
+    return tally.status if has_results else "unfinished"
 
 
 def list_runs(store: Path) -> list[dict[str, Any]]:

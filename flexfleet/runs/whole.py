@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ from flexfleet.files.inputs import check_inputs
 from flexfleet.files.live import kept_warnings, told_before
 from flexfleet.files.measure import SHARES, highest
 from flexfleet.files.signals import stopping_at_once
+from flexfleet.files.tally import Tally, tally_in
 from flexfleet.files.terminal import missing
 from flexfleet.publish.publish import publish
 from flexfleet.reports import precisions
@@ -42,6 +44,8 @@ from flexfleet.steps.resumed import check_recorded, known_run, store_of
 from flexfleet.steps.share import adopt
 from flexfleet.tracking import pushed
 from flexfleet.tracking import record as track
+
+log = logging.getLogger("flexfleet")
 
 MEANS = (*(name for name in uniformity.NAMES if name != uniformity.MEASURED), *phases.REPEATED)
 """The metrics of rounds of which a run says the mean; they are the same again when a run is repeated."""
@@ -62,7 +66,8 @@ def run(
     """Partition, pre-train, pool, federate, evaluate, report, in the folder `<run.store>/<run_id>`; can be resumed.
 
     `shared`: the folder of a `share` step, whose files are used instead of computed again. `tags`: of the MLflow run.
-    `observer` and `watcher` look on at the rounds (`federate`).
+    `observer` and `watcher` look on at the rounds (`federate`). A run that merged no update has a result too, whose
+    `status` says so (`files.tally`): nothing of it is published.
     """
     config = resolved.config
     need_packages(resolved)
@@ -144,13 +149,15 @@ def need_packages(resolved: Resolved) -> None:
 def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
     """Makes report and result.json of a run whose steps are done; the report becomes an MLflow artifact. If the run's
     ledger is not in `out`, both are also put into its `store`, since a pod's folder is deleted with the pod."""
-    config = resolved.config
-    if config.publish.models:  # before the report, which tells what was measured of the exported levels
+    config, tally = resolved.config, tally_in(out)
+    if not (useful := tally.status == "finished"):
+        log.warning("%s", tally.problem())
+    if useful and config.publish.models:  # before the report, which tells what was measured of the exported levels
         publish(resolved, out, RunFile.read(out / "run.json").mlflow_run_id, out / EXPORT)
     page = report([out], out / "report.html")
-    outcome = result(out, page, store.uri())
+    outcome = result(out, page, store.uri(), tally)
     tags = {"model_sha256": outcome.model_sha256}
-    if config.publish.dvc is not None:
+    if useful and config.publish.dvc is not None:
         tags |= pushed.push_run(out, config.publish.dvc)
     with tempfile.TemporaryDirectory() as scratch:
         written = outcome.write(Path(scratch) / "result.json")
@@ -163,17 +170,18 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
             metrics |= {f"final/local/{name}": of["mean"] for name, of in outcome.metrics.get("local", {}).items()}
             metrics |= of_clients(outcome.metrics)
             files = [str(page), str(out / "pool" / "pool.json"), str(written)]
-            pointers = out / pushed.POINTERS if config.publish.dvc else None
+            pointers = out / pushed.POINTERS if useful and config.publish.dvc else None
+            metrics = metrics if useful else {}  # else a search by final/avg would find the run
             log_outcome(config.tracking.mlflow, outcome.mlflow_run_id, metrics, tags, files, pointers)
     if config.run.remote is not None:
         store.put("report.html", page.read_bytes())
         store.put("result.json", (outcome.model_dump_json(indent=1) + "\n").encode())
-    outcome.write(out / "result.json")  # last: a run with this file is finished
+    outcome.write(out / "result.json")  # last: a run with this file has ended
     return outcome
 
 
-def result(out: Path, page: Path, store_uri: str) -> Result:
-    """The figures of a finished run in one object."""
+def result(out: Path, page: Path, store_uri: str, tally: Tally) -> Result:
+    """The figures of a run that has ended in one object."""
     run, history = RunFile.read(out / "run.json"), BareHistory.read(out / "history.json")
     evaluation = EvaluationFile.read(out / "evaluation.json")
     measured = [row["metrics"] | {"round": row["round"] + 1} for row in history.rounds]
@@ -183,7 +191,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
     down, up = (sum(m[k] for m in measured) for k in ("bytes_down", "bytes_up"))
     return Result(
         run_id=run.run_id,
-        status="finished",
+        status=tally.status,
         metrics={
             "avg": evaluation.avg,
             "full": evaluation.full,
@@ -197,6 +205,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
             **phases.means(measured, MEANS),
             **({} if noise is None else {"label_noise": noise}),
             **({"precision": precisions.to_json(precise)} if precise else {}),
+            "updates": {"merged": tally.merged, "failed": tally.failed, "reasons": dict(tally.failures)},
         },
         bytes={"down": int(down), "up": int(up)},
         waste=phases.waste(measured),

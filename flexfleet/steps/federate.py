@@ -37,6 +37,7 @@ from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import RunFile, history_of
 from flexfleet.files.live import counted_warnings
 from flexfleet.files.signals import stop_on_signals
+from flexfleet.files.tally import tally_in, tally_of
 from flexfleet.steps import invitations, keys, own_code
 from flexfleet.steps.partition import folders_sum, simulated
 from flexfleet.steps.peaks import peaks_of
@@ -280,11 +281,13 @@ def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLf
         store.sweep("")  # what killed writers left: nobody writes any more
         store.put("model.safetensors", value)
     each_row = ledger.checkpoints.each_row  # one round at a time, whose lines can be ten thousand
+    tally = tally_of(row.metrics for row in ledger.checkpoints.each_row(lines=False))
     if mlflow is not None:
+        mlflow.tags({"flexfleet.status": tally.status, "flexfleet.failures": str(tally)})
         names = dict.fromkeys(name for row in each_row() for line in row.clients for name in line)
         lines = ({"round": row.round + 1, **line} for row in each_row() for line in row.clients)
         mlflow.table(["round", *names], lines, "clients.json")
-    tracker.finish("FINISHED")
+    tracker.finish("FINISHED" if tally.status == "finished" else "FAILED")
     # Last: a study does not go on with rounds that have this file, so MLflow has to have them by then.
     folder.put("history.json", history_of(each_row(), sha256(value)))
     return out / "history.json"
@@ -304,6 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         discard_damaged=args.discard_damaged,
         accept_numerics=args.accept_numerics,
     )
+    tally_in(args.out).check()
     terminal.show(str(out))
     return 0
 

@@ -193,6 +193,11 @@ class MLflow:
         with answering(self.uri):
             self._client.log_dict(self.run_id, dict(values), name)
 
+    def tags(self, values: Mapping[str, str]) -> None:
+        with answering(self.uri):
+            for key, value in values.items():
+                self._client.set_tag(self.run_id, key, value)
+
     def finish(self, status: str) -> None:
         with answering(self.uri):
             self._client.set_terminated(self.run_id, status)

@@ -103,7 +103,7 @@ def test_what_float16_cannot_hold_is_a_client_that_failed(flexfleet: Any, quick:
         done = flexfleet(
             "run", "--json", "--run-id", lr, sets=[*quick, "run.precision=fp16", f"training.lr={lr}", "rounds.stop=1"]
         )
-        assert done.code == 0, done.err
+        assert done.code == 7, done.err
         (row,) = History.read(tmp_path / "runs" / lr / "history.json").rounds
         assert row["metrics"]["clients_trained"] == 0
         assert all(line["failure"].startswith(reason) for line in row["clients"])

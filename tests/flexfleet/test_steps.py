@@ -274,7 +274,7 @@ def test_federate_takes_faults(step: Step, quick: Sequence[str], chained: dict[s
     f = str(folder)
     argv = ("--partition", f"{f}/partition", "--pool", f"{f}/pool", "--out", f"{f}/faults", "--faults", "drop=1.0")
     done = step(federate_module.main, *argv, sets=[*quick, "rounds.stop=1"])
-    assert done.code == 0, done.err
+    assert done.code == 7, done.err
     (row,) = History.read(folder / "faults" / "history.json").rounds
     assert {client["failure"].partition(":")[0] for client in row["clients"]} == {"drop"}
     twice = step(federate_module.main, *argv, sets=[*quick, "rounds.faults=drop=0.5"])

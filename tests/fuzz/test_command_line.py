@@ -32,7 +32,7 @@ from flexfleet.tracking import pushed as pushed_module
 from flexfleet.tracking import server as tracking_module
 from tests.fuzz.mutations import anything, in_time, json_like, law, texts
 
-CODES = (0, 2, 3, 4, 5, 6)
+CODES = (0, 2, 3, 4, 5, 6, 7)
 BEGUN = "the work would have begun"
 LIGHT = ("dataset.train_samples=240", "dataset.test_samples=60", "model.width=0.25", "partition.minimum=5",
          "pretrain.epochs=1")  # fmt: skip

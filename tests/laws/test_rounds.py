@@ -289,6 +289,16 @@ def test_a_merge_that_diverges_stops_the_run_before_its_commit(
     assert len(rows) == 2 and all(bool(torch.isfinite(tensor).all()) for tensor in ended.params.values())
 
 
+def test_round_whose_scores_are_not_finite_says_diverged(tmp_path: Path) -> None:
+    """Finite weights so large that the loss overflows, while the accuracy stays a number."""
+
+    def grown(state: Any) -> Any:
+        return replace(state, params={name: 9e8 * torch.sign(t) for name, t in state.params.items()})
+
+    _, (row,) = federate(Merging(TRAINING, into=grown), tiny_site(AllLarge(TRAINING)), tmp_path, stop=1)
+    assert "loss/full" not in row.metrics and row.metrics["diverged"] == 1
+
+
 def test_a_server_s_optimiser_that_diverges_is_named(tmp_path: Path) -> None:
     """Where its step is what leaves the range; in the first round there is no commit to end with."""
     algorithm = AllLarge(training=TRAINING, eligible="all", server=Adam(lr=1e30))

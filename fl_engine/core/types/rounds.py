@@ -180,13 +180,14 @@ Code = Literal[
     "file", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "encoding", "finite",
     "statistics", "examples", "metrics", "norm", "unreadable",
 ]  # fmt: skip
-"""Why an update failed validation (see `exchange.updates`)."""
+"""Why an update failed validation (see `exchange.updates`). `finite` is also the code of training that diverged."""
 
 
 @dataclass(frozen=True)
 class ClientFailure:
-    """A client that brought no update, or one that was refused. `reason` is for people; the stage `validate` has a
-    `code`. The server adds `elapsed` where an update came: the seconds that the order took on the simulated clock."""
+    """A client that brought no update, or one that was refused. `reason` is for people. A failure at the stage
+    `validate`, or of training that diverged, has a `code`. The server adds `elapsed` where an update came: the seconds
+    that the order took on the simulated clock."""
 
     round: int
     client: int
