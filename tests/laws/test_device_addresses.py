@@ -118,9 +118,10 @@ def test_device_calls_no_other_server_than_its_stores(
         assert Beat.model_validate_json(own.sent["/beat"]).state == "gone"
 
 
+@pytest.mark.parametrize("other", ["https://evil.example", "http://s3.example", "https://s3.example:8443"])
 @pytest.mark.parametrize("part", ["beat", "probe"])
-def test_invitation_names_one_server(part: str) -> None:
-    good, bad = beat_at("https://s3.example"), beat_at("https://evil.example")
+def test_invitation_names_one_server(part: str, other: str) -> None:
+    good, bad = beat_at("https://s3.example"), beat_at(other)
     probe = Probe(read="https://s3.example/probe", write=good)
     invited = Invitation(name="a", key=KEY, tier=None, letter="https://s3.example:443/a", beat=good, probe=probe)
     assert Invitation.of(invited.model_dump_json().encode(), "it") == invited
