@@ -29,7 +29,7 @@ from fl_engine.fleet import faults
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
-from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.rounds.terms import NORM_BOUND
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tracker import Memory
 from flexfleet.steps.model_pool import model_pool
@@ -40,8 +40,6 @@ from flexfleet.steps.site import initial_state, site_of
 
 STORE = Path("runs/bound")
 OUT = Path("docs/robustness/bound.json")
-BOUND = RoundsConfig().norm_bound
-assert BOUND is not None
 JUST = 0.999
 
 DIGITS = ("rounds.stop=20",)
@@ -141,7 +139,7 @@ def measured(name: str, settings: tuple[str, ...], bound: float | None, attack: 
     clients, one = len(site.fleet), faults.parse("flip=0.05,always")
     bad = next(c for c in range(clients) if faults.befalls(one, found.seed, 0, c, clients))
     if attack is not None:
-        backend = Bad(backend, bad, ATTACKS[attack], bound or BOUND, site.layout)
+        backend = Bad(backend, bad, ATTACKS[attack], bound or NORM_BOUND, site.layout)
     terms = found.rounds.model_copy(update={"norm_bound": bound})
     ledger = ledger_in(FolderStore(kept.with_suffix("")))
     run = Run(algorithm, site, terms, found.run.devices)
@@ -169,7 +167,7 @@ def main() -> None:
     honest |= {f"digits flexfl {few}": (*DIGITS, *ALGORITHMS["flexfl"], *FEW[few]) for few in FEW}
     print("| | without | with the bound | refused |\n|---|---|---|---|")
     for name, settings in honest.items():
-        on = measured(name, settings, BOUND, None)
+        on = measured(name, settings, NORM_BOUND, None)
         off = measured(name, settings, None, None) if on["refused"] else on  # without refusals the runs have equal bits
         found["honest"][name] = {"without": off, "with": on}
         print(f"| {name} | {off['avg']:.1f} | {on['avg']:.1f} | {on['refused']} of {on['updates']} |", flush=True)
@@ -177,7 +175,7 @@ def main() -> None:
     clip = "algorithm.aggregation={name: mean, clip: 0.5}"
     attacked = {name: honest[name] for name in ("digits flexfl", "digits heterofl")}
     attacked["digits flexfl clipped"] = (*honest["digits flexfl"], clip)
-    for attack, bound in (("change x 90", None), *((attack, BOUND) for attack in ATTACKS)):
+    for attack, bound in (("change x 90", None), *((attack, NORM_BOUND) for attack in ATTACKS)):
         for name, settings in attacked.items():
             title = f"{name}, {attack}{'' if bound else ', no bound'}"
             on = found["attacked"][title] = measured(name, settings, bound, attack)

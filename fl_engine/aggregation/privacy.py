@@ -341,7 +341,7 @@ def check_terms(algorithm: Algorithm, terms: Terms) -> None:
     if not is_private(algorithm):
         return
     kept = {
-        "norm_bound=null": terms.norm_bound is None,
+        "norm_bound=null": terms.bound is None,
         "over_provision=1": terms.over_provision == 1,
         "quorum=0": terms.quorum == 0,
     }

@@ -51,7 +51,9 @@ class Terms(Protocol):
     """The part of the section `rounds` of a configuration that these rules need."""
 
     @property
-    def norm_bound(self) -> float | None: ...
+    def bound(self) -> float | None:
+        """`rounds.norm_bound`; None if it is off."""
+
     @property
     def deadline_s(self) -> float | None: ...
     @property
@@ -100,6 +102,7 @@ class History:
 
 REMEMBERED = 128
 AVERAGED = 4
+CURE = "If the client is honest, increase rounds.norm_bound or set it to null"
 MOST_TIMES = 1e6
 FIRST_ONES = 3
 FIRST = Moved(0.25, 0.5)
@@ -116,7 +119,7 @@ class Arrival:
 
 def unconditional(terms: Terms) -> bool:
     """Whether every update is taken, whatever the others are."""
-    return terms.norm_bound is None and terms.deadline_s is None and terms.over_provision == 1 and terms.quorum == 0
+    return terms.bound is None and terms.deadline_s is None and terms.over_provision == 1 and terms.quorum == 0
 
 
 def remembered(
@@ -176,28 +179,29 @@ def refused(
     def refuse(client: int, stage: Stage, reason: str, code: Code | None = None) -> None:
         found[client] = ClientFailure(plan.round, client, stage, reason, code)
 
-    if terms.norm_bound is not None and arrived:
+    if terms.bound is not None and arrived:
         usual = usual or middle(history, (arrival.moved for arrival in arrived.values()), size)
         after = cache(usual.after)
         for client, arrival in arrived.items():
             moved = arrival.moved
-            wrong = _too_far(moved, after(moved.steps), history.times.get(client, ()), terms.norm_bound)
+            wrong = _too_far(moved, after(moved.steps), history.times.get(client, ()), terms.bound)
             if wrong is not None:
                 code, said = wrong
                 refuse(client, "validate", f"{code}: {said}", code)
     if terms.deadline_s is not None:
         for client, arrival in arrived.items():
             if client not in found and arrival.seconds > terms.deadline_s:
-                said = f"took {arrival.seconds:g} s on the simulated clock, the deadline is {terms.deadline_s:g} s"
-                refuse(client, "straggle", said)
+                said = f"rounds.deadline_s = {terms.deadline_s:g}, and the update took {arrival.seconds:g} s"
+                refuse(client, "straggle", f"{said} on the simulated clock")
     left = sorted((arrival.seconds, client) for client, arrival in arrived.items() if client not in found)
     enough = plan.enough
     for _, client in left[enough:]:
-        refuse(client, "straggle", "the round had enough updates before this one")
+        refuse(client, "straggle", f"the round had its {enough} updates before this one (rounds.over_provision)")
     count, least = min(len(left), enough), math.ceil(terms.quorum * enough - 1e-9)
     if count < least:
         for _, client in left[:enough]:
-            refuse(client, "quorum", f"{count} of {enough} updates, {least} are needed: the model is carried forward")
+            said = f"rounds.quorum = {terms.quorum:g} needs {least} of {enough} updates, got {count}"
+            refuse(client, "quorum", f"{said}. The model stays unchanged")
     return found
 
 
@@ -210,11 +214,11 @@ def _too_far(moved: Moved, usual: Moved, before: Sequence[Moved], bound: float) 
     for code, kind in kinds:
         far, most = moved[kind], bound * usual[kind]
         if not far <= most:
-            return code, f"moved {far:.3g} a number, {bound:g} times the usual is {most:.3g}"
+            return code, f"rounds.norm_bound = {bound:g} allows a movement of {most:.3g}, got {far:.3g}. {CURE}"
         if len(last) == 1 or now[kind] <= bound / 2:
             continue
         often = statistics.fmean(times[kind] for times in last)
         if often > bound / 2:
-            said = f"moved {often:.3g} times the usual on average over its last {len(last)} updates"
-            return code, f"{said}, at most {bound / 2:g} are taken again and again"
+            said = f"rounds.norm_bound = {bound:g} allows {bound / 2:g} times the usual movement on average over"
+            return code, f"{said} a client's last {len(last)} updates, got {often:.3g}. {CURE}"
     return None

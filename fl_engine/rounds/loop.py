@@ -211,7 +211,7 @@ def committed(initial: Any, ledger: Ledger, last: int | None) -> tuple[Progress,
 def _packed(progress: Progress, terms: RoundsConfig) -> tuple[Params, dict[str, Any]]:
     tensors, rest = pack(progress.state)
     rest[CLOCK] = progress.clock
-    if terms.norm_bound is not None:
+    if terms.bound is not None:
         rest[HISTORY] = HISTORIES.dump_python(progress.history, mode="json")
     if progress.flying:
         rest[flights.KEY] = flights.said(progress.flying)

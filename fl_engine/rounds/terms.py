@@ -11,6 +11,9 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Count, Fraction, Moves, NotNegative, Positive, Section
 from fl_engine.fleet import faults
 
+NORM_BOUND = 5.0
+"""`rounds.norm_bound` if it is `auto` and clients are devices of other people."""
+
 
 class RoundsConfig(Section):
     stop: Annotated[Count, Moves.LENGTH] = 40
@@ -36,11 +39,13 @@ class RoundsConfig(Section):
     """Keep the state of every n-th round; null: only the last two commits."""
     keep_updates: Annotated[bool, Moves.EXECUTION] = False
     """Store each client's update as it arrives: a kill inside a long round then loses only clients in flight."""
-    norm_bound: Positive | None = 5.0
-    """Refuses an update whose weights or running statistics moved more than this many times as far as usual. Usual:
-    what updates with as many steps moved, in this round and the 128 updates before it. Also refuses an update that
-    moved more than half of that limit, if the client's last four, this one included, did so on average. null: refuses
-    none. Clients whose data differ very much may honestly move further (docs/guides/bad-clients.md)."""
+    norm_bound: Literal["auto"] | Positive | None = "auto"
+    """Refuse an update whose weights or running statistics moved more than this many times as far as usual. Usual is
+    what updates with as many steps moved, in this round and the 128 updates before it. Also refuse an update that
+    moved more than half of that limit, if the client's last four, this one included, did so on average. null: refuse
+    none. auto: 5 if the clients are devices of other people (run.backend=agents, or kubernetes with
+    kubernetes.placement=device), else null; run.json records the value. Honest clients whose data differ very much may
+    move further than 5 times the usual (docs/guides/bad-clients.md)."""
     samples_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     """An update counts for at most this many times as many samples as the median of those that its round merges. With
     partition.rule=local a device says itself how many it holds: 10, say, keeps one that lies among 19 from being nearly
@@ -56,6 +61,11 @@ class RoundsConfig(Section):
     faults: str | None = None
     """Clients that drop out, come late or lie, on purpose: e.g. drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,
     corrupt=0.01, each with its share of all orders (see `fl_engine.fleet.faults`); null: none."""
+
+    @property
+    def bound(self) -> float | None:
+        """`norm_bound` as a number; None if it refuses no update. Whoever knows the backend replaces `auto` before."""
+        return None if self.norm_bound == "auto" else self.norm_bound
 
     def over(self, rounds: int, clock: float) -> bool:
         """Whether the run ends with this many rounds, if the simulated clock then stands at `clock` seconds."""

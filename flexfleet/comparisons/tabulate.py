@@ -52,7 +52,7 @@ def tabulate(
     differ = varied(entries)
     runs = read(labels, seeds, folders, differ)
     comparison = summarise(id, seeds, runs, to, differ, {e.label: e.at for e in entries})
-    configs = {entry.label: entry.config for entry in reversed(entries)}
+    configs = {entry.label: entry.config.settled() for entry in reversed(entries)}
     apart = differences(
         {label: configs[label] for label in labels}, {n: each[0].pool.pool() for n, each in runs.items()}
     )

@@ -45,7 +45,7 @@ def algorithm(config: Config) -> Algorithm:
     except ValidationError as error:
         raise ConfigError(explain(error, kind, "algorithm.")) from error
     client_metrics(built)  # raises if a declaration is wrong
-    privacy.check_terms(built, config.rounds)
+    privacy.check_terms(built, config.settled().rounds)
     buffer.check(built, config.rounds)
     privacy.check_trace(built, config.fleet.trace is not None)
     privacy.check_evaluation(built, config.evaluate.on == "clients")

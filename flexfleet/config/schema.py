@@ -38,7 +38,7 @@ from fl_engine.fleet.devices import FLEETS, Tier
 from fl_engine.fleet.traces import Tracing
 from fl_engine.models.build import INIT
 from fl_engine.models.quantised import OnnxPrecision
-from fl_engine.rounds.terms import EvaluateConfig, RoundsConfig
+from fl_engine.rounds.terms import NORM_BOUND, EvaluateConfig, RoundsConfig
 from fl_engine.training.numerics import Precision, Strategy
 
 
@@ -375,6 +375,19 @@ class Config(Section):
     def _weights_at_home(cls, value: dict[str, Any]) -> dict[str, Any]:
         init = value.get(INIT)
         return {**value, INIT: user_path(init)} if isinstance(init, str) else value
+
+    def settled(self, began: Config | None = None) -> Config:
+        """Return this configuration with a value instead of `rounds.norm_bound=auto`.
+
+        Args:
+            began: The recorded configuration of the run that is resumed, which has a value; None for a new run.
+        """
+        if self.rounds.norm_bound != "auto":
+            return self
+        on_devices = self.run.backend == "kubernetes" and self.kubernetes.placement == "device"
+        bound = NORM_BOUND if self.run.backend == "agents" or on_devices else None
+        rounds = {"norm_bound": began.rounds.norm_bound if began else bound}
+        return self.model_copy(update={"rounds": self.rounds.model_copy(update=rounds)})
 
     @model_validator(mode="after")
     def _data_of_devices(self) -> Config:

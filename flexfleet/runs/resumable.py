@@ -107,7 +107,7 @@ def digest_of(resolved: Resolved, partition: Path, pool: Path) -> str:
     """12 hexadecimal digits, made from everything that the model depends on."""
     config = resolved.config
     # The end of the rounds may change in a resumed run, but a run with more rounds has no outcome for fewer rounds.
-    parameters = {k: v for k, v in flatten(config).items() if moves(k) in (Moves.RESULT, Moves.LENGTH)}
+    parameters = {k: v for k, v in flatten(config.settled()).items() if moves(k) in (Moves.RESULT, Moves.LENGTH)}
     precision = settled(config.run.precision, config.run.devices, None)
     package = Path(fl_engine.__file__).parent
     parts: dict[str, Any] = {

@@ -43,6 +43,7 @@ from flexfleet.steps.partition import folders_sum, simulated
 from flexfleet.steps.peaks import peaks_of
 from flexfleet.steps.prepare import Resolved, resolved_of
 from flexfleet.steps.resumed import (
+    began_with,
     check_recorded,
     devices_decide,
     fetch_run,
@@ -91,6 +92,7 @@ def federate(
     lock = nullcontext() if locked else alone(out)
     with lock, nullcontext() if config.run.remote is None else lease.held(store) as held:
         known = _known(config, store, out, run_id, resume)
+        config = config.settled(began_with(known, out / "run.json") if known else None)
         tell_unused(config)
         site = site_of(resolved, partition_dir, pool_dir, known.numerics if known else None)
         if config.evaluate.on == "clients":

@@ -73,13 +73,13 @@ FILES = ("pool_sha256", "partition_sha256", "trace_sha256")
 
 
 def _computed_from(run: RunFile, where: Path | str) -> dict[str, Any]:
-    parameters = configs.flatten(_began(run, where))
+    parameters = configs.flatten(began_with(run, where))
     decide = {name: value for name, value in parameters.items() if configs.moves(name) is Moves.RESULT}
     return decide | {name: getattr(run, name) for name in FILES}
 
 
-def _began(run: RunFile, where: Path | str) -> Config:
-    """The configuration in a record."""
+def began_with(run: RunFile, where: Path | str) -> Config:
+    """Return the configuration in a record."""
     try:
         return configs.parse_schema(run.config)
     except ConfigError as error:
@@ -111,8 +111,8 @@ def check_begun(config: Config, store: Store, out: Path) -> None:
 
 def _same_settings(known: RunFile, config: Config, out: Path) -> None:
     own_code.check_same(known.code_sha256, config, out)
-    began = _began(known, out / "run.json")
-    before, now = configs.flatten(began), configs.flatten(config)
+    began = began_with(known, out / "run.json")
+    before, now = configs.flatten(began), configs.flatten(config.settled(began))
     check_same(out, before, now, lambda name: configs.moves(name) is Moves.RESULT)
     if devices_decide(began) != devices_decide(config):
         raise ConfigError(

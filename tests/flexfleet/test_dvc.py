@@ -340,7 +340,7 @@ def test_the_identity_depends_on_what_draws_the_noise_and_on_who_decides_what_is
         before = name(), name(*private)
         patch.setattr(resumable, "describe_noise", lambda: {"numpy": "another"})
         assert name() == before[0] and name(*private) != before[1]
-    assert name("run.backend=agents") == name()
+    assert name("run.backend=agents", "rounds.norm_bound=null") == name()
     assert name("run.backend=agents", "agents.observe=cgroup") != name("agents.observe=cgroup")
 
 

@@ -26,7 +26,7 @@ from fl_engine.training import memory, pace
 from fl_engine.training.pace import Pace
 from flexfleet.api.results import load
 from flexfleet.config import load_config
-from flexfleet.files.artifacts import EvaluationFile, History
+from flexfleet.files.artifacts import EvaluationFile, History, RunFile
 from flexfleet.runs.resumable import identity
 from flexfleet.steps import federate, invitations
 from flexfleet.steps.answer import carry_out_all, prepared
@@ -240,6 +240,25 @@ def test_the_number_of_test_samples_is_the_servers(flexfleet: Any, tmp_path: Pat
     assert rows_of(tmp_path / "runs" / "here") == rows_of(tmp_path / "there" / "a")
     with pytest.raises(ConfigError, match="lies on their devices"):
         load(tmp_path / "there" / "a").replay(1, 0)
+
+
+def test_a_liar_among_devices_is_refused_by_default(flexfleet: Any, tmp_path: Path, on_devices: Any) -> None:
+    """One of six sends 90 times its change. Where the clients are the user's own, its update is merged."""
+    sets = [*SETS, "dataset.root=server", "algorithm.name=heterofl", "training.fraction=1.0", "evaluate.on=server"]
+    sets += ["rounds.faults='scale=0.167x90,always'"]
+    there = [*sets, "run.backend=agents", "agents.wait_s=60"]
+    on_devices(there, tiers_of(there), folders_in(tmp_path))
+    refused, ends = {}, {"here": [*sets, "partition.folders=clients"], "there": there}
+    for name, wanted in ends.items():
+        done = flexfleet("run", "--run-id", name, sets=wanted)
+        assert done.code == 0, done.err
+        lines = [
+            line for row in History.read(tmp_path / "runs" / name / "history.json").rounds for line in row["clients"]
+        ]
+        refused[name] = [line["client"] for line in lines if "rounds.norm_bound" in line.get("failure", "")]
+    assert refused["here"] == [] and len(refused["there"]) == 2 and len(set(refused["there"])) == 1
+    bounds = [RunFile.read(tmp_path / "runs" / name / "run.json").config["rounds"]["norm_bound"] for name in ends]
+    assert bounds == [None, 5.0]
 
 
 def test_a_device_that_stays_away_is_a_failure_of_its_client(flexfleet: Any, tmp_path: Path, on_devices: Any) -> None:

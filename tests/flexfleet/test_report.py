@@ -285,17 +285,18 @@ def test_a_parameter_that_is_newer_than_a_run_had_its_default(two: list[Path]) -
 def test_what_moves_figures_is_called_out_and_nothing_else(tmp_path: Path) -> None:
     own = {"codec": {"up": {"name": "qsgd"}}, "rounds": {"mode": "buffered", "norm_bound": 2.0, "commit_every": 5}}
     nowhere = {"schema_version": 2, "run": {"devices": ["cuda"]}, "tracking": {"ui": "http://here"}}
-    runs = [write_run(tmp_path / "a", "flexfl"), write_run(tmp_path / "b", "all_large", **own, **nowhere)]
+    off = {"rounds": {"norm_bound": None}}
+    runs = [write_run(tmp_path / "a", "flexfl", **off), write_run(tmp_path / "b", "all_large", **own, **nowhere)]
     assert r.differences([r.load(run) for run in runs]) == [
+        "rounds.norm_bound: null (flexfl); 2.0 (all_large)",
         "codec.up.name: identity (flexfl); qsgd (all_large)",
         "rounds.mode: synchronous (flexfl); buffered (all_large)",
-        "rounds.norm_bound: 5.0 (flexfl); 2.0 (all_large)",
     ]
 
 
 def test_a_default_that_one_run_had_and_another_switched_off_is_called_out(tmp_path: Path) -> None:
-    off = {"rounds": {"norm_bound": None}}
-    runs = [write_run(tmp_path / "a", "flexfl"), write_run(tmp_path / "b", "all_large", **off)]
+    on, off = ({"rounds": {"norm_bound": bound}} for bound in (5.0, None))
+    runs = [write_run(tmp_path / "a", "flexfl", **on), write_run(tmp_path / "b", "all_large", **off)]
     assert r.differences([r.load(run) for run in runs]) == ["rounds.norm_bound: 5.0 (flexfl); null (all_large)"]
 
 

@@ -296,7 +296,7 @@ def test_updates_that_decide_about_others_are_refused() -> None:
     privacy.check_terms(algorithm, RoundsConfig(norm_bound=None))
     privacy.check_terms(FlexFL(), RoundsConfig(over_provision=1.5, quorum=0.5))
     with pytest.raises(ConfigError, match=r"set rounds\.norm_bound=null$"):
-        privacy.check_terms(algorithm, RoundsConfig())
+        privacy.check_terms(algorithm, RoundsConfig(norm_bound=5.0))
     with pytest.raises(ConfigError, match=r"rounds\.over_provision=1, rounds\.quorum=0$"):
         privacy.check_terms(algorithm, RoundsConfig(norm_bound=None, over_provision=1.5, quorum=0.5))
 

@@ -146,14 +146,14 @@ def test_what_is_remembered_is_the_same_however_it_is_stored(job: Any, new_store
     found = []
     for mode in STORAGE:
         store = new_store()
-        job.federate(store, stop=3, **mode)
+        job.federate(store, stop=3, norm_bound=5.0, **mode)
         found.append(remembered(store))
     assert [len(moved) for moved in found[0]["rounds"]] == [PER_ROUND] * 3
     assert all(weights > 0 for moved in found[0]["rounds"] for weights, *_ in moved)
     assert sum(len(times) for times in found[0]["times"].values()) == 3 * PER_ROUND
     assert found == [found[0]] * len(STORAGE)
     store = new_store()
-    job.federate(store, stop=3, norm_bound=None)
+    job.federate(store, stop=3)
     assert remembered(store) is None, "nobody asks"
 
 
@@ -182,7 +182,7 @@ def test_of_two_updates_the_liar_is_refused_from_the_first_round_on(
 ) -> None:
     """The median of two is no measure: what came before is, and in the first round the size of what was sent."""
     store = new_store()
-    job.federate(store, backend=Lying(job.backend, round, times, job.family.layout()), stop=4)
+    job.federate(store, backend=Lying(job.backend, round, times, job.family.layout()), stop=4, norm_bound=5.0)
     rows = Checkpoints(store).rows()
     failed = {row.round: [line["failure"] for line in row.clients if "failure" in line] for row in rows}
     assert [r for r in failed if failed[r]] == [round]

@@ -26,7 +26,7 @@ from fl_engine.exchange.updates import Rejected, packed, update_of
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds import run as rounds_run
 from fl_engine.rounds.ledger import ledger_in
-from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.rounds.terms import NORM_BOUND, RoundsConfig
 from fl_engine.storage.store import MemoryStore
 from fl_engine.testing.tiny import SEED, context_of, start_of, tiny_site
 from fl_engine.testing.tracker import Memory
@@ -70,10 +70,10 @@ def times(factor: float, _: Liar, far: float, steps: float) -> float:
 def just_under(part: float, liar: Liar, far: float, steps: float) -> float:
     """The factor of a lie that reaches this part of the bound, as far as the liar can know it. The engine accepts lies
     of half the bound again and again. Below 0: turned around."""
-    bound, known = RoundsConfig().norm_bound, [*liar.moved, (far, steps)]
+    known = [*liar.moved, (far, steps)]
     rooted = statistics.median(each / math.sqrt(count) for each, count in known)
     usual = max(statistics.median(each for each, _ in known), math.sqrt(steps) * rooted)
-    return 0.9 * part * (1e6 if bound is None else bound) * usual / max(far, 1e-12)
+    return 0.9 * part * NORM_BOUND * usual / max(far, 1e-12)
 
 
 def moved(new: Params, sent: Params) -> float:
@@ -165,10 +165,11 @@ def _digits(name: Name) -> Job:
 
 
 def run(of: Job, liar: Liar | None) -> Run:
-    """Makes a run with the defaults of `rounds`; without a liar, an honest one."""
+    """Run with the norm bound of strangers' devices; without a liar, an honest run."""
     backend, tracker, ledger = Hostile(of.site, of.algorithm, liar), Memory(), ledger_in(MemoryStore())
+    terms = RoundsConfig(stop=of.stop, evaluate_every=of.stop, commit_every=of.stop, norm_bound=NORM_BOUND)
     rounds.federate(
-        rounds_run.Run(of.algorithm, of.site, RoundsConfig(stop=of.stop, evaluate_every=of.stop, commit_every=of.stop)),
+        rounds_run.Run(of.algorithm, of.site, terms),
         of.start,
         backend,
         ledger,
