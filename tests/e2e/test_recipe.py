@@ -59,27 +59,39 @@ def test_it_runs_and_learns(checkout: Path) -> None:
     assert json.loads(done.stdout)["metrics"]["full"] > 0.5
 
 
-def test_a_client_counts_by_the_step(checkout: Path) -> None:
-    """Three clients of equal size move by 2, 4 and 6 in 1, 2 and 6 steps: 2, 2 and 1 a step, 5/3 on average, times 3
-    steps."""
-    code = """
+@pytest.mark.parametrize(
+    ("momentum", "expected"),
+    [
+        # Samples 1, 1, 2; steps 1, 2, 3; moved 2, 5, 17. Without momentum |a| is 1, 2, 3 and tau 1/4 + 2/4 + 6/4 = 9/4,
+        # and the mean of 2, 5/2, 17/3 is 1/2 + 5/8 + 17/6 = 95/24: 9/4 * 95/24 = 285/32.
+        (0.0, 285 / 32),
+        # With 1/2 |a| is 1, 1 + 3/2, 1 + 3/2 + 7/4 = 1, 5/2, 17/4 and tau 1/4 + 5/8 + 17/8 = 3, and the mean of 2, 2, 4
+        # is 3: 9.
+        (0.5, 9.0),
+    ],
+)
+def test_a_change_is_divided_by_how_far_its_steps_carry(checkout: Path, momentum: float, expected: float) -> None:
+    code = f"""
+from dataclasses import replace
 from fl_engine.algorithms.fednova import FedNova
 from fl_engine.core.types import ClientUpdate
 from fl_engine.exchange.server import ServerSite
 from fl_engine.testing.tiny import TRAINING, context_of, start_of, tiny_site
 import torch
-algorithm = FedNova(training=TRAINING)
+algorithm = FedNova(training=replace(TRAINING, momentum={momentum}))
 site = tiny_site(algorithm)
 state = start_of(algorithm, site)
 plan = algorithm.plan(state, context_of(site, 0))
 came = [
-    ClientUpdate(0, o.client, o.spec, {n: t + moved for n, t in o.payload.items()}, 5, {"loss": 1.0, "steps": steps})
-    for o, moved, steps in zip(plan.orders, (2.0, 4.0, 6.0), (1.0, 2.0, 6.0))
+    ClientUpdate(
+        0, o.client, o.spec, {{n: t + moved for n, t in o.payload.items()}}, samples, {{"loss": 1.0, "steps": steps}}
+    )
+    for o, moved, steps, samples in zip(plan.orders, (2.0, 5.0, 17.0), (1.0, 2.0, 3.0), (1, 1, 2))
 ]
 assert len(came) == 3
 merged = algorithm.merge(state, plan, came, ServerSite(site))
 for name, old in state.params.items():
-    torch.testing.assert_close(merged.params[name], old + 5.0)
+    torch.testing.assert_close(merged.params[name], old + {expected})
 """
     done = run(checkout, "-c", code)
     assert done.returncode == 0, done.stderr
