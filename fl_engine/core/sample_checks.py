@@ -13,6 +13,9 @@ from fl_engine.core.errors import DataError
 
 IMAGE_AXES = 4
 """(N, C, H, W)"""
+BYTE = 255
+NEAR = 1e-3
+"""The largest distance of 255 times a float image from whole numbers: float32 holds k / 255 much closer."""
 CHECKED = 4096
 """Samples whose numbers are checked at a time."""
 
@@ -72,13 +75,28 @@ def samples_of(x: Tensor, what: str) -> Tensor:
             )
         return x
     if x.dim() == IMAGE_AXES:
-        raise DataError(
-            f"{what}: images of integers, {tuple(x.shape)}, are given as uint8 in 0..255: x.to(torch.uint8)"
-        )
+        raise DataError(f"{what}: {_cure_of_integers(x)}")
     x = x.long()  # torch has no minimum of uint16, uint32 and uint64
     if x.numel() and int(x.min()) < 0:
-        raise DataError(f"{what}: integers are tokens from 0 on, found {int(x.min())}; give measurements as float32")
+        raise DataError(f"{what}: integers are tokens from 0 on, found {int(x.min())}; give measurements as floats")
     return x
+
+
+def _cure_of_integers(x: Tensor) -> str:
+    """What is wrong with integers (N, C, H, W) that are not uint8, and the conversion that keeps their values apart."""
+    kind, x = str(x.dtype).removeprefix("torch."), x.long()
+    low, high = (int(x.min()), int(x.max())) if x.numel() else (0, 0)
+    found = f"images and maps must be uint8 or floats, got {kind} {tuple(x.shape)} from {low} to {high}. "
+    if low < 0:
+        return found + "Give them as floats"
+    if high <= BYTE:
+        return found + "Give them as uint8: x.to(torch.uint8)"
+    return found + f"Divide them by the largest possible value, which gives floats in 0..1: x / {_most(high)}"
+
+
+def _most(value: int) -> int:
+    """The largest number of 16 bits, or of as many as the value takes."""
+    return (1 << max(16, value.bit_length())) - 1
 
 
 def numbers_of(value: object, what: str) -> tuple[float, ...]:
@@ -114,10 +132,17 @@ def check_normalisation(name: str, x: Tensor, mean: tuple[float, ...], std: tupl
     if any(value <= 0 for value in std):
         raise DataError(f"{name}: std is positive, got {min(std):g}; leave out {unit}s that never change")
     if not images and not mean and x.dim() == IMAGE_AXES and float(x.min()) >= 0 and float(x.max()) <= 1:
+        bytes_ = all(are_bytes(part) for part in torch.split(x, CHECKED))
+        cure = "as uint8, (x * 255).round().to(torch.uint8), or " if bytes_ else ""
         raise DataError(
-            f"{name}: float samples {tuple(x.shape[1:])} in 0..1 look like images divided by 255: give them as uint8 "
-            "((x * 255).round().to(torch.uint8)), or with their mean and std where they are measurements"
+            f"{name}: float samples {tuple(x.shape[1:])} in 0..1 look like images that are not normalised: give them "
+            f"{cure}with their mean and std"
         )
+
+
+def are_bytes(x: Tensor) -> bool:
+    """Whether all numbers, in 0..1, are k / 255 for whole k, so that uint8 keeps their values."""
+    return bool(((x * BYTE).round() - x * BYTE).abs().max() <= NEAR)
 
 
 def sources_of(name: str, value: object, samples: int) -> Tensor:

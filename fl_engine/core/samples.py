@@ -164,6 +164,11 @@ def class_count(task: Task) -> int:
     return int(getattr(task, "classes", 0))
 
 
+def class_names(task: Task) -> tuple[str, ...]:
+    """The names of the classes: the task's `names`, if it has any."""
+    return tuple(getattr(task, "names", ()))
+
+
 def check_ready(task: Task) -> None:
     """Raises EnvironmentFailure where a package that the task's metric needs is not installed: the task's `ready`,
     where it has one."""

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, brief
-from fl_engine.core.samples import Data, outputs_of
+from fl_engine.core.samples import Data, class_names, outputs_of
 from fl_engine.core.slicing import initial_params, is_statistic, runnable
 from fl_engine.core.types import FULL, Params, PoolModel, SubmodelSpec
 from fl_engine.models.build import FROM_DATA, build_model
@@ -63,6 +63,8 @@ class About(BaseModel):
     numbers; without them the network takes x itself."""
     classes: int
     """How many outputs the network has."""
+    names: tuple[str, ...] = ()
+    """The name of each class, if the data set has names."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     spec: dict[str, Any]
@@ -150,6 +152,7 @@ def export(
         input_chw=data.input_shape,
         samples=type_of(data),
         classes=data.task.outputs,
+        names=class_names(data.task),
         mean=data.mean,
         std=data.std,
         spec=member.spec.to_json(),

@@ -4,7 +4,7 @@ besides, where the data set asks for it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -28,6 +28,8 @@ class Classification:
     """Measures top-5 accuracy too: the share of samples whose class is among the five with the highest logits. Of equal
     logits the lower class comes first. With five classes or fewer all samples would count, so at least six are
     needed."""
+    names: tuple[str, ...] = field(default=(), repr=False)
+    """The name of each class, or empty: the folders of images, or the ids that labels were."""
 
     name: ClassVar[str] = "classification"
     metric: ClassVar[Metric] = Metric("accuracy", low=0.0, high=1.0)
@@ -42,6 +44,10 @@ class Classification:
                 f"top5 takes at least {TOP + 1} classes, since all samples count with fewer, got {self.classes}: leave "
                 "it out"
             )
+        object.__setattr__(self, "names", tuple(self.names))  # JSON has lists
+        texts = {name for name in self.names if isinstance(name, str)}
+        if self.names and {len(self.names), len(texts)} != {self.classes}:
+            raise DataError(f"names must be {self.classes} different texts, one for each class, got {len(self.names)}")
 
     @property
     def outputs(self) -> int:
@@ -53,13 +59,15 @@ class Classification:
 
     @property
     def identity(self) -> object:
-        """The number of classes alone, so that fingerprints made before there were tasks stay valid."""
-        return self.classes
+        """The number of classes, and their names if they have some: class 0 of other names is another class."""
+        return (self.classes, self.names) if self.names else self.classes
 
     def check(self, y: Tensor, what: str) -> Tensor:
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             kind = str(y.dtype).removeprefix("torch.")
-            raise DataError(f"{what}: classes are integers 0..{self.classes - 1}, got {kind}: y.long() or Regression()")
+            whole = not y.is_complex() and bool((y == y.long()).all())
+            cure = "Convert them with y.long()" if whole else "Numbers to predict are a Regression()"
+            raise DataError(f"{what}: classes must be integers from 0 to {self.classes - 1}, got {kind}. {cure}")
         if y.dim() != 1:
             raise DataError(
                 f"{what}: expected one class per sample, (N,), got the shape {tuple(y.shape)}; for one-hot rows give "

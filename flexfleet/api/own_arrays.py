@@ -64,8 +64,8 @@ def pixels(picture: Any, what: str, size: tuple[int, int] | None = None) -> Arra
     """uint8 (H, W) of a grey or black and white image of Pillow, (3, H, W) of any other: of a palette its colours."""
     if picture.mode.startswith(DEEP):
         raise DataError(
-            f"{what}: its pixels have more than 8 bits (mode {picture.mode}), which would be cut off: scale the images "
-            "to 8 bits, or give the pixels to from_arrays as floats"
+            f"{what}: its pixels have more than 8 bits (mode {picture.mode}), which uint8 cannot hold. Give the pixels "
+            "to from_arrays as floats in 0..1: numpy.asarray(image) / 65535 for 16 bits"
         )
     picture = picture.convert("L" if picture.mode in ("1", "L") else "RGB")
     if size is not None:

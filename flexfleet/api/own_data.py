@@ -9,9 +9,11 @@ How samples are read:
     other floats (N, ...)      numbers: vectors, series, maps
     integers (N, ...)          tokens from 0 on
 
-and targets: integers are classes 0..k-1 (k is the largest + 1), floats are numbers to predict (regression). `mean` and
-`std` normalise per channel of images and maps, else per feature; those that are not given are measured on the training
-samples. Whatever does not fit raises DataError.
+and targets: integers are classes 0..k-1 (k is the largest + 1), floats are numbers to predict (regression). Integers
+are ids if one is negative, or if the largest is at least 1,000 and at most half of the numbers up to it occur. The
+classes are then the different ids in ascending order, and `data.task.names` keeps the ids. `mean` and `std` normalise
+per channel of images and maps, else per feature; those that are not given are measured on the training samples.
+Whatever does not fit raises DataError.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import DataError
+from fl_engine.core.sample_checks import are_bytes
 from fl_engine.core.samples import Data, Task
 from fl_engine.data.moments import byte_statistics, moments
 from fl_engine.data.subsets import stratified
@@ -41,8 +44,8 @@ FINE = 0.1
 standard deviation."""
 EQUAL_64 = 1e-12
 """A deviation of less than this share of the largest value is what arithmetic in float64 makes of equal values."""
-NEAR = 1e-3
-"""How far 255 times a float image may be from whole numbers: float32 holds k / 255 much closer."""
+IDS = 1000
+"""Labels from this number on are ids if most of the smaller numbers do not occur."""
 
 
 def from_arrays(
@@ -132,7 +135,7 @@ def _data(
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
 ) -> Data:
-    task = _task(y, test_y, name)
+    task, y, test_y = _task(y, test_y, name)
     x, test_x = _channel_first(x), _channel_first(test_x)
     _tell_merged(x, name)
     x, test_x = _samples(x, name), _samples(test_x, name)
@@ -143,10 +146,8 @@ def _data(
         raise DataError(f"{name}: mean and std have a number for each channel or feature, [0.5]; got {mean!r}, {std!r}")
     if mean is None or std is None:
         mean, std = _measured(x, name)
-    kinds = np.int64 if isinstance(task, Classification) else np.float32
     own = None if owner is None else torch.from_numpy(np.ascontiguousarray(owner, dtype=np.int64))
-    with np.errstate(over="ignore"):  # what is too large is told by `Data`
-        parts = {"train_x": x, "train_y": y.astype(kinds), "test_x": test_x, "test_y": test_y.astype(kinds)}
+    parts = {"train_x": x, "train_y": y, "test_x": test_x, "test_y": test_y}
     tensors = {part: torch.from_numpy(np.ascontiguousarray(values)) for part, values in parts.items()}
     return Data(name, task, **tensors, mean=tuple(mean), std=tuple(std), natural_client=own)
 
@@ -207,7 +208,8 @@ def _split(y: Array, share: float, name: str) -> tuple[Array, Array]:
     return np.setdiff1d(np.arange(len(y)), held), held
 
 
-def _task(y: Array, test_y: Array, name: str) -> Task:
+def _task(y: Array, test_y: Array, name: str) -> tuple[Task, Array, Array]:
+    """The task, and the targets of both parts in the form that it takes."""
     if not len(y) or not len(test_y):
         raise DataError(f"{name}: {len(y)} training and {len(test_y)} test samples; both parts need at least one")
     if not _alike(y, test_y):
@@ -216,11 +218,19 @@ def _task(y: Array, test_y: Array, name: str) -> Task:
             "have to be integers (classes) or both floats (numbers to predict), of one shape"
         )
     if y.dtype.kind in "iu":
-        largest = int(max(y.max(), test_y.max()))
-        if largest < 1:
-            raise DataError(f"{name}: all targets are {largest}: at least two classes, 0 and 1, are needed")
         seen = np.union1d(y, test_y)
-        seen = seen[seen >= 0]
+        largest = int(seen[-1])
+        ids = seen[0] < 0 or (largest >= IDS and 2 * len(seen) <= largest)
+        if len(seen) < 2 and (ids or largest == 0):
+            raise DataError(f"{name}: all targets are {largest}: at least two classes are needed")
+        if ids:
+            log.warning(
+                "%s: the labels are ids from %d to %d. They become the classes 0 to %d in ascending order, and "
+                "task.names keeps the ids. If a label such as -1 marks samples without a class, leave them out",
+                name, seen[0], largest, len(seen) - 1,
+            )  # fmt: skip
+            task = Classification(len(seen), names=tuple(map(str, seen.tolist())))
+            return task, np.searchsorted(seen, y), np.searchsorted(seen, test_y)
         if len(seen) <= largest:
             first = next(i for i, each in enumerate([*seen, None]) if i != each)
             log.warning(
@@ -228,9 +238,10 @@ def _task(y: Array, test_y: Array, name: str) -> Task:
                 "Where labels are other numbers than 0, 1, 2, ...: numpy.unique(y, return_inverse=True)[1]",
                 name, largest, first, len(seen),
             )  # fmt: skip
-        return Classification(largest + 1)
+        return Classification(largest + 1), y, test_y
     if y.dtype.kind == "f":
-        return Regression(1 if y.ndim == 1 else y.shape[1])
+        with np.errstate(over="ignore"):  # `Data` refuses numbers that are too large
+            return Regression(1 if y.ndim == 1 else y.shape[1]), y.astype(np.float32), test_y.astype(np.float32)
     raise DataError(
         f"{name}: targets are integers (classes) or floats (numbers to predict), got {y.dtype}: y.astype(int)"
     )
@@ -280,11 +291,8 @@ def _samples(x: Array, name: str) -> Array:
         return x if x.dtype == np.uint8 else as_int64(x, f"{name}: x", "token", "tokens")
     with np.errstate(over="ignore"):  # what is too large is told below
         x = x.astype(np.float32)
-    if x.ndim == 4 and x.size and np.isfinite(x).all() and x.min() >= 0 and x.max() <= 1:
-        whole = np.rint(x * 255)
-        if np.abs(x * 255 - whole).max() <= NEAR:
-            x = whole.astype(np.uint8)
-    return x
+    in_0_1 = x.ndim == 4 and x.size and np.isfinite(x).all() and x.min() >= 0 and x.max() <= 1
+    return np.rint(x * 255).astype(np.uint8) if in_0_1 and are_bytes(torch.from_numpy(x)) else x
 
 
 def _measured(x: Array, name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -70,8 +70,15 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "images in 0..1": (
         {**IMAGES, "mean": (), "std": ()},
         {"train_x": torch.rand(6, 1, 2, 2), "test_x": torch.rand(3, 1, 2, 2)},
-        "in 0..1 look like images divided by 255: give them as uint8 ((x * 255).round().to(torch.uint8))",
+        "look like images that are not normalised: give them with their mean and std",
     ),
+    "bytes in 0..1": (
+        {**IMAGES, "mean": (), "std": ()},
+        {part: torch.arange(n * 4).view(n, 1, 2, 2) / 255 for part, n in (("train_x", 6), ("test_x", 3))},
+        "give them as uint8, (x * 255).round().to(torch.uint8), or with",
+    ),
+    "images of 16 bits": (IMAGES, {"train_x": torch.full((6, 1, 2, 2), 300)}, "x / 65535"),
+    "negative images": (IMAGES, {"train_x": torch.full((6, 1, 2, 2), -300)}, "Give them as floats"),
     "negative tokens": (TOKENS, {"train_x": torch.full((6, 2), -1)}, "integers are tokens from 0 on, found -1"),
     "normalised tokens": (TOKENS, {"mean": (0.5, 0.5)}, "tokens, which are not normalised: leave out mean and std"),
     "NaN": (TABLE, {"train_x": HOLED}, "train_x: sample 4 holds NaN, infinity or more than float32 can hold (1 such"),
@@ -85,7 +92,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a single target": (IMAGES, {"train_y": torch.tensor(1)}, "train_x has 6 samples, train_y has none"),
     "other test images": (IMAGES, {"test_x": torch.zeros(3, 1, 4, 4, dtype=torch.uint8)}, "(1, 2, 2), test samples"),
     "another kind of test": (TABLE, {"test_x": torch.ones(3, 2).long()}, "are float32 (2,), test samples int64 (2,)"),
-    "labels as floats": (IMAGES, {"train_y": torch.zeros(6)}, "classes are integers 0..2, got float32: y.long() or"),
+    "labels as floats": (IMAGES, {"train_y": torch.zeros(6)}, "y.long()"),
+    "labels as fractions": (IMAGES, {"train_y": torch.full((6,), 0.5)}, "got float32. Numbers to predict are"),
     "one-hot labels": (IMAGES, {"train_y": torch.eye(6).long()}, "got the shape (6, 6); for one-hot rows give"),
     "a label too high": (IMAGES, {"train_y": torch.arange(6)}, "expected classes 0..2, found 3 at sample 3 (3 such"),
     "a label below 0": (IMAGES, {"test_y": torch.tensor([0, -1, 1])}, "test_y: expected classes 0..2, found -1"),
@@ -115,7 +123,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_clear_line(mistake: str) -> None:
     right, wrong, message = MISTAKES[mistake]
-    Data(**{"std": (), "mean": (), **right} if mistake != "images in 0..1" else IMAGES)
+    Data(**{"std": (), "mean": (), **right} if not mistake.endswith("in 0..1") else IMAGES)
     with pytest.raises(DataError, match=re.escape(message)) as raised:
         Data(
             **{
