@@ -189,6 +189,10 @@ def events(path: Path, content: bytes) -> Iterator[Event]:
             f"{path}: {len(unreadable)} of {lines} lines are not events, first line {unreadable[0]}; expected "
             "`2009-06-10 03:20:59.08 M006 ON Sleep begin` or the like; delete it and download it again"
         )
+    if unreadable:
+        log.warning(
+            "%s: lines skipped, not events (%d of %d): first line %d", path, len(unreadable), lines, unreadable[0]
+        )
 
 
 def word_of(sensor: bytes, value: bytes) -> str | None:

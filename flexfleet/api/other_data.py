@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +15,35 @@ from fl_engine.core.addresses import path_of
 from fl_engine.core.drawing import drawn
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
+from fl_engine.data.files import MOST_NAMED
+from fl_engine.tasks import Classification
 from fl_engine.training.guest import guest
 from flexfleet.api.own_arrays import Array, array_of, pixels, targets_of
 from flexfleet.api.own_data import from_arrays
 
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+log = logging.getLogger("flexfleet")
 
 
 def from_folder(
     path: str | Path, *, test: float = 0.2, size: int | tuple[int, int] | None = None, name: str | None = None
 ) -> Data:
-    """Images path/<class>/*.png (or jpg, bmp, webp); the classes are the folders' names in alphabetical order, without
-    those that begin with a dot. `size`: height and width that all are scaled to; None: all have the same already.
-    `name`: default the folder's. Raises DataError where there is no image, or their sizes differ; EnvironmentFailure
-    without Pillow."""
+    """Reads images from a folder for each class, path/<class>/**/*, in every format that Pillow opens.
+
+    Images in subfolders of a class folder belong to the class, as in torchvision's ImageFolder. The classes are the
+    folders' names in alphabetical order; `data.task.names` keeps them. A warning counts and names the files that were
+    skipped: files that are no images, files beside the class folders, and files and folders whose names begin with a
+    dot. Another one names images with several frames, of which only the first is read.
+
+    Args:
+        path: the folder.
+        test: share of the images to test on.
+        size: height and width in pixels that all images are scaled to; None: all have the same size already.
+        name: name of the data set; None: that of the folder.
+
+    Raises:
+        DataError: A class folder has no image, an image cannot be read, or sizes differ.
+        EnvironmentFailure: Pillow is not installed.
+    """
     if not isinstance(path, str | Path):
         raise DataError(f"a folder is expected, got {path!r}")
     root, wanted = path_of(path), None if size is None else _size(size)
@@ -35,19 +54,37 @@ def from_folder(
     image = _pillow()
     found: list[Array] = []
     labels: list[int] = []
-    for label, word in enumerate(classes):
-        files = sorted(file for file in (root / word).iterdir() if file.suffix.lower() in PICTURES)
-        if not files:
-            raise DataError(f"{root / word}: no image ({', '.join(PICTURES)}) is there; remove the folder or fill it")
-        for file in files:
-            found.append(_picture(image, file, wanted))
-            labels.append(label)
+    skipped: list[str] = []
+    cut: list[str] = []
+    for file in _files(root):
+        at = file.relative_to(root)
+        read = None
+        if len(at.parts) > 1 and not any(part.startswith(".") for part in at.parts):
+            read = _picture(image, file, wanted)
+        if read is None:
+            skipped.append(str(at))
+            continue
+        pixels, frames = read
+        found.append(pixels)
+        labels.append(classes.index(at.parts[0]))
+        if frames > 1:
+            cut.append(str(at))
+    if empty := sorted({*range(len(classes))} - {*labels}):
+        raise DataError(
+            f"{root / classes[empty[0]]}: no image that Pillow opens is there; remove the folder or fill it"
+        )
+    if skipped:
+        log.warning("%s: files skipped, not images of a class (%d): %s", root, len(skipped), _named(skipped))
+    if cut:
+        log.warning("%s: images of which only the first frame is read (%d): %s", root, len(cut), _named(cut))
     grey = all(each.ndim == 2 for each in found)
     found = [each if grey or each.ndim == 3 else np.repeat(each[None], 3, axis=0) for each in found]
     first = found[0].shape[-2:]
     if apart := next((each.shape[-2:] for each in found if each.shape[-2:] != first), None):
         raise DataError(f"{root}: images of {first[0]}x{first[1]} and {apart[0]}x{apart[1]}: give size=(height, width)")
-    return from_arrays(np.stack(found), np.array(labels), test=test, name=root.resolve().name if name is None else name)
+    called = root.resolve().name if name is None else name
+    data = from_arrays(np.stack(found), np.array(labels), test=test, name=called)
+    return replace(data, task=Classification(len(classes), names=tuple(classes)))
 
 
 def from_torch(train: Any, test: Any = 0.2, *, name: str | None = None) -> Data:
@@ -96,12 +133,35 @@ def _size(given: Any) -> tuple[int, int]:
     return high, wide
 
 
-def _picture(image: Any, file: Path, size: tuple[int, int] | None) -> Array:
+def _files(root: Path) -> list[Path]:
+    """All files below the folder, sorted; links to folders are followed. Raises DataError for a folder that cannot be
+    read."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check who may read it") from error
+
+    walked = os.walk(root, onerror=refuse, followlinks=True)
+    return sorted(Path(folder, name) for folder, _, names in walked for name in names)
+
+
+def _picture(image: Any, file: Path, size: tuple[int, int] | None) -> tuple[Array, int] | None:
+    """The pixels of an image's first frame, and the number of its frames; None if neither the content nor the suffix is
+    that of a format that Pillow opens."""
     try:
         with image.open(file) as opened:
-            return pixels(opened, str(file), size)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: this is no image that Pillow can read: {error}") from error
+            return pixels(opened, str(file), size), getattr(opened, "n_frames", 1)
+    except image.UnidentifiedImageError as error:
+        if image.registered_extensions().get(file.suffix.lower()) not in image.OPEN:
+            return None
+        raise DataError(f"{file}: Pillow cannot read this image: {error}") from error
+    except (OSError, ValueError, SyntaxError, image.DecompressionBombError) as error:
+        raise DataError(f"{file}: Pillow cannot read this image: {error}") from error
+
+
+def _named(files: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = [f"{len(files) - MOST_NAMED} more"] if len(files) > MOST_NAMED else []
+    return ", ".join([*files[:MOST_NAMED], *more])
 
 
 def _read_items(given: Any, what: str) -> tuple[Array, Array]:

@@ -313,12 +313,15 @@ def test_casas_numbers_a_sensors_value_the_same_in_every_home(tmp_path: Path) ->
 @pytest.mark.parametrize("line", [b"2009-10-16 00:01:04 M017", b"hello 00:01:04 M017 ON", b"2009-10-16 1 T001 nan",
                                   b"2009-10-16 1 M001 x", b"2009-10-16 1 T001 ON",
                                   b"2009-10-16 1 T001 2_1"])  # fmt: skip
-def test_casas_bears_a_few_garbled_lines_and_no_more(tmp_path: Path, line: bytes) -> None:
+def test_casas_counts_a_few_garbled_lines_and_refuses_more(
+    tmp_path: Path, line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     sensors.write_casas(tmp_path, days=4)  # 220 lines
     path = tmp_path / casas.FILES[2]
     content = path.read_bytes()
     path.write_bytes(content + 2 * (line + b"\n"))
     casas.load(tmp_path)
+    assert "(2 of 222): first line 221" in caplog.text
     path.write_bytes(line + b"\n" + content + 2 * (line + b"\n"))
     with pytest.raises(DataError, match=r"twor\.2010/data: 3 of 223 lines are not events, first line 1;"):
         casas.load(tmp_path)
