@@ -148,6 +148,7 @@ PI_5 = PI_4.replace("crc32", "crc32 atomics fphp asimdhp")
         (("flexfleet.cli", "doctor"), PI_4, "2.9.1", False),
         (("flexfleet.cli", "doctor"), PI_5, "2.10.0", False),
     ],
+    ids=["doctor", "agent", "pod", "older-torch", "newer-processor"],
 )
 def test_torch_that_would_die_of_sigill_is_not_imported(
     argv: tuple[str, ...], cpuinfo: str, torch: str, refused: bool, tmp_path: Path

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 
+@pytest.mark.long
 def test_run_is_published_from_paths_of_any_script(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None
 ) -> None:
