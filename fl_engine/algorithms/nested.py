@@ -36,7 +36,7 @@ S = TypeVar("S", bound=PooledState)
 
 def member(family: ModelFamily, size: Size, widths: Sequence[float], codecs: Codecs, static_bn: bool) -> PoolModel:
     """A size as a pool model that is sent and reported. Raises PoolError for widths that do not ascend to 1."""
-    spec = nested(family, widths, SIZES)[size]
+    spec = nested(family, widths, SIZES, only=size)[size]
     return pools.member(family, size, spec, dispatched=True, reported=True, static_bn=static_bn, codecs=codecs)
 
 

@@ -62,9 +62,12 @@ SIZES: tuple[Size, ...] = ("small", "medium", "large")
 """The sub-networks that every network with nested ones names so."""
 
 
-def nested(family: ModelFamily, widths: Sequence[float], names: Sequence[str]) -> dict[str, SubmodelSpec]:
+def nested(
+    family: ModelFamily, widths: Sequence[float], names: Sequence[str], only: str | None = None
+) -> dict[str, SubmodelSpec]:
     """The network's own nested sub-networks by name (`contracts.Nested`), smallest first; where it has none, a prefix
-    for each of `widths`, ascending to 1, under the name of the same place. Raises PoolError."""
+    for each of `widths`, ascending to 1, under the name of the same place. With `only`, the one of this name. Raises
+    PoolError."""
     if isinstance(family, Nested):
         return dict(family.nested())
     if len(set(names)) != len(widths) or list(widths) != sorted(set(widths)) or widths[-1] != 1:
@@ -72,7 +75,8 @@ def nested(family: ModelFamily, widths: Sequence[float], names: Sequence[str]) -
             "algorithm.widths: different ratios in ascending order to 1, and in algorithm.names as many different "
             f"names, are expected; got {list(widths)} and {list(names)}"
         )
-    return {name: prefix(family.layout(), width) for name, width in zip(names, widths, strict=True)}
+    pairs = zip(names, widths, strict=True)
+    return {name: prefix(family.layout(), width) for name, width in pairs if only in (None, name)}
 
 
 def window_start(layout: ParamLayout, width: float, round: int, overlap: float = 1.0) -> dict[str, int]:

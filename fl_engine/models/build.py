@@ -15,6 +15,7 @@ from fl_engine.core.errors import ConfigError, FlexfleetError, ModelError
 from fl_engine.core.registry import Contract, check_names, resolve
 from fl_engine.models import MODELS
 from fl_engine.models.traced import from_module, makes_module
+from fl_engine.models.traced.family import ModuleFamily
 
 CONTRACT = Contract("model", MODELS, ModelFamily)
 
@@ -29,12 +30,27 @@ WARM_START = (
 )
 
 
-def build_model(model: Mapping[str, Any], input_shape: tuple[int, ...], outputs: int) -> ModelFamily:
-    """The network of a `model` section, for samples of this shape and with this many outputs. Raises ConfigError or
-    ModelError."""
-    values = {**options_of(model), "input_shape": input_shape, "outputs": outputs}
+def build_model(
+    model: Mapping[str, Any], input_shape: tuple[int, ...], outputs: int, *, submodels: bool = True
+) -> ModelFamily:
+    """Return the network of a `model` section.
+
+    Args:
+        model: The section.
+        input_shape: The shape of one sample.
+        outputs: The number of outputs.
+        submodels: Whether the network is to be cut into sub-models. If not, a user's module stays as it is and is not
+            traced.
+
+    Raises:
+        ConfigError: The options do not fit the network, or the samples do not.
+        ModelError: A user's module cannot be trained, or not be cut.
+    """
+    kind, values = model_kind(model), {**options_of(model), "input_shape": input_shape, "outputs": outputs}
+    if not submodels and issubclass(kind, ModuleFamily):
+        values |= {"whole": True, "pin": ()}
     try:
-        family: ModelFamily = adapter(model_kind(model)).validate_json(json.dumps(values), strict=True)
+        family: ModelFamily = adapter(kind).validate_json(json.dumps(values), strict=True)
         return family
     except ValidationError as error:
         first = error.errors()[0]

@@ -164,7 +164,7 @@ def deciding(config: Config) -> dict[str, Any]:
 def _network(resolved: Resolved) -> ModelFamily:
     """The configured network, without an algorithm's changes."""
     data = resolved.data
-    family = build_model(resolved.config.model, data.input_shape, data.task.outputs)
+    family = build_model(resolved.config.model, data.input_shape, data.task.outputs, submodels=False)
     check_fits(data, family)
     return family
 

@@ -53,7 +53,7 @@ def feature_network(config: Config, data: Data) -> ModelFamily | None:
     p = config.partition
     if p.features is None or p.rule not in BY_LABEL or p.features.endswith(".npy"):
         return None
-    return build_model({"name": p.features}, data.input_shape, data.task.outputs)
+    return build_model({"name": p.features}, data.input_shape, data.task.outputs, submodels=False)
 
 
 def clusters_for(config: Config, data: Data) -> Ints | None:
@@ -146,7 +146,7 @@ def noisy(config: Config, data: Data, parts: Partition, held_out: Sequence[Ints]
     Raises ConfigError if the data have no classes; ModelError if training diverges."""
     n, device = config.noise, config.run.devices[0]
     confusion.check_classes(data.task, data.name)
-    family = build_model(config.model, data.input_shape, data.task.outputs)
+    family = build_model(config.model, data.input_shape, data.task.outputs, submodels=False)
     seed, settings = cut_seed(config), n.model_dump(include={"epochs", "lr", "batch_size"})
     network = {"network": repr(family), **own_code.digests(config, ("model",))}
     where = {} if device == "cpu" else {"device": device.partition(":")[0]}

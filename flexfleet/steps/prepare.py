@@ -24,12 +24,15 @@ from fl_engine.core.errors import (
     out_of_memory,
 )
 from fl_engine.core.fields import Moves
+from fl_engine.core.pool import pool_of
 from fl_engine.core.samples import Data, check_ready, has_boxes, has_sequences
 from fl_engine.core.slicing import made_up
-from fl_engine.core.types import Params
+from fl_engine.core.types import FULL, HEAD, Params
 from fl_engine.data.rules import Ints
 from fl_engine.datasets import DATASETS, kept, pad, source_of, subset
-from fl_engine.models.build import build_model
+from fl_engine.models.build import build_model, model_kind
+from fl_engine.models.traced.family import ModuleFamily
+from fl_engine.preparation import assumed
 from fl_engine.preparation.weights import giver
 from fl_engine.tasks import TASKS
 from fl_engine.training import batches
@@ -86,8 +89,14 @@ class Resolved:
         data = self.data
         family = self.network(data.input_shape, data.task.outputs)
         check_fits(data, family)
-        if getattr(self.algorithm, "mask_labels", False):
+        if self._masks_labels:
             data.task.present(data.train_y[:1])  # raises if there are no classes to mask
+            axes = [axis for slot in family.layout().slots.values() for axis in slot.axes]
+            if not any(part.group == HEAD for axis in axes for part in axis.parts):
+                raise ConfigError(
+                    "algorithm.mask_labels needs an output layer with a row for each class, and a trace of "
+                    f"{self.config.model['name']} finds none: set algorithm.mask_labels=false"
+                )
         training = self.config.training
         batches.check(training.sampler, training.augment, data.task, data.normalise(data.train_x[:1]))
         return family
@@ -105,11 +114,30 @@ class Resolved:
             )
         return weights
 
+    @property
+    def _masks_labels(self) -> bool:
+        """Whether clients send rows of the output layer alone, which only a trace finds in a user's module."""
+        return bool(getattr(self.algorithm, "mask_labels", False))
+
     def network(self, input_shape: tuple[int, ...], outputs: int) -> ModelFamily:
-        """The network for samples of this shape, with this many outputs. Raises ConfigError, ModelError or
-        PoolError."""
+        """The network for samples of this shape, with this many outputs. A user's module is traced only if the
+        algorithm needs to cut it. Raises ConfigError, ModelError or PoolError."""
+        if issubclass(model_kind(self.config.model), ModuleFamily) and not self._masks_labels:
+            family = build_model(self.config.model, input_shape, outputs, submodels=False)
+            if _sends_full_model_only(self.algorithm, family):
+                return family
         family = build_model(self.config.model, input_shape, outputs)
         return self.algorithm.network(family) if isinstance(self.algorithm, ChoosesNetwork) else family
+
+
+def _sends_full_model_only(algorithm: Algorithm, family: ModelFamily) -> bool:
+    """Whether the algorithm's pool is the full model alone. `family`: a network that has no sub-models."""
+    no_server: Any = None  # the decision must be the same on every machine
+    try:
+        pool = pool_of(algorithm, family, assumed(algorithm, family), no_server)
+    except Exception:  # it needs sub-models; any other error comes again when the pool is built
+        return False
+    return all(model.spec == FULL for model in pool)
 
 
 def resolved_of(args: argparse.Namespace) -> Resolved:

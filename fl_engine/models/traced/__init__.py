@@ -1,8 +1,9 @@
 """Any `nn.Module` as a network here: `from_module`.
 
-Its forward is traced with torch.fx, and the channels are followed through it: what a layer makes, the next one takes,
-and what is added is the same. From that follow the groups, slots and prunable layers that the networks in
-`fl_engine.models` write by hand. What would mix channels is refused, with the place and with the ways out.
+An algorithm that sends the whole model trains the module as it is. For other algorithms its forward is traced with
+torch.fx, and the channels are followed through it: a layer makes channels, the next one takes them, and tensors that
+are added have the same channels. From that follow the groups, slots and prunable layers that the networks in
+`fl_engine.models` write by hand. An operation that would mix channels is refused, with the place and the ways out.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import COUNTED, take
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Params, Prunable, Slot, SubmodelSpec
 from fl_engine.models.layers import check_spec
-from fl_engine.models.traced import graph, skeleton, verify
+from fl_engine.models.traced import graph, refusals, skeleton, verify
 from fl_engine.models.traced.around import surround
 from fl_engine.models.traced.flow import follow
 from fl_engine.models.traced.layout import Sizes, derived
@@ -36,7 +36,8 @@ class ModuleFamily:
     """Of one sample."""
     outputs: int
     whole: bool = False
-    """Trains the network as a whole: it has no sub-models, so it can be any module."""
+    """Train the network as it is, so that it can be any module. It then has no sub-models. Algorithms that send the
+    whole model do so without this option."""
     pin: tuple[str, ...] = ()
     """Modules, by their path, all of whose channels every sub-model keeps, with those of the modules inside."""
 
@@ -140,6 +141,12 @@ def _tried(name: str, module: nn.Module, input_shape: tuple[int, ...], outputs: 
                     "made, as by torch.nn.utils.weight_norm, so no copy of it can be trained: "
                     "torch.nn.utils.parametrizations has forms that compute it in each forward"
                 )
+    if hooked := [path for path, p in module.named_parameters() if _has_hooks(p)]:
+        raise ModelError(
+            f"{name}: the parameter {hooked[0]} has a hook (register_hook), which copies of the network would lose. "
+            "Change the gradient in forward with a torch.autograd.Function, or mask the parameter with "
+            "torch.nn.utils.parametrize"
+        )
     by_identity: dict[int, str] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
         other = by_identity.setdefault(id(parameter), path)
@@ -186,6 +193,10 @@ def _without_dropout(module: nn.Module) -> nn.Module:
         if type(layer) is nn.Dropout:
             layer.p = 0.0
     return own
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _draws(traced: graph.Traced, x: Tensor) -> bool:
@@ -238,7 +249,10 @@ def _cut(name: str, module: nn.Module, tried: _Tried, family: ModuleFamily) -> F
     tree.__class__ = type(name, (type(tree),), {"forward": skeleton.forward_of(traced.graph)})
     surround(tree, draws=draws, views=False, counts=bool(list(_uncounted(tree))))
     made = Found(about.layout, about.prunable, tried.vocabulary, tree, tuple(kept), about.sizes)
-    verify.check(name, module, made.empty, about.layout, tried.x)
+    state = module.state_dict()
+    weights = verify.spread({n: state[n] for n in made.layout.slots})
+    verify.check_same(name, module, made.empty, tried.x, weights, refusals.UNTRACED)
+    verify.check_submodels(name, made.empty, about.layout, tried.x, weights)
     return made
 
 
@@ -255,13 +269,18 @@ def _relu(traced: graph.Traced, node: Any) -> tuple[type[nn.Module], bool]:
 def _whole(name: str, module: nn.Module, tried: _Tried, family: ModuleFamily) -> Found:
     if family.pin:
         raise ModelError(f"{name}: whole=true has no sub-models, so there is nothing to pin: leave out one of the two")
+    original = copy.deepcopy(module)
     kept = skeleton.emptied(name, module, tried.changing)
     surround(module, draws=tried.draws, views=True, counts=bool(list(_uncounted(module))))
     slots = {
         path: Slot(path.rpartition(".")[0] or path, (Axis(None),) * tensor.dim())
         for path, tensor in module.state_dict().items()
     }
-    return Found(ParamLayout({HEAD: family.outputs}, slots), (), tried.vocabulary, module, tuple(kept), {})
+    made = Found(ParamLayout({HEAD: family.outputs}, slots), (), tried.vocabulary, module, tuple(kept), {})
+    state = original.state_dict()
+    weights = {n: state[n].detach().clone() for n in slots}
+    verify.check_same(name, original, made.empty, tried.x, weights, refusals.UNBOUND)
+    return made
 
 
 def _uncounted(module: nn.Module) -> Iterator[nn.Module]:

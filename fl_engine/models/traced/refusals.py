@@ -42,11 +42,26 @@ def source_line(frames: Iterable[tuple[str, int]]) -> str:
     return f" ({Path(file).name}:{line}{f', {code}' if code else ''})"
 
 
+AS_IT_IS = "choose an algorithm that sends the whole model, such as fedavg, which trains the network as it is"
+
+
 def ways_out(pins: Iterable[str] = ()) -> str:
     """How to train such a network all the same."""
     names = ", ".join(repr(name) for name in pins)
     pinned = f", or pin=[{names}], which keeps all channels there and cuts the others" if names else ""
-    return f"give whole=true, which trains the network without sub-models{pinned}"
+    return f"{AS_IT_IS}{pinned}"
+
+
+UNTRACED = (
+    "A trace loses torch.no_grad(), torch.autocast, autograd.Function and hooks of modules, and what a forward changes "
+    f"in its module. Use x.detach() instead, or {AS_IT_IS} (docs/guides/own-networks.md)"
+)
+"""Why a traced network differs from its module."""
+UNBOUND = (
+    "A copy of it gets other weights: let the forward read parameters and buffers as attributes of their modules, and "
+    "change buffers in place"
+)
+"""Why a network that is not traced differs from its module."""
 
 
 def refusal(network: str, node: Any, why: str, pins: Iterable[str]) -> ModelError:

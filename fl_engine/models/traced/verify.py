@@ -1,100 +1,186 @@
-"""Checks a cut network once, when it is made: it computes what the module computes, and each sub-model what the whole
-network computes with the rest zeroed. In double precision where the module can, on made-up samples; what fails is
-refused."""
+"""Compares a network with the module that it was made from, once, on made-up samples: its outputs, and what a training
+step gives. Random sub-models are compared with the full network whose other channels are zeroed."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from fl_engine.core.drawing import drawing
 from fl_engine.core.errors import ModelError, first_line
-from fl_engine.core.slicing import places, take
-from fl_engine.core.types import HEAD, ParamLayout, Params, SubmodelSpec
+from fl_engine.core.slicing import is_statistic, places, take
+from fl_engine.core.types import FULL, HEAD, ParamLayout, Params, SubmodelSpec
 from fl_engine.models.traced.refusals import ways_out
 
-SPECS = 8
+SPECS, TRAINED = 8, 2
+"""How many sub-models are tried, and how many of them in training."""
+SAME = 1e-4
+"""How far float32 numbers of the network and of the module may be apart: the same kernels compute both."""
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""How far apart two networks' outputs may be, relative to the largest one."""
+"""How far numbers of a sub-model and of the zeroed network may be apart, whose sums have more terms."""
+SMALL = 1e-2
+"""Differences of a gradient are relative to its own largest number, but at least to this share of the network's."""
+OUTPUTS = "outputs"
 
 Make = Callable[[SubmodelSpec], nn.Module]
 """The network of a sub-model, without storage."""
 
 
-def check(name: str, original: nn.Module, make: Make, layout: ParamLayout, x: Tensor) -> None:
-    """`original`: the user's module, with the weights that it was made with. Raises ModelError."""
+def check_same(name: str, original: nn.Module, make: Make, x: Tensor, weights: Params, cure: str) -> None:
+    """Raises ModelError unless the full network, with these weights, computes and trains what the user's module does.
+    `cure`: the end of the error."""
+    user, network, learning = copy.deepcopy(original), make(FULL), make(FULL)
+    learning.draws = False  # type: ignore[assignment]  # so that it draws what the user's module does
+    with torch.no_grad():
+        for n, tensor in user.state_dict(keep_vars=True).items():
+            if n in weights:
+                tensor.copy_(weights[n])
+        trainee = copy.deepcopy(user)
+        wanted, found = ({OUTPUTS: _outputs(each.eval(), x.clone())} for each in (user, _with(network, weights)))
+    if (odd := _odd(found, wanted, SAME)) is not None:
+        raise ModelError(f"{name}: in evaluation {_called(odd)} would differ from the module's. {cure}")
+    trained = {n: tensor.clone().requires_grad_(not is_statistic(n)) for n, tensor in weights.items()}
+    bound = _bind(learning.train(), trained)
+    wanted = _step(trainee.train(), x.clone(), lambda: {n: trainee.state_dict(keep_vars=True)[n] for n in bound})
     try:
-        with torch.no_grad():
-            copy.deepcopy(original).double().eval()(x.double() if x.is_floating_point() else x)
-    except RuntimeError:  # it makes float32 tensors of its own
-        _check(name, original, make, layout, x, torch.float32)
-    else:
-        _check(name, original, make, layout, x, torch.float64)
+        found = _step(learning, x.clone(), lambda: {n: trained[n] for n in bound})
+    except Exception as error:  # of somebody else's code
+        raise ModelError(f"{name}: training fails ({type(error).__name__}: {first_line(error)}). {cure}") from error
+    if (odd := _odd(found, wanted, SAME)) is not None:
+        raise ModelError(f"{name}: in training {_called(odd)} would differ from the module's. {cure}")
 
 
-def _check(name: str, original: nn.Module, make: Make, layout: ParamLayout, x: Tensor, precision: torch.dtype) -> None:
-    x, close = x.to(precision) if x.is_floating_point() else x, CLOSE[precision]
-    names = list(layout.slots)
-    with torch.random.fork_rng(devices=[]):
-        generator = torch.Generator().manual_seed(1)
-        user = copy.deepcopy(original).to(precision)
-        state = user.state_dict()
-        weights = {n: _spread(n, state[n], generator).to(precision) for n in names}
-        user.load_state_dict({**state, **weights})
-        for training in (False, True):
-            traced: Any = _with(make(SubmodelSpec()), weights).train(training)
-            traced.draws = False  # here both draw from torch's generator
-            torch.default_generator.manual_seed(0)
-            wanted = user.train(training)(x)
-            torch.default_generator.manual_seed(0)
-            if not _apart(traced(x), wanted) <= close:
-                mode = "training" if training else "evaluation"
-                raise ModelError(
-                    f"{name} cannot be cut into sub-models: in {mode} the traced network computes something else than "
-                    f"the module, so its forward changes what it holds, or what it was given; {ways_out()}"
-                )
-        whole = make(SubmodelSpec())
-        for _ in range(SPECS if any(group != HEAD for group in layout.groups) else 0):
-            spec = _drawn(layout, generator)
-            sub = _with(make(spec), take(weights, layout, spec)).eval()
-            rest = _with(whole, _zeroed(weights, layout, spec)).eval()
-            with torch.no_grad():
-                try:
-                    found = sub(x)
-                except Exception as error:  # of somebody else's code
-                    raise ModelError(
-                        f"{name} cannot be cut into sub-models: with the channels {_said(spec)} alone, its forward "
-                        f"fails ({type(error).__name__}: {first_line(error)}), so a size in it does not follow the "
-                        f"channels; {ways_out()}"
-                    ) from error
-                apart = _apart(found, rest(x))
-            if not apart <= close:
-                raise ModelError(
-                    f"{name} cannot be cut into sub-models: with the channels {_said(spec)} alone, the outputs are "
-                    f"{apart:.2g} from those of the whole network with the other channels zeroed, so an operation "
-                    f"depends on the number of channels; {ways_out()}"
-                )
+def check_submodels(name: str, make: Make, layout: ParamLayout, x: Tensor, weights: Params) -> None:
+    """Raises ModelError unless random sub-models compute what the full network does with the other channels zeroed, and
+    unless some of them train it. In double precision if the forward can."""
+    if set(layout.groups) == {HEAD}:
+        return
+    generator = torch.Generator().manual_seed(1)
+    for precision in (torch.float64, torch.float32):
+        weights = {n: tensor.to(precision) for n, tensor in weights.items()}
+        x = x.to(precision) if x.is_floating_point() else x
+        try:
+            draws = _draws(_with(make(FULL), weights).train(), x)
+            break
+        except RuntimeError:  # it makes float32 tensors of its own
+            if precision is torch.float32:
+                raise
+    for number in range(SPECS):
+        spec = _drawn(layout, generator)
+        rest = _with(make(FULL), _zeroed(weights, layout, spec))
+        sub = _with(make(spec), take(weights, layout, spec))
+        kept = f"with the channels {_said(spec)} alone"
+        try:
+            if number < TRAINED:
+                wanted, found = (_step(each.train(not draws), x, partial(_state, each)) for each in (rest, sub))
+            else:
+                with torch.no_grad():
+                    wanted, found = ({OUTPUTS: _outputs(each.eval(), x)} for each in (rest, sub))
+        except Exception as error:  # of somebody else's code
+            raise ModelError(
+                f"{name} cannot be cut into sub-models: {kept}, its forward fails ({type(error).__name__}: "
+                f"{first_line(error)}), so a size in it does not follow the channels; {ways_out()}"
+            ) from error
+        if not (outputs := wanted.pop(OUTPUTS)).isfinite().all():
+            raise ModelError(
+                f"{name} cannot be cut into sub-models: its outputs for random samples are not finite, so no sub-model "
+                f"can be checked; {ways_out()}"
+            )
+        odd = _odd(found, {OUTPUTS: outputs, **take(wanted, layout, spec)}, CLOSE[precision])
+        if odd is not None:
+            raise ModelError(
+                f"{name} cannot be cut into sub-models: {kept}, {_called(odd)} would differ from the full network's "
+                "with the other channels zeroed, so an operation depends on the number of channels, or changes the "
+                f"samples in place; {ways_out()}"
+            )
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
-    return float(((one - other).abs().max() / other.abs().max().clamp(min=1.0)).detach())
+def _called(name: str) -> str:
+    return "the outputs" if name == OUTPUTS else name if is_statistic(name) else f"the gradient of {name}"
+
+
+def _outputs(run: nn.Module, x: Tensor) -> Tensor:
+    with drawing(0, x.device):
+        out: Tensor = run(x)
+    return out
+
+
+def _step(run: nn.Module, x: Tensor, state: Callable[[], Params]) -> Params:
+    """What a training step gives: the outputs, the gradient of their projection onto a random direction for each
+    parameter, and each statistic afterwards. `state`: the parameters and statistics."""
+    out = _outputs(run, x)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype)
+    (out * direction).sum().backward()  # type: ignore[no-untyped-call]
+    found = {OUTPUTS: out.detach()}
+    for name, tensor in state().items():
+        after = tensor.detach() if is_statistic(name) else tensor.grad
+        found[name] = torch.zeros_like(tensor) if after is None else after
+    return found
+
+
+def _state(module: nn.Module) -> Params:
+    return module.state_dict(keep_vars=True)
+
+
+def _odd(found: Params, wanted: Params, close: float) -> str | None:
+    """The first name under which the two differ. Numbers that are not finite must be the same."""
+    gradients = [t for n, t in wanted.items() if n != OUTPUTS and not is_statistic(n)]
+    most = max((_largest(t) for t in gradients), default=0.0)
+    for name, one in found.items():
+        other = wanted[name]
+        least = 1.0 if name == OUTPUTS or is_statistic(name) else SMALL * most
+        scale = max(least, _largest(other))
+        if not torch.allclose(one, other, rtol=0.0, atol=close * scale, equal_nan=True):
+            return name
+    return None
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.nan_to_num(0.0, 0.0, 0.0).abs().max())
+
+
+def _draws(module: nn.Module, x: Tensor) -> bool:
+    """Whether its forward draws random numbers of torch's."""
+    with drawing(0, x.device), torch.no_grad():
+        before = torch.get_rng_state()
+        module(x)
+        return not torch.equal(before, torch.get_rng_state())
+
+
+def _bind(module: nn.Module, weights: Params) -> list[str]:
+    """Makes these tensors attributes of the module's layers, as the training loop does. Returns the names in use; a
+    layer with several names has the tensors of the last one."""
+    used: dict[tuple[nn.Module, str], str] = {}
+    for name, tensor in weights.items():
+        path, _, leaf = name.rpartition(".")
+        layer = module.get_submodule(path)
+        layer._parameters.pop(leaf, None)
+        layer._buffers.pop(leaf, None)
+        setattr(layer, leaf, tensor)
+        used[layer, leaf] = name
+    return list(used.values())
 
 
 def _with(module: nn.Module, weights: Params) -> nn.Module:
-    module.to(next(iter(weights.values())).dtype)
+    if (precision := next(iter(weights.values())).dtype) != torch.float32:
+        module.to(precision)
     module.load_state_dict({name: tensor.clone() for name, tensor in weights.items()}, assign=True)
     return module
 
 
-def _spread(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Fresh zeros and ones would hide a channel that is not where it should be."""
-    if tensor.dim() > 1 and bool(tensor.count_nonzero()):
-        return tensor.double()
-    noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
-    return noise + 0.5 if name.endswith("running_var") else noise - 0.3
+def spread(weights: Params) -> Params:
+    """The weights with random numbers for zeros and vectors, whose first values would hide a channel that is at another
+    place."""
+    generator, out = torch.Generator().manual_seed(1), dict(weights)
+    for name, tensor in weights.items():
+        if tensor.dim() < 2 or not bool(tensor.count_nonzero()):
+            noise = torch.rand(tensor.shape, generator=generator)
+            out[name] = noise + 0.5 if name.endswith("running_var") else noise - 0.3
+    return out
 
 
 def _drawn(layout: ParamLayout, generator: torch.Generator) -> SubmodelSpec:

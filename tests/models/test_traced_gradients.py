@@ -1,0 +1,215 @@
+"""`from_module` trains like the module: gradients that a trace loses, and the ways out that its errors name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from fl_engine.core.errors import ModelError
+from fl_engine.core.slicing import initial_params, runnable
+from fl_engine.core.types import FULL, HEAD
+from fl_engine.models.traced import from_module
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return -gradient
+
+
+@torch.fx.wrap
+def reversed_gradient(x: Tensor) -> Tensor:
+    return Reverse.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Two(nn.Module):
+    """(B, 6) -> (B, 3), with `middle` between two layers."""
+
+    def __init__(self, middle: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last, self.middle = nn.Linear(6, 8), nn.Linear(8, 3), [middle]
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle[0](self, torch.tanh(self.first(x))))  # type: ignore[no-any-return]
+
+
+class Holder(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+def without_gradient(_: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = torch.sigmoid(x)
+    return x * scale
+
+
+def switched_off(_: Any, x: Tensor) -> Tensor:
+    with torch.set_grad_enabled(False):
+        scale = torch.sigmoid(x)
+    return x * scale
+
+
+def with_hook(layer: nn.Module) -> nn.Module:
+    layer.register_full_backward_hook(lambda _, gradients, __: (2 * gradients[0],))
+    return layer
+
+
+LOST: dict[str, Callable[[], nn.Module]] = {
+    "autograd.Function": lambda: Two(lambda _, x: Reverse.apply(x)),  # type: ignore[no-untyped-call]
+    "no_grad": lambda: Two(without_gradient),
+    "set_grad_enabled": lambda: Two(switched_off),
+    "hook of a module": lambda: Two(lambda m, x: m.inner(x), inner=with_hook(Holder())),
+    "hook of a ReLU": lambda: Two(lambda m, x: m.relu(x), relu=with_hook(nn.ReLU())),
+}
+
+
+def gradients(network: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    network.train()(x).square().sum().backward()
+    return {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
+
+
+def assert_trains_like(module: nn.Module, **options: Any) -> None:
+    family, x = from_module(module, **options)((6,), 3), torch.randn(5, 6)
+    found = gradients(runnable(family, FULL, initial_params(family, 0)), x)
+    torch.testing.assert_close(found, gradients(module, x))
+
+
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called")
+@pytest.mark.parametrize("name", LOST)
+def test_trace_that_loses_gradients_is_refused(name: str) -> None:
+    with pytest.raises(ModelError, match=r"first\.|last\."):
+        from_module(LOST[name])((6,), 3)
+    assert_trains_like(LOST[name](), whole=True)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda _, x: x * torch.sigmoid(x).detach(),
+        lambda _, x: 2 * x.detach() - x,
+        lambda _, x: x + (torch.round(x) - x).detach(),
+    ],
+    ids=["no_grad", "reversal", "straight-through"],
+)
+def test_detach_instead_of_no_grad_or_function_is_traced(middle: Any) -> None:
+    network = Two(middle)
+    assert_trains_like(network)
+    assert from_module(network)((6,), 3).layout().groups == {"first": 8, HEAD: 3}
+
+
+def test_wrapped_autograd_function_with_pin_is_traced() -> None:
+    network = Two(lambda m, x: m.wide(reversed_gradient(x)), wide=nn.Linear(8, 8))
+    assert_trains_like(network, pin=("first",))
+    assert from_module(network, pin=("first",))((6,), 3).layout().groups == {"wide": 8, HEAD: 3}
+
+
+def test_submodel_whose_gradients_depend_on_width_is_refused() -> None:
+    tanh = nn.Tanh()
+    tanh.register_full_backward_hook(lambda _, gradients, __: (gradients[0] / gradients[0].shape[1],))
+    with pytest.raises(ModelError, match=r"first\."):
+        from_module(lambda: Two(lambda m, x: m.tanh(x), tanh=tanh))((6,), 3)
+
+
+def test_outputs_that_are_not_finite_are_trained_whole_only() -> None:
+    """Of random samples: of the user's, which are positive, they may be."""
+    network = Two(lambda _, x: x.log())
+    from_module(network, whole=True)((6,), 3)
+    with pytest.raises(ModelError):
+        from_module(network)((6,), 3)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.add_(1)
+        return self.last(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+
+
+def test_samples_that_a_forward_changes_are_trained_whole_only() -> None:
+    """The levels of a pool are evaluated on the same batch."""
+    from_module(InPlace, whole=True)((6,), 3)
+    with pytest.raises(ModelError):
+        from_module(InPlace)((6,), 3)
+
+
+# ------------------------------------------------------------------------------------------------------ weights
+def hooked() -> nn.Module:
+    network = Two(lambda _, x: x)
+    network.first.weight.register_hook(lambda gradient: gradient * 0)
+    return network
+
+
+def hooked_after() -> nn.Module:
+    network = Two(lambda _, x: x)
+    network.first.weight.register_post_accumulate_grad_hook(lambda weight: None)
+    return network
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("build", [hooked, hooked_after])
+def test_hook_of_a_parameter_is_refused(build: Callable[[], nn.Module], whole: bool) -> None:
+    with pytest.raises(ModelError, match=r"first\.weight"):
+        from_module(build, whole=whole)((6,), 3)
+
+
+class Mask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", (torch.arange(48) % 2).view(8, 6).float())
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.get_buffer("mask")
+
+
+@pytest.mark.parametrize("options", [{"whole": True}, {"pin": ("first",)}], ids=str)
+def test_mask_by_parametrize_trains_like_the_module(options: Any) -> None:
+    network = Two(lambda _, x: x)
+    parametrize.register_parametrization(network.first, "weight", Mask())
+    assert_trains_like(network, **options)
+
+
+def test_forward_that_lists_its_parameters_is_refused() -> None:
+    """In training they are plain attributes, so `parameters()` is empty and this penalty would be gone."""
+    network = Two(lambda m, x: x + sum(each.square().sum() for each in m.first.parameters()))
+    with pytest.raises(ModelError):
+        from_module(network, whole=True)((6,), 3)
+
+
+class Moving(nn.Module):
+    """A norm with a mean of its own, which training changes in place, or replaces."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place, self.fc = in_place, nn.Linear(6, 3)
+        self.running_mean: Tensor
+        self.register_buffer("running_mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            mean = 0.9 * self.running_mean + 0.1 * x.mean(0)
+            if self.in_place:
+                self.running_mean.copy_(mean)
+            else:
+                self.running_mean = mean
+        return self.fc(x - self.running_mean)  # type: ignore[no-any-return]
+
+
+def test_statistic_that_training_replaces_is_refused() -> None:
+    assert_trains_like(Moving(in_place=True), whole=True)
+    with pytest.raises(ModelError, match="running_mean"):
+        from_module(lambda: Moving(in_place=False), whole=True)((6,), 3)
