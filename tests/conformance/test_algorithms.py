@@ -15,7 +15,6 @@ from fl_engine.algorithms import (
     DAdaQuant,
     Decoupled,
     DepthFL,
-    FedAvg,
     FederatedDropout,
     FedRolex,
     FedX,
@@ -37,7 +36,7 @@ class TestAlgorithms(AlgorithmSuite):
         return on_devices_alone(ALGORITHMS[request.param](training=TRAINING))  # type: ignore[no-any-return]
 
     def promises_to_fit(self, algorithm: Algorithm) -> bool:
-        return not isinstance(algorithm, AdaptiveFL | FedAvg)  # their servers do not ask for capacities
+        return not isinstance(algorithm, AdaptiveFL | AllLarge)  # their servers do not ask for capacities
 
     def with_aggregation(self, algorithm: Algorithm, aggregation: Aggregation) -> Algorithm:
         if isinstance(algorithm, DepthFL):
@@ -59,13 +58,10 @@ def test_a_search_begins_with_what_is_configured(name: str) -> None:
     check_search(ALGORITHMS[name](), TinyNet())
 
 
-class TestAllLargeOnEveryDevice(AlgorithmSuite):
+class TestAllLargeOnCapableDevices(AlgorithmSuite):
     @pytest.fixture
     def algorithm(self) -> Algorithm:
-        return AllLarge(training=TRAINING, eligible="all")
-
-    def promises_to_fit(self, algorithm: Algorithm) -> bool:
-        return False
+        return AllLarge(training=TRAINING, eligible="capable")
 
 
 class TestFedXWithASubNetworkForEachTier(AlgorithmSuite):

@@ -16,10 +16,12 @@ from components.partition import partition
 from fl_engine.core import errors
 from fl_engine.core.errors import (
     ConfigError,
+    Diverged,
     EnvironmentFailure,
     GateFailed,
     IntegrityError,
     InUse,
+    NothingMerged,
     Stopped,
     Unreachable,
 )
@@ -48,6 +50,8 @@ RETRY = "Retry of this run in Kubeflow's UI, or another run with the same run_id
         (Unreachable("s3 is gone"), 6, "environment", RETRY),
         (InUse("is being run by process 1"), 6, "environment", RETRY),
         (ModuleNotFoundError(name="optuna"), 6, "environment", "pip install 'flexfleet[tune]'"),
+        (Diverged("no update"), 7, "diverged or nothing merged", "mend it, and start another run"),
+        (NothingMerged("no update"), 7, "diverged or nothing merged", "mend it, and start another run"),
         (KeyError("x"), 1, "bug", RETRY),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
