@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import html
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +37,7 @@ from flexfleet.api.errors import told
 from flexfleet.api.tables import table, to_html
 from flexfleet.api.watched import run_watched
 from flexfleet.config import Config, codecs, parse_schema, parse_with_algorithm
+from flexfleet.config.sources import sources
 from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile
 from flexfleet.files.artifacts import Result as ResultFile
 from flexfleet.files.begun import check_looked_into
@@ -106,14 +107,16 @@ class Result:
         return parse_schema(self._run.config)
 
     @contextmanager
-    def _resolved(self) -> Iterator[Resolved]:
+    def _resolved(self, used: Collection[str] | None = None) -> Iterator[Resolved]:
         """What the configuration names, with the run's own code from its folder; afterwards the process is as before.
-        It is made once, so that the data are read once."""
+        It is made once, so that the data are read once. Raises ConfigError if the source of what the sections `used`
+        name (None: all sections) has changed since the run started."""
         with code.enabled_within(), guest():
             own_code.enable(self._run, self.folder)
             if self._made is None:
                 config, algorithm = parse_with_algorithm(own_code.stored(self._run), stored=True)
                 self._made = Resolved(with_own_data(config, self.folder), algorithm)
+            own_code.check_sources(self._run.sources, sources(self._made.config, used), self.folder)
             yield self._made
 
     @cached_property
@@ -222,8 +225,9 @@ class Result:
         collected for each level (`static_bn`), gets those of the server's proxy data, as in `publish`.
         Its weights are a copy, so it may be trained further.
 
-        Raises ConfigError where there is no such level, or no proxy that it needs."""
-        with self._resolved() as resolved:
+        Raises ConfigError where there is no such level, or no proxy that it needs, and if the source of the network or
+        of the data set has changed since the run started."""
+        with self._resolved(("model", "dataset")) as resolved:
             pool = self._pool.pool()
             names = [member.name for member in pool]
             wanted = names[-1] if level is None else level

@@ -85,3 +85,15 @@ def test_reversed_gradient_is_trained_as_written(networks: str) -> None:
         for network in ("Plain", "Reversed")
     }
     assert full["Reversed"] < 0.3 < 0.6 < full["Plain"]
+
+
+def test_model_of_changed_source_is_refused(networks: str, tmp_path: Path) -> None:
+    result = ff.run(model=f"{networks}:Plain", algorithm="fedavg", **SMALL)
+    x, file = torch.zeros(1, 1, 8, 8, dtype=torch.uint8), tmp_path / f"{networks}.py"
+    before = result.model()(x)
+    file.write_text(MODULE.replace("torch.relu", "torch.tanh"))
+    for use in (lambda each: each.model(), lambda each: each.replay(1, 0), lambda each: each.resume(2)):
+        with pytest.raises(ff.ConfigError, match=f"{networks}:Plain"):
+            use(ff.load(result.run_id))
+    file.write_text(MODULE)
+    assert torch.equal(ff.load(result.run_id).model()(x), before)
