@@ -205,7 +205,7 @@ def long_run(short: Path, out: Path, count: int = LONG) -> Path:
     rng = random.Random(0)
     out.mkdir(parents=True)
     for path in short.rglob("*.json"):
-        if "rounds" not in path.parts:
+        if "rounds" not in path.parts and path.name != "manifest.json":
             (out / path.relative_to(short)).parent.mkdir(parents=True, exist_ok=True)
             (out / path.relative_to(short)).write_bytes(path.read_bytes())
     history = json.loads((out / "history.json").read_text("utf-8"))

@@ -1,8 +1,8 @@
 """Which code of the user's own may be imported: names `package.module:NAME`, and wheels (`exchange.code`).
 
 The user's configuration may name any module (`trust`). A name that only a file has, such as a run.json, a data.json, a
-suite or a message, imports nothing: it is resolved if its module is imported already or its package is listed in the
-environment's FLEXFLEET_ALLOWED_CODE.
+suite or a message, imports nothing: it is resolved if the configuration has named its package, if its module is
+imported already, or if its package is listed in the environment's FLEXFLEET_ALLOWED_CODE.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,13 @@ def for_child() -> dict[str, str]:
     return {TRUSTED: ",".join(sorted(trusted))}
 
 
-def _names(values: Any) -> Iterable[str]:
-    if isinstance(values, Mapping):
-        values = values.values()
-    elif isinstance(values, str):
-        values = [values]
-    elif not isinstance(values, list | tuple | set | frozenset):
-        return
-    for each in values:
-        if not isinstance(each, str):
+def _names(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        if NAME.fullmatch(value):
+            yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from _names(each)
-        elif NAME.fullmatch(each):
-            yield each
 
 
 def _listed() -> set[str] | None:

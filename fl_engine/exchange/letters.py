@@ -183,7 +183,8 @@ class Invitation(Note):
     folder: str | None = None
     """Where the letters are, for agents that reach the place themselves; None: at the URLs."""
     plain: bool = False
-    """Addresses without TLS are taken: devices and store are in one network, that of a cluster."""
+    """The worker is a pod of the coordinator's cluster: it accepts addresses without TLS, and imports the packages of
+    its image that the run's configuration names."""
 
     @staticmethod
     def of(value: bytes, where: str) -> Invitation:

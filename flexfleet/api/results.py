@@ -38,6 +38,7 @@ from flexfleet.api.tables import table, to_html
 from flexfleet.api.watched import run_watched
 from flexfleet.config import Config, codecs, parse_schema, parse_with_algorithm
 from flexfleet.config.sources import sources
+from flexfleet.files import manifest
 from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile
 from flexfleet.files.artifacts import Result as ResultFile
 from flexfleet.files.begun import check_looked_into
@@ -68,7 +69,8 @@ class Result:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises ConfigError where there is no run, EnvironmentFailure where its folder cannot be read."""
+        """Raises ConfigError if there is no run, EnvironmentFailure if its folder cannot be read, IntegrityError if a
+        file has changed since the run finished."""
         self.folder = path_of(folder).absolute()  # a notebook may change its folder
         self._made: Resolved | None = None
         check_looked_into(self.folder)
@@ -76,6 +78,7 @@ class Result:
             if (self.folder / "central.json").is_file():
                 raise ConfigError(f"{self.folder} holds a central training, not a federated run")
             raise ConfigError(f"{self.folder} is no folder of a run: it has no run.json")
+        manifest.check(self.folder)
 
     def __repr__(self) -> str:
         return f"<flexfleet.Result {self.run_id}: {self.status}, round {len(self._rows)}{self._told()}, {self._tally}>"
@@ -347,8 +350,10 @@ def _to_go_on_with(folder: Path, rounds: int | None, mlflow_uri: str | None) -> 
 
 
 def load(run: str | Path | Result) -> Result:
-    """Open the run in a folder, or of this name in the folder `runs`. What only the run's files name is not imported:
-    for an own network, algorithm or data set, import its module first. Raises ConfigError if there is no run."""
+    """Open the run in a folder, or of this name in the folder `runs`.
+
+    What only the run's files name is not imported: for a network, algorithm or data set of your own, import its module
+    first. Raises ConfigError if there is no run, IntegrityError if a file has changed since the run finished."""
     if isinstance(run, Result):
         return Result(run.folder)
     return Result(in_store(run, "run.json"))

@@ -15,6 +15,7 @@ from flexfleet.comparisons.side_by_side import Command
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry
 from flexfleet.config.overrides import hand_over
+from flexfleet.files import manifest
 from flexfleet.files.artifacts import History, Result
 from flexfleet.runs.central import CentralFile, deciding
 
@@ -48,6 +49,7 @@ def read(
         if not (folder / "central.json").is_file():
             raise ConfigError(f"{folder} is not the folder of a central training: it has no central.json")
         files.append(CentralFile.read(folder / "central.json"))
+        manifest.check(folder)
         results.append(Result.read(folder / "result.json"))
     for folder, file in zip(folders, files, strict=True):
         wanted = {key: settings.get(key) for key in file.config if key.startswith(COMMON)}
@@ -111,7 +113,10 @@ def commands(entries: Sequence[Entry], folder: Path, options: Sequence[str], tag
 
 def finished(config: Config, out: Path) -> bool:
     """Whether the folder holds a result of the configured training. One of another training is not finished:
-    `flexfleet central --resume` says where they differ."""
+    `flexfleet central --resume` says where they differ. Raises IntegrityError if a file of a finished one has
+    changed."""
+    if not manifest.check(out):
+        return False
     try:
         Result.read(out / "result.json")
         epochs, known = len(History.read(out / "history.json").rounds), CentralFile.read(out / "central.json").config

@@ -28,6 +28,7 @@ from flexfleet.config import Config, algorithm, flatten
 from flexfleet.config.entries import Entry, folder_of, varied
 from flexfleet.config.overrides import hand_over
 from flexfleet.config.sources import sources
+from flexfleet.files import manifest
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, Result, row_of
 from flexfleet.files.begun import check_free, failures_tell, go_on
@@ -310,7 +311,10 @@ def tags(entry: Entry, id: str, parent: str | None) -> dict[str, str]:
 
 
 def finished(config: Config, out: Path) -> bool:
-    """Whether the run has a model that is of use, and ended where the configuration says."""
+    """Whether the run has a model that is of use, and ended where the configuration says. Raises IntegrityError if a
+    file of a finished run has changed."""
+    if not manifest.check(out):
+        return False
     try:
         result, history = Result.read(out / "result.json"), BareHistory.read(out / "history.json")
         end = config.rounds.end(row_of(each).metrics for each in history.rounds)

@@ -12,6 +12,7 @@ from fl_engine.algorithms import ALGORITHMS, CONTRACT
 from fl_engine.algorithms.pooled import Training
 from fl_engine.codecs import codec_of
 from fl_engine.core.adapters import adapter
+from fl_engine.core.allowed import trust
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.measures import client_metrics
@@ -44,6 +45,8 @@ def algorithm(config: Config) -> Algorithm:
         built: Algorithm = adapter(kind).validate_json(json.dumps({**options, "training": training}))
     except ValidationError as error:
         raise ConfigError(explain(error, kind, "algorithm.")) from error
+    if "preparations" not in known:  # the algorithm's code names them, and no file
+        trust(built.preparations)
     client_metrics(built)  # raises if a declaration is wrong
     privacy.check_terms(built, config.settled().rounds)
     buffer.check(built, config.rounds)

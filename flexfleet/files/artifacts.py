@@ -48,8 +48,11 @@ class Artifact(BaseModel):
     schema_version: Literal[1] = 1
 
     def write(self, path: Path) -> Path:
-        FolderStore(path.parent).put(path.name, (self.model_dump_json(indent=1) + "\n").encode())
+        FolderStore(path.parent).put(path.name, self.to_bytes())
         return path
+
+    def to_bytes(self) -> bytes:
+        return (self.model_dump_json(indent=1) + "\n").encode()
 
     @classmethod
     def read(cls: type[A], path: Path) -> A:

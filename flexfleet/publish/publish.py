@@ -37,6 +37,7 @@ from fl_engine.models.precision import Precisions
 from fl_engine.models.quantised import OnnxPrecision
 from fl_engine.storage.store import FolderStore, decode, sha256
 from flexfleet.config import Config
+from flexfleet.files import manifest
 from flexfleet.files.artifacts import BareHistory, EvaluationFile, PoolFile
 from flexfleet.files.measure import Measure
 from flexfleet.reports import precisions
@@ -68,6 +69,7 @@ def publish(resolved: Resolved, out: Path, mlflow_run_id: str | None, to: Path) 
 
 def export(resolved: Resolved, out: Path, to: Path) -> tuple[Data, list[About]]:
     """A folder for each reported level, smallest first."""
+    manifest.check(out)
     config, data, family = resolved.config, resolved.data, resolved.family
     prepare_process(("cpu",))
     history = BareHistory.read(out / "history.json")

@@ -30,7 +30,7 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config, flatten, moves
-from flexfleet.files import terminal
+from flexfleet.files import manifest, terminal
 from flexfleet.files.artifacts import (
     Apoz,
     BareHistory,
@@ -131,6 +131,7 @@ def load(folder: Path) -> Run:
     """Reads a finished run. Raises as `check_looked_into` does; IntegrityError naming the file that is
     missing (and what to do), damaged, or of another run."""
     check_looked_into(folder)
+    manifest.check(folder)
     for name, remedy in NEEDED.items():
         if not (folder / name).is_file():
             raise IntegrityError(f"{folder} is not a finished run, {name} is missing: {remedy}")

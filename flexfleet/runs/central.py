@@ -8,7 +8,8 @@ round. The files are in `<run.store>/<run id>`, whatever `run.remote` is:
     history.json, model.safetensors     the figures of every epoch, and the weights after the last one
     evaluation.json, confusion.json     the last model on the test samples
     central.svg                         the curve
-    result.json                         last, the figures as `--json` prints them
+    result.json                         the figures as `--json` prints them
+    manifest.json                       last, the sizes and sha256 of these files
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from flexfleet.config.sources import sources
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import Artifact, ConfusionFile, EvaluationFile, History, Result
 from flexfleet.files.begun import check_free, check_same
+from flexfleet.files.manifest import MANIFEST, manifest_of
 from flexfleet.files.measure import Measure
 from flexfleet.files.signals import stop_on_signals, stopping_at_once
 from flexfleet.reports import plots
@@ -124,6 +126,7 @@ def central(
             weights_sha256 = sha256(encode(start))
         described = describe(numerics, (device,))
         file = _file(config, run_id, fingerprint(data), weights_sha256, described, out, accept_numerics)
+        FolderStore(out).delete(MANIFEST)
         file.write(out / "central.json")
         mlflow = _tracker(config, file, out, tags or {})
         with ending(mlflow), told_how_to_go_on():
@@ -324,5 +327,6 @@ def _finish(
             files = [str(found.write(Path(scratch) / "result.json")), str(out / "central.svg")]
             log_outcome(mlflow.uri, mlflow.run_id, figures, {"model_sha256": history.model_sha256}, files)
         mlflow.finish("FINISHED")
-    found.write(out / "result.json")  # last: a training with this file is finished
+    found.write(out / "result.json")
+    manifest_of(out).write(out / MANIFEST)  # last: a training with this file is finished
     return found

@@ -15,6 +15,7 @@ from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.files.artifacts import BareHistory, Result, RunFile, Status, row_of
 from flexfleet.files.begun import check_looked_into
+from flexfleet.files.manifest import MANIFEST
 from flexfleet.files.measure import measure_in
 from flexfleet.files.tally import tally_of
 from flexfleet.steps.resumed import place_of
@@ -71,10 +72,10 @@ def status_of(config: Config, run: Path, rows: Sequence[Row]) -> Status | Litera
     if len(history.rounds) != len(rows):
         return "unfinished"
     tally = tally_of(row.metrics for row in rows)
-    if (run / "result.json").is_file():
+    if (run / MANIFEST).is_file():
         has_results = Result.read(run / "result.json").model_sha256 == history.model_sha256
     else:
-        # The step federate alone writes none, because the other steps write elsewhere. Runs of a study have none, nor
+        # The step federate alone writes no manifest, because the other steps write elsewhere. Runs of a study have none, nor
         # has a model that cannot be evaluated.
         of_study = run.resolve().parent.name in OF_STUDY
         has_results = not (run / "pool").is_dir() or of_study or not tally.finite

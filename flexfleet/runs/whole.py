@@ -13,7 +13,8 @@ from fl_engine.aggregation import privacy
 from fl_engine.core.contracts import Tracker, Watcher
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.core.system import of_posix
-from fl_engine.data.partition_files import MANIFEST, read_manifest
+from fl_engine.data import partition_files
+from fl_engine.data.partition_files import read_manifest
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
 from fl_engine.rounds.loop import told_how_to_go_on
@@ -24,6 +25,7 @@ from flexfleet.files.artifacts import BareHistory, EvaluationFile, Result, RunFi
 from flexfleet.files.begun import check_free
 from flexfleet.files.inputs import check_inputs
 from flexfleet.files.live import kept_warnings, told_before
+from flexfleet.files.manifest import MANIFEST, manifest_of
 from flexfleet.files.measure import SHARES, highest
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.tally import Tally, tally_in
@@ -175,8 +177,12 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
             log_outcome(config.tracking.mlflow, outcome.mlflow_run_id, metrics, tags, files, pointers)
     if config.run.remote is not None:
         store.put("report.html", page.read_bytes())
-        store.put("result.json", (outcome.model_dump_json(indent=1) + "\n").encode())
-    outcome.write(out / "result.json")  # last: a run with this file has ended
+    outcome.write(out / "result.json")
+    manifest = manifest_of(out)
+    if config.run.remote is not None:
+        store.put("result.json", (out / "result.json").read_bytes())
+        store.put(MANIFEST, manifest.to_bytes())
+    manifest.write(out / MANIFEST)  # last: a run with this file has ended
     return outcome
 
 
@@ -185,7 +191,7 @@ def result(out: Path, page: Path, store_uri: str, tally: Tally) -> Result:
     run, history = RunFile.read(out / "run.json"), BareHistory.read(out / "history.json")
     evaluation = EvaluationFile.read(out / "evaluation.json")
     measured = [row["metrics"] | {"round": row["round"] + 1} for row in history.rounds]
-    noise = read_manifest(out / "partition" / MANIFEST).reached
+    noise = read_manifest(out / "partition" / partition_files.MANIFEST).reached
     best = max((m for m in measured if "avg" in m), key=lambda m: m["avg"])
     precise = precisions.of_run(out, list(evaluation.levels), history.model_sha256)
     down, up = (sum(m[k] for m in measured) for k in ("bytes_down", "bytes_up"))

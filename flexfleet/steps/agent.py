@@ -208,7 +208,7 @@ def _carry_out(
         store: Store = Leased(told.open(), loan.id) if told.store else told.open()
         if site is None or site[0] != letter.site:
             site = None  # before the next one is loaded
-            site = (letter.site, *prepared(told, store, in_cluster=line.known.plain))
+            site = (letter.site, *prepared(told, store, line.known.plain))
         failures = told.failures + int(line.known.begun == loan.id)
         if told.observe == "cgroup":
             line.remember(begun=loan.id)

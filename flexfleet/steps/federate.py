@@ -36,6 +36,7 @@ from flexfleet.files import terminal
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import RunFile, history_of
 from flexfleet.files.live import counted_warnings
+from flexfleet.files.manifest import MANIFEST
 from flexfleet.files.signals import stop_on_signals
 from flexfleet.files.tally import tally_in, tally_of
 from flexfleet.steps import invitations, keys, own_code
@@ -136,6 +137,8 @@ def federate(
         if known:
             record = _going_on(known, record, out, accept_numerics)
         loop.check_end(ledger, config.rounds, discard_damaged)  # before anything is written that says the new end
+        FolderStore(out).delete(MANIFEST)  # from here on the results may be of fewer rounds than the ledger has
+        store.delete(MANIFEST)
         if wheel is not None:  # before the record that names it
             FolderStore(out).put(store_key(wheel.sha256), wheel.value)
         record.write(out / "run.json")

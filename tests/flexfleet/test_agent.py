@@ -223,7 +223,7 @@ def test_the_owner_says_which_torch_device_trains(
     """Else the order does, as it does to pods. The site is made ready for it too."""
     seen = list[str]()
 
-    def prepared(told: Assignment, store: Any) -> tuple[None, None]:
+    def prepared(told: Assignment, *_: Any) -> tuple[None, None]:
         seen.append(told.device)
         return None, None
 

@@ -159,6 +159,7 @@ def test_a_clients_round_is_computed_again_from_its_order(result: ff.Result) -> 
 
 def test_a_round_of_devices_that_look_at_their_memory_is_not_computed_again(result: ff.Result, tmp_path: Path) -> None:
     shutil.copytree(result.folder, tmp_path / "a")
+    (tmp_path / "a" / "manifest.json").unlink()
     about = json.loads((tmp_path / "a" / "run.json").read_text())
     about["config"]["agents"]["observe"] = "cgroup"
     about["config"]["run"]["backend"] = "agents"
@@ -234,6 +235,7 @@ def test_a_run_of_an_earlier_version_is_resumed_without_the_password_in_its_reco
     result: ff.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(result.folder, tmp_path / "a")
+    (tmp_path / "a" / "manifest.json").unlink()
     record = tmp_path / "a" / "run.json"
     known = json.loads(record.read_text())
     known["config"]["dataset"]["root"] = "https://me:geheim@host/repo.git@v1:data"

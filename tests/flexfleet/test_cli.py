@@ -369,6 +369,8 @@ def test_report_of_what_is_no_run(flexfleet: Any, finished: Any) -> None:
     assert "nowhere" in refused(flexfleet("report", "nowhere"))
     (run / "history.json").unlink()
     assert "--resume" in refused(flexfleet("report", "runs/a"), 4)
+    (run / "manifest.json").unlink()
+    assert "--resume" in refused(flexfleet("report", "runs/a"), 4)
 
 
 def test_a_short_option_means_all_of_its_word(flexfleet: Any, quick: Sequence[str]) -> None:

@@ -31,6 +31,13 @@ def sets(quick: Sequence[str]) -> list[str]:
     return [given for given in quick if not given.startswith("algorithm.name=")]
 
 
+@pytest.fixture
+def _no_manifests(compared: Compared) -> None:
+    """Tests edit files of these runs, which would not be read otherwise."""
+    for path in compared.folder.glob("*/manifest.json"):
+        path.unlink()
+
+
 # ----------------------------------------------------------------------------------------------------- resuming
 def test_the_same_id_again_needs_resume(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
     text = refused(flexfleet("compare", *TWO, "--id", "both", sets=sets))
@@ -38,7 +45,7 @@ def test_the_same_id_again_needs_resume(compared: Compared, flexfleet: Any, sets
 
 
 def test_resume_makes_what_is_missing_and_keeps_the_rest(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
-    (compared.folder / "flexfl-s1" / "result.json").unlink()
+    (compared.folder / "flexfl-s1" / "manifest.json").unlink()
     shutil.rmtree(compared.folder / "all_large-s0")
     kept = [compared.folder / name for name in ("flexfl-s0", "all_large-s1")]
     before = {path: path.read_bytes() for run in kept for path in (*run.rglob("*"), run.with_name(f"{run.name}.log"))
@@ -204,6 +211,7 @@ def test_the_part_of_all_that_fails_is_told_as_such(
     assert not Path("runs/a/flexfl-s0").exists()
 
 
+@pytest.mark.usefixtures("_no_manifests")
 def test_runs_that_differ_are_not_tabulated(compared: Compared) -> None:
     folders = {f"{label}-s{seed}": compared.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
 
@@ -249,6 +257,7 @@ def test_runs_that_differ_are_not_tabulated(compared: Compared) -> None:
     assert "differ in more than the seed: training.lr: 0.05 (seed 0), 0.1 (seed 1)" in wrong()
 
 
+@pytest.mark.usefixtures("_no_manifests")
 def test_another_partition_is_not_tabulated(compared: Compared) -> None:
     """The same parameters, but other samples: what a checksum is for."""
     run = compared.folder / "all_large-s0"
@@ -262,6 +271,7 @@ def test_another_partition_is_not_tabulated(compared: Compared) -> None:
         summarise.read(LABELS, (0,), folders)
 
 
+@pytest.mark.usefixtures("_no_manifests")
 def test_other_code_is_not_tabulated(compared: Compared) -> None:
     folders = {f"{label}-s{seed}": compared.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
     file = folders["flexfl-s1"] / "run.json"
@@ -279,6 +289,7 @@ def test_other_code_is_not_tabulated(compared: Compared) -> None:
     assert str(error.value) == f"the runs of flexfl differ in more than the seed: {said}"
 
 
+@pytest.mark.usefixtures("_no_manifests")
 def test_other_data_are_not_tabulated(compared: Compared) -> None:
     """Of one seed, where the partitions differ as they are to, and of one label, where no seed cuts the data."""
     folders = {f"{label}-s{seed}": compared.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
@@ -305,6 +316,7 @@ def test_other_data_are_not_tabulated(compared: Compared) -> None:
         summarise.read(LABELS, SEEDS, folders, ["partition.alpha"])
 
 
+@pytest.mark.usefixtures("_no_manifests")
 def test_runs_of_an_earlier_version_are_compared_by_what_they_ran_with(compared: Compared) -> None:
     """A parameter that it did not know had its default; data and partitions are compared all the same."""
     folders = {f"{label}-s0": compared.folder / f"{label}-s0" for label in LABELS}
@@ -322,6 +334,7 @@ def test_runs_of_an_earlier_version_are_compared_by_what_they_ran_with(compared:
         summarise.read(LABELS, (0,), folders)
 
 
+@pytest.mark.usefixtures("_no_manifests")
 def test_other_numerics_are_noted(compared: Compared) -> None:
     folders = {f"{label}-s0": compared.folder / f"{label}-s0" for label in LABELS}
     file = RunFile.read(compared.folder / "flexfl-s0" / "run.json")

@@ -64,6 +64,7 @@ def test_the_report_has_a_figure_and_a_table_where_clients_evaluated(
     assert f"<td>{100 * found.all.mean:.2f}</td>" in html and f"<td>{100 * found.all.worst:.2f}</td>" in html
     assert all(f">level {level}</th>" in html for level in found.levels)
     assert all(f">tier {tier}</th>" in html for tier in found.tiers)
+    (tmp_path / "runs" / "with" / "manifest.json").unlink()
     run.evaluation.model_copy(update={"on_clients": None}).write(tmp_path / "runs" / "with" / "evaluation.json")
     html = report([tmp_path / "runs" / "with"], tmp_path / "page.html").read_text()
     assert html.count('id="on-clients-0"') == 1 and "clients were asked" not in html, "nobody answered at last"

@@ -68,6 +68,8 @@ def test_what_is_no_reference_is_refused_before_anything_trains(flexfleet: Any, 
     assert "runs/c0 is no reference for these runs: it was trained on other data" in refused(
         "runs/c0", sets=("partition.seed=7",)
     )
+    for name in ("c0", "c1"):  # as an unfinished training, which has none
+        Path("runs", name, "manifest.json").unlink()
     file = json.loads(Path("runs/c1/central.json").read_text())
     file["config"]["central.lr"] = 0.1
     Path("runs/c1/central.json").write_text(json.dumps(file))

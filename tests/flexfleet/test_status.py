@@ -29,7 +29,8 @@ def test_status_finds_the_runs_of_comparisons_and_studies(
     for place in ("c/one-s0", "c/two-s0", "s/trials/0-s0", "s/held-out/best-t0-s7"):
         shutil.copytree(run, Path("runs", place))
     for place in ("s/trials/0-s0", "s/held-out/best-t0-s7"):
-        Path("runs", place, "result.json").unlink()
+        for name in ("result.json", "manifest.json"):
+            Path("runs", place, name).unlink()
     shutil.rmtree("runs/s/trials/0-s0/rounds")
     Path("runs/c/two-s0/run.json").write_text("torn")
     (Path("runs") / "begun").mkdir()

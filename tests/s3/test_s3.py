@@ -296,7 +296,7 @@ def test_a_run_whose_ledger_is_on_s3_has_the_bits_of_one_in_a_folder(
     store = S3Store(f"s3://{BUCKET}/{server}/bucket")
     assert bucket.store_uri == store.uri()
     assert store.get("model.safetensors") == Path("runs/folder/model.safetensors").read_bytes()
-    for name in ("result.json", "report.html"):
+    for name in ("result.json", "report.html", "manifest.json"):
         assert store.get(name) == Path("runs/bucket", name).read_bytes()
     assert not [key for key in store.list("") if b"planted-secret" in store.get(key)], "clients read what is there"
     kept = store.list("rounds/")

@@ -1,0 +1,132 @@
+"""manifest.json: a file of a finished run that has changed is named, with exit code 4."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flexfleet as ff
+from fl_engine.core.errors import FlexfleetError, IntegrityError
+from fl_engine.storage.store import sha256
+from flexfleet.publish.publish import export
+from flexfleet.steps.prepare import Resolved
+
+
+def flip(path: Path) -> None:
+    value = bytearray(path.read_bytes())
+    value[-1] ^= 1
+    path.write_bytes(value)
+
+
+def edit(path: Path) -> None:
+    text = path.read_text()
+    at = next(i for i in range(len(text) - 1, 0, -1) if text[i].isdigit())
+    path.write_text(f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}")
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "model.safetensors": flip,
+    "result.json": edit,
+    "history.json": edit,
+    "evaluation.json": edit,
+    "confusion.json": edit,
+    "run.json": edit,
+    "pool/pool.json": edit,
+    "partition/partition.safetensors": flip,
+    "pretrain/apoz.json": lambda path: path.unlink(),
+}
+
+
+def test_manifest_lists_size_and_sha256_of_each_file(finished: Any) -> None:
+    run, _ = finished
+    files = json.loads((run / "manifest.json").read_text())["files"]
+    assert set(CHANGES) < set(files)
+    for name, told in files.items():
+        value = (run / name).read_bytes()
+        assert told == {"size": len(value), "sha256": sha256(value)}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_file_of_a_finished_run_is_named(name: str, finished: Any, flexfleet: Any) -> None:
+    run, _ = finished
+    CHANGES[name](run / name)
+    with pytest.raises(IntegrityError) as error:
+        ff.load(run)
+    assert name in str(error.value)
+    done = flexfleet("report", str(run), "--out", "page.html")
+    assert done.code == 4 and name in done.err and not Path("page.html").exists()
+
+
+def test_changed_run_is_not_published(finished: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    run, _ = finished
+    edit(run / "evaluation.json")
+    with pytest.raises(IntegrityError):
+        export(Resolved.load(None, quick), run, tmp_path / "export")
+
+
+def test_changed_run_stops_a_resumed_comparison(
+    flexfleet: Any, quick: Sequence[str], own_folder: None, no_drawings: None
+) -> None:
+    options = {"rounds.stop": 1, "tracking.mlflow": None, "dataset.train_samples": 240, "partition.clients": 6}
+    options |= {"partition.minimum": 5, "dataset.test_samples": 60}
+    ff.compare(["all_large"], seeds=[0], id="c", options=options, progress=False)
+    edit(Path("runs/c/all_large-s0/result.json"))
+    with pytest.raises(IntegrityError) as error:
+        ff.compare(["all_large"], seeds=[0], id="c", options=options, resume=True, progress=False)
+    assert "result.json" in str(error.value)
+
+
+def test_changed_central_training_is_no_reference(
+    flexfleet: Any, quick: Sequence[str], own_folder: None, no_drawings: None
+) -> None:
+    sets = [*(each for each in quick if not each.startswith("algorithm.")), "central.epochs=1"]
+    assert flexfleet("central", "--run-id", "c", sets=sets).code == 0
+    edit(Path("runs/c/result.json"))
+    done = flexfleet("compare", "--algorithms", "flexfl", "--central", "runs/c", "--id", "x", sets=sets)
+    assert done.code == 4 and "result.json" in done.err
+    assert flexfleet("central", "--run-id", "c", "--resume", sets=sets).code == 0
+    assert json.loads(Path("runs/c/manifest.json").read_text())["files"].keys() >= {"central.json", "result.json"}
+
+
+def test_files_added_after_the_end_change_nothing(finished: Any, flexfleet: Any) -> None:
+    run, done = finished
+    assert flexfleet("report", str(run), "--out", str(run / "report.html")).code == 0
+    (run / "export").mkdir()
+    (run / "export" / "model.onnx").write_bytes(b"x")
+    (run / "notes.txt").write_text("mine")
+    assert ff.load(run).metrics["avg"] == done.json["metrics"]["avg"]
+
+
+def test_run_without_its_manifest_has_not_finished(finished: Any, flexfleet: Any, quick: Sequence[str]) -> None:
+    """As after a kill before the last write."""
+    run, done = finished
+    (run / "manifest.json").unlink()
+    edit(run / "result.json")
+    assert ff.load(run).status == "stopped"
+    assert flexfleet("status", str(run), "--json").json["status"] == "unfinished"
+    again = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*quick, "rounds.commit_every=1"])
+    assert again.code == 0 and again.json["metrics"]["avg"] == done.json["metrics"]["avg"]
+    assert ff.load(run).status == "finished"
+
+
+def test_more_rounds_make_another_manifest(finished: Any) -> None:
+    run, _ = finished
+    before = (run / "manifest.json").read_bytes()
+    longer = ff.load(run).resume(rounds=len(ff.load(run).history) + 1, progress=False)
+    assert longer.status == ff.load(run).status == "finished"
+    assert (run / "manifest.json").read_bytes() != before
+
+
+def test_run_that_is_stopped_again_has_no_manifest(finished: Any) -> None:
+    class Broken(ff.Callback):
+        def on_round(self, round: ff.Round) -> Any:
+            raise RuntimeError("of the user's own")
+
+    run, _ = finished
+    with pytest.raises((RuntimeError, FlexfleetError)):
+        ff.load(run).resume(rounds=9, callbacks=[Broken()], progress=False)
+    assert ff.load(run).status == "stopped"
