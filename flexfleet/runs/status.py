@@ -75,8 +75,8 @@ def status_of(config: Config, run: Path, rows: Sequence[Row]) -> Status | Litera
     if (run / MANIFEST).is_file():
         has_results = Result.read(run / "result.json").model_sha256 == history.model_sha256
     else:
-        # The step federate alone writes no manifest, because the other steps write elsewhere. Runs of a study have none, nor
-        # has a model that cannot be evaluated.
+        # The step federate alone writes no manifest, because the other steps write elsewhere. Neither do the runs of a
+        # study, nor a run whose model cannot be evaluated.
         of_study = run.resolve().parent.name in OF_STUDY
         has_results = not (run / "pool").is_dir() or of_study or not tally.finite
     return tally.status if has_results else "unfinished"
