@@ -349,8 +349,9 @@ class Selector(Protocol):
         `context.pool`. All that is random comes from `rng`."""
 
     def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
-        """Called after each order, in client order, for failures too. `seconds`: the order's time on the simulated
-        clock, also of an update that was not taken; 0 where none came, or where there is no such clock."""
+        """Called after each order, in client order, for failures too: a client that never answers must not be asked
+        more often than one that does. `seconds`: the order's time on the simulated clock, also of an update that was
+        not taken; 0 if none came, or if there is no such clock."""
 
 
 class ServerOptimizer(Protocol):

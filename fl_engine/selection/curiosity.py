@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from fl_engine.core.fields import STRICT, Count
-from fl_engine.core.types import ClientFailure, Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
+from fl_engine.core.types import ClientUpdate, Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
 from fl_engine.selection.capacity import dispatched, tell_of_too_weak
 
 
@@ -25,9 +25,13 @@ class Curiosity:
         R_s = sum_{k in type(m)} sum_{t >= k} T_r[t][c] / (n_type * sum_k T_r[k][c])
         R   = min(0.5, R_s) * R_c                                            (`score: cs`)
 
-    Departs from the paper: n_type is the number of models of the type (1 for the largest model), as in the authors'
-    code; with the paper's p the largest model's R_s could not exceed 1/p. `c` and `s` use one reward alone, R_s then
-    uncapped. A model for which no client has any reward is not drawn.
+    Departs from the paper:
+    - n_type is the number of models of the type (1 for the largest model), as in the authors' code; with the paper's p
+      the largest model's R_s could not exceed 1/p.
+    - The paper has no failures. Here a failure counts as a visit: T_c changes as if the client had brought back what it
+      was sent, and T_r as if it had pruned that to less than the smallest model. If failures taught nothing, the
+      curiosity about a client that never answers would stay at its maximum, and it would be asked most often.
+    - `c` and `s` use one reward alone, R_s then uncapped. A model for which no client has any reward is not drawn.
     """
 
     __pydantic_config__ = STRICT
@@ -74,21 +78,21 @@ class Curiosity:
                 return np.asarray(success)
 
     def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
-        """Alg. 1 lines 12-26. A failure says nothing, as in the paper."""
-        if isinstance(outcome, ClientFailure):
-            return state
+        """Alg. 1 lines 12-26."""
         client, sent = order.client, order.level
-        back = sent if outcome.level is None else outcome.level
+        failed = not isinstance(outcome, ClientUpdate)
+        back = outcome.level if isinstance(outcome, ClientUpdate) and outcome.level is not None else sent
         curiosity, resource = np.asarray(state["curiosity"]), np.asarray(state["resource"])
         models = len(resource)
         for model in (sent, back):
             curiosity[self._type(model, models), client] += 1
-        if back == sent:
+        if back == sent and not failed:
             resource[sent:, client] += 1
             resource[-1, client] += self.per_type - 1
         else:
-            resource[back, client] += self.per_type
-            resource[back:, client] = np.maximum(resource[back:, client] - np.arange(models - back), 0)
+            least = 0 if failed else back
+            resource[least, client] += self.per_type
+            resource[least:, client] = np.maximum(resource[least:, client] - np.arange(models - least), 0)
         return {"curiosity": _rows(curiosity), "resource": _rows(resource)}
 
     def _type(self, model: int, models: int) -> int:

@@ -68,8 +68,8 @@ class Oort:
     - T is a percentile over the clients that can be asked now; the code takes all, with the speed that they had once.
     - the first round explores by the same rule; the code draws it uniformly.
     - equal scores are drawn in random order, and a round is filled where nobody is left to explore.
-    - a client that came too late gets the mean utility of its round's updates (FedScale); one that failed for another
-      reason gets 0 until it succeeds. Both have been asked.
+    - a client whose update came too late gets the mean utility of its round's updates (FedScale); one that failed for
+      another reason, or sent no update, gets 0 until it succeeds. Both have been asked.
     - clients known to have no samples are never asked.
     """
 
@@ -135,7 +135,8 @@ class Oort:
         if isinstance(outcome, ClientUpdate):
             utility = outcome.num_examples * outcome.metrics["rms_loss"]
         else:
-            utility = memory.LATE if outcome.stage in ("straggle", "quorum") else memory.FAILED
+            came = outcome.stage in ("straggle", "quorum") and seconds > 0
+            utility = memory.LATE if came else memory.FAILED
         heard = (float(order.round), float(order.client), utility, seconds, float(order.level))
         return {**state, "heard": (*state["heard"], heard)}
 

@@ -70,6 +70,7 @@ from fl_engine.testing.played import (
     train_loss,
 )
 from fl_engine.testing.searches import check_search
+from fl_engine.testing.selections import check_silent
 from fl_engine.testing.tiny import (
     SEED,
     TinyNet,
@@ -196,6 +197,13 @@ class AlgorithmSuite:
 
     def test_a_search_begins_with_what_is_configured(self, algorithm: Algorithm, family: ModelFamily) -> None:
         check_search(algorithm, family)
+
+    def test_a_silent_client_is_asked_no_more_often(self, algorithm: Algorithm, site: Site) -> None:
+        """By the algorithm's selection, and the sub-models that it may be sent."""
+        selector = getattr(algorithm, "selector", None)
+        if selector is None:
+            pytest.skip("this algorithm draws its clients itself")
+        check_silent(selector(site.pool), site.pool)
 
     # --- plan
     @law

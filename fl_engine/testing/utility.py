@@ -26,8 +26,8 @@ def utility(client: ClientContext) -> float:
 
 @dataclass(frozen=True)
 class LargestUtility:
-    """Asks the clients whose last utility was the largest; those not heard of yet come first, equal ones in random
-    order. Each is sent the largest model. Table `utility`: a number per client."""
+    """Asks the clients whose last utility was the largest; those not asked yet come first, equal ones in random order,
+    and those that failed last. Each is sent the largest model. Table `utility`: a number per client."""
 
     __pydantic_config__ = STRICT
 
@@ -43,8 +43,6 @@ class LargestUtility:
         return [(int(client), dispatched(context.pool)[-1]) for client in sorted(clients[order[:count]])]
 
     def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
-        if not isinstance(outcome, ClientUpdate):
-            return state
         known = list(state["utility"][0])
-        known[order.client] = outcome.metrics["utility"]
+        known[order.client] = outcome.metrics["utility"] if isinstance(outcome, ClientUpdate) else 0.0
         return {"utility": (tuple(known),)}

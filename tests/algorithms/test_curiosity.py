@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from fl_engine.algorithms import AdaptiveFL
 from fl_engine.core import seeds
 from fl_engine.core.state import pack, unpack
-from fl_engine.core.types import FULL, Device, Outcome, Pick, Pool, PoolModel, SubmodelSpec, Tables
+from fl_engine.core.types import FULL, Device, Outcome, Pick, Pool, PoolModel, SubmodelSpec, Tables, WorkOrder
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
@@ -151,6 +151,26 @@ def test_what_is_learned_from_a_return(
     for other, row in ((0, LATER), (2, START)):
         assert column(found, "curiosity", other) == [1, 1, 1]
         assert column(found, "resource", other) == list(row), "another client's column moved"
+
+
+@pytest.mark.parametrize(
+    ("before", "sent", "curiosity", "resource"),
+    [
+        # Its type counts as sent and as brought back; T_r as of an update pruned below S3, whatever was sent.
+        (START, S3, (3, 1, 1), (4, 0, 0, 0, 0, 0, 0)),
+        (START, M2, (1, 3, 1), (4, 0, 0, 0, 0, 0, 0)),
+        (LATER, L1, (1, 1, 3), (8, 0, 0, 1, 0, 0, 0)),
+    ],
+)
+def test_a_failure_counts_as_a_visit(
+    before: Sequence[int], sent: int, curiosity: Sequence[int], resource: Sequence[int]
+) -> None:
+    tables = tables_of([(1, 1, 1)] * 2, [before, LATER])
+    failed = failure_of(WorkOrder(0, 0, FULL, {}, 0, sent))
+    found = Curiosity().learn(tables, WorkOrder(0, 0, FULL, {}, 0, sent), failed, 0.0)
+    assert column(found, "curiosity", 0) == list(curiosity)
+    assert column(found, "resource", 0) == list(resource)
+    assert column(found, "resource", 1) == list(LATER)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +417,7 @@ def test_only_dispatched_models_are_drawn() -> None:
 SMALL = SmallCNN((1, 16, 16), 4, width=0.25)
 
 
-def test_a_round_moves_the_columns_of_those_who_brought_something_back() -> None:
+def test_a_round_moves_the_columns_of_those_who_were_asked() -> None:
     """Client 0 of the plan brings back what it was sent, the next S3, the third fails."""
     algorithm = AdaptiveFL(TRAINING)
     site = tiny_site(algorithm, SMALL)
@@ -422,7 +442,9 @@ def test_a_round_moves_the_columns_of_those_who_brought_something_back() -> None
     assert column(found, "resource", first.client) == t_r
     assert column(found, "curiosity", second.client) == [2, 1, 2]
     assert column(found, "resource", second.client) == [4, 0, 0, 0, 0, 0, 0]
-    for client in {d.client for d in site.fleet} - {first.client, second.client}:
+    assert column(found, "curiosity", third.client) == [1 + 2 * (kind == third.level // 3) for kind in range(3)]
+    assert column(found, "resource", third.client) == [4, 0, 0, 0, 0, 0, 0]
+    for client in {d.client for d in site.fleet} - {first.client, second.client, third.client}:
         assert column(found, "curiosity", client) == [1] * 3
         assert column(found, "resource", client) == [1] * 7
 

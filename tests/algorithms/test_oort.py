@@ -107,23 +107,23 @@ def test_slow_clients_lose_by_the_square_of_their_time() -> None:
 
 
 def test_a_new_round_adds_to_what_is_known_and_failures_count_as_asked() -> None:
-    """Round 0: 0 and 2 answer with 6 and 10. Round 1: 2 says 4, 1 comes too late, 3 fails, and so does 0."""
+    """Round 0: 0 and 2 answer with 6 and 10. Round 1: 2 says 4, 1 comes too late, 0 and 3 fail, and 4 never answers."""
     oort = Oort()
     tables = after(oort, [{0: 6.0, 2: 10.0}], 5)
-    for client, stage in ((0, "drop"), (1, "straggle"), (3, "validate")):
-        tables = failure(oort, tables, 1, client, stage)  # type: ignore[arg-type]
+    for client, stage, seconds in ((0, "drop", 0.0), (1, "straggle", 9.0), (3, "validate", 0.0), (4, "straggle", 0.0)):
+        tables = failure(oort, tables, 1, client, stage, seconds)  # type: ignore[arg-type]
     tables = answer(oort, tables, 1, 2, 4.0, seconds=7.0)
-    assert column(oort, tables, 2, UTILITY) == {0: 0.0, 1: 4.0, 2: 4.0, 3: 0.0}
-    assert column(oort, tables, 2, ASKED) == {0: 2, 1: 1, 2: 2, 3: 1}
-    assert column(oort, tables, 2, LAST) == {0: 2, 1: 2, 2: 2, 3: 2}
-    assert column(oort, tables, 2, SECONDS) == {0: 1.0, 1: 0.0, 2: 7.0, 3: 0.0}, "a failure measures no time"
+    assert column(oort, tables, 2, UTILITY) == {0: 0.0, 1: 4.0, 2: 4.0, 3: 0.0, 4: 0.0}
+    assert column(oort, tables, 2, ASKED) == {0: 2, 1: 1, 2: 2, 3: 1, 4: 1}
+    assert column(oort, tables, 2, LAST) == {0: 2, 1: 2, 2: 2, 3: 2, 4: 2}
+    assert column(oort, tables, 2, SECONDS) == {0: 1.0, 1: 9.0, 2: 7.0, 3: 0.0, 4: 0.0}, "no update, no time"
 
 
 def test_where_all_are_late_those_known_keep_their_utility() -> None:
     oort = Oort()
     tables = after(oort, [{0: 6.0}], 3)
     for client in (0, 1):
-        tables = failure(oort, tables, 1, client, "quorum")
+        tables = failure(oort, tables, 1, client, "quorum", 1.0)
     assert column(oort, tables, 2, UTILITY) == {0: 6.0, 1: 0.0}
 
 
@@ -375,7 +375,8 @@ def test_what_it_knows_after_many_rounds_is_what_plain_loops_find() -> None:
             if kind == "merged":
                 tables = answer(oort, tables, round, client, *answers[client][1:])
             else:
-                tables = failure(oort, tables, round, client, kind)  # type: ignore[arg-type]
+                late = answers[client][2] if kind == "straggle" else 0.0
+                tables = failure(oort, tables, round, client, kind, late)  # type: ignore[arg-type]
         merged = {c: u for c, (kind, u, _) in answers.items() if kind == "merged"}
         old = [u for c, u in merged.items() if c in plain]
         history.append(sum(old) / len(old) if old else 0.0)
@@ -387,8 +388,10 @@ def test_what_it_knows_after_many_rounds_is_what_plain_loops_find() -> None:
                 was |= {"utility": utility, "seconds": seconds}
             elif kind == "train":
                 was["utility"] = 0.0
-            elif merged:
-                was["utility"] = sum(merged.values()) / len(merged)
+            else:
+                was["seconds"] = seconds
+                if merged:
+                    was["utility"] = sum(merged.values()) / len(merged)
         if len(history) >= 6 and len(history) % 3 == 0:
             before, now = sum(history[-6:-3]), sum(history[-3:])
             change = 5.0 if abs(now - before) <= 0.3 * before else -5.0 if abs(now - before) >= before else 0.0
