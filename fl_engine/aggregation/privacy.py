@@ -45,8 +45,8 @@ from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import Device, ParamLayout, Params, Pool, RoundPlan, SubmodelSpec
 from fl_engine.exchange.acceptance import Terms
-from fl_engine.selection import ResourceTable, Uniform
-from fl_engine.selection.capacity import dispatched, holds, round_size
+from fl_engine.selection import ByCapacity, ResourceTable, Uniform
+from fl_engine.selection.capacity import able, dispatched, eligible, round_size
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,9 @@ class Private:
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """The delta for which epsilon is reported; well below one over the number of clients."""
     secret_selection: bool = False
-    """Who takes part in a round stays secret: epsilon is then smaller, if `algorithm.selection` names `uniform`. With
-    `selection: null`, even where that is a uniform draw, and with any other selection it stays as large as without."""
+    """Who takes part in a round stays secret: epsilon is then smaller if `algorithm.selection` names `uniform` or
+    `by_capacity`. With any other selection, and with `selection: null`, even if that is a uniform draw, epsilon stays
+    as large as without."""
 
     def start(self, old: Params, layout: ParamLayout, public: Public) -> NoisySum:
         return NoisySum(old, layout, public, self.clip, self.noise_multiplier)
@@ -241,7 +242,7 @@ def check_model(aggregation: object, layout: ParamLayout, pool: Pool) -> None:
         )
 
 
-LEARN_NOTHING = (Uniform, ResourceTable)
+LEARN_NOTHING = (Uniform, ByCapacity, ResourceTable)
 """Selections whose `learn` is the identity."""
 
 
@@ -252,7 +253,7 @@ def check_selection(aggregation: object, selection: Selector) -> None:
         raise ConfigError(
             f"algorithm.aggregation is private, but the selection {type(selection).__name__} learns from single "
             "clients' answers, or is not known to learn nothing, which the next rounds would show: set "
-            "algorithm.selection={name: uniform} or {name: resource_table}"
+            "algorithm.selection={name: uniform}, {name: by_capacity} or {name: resource_table}"
         )
 
 
@@ -389,12 +390,14 @@ def epsilon(algorithm: Algorithm, fleet: Sequence[Device], pool: Pool, rounds: i
 
 
 def _sampled(algorithm: Any, fleet: Sequence[Device], pool: Pool) -> tuple[int, int] | None:
-    """(k, N) where the selection draws k of N clients uniformly; None: it does not, or is not known to."""
-    if type(getattr(algorithm, "selection", None)) is not Uniform:
+    """(k, N) if the selection draws k of N clients uniformly; None: it does not, or is not known to."""
+    selection = type(getattr(algorithm, "selection", None))
+    if selection not in (Uniform, ByCapacity):
         return None
-    least = pool[dispatched(pool)[0]].share
-    able = [d for d in fleet if algorithm.selection.model != "capacity" or holds(d, least)]
-    return min(round_size(algorithm.training.fraction, len(fleet)), len(able)), len(able)
+    asked: Sequence[Device] = eligible(algorithm, fleet, pool)
+    if selection is ByCapacity:
+        asked = able(asked, pool[dispatched(pool)[0]].share)
+    return min(round_size(algorithm.training.fraction, len(fleet)), len(asked)), len(asked)
 
 
 @lru_cache(maxsize=16)

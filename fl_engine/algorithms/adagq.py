@@ -66,7 +66,7 @@ from fl_engine.core.types import (
     RoundPlan,
 )
 from fl_engine.core.workload import FORWARDS_PER_STEP
-from fl_engine.selection import Selection, Uniform
+from fl_engine.selection import ByCapacity, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class AdaGQ(Terms):
     static_bn: StaticBN = "kept"
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest sub-network needs."""
-    selection: Selection = Uniform()
+    selection: Selection = ByCapacity()
     aggregation: Aggregation = Mean()
     server: Server = Average()
 

@@ -68,7 +68,7 @@ from fl_engine.core.types import (
     RoundContext,
     RoundPlan,
 )
-from fl_engine.selection import Selection, Uniform
+from fl_engine.selection import ByCapacity, Selection
 
 Levels = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
 
@@ -106,7 +106,7 @@ class DAdaQuant(Terms):
     static_bn: StaticBN = "kept"
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest sub-network needs."""
-    selection: Selection = Uniform()
+    selection: Selection = ByCapacity()
     aggregation: Aggregation = Mean()
     server: Server = Average()
 

@@ -54,7 +54,8 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.selection import Selection, Uniform
+from fl_engine.selection import ByCapacity, Selection
+from fl_engine.selection.capacity import level_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class Decoupled(Terms):
     """Width ratio of each level, ascending to 1; these make about 25, 50 and 100 % of the parameters."""
     on_too_small: TooSmall = "train"
     """What a device does that was sent the smallest model and has less free than it needs."""
-    selection: Selection = Uniform()
+    selection: Selection = ByCapacity()
     aggregation: Aggregation = Mean()
     server: Server = Average()
 
@@ -103,7 +104,7 @@ class Decoupled(Terms):
         for level in reversed(range(len(state.pool))):
             rng = seeds.rng(context.seed, f"select level {level}", context.round)
             busy = {client for client, _ in picks}
-            free = tuple(d for d in context.available if d.client not in busy)
+            free = tuple(d for d in context.available if d.client not in busy and level_of(d, state.pool) >= level)
             alone = tuple(replace(m, dispatched=i == level) for i, m in enumerate(state.pool))
             now = replace(context, available=free, pool=alone)
             found = picked(self.selection, state, now, asked(self.training, context), rng)

@@ -60,7 +60,7 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.core.widths import choose_exits, with_exits
-from fl_engine.selection import Selection, Uniform
+from fl_engine.selection import ByCapacity, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class DepthFL(Terms):
     weighting: Weighting = "uniform"
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest level needs."""
-    selection: Selection = Uniform()
+    selection: Selection = ByCapacity()
     aggregation: Aggregation = Mean()
     server: Server = Average()
     """The step towards the mean, before FedDyn's correction by h."""

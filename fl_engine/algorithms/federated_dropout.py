@@ -34,7 +34,7 @@ from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.slicing import take
 from fl_engine.core.types import LocalTask, Outcome, Pool, Prepared, RoundContext, RoundPlan, TaskContext, WorkOrder
 from fl_engine.core.widths import random_drop
-from fl_engine.selection import Selection, Uniform
+from fl_engine.selection import ByCapacity, Selection
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class FederatedDropout(Terms):
     scaler: bool = True
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest width needs."""
-    selection: Selection = Uniform()
+    selection: Selection = ByCapacity()
     aggregation: Aggregation = Mean()
     server: Server = Average()
 

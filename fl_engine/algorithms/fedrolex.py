@@ -54,7 +54,7 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.core.widths import rolling, window_start
-from fl_engine.selection import Selection, Uniform
+from fl_engine.selection import ByCapacity, Selection
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class FedRolex(Terms):
     scaler: bool = True
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest width needs."""
-    selection: Selection = Uniform()
+    selection: Selection = ByCapacity()
     aggregation: Aggregation = Mean()
     server: Server = Average()
 

@@ -56,7 +56,7 @@ from fl_engine.core.types import (
 )
 from fl_engine.core.widths import SIZES, nested
 from fl_engine.preparation.supernet import Supernet, anchors
-from fl_engine.selection import Selection, Uniform
+from fl_engine.selection import ByCapacity, Selection
 from fl_engine.selection.capacity import by_tier, holds
 
 
@@ -120,7 +120,7 @@ class FedX(Terms):
     weighting: Weighting = "uniform"
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest level needs."""
-    selection: Selection = Uniform()
+    selection: Selection = ByCapacity()
     """Which clients are asked; tiers say what they get."""
     aggregation: Aggregation = Mean()
     server: Server = Average()

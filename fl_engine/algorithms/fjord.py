@@ -26,7 +26,7 @@ from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import LocalTask, Pool, Prepared, TaskContext, WorkOrder
-from fl_engine.selection import Selection, Uniform
+from fl_engine.selection import ByCapacity, Selection
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class FjORD(Terms):
     """The widths p, ascending to 1; all are reported."""
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest width needs."""
-    selection: Selection = Uniform()
+    selection: Selection = ByCapacity()
     aggregation: Aggregation = Mean()
     server: Server = Average()
 

@@ -1,10 +1,9 @@
 """FedAvg on the full model, and methods that differ from it in one default: the papers' references.
 
-`all_large` is FedAvg (McMahan et al., AISTATS 2017, Algorithm 1), under the name that the papers give it as a control;
-`fedavg` is the same. Every client trains the full model, whatever it can hold, as in the papers: the result is what a
-fleet of strong devices would reach. With `eligible: capable` only devices take part that can hold the full model at
-their maximum capacity, and a device that has less memory free at the moment fails: the result is what FedAvg can do on
-this fleet, and what heterogeneous methods must beat.
+`all_large` and `fedavg` are FedAvg (McMahan et al., AISTATS 2017, Algorithm 1): every client trains the full model,
+whatever it can hold, as a fleet of strong devices would. With `eligible: capable` only devices take part that can hold
+the full model at their maximum capacity, and a device that has less free at the moment fails. This is what FedAvg
+reaches on the fleet, and what heterogeneous methods must beat.
 
 `fedprox` is FedProx: Federated Optimization in Heterogeneous Networks (Li et al., MLSys 2020), Algorithm 2: clients
 minimise `F_k(w) + mu/2 * ||w - w^t||^2`, and mu holds them close to the model they were sent. Departs from the paper:
@@ -21,22 +20,19 @@ decay is `training.lr_decay`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Adam, Average, Server
 from fl_engine.algorithms import pooled, terms
-from fl_engine.algorithms.pooled import PooledState, Training, needs_room
+from fl_engine.algorithms.pooled import Training, needs_room
 from fl_engine.algorithms.terms import Terms, local_task
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
-from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, NotNegative
-from fl_engine.core.types import FULL, Device, LocalTask, ParamLayout, Params, Pool, Prepared, TaskContext, WorkOrder
+from fl_engine.core.types import FULL, LocalTask, Pool, Prepared, TaskContext, WorkOrder
 from fl_engine.selection import Selection, Uniform
-from fl_engine.selection.capacity import holds
 
 
 @dataclass(frozen=True)
@@ -48,9 +44,9 @@ class AllLarge(Terms):
 
     training: Training = Training()
     eligible: Literal["all", "capable"] = "all"
-    """`all` devices, whatever they can hold, or those `capable` of the full model."""
+    """Which devices take part. `all`: every device, whatever it can hold; `capable`: those that can hold the model."""
     selection: Selection | None = None
-    """null: uniform among the eligible."""
+    """null: a uniform draw from the devices that take part."""
     aggregation: Aggregation = Mean()
     server: Server = Average()
     mu: NotNegative = 0.0
@@ -62,22 +58,9 @@ class AllLarge(Terms):
         return terms.some_narrower(self, family, (full,))
 
     def selector(self, pool: Pool) -> Selector:
-        if self.selection is not None:
-            return self.selection
-        return Uniform(model="largest" if self.eligible == "all" else "capacity")
+        return self.selection or Uniform(model="largest")
 
-    def init(
-        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
-    ) -> PooledState:
-        if self.eligible == "capable" and not any(holds(d, 1.0) for d in fleet):
-            raise ConfigError(
-                "algorithm.eligible is 'capable', but no device of the fleet can hold the full model (the largest "
-                f"holds {max(d.most for d in fleet):.1f} %): set algorithm.eligible=all, or give a tier of fleet.tiers "
-                "more memory"
-            )
-        return pooled.init(self, params, layout, fleet, pool, server)
-
-    plan, merge = pooled.plan, terms.merge
+    init, plan, merge = pooled.init, pooled.plan, terms.merge
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         if self.eligible == "capable":

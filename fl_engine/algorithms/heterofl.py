@@ -8,7 +8,8 @@ cross entropy, and static batch norm (see `evaluation.collect_statistics` for wh
 Departs from the paper: a device with less free than its level needs steps down to the next (in FlexFL's comparison,
 too, levels follow what is free). FlexFL's and AdaptiveFL's comparisons have the three switches off, weight by sample
 counts (`scaler: false, mask_labels: false, static_bn: false`), and draw a level before its device (`selection: {name:
-resource_table}`); by default clients are drawn uniformly, as in HeteroFL, and get the largest level they can hold.
+resource_table}`); by default clients are drawn uniformly, as in HeteroFL, and get the largest level that they can hold
+(`by_capacity`).
 HeteroFL's own setting: `weighting: uniform`, `training.clip_norm: 1`, learning rate 0.1, batch 10, preresnet18.
 """
 
@@ -26,7 +27,7 @@ from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.types import LocalTask, Pool, Prepared, TaskContext, WorkOrder
 from fl_engine.core.widths import Rounding
-from fl_engine.selection import Selection, Uniform
+from fl_engine.selection import ByCapacity, Selection
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class HeteroFL(Terms):
     mask_labels: bool = True
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest level needs."""
-    selection: Selection = Uniform()
+    selection: Selection = ByCapacity()
     aggregation: Aggregation = Mean()
     server: Server = Average()
 

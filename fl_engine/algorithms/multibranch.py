@@ -82,7 +82,7 @@ from fl_engine.core.types import (
 )
 from fl_engine.core.widths import branch, exit_points, with_exits
 from fl_engine.core.workload import macs_of
-from fl_engine.selection import Selection, Uniform
+from fl_engine.selection import ByCapacity, Selection
 from fl_engine.selection.capacity import dispatched, holds
 from fl_engine.selection.tiers import tiers
 
@@ -107,7 +107,7 @@ class MultiBranch(Terms):
     """Weight of FedProx's proximal term (the field `mu` of `fedprox`); 0 is none."""
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest branch needs."""
-    selection: Selection = Uniform()
+    selection: Selection = ByCapacity()
     aggregation: Aggregation = Mean()
     server: Server = Average()
 

@@ -47,7 +47,7 @@ from fl_engine.core.types import (
     changed,
 )
 from fl_engine.core.widths import Rounding, early_exit, prefix
-from fl_engine.selection.capacity import round_size
+from fl_engine.selection.capacity import check_eligible, eligible, round_size
 
 TooSmall = Literal["train", "fail"]
 
@@ -229,12 +229,14 @@ def init(
     pool: Pool,
     server: ServerContext,
 ) -> PooledState:
-    """Raises ConfigError where the aggregation does not go with the network, the selection or what clients keep."""
+    """Return the state before the first round. Raises ConfigError if the algorithm may ask no device of the fleet, or
+    if the aggregation does not go with the network, the selection or what clients keep."""
     selection = method.selector(pool)
     check_model(method.aggregation, layout, pool)
     check_selection(method.aggregation, selection)
     check_state(method.aggregation, method)
-    return PooledState(params=params, tables=selection.init(fleet, pool), moments={}, layout=layout, pool=pool)
+    asked = check_eligible(method, fleet, pool)
+    return PooledState(params=params, tables=selection.init(asked, pool), moments={}, layout=layout, pool=pool)
 
 
 def plan(method: PooledMethod, state: PooledState, context: RoundContext) -> RoundPlan:
@@ -278,9 +280,10 @@ def order_for(
 
 
 def select(method: PooledMethod, state: PooledState, context: RoundContext) -> list[Pick]:
-    """(client, level) of the clients that the method's selection picks for this round. Raises ModelError as `picked`
-    does."""
+    """(client, level) of the clients that the method's selection picks for this round, among those that the method may
+    ask. Raises ModelError as `picked` does."""
     count = asked(method.training, context)
+    context = replace(context, available=eligible(method, context.available, state.pool))
     rng = seeds.rng(context.seed, "select", context.round)
     return picked(method.selector(state.pool), state, context, count, rng)
 

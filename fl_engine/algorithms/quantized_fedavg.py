@@ -5,14 +5,13 @@ devices, which the server sends quantised by QSGD. The server holds no data, and
 `full` is its accuracy; `model.safetensors` has the network's other weights as they were initialised.
 
 Departs from the paper: weights come back as trained ("quantization is done at the server in these variants"); `bits_up`
-quantises their change too. Devices that cannot hold the sub-network take part only with `eligible: all`, as in
-`all_large`. QSGD has a norm for every 512 elements; `bucket: null` is one for each tensor. The run's `codec` is not
-used.
+quantises their change too. Every device takes part; with `eligible: capable`, as in `all_large`, only those that
+can hold the sub-network. QSGD has a norm for every 512 elements; `bucket: null` is one for each tensor. The run's
+`codec` is not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -20,16 +19,14 @@ from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import nested, pooled, terms
 from fl_engine.algorithms.nested import WIDTHS, Bits, Widths
-from fl_engine.algorithms.pooled import PooledState, Training, needs_room
+from fl_engine.algorithms.pooled import Training, needs_room
 from fl_engine.algorithms.terms import StaticBN, Terms, local_task
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
-from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Count
-from fl_engine.core.types import Codecs, Device, LocalTask, ParamLayout, Params, Pool, Prepared, TaskContext, WorkOrder
+from fl_engine.core.types import Codecs, LocalTask, Pool, Prepared, TaskContext, WorkOrder
 from fl_engine.core.widths import Size
 from fl_engine.selection import Selection, Uniform
-from fl_engine.selection.capacity import holds
 
 
 @dataclass(frozen=True)
@@ -49,11 +46,12 @@ class QuantizedFedAvg(Terms):
     """QSGD's, of the change that a device sends back; null: it sends its weights as they are."""
     bucket: Count | None = 512
     """Elements that share a norm in QSGD; null: all of a tensor."""
-    eligible: Literal["all", "capable"] = "capable"
-    """`all` ignores what devices can hold; `capable` keeps to it."""
+    eligible: Literal["all", "capable"] = "all"
+    """Which devices take part. `all`: every device, whatever it can hold; `capable`: those that can hold the
+    sub-network."""
     static_bn: StaticBN = "kept"
     selection: Selection | None = None
-    """null: uniform among the eligible."""
+    """null: a uniform draw from the devices that take part."""
     aggregation: Aggregation = Mean()
     server: Server = Average()
 
@@ -64,22 +62,9 @@ class QuantizedFedAvg(Terms):
         return terms.some_narrower(self, family, (model,))
 
     def selector(self, pool: Pool) -> Selector:
-        if self.selection is not None:
-            return self.selection
-        return Uniform(model="largest" if self.eligible == "all" else "capacity")
+        return self.selection or Uniform(model="largest")
 
-    def init(
-        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
-    ) -> PooledState:
-        (model,) = pool
-        if self.eligible == "capable" and not any(holds(d, model.share) for d in fleet):
-            raise ConfigError(
-                f"algorithm.eligible is 'capable', but no device of the fleet can hold {model.name}, "
-                f"{100 * model.share:.1f} % of the full model: choose a smaller algorithm.level, or eligible: all"
-            )
-        return pooled.init(self, params, layout, fleet, pool, server)
-
-    plan, merge = pooled.plan, terms.merge
+    init, plan, merge = pooled.init, pooled.plan, terms.merge
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         if self.eligible == "capable":

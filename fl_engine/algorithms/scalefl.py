@@ -29,7 +29,7 @@ from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction, Index, NotNegative, Positive
 from fl_engine.core.types import ExitLoss, LocalTask, Pool, Prepared, TaskContext, WorkOrder
 from fl_engine.core.widths import choose_exits, with_exits
-from fl_engine.selection import Selection, Uniform
+from fl_engine.selection import ByCapacity, Selection
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ScaleFL(Terms):
     """The first round that distils, counted from 0; the authors' code takes a quarter of all rounds."""
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest level needs."""
-    selection: Selection = Uniform()
+    selection: Selection = ByCapacity()
     aggregation: Aggregation = Mean()
     server: Server = Average()
 

@@ -93,7 +93,7 @@ def partition(
     parameters |= own
     match rule:
         case "natural":
-            parts = natural(_sources(data)[rest], clients)
+            parts = natural(_left(data, rest, clients), clients)
         case "manual":
             if owner is None:
                 raise PartitionError("the rule manual needs a map; set partition.map to a file")
@@ -159,6 +159,19 @@ def _sources(data: Data) -> Ints:
             f"partition; take one of {', '.join(each for each in RULES if each != 'natural')}"
         )
     return data.natural_client.numpy()
+
+
+def _left(data: Data, rest: Ints, clients: int) -> Ints:
+    """The source of each sample that the proxy leaves. Raises PartitionError if the proxy takes all samples of sources
+    that are needed as clients."""
+    sources = _sources(data)
+    all_n, left_n = len(np.unique(sources)), len(np.unique(sources[rest]))
+    if left_n < clients <= all_n:
+        raise PartitionError(
+            f"the server's proxy takes all samples of {all_n - left_n} of the {all_n} clients of {data.name}. Set "
+            f"partition.proxy to a smaller share (0: no proxy), or partition.clients to at most {left_n}"
+        )
+    return sources[rest]
 
 
 def _check_labels(data: Data, rule: str) -> None:

@@ -126,6 +126,8 @@ FLEETS: dict[str, tuple[Tier, ...]] = {
     "fedaiot_epic_sounds": _aiot("headset", 2176, ("1gb", "8gb"), 20.0),
 }
 """What `fleet.tiers` takes by name instead of a list."""
+DEFAULT = FLEETS["4:3:3"]
+"""The fleet of a configuration that does not say another one."""
 
 
 def named(name: str) -> tuple[Tier, ...]:
@@ -139,12 +141,17 @@ def named(name: str) -> tuple[Tier, ...]:
 
 # ------------------------------------------------------------------------------------------------ devices
 def fleet(
-    tiers: Sequence[Tier] | str, clients: int, seed: int, family: ModelFamily | None = None
+    tiers: Sequence[Tier] | str,
+    clients: int,
+    seed: int,
+    family: ModelFamily | None = None,
+    smallest: int | None = None,
 ) -> tuple[Device, ...]:
     """One device per client. Shares are met to the nearest device (largest remainder); which client is which is
     drawn from the seed, so every algorithm of a comparison meets the same fleet. `family`: the network that they train,
-    with the changes that the algorithm makes, for tiers with a `width`; None: r_M is `memory`. Raises ConfigError for
-    tiers that no fleet can have."""
+    with the changes that the algorithm makes, for tiers with a `width`; None: r_M is `memory`. `smallest`: parameters
+    of the smallest model that the algorithm sends, which every device of the default fleet can hold, whatever its
+    `memory` says; None: r_M is `memory`. Raises ConfigError for tiers that no fleet can have."""
     tiers = named(tiers) if isinstance(tiers, str) else tiers
     if not tiers:
         raise ConfigError("fleet.tiers is empty: give at least one tier")
@@ -153,7 +160,7 @@ def fleet(
     names = [t.name for t in tiers]
     if again := [name for i, name in enumerate(names) if name in names[:i]]:
         raise ConfigError(f"fleet.tiers: two tiers are named {again[0]!r}, and each needs a name of its own")
-    tiers = tiers if family is None else [holding(t, family) for t in tiers]
+    tiers = tiers if family is None else holding(tiers, family, smallest)
     if abs(sum(t.share for t in tiers) - 1) > 1e-6:
         shares = ", ".join(f"{t.name} {t.share}" for t in tiers)
         raise ConfigError(f"the shares of fleet.tiers must add up to 1, got {shares}")
@@ -193,14 +200,24 @@ def _check(t: Tier) -> None:
         raise ConfigError(f"fleet tier {t.name!r}: limits (low, high) lie around memory = {t.memory}, got {t.limits}")
 
 
-def holding(t: Tier, family: ModelFamily) -> Tier:
-    """The tier with what a sub-model of its width takes of this network, half a parameter more than that: whoever holds
-    a model has more free than it needs."""
-    layout = family.layout()
-    if t.width is None or not hidden(layout):
-        return t
-    needs = 100 * (count_params(family, prefix(layout, t.width)) + 0.5) / count_params(family)
-    return replace(t, memory=max(t.memory, needs))
+def holding(tiers: Sequence[Tier], family: ModelFamily, smallest: int | None = None) -> list[Tier]:
+    """The tiers with the memory that their devices have for this network: enough for a sub-model of a tier's `width`,
+    and in the default fleet for a model of `smallest` parameters."""
+    layout, is_default = family.layout(), tuple(tiers) == DEFAULT
+    found = []
+    for t in tiers:
+        if t.width is not None and hidden(layout):
+            t = at_least(t, count_params(family, prefix(layout, t.width)), family)
+        if smallest is not None and is_default:
+            t = at_least(t, smallest, family)
+        found.append(t)
+    return found
+
+
+def at_least(t: Tier, params: int, family: ModelFamily) -> Tier:
+    """The tier, whose devices can hold at least a model of so many parameters. They have half a parameter more than
+    that, because a device must have more free than a model takes."""
+    return replace(t, memory=max(t.memory, 100 * (params + 0.5) / count_params(family)))
 
 
 def device_of(client: int, tier: Tier, sigma: float = 0.0) -> Device:

@@ -13,6 +13,7 @@ clock (`fleet.devices`), for the mean number of samples of the tier's clients; t
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -24,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import seeds, workload
+from fl_engine.core.adapters import adapter
 from fl_engine.core.contracts import ModelFamily, Nested, PreparationContext
 from fl_engine.core.errors import PoolError, nearest
 from fl_engine.core.slicing import count_params, initial_params, is_statistic, take
@@ -224,13 +226,14 @@ class Scores:
 def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str, SubmodelSpec]) -> list[Kind]:
     """One for each tier that has devices, in the order of their first client."""
     settings, samples = server.settings, server.samples
-    tiers = [devices.Tier(**tier) for tier in settings["fleet.tiers"]]
-    members: dict[str, list[Device]] = {}
-    for device in devices.fleet(tiers, len(samples), server.seed, family):
-        members.setdefault(device.tier, []).append(device)
     wanted = settings["algorithm.level"]
     if wanted is not None and wanted not in levels:
         raise PoolError(f"algorithm.level = {wanted!r} is no sub-network{nearest(wanted, levels)}")
+    params = {name: count_params(family, spec) for name, spec in levels.items() if wanted in (None, name)}
+    tiers = adapter(tuple[devices.Tier, ...]).validate_json(json.dumps(settings["fleet.tiers"]))
+    members: dict[str, list[Device]] = {}
+    for device in devices.fleet(tiers, len(samples), server.seed, family, min(params.values())):
+        members.setdefault(device.tier, []).append(device)
     most_bits = settings["algorithm.q_max"]
     if unknown := [tier for tier in most_bits if tier not in members]:
         raise PoolError(f"algorithm.q_max: the fleet has no tier {unknown[0]!r}{nearest(unknown[0], members)}")
@@ -239,9 +242,9 @@ def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str,
     for tier, own in members.items():
         draws = sum(workload.draws(training, samples[device.client]) for device in own) / len(own)
         seconds = {
-            name: workload.FORWARDS_PER_STEP * workload.macs_of(family, spec) * draws / own[0].speed
-            for name, spec in levels.items()
-            if wanted in (None, name) and any(holds(device, count_params(family, spec) / whole) for device in own)
+            name: workload.FORWARDS_PER_STEP * workload.macs_of(family, levels[name]) * draws / own[0].speed
+            for name, count in params.items()
+            if any(holds(device, count / whole) for device in own)
         }
         found.append(Kind(tier, most_bits.get(tier, MOST_BITS), seconds))
     return found

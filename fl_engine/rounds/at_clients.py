@@ -34,7 +34,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, Params, Pool, RoundPlan, WorkOrder
 from fl_engine.rounds.collect import Clients, adopted, ask
 from fl_engine.rounds.run import Run
-from fl_engine.selection.capacity import level_of
+from fl_engine.selection.capacity import eligible, level_of
 from fl_engine.storage.store import tensor_bytes
 from fl_engine.training.evaluation import published, weights_of
 
@@ -66,8 +66,8 @@ def check(algorithm: Algorithm, family: ModelFamily, pool: Pool) -> None:
 
 
 def planned(run: Run, state: Any, round: int, clock: float) -> RoundPlan:
-    """Who is asked to evaluate what, after `round` has ended at `clock`. Pure. Not asked are clients that are offline
-    then, that hold out no samples, or whose device can hold no model."""
+    """Return the evaluation after `round`, which has ended at `clock`. Each client that may train is asked, unless it
+    is offline then or holds out no samples. Pure."""
     share = 1.0 if run.evaluation is None else run.evaluation.share
     asked = list(_able(run, clock))
     count = max(1, int(share * len(run.site.fleet) + 1e-9))
@@ -87,10 +87,9 @@ def planned(run: Run, state: Any, round: int, clock: float) -> RoundPlan:
 
 
 def _able(run: Run, clock: float) -> Iterator[tuple[Device, int]]:
-    for device in run.available(clock):
-        level = level_of(device, run.site.pool)
-        if level is not None and (run.site.most is not None or len(run.site.held_by(device.client))):
-            yield device, level
+    for device in eligible(run.algorithm, run.available(clock), run.site.pool):
+        if run.site.most is not None or len(run.site.held_by(device.client)):
+            yield device, level_of(device, run.site.pool)
 
 
 def evaluated(run: Run, state: Any, round: int, clock: float, clients: Clients) -> dict[str, float]:

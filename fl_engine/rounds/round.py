@@ -20,7 +20,7 @@ from fl_engine.rounds.flights import Flight
 from fl_engine.rounds.phases import Stopwatch
 from fl_engine.rounds.recorder import recorded
 from fl_engine.rounds.run import Run
-from fl_engine.selection.capacity import level_of
+from fl_engine.selection.capacity import eligible, level_of
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import tensor_bytes
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool, published
@@ -114,11 +114,11 @@ def _scores(run: Run, state: Any) -> dict[str, float]:
 
 
 def _of_devices(run: Run, scores: Mapping[str, Score]) -> dict[str, float]:
-    """`accuracy_devices`, by the deciding metric's name: the mean over the devices of what their own sub-model scores
-    (FedX, section IV-D), the one of their tier, else the largest that they can hold. Empty where fewer
-    than two levels are scored, no device can hold any, or one that devices use is not reported."""
+    """`accuracy_devices`, by the deciding metric's name: the mean over the devices that may train of the score of the
+    sub-model that each uses (`capacity.level_of`; FedX, section IV-D). Empty if fewer than two levels are scored, or if
+    a level that devices use is not reported."""
     pool = run.site.pool
-    own = [level for level in (level_of(device, pool) for device in run.site.fleet) if level is not None]
-    if len(scores) < 2 or not own or any(pool[level].name not in scores for level in own):
+    own = [level_of(device, pool) for device in eligible(run.algorithm, run.site.fleet, pool)]
+    if len(scores) < 2 or any(pool[level].name not in scores for level in own):
         return {}
     return {f"{run.site.data.task.metric.name}_devices": fmean(scores[pool[level].name].value for level in own)}

@@ -11,10 +11,11 @@ from fl_engine.core.registry import Contract
 from fl_engine.selection.curiosity import Curiosity
 from fl_engine.selection.oort import Oort
 from fl_engine.selection.resource_table import ResourceTable
-from fl_engine.selection.uniform import Uniform
+from fl_engine.selection.uniform import ByCapacity, Uniform
 
 SELECTIONS: dict[str, type[Selector]] = {
     "uniform": Uniform,
+    "by_capacity": ByCapacity,
     "resource_table": ResourceTable,
     "curiosity": Curiosity,
     "oort": Oort,
@@ -23,4 +24,4 @@ SELECTIONS: dict[str, type[Selector]] = {
 Selection = Annotated[Selector, Contract("selection", SELECTIONS, Selector, optional=(MeasuresClients,))]
 """For an algorithm's field: chosen by name in a configuration, or one's own as `package.module:NAME`."""
 
-__all__ = ["SELECTIONS", "Curiosity", "Oort", "ResourceTable", "Selection", "Uniform"]
+__all__ = ["SELECTIONS", "ByCapacity", "Curiosity", "Oort", "ResourceTable", "Selection", "Uniform"]

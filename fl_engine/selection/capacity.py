@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Codecs, Device, Pool
@@ -47,33 +48,48 @@ def by_tier(pool: Pool) -> dict[str, tuple[int, Codecs | None]]:
     return {tier: (i, codecs) for i, model in enumerate(pool) for tier, codecs in model.tiers}
 
 
-def level_of(device: Device, pool: Pool) -> int | None:
-    """The model that a device uses: its tier's, else the largest of those sent that it can hold; None: it can hold
-    none."""
+def level_of(device: Device, pool: Pool) -> int:
+    """The model that a device uses: its tier's, else the largest of those sent that it can hold, else the smallest."""
     tiers = by_tier(pool)
     if device.tier in tiers:
         return tiers[device.tier][0]
-    return max((i for i in dispatched(pool) if holds(device, pool[i].share)), default=None)
+    smallest, *larger = dispatched(pool)
+    return max((i for i in larger if holds(device, pool[i].share)), default=smallest)
+
+
+def eligible(algorithm: Any, devices: Sequence[Device], pool: Pool) -> tuple[Device, ...]:
+    """The devices that the algorithm may ask: all of them, or, if its `eligible` is `capable`, those that can hold its
+    smallest model."""
+    if getattr(algorithm, "eligible", "all") != "capable":
+        return tuple(devices)
+    return tuple(able(devices, pool[dispatched(pool)[0]].share))
+
+
+def check_eligible(algorithm: Any, fleet: Sequence[Device], pool: Pool) -> tuple[Device, ...]:
+    """The devices of the fleet that the algorithm may ask. Raises ConfigError if there are none."""
+    if found := eligible(algorithm, fleet, pool):
+        return found
+    smallest = pool[dispatched(pool)[0]]
+    raise ConfigError(
+        f"algorithm.eligible=capable asks only devices that can hold {smallest.name}, which is "
+        f"{100 * smallest.share:.4g} % of the full model, but the largest device of the fleet holds "
+        f"{max(d.most for d in fleet):.4g} %. Set algorithm.eligible=all, or give a tier of fleet.tiers more memory"
+    )
 
 
 def check_capacity(fleet: Sequence[Device], pool: Pool) -> None:
-    """For selections that ask those devices alone that can hold a model. Tells, as a warning with the numbers, of tiers
-    whose devices hold none of those sent, and of models sent that no device holds. Raises ConfigError where no device
-    holds any."""
-    sent = [pool[i] for i in dispatched(pool)]
-    if not any(holds(d, sent[0].share) for d in fleet):
+    """For selections that ask only devices that can hold a model. Raises ConfigError if a tier has devices that can
+    hold none, because these would never train. Logs a warning about models that no device can hold."""
+    smallest = pool[dispatched(pool)[0]]
+    if idle := too_weak(fleet, pool):
         raise ConfigError(
-            f"no device of the fleet can hold {sent[0].name}, the smallest model sent ({100 * sent[0].share:.1f} % of "
-            f"the full one): the strongest holds {max(d.most for d in fleet):.4g} %. Make the fleet stronger or "
-            "the models smaller"
+            f"fleet.tiers: some devices would never train, because they cannot hold {smallest.name}, the smallest "
+            f"model sent, which is {100 * smallest.share:.4g} % of the full one: {_said_of(idle, fleet)}. Give these "
+            "tiers more memory, send a smaller model, or set algorithm.selection={name: uniform}, with which such "
+            f"devices train {smallest.name} all the same"
         )
-    if idle := [d for d in fleet if level_of(d, pool) is None]:
-        log.warning(
-            "fleet: these tiers are never asked, because they hold less of the full model than the %.4g %% that %s, "
-            "the smallest model sent, takes: %s. Give them more memory, or send a smaller model",
-            100 * sent[0].share, sent[0].name, _said_of(idle, fleet),
-        )  # fmt: skip
     most = max(d.most for d in fleet)
+    sent = [pool[i] for i in dispatched(pool)]
     unheld = [f"{m.name} ({100 * m.share:.4g} %)" for m in sent if not any(holds(d, m.share) for d in fleet)]
     if unheld:
         log.warning(
@@ -83,17 +99,22 @@ def check_capacity(fleet: Sequence[Device], pool: Pool) -> None:
 
 
 def tell_of_too_weak(fleet: Sequence[Device], pool: Pool) -> None:
-    """For selections that ask devices whatever they can hold. Tells, as a warning with the numbers, of tiers whose
-    devices cannot hold the smallest model. A method that sends the full model alone ignores memory on purpose."""
-    tiers = by_tier(pool)
-    weak = [d for d in fleet if d.tier not in tiers and not holds(d, pool[0].share)]
-    if weak and len(dispatched(pool)) > 1:
+    """For selections that ask all devices. Logs a warning about tiers whose devices cannot hold the smallest model. A
+    method that sends the full model alone ignores memory on purpose."""
+    if len(dispatched(pool)) > 1 and (weak := too_weak(fleet, pool)):
+        smallest = pool[dispatched(pool)[0]]
         log.warning(
-            "fleet: these tiers hold less of the full model than the %.4g %% that %s, the smallest, takes, and are "
-            "asked all the same, since the selection does not look at what devices hold: %s. Give them more memory, "
-            "or let the selection go by capacity",
-            100 * pool[0].share, pool[0].name, _said_of(weak, fleet),
+            "fleet: devices of these tiers are asked although they cannot hold %s, the smallest model sent, which is "
+            "%.4g %% of the full one: %s. Give them more memory, or send a smaller model",
+            smallest.name, 100 * smallest.share, _said_of(weak, fleet),
         )  # fmt: skip
+
+
+def too_weak(fleet: Sequence[Device], pool: Pool) -> list[Device]:
+    """The devices that can hold no model that is sent. A tier that has a model of its own is never too weak: the
+    algorithm has checked it."""
+    tiers, least = by_tier(pool), pool[dispatched(pool)[0]].share
+    return [d for d in fleet if d.tier not in tiers and not holds(d, least)]
 
 
 def _said_of(some: Sequence[Device], fleet: Sequence[Device]) -> str:

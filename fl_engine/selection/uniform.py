@@ -1,4 +1,4 @@
-"""Clients uniformly, and what each is sent by capacity, at random, or always the largest model."""
+"""Clients drawn uniformly: from all clients, or from those that can hold a model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import numpy as np
 
 from fl_engine.core.fields import STRICT
 from fl_engine.core.types import Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
-from fl_engine.selection.capacity import able, check_capacity, dispatched, holds, tell_of_too_weak
+from fl_engine.selection.capacity import able, check_capacity, dispatched, level_of, tell_of_too_weak
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """k distinct clients, each with the same chance.
+    """k distinct clients, drawn uniformly from all clients, whatever they can hold.
 
-    `capacity` sends each the largest model it can hold, and asks only those that can hold one; `random` draws the
-    model uniformly and `largest` always sends the largest, both whatever the client can hold (AdaptiveFL's +Random
-    and +Greed).
+    `model` says what each is sent. `capacity`: the largest model that it can hold, or the smallest model if it can hold
+    none; `random`: a model drawn uniformly; `largest`: the largest model (AdaptiveFL's +Random and +Greed).
     """
 
     __pydantic_config__ = STRICT
@@ -27,22 +26,16 @@ class Uniform:
     model: Literal["capacity", "random", "largest"] = "capacity"
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
-        if self.model == "capacity":
-            check_capacity(fleet, pool)
-        else:
-            tell_of_too_weak(fleet, pool)
+        tell_of_too_weak(fleet, pool)
         return {}
 
     def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
         pool, levels = context.pool, dispatched(context.pool)
-        least = pool[levels[0]].share
-        asked = able(context.available, least) if self.model == "capacity" else context.available
-        places = rng.choice(len(asked), size=min(count, len(asked)), replace=False).tolist()
         picks: list[Pick] = []
-        for device in sorted((asked[place] for place in places), key=lambda device: device.client):
+        for device in _drawn(context.available, count, rng):
             match self.model:
                 case "capacity":
-                    picks.append((device.client, max(i for i in levels if holds(device, pool[i].share))))
+                    picks.append((device.client, level_of(device, pool)))
                 case "largest":
                     picks.append((device.client, levels[-1]))
                 case "random":
@@ -51,3 +44,32 @@ class Uniform:
 
     def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
         return state
+
+
+@dataclass(frozen=True)
+class ByCapacity:
+    """k distinct clients, drawn uniformly from those that can hold a model; each is sent the largest that it can hold.
+
+    A fleet with a tier that can hold no model is refused before the first round.
+    """
+
+    __pydantic_config__ = STRICT
+    name: Literal["by_capacity"] = "by_capacity"
+
+    def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
+        check_capacity(fleet, pool)
+        return {}
+
+    def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
+        pool = context.pool
+        devices = able(context.available, pool[dispatched(pool)[0]].share)
+        return [(device.client, level_of(device, pool)) for device in _drawn(devices, count, rng)]
+
+    def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
+        return state
+
+
+def _drawn(devices: Sequence[Device], count: int, rng: np.random.Generator) -> list[Device]:
+    """`count` of these devices, or all if there are fewer, in client order."""
+    places = rng.choice(len(devices), size=min(count, len(devices)), replace=False)
+    return sorted((devices[place] for place in places), key=lambda device: device.client)

@@ -52,6 +52,7 @@ from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import FREE, check_spec, linear_slots
 from fl_engine.preparation import assumed
 from fl_engine.preparation.apoz import ApozLayer, ApozScores
+from fl_engine.selection.capacity import dispatched
 from fl_engine.tasks import Classification
 
 CHW = (1, 4, 4)
@@ -175,9 +176,17 @@ def tiny_partition(data: Data, sizes: Sequence[int]) -> Partition:
 
 
 # --------------------------------------------------------------------------------------------------- fleet
-def tiny_fleet(clients: int = CLIENTS, sigma: tuple[float, ...] = (5.0, 8.0, 10.0)) -> tuple[Device, ...]:
-    """FlexFL's Table I."""
-    tiers = (Tier("weak", 0.4, 35.0, sigma), Tier("medium", 0.3, 60.0, sigma), Tier("strong", 0.3, 110.0, sigma))
+def tiny_fleet(
+    clients: int = CLIENTS,
+    sigma: tuple[float, ...] = (5.0, 8.0, 10.0),
+    family: ModelFamily | None = None,
+    smallest: int = 0,
+) -> tuple[Device, ...]:
+    """FlexFL's Table I. With `family`, every device can hold a model of `smallest` parameters, as in the default
+    fleet."""
+    tiers = [Tier("weak", 0.4, 35.0, sigma), Tier("medium", 0.3, 60.0, sigma), Tier("strong", 0.3, 110.0, sigma)]
+    if family is not None:
+        tiers = [devices.at_least(tier, smallest, family) for tier in tiers]
     return devices.fleet(tiers, clients, SEED)
 
 
@@ -225,12 +234,15 @@ def tiny_site(
     family = TinyNet() if family is None else family
     if isinstance(algorithm, ChoosesNetwork):
         family = algorithm.network(family)
-    fleet = tiny_fleet() if fleet is None else fleet
+    pool = tiny_pool(algorithm, family)
+    if fleet is None:
+        is_capable = getattr(algorithm, "eligible", "all") == "capable"
+        fleet = tiny_fleet() if is_capable else tiny_fleet(family=family, smallest=pool[dispatched(pool)[0]].params)
     if data is None:
         c, h, w = family.input_shape
         data = tiny_data((c, h, w), family.outputs, len(fleet))
     partition = tiny_partition(data, (SAMPLES,) * len(fleet) if sizes is None else sizes)
-    return Site(family, tiny_pool(algorithm, family), fleet, data, partition, SEED)
+    return Site(family, pool, fleet, data, partition, SEED)
 
 
 def on_devices_alone(algorithm: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fl_engine.tasks import TASKS
 from flexfleet.config import Config, load_config, set_path
 from flexfleet.config.explain import quoted
 from flexfleet.config.overrides import PARAMETERS, whole
-from flexfleet.config.read import giving_way, leaves, meet, names_first, parse
+from flexfleet.config.read import giving_way, leaves, meet, names_first, parse, read_file
 from flexfleet.config.sources import MAIN, cells, to_a_file
 
 OWN_DATA = ".data"
@@ -76,7 +76,27 @@ def config_of(
     before = [pair for path, value in below for pair in giving_way(named, path, value)]
     for path, value in names_first([*before, *pairs]):  # all of them: a name drops the options of the one before it
         set_path(values, path, value)
+    if isinstance(data := given.get("dataset"), Data) and data.natural_client is not None:
+        set_partition(values, data, {*leaves(_given_by(config)), *leaves(dict(before)), *named})
     return parse(values)
+
+
+def set_partition(values: dict[str, Any], data: Data, given: Collection[str]) -> None:
+    """Set the partition of data whose samples have owners, unless the parameters are `given`: the rule `natural`, a
+    client for each owner, and no minimum. Raises ConfigError for an alpha that `natural` does not use."""
+    assert data.natural_client is not None
+    section = values["partition"]
+    if "partition.rule" not in given:
+        if "partition.alpha" in given:
+            raise ConfigError(
+                "partition.alpha is given without partition.rule, and the data say whose each sample is, so their rule "
+                "is natural, which has no alpha. Set partition.rule to dirichlet, or leave alpha out"
+            )
+        section["rule"] = "natural"
+    if "partition.clients" not in given:
+        section["clients"] = len(set(data.natural_client.tolist()))
+    if "partition.minimum" not in given and section["rule"] == "natural":
+        section["minimum"] = 1
 
 
 def _of_keyword(name: str, value: Any, store: str) -> list[tuple[str, Any]]:
@@ -126,6 +146,13 @@ def check_kinds(config: Any, options: Any) -> None:
         raise ConfigError(
             f"options: a mapping by dotted names is expected, {{'rounds.stop': 5}}, got {quoted(options)}"
         )
+
+
+def _given_by(config: str | Path | Mapping[str, Any] | Config | None) -> Mapping[str, Any]:
+    """The sections of `config` with the parameters that it sets itself."""
+    if config is None or isinstance(config, Mapping):
+        return config or {}
+    return config.model_dump(mode="json", exclude_unset=True) if isinstance(config, Config) else read_file(config)
 
 
 def _base(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:

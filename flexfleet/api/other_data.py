@@ -109,7 +109,8 @@ def from_huggingface(
     name: str | None = None,
 ) -> Data:
     """From a `datasets.Dataset` with a column of images (or of lists of numbers) and one of labels; `client`: a column
-    that says whose each sample is. `test`: another one, or a share. `name`: default its own."""
+    that says whose each sample is; a run then has these clients, unless it sets another `partition_rule`. `test`:
+    another one, or a share. `name`: default its own."""
     x, y = _columns(train, image, label)
     owner = None if client is None else _column(train, client)
     known = str(getattr(getattr(train, "info", None), "dataset_name", None) or "huggingface")

@@ -59,10 +59,10 @@ def from_arrays(
     name: str = "arrays",
 ) -> Data:
     """Samples x (N, ...) and targets y (N,) or (N, outputs), NumPy arrays or tensors. `test`: the share of the samples
-    to test on, of each class alike, drawn with a constant seed; or (x, y) of the test part. `clients` (N,): whose each
-    sample is, for `partition_rule="natural"`. `mean` and `std`: a number for each channel or feature, by which samples
-    are normalised; None: as measured on those to train on. Raises DataError for what are no samples and targets, or do
-    not fit each other."""
+    to test on, of each class alike, drawn with a constant seed; or (x, y) of the test part. `clients` (N,): whose
+    each sample is; a run then has these clients, unless it sets another `partition_rule`. `mean` and `std`: a number
+    for each channel or feature, by which samples are normalised; None: as measured on those to train on. Raises
+    DataError for what are no samples and targets, or do not fit each other."""
     x, y = array_of(x, f"{name}: x"), targets_of(y, f"{name}: y")
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
         raise DataError(f"{name}: x has the shape {x.shape}, y {y.shape}; one target is needed for each sample")
@@ -74,6 +74,12 @@ def from_arrays(
         train, held = _split(y, test, name)
         test_x, test_y = x[held], y[held]
     own = None if owner is None else owner[train]
+    if owner is not None and (lost := len(np.unique(owner)) - len(np.unique(owner[train]))):
+        log.warning(
+            "%s: %d of %d clients do not train, because all their samples are in the test part. Give a smaller test "
+            "share, or a test part of its own",
+            name, lost, len(np.unique(owner)),
+        )  # fmt: skip
     return _data(name, x[train], y[train], test_x, test_y, own, mean, std)
 
 
@@ -85,9 +91,9 @@ def from_clients(
     std: Sequence[float] | None = None,
     name: str = "clients",
 ) -> Data:
-    """One (x, y) for each client, as in `from_arrays`: a natural partition (`partition_rule="natural"`). `test`: the
-    share of each client's samples to test on, or (x, y) of a common test part. Raises DataError as `from_arrays` does,
-    and where clients' samples or targets are not alike."""
+    """One (x, y) for each client, as in `from_arrays`. A run then has these clients with these samples, unless it sets
+    another `partition_rule`. `test`: the share of each client's samples to test on, or (x, y) of a common test part.
+    Raises DataError as `from_arrays` does, and if clients' samples or targets are not alike."""
     _check_test(test, name)
     pairs = [] if isinstance(parts, Mapping) or not isinstance(parts, Iterable) else list(parts)
     if any(not isinstance(pair, tuple | list) or len(pair) != PAIR for pair in pairs):

@@ -34,7 +34,7 @@ from fl_engine.core.fields import (
 from fl_engine.core.samplers import Sampling, Shuffle
 from fl_engine.core.schedules import Constant, Scheduling
 from fl_engine.data.partitioning import Rule
-from fl_engine.fleet.devices import FLEETS, Tier
+from fl_engine.fleet.devices import DEFAULT, Tier
 from fl_engine.fleet.traces import Tracing
 from fl_engine.models.build import INIT
 from fl_engine.models.quantised import OnnxPrecision
@@ -112,14 +112,15 @@ class NoiseConfig(Section):
 
 
 class FleetConfig(Section):
-    tiers: tuple[Tier, ...] = FLEETS["4:3:3"]
+    tiers: tuple[Tier, ...] = DEFAULT
     """Tiers of devices. share: part of the fleet; all add up to 1. memory: capacity r_M in % of the full model's
     parameters. sigma: a device draws one of these spreads, in the same unit; what it has free is r_M - |N(0, sigma)|.
     limits: null, or [low, high], and what it has free is N(r_M, sigma) clipped to them. width: null, or the width ratio
     of a sub-model that they hold, and r_M is at least what that takes of the network. speed (10^9 multiply-adds per
     second) and bandwidth (10^6 bits per second) drive the simulated clock; the defaults are assumed. Or the name of a
-    fleet of `fl_engine.fleet.devices`, where each is explained; 4:3:3 is the default, FlexFL's Table I
-    (weak:medium:strong)."""
+    fleet of `fl_engine.fleet.devices`, where each is explained. The default is 4:3:3, FlexFL's Table I
+    (weak:medium:strong); with it every device can hold at least the smallest model that the algorithm sends. Another
+    fleet with a tier that can hold no model is refused."""
     trace: Tracing | None = None
     """When each device is online, how fast it is then, and its bandwidth, over the simulated clock's time
     (docs/guides/traces.md): a path is a CSV file, or one of JSON lines, with client, time, compute, bandwidth, online;

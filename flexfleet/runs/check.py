@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.pool import pool_of
 from fl_engine.core.slicing import initial_params, made_up, take
-from fl_engine.core.types import Device, OwnOptimizer, RoundPlan, TaskContext
+from fl_engine.core.types import OwnOptimizer, RoundPlan, TaskContext
 from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
@@ -40,7 +39,7 @@ from flexfleet.steps import keys
 from flexfleet.steps.partition import cut, held_out, most_of, simulated, site_of
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import need_proxy, settings_of
-from flexfleet.steps.site import trace_of
+from flexfleet.steps.site import fleet_of, trace_of
 from flexfleet.tracking.server import check_address
 
 
@@ -53,7 +52,6 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
     parts = cut(resolved)
     if config.noise.labels:
         check_classes(data.task, data.name)
-    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
     if config.run.backend == "kubernetes":
         tiers = devices.named(config.fleet.tiers) if isinstance(config.fleet.tiers, str) else config.fleet.tiers
         jobs.check(config.kubernetes, [tier.name for tier in tiers])
@@ -67,7 +65,7 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
         kind = preparation(name)
         settings_of(resolved, name, kind)
         need_proxy(name, kind, parts)
-    run, _, plan = first_round(resolved, parts, fleet)
+    run, _, plan = first_round(resolved, parts)
     if config.publish.models:
         static_bn = any(member.static_bn for member in run.site.pool if member.reported)
         proxy = len(parts.proxy_train) + len(parts.proxy_test)
@@ -93,7 +91,7 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
     }
 
 
-def first_round(resolved: Resolved, parts: Partition, fleet: Sequence[Device]) -> tuple[Run, Any, RoundPlan]:
+def first_round(resolved: Resolved, parts: Partition) -> tuple[Run, Any, RoundPlan]:
     """The run, the algorithm's state and the plan with which the first round would begin. Raises BadInput."""
     config, algorithm, family = resolved.config, resolved.algorithm, resolved.family
     # Nothing is prepared: without measured scores every layer has the same score. FlexFL's targets, Gamma and nesting
@@ -103,7 +101,7 @@ def first_round(resolved: Resolved, parts: Partition, fleet: Sequence[Device]) -
     initial = resolved.start or initial_params(family, seeds.derive(config.seed, "init"))
     trained, held = held_out(config, parts)
     most = most_of(config)
-    site = Site(family, pool, tuple(fleet), resolved.data, trained, config.seed, held=held, most=most)
+    site = Site(family, pool, fleet_of(resolved, pool), resolved.data, trained, config.seed, held=held, most=most)
     run = Run(algorithm, site, config.rounds, trace=trace_of(config, site)[0], wait_s=config.fleet.wait_s)
     start = algorithm.init(initial, site.layout, site.fleet, pool, run.server)
     check_begun(algorithm, start)

@@ -20,7 +20,6 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetErro
 from fl_engine.core.plain import write_yaml
 from fl_engine.core.types import Pool
 from fl_engine.exchange.letters import Invitation
-from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore
@@ -114,8 +113,7 @@ def profile(
 def _levels(resolved: Resolved, room: int | None, seconds: float) -> tuple[list[Level], Pool, Peaks, int]:
     config, algorithm, family = resolved.config, resolved.algorithm, resolved.family
     parts = cut(resolved)
-    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
-    run, _, plan = first_round(resolved, parts, fleet)
+    run, _, plan = first_round(resolved, parts)
     goal, pool = resolved.data.task, run.site.pool
     numerics = numerics_of(config, training_of(algorithm), family, goal, None)
     # A device with data of its own trains on what it reads here.

@@ -28,7 +28,7 @@ from fl_engine.exchange.assignment import Assignment, site_files
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.sealing import key_from
-from fl_engine.fleet import devices, faults
+from fl_engine.fleet import faults
 from fl_engine.storage import sums
 from fl_engine.storage.store import Store
 from fl_engine.training import cgroup, memory
@@ -38,6 +38,7 @@ from flexfleet.files.artifacts import PoolFile, RunFile
 from flexfleet.steps import own_code
 from flexfleet.steps.partition import held_out, most_of, reads
 from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.site import fleet_of
 from flexfleet.tracking.data_repository import is_fetched
 
 log = logging.getLogger("flexfleet")
@@ -122,7 +123,7 @@ def _site(told: Assignment, store: Store, in_cluster: bool) -> tuple[Algorithm, 
         if told.require_numerics:
             raise ClientError(f"{said} ({config.run.backend}.require_numerics)")
         log.warning(said)
-    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
+    fleet = fleet_of(resolved, pool)
     struck = faults.parse(config.rounds.faults)
     sealed = config.kubernetes.state_key is not None
     key = key_from(path_of(os.environ.get("FLEXFLEET_STATE_KEY", STATE_KEY))) if sealed else None

@@ -15,7 +15,6 @@ from fl_engine.data.held_out import hold_out
 from fl_engine.data.manual import owners
 from fl_engine.data.partition import Partition
 from fl_engine.data.rules import Ints
-from fl_engine.datasets import kept
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import LazyServer, ServerSite
 from fl_engine.storage.store import canonical, sha256
@@ -31,10 +30,10 @@ def partition(resolved: Resolved, out: Path) -> Path:
     """Writes partition.safetensors, partition.json and partition.svg (label x client; not where clients have data of
     their own, which nobody here knows) into `out`."""
     config, data = resolved.config, resolved.data
-    if kept.is_kept(config.dataset.name) and data.natural_client is not None and config.partition.rule != "natural":
+    if data.natural_client is not None and config.partition.rule != "natural":
         log.info(
-            "%s: the data say whose each sample is, and are divided by partition.rule = %s; partition.rule = natural "
-            "gives each client its own",
+            "%s: the data say whose each sample is, but partition.rule = %s deals them to other clients. "
+            "partition.rule = natural leaves each sample with its owner",
             data.name,
             config.partition.rule,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import IntegrityError, ModelError
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import Params
+from fl_engine.core.types import Device, Params, Pool
 from fl_engine.data import partition_files
 from fl_engine.data.partition import as_told
 from fl_engine.exchange.client import Site
@@ -24,7 +24,7 @@ from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices, faults, traces
 from fl_engine.fleet.trace import Trace
 from fl_engine.preparation.weights import fitting
-from fl_engine.selection.capacity import round_size
+from fl_engine.selection.capacity import check_eligible, dispatched, round_size
 from fl_engine.training import strategy
 from fl_engine.training.numerics import Numerics, settled
 from flexfleet.config import Config
@@ -43,13 +43,43 @@ def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path, before: Map
     data = as_told(resolved.data, parts)
     parts, held = held_out(config, parts)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
-    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
+    fleet = fleet_of(resolved, pool)
+    if len(dispatched(pool)) > 1:
+        _tell_raised(config, fleet)
     prepare_process(config.run.devices)
     struck = faults.parse(config.rounds.faults)
     numerics = numerics_of(config, training_of(resolved.algorithm), family, data.task, before)
     sealed = config.run.backend == "kubernetes" and config.kubernetes.state_key is not None
     most = most_of(config)
     return Site(family, pool, fleet, data, parts, config.seed, numerics, None, struck, sealed, None, held, most)
+
+
+def fleet_of(resolved: Resolved, pool: Pool) -> tuple[Device, ...]:
+    """The devices of the run. Raises ConfigError for tiers that no fleet can have."""
+    config = resolved.config
+    # `eligible: capable` takes each device's memory as it is configured, to leave out the weak ones.
+    keeps_to_memory = getattr(resolved.algorithm, "eligible", "all") == "capable"
+    smallest = None if keeps_to_memory else pool[dispatched(pool)[0]].params
+    return devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, resolved.family, smallest)
+
+
+def _tell_raised(config: Config, fleet: Sequence[Device]) -> None:
+    """Logs the tiers whose devices have more memory than the configuration says."""
+    tiers = devices.named(config.fleet.tiers) if isinstance(config.fleet.tiers, str) else config.fleet.tiers
+    has = {device.tier: device.memory for device in fleet}
+    for tier in tiers:
+        if tier.name in has and has[tier.name] > tier.memory:
+            log.info(
+                "fleet: devices of tier %s can hold %.4g %% of this network instead of %.4g %%, so that a model fits",
+                tier.name, has[tier.name], tier.memory,
+            )  # fmt: skip
+
+
+def check_fleet(resolved: Resolved, pool: Pool) -> None:
+    """Raise ConfigError if devices of the fleet would never train, because they can hold no model of this pool."""
+    method: Any = resolved.algorithm
+    if hasattr(method, "selector"):
+        method.selector(pool).init(check_eligible(method, fleet_of(resolved, pool), pool), pool)
 
 
 def trace_of(config: Config, site: Site) -> tuple[Trace | None, str | None]:

@@ -166,17 +166,20 @@ def _wrong(config: Config, values: Values) -> str | None:
 
 def excess(pool: Pool, config: Config, family: ModelFamily) -> dict[str, float]:
     """By how many points (% of the full model) each level is larger than its tier can hold; 0 or less: it fits. Level i
-    belongs to tier i if there are as many levels as tiers; else only the smallest level has to fit the weakest tier.
+    belongs to tier i if there are as many levels as tiers; else only the smallest level has to fit the weakest tier. In
+    the default fleet the smallest level always fits.
 
     The full model is left out, since no search makes it smaller; so is a level that is sent alone: its method ignores
     memory on purpose, or asks only devices that hold it, and refuses a fleet that has none."""
-    levels = sorted(model.share for model in pool if model.dispatched)
-    if len(levels) == 1:
+    sent = sorted((model for model in pool if model.dispatched), key=lambda model: model.share)
+    if len(sent) == 1:
         return {}
+    levels = [model.share for model in sent]
     named = config.fleet.tiers
     configured = devices.named(named) if isinstance(named, str) else named
     tiers = sorted(
-        (devices.device_of(0, devices.holding(tier, family)) for tier in configured), key=lambda device: device.most
+        (devices.device_of(0, tier) for tier in devices.holding(configured, family, sent[0].params)),
+        key=lambda device: device.most,
     )
     if len(levels) != len(tiers):
         levels, tiers = levels[:1], tiers[:1]

@@ -21,6 +21,7 @@ from flexfleet.files import terminal
 from flexfleet.files.artifacts import PoolFile
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.site import check_fleet
 from flexfleet.studies import runs, storage, tracked, trials
 from flexfleet.studies.outcome import said
 from flexfleet.studies.space import applied, excess, suggest
@@ -123,13 +124,14 @@ def _pools(
     config: Config, folder: Path, trial: Any, values: Mapping[str, Any], prepared: Path
 ) -> list[tuple[Resolved, Path]]:
     """The trial's runs, one for each seed and ready to begin, with their folders. Raises BadInput if the values give no
-    pool."""
+    pool, or one of which devices can hold no model."""
     changed, ready = config if trials.is_default(trial) else applied(config, values), []
     for seed in config.tune.seeds:
         out = folder / "trials" / f"{trials.runs_of(trial)}-s{seed}"
         run = runs.resolved(changed, seed, out)
         runs.prepare(run, prepared, out)
         built = PoolFile.read(out / "pool" / "pool.json").pool()
+        check_fleet(run, built)
         for name, points in excess(built, run.config, run.family).items():
             trial.set_constraint(f"{name}/s{seed}", points)
         ready.append((run, out))

@@ -13,7 +13,7 @@ from fl_engine.algorithms import AllLarge, FlexFL, pooled
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core.errors import ClientError, ConfigError
 from fl_engine.core.types import FULL, Device, LocalTask, SubmodelSpec, TaskContext, WorkOrder
-from fl_engine.selection import Curiosity, Oort, ResourceTable, Uniform
+from fl_engine.selection import ByCapacity, Curiosity, Oort, ResourceTable, Uniform
 from fl_engine.selection.capacity import holds, lacks, round_size
 from fl_engine.testing.tiny import (
     SEED,
@@ -119,30 +119,37 @@ def test_what_a_device_lacks_is_above_0_where_it_does_not_hold_a_model(
     assert holds(device, share) == (lacks(device, share) <= 0)
 
 
-def test_a_fleet_that_can_hold_nothing_is_an_error() -> None:
-    fleet = tuple(Device(c, "tiny", 25.0, 0.0) for c in range(6))
-    with pytest.raises(ConfigError, match=r"can hold M1, the smallest model sent \(25\.0 % of"):
-        draw(fleet, 2, 1)
+def fleet_of(*kinds: tuple[str, float]) -> tuple[Device, ...]:
+    return tuple(Device(client, tier, most, 0.0) for client, (tier, most) in enumerate(kinds))
 
 
-BY_CAPACITY = [ResourceTable(), Uniform(), Oort()]
+MIXED = fleet_of(*[("mote", 25.0)] * 3, *[("watch", 10.0)] * 2, *[("phone", 60.0)] * 5)
+"""Motes and watches cannot hold M1, which takes 25 % and more; M2 takes 50 %, M3 100 %; M2' and M3' are not sent."""
+BY_CAPACITY = [ResourceTable(), ByCapacity(), Oort()]
+OF_ANY_CAPACITY = [
+    Uniform(), Uniform(model="random"), Uniform(model="largest"), Oort(model="largest"), Curiosity()
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("selection", BY_CAPACITY, ids=lambda s: s.name)
-def test_tiers_that_hold_nothing_and_levels_that_nobody_holds_are_told(
-    selection: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """M1 takes 25 %, M2 50 and M3 100; M2' and M3' are not sent."""
+def test_selection_refuses_tiers_that_would_never_train(selection: Any) -> None:
     _, pool = paper_pool()
-    kinds = [("mote", 25.0)] * 3 + [("watch", 10.0)] * 2 + [("phone", 60.0)] * 5
-    selection.init(tuple(Device(c, kind, most, 0.0) for c, (kind, most) in enumerate(kinds)), pool)
-    (idle, unheld) = (r.getMessage() for r in caplog.records)
-    assert "the 25 % that M1, the smallest model sent, takes" in idle
-    assert "watch (2 of 10 devices, 10 %), mote (3 of 10 devices, 25 %). Give them more memory" in idle
+    with pytest.raises(ConfigError) as caught:
+        selection.init(MIXED, pool)
+    said = str(caught.value)
+    assert said.startswith("fleet.tiers: ") and "M1" in said and "25 %" in said
+    assert "watch (2 of 10 devices, 10 %), mote (3 of 10 devices, 25 %)" in said, "from the weakest on"
+    assert "algorithm.selection={name: uniform}" in said
+    with pytest.raises(ConfigError):
+        selection.init(fleet_of(("mote", 25.0)), pool)
+
+
+@pytest.mark.parametrize("selection", BY_CAPACITY, ids=lambda s: s.name)
+def test_a_level_that_no_device_holds_is_logged(selection: Any, caplog: pytest.LogCaptureFixture) -> None:
+    _, pool = paper_pool()
+    selection.init(MIXED[5:], pool)
+    (unheld,) = (r.getMessage() for r in caplog.records)
     assert "no device can hold M3 (100 %): the strongest holds 60 % of the full model" in unheld
-
-
-OF_ANY_CAPACITY = [Uniform(model="random"), Uniform(model="largest"), Oort(model="largest"), Curiosity()]
 
 
 @pytest.mark.parametrize("selection", OF_ANY_CAPACITY, ids=str)
@@ -151,15 +158,26 @@ def test_tiers_that_are_asked_for_more_than_they_hold_are_told(
 ) -> None:
     """But for methods that send the full model alone, to everybody."""
     _, pool = paper_pool()
-    kinds = [("mote", 25.0)] * 3 + [("watch", 10.0)] * 2 + [("phone", 60.0)] * 5
-    fleet = tuple(Device(c, kind, most, 0.0) for c, (kind, most) in enumerate(kinds))
-    selection.init(fleet, pool)
+    selection.init(MIXED, pool)
     (said,) = (r.getMessage() for r in caplog.records)
-    assert "less of the full model than the 25 % that M1, the smallest, takes, and are asked all the same" in said
-    assert "what devices hold: watch (2 of 10 devices, 10 %), mote (3 of 10 devices, 25 %). Give" in said
+    assert "M1" in said and "watch (2 of 10 devices, 10 %), mote (3 of 10 devices, 25 %)" in said
     caplog.clear()
-    selection.init(fleet, tuple(m for m in pool if m.share == 1.0 and m.dispatched))
+    selection.init(MIXED, tuple(m for m in pool if m.share == 1.0 and m.dispatched))
     assert caplog.records == []
+
+
+def test_uniform_asks_all_and_by_capacity_those_that_hold_one() -> None:
+    """A device that can hold no model is sent the smallest one."""
+    _, pool = paper_pool()
+
+    def asked(selection: Any, pool: Any) -> set[tuple[int, str]]:
+        picks = picked(selection, {}, MIXED, pool, np.random.default_rng(0), len(MIXED))
+        return {(client, pool[level].name) for client, level in picks}
+
+    strong = {(client, "M2") for client in range(5, 10)}
+    assert asked(ByCapacity(), pool) == strong
+    assert asked(Uniform(), pool) == strong | {(client, "M1") for client in range(5)}
+    assert asked(Uniform(), pool[-1:]) == {(client, "M3") for client in range(10)}, "the full model alone"
 
 
 @pytest.mark.parametrize("selection", [*BY_CAPACITY, *OF_ANY_CAPACITY], ids=str)
@@ -204,7 +222,7 @@ def test_all_large_keeps_to_the_capable_where_asked() -> None:
     orders = all_large("capable", devices(weak=4, medium=3, strong=3))
     assert {o.client for o in orders} == {7, 8, 9}
     assert len(orders) == 30 * 3, "k is five, three are able"
-    with pytest.raises(ConfigError, match=r"can hold the full model \(the largest holds [0-9.]+ %\)"):
+    with pytest.raises(ConfigError, match=r"algorithm\.eligible"):
         all_large("capable", devices(weak=4, medium=3))
 
 

@@ -39,6 +39,10 @@ QUICK = {
 }  # fmt: skip
 
 
+OTHER_FLEET = [asdict(tier) for tier in FLEETS["8:1:1"]]
+"""Unlike the default fleet, it has devices that cannot hold every network's smallest model."""
+
+
 def server_for(family: ModelFamily, **changes: Any) -> PreparingServer:
     """Owns 80 samples of 160; each client holds 4 or 12."""
     data = tiny_data(family.input_shape, family.outputs)  # type: ignore[arg-type]
@@ -172,7 +176,7 @@ def test_of_many_sub_networks_some_are_tried_and_the_regret_is_told() -> None:
         ({"seconds": 1e-9}, r"tier '\w+': no sub-network trains a local round within algorithm.seconds = 1e-09"),
         ({"q_max": {"waek": 8}}, r"algorithm\.q_max: the fleet has no tier 'waek' \(did you mean 'weak'\?\)"),
         ({"level": "larg"}, "algorithm.level = 'larg' is no sub-network"),
-        ({"level": "large"}, "tier 'weak' can hold none of the sub-networks|tier 'medium' can hold none"),
+        ({"level": "large", "fleet.tiers": OTHER_FLEET}, "tier 'weak' can hold none of the sub-networks|tier 'medium'"),
         ({"widths": (0.5, 1.0)}, "in algorithm.names as many different names, are expected"),
     ],
 )

@@ -203,6 +203,14 @@ def test_a_network_of_ones_own_is_a_class_a_family_or_a_module(store: Path) -> N
         ff.run(model=Net(), **TWO_ROUNDS)
 
 
+def test_all_clients_train_unless_the_chosen_fleet_forbids(store: Path) -> None:
+    """The smallest level of this network takes 50 %, and weak devices hold 35 %."""
+    ran = ff.run(model=Net, algorithm="heterofl", client_fraction=1.0, **SMALL)
+    assert set(ran.clients["client"]) == set(range(4)) and ran.history["clients_failed"].sum() == 0
+    with pytest.raises(ff.ConfigError, match=r"^fleet\.tiers.*weak"):
+        ff.run(model=Net, algorithm="heterofl", **{**SMALL, "options": {**OPTIONS, "fleet.tiers": "8:1:1"}})
+
+
 READY = Net()
 
 

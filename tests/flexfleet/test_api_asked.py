@@ -16,6 +16,7 @@ from fl_engine.algorithms.full_model import AllLarge
 from flexfleet.api.asked import Default, config_of, name_of
 from flexfleet.api.errors import in_python
 from flexfleet.api.errors import told as in_a_call
+from flexfleet.config import Config
 from flexfleet.config.factors import factors_of
 from tests.harness.from_python import SMALL
 
@@ -56,6 +57,28 @@ def test_options_of_what_a_keyword_names_are_kept(tmp_path: Path, monkeypatch: p
     assert found.dataset.root == str(tmp_path / "runs" / ".data") and sorted(Path().iterdir()) == [Path("runs")]
     found = config_of(None, {"run": {"store": "kept"}}, {"dataset": data})
     assert found.dataset.root == str(tmp_path / "kept" / ".data")
+
+
+def test_data_with_owners_stay_with_their_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a keyword, an option or the configuration says otherwise."""
+    monkeypatch.chdir(tmp_path)
+    x, y = np.arange(96, dtype=np.float32).reshape(48, 2), np.arange(48) % 2
+    owned, nobodys = ff.from_arrays(x, y, clients=np.arange(48) % 3), ff.from_arrays(x, y)
+    file = tmp_path / "p.yaml"
+    file.write_text("partition: {minimum: 4}\nseed: 3\n")
+
+    def partition(config: Any = None, options: Any = None, **keywords: Any) -> tuple[str, int, int]:
+        found = config_of(config, options, {"dataset": owned, **keywords}).partition
+        return found.rule, found.clients, found.minimum
+
+    assert partition() == partition(Config()) == partition({"seed": 1}) == ("natural", 3, 1)
+    assert partition(file, clients=2) == ("natural", 2, 4)
+    assert partition(dataset=nobodys) == ("dirichlet", 20, 20)
+    assert partition(partition_rule="iid") == partition({"partition": {"rule": "iid"}}) == ("iid", 3, 20)
+    assert partition(options={"partition": {"rule": "dirichlet"}, "partition.clients": 5}) == ("dirichlet", 5, 20)
+    assert partition(config_of(None, None, {"clients": 7})) == ("dirichlet", 7, 20), "a whole configuration"
+    with pytest.raises(ff.ConfigError, match=r"^partition\.alpha"):
+        partition(dirichlet_alpha=0.1)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_defaults_that_differ_are_found_and_equal_ones_are_not() -> None:
         "algorithm.static_bn": {"heterofl": True, "fedrolex": True, "flexfl": False},
         "algorithm.scaler": {"heterofl": True, "fedrolex": True, "flexfl": False},
         "algorithm.mask_labels": {"heterofl": True, "fedrolex": False, "flexfl": False},
-        "algorithm.selection": {"heterofl": "uniform", "fedrolex": "uniform", "flexfl": "resource_table"},
+        "algorithm.selection": {"heterofl": "by_capacity", "fedrolex": "by_capacity", "flexfl": "resource_table"},
     }, "widths are equal, and overlap, rounding, rule, kd_weight are options of one row"
 
 
@@ -71,12 +71,11 @@ def test_training_precision_and_data_of_a_row_are_found() -> None:
 
 
 def test_what_an_algorithm_makes_of_a_setting_counts() -> None:
-    """FedSGD trains one step on all samples, whatever the section says; all_large selects by `eligible`."""
-    capable = ["all_large", "algorithm.eligible=capable"]
-    apart = found(fedsgd=["fedsgd"], all_large=capable, adaptivefl=["adaptivefl"])
+    """FedSGD trains one step on all samples, whatever the section says; a selection is told although it is null."""
+    apart = found(fedsgd=["fedsgd"], all_large=["all_large", "algorithm.eligible=capable"], adaptivefl=["adaptivefl"])
     assert apart["training.epochs"] == {"fedsgd": 1, "all_large": 5, "adaptivefl": 5}
-    assert apart["algorithm.selection"]["fedsgd"] == {"name": "uniform", "model": "largest"}
-    assert apart["algorithm.selection"]["all_large"] == "uniform"
+    for label in ("fedsgd", "all_large"):
+        assert apart["algorithm.selection"][label] == {"name": "uniform", "model": "largest"}
     assert apart["algorithm.selection"]["adaptivefl"]["name"] == "curiosity"
     assert apart["algorithm.eligible"] == {"fedsgd": "all", "all_large": "capable"}, "AdaptiveFL has no such option"
 
@@ -120,7 +119,7 @@ def test_what_is_ones_own_is_told_by_its_name() -> None:
     config = load_config(None, ["algorithm.name=heterofl"])
     rows = (HeteroFL(), HeteroFL(selection=Mine()), HeteroFL(selection=Other()), HeteroFL(selection=Other(power=2.0)))
     told = [options_of(config, method, _pool(config))["algorithm.selection"] for method in rows]
-    assert told == ["uniform", f"{__name__}:Mine", f"{__name__}:Other", {"name": f"{__name__}:Other", "power": 2.0}]
+    assert told == ["by_capacity", f"{__name__}:Mine", f"{__name__}:Other", {"name": f"{__name__}:Other", "power": 2.0}]
 
 
 def test_a_table_has_an_option_in_each_row() -> None:

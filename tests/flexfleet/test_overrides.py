@@ -184,8 +184,8 @@ def test_check_finds_what_only_data_can_tell() -> None:
     with pytest.raises(PartitionError):
         check(Resolved.of(config_from({"clients": 5000}, {})))
     weak = {"fleet.tiers": [{"name": "weak", "share": 1.0, "memory": 35.0, "sigma": [5.0]}]}
-    with pytest.raises(ConfigError, match="no device of the fleet can hold the full model"):
-        check(Resolved.of(config_from({"algorithm": "all_large"}, weak)))
+    with pytest.raises(ConfigError, match=r"^algorithm\.eligible"):
+        check(Resolved.of(config_from({"algorithm": "all_large"}, {**weak, "algorithm.eligible": "capable"})))
 
 
 @pytest.mark.parametrize("given", [[], ["rounds.stop"], "rounds.stop", '{"rounds.stop": 3}', 3.0, True, None])

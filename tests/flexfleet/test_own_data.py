@@ -508,6 +508,12 @@ def test_a_partition_that_passes_over_the_clients_of_the_data_is_told(
         assert sum("partition.rule = natural" in line for line in caplog.messages) == told
 
 
+def test_clients_whose_samples_are_all_held_out_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    ff.from_arrays(NUMBERS, LABELS, clients=np.arange(len(LABELS)))
+    (line,) = caplog.messages
+    assert "12 of 60 clients do not train" in line
+
+
 # ------------------------------------------------------------------------------------------------------------ kept
 def test_data_are_kept_once_and_read_back_whole(tmp_path: Path) -> None:
     data = ff.from_clients([(BYTES, LABELS), (BYTES, LABELS)])
@@ -580,10 +586,12 @@ def test_processes_and_a_later_command_have_the_same_data(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     data = ff.from_clients([(BYTES[i::4], LABELS[i::4]) for i in range(4)])
-    options = {"tracking.mlflow": None, "partition.rule": "natural", "partition.proxy": 0.0, "partition.minimum": 5}
-    common: dict[str, Any] = {"algorithm": "heterofl", "clients": 4, "local_epochs": 1, "progress": False}
+    options = {"tracking.mlflow": None, "partition.proxy": 0.0}
+    common: dict[str, Any] = {"algorithm": "heterofl", "local_epochs": 1, "progress": False}
     here = ff.run(data, rounds=2, options=options, **common)
     there = ff.run(data, rounds=1, run_id="p", options={**options, "run.backend": "processes"}, **common)
+    dealt = json.loads((here.folder / "partition" / "partition.json").read_text())
+    assert (dealt["rule"], dealt["client_samples"]) == ("natural", [12, 12, 12, 12])
     config = tmp_path / "p.json"
     config.write_text(json.dumps({**there.config, "rounds": {**there.config["rounds"], "stop": 2}}))
     done = flexfleet("run", "--config", str(config), "--run-id", "p", "--resume", "--json")

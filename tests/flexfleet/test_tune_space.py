@@ -235,7 +235,8 @@ def test_a_level_has_to_fit_its_tier() -> None:
     assert space.excess(of_shares(0.3, 0.6, 0.9), Config(), FAMILY) == {
         "size/weak": pytest.approx(-5), "size/medium": pytest.approx(1e-9), "size/strong": pytest.approx(-20)
     }  # fmt: skip
-    assert space.excess(of_shares(0.4, 1.0), Config(), FAMILY) == {"size/weak": pytest.approx(5)}
+    chosen = load_config(None, (tiers(small=35.0, middle=60.0, large=110.0),))
+    assert space.excess(of_shares(0.4, 1.0), chosen, FAMILY) == {"size/small": pytest.approx(5)}
 
 
 def test_a_tier_that_has_no_client_counts_too() -> None:

@@ -33,7 +33,16 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import EvaluateConfig, RoundsConfig
 from fl_engine.storage.store import Store, encode, sha256
 from fl_engine.testing.personal import PersonalHeads
-from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_site
+from fl_engine.testing.tiny import (
+    SEED,
+    TRAINING,
+    TinyNet,
+    assert_same_bits,
+    context_of,
+    start_of,
+    tiny_fleet,
+    tiny_site,
+)
 from fl_engine.testing.tracker import Memory
 from fl_engine.training.evaluation import evaluate
 from tests.conftest import MemoryStore
@@ -92,6 +101,17 @@ def test_each_client_is_sent_its_level_of_the_global_model() -> None:
         levels.setdefault(SITE.fleet[order.client].tier, set()).add(model.name)
     assert {tier: len(names) for tier, names in levels.items()} == {"weak": 1, "medium": 1, "strong": 1}
     assert len({name for names in levels.values() for name in names}) == 3
+
+
+@pytest.mark.parametrize(("eligible", "tiers"), [("all", {"weak", "medium", "strong"}), ("capable", {"strong"})])
+def test_evaluation_asks_the_clients_that_train(eligible: Any, tiers: set[str]) -> None:
+    algorithm = AllLarge(training=replace(TRAINING, fraction=1.0), eligible=eligible)
+    site = replace(site_of(algorithm), fleet=tiny_fleet())
+    run = Run(algorithm, site, RoundsConfig(), evaluation=EvaluateConfig(on="clients"))
+    state = start_of(algorithm, site)
+    asked = {order.client for order in planned(run, state, 0, 0.0).orders}
+    assert asked == {order.client for order in algorithm.plan(state, run.context(0, 0.0)).orders}
+    assert {site.fleet[client].tier for client in asked} == tiers
 
 
 def test_a_share_of_the_clients_is_drawn_anew_each_round_and_the_same_after_a_kill() -> None:

@@ -17,11 +17,11 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import count_params
 from fl_engine.core.types import Device
 from fl_engine.core.widths import prefix
-from fl_engine.fleet.devices import FLEETS, Tier, fleet, observe, quotas, simulated_seconds
+from fl_engine.fleet.devices import DEFAULT, FLEETS, Tier, fleet, observe, quotas, simulated_seconds
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.selection.capacity import check_capacity, holds
+from fl_engine.selection.capacity import check_capacity, holds, level_of
 
 law = settings(max_examples=60)
 
@@ -365,7 +365,7 @@ def test_the_simulated_clock_by_hand() -> None:
         fleet((Tier("t", 1.0, 50.0, speed=0.0),), 3, 0)
 
 
-def test_tiers_that_hold_no_model_are_named_from_the_weakest_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_tiers_that_hold_no_model_are_named_from_the_weakest_on() -> None:
     """Which device comes first in the fleet is drawn."""
     tiers = tuple(
         Tier(name, share, memory) for name, share, memory in (("b", 0.4, 35.0), ("a", 0.3, 60.0), ("c", 0.3, 110.0))
@@ -374,7 +374,19 @@ def test_tiers_that_hold_no_model_are_named_from_the_weakest_on(caplog: pytest.L
     for seed in range(8):
         devices = fleet(tiers, 10, seed)
         firsts.add(devices[0].tier)
-        caplog.clear()
-        check_capacity(devices, prefix_pool(SmallCNN((1, 8, 8), 10), (1.0,), "ceil"))
-        assert "takes: b (4 of 10 devices, 35 %), a (3 of 10 devices, 60 %). Give" in caplog.text
+        with pytest.raises(ConfigError) as caught:
+            check_capacity(devices, prefix_pool(SmallCNN((1, 8, 8), 10), (1.0,), "ceil"))
+        assert "b (4 of 10 devices, 35 %), a (3 of 10 devices, 60 %)" in str(caught.value)
     assert {"a", "b"} <= firsts
+
+
+def test_devices_of_the_default_fleet_hold_the_smallest_model() -> None:
+    """Of a fleet that a user chooses, `memory` is what its devices hold."""
+    family = SmallCNN((1, 8, 8), 10)
+    pool = prefix_pool(family, (0.7, 1.0), "ceil")
+    assert 35 < 100 * pool[0].share < 60
+    plain = {d.client: d for d in fleet(DEFAULT, 10, 0)}
+    for device in fleet(DEFAULT, 10, 0, family, pool[0].params):
+        assert level_of(device, pool) == (1 if device.tier == "strong" else 0) and holds(device, pool[0].share)
+        assert device.tier == "weak" or device == plain[device.client]
+    assert fleet("8:1:1", 10, 0, family, pool[0].params) == fleet("8:1:1", 10, 0)

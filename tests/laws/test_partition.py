@@ -372,6 +372,13 @@ def test_what_cannot_be_cut_is_an_error(change: dict[str, Any], message: str) ->
         p.partition(TEN, **{**CASES["iid"], **change})
 
 
+def test_a_proxy_that_takes_all_of_a_client_is_refused() -> None:
+    data = data_of(np.arange(40) % 10, writers=21)
+    with pytest.raises(PartitionError, match=r"partition\.proxy"):
+        p.partition(data, "natural", 21, 0.4, 0)
+    assert len(p.partition(data, "natural", 21, 0.0, 0).clients) == 21
+
+
 def test_natural_needs_to_know_the_source_of_a_sample() -> None:
     with pytest.raises(PartitionError, match=r"made does not know where a sample comes from.*iid, dirichlet"):
         p.partition(data_of(np.arange(100) % 10), "natural", 5, 0, 0)

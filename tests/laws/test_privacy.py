@@ -22,7 +22,7 @@ from fl_engine.algorithms.pooled import Training
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.core.slicing import take
 from fl_engine.core.types import FULL, Axis, Device, ParamLayout, Params, PoolModel, Slot, SubmodelSpec
-from fl_engine.selection import Curiosity, ResourceTable, Uniform
+from fl_engine.selection import ByCapacity, Curiosity, ResourceTable, Uniform
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
 
 law = settings(max_examples=40)
@@ -363,12 +363,13 @@ def test_secret_uniform_selection_amplifies_and_nothing_else_does() -> None:
 
 
 def test_the_sample_is_of_those_that_can_take_part() -> None:
-    """10 of 90; a selection that asks anybody draws from 100."""
-    of_the_able = spent(flexfl(2.0, secret=True), 20)
-    of_all = spent(flexfl(2.0, Uniform(model="random"), secret=True), 20)
-    assert of_all < of_the_able
-    assert privacy._sampled(flexfl(), FLEET, POOL) == (10, 90)
-    assert privacy._sampled(flexfl(selection=Uniform(model="largest")), FLEET, POOL) == (10, 100)
+    """10 of the 90 that can hold a model; `uniform` draws from all 100."""
+    assert spent(flexfl(2.0, secret=True), 20) < spent(flexfl(2.0, ByCapacity(), secret=True), 20)
+    assert privacy._sampled(flexfl(selection=ByCapacity()), FLEET, POOL) == (10, 90)
+    for model in ("capacity", "largest"):
+        assert privacy._sampled(flexfl(selection=Uniform(model=model)), FLEET, POOL) == (10, 100)
+    capable = AllLarge(training=Training(fraction=0.1), eligible="capable", selection=Uniform())
+    assert privacy._sampled(capable, FLEET, POOL) == (10, 90)
 
 
 @settings(max_examples=20)

@@ -439,7 +439,7 @@ def test_a_round_that_merges_nothing_lasts_until_the_last_has_come_or_gone(tmp_p
 
 def test_a_round_that_asks_nobody_ends_with_the_next_arrival(tmp_path: Path) -> None:
     """Those who are online cannot hold the model."""
-    algorithm = Noting(training=TRAINING)  # asks those that can hold the full model
+    algorithm = Noting(training=TRAINING, eligible="capable")
     strong = [d.client for d in SITE.fleet if d.most > 100]
     trace = trace_of([[(50.0 if c in strong else 0.0, *alike())] for c in range(CLIENTS)])
     _, rows = federate(algorithm, SITE, tmp_path, trace, stop=2)
