@@ -47,7 +47,7 @@ from fl_engine.core.types import (
     changed,
 )
 from fl_engine.core.widths import Rounding, early_exit, prefix
-from fl_engine.selection.capacity import check_eligible, eligible, round_size
+from fl_engine.selection.capacity import check_eligible, dispatched, eligible, round_size
 
 TooSmall = Literal["train", "fail"]
 
@@ -418,10 +418,10 @@ def largest_fitting(
 
 
 def needs_room(ctx: TaskContext, index: int, on_too_small: TooSmall = "fail") -> None:
-    """For methods that cannot prune on the device: raises ClientError where the model sent does not fit now. With
-    `train`, the smallest model is trained all the same, as in methods that can."""
+    """For methods that cannot prune on the device: raises ClientError if the model sent does not fit now. With `train`,
+    the smallest model that is sent to anybody is trained all the same, as in methods that can."""
     need = 100 * ctx.pool[index].share
-    if ctx.observed <= need and not (index == 0 and on_too_small == "train"):
+    if ctx.observed <= need and not (index == dispatched(ctx.pool)[0] and on_too_small == "train"):
         free, needed = _told_apart(ctx.observed, need)
         raise ClientError(f"{free} % of the full model is free now, the model sent needs {needed} %")
 

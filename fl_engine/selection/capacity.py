@@ -83,10 +83,10 @@ def check_capacity(fleet: Sequence[Device], pool: Pool) -> None:
     smallest = pool[dispatched(pool)[0]]
     if idle := too_weak(fleet, pool):
         raise ConfigError(
-            f"fleet.tiers: some devices would never train, because they cannot hold {smallest.name}, the smallest "
-            f"model sent, which is {100 * smallest.share:.4g} % of the full one: {_said_of(idle, fleet)}. Give these "
-            "tiers more memory, send a smaller model, or set algorithm.selection={name: uniform}, with which such "
-            f"devices train {smallest.name} all the same"
+            f"fleet.tiers: some devices would never train, because {smallest.name}, the smallest model sent, needs "
+            f"more than {100 * smallest.share:.4g} % of the full one: {_said_of(idle, fleet)}. Give these tiers more "
+            "memory, send a smaller model, or set algorithm.selection={name: uniform}, with which these devices train "
+            f"{smallest.name} all the same"
         )
     most = max(d.most for d in fleet)
     sent = [pool[i] for i in dispatched(pool)]
@@ -104,8 +104,8 @@ def tell_of_too_weak(fleet: Sequence[Device], pool: Pool) -> None:
     if len(dispatched(pool)) > 1 and (weak := too_weak(fleet, pool)):
         smallest = pool[dispatched(pool)[0]]
         log.warning(
-            "fleet: devices of these tiers are asked although they cannot hold %s, the smallest model sent, which is "
-            "%.4g %% of the full one: %s. Give them more memory, or send a smaller model",
+            "fleet: devices of these tiers are asked although %s, the smallest model sent, needs more than %.4g %% of "
+            "the full one: %s. Give them more memory, or send a smaller model",
             smallest.name, 100 * smallest.share, _said_of(weak, fleet),
         )  # fmt: skip
 
