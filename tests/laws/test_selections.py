@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fl_engine.core.contracts import Selector
-from fl_engine.selection import SELECTIONS, Curiosity, Oort, ResourceTable, Uniform
+from fl_engine.selection import SELECTIONS, ByCapacity, Curiosity, Oort, ResourceTable, Uniform
 from fl_engine.testing.selections import check_silent, times_asked
 from fl_engine.testing.tiny import paper_pool, tiny_fleet
 from fl_engine.testing.utility import LargestUtility
@@ -13,6 +13,7 @@ from fl_engine.testing.utility import LargestUtility
 _, POOL = paper_pool()
 EACH: list[Selector] = [
     *(Uniform(model=model) for model in ("capacity", "random", "largest")),
+    ByCapacity(),
     ResourceTable(),
     *(Curiosity(score=score, per_type=p) for score in ("cs", "c", "s") for p in (1, 2)),
     *(Oort(model=model) for model in ("capacity", "largest")),
