@@ -27,7 +27,7 @@ from fl_engine.datasets import digits
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.testing.tiny import CLIENTS, SEED, assert_same_bits, context_of, start_of, tiny_fleet, tiny_site
+from fl_engine.testing.tiny import CLIENTS, SEED, assert_same_bits, context_of, start_of, tiny_site
 from fl_engine.training.evaluation import evaluate_pool, published
 
 ROUNDS = 2
@@ -147,8 +147,8 @@ def _round(algorithm: Any, state: Any, site: Site, round: int) -> tuple[RoundPla
 
 
 def _site(algorithm: Any, family: ModelFamily) -> Site:
-    data, fleet = _data(), tiny_fleet(sigma=(0.0,))
-    return tiny_site(algorithm, family, sizes=SIZES, fleet=fleet, data=data)
+    site = tiny_site(algorithm, family, sizes=SIZES, data=_data())
+    return replace(site, fleet=tuple(replace(device, sigma=0.0) for device in site.fleet))
 
 
 @cache

@@ -22,6 +22,7 @@ from fl_engine.algorithms import (
     QuantizedFedAvg,
 )
 from fl_engine.algorithms.fedx import Assigned
+from fl_engine.core.allowed import trust
 from fl_engine.core.contracts import Algorithm
 from fl_engine.exchange.client import Site
 from fl_engine.testing.algorithms import AlgorithmSuite
@@ -87,4 +88,5 @@ class TestAnObjectiveAndAnOptimiserOfOnesOwn(AlgorithmSuite):
 
     @pytest.fixture
     def algorithm(self) -> Algorithm:
+        trust([OBJECTIVE, OPTIMISER])  # as a configuration that names them does
         return HeteroFL(training=replace(TRAINING, objective=OBJECTIVE, optimiser=OPTIMISER), static_bn=False)

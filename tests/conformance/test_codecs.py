@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,7 @@ class TestTheGuide(CodecSuite):
         (folder / "mycodec.py").write_text(text)
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(folder)
+            importlib.import_module("mycodec")
             yield CONTRACT.parse({"name": "mycodec:BFloat16"})
 
     def most_error(self, codec: Codec, tensor: Tensor) -> Tensor:

@@ -281,10 +281,13 @@ def test_a_run_with_bad_input_ends_before_it_starts(
 def test_check_tells_which_tiers_and_levels_fit_nowhere(
     flexfleet: Any, quick: Sequence[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    tiers = "fleet.tiers=[{name: a, share: 0.5, memory: 20}, {name: b, share: 0.5, memory: 60}]"
+    weak = "fleet.tiers=[{name: a, share: 0.5, memory: 20}, {name: b, share: 0.5, memory: 60}]"
+    done = flexfleet("check", sets=[*quick, "algorithm.name=heterofl", weak])
+    assert done.code == 2 and "a (3 of 6 devices, 20 %)" in done.err
+    caplog.clear()
+    tiers = "fleet.tiers=[{name: a, share: 0.5, memory: 50}, {name: b, share: 0.5, memory: 60}]"
     done = flexfleet("check", "--json", sets=[*quick, "algorithm.name=heterofl", tiers])
     assert done.json["ok"]
-    assert "a (3 of 6 devices, 20 %)" in caplog.text
     assert "no device can hold 1x (100 %): the strongest holds 60 %" in caplog.text
     assert done.json["warnings"] == [record.getMessage() for record in caplog.records]
     caplog.clear()

@@ -27,7 +27,11 @@ WEIGHTS = {"a": torch.zeros(2)}
 
 def row(round: int, clients: int = 2) -> Row:
     lines = tuple({"client": c, "sent": 'M"1\n', "loss": math.inf if c else 0.1} for c in range(clients))
-    return Row(round=round, metrics={"avg": 0.1 * round, "seconds_round": 0.1}, clients=lines)
+    return Row(
+        round=round,
+        metrics={"avg": 0.1 * round, "seconds_round": 0.1, "clients_trained": 2, "clients_failed": 0},
+        clients=lines,
+    )
 
 
 @pytest.fixture

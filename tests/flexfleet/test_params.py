@@ -105,7 +105,7 @@ def test_every_option_of_every_algorithm_is_there(name: str) -> None:
         ("rounds.commit_every", "", "auto, or whole number >= 1", "auto"),
         ("dataset.root", "", "text, or null", "null"),
         ("algorithm.widths", "heterofl", "list of number > 0 and <= 1", "[0.5, 0.71, 1.0]"),
-        ("algorithm.selection", "heterofl", "name and options", "{name: uniform, model: capacity}"),
+        ("algorithm.selection", "heterofl", "name and options", "{name: by_capacity}"),
         ("algorithm.selection.preferred", "oort", "number >= 0 and <= 1", "1.0"),
         ("training.schedule.floor", "cosine", "number >= 0 and <= 1", "0.0"),
         ("partition.cap", "", "true or false", "false"),

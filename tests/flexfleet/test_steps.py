@@ -384,7 +384,7 @@ def test_artifacts_are_read_strictly(tmp_path: Path) -> None:
 
 
 def test_the_configuration_of_a_run_file_is_whole(folder: Path, chained: dict[str, Any], quick: Sequence[str]) -> None:
-    assert parse(RunFile.read(folder / "run" / "run.json").config) == load_config(None, quick)
+    assert parse(RunFile.read(folder / "run" / "run.json").config) == load_config(None, quick).settled()
 
 
 def test_runs_of_several_seeds_can_have_one_partition(tmp_path: Path) -> None:

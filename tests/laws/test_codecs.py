@@ -518,7 +518,7 @@ def test_a_clip_acts_on_what_was_decoded(tmp_path: Path) -> None:
 
 def test_what_moved_too_far_is_seen_when_it_is_decoded(tmp_path: Path) -> None:
     lies = replace(SITE, faults=faults.parse("scale=0.3x1000,always"))
-    _, rows = federate(tmp_path, HALF, site=lies, stop=2, faults="scale=0.3x1000,always")
+    _, rows = federate(tmp_path, HALF, site=lies, stop=2, faults="scale=0.3x1000,always", norm_bound=5.0)
     assert sum(row.metrics.get("rejected/norm", 0) for row in rows) > 0
 
 
