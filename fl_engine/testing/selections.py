@@ -21,11 +21,11 @@ from fl_engine.core.types import (
     Stage,
     WorkOrder,
 )
-from fl_engine.selection.capacity import holds
+from fl_engine.selection.capacity import dispatched, holds
 
 ROUNDS = 500
-FLEET = tuple(Device(client, f"{most:g}", most, 8.0) for client, most in enumerate([35.0, 60.0, 110.0] * 8))
-"""Eight devices for each of three capacities."""
+CAPACITIES = [35.0, 60.0, 110.0] * 8
+"""Of 24 devices, in % of the full model."""
 SILENT = range(6)
 """Two clients for each capacity."""
 ASKED = 6
@@ -33,10 +33,12 @@ ASKED = 6
 
 def check_silent(selector: Selector, pool: Pool) -> None:
     """Fail if the clients that never answer are asked more often than others with the same device. Three standard
-    deviations of a uniform draw are allowed."""
-    asked = times_asked(selector, pool, FLEET, SILENT)
-    for most in {device.most for device in FLEET}:
-        alike = [device.client for device in FLEET if device.most == most]
+    deviations of a uniform draw are allowed. Every device can hold the smallest model."""
+    least = 100 * pool[dispatched(pool)[0]].share + 0.1
+    fleet = tuple(Device(client, f"{most:g}", max(most, least), 8.0) for client, most in enumerate(CAPACITIES))
+    asked = times_asked(selector, pool, fleet, SILENT)
+    for most in {device.most for device in fleet}:
+        alike = [device.client for device in fleet if device.most == most]
         silent = [asked[client] for client in alike if client in SILENT]
         honest = fmean(asked[client] for client in alike if client not in SILENT)
         slack = 3 * math.sqrt(honest / len(silent))

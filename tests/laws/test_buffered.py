@@ -115,7 +115,8 @@ def test_slow_clients_hold_nobody_up(new_store: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- laws
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"decoupled"}))
+# Some devices of FLEET cannot hold the one model that fedx_large and fedx_medium send.
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"decoupled", "fedx_large", "fedx_medium"}))
 def test_with_a_buffer_of_all_it_is_the_synchronous_run(name: str, new_store: Any, timeless: Any) -> None:
     algorithm: Any = on_devices_alone(ALGORITHMS[name](training=ASKED))  # type: ignore[call-arg]
     stores = {mode: new_store() for mode in ("synchronous", "buffered", "null")}
@@ -143,7 +144,7 @@ SOME = {
     "all_large": AllLarge(training=ASKED, eligible="all"),
     "flexfl": FlexFL(training=ASKED, use_apoz=False),
     "heterofl": HeteroFL(training=ASKED),
-    "oort": AllLarge(training=ASKED, eligible="all", selection=Oort()),
+    "oort": AllLarge(training=ASKED, eligible="all", selection=Oort(model="largest")),
 }
 
 
