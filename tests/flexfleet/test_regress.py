@@ -101,6 +101,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, flexfleet: Any, tiny_suite: 
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", str(folder))  # for the runs, which are processes
+        patch.setenv("FLEXFLEET_ALLOWED_CODE", "planted")  # a suite may be somebody else's file
         python = opened.enter_context(warm(PYTHONPATH=str(folder)))  # so that it holds as much memory
         patch.setattr(sys, "executable", str(python))
         yield Place(folder, f"sqlite:///{folder}/mlflow.db", flexfleet, tiny_suite)

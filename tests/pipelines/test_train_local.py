@@ -77,7 +77,7 @@ def test_every_task_used_the_configuration_of_the_first(ran: Ran) -> None:
     config = load_config(ran.tasks / "partition" / "config")
     wanted = config_from(PARAMETERS | {"mlflow_uri": ran.mlflow, "store_uri": "store"}, ADVANCED)
     assert config == wanted.model_copy(update={"publish": config.publish}) and config.publish.models
-    assert json.loads((ran.store / "run.json").read_text())["config"] == config.model_dump(mode="json")
+    assert json.loads((ran.store / "run.json").read_text())["config"] == config.settled().model_dump(mode="json")
 
 
 def test_evaluation_and_its_metrics(ran: Ran) -> None:
