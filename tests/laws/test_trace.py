@@ -296,18 +296,6 @@ def test_the_seed_says_it_all() -> None:
     assert LogNormal().speed_sigma == 0.6, "FedScale's"
 
 
-@pytest.mark.parametrize(("clients", "most_s"), [(2_800, 0.001), (100_000, 0.05)])
-def test_a_look_at_all_clients_is_quick(clients: int, most_s: float) -> None:
-    trace = LogNormal(online_s=3600.0, offline_s=10800.0).trace(devices(clients), [10] * clients, 0)
-    trace.now(0.0)
-    best = math.inf
-    for at in range(40):
-        started = clocks.perf_counter()
-        trace.now(at * 7.0)
-        best = min(best, clocks.perf_counter() - started)
-    assert best < most_s
-
-
 # --------------------------------------------------------------------------------------------------- in rounds
 @dataclass(frozen=True)
 class Noting(AllLarge):
