@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from fl_engine.core.contracts import ModelFamily, keeps_client_state
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import Params, Pool
+from fl_engine.core.types import Header, Params, Pool
 
 STATE = "state/"
 """The prefix of its names in an order's memory and in an update's file. No parameter's name begins like this."""
@@ -39,6 +41,11 @@ def kept_by_clients(algorithm: object, family: ModelFamily, pool: Pool) -> Shape
             continue
         raise ConfigError(f"{type(algorithm).__name__} declares {name!r} as state of a client: {wrong}")
     return found
+
+
+def header(declared: Shapes) -> Header:
+    """Return the types and shapes of the tensors of a state with these declared shapes."""
+    return {name: (torch.float32, shape) for name, shape in declared.items()}
 
 
 def travelling(state: Params) -> Params:

@@ -11,9 +11,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from fl_engine.core.client_state import Shapes, apart, kept_by_clients
+from fl_engine.core.client_state import Shapes, apart, header, kept_by_clients
 from fl_engine.core.contracts import Algorithm, ClientMetric, KeepsClientState, ModelFamily, keeps_client_state
-from fl_engine.core.errors import ClientError, IntegrityError, ModelError, first_line, kind_of, memory_errors
+from fl_engine.core.errors import ClientError, ModelError, first_line, kind_of, memory_errors
 from fl_engine.core.heap import at_work
 from fl_engine.core.measures import LARGEST_LOSS, client_metrics
 from fl_engine.core.samples import Data
@@ -37,7 +37,7 @@ from fl_engine.core.types import (
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.data.partition import Partition
 from fl_engine.data.rules import Ints
-from fl_engine.exchange import coding, sealing
+from fl_engine.exchange import coding
 from fl_engine.exchange.evaluating import evaluated
 from fl_engine.exchange.trained import TrainedClient
 from fl_engine.exchange.updates import Rejected, Rules, check_state, packed, received, update_of
@@ -65,10 +65,6 @@ class Site:
     free: float | None = None
     """The device's free memory, in % of the full model's parameters, where it was measured; None: as simulated."""
     faults: Faults = faults.NONE
-    sealed: bool = False
-    """Clients encrypt what they keep."""
-    state_key: bytes | None = None
-    """The key for that, where this process is a client's."""
     held: tuple[Ints, ...] = ()
     """By client, the samples that it holds out from training to evaluate on; empty: nobody does. `partition` has the
     others."""
@@ -101,7 +97,6 @@ class Site:
             self.fleet,
             family=self.family,
             seed=self.seed,
-            sealed=self.sealed,
             held=tuple(map(len, self.held)),
             task=self.data.task if self.held else None,
             most=self.most,
@@ -156,8 +151,6 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
     # Sums over all parameters depend on the parameters' order, and a file does not keep it.
     received = {name: taken[name] for name in layout.slots if name in taken}
     memory, state = apart(order.memory)
-    if state and site.state_key is not None:
-        state = _unsealed(state, algorithm, site, site.state_key, order)
     start = Start(received, {name: memory[name] for name in memory if name in received})
     if keeps_client_state(algorithm):
         try:
@@ -178,19 +171,6 @@ def _begun(
     if odd := sorted(began.params.keys() ^ names)[:4]:
         raise ModelError(f"{type(algorithm).__name__}.begin gives other parameters than those of the sub-model: {odd}")
     return began
-
-
-def _unsealed(state: Params, algorithm: Algorithm, site: Site, key: bytes, order: WorkOrder) -> Params:
-    """Empty where it cannot be read: the client begins like one that has not taken part yet."""
-    declared = kept_by_clients(algorithm, site.family, site.pool)
-    try:
-        found = sealing.unseal(state, declared, key, order.client)
-        check_state(found, sealing.forms(declared, sealed=False))
-    except (IntegrityError, Rejected) as error:
-        said = "what it keeps is lost, it begins as one that has not taken part yet"
-        log.warning("round %d, client %d: %s: %s", order.round + 1, order.client, said, error)
-        return {}
-    return found
 
 
 def accept_all(
@@ -324,13 +304,13 @@ def _outcome(
 
 
 def _kept(work: Work, client: TrainedClient, site: Site, kept: Shapes) -> Params:
-    """What the client keeps for its next order; sealed where others hold it. Raises Rejected where it is not `kept`."""
+    """Return what the client keeps for its next order. Raises Rejected if it is not as `kept` declares."""
     if not keeps_client_state(work.algorithm):
         return {}
     new = work.algorithm.keep({n: t.to(client.x.device) for n, t in work.state.items()}, client)
     state = {n: t.detach().to("cpu", copy=True) for n, t in new.items()}
-    check_state(state, sealing.forms(kept, sealed=False))
-    return state if site.state_key is None else sealing.seal(state, site.state_key, work.order.client)
+    check_state(state, header(kept))
+    return state
 
 
 SPOILS = ("nan", "scale", "corrupt")

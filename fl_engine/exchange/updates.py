@@ -36,7 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fl_engine.codecs import sections_of
 from fl_engine.core import workload
-from fl_engine.core.client_state import STATE, Shapes, apart, kept_by_clients, travelling
+from fl_engine.core.client_state import STATE, Shapes, apart, header, kept_by_clients, travelling
 from fl_engine.core.contracts import (
     Algorithm,
     ModelFamily,
@@ -61,7 +61,7 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.exchange import coding, sealing
+from fl_engine.exchange import coding
 from fl_engine.fleet.devices import observe
 from fl_engine.storage.pieces import Pieces, laid_out, padded
 from fl_engine.storage.store import canonical, decode, sha256
@@ -129,8 +129,6 @@ class Rules:
     algorithm: Algorithm | None = None
     family: ModelFamily | None = None
     seed: int | None = None
-    sealed: bool = False
-    """Clients encrypt what they keep."""
     held: Sequence[int] = ()
     """By client, how many samples it holds out for evaluation."""
     task: Task | None = None
@@ -145,8 +143,8 @@ class Rules:
 
     @cached_property
     def client_state(self) -> Header:
-        """The same, as clients send it."""
-        return sealing.forms(self.kept, self.sealed)
+        """Types and shapes of the tensors of what each client keeps."""
+        return header(self.kept)
 
 
 KeyOf = Callable[[WorkOrder], bytes]
@@ -420,7 +418,7 @@ def _expected(rules: Rules, spec: SubmodelSpec, order: WorkOrder) -> Header:
 
 
 def check_state(state: Params, expected: Header) -> None:
-    """Raises Rejected unless names, types, shapes and numbers are those of a client's state (`sealing.forms`)."""
+    """Raises Rejected unless names, types, shapes and numbers are those of a client's state (`client_state.header`)."""
     tensors = travelling(state)
     if wrong := coding.misfit(tensors, _on_the_way(expected)):
         raise Rejected(*wrong)

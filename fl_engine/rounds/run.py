@@ -9,12 +9,12 @@ from functools import cached_property
 
 from fl_engine.aggregation import privacy
 from fl_engine.core import workload
-from fl_engine.core.client_state import kept_by_clients
+from fl_engine.core.client_state import header, kept_by_clients
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import ClientUpdate, Codecs, Device, Header, RoundContext, RoundPlan, WorkOrder
 from fl_engine.core.workload import Epochs
-from fl_engine.exchange import coding, sealing
+from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import faults, trace
@@ -139,8 +139,7 @@ class Run:
     @cached_property
     def client_state(self) -> Header:
         """What each client keeps, as the server stores it."""
-        kept = kept_by_clients(self.algorithm, self.site.family, self.site.pool)
-        return sealing.forms(kept, self.site.sealed)
+        return header(kept_by_clients(self.algorithm, self.site.family, self.site.pool))
 
     @cached_property
     def _faults(self) -> faults.Faults:

@@ -18,11 +18,10 @@ import pytest
 
 from fl_engine.algorithms import CONTRACT
 from fl_engine.backends import InProcess
-from fl_engine.core.client_state import apart, kept_by_clients, travelling
+from fl_engine.core.client_state import apart, header, kept_by_clients, travelling
 from fl_engine.core.contracts import Algorithm, KeepsClientState, ModelFamily
 from fl_engine.core.types import ClientUpdate, Outcome, Params, RoundPlan, Start, TaskContext, WorkOrder
 from fl_engine.exchange.client import Site, execute
-from fl_engine.exchange.sealing import forms
 from fl_engine.exchange.updates import check_state
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
@@ -89,11 +88,11 @@ class ClientStateSuite:
         assert declared, "what a client keeps has names"
         update = execute(algorithm, order, site)
         assert isinstance(update, ClientUpdate)
-        check_state(update.state, forms(declared, sealed=False))
+        check_state(update.state, header(declared))
         assert not update.payload.keys() & declared.keys(), "what a client keeps to itself is not sent as weights"
         again = execute(algorithm, with_state(order, update.state), site)
         assert isinstance(again, ClientUpdate)
-        check_state(again.state, forms(declared, sealed=False))
+        check_state(again.state, header(declared))
 
     def test_what_is_kept_matters(self, algorithm: Any, site: Site, order: WorkOrder) -> None:
         first = execute(algorithm, order, site)

@@ -433,12 +433,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _sealed_in_pods_alone(self) -> Config:
-        if self.run.backend == "agents" and self.kubernetes.state_key is not None:
-            raise ValueError("kubernetes.state_key is for pods: leave it out with run.backend=agents")
-        return self
-
-    @model_validator(mode="after")
     def _agents_on_their_own_devices(self) -> Config:
         if self.run.backend == "agents" and set(self.run.devices) != {"cpu"}:
             raise ValueError(

@@ -13,10 +13,8 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from fl_engine.backends.in_process import check_device, prepare_process
-from fl_engine.backends.kubernetes.jobs import STATE_KEY
 from fl_engine.backends.processes import carry_out
 from fl_engine.core import heap
-from fl_engine.core.addresses import path_of
 from fl_engine.core.allowed import check_wheel
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief, masked
@@ -27,7 +25,6 @@ from fl_engine.exchange import code
 from fl_engine.exchange.assignment import Assignment, site_files
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.sealing import key_from
 from fl_engine.fleet import faults
 from fl_engine.storage import sums
 from fl_engine.storage.store import Store
@@ -125,9 +122,7 @@ def _site(told: Assignment, store: Store, in_cluster: bool) -> tuple[Algorithm, 
         log.warning(said)
     fleet = fleet_of(resolved, pool)
     struck = faults.parse(config.rounds.faults)
-    sealed = config.kubernetes.state_key is not None
-    key = key_from(path_of(os.environ.get("FLEXFLEET_STATE_KEY", STATE_KEY))) if sealed else None
-    site = Site(family, pool, fleet, data, parts, config.seed, numerics, None, struck, sealed, key, held, most)
+    site = Site(family, pool, fleet, data, parts, config.seed, numerics, None, struck, held, most)
     return algorithm, site
 
 

@@ -49,9 +49,8 @@ def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path, before: Map
     prepare_process(config.run.devices)
     struck = faults.parse(config.rounds.faults)
     numerics = numerics_of(config, training_of(resolved.algorithm), family, data.task, before)
-    sealed = config.run.backend == "kubernetes" and config.kubernetes.state_key is not None
     most = most_of(config)
-    return Site(family, pool, fleet, data, parts, config.seed, numerics, None, struck, sealed, None, held, most)
+    return Site(family, pool, fleet, data, parts, config.seed, numerics, None, struck, held, most)
 
 
 def fleet_of(resolved: Resolved, pool: Pool) -> tuple[Device, ...]:

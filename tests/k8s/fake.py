@@ -414,14 +414,11 @@ class Cluster:
         (place / "memory.max").write_text(str(quantity(container["resources"]["limits"]["memory"])))
         env = {"PATH": os.environ["PATH"], "JOB_COMPLETION_INDEX": str(index), "FLEXFLEET_CGROUP": str(place)}
         env["FLEXFLEET_PROC"] = str(place)  # a node that says nothing of its memory
-        real = {"/etc/flexfleet/state-key": self._key(pod, place)}
         for variable in container["env"]:
             path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
             annotation = re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)
             env[variable["name"]] = (
-                pod["metadata"]["annotations"].get(annotation[1], "")
-                if annotation
-                else real.get(variable["value"], variable["value"])
+                pod["metadata"]["annotations"].get(annotation[1], "") if annotation else variable["value"]
             )
         told_at = "/etc/flexfleet/assignment.json"
         if self.image is None:
@@ -446,16 +443,6 @@ class Cluster:
         out = (place / "log").read_text()
         self.logs.append(f"{pod['metadata']['name']}: {code}\n{out}")
         return code, out[-2048:]
-
-    def _key(self, pod: Resource, place: Path) -> str:
-        """Where the pod finds the volume `state-key`."""
-        volume: Resource = next((v for v in pod["spec"]["volumes"] if v["name"] == "state-key"), {})
-        if "hostPath" in volume:
-            return str(volume["hostPath"]["path"])
-        if "secret" in volume:
-            data = self.objects["secrets", volume["secret"]["secretName"]]["data"]
-            (place / "state-key").write_bytes(base64.b64decode(data["key"]))
-        return str(place / "state-key")
 
 
 def in_container(pod: Resource, image: str, env: dict[str, str], mounts: dict[str, str]) -> list[str]:

@@ -67,14 +67,13 @@ POOLS = st.builds(
     packed=st.integers(1, 5),
     placement=st.sampled_from(["pool", "device"]),
     data=st.sampled_from([None, "pvc:images", "host:/mnt/images"]),
-    state_key=st.sampled_from([None, "secret:fleet", "host:/etc/key"]),
     run_id=st.text(max_size=40),
 )
 def test_every_job_is_valid_and_names_each_client_once(
     clients: set[int], pools: dict[str, NodePool], packed: int, placement: Any, data: str | None,
-    state_key: str | None, run_id: str,
+    run_id: str,
 ) -> None:  # fmt: skip
-    options = KubernetesConfig(pools=pools, clients_per_pod=packed, placement=placement, data=data, state_key=state_key)
+    options = KubernetesConfig(pools=pools, clients_per_pod=packed, placement=placement, data=data)
     found = made(options, sorted(clients), run_id)
     named = [client for job in found for pod in jobs.pods_of(job) for client in pod]
     assert sorted(named) == sorted(clients)
@@ -89,9 +88,7 @@ def test_every_job_is_valid_and_names_each_client_once(
         job["metadata"]["uid"] = "3e2b"
         secret = jobs.secret(job, ["{}"] * job["spec"]["completions"], "{}")
         valid.validate(secret, "1.33")
-        _restricted(
-            job["spec"]["template"]["spec"], any((each or "").startswith("host:") for each in (data, state_key))
-        )
+        _restricted(job["spec"]["template"]["spec"], (data or "").startswith("host:"))
 
 
 def _restricted(pod: dict[str, Any], host: bool) -> None:
@@ -222,9 +219,7 @@ def test_a_template_of_ones_own_keeps_all_that_is_not_filled_in(tmp_path: Path, 
     path, own = tmp_path / "job.yaml", own_template()
     path.write_text(json.dumps(own))
     pools = {FLEET[0].tier: NodePool(selector={"room": "7"}, taint="flexfleet.io/edge", cpu="500m", memory="3Gi")}
-    options = KubernetesConfig(
-        pools=pools, data="pvc:images", state_key="secret:key", image="ours:1", template=str(path), deadline_s=900
-    )
+    options = KubernetesConfig(pools=pools, data="pvc:images", image="ours:1", template=str(path), deadline_s=900)
     (group,) = jobs.groups(orders([0]), FLEET, options)
     made = jobs.job(jobs.template(str(path)), options, "run", round, group, 0, OWNER, "/data")
     there, filled_in = leaves(made), set(FILLED_IN)

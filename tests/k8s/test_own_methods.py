@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 import pytest
 
 from fl_engine.backends.kubernetes.backend import Kubernetes
-from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import initial_params
-from fl_engine.exchange.sealing import KEY_BYTES, unseal
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.client_states import ClientStates, named
 from fl_engine.storage.places import open_store
@@ -112,22 +109,3 @@ def test_asynchronous_rounds_in_pods_are_those_of_one_process(
     found, expected = rows(remote, "pods"), Checkpoints(FolderStore(alone)).rows()
     assert lines(found) == lines(expected)
     assert max(line.get("staleness", 0) for row in found for line in row.clients) > 0
-
-
-def test_pods_encrypt_what_they_keep_with_a_key_that_the_coordinator_does_not_read(
-    cluster: Any, rounds: Rounds, remote: Remote
-) -> None:
-    key = bytes(range(KEY_BYTES))
-    secret = {"metadata": {"name": "fleet"}, "data": {"key": base64.b64encode(key).decode()}}
-    cluster.objects["secrets", "fleet"] = secret
-    sets = ("kubernetes.state_key=secret:fleet", "kubernetes.clients_per_pod=2")
-    alone = rounds("alone", *OWN, "rounds.stop=2")
-    pods = rounds("pods", *remote, *OWN, "rounds.stop=2", *sets)
-    assert (pods / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
-    there, here = heads(open_store(f"{remote[1].partition('=')[2]}/pods")), heads(FolderStore(alone))
-    assert there.keys() == here.keys()
-    for client, head in here.items():
-        shapes = {name: tuple(tensor.shape) for name, tensor in head.items()}
-        assert_same_bits(unseal(there[client], shapes, key, client), head)
-    with pytest.raises(ConfigError, match=r"kubernetes\.state_key"):
-        rounds("pods", *remote, *OWN, "rounds.stop=3", resume=True)

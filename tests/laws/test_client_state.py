@@ -17,7 +17,7 @@ from fl_engine.aggregation.privacy import Private
 from fl_engine.algorithms import CONTRACT, AllLarge
 from fl_engine.backends import InProcess, Processes
 from fl_engine.codecs import Half
-from fl_engine.core.client_state import apart, kept_by_clients, travelling
+from fl_engine.core.client_state import apart, header, kept_by_clients, travelling
 from fl_engine.core.contracts import ClientContext
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.slicing import full_shapes, largest
@@ -36,7 +36,6 @@ from fl_engine.core.types import (
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.sealing import forms
 from fl_engine.exchange.updates import packed, payload_bytes
 from fl_engine.fleet import faults
 from fl_engine.fleet.devices import simulated_seconds
@@ -230,7 +229,7 @@ def test_an_honest_state_comes_back_as_it_is_and_has_room(tmp_path: Path) -> Non
     honest = update_of()
     assert_same_outcomes([received(tmp_path, honest.state)], [honest])
     value = packed(honest, ORDER)[1]
-    most = payload_bytes(ORDER, forms(DECLARED, sealed=False))
+    most = payload_bytes(ORDER, header(DECLARED))
     assert value is not None and len(value) <= most
     grown = most - payload_bytes(ORDER)
     assert tensor_bytes(honest.state) < grown < tensor_bytes(honest.state) + 2**12

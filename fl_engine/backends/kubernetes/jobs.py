@@ -36,8 +36,6 @@ LIFETIME, PLACE = "flexfleet.io/lifetime", "flexfleet.io/place"
 FAILURES = 100
 """Of an index whose pods stay, after which no other pod comes in their stead: without a coordinator that makes the Job
 anew, or takes an order back that kills them, they would start and fail for ever."""
-STATE_KEY = "/etc/flexfleet/state-key"
-"""Where a pod finds the key of `kubernetes.state_key`."""
 SECRET_BYTES = 3 * 2**18
 """The most bytes that a Job's pods can be told: a Secret holds 1 MiB, and base64 makes four bytes of three."""
 
@@ -215,11 +213,6 @@ def job(
         pod["spec"]["volumes"].append({"name": "data", **_data_volume(options.data)})
         container["volumeMounts"].append({"name": "data", "mountPath": data_folder, "readOnly": True})
         container["env"].append({"name": "FLEXFLEET_DATA", "value": data_folder})
-    if options.state_key is not None:
-        pod["spec"]["volumes"].append({"name": "state-key", **_key_volume(options.state_key)})
-        entry = {"subPath": "key"} if options.state_key.startswith("secret:") else {}
-        container["volumeMounts"].append({"name": "state-key", "mountPath": STATE_KEY, "readOnly": True} | entry)
-        container["env"].append({"name": "FLEXFLEET_STATE_KEY", "value": STATE_KEY})
     return out
 
 
@@ -261,13 +254,6 @@ def _data_volume(data: str) -> Resource:
     if kind == "pvc":
         return {"persistentVolumeClaim": {"claimName": what, "readOnly": True}}
     return {"hostPath": {"path": what, "type": "Directory"}}
-
-
-def _key_volume(key: str) -> Resource:
-    kind, _, what = key.partition(":")
-    if kind == "secret":
-        return {"secret": {"secretName": what, "defaultMode": 0o440}}
-    return {"hostPath": {"path": what, "type": "File"}}
 
 
 def secret(job: Resource, told: Sequence[str], common: str) -> Resource:

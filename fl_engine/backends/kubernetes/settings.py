@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from fl_engine.core.fields import Count, Fraction, Moves, Positive, Section, UserPath
 from fl_engine.core.quantities import quantity
@@ -15,14 +15,8 @@ GRACE_S = 30
 """Seconds after its deadline at which the coordinator deletes a client Job that is still there."""
 URL_S = 604_800
 """Seconds that a presigned URL can live (AWS Signature Version 4)."""
-
-
-NAME = "[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
-PLACES = {
-    "data": (f"pvc:{NAME}|host:/.*", "pvc:<claim> or host:/<folder of the node>"),
-    "state_key": (f"secret:{NAME}|host:/.+", "secret:<name of a Secret> or host:/<file of the node>"),
-}
-"""By parameter, what a place in the cluster or on the node is written like."""
+DATA = re.compile("pvc:[a-z0-9]([a-z0-9.-]*[a-z0-9])?|host:/.*")
+"""The forms of `kubernetes.data`."""
 
 
 def _cpus(value: str) -> str:
@@ -99,9 +93,6 @@ class KubernetesConfig(Section):
     data: str | None = None
     """Where pods find the data files: pvc:<claim> or host:<folder of the node>, mounted read-only; null: the data set
     comes with the image."""
-    state_key: Annotated[str | None, Moves.RESULT] = None
-    """The 64 bytes with which clients encrypt what they keep on the server (algorithms with client state):
-    secret:<name> (its entry `key`), or host:<file of the node>, one that only the device has; null: not encrypted."""
     access: Literal["presigned", "ambient"] = "presigned"
     """presigned: clients get URLs, and hold no keys; ambient: their pods have credentials of their own."""
     endpoint: str | None = None
@@ -129,12 +120,11 @@ class KubernetesConfig(Section):
     poll_s: Positive = 1.0
     """Seconds between two looks at Jobs, pods and answers."""
 
-    @field_validator(*PLACES)
+    @field_validator("data")
     @classmethod
-    def _names_a_place(cls, value: str | None, info: ValidationInfo) -> str | None:
-        pattern, expected = PLACES[str(info.field_name)]
-        if value is not None and re.fullmatch(pattern, value) is None:
-            raise ValueError(f"{expected} is expected")
+    def _names_a_place(cls, value: str | None) -> str | None:
+        if value is not None and DATA.fullmatch(value) is None:
+            raise ValueError("pvc:<claim> or host:/<folder of the node> is expected")
         return value
 
     @model_validator(mode="after")
