@@ -6,10 +6,14 @@ the same bytes. Texts stay texts: they take the page's font, and can be searched
 
 from __future__ import annotations
 
+import atexit
 import html
 import io
 import math
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -64,12 +68,24 @@ def drawing(name: str, alt: str, height: float, paint: Callable[[Any], None], wi
 
 def style(values: Mapping[str, Any]) -> AbstractContextManager[None]:
     """matplotlib's defaults with `values`, whatever the user's own matplotlibrc says."""
+    use_font_cache()
     try:
         from matplotlib import style as styles
     except ImportError as error:
         raise EnvironmentFailure("drawing needs matplotlib: pip install 'flexfleet[tracking]'") from error
     context: AbstractContextManager[None] = styles.context(dict(values), after_reset=True)
     return context
+
+
+def use_font_cache() -> None:
+    """Set MPLCONFIGDIR to a temporary copy of its folder if that folder is read-only, as the image's is in pods.
+    matplotlib ignores a font cache in a folder that it cannot write, and searches the fonts again."""
+    folder = os.environ.get("MPLCONFIGDIR", "")
+    if os.path.isdir(folder) and not os.access(folder, os.W_OK):
+        copy = tempfile.mkdtemp(prefix="matplotlib-")
+        atexit.register(shutil.rmtree, copy, ignore_errors=True)
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        os.environ["MPLCONFIGDIR"] = copy
 
 
 def inline(document: str, name: str, alt: str) -> str:

@@ -35,6 +35,14 @@ train(**json.loads(given))
 """
 
 
+FONTS = """
+from flexfleet.reports import figure
+figure.use_font_cache()
+import matplotlib, pathlib
+print(len([*pathlib.Path(matplotlib.get_cachedir()).glob("fontlist-*.json")]))
+"""
+
+
 def docker(*argv: str) -> str:
     done = subprocess.run(["docker", "run", "--rm", *argv], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -54,6 +62,10 @@ def test_the_image_is_for_nobody_in_particular_and_brings_what_the_steps_need() 
     assert user == "10001"
     extras = json.loads(told)["extras"]
     assert extras["engine"]["missing"] == extras["tracking"]["missing"] == []
+
+
+def test_pods_use_the_font_cache_of_the_image() -> None:
+    assert docker("--read-only", "--tmpfs=/tmp", IMAGE, "python", "-c", FONTS).strip() == "1"
 
 
 def test_the_graph_in_containers_gives_what_one_process_gives(plain: Any, tmp_path: Path) -> None:
