@@ -112,8 +112,9 @@ def pair_of(override: str) -> tuple[str, Any]:
     return key.strip(), value
 
 
-MAPPINGS = ("kubernetes.pools", "tune.space")
-"""Parameters whose keys the user chooses, so that they are given as a whole."""
+POOLS, SPACE = "kubernetes.pools", "tune.space"
+MAPPINGS = (POOLS, SPACE)
+"""Parameters whose keys the user chooses. A later SPACE replaces an earlier one; later POOLS are merged by tier."""
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -127,7 +128,10 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def chosen_by_name(path: str) -> bool:
     """Whether the `name` of the mapping at this dotted name decides which other parameters it has: true of a model, an
-    algorithm, a codec and of what they and `training` name, false of a plain section (`dataset`)."""
+    algorithm, a codec and of what they and `training` name, false of a plain section (`dataset`) and inside
+    MAPPINGS, where `name` is a key of the user's."""
+    if any(meet(path, each) for each in MAPPINGS):
+        return False
     here: Any = Config
     for part in path.split(".") if path else ():
         if not is_model(here):
@@ -170,8 +174,8 @@ def set_path(values: dict[str, Any], path: str, value: Any) -> None:
 
 def merged(standing: Any, given: Any, path: str = "") -> Any:
     """What stands at a dotted name, with what is given on top of it: a mapping keeps the parameters that are not given,
-    unless its `name` chooses something else, whose parameters are others. MAPPINGS are replaced as a whole."""
-    if not isinstance(standing, Mapping) or not isinstance(given, Mapping) or path in MAPPINGS:
+    unless its `name` chooses something else, whose parameters are others. SPACE is replaced as a whole."""
+    if not isinstance(standing, Mapping) or not isinstance(given, Mapping) or path == SPACE:
         return given
     if "name" in given and given["name"] != standing.get("name") and chosen_by_name(path):
         return dict(given)
@@ -189,10 +193,11 @@ def meet(one: str, other: str) -> bool:
 def giving_way(taken: Collection[str], path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What is given at a dotted name, as dotted names and values that are set before the parameters `taken` and give
     way to them. A section falls into its parts, so that `names_first` sets all names of one section in order, and
-    another `name` drops the options of this one; values at or above what is taken are left out."""
+    another `name` drops the options of this one; values at or above what is taken are left out. POOLS are never left
+    out, because the pools that are taken are merged into them."""
     above = any(each.startswith(f"{path}.") for each in taken)
     if not isinstance(value, Mapping) or path in MAPPINGS:
-        if not above and path not in taken:
+        if path == POOLS or not (above or path in taken):
             yield path, value
     elif above and not ("name" in value and chosen_by_name(path)):
         for key, inner in value.items():

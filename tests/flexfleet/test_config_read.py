@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fl_engine.backends.kubernetes.settings import NodePool
 from fl_engine.core.errors import ConfigError
 from flexfleet.config import load_config
+from flexfleet.config.read import giving_way, read_file
 from tests.harness.settings import refused, written
 
 
@@ -156,6 +158,22 @@ def test_the_last_override_wins_over_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, "rounds: {stop: 3, evaluate_every: 2}\n")
     found = load_config(path, ["rounds.stop=5", "rounds.stop=7"]).rounds
     assert (found.stop, found.evaluate_every) == (7, 2)
+
+
+def test_later_pools_change_only_the_keys_that_they_name(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    weak = "{arch: arm64, taint: edge, selector: {name: pi, room: '7'}, memory: 1Gi}"
+    first.write_text(f"kubernetes: {{pools: {{weak: {weak}, strong: {{taint: gpu}}}}}}\n")
+    second.write_text("kubernetes: {pools: {weak: {memory: 2Gi, selector: {name: pi4}}, medium: {cpu: '2'}}}\n")
+    expected = {
+        "weak": NodePool(arch="arm64", taint="edge", selector={"name": "pi4", "room": "7"}, memory="2Gi", cpu="3"),
+        "medium": NodePool(cpu="2"),
+        "strong": NodePool(taint="gpu"),
+    }
+    assert load_config([first, second], ["kubernetes.pools={weak: {cpu: '3'}}"]).kubernetes.pools == expected
+    below = read_file(first)["kubernetes"]
+    kept = list(giving_way(["kubernetes.pools", "kubernetes.namespace"], "kubernetes", {**below, "namespace": "a"}))
+    assert kept == [("kubernetes.pools", below["pools"])], "a suite's pools, to be set before those that are given"
 
 
 def test_another_name_drops_the_options_of_the_file(tmp_path: Path) -> None:

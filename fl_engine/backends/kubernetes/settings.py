@@ -64,7 +64,8 @@ class KubernetesConfig(Section):
     template: UserPath | None = None
     """The Job's YAML; null: fl_engine/backends/kubernetes/client-job.yaml, which says what is filled in."""
     pools: dict[str, NodePool] = Field(default={})
-    """By device tier; one that is not named gets the defaults of a pool."""
+    """By device tier. A tier without an entry gets the defaults of a pool. A later file or --set changes only the tiers
+    and keys that it names."""
     placement: Literal["pool", "device"] = "pool"
     """device: each client's data lies on one node; a Job of its own is bound to it by `hostname`."""
     hostname: str = "device-{client}"
