@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export DVC_NO_ANALYTICS ?= 1
 
 .PHONY: setup run test test-all soak lint generated docs evidence bench bench-peers image e2e-containers lock sbom \
-        pin-digests test-kubernetes-clients test-python310
+        pin-digests test-python310
 
 setup: $(VENV)/.ready
 
@@ -128,19 +128,6 @@ test-python310: setup .venv-python310/.ready
 	$(PYTHON310) -m venv .venv-python310
 	.venv-python310/bin/pip install --quiet --constraint constraints.txt torch
 	.venv-python310/bin/pip install --quiet --constraint constraints.txt --editable '.[engine]' scikit-learn
-	touch $@
-
-# The oldest and newest `kubernetes` that pyproject.toml allows, and the version whose own calls send no credentials.
-KUBERNETES_CLIENTS ?= 30.1.0 36.0.3 37.0.2
-
-test-kubernetes-clients: $(KUBERNETES_CLIENTS:%=.venv-kubernetes-%/.ready)
-	for version in $(KUBERNETES_CLIENTS); do \
-	    .venv-kubernetes-$$version/bin/python -m pytest --noconftest tests/k8s/test_transport.py || exit 1; \
-	done
-
-.venv-kubernetes-%/.ready:
-	$(PYTHON) -m venv .venv-kubernetes-$*
-	.venv-kubernetes-$*/bin/pip install --quiet kubernetes==$* pytest cryptography pyyaml
 	touch $@
 
 # Each peer has a virtual environment of its own, because their dependencies conflict.

@@ -26,7 +26,7 @@ import pytest
 import yaml
 
 from fl_engine.backends.kubernetes import jobs
-from fl_engine.backends.kubernetes.cluster import Cluster, _connect, _token
+from fl_engine.backends.kubernetes.cluster import Cluster, _connect
 from flexfleet.config import Config, load_config
 from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
@@ -51,11 +51,13 @@ Api = Callable[..., Any]
 @pytest.fixture(scope="session")
 def api() -> Api:
     """`api("GET", "/api/v1/nodes", body=None, missing=None)`: one request; `missing` is a status that gives None."""
-    pool, config = _connect()
+    client = _connect()
+    config, pool = client.configuration, client.rest_client.pool_manager
 
     def ask(method: str, path: str, body: Any = None, missing: int | None = None) -> Any:
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        headers = {"Content-Type": kind, "Accept": "application/json", "Authorization": _token(config)}
+        token = config.get_api_key_with_prefix("authorization") or ""
+        headers = {"Content-Type": kind, "Accept": "application/json", "Authorization": token}
         sent = None if body is None else json.dumps(body)
         answer = pool.request(method, config.host + path, body=sent, headers=headers)
         if answer.status == missing:

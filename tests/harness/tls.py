@@ -17,9 +17,16 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 
-def certificates(folder: Path, good: bool = True, days: tuple[float, float] = (0, 1)) -> tuple[Path, Path]:
-    """The authority's certificate, and 127.0.0.1's with its key. `good`: the authority says what its key is for, as RFC
-    5280 wants; `days`: from when until when they are valid, from now."""
+def certificates(
+    folder: Path, good: bool = True, days: tuple[float, float] = (0, 1), host: str = "127.0.0.1"
+) -> tuple[Path, Path]:
+    """Write the certificate of a new authority, and the certificate of `host` with its key.
+
+    Args:
+        good: Whether the authority's certificate has the key usage that RFC 5280 requires.
+        days: Begin and end of the validity, in days from now.
+        host: An IPv4 address or a host name.
+    """
     now, name = datetime.datetime.now(datetime.timezone.utc), x509.Name([_named("ours")])
     begin, end = (now + datetime.timedelta(days=each) for each in days)
     authority, own = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
@@ -37,7 +44,9 @@ def certificates(folder: Path, good: bool = True, days: tuple[float, float] = (0
                                "key_agreement", "crl_sign", "encipher_only", "decipher_only"), False)  # fmt: skip
         root = root.add_extension(x509.KeyUsage(key_cert_sign=True, **usage), True)
     leaf = made(x509.Name([_named("server")]), own)
-    leaf = leaf.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+    numeric = host.replace(".", "").isdigit()
+    whom = x509.IPAddress(ipaddress.ip_address(host)) if numeric else x509.DNSName(host)
+    leaf = leaf.add_extension(x509.SubjectAlternativeName([whom]), False)
     pem = serialization.Encoding.PEM
     key = own.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     (folder / "ca.pem").write_bytes(root.sign(authority, hashes.SHA256()).public_bytes(pem))

@@ -12,7 +12,6 @@ import boto3.session
 import pytest
 
 from fl_engine.backends.kubernetes import waiting
-from fl_engine.backends.kubernetes.cluster import PATHS
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Refused, Stopped
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.checkpoints import Row
@@ -204,12 +203,11 @@ def test_a_run_whose_objects_somebody_deletes_makes_new_ones(
     def script(job: Any, index: int, before: int) -> str:
         if deleted:
             return "run"
-        for kind in ("jobs", "configmaps"):
-            path = PATHS[kind].format(namespace="flexfleet-clients")
+        for group, kind in (("apis/batch/v1", "jobs"), ("api/v1", "configmaps")):
             names = [name for of, name in quick_cluster.objects if of == kind]
             deleted.extend(names)
             for name in names:
-                quick_cluster.ask("DELETE", f"{path}/{name}", {}, None)
+                quick_cluster.ask("DELETE", f"/{group}/namespaces/flexfleet-clients/{kind}/{name}", {}, None)
         return "hang"
 
     quick_cluster.script = script

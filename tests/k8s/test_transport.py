@@ -1,14 +1,8 @@
-"""How requests reach an API server: over TLS, by a certificate or a token, through a proxy, again after a fault.
-
-The same file runs with the oldest and the newest package `kubernetes` that pyproject.toml admits
-(`make test-kubernetes-clients`), in environments that have nothing else.
-"""
+"""Requests to an API server: certificates, tokens, retries, and the messages of refused requests."""
 
 from __future__ import annotations
 
 import base64
-import importlib.util
-import ipaddress
 import json
 import logging
 import re
@@ -18,102 +12,39 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import kubernetes
 import pytest
+import urllib3.util.ssl_
 import yaml
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
+from fl_engine.backends.kubernetes import cluster
 from fl_engine.core.errors import EnvironmentFailure
+from tests.harness import tls
 
-# By its path: the package around it imports torch, which those environments lack.
-_spec = importlib.util.spec_from_file_location(
-    "cluster_alone", Path(__file__).parents[2] / "fl_engine/backends/kubernetes/cluster.py"
-)
-assert _spec is not None and _spec.loader is not None
-cluster = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = cluster
-_spec.loader.exec_module(cluster)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A certificate and its key, as PEM files."""
-
-    certificate: Path
-    key: Path
-
-
-class Authority:
-    """A certificate authority; `strict=False` leaves out what RFC 5280 asks for, as some clusters' do."""
-
-    def __init__(self, folder: Path, *, strict: bool = True) -> None:
-        folder.mkdir(parents=True)
-        self.folder, self.strict = folder, strict
-        self.key = ec.generate_private_key(ec.SECP256R1())
-        self.name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "cluster")])
-        builder = self._builder(self.name, self.key).add_extension(x509.BasicConstraints(True, None), critical=True)
-        if strict:
-            usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
-            builder = builder.add_extension(usage, critical=True)
-        self.pem = self._write("authority", builder, self.key).certificate
-
-    def issue(self, name: str, *hosts: str) -> Pair:
-        key = ec.generate_private_key(ec.SECP256R1())
-        builder = self._builder(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key)
-        names: list[x509.GeneralName] = []
-        for host in hosts:
-            numeric = host.replace(".", "").isdigit()
-            names.append(x509.IPAddress(ipaddress.ip_address(host)) if numeric else x509.DNSName(host))
-        if names:
-            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-        return self._write(name, builder, key)
-
-    def _builder(self, name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-        now, public = datetime.now(UTC), self.key.public_key()
-        return (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(self.name)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - timedelta(hours=1))
-            .not_valid_after(now + timedelta(hours=1))
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), critical=False)
-        )
-
-    def _write(self, name: str, builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey) -> Pair:
-        pair = Pair(self.folder / f"{name}.pem", self.folder / f"{name}.key")
-        made = builder.sign(self.key, hashes.SHA256())
-        pair.certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-        plain = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        pair.key.write_bytes(key.private_bytes(*plain))
-        return pair
+SLEEP = "tenacity.nap.time.sleep"
 
 
 @dataclass
 class Server:
-    """An API server that asks for a client certificate of its authority, or a token that it knows."""
+    """An API server that requires a client certificate of its authority, or a token that it knows."""
 
-    authority: Authority
+    authority: Path
+    own: Path
+    """The server's certificate and key, which clients show as theirs too. Its name is `server`."""
     port: int = 0
     tokens: set[str] = field(default_factory=set)
     answers: list[tuple[int, list[tuple[str, str]]]] = field(default_factory=list)
-    """Status and headers of the next answers; 0 breaks the connection. After them: 200."""
+    """Status and headers of the next responses. The status 0 breaks the connection; after the last one, all are 200."""
     values: list[Any] = field(default_factory=list)
-    """Of the next answers, in place of what their status says; bytes: as they are."""
+    """Bodies of the next responses, which replace the default body of the status. Bytes are sent as they are."""
     asked: list[tuple[str, str]] = field(default_factory=list)
     """Method and path of each request."""
     known: list[str] = field(default_factory=list)
-    """Who each request came from: its certificate's name or its header Authorization."""
+    """The name in the client certificate of each request, or its header Authorization."""
     bodies: list[Any] = field(default_factory=list)
 
 
@@ -147,7 +78,7 @@ def respond(server: Server, handler: BaseHTTPRequestHandler) -> None:
     handler.wfile.write(body)
 
 
-def listen(server: Server, hosts: tuple[str, ...]) -> ThreadingHTTPServer:
+def listen(server: Server) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -157,19 +88,18 @@ def listen(server: Server, hosts: tuple[str, ...]) -> ThreadingHTTPServer:
         do_GET = do_POST = do_PUT = do_DELETE = _answer
 
         def log_message(self, *_: object) -> None:
-            """Quiet."""
+            """Log nothing."""
 
     class Quiet(ThreadingHTTPServer):
         def handle_error(self, *_: object) -> None:
-            """A client that refuses the certificate hangs up."""
+            """Ignore that a client which refuses the certificate hangs up."""
 
-    pair = server.authority.issue("server", *hosts)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(pair.certificate, pair.key)
-    context.load_verify_locations(server.authority.pem)
+    context.load_cert_chain(server.own)
+    context.load_verify_locations(server.authority)
     context.verify_mode = ssl.CERT_OPTIONAL
     listening = Quiet(("127.0.0.1", 0), Handler)
-    # The handshake belongs into the connection's own thread.
+    # The handshake must run in the connection's own thread.
     listening.socket = context.wrap_socket(listening.socket, server_side=True, do_handshake_on_connect=False)
     server.port = listening.server_port
     threading.Thread(target=listening.serve_forever, args=(0.02,), daemon=True).start()
@@ -181,16 +111,14 @@ Start = Callable[..., Server]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """`start(*hosts, strict=True)`: a server whose certificate is for these hosts."""
+    """`start(host="127.0.0.1", good=True)`: a server whose certificate is for this host (see `tls.certificates`)."""
     listening: list[ThreadingHTTPServer] = []
-    for name in ("KUBERNETES_SERVICE_HOST", *(f"{p}_PROXY" for p in ("HTTPS", "HTTP", "NO", "ALL"))):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setattr(cluster, "FIRST_WAIT_S", 0.0)
 
-    def begin(*hosts: str, strict: bool = True) -> Server:
-        server = Server(Authority(tmp_path / "authority", strict=strict))
-        listening.append(listen(server, hosts or ("127.0.0.1",)))
+    def begin(**given: Any) -> Server:
+        server = Server(*tls.certificates(tmp_path, **given))
+        listening.append(listen(server))
         return server
 
     yield begin
@@ -199,21 +127,30 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         each.server_close()
 
 
-Configure = Callable[..., Any]
+@pytest.fixture
+def server(start: Start) -> Server:
+    return start()
+
+
+Configure = Callable[..., cluster.Cluster]
 
 
 @pytest.fixture
 def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
-    """`configure(server, user, **more of the cluster)`: a Cluster that KUBECONFIG leads to that server."""
+    """`configure(server, user=None, **more)`: a Cluster for that server, by a KUBECONFIG with `more` fields of the
+    cluster. Without a user, it shows a client certificate."""
 
-    def write(server: Server, user: dict[str, Any], **more: Any) -> Any:
-        authority = base64.b64encode(server.authority.pem.read_bytes()).decode()
-        address = {"server": f"https://127.0.0.1:{server.port}", "certificate-authority-data": authority}
+    def write(server: Server, user: dict[str, Any] | None = None, **more: Any) -> cluster.Cluster:
+        address = {
+            "server": f"https://127.0.0.1:{server.port}",
+            "certificate-authority-data": encoded(server.authority),
+        }
+        shown = {"client-certificate-data": encoded(server.own), "client-key-data": encoded(server.own)}
         config = {
             "apiVersion": "v1",
             "kind": "Config",
             "clusters": [{"name": "here", "cluster": address | more}],
-            "users": [{"name": "somebody", "user": user}],
+            "users": [{"name": "somebody", "user": shown if user is None else user}],
             "contexts": [{"name": "here", "context": {"cluster": "here", "user": "somebody"}}],
             "current-context": "here",
         }
@@ -225,36 +162,35 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
     return write
 
 
-def encoded(pair: Pair) -> dict[str, str]:
-    return {
-        "client-certificate-data": base64.b64encode(pair.certificate.read_bytes()).decode(),
-        "client-key-data": base64.b64encode(pair.key.read_bytes()).decode(),
-    }
+def encoded(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
 
 
-def test_a_client_certificate_of_kubeconfig_is_shown(start: Start, configure: Configure) -> None:
-    server = start()
-    api = configure(server, encoded(server.authority.issue("coordinator")))
+@pytest.fixture
+def api(server: Server, configure: Configure) -> cluster.Cluster:
+    """A Cluster for `server` that shows a client certificate."""
+    return configure(server)
+
+
+def test_a_client_certificate_of_kubeconfig_is_shown(server: Server, api: cluster.Cluster) -> None:
     assert api.get("jobs", "a") == {"items": [{"kind": "Job"}], "metadata": {}}
-    assert server.known == ["coordinator"]
+    assert server.known == ["server"]
     assert server.asked == [("GET", "/apis/batch/v1/namespaces/clients/jobs/a")]
 
 
-def test_a_token_of_kubeconfig_is_sent(start: Start, configure: Configure) -> None:
-    server = start()
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_token_of_kubeconfig_is_sent(server: Server, configure: Configure, tmp_path: Path, end: str) -> None:
     server.tokens.add("secret")
-    api = configure(server, {"token": "secret"})
-    api.create("secrets", {"metadata": {"name": "ä"}})
+    (tmp_path / "token").write_text("secret" + end)
+    configure(server, {"tokenFile": str(tmp_path / "token")}).create("secrets", {"metadata": {"name": "ä"}})
     assert server.known == ["Bearer secret"] and server.bodies == [{"metadata": {"name": "ä"}}]
 
 
 @pytest.mark.parametrize("fails", ["", "3456"], ids=["gives it", "fails for a while"])
-def test_a_plug_ins_token_is_fetched_again_when_it_runs_out(
-    start: Start, configure: Configure, tmp_path: Path, fails: str
+def test_an_expired_token_of_a_plug_in_is_fetched_again(
+    server: Server, configure: Configure, tmp_path: Path, fails: str
 ) -> None:
-    """It may have to ask somebody who does not answer. The package `kubernetes` then goes on with the old token, and
-    where it is loaded anew with none."""
-    server = start()
+    """If the plug-in fails, the package `kubernetes` continues with the old token, or with none after a reload."""
     server.tokens = {"1", "2"}
     script = tmp_path / "plugin.py"
     script.write_text(
@@ -279,32 +215,26 @@ def test_a_plug_ins_token_is_fetched_again_when_it_runs_out(
 
 
 @pytest.fixture
-def token(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The token of a pod's account, as a kubelet has written it."""
+def token(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The token of a pod's account, which the kubelet wrote. `Cluster()` is then in a pod of `server`'s cluster."""
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
     path = tmp_path / "token"
     path.write_text("old\n")
     monkeypatch.setattr(kubernetes.config.incluster_config, "SERVICE_TOKEN_FILENAME", str(path))
+    monkeypatch.setattr(kubernetes.config.incluster_config, "SERVICE_CERT_FILENAME", str(server.authority))
+    server.tokens = {"old"}
     return path
 
 
-def inside(server: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A Cluster in a pod of that server's cluster."""
-    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
-    monkeypatch.setattr(kubernetes.config.incluster_config, "SERVICE_CERT_FILENAME", str(server.authority.pem))
-    return cluster.Cluster("clients")
-
-
 @pytest.mark.parametrize("late", [0, 3])
-def test_a_pods_account_is_used_inside_a_cluster_and_read_again_when_refused(
-    start: Start, token: Path, monkeypatch: pytest.MonkeyPatch, late: int
+def test_a_refused_token_of_a_pods_account_is_read_again(
+    server: Server, token: Path, monkeypatch: pytest.MonkeyPatch, late: int
 ) -> None:
-    """Also where the kubelet is late with the next token: it writes it when 80 % of the present one's time are over,
-    and tries again where it cannot get it."""
-    server, waited = start(), list[float]()
-    server.tokens = {"old"}
-    api = inside(server, monkeypatch)
+    """A kubelet can be late with the next token, because it retries if it cannot get one."""
+    waited: list[float] = []
+    api = cluster.Cluster("clients")
     api.get("jobs", "a")
     server.tokens = {"new"}
 
@@ -313,191 +243,162 @@ def test_a_pods_account_is_used_inside_a_cluster_and_read_again_when_refused(
         if len(waited) > late:
             token.write_text("new\n")
 
-    monkeypatch.setattr(cluster.time, "sleep", sleep)
+    monkeypatch.setattr(SLEEP, sleep)
     api.get("jobs", "a")
     assert [who.split()[1] for who in server.known] == ["old", *["old"] * (late + 1), "new"]
 
 
-def test_credentials_that_were_never_good_end_it_at_once_and_others_after_all_tries(
-    start: Start, token: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, said = start(), r"401 that is refused\. It does not know who asks: has the token"
-    with pytest.raises(EnvironmentFailure, match=said):
+REFUSED = r"401 that is refused\. It does not know who asks: has the token"
+
+
+def test_credentials_that_were_never_accepted_fail_at_once(server: Server, configure: Configure) -> None:
+    with pytest.raises(EnvironmentFailure, match=REFUSED):
         configure(server, {"token": "stale"}).get("jobs", "a")
     assert len(server.asked) == 1
-    monkeypatch.delenv("KUBECONFIG")
-    server.tokens = {"old"}
-    api = inside(server, monkeypatch)
+
+
+def test_credentials_that_were_accepted_fail_after_all_tries(server: Server, token: Path) -> None:
+    api = cluster.Cluster("clients")
     api.get("jobs", "a")
     server.tokens.clear()
-    with pytest.raises(EnvironmentFailure, match=said):
+    with pytest.raises(EnvironmentFailure, match=REFUSED):
         api.get("jobs", "a")
-    assert len(server.asked) == 2 + cluster.TRIES
+    assert len(server.asked) == 1 + cluster.TRIES
 
 
-def test_who_comes_without_credentials_is_told_so(start: Start, configure: Configure) -> None:
-    server = start()
+def test_missing_credentials_are_reported(server: Server, configure: Configure) -> None:
     with pytest.raises(EnvironmentFailure, match=r"403 .*system:anonymous.* has KUBECONFIG's user none\?"):
         configure(server, {}).get("jobs", "a")
 
 
-def test_a_missing_right_is_named_at_once(start: Start, configure: Configure) -> None:
-    server = start()
-    server.answers = [(403, [])]
-    with pytest.raises(EnvironmentFailure, match=r"POST jobs : 403 that is refused. The service account needs"):
-        configure(server, encoded(server.authority.issue("coordinator"))).create("jobs", {})
-    assert len(server.asked) == 1
-
-
-def test_a_busy_or_broken_server_is_asked_again(start: Start, configure: Configure) -> None:
-    server = start()
+def test_a_busy_or_broken_server_is_retried(server: Server, api: cluster.Cluster) -> None:
     server.answers = [(429, [("Retry-After", "0")]), (0, []), (503, []), (504, [])]
-    assert configure(server, encoded(server.authority.issue("coordinator"))).get("pods", "a") is not None
+    assert api.get("pods", "a") is not None
     assert len(server.asked) == 5
 
 
-def test_a_server_that_says_when_it_is_to_be_asked_again_is_not_asked_before(
-    start: Start, configure: Configure, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_retry_after_is_waited_for_up_to_the_longest_wait(
+    server: Server, api: cluster.Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Priority and Fairness says so with 429, and whoever shuts down with 503. No longer than a stop may wait: what
-    it says may be a proxy's."""
-    server, waited = start(), list[float]()
+    waited: list[float] = []
     server.answers = [(429, [("Retry-After", "7")]), (503, [("Retry-After", "9000")]), (503, [("Retry-After", "soon")])]
-    monkeypatch.setattr(cluster.time, "sleep", waited.append)
-    assert configure(server, encoded(server.authority.issue("coordinator"))).get("pods", "a") is not None
+    monkeypatch.setattr(SLEEP, waited.append)
+    assert api.get("pods", "a") is not None
     assert waited == [7.0, cluster.LONGEST_WAIT_S, 0.0]
-    assert caplog.text.count("the Kubernetes API: HTTP 503") == 2, "also where what it says is no number"
+    assert caplog.text.count("the Kubernetes API: HTTP 503") == 2, "also if the header is not a number"
 
 
-def test_what_is_no_object_is_asked_for_again_and_told(start: Start, configure: Configure) -> None:
-    """Half of one, or what a proxy in between answers."""
-    server = start()
-    api = configure(server, encoded(server.authority.issue("coordinator")))
+def test_waits_double_and_add_up_to_about_a_minute(
+    server: Server, api: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    server.answers = [(503, [])] * cluster.TRIES
+    monkeypatch.setattr(cluster, "FIRST_WAIT_S", 0.5)
+    monkeypatch.setattr(SLEEP, waited.append)
+    with pytest.raises(EnvironmentFailure, match="HTTP 503"):
+        api.get("pods", "a")
+    assert waited == [0.5, 1, 2, 4, 8, 15, 15, 15]
+
+
+def test_a_response_without_a_json_object_is_retried(server: Server, api: cluster.Cluster) -> None:
+    """The response can be cut off, or come from a proxy."""
     server.values = [b'{"items": [{"metadata": {"na', b"null", b"[]", b"<html>sign in</html>"]
     assert api.select("pods", {"a": "b"}) == [{"kind": "Job"}] and len(server.asked) == 5
     server.values = [b"<html>sign in</html>"] * cluster.TRIES
-    with pytest.raises(EnvironmentFailure, match="a JSON object is expected, got '<html>sign in</html>'"):
+    with pytest.raises(EnvironmentFailure, match="expected a JSON object, got '<html>sign in</html>'"):
         api.select("pods", {"a": "b"})
 
 
-def test_what_is_missing_or_there_already_is_no_error(start: Start, configure: Configure) -> None:
-    server = start()
-    api = configure(server, encoded(server.authority.issue("coordinator")))
+def test_a_missing_or_existing_object_is_not_an_error(server: Server, api: cluster.Cluster) -> None:
     server.answers = [(404, []), (409, []), (404, [])]
     server.values = [{}, {"reason": "AlreadyExists"}, {}]
     assert api.get("jobs", "a") is None
     assert api.create("jobs", {"metadata": {"name": "a"}}) is None
     api.delete("jobs", "a")
     assert [method for method, _ in server.asked] == ["GET", "POST", "DELETE"]
-    assert server.bodies[-1] == {"propagationPolicy": "Background"}
-
-
-def test_a_creation_that_meets_another_change_is_tried_again(start: Start, configure: Configure) -> None:
-    """As of a quota that counts several creations at a time: nothing was made."""
-    server = start()
-    said = 'Operation cannot be fulfilled on resourcequotas "clients": the object has been modified'
-    server.answers = [(409, []), (201, [])]
-    server.values = [{"reason": "Conflict", "message": said}, {"kind": "Secret"}]
-    made = configure(server, encoded(server.authority.issue("coordinator"))).create("secrets", {})
-    assert made == {"kind": "Secret"} and len(server.asked) == 2
-
-
-def test_a_quota_that_is_full_for_a_moment_is_waited_for(start: Start, configure: Configure) -> None:
-    """As where a Secret is renewed: it is deleted first, and somebody else takes its place meanwhile. Or the quota
-    counts what is gone a little later."""
-    server = start()
-    said = 'secrets "a" is forbidden: exceeded quota: clients, requested: count/secrets=1, used: count/secrets=9, ...'
-    server.answers = [(403, []), (403, []), (201, [])]
-    server.values = [{"reason": "Forbidden", "message": said}] * 2 + [{"kind": "Secret"}]
-    made = configure(server, encoded(server.authority.issue("coordinator"))).create("secrets", {})
-    assert made == {"kind": "Secret"} and len(server.asked) == 3
-
-
-def test_a_list_whose_rest_is_too_old_is_asked_for_from_its_beginning(start: Start, configure: Configure) -> None:
-    server = start()
-    page = {"items": [{"kind": "Pod"}], "metadata": {"continue": "more"}}
-    server.answers = [(200, []), (410, []), (200, []), (200, [])]
-    server.values = [page, {"reason": "Expired"}, page, {"items": [{"kind": "Job"}], "metadata": {}}]
-    found = configure(server, encoded(server.authority.issue("coordinator"))).select("pods", {"round": "1"})
-    assert found == [{"kind": "Pod"}, {"kind": "Job"}]
-    assert ["continue=more" in path for _, path in server.asked] == [False, True, False, True]
+    assert server.asked[-1][1].endswith("/jobs/a?propagationPolicy=Background")
 
 
 @pytest.mark.parametrize(
-    ("what", "hint"),
+    ("status", "reason", "said"),
     [
-        ("count/secrets", "delete what is over: of each run that gets no more rounds the Secret <run>-keys"),
-        ("count/jobs.batch", "delete what is over: Jobs of runs that have stopped. With kubernetes.placement=device"),
+        (409, "Conflict", 'Operation cannot be fulfilled on resourcequotas "clients": the object has been modified'),
+        (403, "Forbidden", 'secrets "a" is forbidden: exceeded quota: clients, requested: count/secrets=1, ...'),
     ],
+    ids=["conflict", "quota"],
 )
-def test_a_quota_that_is_used_up_says_what_may_go(start: Start, configure: Configure, what: str, hint: str) -> None:
-    server = start()
-    server.answers = [(403, [])] * cluster.TRIES
-    full = f"exceeded quota: clients, requested: {what}=1, used: {what}=9, limited: {what}=9"
-    server.values = [{"message": full}] * cluster.TRIES
-    with pytest.raises(EnvironmentFailure, match=rf"{what}=9\. Raise the quota .*, or {re.escape(hint)}"):
-        configure(server, encoded(server.authority.issue("coordinator"))).create("jobs", {})
+def test_a_create_is_retried_if_a_quota_changes_or_is_full(
+    server: Server, api: cluster.Cluster, status: int, reason: str, said: str
+) -> None:
+    """A quota is full for a moment if it still counts a deleted Secret."""
+    server.answers = [(status, []), (status, []), (201, [])]
+    server.values = [{"reason": reason, "message": said}] * 2 + [{"kind": "Secret"}]
+    assert api.create("secrets", {}) == {"kind": "Secret"} and len(server.asked) == 3
+
+
+def test_an_expired_list_is_read_again_from_its_start(server: Server, api: cluster.Cluster) -> None:
+    page = {"items": [{"kind": "Pod"}], "metadata": {"continue": "more"}}
+    server.answers = [(200, []), (410, []), (200, []), (200, [])]
+    server.values = [page, {"reason": "Expired"}, page, {"items": [{"kind": "Job"}], "metadata": {}}]
+    assert api.select("pods", {"round": "1"}) == [{"kind": "Pod"}, {"kind": "Job"}]
+    assert ["continue=more" in path for _, path in server.asked] == [False, True, False, True]
+
+
+def test_a_list_that_always_expires_is_given_up(server: Server, api: cluster.Cluster) -> None:
+    server.answers = [(200, []), (410, [])] * cluster.TRIES
+    server.values = [{"metadata": {"continue": "more"}}, {"reason": "Expired"}] * cluster.TRIES
+    with pytest.raises(EnvironmentFailure, match="cannot list all pods"):
+        api.select("pods", {"round": "1"})
 
 
 @pytest.mark.parametrize(
     ("status", "said", "hint"),
     [
-        (
-            403,
-            "unable to create new content in namespace clients because it is being terminated",
-            "deletes the namespace",
-        ),
+        (403, "that is refused", "The service account needs the rights of k8s/base/role.yaml"),
+        (404, "namespaces not found", "Is there a namespace clients?"),
+        (403, "unable to create, because namespace clients is being terminated", "deletes the namespace"),
         (403, 'admission webhook "a.b" denied the request: label team is required', "a policy of the cluster's"),
         (422, "ValidatingAdmissionPolicy 'a' with binding 'b' denied request: no", "a policy of the cluster's"),
+        (403, "exceeded quota: clients, used: count/secrets=9", "no more rounds the Secret <run>-keys"),
+        (403, "exceeded quota: clients, used: count/jobs.batch=9", "Jobs of runs that have stopped. With"),
     ],
 )
-def test_what_no_right_would_mend_is_not_blamed_on_the_role(
-    start: Start, configure: Configure, status: int, said: str, hint: str
+def test_the_message_of_a_refusal_has_a_hint(
+    server: Server, api: cluster.Cluster, status: int, said: str, hint: str
 ) -> None:
-    server = start()
-    server.answers, server.values = [(status, [])], [{"message": said}]
-    with pytest.raises(EnvironmentFailure, match=rf"{re.escape(said)}\. .*{hint}") as refused:
-        configure(server, encoded(server.authority.issue("coordinator"))).create("jobs", {})
-    assert "role.yaml" not in str(refused.value)
-
-
-def test_what_a_server_that_fails_says_is_told(
-    start: Start, configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster, "TRIES", 1)
-    server = start()
-    server.answers, server.values = [(500, [])], [{"message": 'failed calling webhook "kueue": connection refused'}]
-    with pytest.raises(EnvironmentFailure, match='HTTP 500 failed calling webhook "kueue": connection refused'):
-        configure(server, encoded(server.authority.issue("coordinator"))).create("jobs", {})
+    tries = cluster.TRIES if "quota" in said else 1
+    server.answers, server.values = [(status, [])] * tries, [{"message": said}] * tries
+    with pytest.raises(
+        EnvironmentFailure, match=rf"create jobs: {status} {re.escape(said)}\. .*{re.escape(hint)}"
+    ) as refused:
+        api.create("jobs", {})
+    assert ("role.yaml" in str(refused.value)) == ("role.yaml" in hint)
+    assert len(server.asked) == tries
 
 
 @pytest.mark.parametrize("content", [b"- a list", b"a: [", b"\xff\xfe\x00", b"clusters: {}\ncontexts: 3"])
-def test_a_kubeconfig_that_is_none_is_refused_at_once(
+def test_an_invalid_kubeconfig_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
     (tmp_path / "config").write_bytes(content)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
-    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: pytest.fail("it was asked again"))
+    monkeypatch.setattr(SLEEP, lambda seconds: pytest.fail("the request was retried"))
     with pytest.raises(EnvironmentFailure, match=r"^no cluster: [^\n]*KUBECONFIG"):
         cluster.Cluster("clients").get("pods", "a")
 
 
-def test_labels_are_selected_by(start: Start, configure: Configure) -> None:
-    server = start()
-    api = configure(server, encoded(server.authority.issue("coordinator")))
+def test_labels_select_objects(server: Server, api: cluster.Cluster) -> None:
     assert api.select("jobs", {"flexfleet.io/run": "a b", "round": "1"}) == [{"kind": "Job"}]
     ((_, path),) = server.asked
     assert path.endswith("/jobs?labelSelector=flexfleet.io%2Frun%3Da+b%2Cround%3D1&limit=500")
 
 
-def test_the_servers_warnings_are_logged_once_each(
-    start: Start, configure: Configure, caplog: pytest.LogCaptureFixture
+def test_each_warning_of_the_server_is_logged_once(
+    server: Server, api: cluster.Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = start()
     first = ("Warning", '299 - "unknown field \\"spec.a\\"", 299 - "would violate PodSecurity, as always"')
     server.answers = [(201, [first, ("Warning", '299 - "another"')]), (200, [first])]
-    api = configure(server, encoded(server.authority.issue("coordinator")))
     with caplog.at_level(logging.WARNING, "flexfleet"):
         api.create("jobs", {})
         api.get("jobs", "a")
@@ -506,10 +407,10 @@ def test_the_servers_warnings_are_logged_once_each(
     ]  # fmt: skip
 
 
-def test_a_server_of_another_authority_is_refused_at_once(start: Start, configure: Configure, tmp_path: Path) -> None:
-    server = start()
-    other = Authority(tmp_path / "other").pem.read_bytes()
-    api = configure(server, {}, **{"certificate-authority-data": base64.b64encode(other).decode()})
+def test_a_server_of_another_authority_is_refused_at_once(server: Server, configure: Configure, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other, _ = tls.certificates(tmp_path / "other")
+    api = configure(server, {}, **{"certificate-authority-data": encoded(other)})
     with pytest.raises(EnvironmentFailure, match=r"certificate is refused: .*certificate-authority-data in KUBECONFIG"):
         api.get("jobs", "a")
     assert server.asked == []
@@ -518,86 +419,30 @@ def test_a_server_of_another_authority_is_refused_at_once(start: Start, configur
 def test_a_certificate_that_python_3_13_refuses_is_explained(
     start: Start, configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = ssl.create_default_context
+    class Strict(ssl.SSLContext):
+        def __new__(cls, *given: Any, **named: Any) -> Strict:
+            made = super().__new__(cls, *given, **named)
+            made.verify_flags |= ssl.VERIFY_X509_STRICT  # urllib3's default from Python 3.13
+            return made
 
-    def strictly(**given: Any) -> ssl.SSLContext:
-        context = make(**given)
-        context.verify_flags |= ssl.VERIFY_X509_STRICT  # the default from 3.13
-        return context
-
-    server = start(strict=False)
-    api = configure(server, encoded(server.authority.issue("coordinator")))
-    monkeypatch.setattr(ssl, "create_default_context", strictly)
+    api = configure(start(good=False))
+    monkeypatch.setattr(urllib3.util.ssl_, "SSLContext", Strict)
     with pytest.raises(EnvironmentFailure, match=r"does not include key usage.*Python 3\.13 and newer .*anew.*3\.12"):
         api.get("jobs", "a")
 
 
-def test_a_certificate_for_another_name_is_taken_where_kubeconfig_says_that_name(
-    start: Start, configure: Configure
-) -> None:
-    server = start("kubernetes.example")
-    user = encoded(server.authority.issue("coordinator"))
-    with pytest.raises(EnvironmentFailure, match="certificate is refused"):
-        configure(server, user).get("jobs", "a")
-    assert configure(server, user, **{"tls-server-name": "kubernetes.example"}).get("jobs", "a") is not None
-
-
 @pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
-def test_nothing_is_checked_where_kubeconfig_says_so(start: Start, configure: Configure) -> None:
-    server = start("kubernetes.example")
-    user = encoded(server.authority.issue("coordinator"))
-    api = configure(server, user, **{"insecure-skip-tls-verify": True})
-    assert api.get("jobs", "a") is not None and server.known == ["coordinator"]
+def test_kubeconfig_names_the_host_or_skips_the_check(start: Start, configure: Configure) -> None:
+    server = start(host="kubernetes.example")
+    with pytest.raises(EnvironmentFailure, match="certificate is refused"):
+        configure(server).get("jobs", "a")
+    assert configure(server, **{"tls-server-name": "kubernetes.example"}).get("jobs", "a") is not None
+    assert configure(server, **{"insecure-skip-tls-verify": True}).get("jobs", "a") is not None
+    assert server.known == ["server", "server"]
 
 
-def test_certificates_that_cannot_be_read_are_named(start: Start, configure: Configure, tmp_path: Path) -> None:
-    server = start()
-    pair = server.authority.issue("coordinator")
-    pair.key.write_text("no key")
-    user = {"client-certificate": str(pair.certificate), "client-key": str(pair.key)}
-    with pytest.raises(EnvironmentFailure, match=r"certificates cannot be read: .*coordinator\.key"):
+def test_unreadable_certificates_are_named(server: Server, configure: Configure, tmp_path: Path) -> None:
+    (tmp_path / "bad.key").write_text("no key")
+    user = {"client-certificate": str(server.own), "client-key": str(tmp_path / "bad.key")}
+    with pytest.raises(EnvironmentFailure, match=r"certificates cannot be read: .*bad\.key"):
         configure(server, user).get("jobs", "a")
-
-
-def proxy() -> tuple[socket.socket, list[str]]:
-    """A proxy that makes one tunnel, and what it was asked for."""
-    listening, asked = socket.create_server(("127.0.0.1", 0)), list[str]()
-
-    def pump(source: socket.socket, target: socket.socket) -> None:
-        while data := source.recv(65536):
-            target.sendall(data)
-
-    def serve() -> None:
-        client, _ = listening.accept()
-        head = client.makefile("rb", buffering=0)
-        asked.append(head.readline().decode())
-        while head.readline() not in (b"\r\n", b""):
-            pass
-        host, _, port = asked[0].split()[1].partition(":")
-        upstream = socket.create_connection((host, int(port)))
-        client.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
-        threading.Thread(target=pump, args=(upstream, client), daemon=True).start()
-        pump(client, upstream)
-
-    threading.Thread(target=serve, daemon=True).start()
-    return listening, asked
-
-
-@pytest.mark.parametrize("bypass", ["", "127.0.0.0/8"])
-def test_the_configurations_proxy_is_taken_unless_it_is_bypassed(
-    start: Start, configure: Configure, monkeypatch: pytest.MonkeyPatch, bypass: str
-) -> None:
-    server = start()
-    listening, asked = proxy()
-    make = kubernetes.client.Configuration
-
-    def through(*given: Any) -> Any:
-        config = make(*given)
-        config.proxy, config.no_proxy = f"http://127.0.0.1:{listening.getsockname()[1]}", bypass
-        return config
-
-    monkeypatch.setattr(kubernetes.client, "Configuration", through)
-    api = configure(server, encoded(server.authority.issue("coordinator")))
-    assert api.get("jobs", "a") is not None and server.known == ["coordinator"]
-    assert bool(asked) is not bool(bypass)
-    listening.close()

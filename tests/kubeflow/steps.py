@@ -21,7 +21,7 @@ import urllib3
 import websocket
 import yaml
 
-from fl_engine.backends.kubernetes.cluster import Cluster, _connect, _token
+from fl_engine.backends.kubernetes.cluster import Cluster, _connect
 from fl_engine.core.errors import EnvironmentFailure
 from flexfleet.config.overrides import PARAMETERS, config_from
 from flexfleet.kubeflow.follow import Followed, follow
@@ -170,7 +170,8 @@ def kill_process(cluster: Cluster, pod: Pod, seconds: float = 120) -> None:
 
 def run_in(cluster: Cluster, pod: str, words: list[str]) -> int:
     """The exit code of a command in a pod's container `main` (pods/exec)."""
-    _, config = _connect()
+    config = _connect().configuration
+    token = config.get_api_key_with_prefix("authorization")
     query = [("container", "main"), ("stdout", "1"), ("stderr", "1"), *(("command", word) for word in words)]
     path = f"/api/v1/namespaces/{cluster.namespace}/pods/{pod}/exec?{urlencode(query)}"
     url = config.host.rstrip("/").replace("http", "ws", 1) + path
@@ -179,7 +180,7 @@ def run_in(cluster: Cluster, pod: str, words: list[str]) -> int:
     socket = websocket.create_connection(
         url,
         timeout=60,
-        header=[f"Authorization: {token}"] if (token := _token(config)) else [],
+        header=[f"Authorization: {token}"] if token else [],
         subprotocols=["v4.channel.k8s.io"],
         sslopt={key: value for key, value in trust.items() if value is not None},
     )

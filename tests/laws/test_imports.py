@@ -38,7 +38,7 @@ FLOORS: tuple[frozenset[str], ...] = (
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-HEAVY = ("mlflow", "kfp", "kubernetes", "boto3", "dvc", "optuna", "sklearn", "matplotlib", "pandas")
+HEAVY = ("mlflow", "kfp", "kubernetes", "tenacity", "boto3", "dvc", "optuna", "sklearn", "matplotlib", "pandas")
 
 
 def room(name: str) -> str | None:
@@ -117,7 +117,7 @@ FROM = {"dp_accounting": "dp-accounting", "sklearn": "scikit-learn", "yaml": "py
 FROM |= {"faster_coco_eval": "faster-coco-eval"}
 """Packages whose modules have another name."""
 BROUGHT = {"botocore": "boto3", "urllib3": "boto3", "sqlalchemy": "optuna", "markupsafe": "jinja2"}
-BROUGHT |= {"pydantic_core": "pydantic", "certifi": "kubernetes", "requests": "kubernetes", "kfp_server_api": "kfp"}
+BROUGHT |= {"pydantic_core": "pydantic", "requests": "kubernetes", "kfp_server_api": "kfp"}
 BROUGHT |= {"PIL": "matplotlib", "threadpoolctl": "scikit-learn"}
 BROUGHT |= {"shtab": "dvc", "dvc_objects": "dvc", "dvc_data": "dvc"}
 """What comes with others."""
