@@ -14,7 +14,8 @@ from fl_engine.core.errors import EnvironmentFailure
 from flexfleet import finding
 from flexfleet.commands import devices, host, kubeflow, many_runs, pool, runs
 from flexfleet.config.short import SHORT, STUDY
-from flexfleet.files import agent_options, terminal
+from flexfleet.files import terminal
+from flexfleet.worker.options import add_options
 
 DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
 
@@ -189,18 +190,18 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     c.set_defaults(call=runs.status)
 
-    c = add("invite", "invite devices that carry out orders where they are (run.backend=agents); or revoke one")
-    c.add_argument("--tier", metavar="NAME", help="of the fleet: whose clients' orders they take (default: any)")
+    c = add("invite", "invite devices that train where they are (run.backend=agents), or revoke one")
+    c.add_argument("--tier", metavar="NAME", help="tier of the fleet whose clients they are (default: any)")
     c.add_argument("--count", type=int, default=1, metavar="N", help="how many devices (default: 1)")
     c.add_argument(
         "--out", type=path_of, default=Path("invitations"), metavar="DIR",
         help="folder for the invitations, a file for each device (default: %(default)s)",
     )  # fmt: skip
-    c.add_argument("--revoke", metavar="NAME", help="instead give no orders to this device any more")
+    c.add_argument("--revoke", metavar="NAME", help="instead revoke this device: it gets no assignments any more")
     c.set_defaults(call=devices.invite)
 
-    c = add("agent", "carry out orders on this device, which was invited, until the server is silent", config=False)
-    agent_options.add(c)
+    c = add("agent", "execute assignments on this invited device, until the server is silent", config=False)
+    add_options(c)
     c.set_defaults(call=devices.agent)
 
     c = add("profile", "measure how this device trains: an entry of fleet.tiers, for the simulated clock")

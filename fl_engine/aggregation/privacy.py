@@ -39,12 +39,11 @@ from pydantic import Field
 from torch import Tensor
 
 from fl_engine.aggregation.averaging import Kind, Regions, change_of, norm_of
-from fl_engine.core.contracts import Algorithm, KeepsClientState, Selector
+from fl_engine.core.contracts import Algorithm, KeepsClientState, Selector, Terms
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import Device, ParamLayout, Params, Pool, RoundPlan, SubmodelSpec
-from fl_engine.exchange.acceptance import Terms
 from fl_engine.selection import ByCapacity, ResourceTable, Uniform
 from fl_engine.selection.capacity import able, dispatched, eligible, round_size
 
@@ -283,13 +282,12 @@ def check_run(
     shared: bool,
     noisy: bool,
     timed: bool,
-    ambient: bool,
     stranded: bool,
 ) -> None:
     """Raises ConfigError where a run would show more of its clients than the noisy sum. `known`: the algorithm is one
     of this package; `reference`: pre-training on all data; `shared`: the server holds samples of its clients;
-    `noisy`: some labels are wrong; `timed`: the simulated clock ends the run; `ambient`: pods with credentials of their
-    own; `stranded`: a ledger that outlives this machine, and a key that does not."""
+    `noisy`: some labels are wrong; `timed`: the simulated clock ends the run; `stranded`: a ledger that outlives
+    this machine, and a key that does not."""
     if not is_private(algorithm):
         return
     check_state(_private(algorithm), algorithm)
@@ -322,11 +320,6 @@ def check_run(
         raise ConfigError(
             "algorithm.aggregation is private, but the number of rounds would depend on how long clients took, hence "
             "on how many samples they hold: set rounds.stop_simulated_s=null"
-        )
-    if ambient:
-        raise ConfigError(
-            "algorithm.aggregation is private, but pods with credentials of their own can read other clients' orders "
-            "and updates: set kubernetes.access=presigned"
         )
     if stranded:
         raise ConfigError(

@@ -1,7 +1,6 @@
 """Clients in worker processes of this machine: one per entry of `run.devices`, for as long as the run lasts.
 
-Orders and updates go through the run store, as they do between a coordinator and pods: the worker reads an order,
-writes the update, then its manifest. The coordinator tells a worker directly only which orders to take.
+Orders and results travel through a pipe. A worker process that dies is replaced, and another one gets its orders.
 """
 
 from __future__ import annotations
@@ -9,12 +8,12 @@ from __future__ import annotations
 import errno
 import logging
 import multiprocessing
+import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,14 +27,10 @@ from fl_engine.core import allowed
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, Stopped, first_line
 from fl_engine.core.system import told_exit, without_main
-from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
-from fl_engine.exchange import coding
-from fl_engine.exchange.client import Site, Work, accept_all, train
-from fl_engine.exchange.code import Handed
-from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.fleet import faults
-from fl_engine.storage.overlapping import overlapped
-from fl_engine.storage.store import tensor_bytes
+from fl_engine.core.types import ClientFailure, Outcome, Params, RoundPlan, WorkOrder
+from fl_engine.exchange.client import Site, Work, accept_all, delivered, train
+from fl_engine.storage.code import Handed
+from fl_engine.storage.store import decode, encode
 
 log = logging.getLogger("flexfleet")
 
@@ -58,29 +53,48 @@ class _Worker:
     link: Connection
     device: str
     group: list[Work] | None = None
+    has: set[Key] = field(default_factory=set)
+    """The tensors that it was sent in this round."""
+
+
+Key = tuple[int, ...]
+"""Identifies tensors, as long as the round's plan exists."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A message to a worker process."""
+
+    turn: int
+    """Of `Processes.run`: tensors of other turns are dropped."""
+    algorithm: Algorithm
+    orders: list[WorkOrder]
+    """Without their tensors."""
+    tensors: list[tuple[Key, Key]]
+    """Payload and memory of each order."""
+    new: list[Key]
+    """Tensors that the process does not have yet. They follow, each as a message of its own."""
 
 
 class Processes:
-    """Outcomes come as clients finish. A worker that dies is replaced."""
+    """Outcomes come as clients finish, those of clients that trained side by side together."""
 
-    durable = True
+    durable = False
     phases: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
         self,
         site: Site,
         devices: Sequence[str],
-        mailbox: Mailbox,
         code: tuple[Path, str] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`code`: the file of one's own wheel, and its sha256, which workers verify before they import from it.
-        `should_stop` is asked while no worker answers. Raises EnvironmentFailure where workers cannot be given the
+        """`code`: the file of the run's own wheel, and its sha256, which workers verify before they import from it.
+        `should_stop` is asked while no worker answers. Raises EnvironmentFailure if workers cannot be given the
         data."""
         self._should_stop = should_stop
         self._code = None if code is None else Handed(*code)
-        self._site = site
-        self._mailbox = mailbox
+        self._site, self._turn = site, 0
         check_devices(devices)
         # Workers are forked from a small process that has loaded torch: quick, and safe while this one has threads.
         self._context = multiprocessing.get_context("forkserver")
@@ -88,25 +102,28 @@ class Processes:
         self._workers = [self._start(device) for device in devices]
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
-        """Raises Stopped where `should_stop` says so and no worker does anything for STOP_S."""
+        """Raises Stopped if `should_stop` returns True and no worker does anything for STOP_S."""
         groups, failures = accept_all(algorithm, plan.orders, self._site)
         yield from failures
-        self._mailbox.put_orders(plan)
-        waiting = by_cost(groups, self._site)
-        tried: dict[int, int] = {}
+        waiting, tried = by_cost(groups, self._site), dict[int, int]()
+        self._turn += 1
+        for worker in self._workers:
+            worker.has.clear()
         while waiting or any(worker.group for worker in self._workers):
             for worker in self._workers:
                 if worker.group is None and waiting:
                     worker.group = waiting.pop()
-                    told = [work.order.client for work in worker.group]
-                    _tell(worker.link, (algorithm, plan.round, plan.evaluates, told))
+                    self._ask(worker, algorithm, [work.order for work in worker.group])
             for place, worker in self._finished():
                 group, worker.group = worker.group or [], None
                 answer = _answer(worker.link)
                 if isinstance(answer, FlexfleetError):
-                    raise answer  # the store failed, no client
+                    raise answer  # a mistake in the algorithm's code
                 if answer is not None:
-                    yield from self._mailbox.received(plan, [work.order.client for work in group])
+                    while answer:  # what was yielded is no longer held
+                        outcome = _unpacked(*answer.pop())
+                        yield delivered(algorithm, outcome, plan.order_of[outcome.client], self._site)
+                        del outcome
                     continue
                 worker.process.join()
                 reason = f"its worker process ended with {told_exit(worker.process.exitcode)}"
@@ -114,11 +131,26 @@ class Processes:
                 first = group[0].order.client
                 tried[first] = tried.get(first, 0) + 1
                 if tried[first] < ATTEMPTS:
-                    log.warning("round %d, client %d: %s; asking again", plan.round + 1, first, reason)
+                    log.warning("round %d, client %d: %s; trying again", plan.round + 1, first, reason)
                     waiting.append(group)
                 else:
                     for work in group:
                         yield ClientFailure(plan.round, work.order.client, "train", reason)
+
+    def _ask(self, worker: _Worker, algorithm: Algorithm, orders: Sequence[WorkOrder]) -> None:
+        keys = [tuple(tuple(map(id, of.values())) for of in (order.payload, order.memory)) for order in orders]
+        new = {
+            key: of
+            for order, pair in zip(orders, keys, strict=True)
+            for key, of in zip(pair, (order.payload, order.memory), strict=True)
+            if key not in worker.has
+        }
+        worker.has |= new.keys()
+        bare = [replace(order, payload={}, memory={}, encoded=None) for order in orders]
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has died: the next read of its answer notices
+            worker.link.send_bytes(pickle.dumps(_Asked(self._turn, algorithm, bare, keys, list(new))))  # type: ignore[arg-type]
+            for of in new.values():
+                worker.link.send_bytes(encode(dict(of)))
 
     def close(self) -> None:
         """Ends the workers, and drops the orders that they are working on."""
@@ -138,7 +170,7 @@ class Processes:
             here, there = self._context.Pipe()
             process = self._context.Process(
                 target=_serve,
-                args=(self._code, allowed.trusted, self._site, self._mailbox, device, there),
+                args=(self._code, allowed.trusted, self._site, device, there),
                 daemon=True,
                 name=f"client on {device}",
             )
@@ -197,71 +229,73 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-def _tell(link: Connection, what: Any) -> None:
-    with suppress(BrokenPipeError, ConnectionResetError):  # it has died: the next read of its answer notices
-        link.send(what)
-
-
 def _answer(link: Connection) -> Any:
-    """None: the worker is gone."""
+    """The outcomes of a group, the last one first, each with its tensors as bytes; or an error. None: the worker is
+    gone."""
     try:
-        return link.recv()
+        answer = pickle.loads(link.recv_bytes())  # noqa: S301 - from our own process
+        if isinstance(answer, FlexfleetError):
+            return answer
+        return [(outcome, [link.recv_bytes() for _ in range(count)]) for outcome, count in answer][::-1]
     except (EOFError, ConnectionResetError):
         return None
 
 
-def _serve(code: None, trusted: set[str], site: Site, mailbox: Mailbox, device: str, link: Connection) -> None:
+def _parts(outcome: Outcome) -> list[Params]:
+    """Payload, state, and the encoded payload if there is one."""
+    if isinstance(outcome, ClientFailure):
+        return []
+    return [outcome.payload, outcome.state] + ([] if outcome.encoded is None else [outcome.encoded])
+
+
+def _send(link: Connection, outcomes: Sequence[Outcome]) -> None:
+    bare = [o if isinstance(o, ClientFailure) else replace(o, payload={}, state={}, encoded=None) for o in outcomes]
+    link.send_bytes(pickle.dumps([(o, len(_parts(full))) for o, full in zip(bare, outcomes, strict=True)]))
+    for outcome in outcomes:
+        for part in _parts(outcome):
+            link.send_bytes(encode(dict(part)))
+
+
+def _unpacked(outcome: Outcome, values: list[bytes]) -> Outcome:
+    if isinstance(outcome, ClientFailure):
+        return outcome
+    values.reverse()
+    found = []
+    while values:
+        found.append(decode(values.pop(), "a worker's result"))
+    payload, state, *encoded = found
+    return replace(outcome, payload=payload, state=state, encoded=encoded[0] if encoded else None)
+
+
+def _serve(code: None, trusted: set[str], site: Site, device: str, link: Connection) -> None:
     """What a worker process runs, until the coordinator closes the connection or is gone. `code` is the first argument
-    since a `Handed` wheel has to be there before the site is unpickled."""
+    because a `Handed` wheel must be enabled before the site is unpickled."""
     # Ctrl-C and the end of a terminal reach all its processes: only the coordinator acts on them.
     for name in {"SIGINT", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     allowed.trusted.update(trusted)
     prepare_process((device,))
+    turn, known = 0, dict[Key, Params]()
     while True:
         try:
-            algorithm, round, evaluates, clients = link.recv()
+            asked: _Asked = pickle.loads(link.recv_bytes())  # noqa: S301 - from our own process
         except (EOFError, ConnectionResetError):
             return
+        if asked.turn != turn:
+            turn, known = asked.turn, {}
+        known |= {key: decode(link.recv_bytes(), "an order") for key in asked.new}
+        tensors = [[known[key] for key in keys] for keys in asked.tensors]
+        orders = [
+            replace(order, payload=payload, memory=memory)
+            for order, (payload, memory) in zip(asked.orders, tensors, strict=True)
+        ]
         try:
-            carry_out(algorithm, site, mailbox, round, clients, device, evaluates=evaluates)
+            groups, failures = accept_all(asked.algorithm, orders, site)
+            outcomes = [*failures, *(outcome for group in groups for outcome in train(group, site, device))]
         except FlexfleetError as error:
-            _tell(link, error)
-        else:
-            _tell(link, clients)
-
-
-def carry_out(
-    algorithm: Algorithm,
-    site: Site,
-    mailbox: Mailbox,
-    round: int,
-    clients: Sequence[int],
-    device: str,
-    really_slow: bool = False,
-    evaluates: bool = False,
-) -> None:
-    """Reads these clients' orders from the mailbox, trains them (side by side where possible), and writes their
-    outcomes. `really_slow`: a client that a fault makes slow really waits. `evaluates`: the orders are those of the
-    round's evaluation."""
-    orders = mailbox.orders(round, clients, evaluates)
-    groups, failures = accept_all(algorithm, orders.values(), site)
-    faulty = {client: site.befalls(order) for client, order in orders.items()}
-
-    def outcomes() -> Iterator[Outcome]:
-        for outcome in chain(failures, (one for group in groups for one in train(group, site, device))):
-            fault = faulty[outcome.client]
-            if really_slow and fault is not None and isinstance(outcome, ClientUpdate):
-                time.sleep((faults.slowness(fault) - 1) * outcome.metrics["seconds"])
-            yield outcome
-
-    def put(outcome: Outcome) -> None:
-        fault = faulty[outcome.client]
-        spoil = faults.damaged if fault is not None and fault.kind == "corrupt" else None
-        mailbox.put_outcome(RoundPlan(round, (orders[outcome.client],), evaluates=evaluates), outcome, spoil)
-
-    state = coding.bytes_of(replace(site.rules, algorithm=algorithm).client_state)
-    largest = max((tensor_bytes(order.payload) for order in orders.values()), default=0)
-    # An outcome, and a copy of what is sent.
-    for _ in overlapped(mailbox.store, 2 * (largest + state), put, outcomes()):
-        pass
+            with suppress(BrokenPipeError, ConnectionResetError):  # the coordinator is gone: the next read notices
+                link.send_bytes(pickle.dumps(error))
+            continue
+        with suppress(BrokenPipeError, ConnectionResetError):
+            _send(link, outcomes)
+        del outcomes, groups

@@ -1,4 +1,4 @@
-"""Which code of the user's own may be imported: names `package.module:NAME`, and wheels (`exchange.code`).
+"""Which code of the user's own may be imported: names `package.module:NAME`, and wheels (`storage.code`).
 
 The user's configuration may name any module (`trust`). A name that only a file has, such as a run.json, a data.json, a
 suite or a message, imports nothing: it is resolved if the configuration has named its package, if its module is
@@ -18,7 +18,7 @@ from typing import Any
 from fl_engine.core.errors import ClientError, ConfigError
 
 ALLOWED = "FLEXFLEET_ALLOWED_CODE"
-"""With commas between them, the sha256 of wheels (`exchange.code`) and the names of packages; `none`: neither a wheel
+"""With commas between them, the sha256 of wheels (`storage.code`) and the names of packages; `none`: neither a wheel
 nor a package. If it is set, the user's configuration may name nothing else either."""
 TRUSTED = "FLEXFLEET_TRUSTED_CODE"
 """What the process that started this one trusts, with commas between (`for_child`)."""

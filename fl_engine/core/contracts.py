@@ -362,6 +362,21 @@ class ServerOptimizer(Protocol):
         the others keep their value. Empty `moments` are those before the first round."""
 
 
+class Terms(Protocol):
+    """The part of the section `rounds` of a configuration that decides which updates a round accepts."""
+
+    @property
+    def bound(self) -> float | None:
+        """`rounds.norm_bound`; None if it is off."""
+
+    @property
+    def deadline_s(self) -> float | None: ...
+    @property
+    def over_provision(self) -> float: ...
+    @property
+    def quorum(self) -> float: ...
+
+
 class Backend(Protocol):
     """Carries out plans: one outcome for each order, as clients finish, in any order."""
 

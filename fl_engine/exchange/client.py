@@ -39,10 +39,10 @@ from fl_engine.data.partition import Partition
 from fl_engine.data.rules import Ints
 from fl_engine.exchange import coding
 from fl_engine.exchange.evaluating import evaluated
+from fl_engine.exchange.manifest import Rejected
 from fl_engine.exchange.trained import TrainedClient
-from fl_engine.exchange.updates import Rejected, Rules, check_state, packed, received, update_of
-from fl_engine.fleet import devices, faults
-from fl_engine.fleet.faults import Fault, Faults
+from fl_engine.exchange.updates import Rules, check_state, received
+from fl_engine.fleet import devices
 from fl_engine.storage.store import tensor_bytes
 from fl_engine.training import local
 from fl_engine.training.numerics import SINGLE, Numerics
@@ -64,7 +64,6 @@ class Site:
     numerics: Numerics = SINGLE
     free: float | None = None
     """The device's free memory, in % of the full model's parameters, where it was measured; None: as simulated."""
-    faults: Faults = faults.NONE
     held: tuple[Ints, ...] = ()
     """By client, the samples that it holds out from training to evaluate on; empty: nobody does. `partition` has the
     others."""
@@ -75,12 +74,6 @@ class Site:
     def held_by(self, client: int) -> Ints:
         """The samples that a client holds out."""
         return self.held[client] if self.held else np.zeros(0, dtype=np.int64)
-
-    def befalls(self, order: WorkOrder) -> Fault | None:
-        """Which fault strikes this order, if any; none strikes one that evaluates."""
-        if order.evaluates:
-            return None
-        return faults.befalls(self.faults, self.seed, order.round, order.client, len(self.fleet))
 
     @cached_property
     def layout(self) -> ParamLayout:
@@ -132,9 +125,6 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
     if order.evaluates:
         task = LocalTask(order.spec, SGD(0.0), epochs=0, batch_size=1, drop_last=False, seed=order.seed)
         return Work(order, task, order.payload, site.held_by(order.client), 0.0, algorithm, {}, order.payload, {})
-    struck = site.befalls(order)
-    if struck is not None and struck.kind == "drop":
-        return ClientFailure(order.round, order.client, "drop", "dropped out (rounds.faults)")
     layout = site.layout
     free = devices.observe(site.fleet[order.client], site.seed, order.round) if site.free is None else site.free
     context = TaskContext(layout, site.pool, site.fleet[order.client], free)
@@ -285,12 +275,10 @@ def _outcome(
     spec, payload = task.spec, {name: tensor.cpu() for name, tensor in trained.params.items()}
     if kept:  # a parameter that a client keeps to itself
         payload = {name: tensor for name, tensor in payload.items() if name not in kept}
-    start = {name: work.start[name] for name in payload}
     if task.mask_labels:  # the rows of classes that the client does not hold were not trained
         held = torch.unique(site.data.train_y[work.indices]).tolist()
         spec = SubmodelSpec.of({**task.spec.kept, HEAD: held}, task.spec.blocks)
-        payload, start = (take(each, site.layout, spec, have=task.spec) for each in (payload, start))
-    payload = faults.lie(site.befalls(order), start, payload)  # about what is sent alone
+        payload = take(payload, site.layout, spec, have=task.spec)
     encoding = time.monotonic()
     try:
         encoded = coding.answered(order, spec, payload, site.layout)
@@ -313,26 +301,11 @@ def _kept(work: Work, client: TrainedClient, site: Site, kept: Shapes) -> Params
     return state
 
 
-SPOILS = ("nan", "scale", "corrupt")
-"""Faults after which an update may fail validation."""
-
-
 def delivered(algorithm: Algorithm, outcome: Outcome, order: WorkOrder, site: Site) -> Outcome:
-    """The outcome of a client in this process, as the server gets it: decoded, and where a fault has spoilt it, refused
-    by validation."""
-    fault = site.befalls(order)
-    if isinstance(outcome, ClientFailure):
-        return outcome
-    spoilt_by = None if fault is None or fault.kind not in SPOILS else fault.kind
-    if spoilt_by is None and outcome.encoded is None:
+    """Return the outcome of a client in this process as the server receives it: its weights are decoded."""
+    if isinstance(outcome, ClientFailure) or outcome.encoded is None:
         return outcome
     try:
-        rules = replace(site.rules, algorithm=algorithm)
-        if spoilt_by is None:
-            return received(outcome, order, rules)
-        manifest, value = packed(outcome, order)
-        assert value is not None
-        spoilt = faults.damaged(bytes(value)) if spoilt_by == "corrupt" else bytes(value)
-        return update_of(manifest, lambda limit: spoilt, order, rules)
+        return received(outcome, order, replace(site.rules, algorithm=algorithm))
     except Rejected as error:
         return ClientFailure(order.round, order.client, "validate", str(error), error.code)

@@ -1,10 +1,9 @@
-"""What travels in a round: orders to clients, their answers, and the set of answers with which the round was closed.
+"""What travels in a round: orders to clients, and their results.
 
     rounds/00012/plan.json              which clients were asked for which sub-model
     rounds/00012/orders/3.json          what client 3 is asked, for clients in other processes; tensors beside it
     rounds/00012/updates/3.safetensors  what client 3 brought, then its manifest, last
     rounds/00012/updates/3.json
-    rounds/00012/closed.json            the accepted set, frozen before the merge
     rounds/00012/evaluation/...         plan, orders and answers of the round's evaluation at the clients
 
 All of it is deleted when the round is committed (`storage.checkpoints`).
@@ -26,23 +25,10 @@ from pydantic import Field
 from fl_engine.codecs import codecs_of, sections_of
 from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError, ModelError
 from fl_engine.core.fields import Index
-from fl_engine.core.types import ClientFailure, Code, Header, Outcome, Params, RoundPlan, Stage, SubmodelSpec, WorkOrder
+from fl_engine.core.types import ClientFailure, Header, Outcome, Params, RoundPlan, SubmodelSpec, WorkOrder
 from fl_engine.exchange import coding
-from fl_engine.exchange.acceptance import Moved
-from fl_engine.exchange.updates import (
-    KeyOf,
-    Manifest,
-    Rejected,
-    Rules,
-    manifest_bytes,
-    manifest_of,
-    packed,
-    payload_bytes,
-    said_of,
-    signed,
-    update_of,
-)
-from fl_engine.fleet.uniformity import Times
+from fl_engine.exchange.manifest import KeyOf, Manifest, Rejected, manifest_bytes, manifest_of, packed, said_of, signed
+from fl_engine.exchange.updates import Rules, payload_bytes, update_of
 from fl_engine.storage import sums
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.pieces import laid_out
@@ -54,39 +40,9 @@ log = logging.getLogger("flexfleet")
 T = TypeVar("T")
 
 
-class Refusal(Record):
-    """Why there is no update, or why it is not merged: see `ClientFailure`."""
-
-    stage: Stage
-    reason: str
-    code: Code | None = None
-
-    def failure(self, round: int, client: int) -> ClientFailure:
-        return ClientFailure(round, client, self.stage, self.reason, self.code)
-
-
-class Closed(Record):
-    round: int
-    accepted: dict[int, str]
-    """By client, a checksum of its answer as it was read: an answer that is replaced later does not count. (A client
-    whose pod was started again gives the same answer, with other seconds.)"""
-    refused: dict[int, Refusal] = Field(default={})
-    """Clients that failed, and those whose updates are not merged, though nothing is wrong with the files."""
-    metrics: dict[int, dict[str, float]] = Field(default={})
-    """The metrics of each update, as they were read: those of a later answer do not count."""
-    moved: dict[int, Moved] = Field(default={})
-    """How far each update moved, refused ones included, where this was measured."""
-    times: dict[int, Times] = Field(default={})
-    """What the orders of the refused updates took: the updates themselves are not read again."""
-    checksum: str = ""
-    """A checksum of all other fields."""
-
-    def sealed(self) -> Closed:
-        unsaid = {name for name in ("metrics", "moved", "times") if not getattr(self, name)}  # older records have none
-        said = canonical(self.model_dump(exclude={"checksum", *unsaid}))
-        return self.model_copy(update={"checksum": sha256(said)})
-
-
+Known = tuple[str, dict[str, float] | None]
+"""What identifies an outcome: a checksum of all in its manifest that can change the model, and its metrics (None: a
+failure)."""
 TensorFile = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\.safetensors$")]
 
 
@@ -111,32 +67,34 @@ class Order(Record):
 
 
 class Mailbox:
-    """`rules` say what an update may be, and `key` gives the key with which a client signs its manifest; None: not
-    checked, not signed (clients in this process). The coordinator signs with `own`. `lengths`: by store key, the only
-    length in bytes at which the store accepts it (see `urls.Upload`). `expected`: by client, the sum of the order that
-    is read (`Assignment.orders`); None: the store is trusted."""
+    """`rules` say what an update may be, and `key` gives the keys that sign results; None: not checked, not signed
+    (clients of this machine). `lengths`: map keys of the store to the only length in bytes at which it accepts them
+    (`urls.Upload`). `expected`: map each client to the sum of the order that is read (`Assignment.orders`); None: the
+    store is trusted. `lease`: the id of the lease whose results these are, which a worker writes; empty: the round's
+    results, which the coordinator writes when it has read them."""
 
     def __init__(
         self,
         store: Store,
         rules: Rules | None = None,
         key: KeyOf | None = None,
-        own: KeyOf | None = None,
         lengths: Mapping[str, int] = MappingProxyType({}),
         expected: Mapping[int, str] | None = None,
+        lease: str = "",
     ) -> None:
         self.store = store
         self.rules = rules
         self.key = key
-        self.own = own
+        self.lease = lease
         self.lengths = dict(lengths)
         self._expected = expected
+        self._results = f"leases/{lease}" if lease else "updates"
         self.order_sums: dict[int, str] = {}
         """By client, the sum of the order that was written last."""
-        self._seen: dict[tuple[int, int], tuple[str, dict[str, float] | None]] = {}
-        """By round and client: what `Closed` keeps of an answer; the metrics are None for a failure."""
-        self._failed: dict[tuple[int, int], ClientFailure] = {}
-        """By round and client: the answer, where it is a failure."""
+        self.seen: dict[tuple[int, int], Known] = {}
+        """What was read or written last, by round and client."""
+        self.failed: dict[tuple[int, int], ClientFailure] = {}
+        """The failures among it."""
 
     def open_round(self, plan: RoundPlan) -> None:
         orders = [
@@ -257,27 +215,27 @@ class Mailbox:
 
     def outcome_keys(self, round: int, client: int, evaluates: bool = False) -> list[str]:
         """The keys that a client writes."""
-        return [f"{round_folder(round, evaluates)}updates/{client}.{kind}" for kind in ("safetensors", "json")]
+        base = f"{round_folder(round, evaluates)}{self._results}/{client}"
+        return [f"{base}.safetensors", f"{base}.json"]
 
-    def put_outcome(self, plan: RoundPlan, outcome: Outcome, spoil: Callable[[bytes], bytes] | None = None) -> None:
-        """Writes the payload first and the manifest last. `spoil` damages the payload's file on the way."""
-        base, order = f"{_folder(plan)}updates/{outcome.client}", plan.order_of[outcome.client]
+    def put_outcome(self, plan: RoundPlan, outcome: Outcome) -> None:
+        """Writes the payload first and the manifest last."""
+        base, order = f"{_folder(plan)}{self._results}/{outcome.client}", plan.order_of[outcome.client]
         manifest, value = packed(outcome, order, self.lengths.get(f"{base}.safetensors"))
         if value is not None:
-            self.store.put(f"{base}.safetensors", value if spoil is None else spoil(bytes(value)))
-        key = self.own or self.key
-        manifest = signed(manifest, None if key is None else key(order))
+            self.store.put(f"{base}.safetensors", value)
+        manifest = signed(manifest, None if self.key is None else self.key(order))
         text = manifest.model_dump_json().encode()
         length = self.lengths.get(f"{base}.json", 0)
         if length > (most := manifest_bytes(order)):
             raise ClientError(f"a manifest of {length} bytes is asked for, of this order none is longer than {most}")
         self.store.put(f"{base}.json", text.ljust(length))
-        self._seen[plan.round, outcome.client] = said_of(manifest), _metrics(manifest)
+        self.seen[plan.round, outcome.client] = said_of(manifest), _metrics(manifest)
         self._remember(plan, outcome)
 
     def answered(self, round: int, evaluates: bool = False) -> set[int]:
         """Clients that have left a manifest, good or bad."""
-        folder = f"{round_folder(round, evaluates)}updates/"
+        folder = f"{round_folder(round, evaluates)}{self._results}/"
         found = re.compile(f"{re.escape(folder)}(0|[1-9][0-9]*)\\.json")
         return {int(match[1]) for match in map(found.fullmatch, self.store.list(folder)) if match}
 
@@ -311,26 +269,25 @@ class Mailbox:
         sizes = (max(payload_bytes(o, state), 0 if o.evaluates else tensor_bytes(o.payload)) for o in orders)
         return 2 * max(sizes, default=0)
 
-    def outcome(self, plan: RoundPlan, client: int, closed: Closed | None = None) -> Outcome:
-        """The stored outcome; with `closed`, the one that the round was closed with. Raises IntegrityError where it is
-        missing or damaged."""
+    def outcome(self, plan: RoundPlan, client: int, known: Known | None = None) -> Outcome:
+        """The stored outcome; with `known`, it must be that one. Raises IntegrityError if it is missing or damaged."""
         try:
-            return self._read(plan, client, closed)
+            return self._read(plan, client, known)
         except (Rejected, IntegrityError) as error:
-            name = self.store.uri(f"{_folder(plan)}updates/{client}.safetensors")
+            name = self.store.uri(f"{_folder(plan)}{self._results}/{client}.safetensors")
             raise IntegrityError(f"{name}: the update of client {client} is not whole ({error}). {WAY_OUT}") from error
 
-    def _read(self, plan: RoundPlan, client: int, closed: Closed | None = None) -> Outcome:
-        """If this client's files cannot be read and the coordinator's own can, the client is the cause: it may have
-        given them away, encrypted them with a key of its own, or made the server's answer unreadable."""
+    def _read(self, plan: RoundPlan, client: int, known: Known | None = None) -> Outcome:
+        """If a worker's files cannot be read and the coordinator's own can, the worker is the cause: it may have given
+        them away, encrypted them with a key of its own, or made the server's answer unreadable."""
         try:
-            return self._read_files(plan, client, closed)
+            return self._read_files(plan, client, known)
         except EnvironmentFailure:
-            if self.key is None:
+            if not self.lease:
                 raise
             self._see_own(plan)
         try:
-            return self._read_files(plan, client, closed)
+            return self._read_files(plan, client, known)
         except EnvironmentFailure as error:
             self._see_own(plan)
             raise Rejected("unreadable", f"{error} (the coordinator's own files can be read)") from error
@@ -340,83 +297,21 @@ class Mailbox:
         with suppress(IntegrityError):  # missing or damaged: the store answers
             self.store.get(f"{_folder(plan)}plan.json")
 
-    def _read_files(self, plan: RoundPlan, client: int, closed: Closed | None) -> Outcome:
-        order, base = plan.order_of[client], f"{_folder(plan)}updates/{client}"
-        client_key, own_key = (None if key is None else key(order) for key in (self.key, self.own))
-        said = None if closed is None else closed.accepted[client]
-        manifest = manifest_of(lambda limit: self.store.get(f"{base}.json", limit), order, client_key, own_key, said)
-        self._seen[plan.round, client] = said_of(manifest), _metrics(manifest)
-        if closed is not None and client in closed.metrics:
-            manifest = manifest.model_copy(update={"metrics": closed.metrics[client]})
+    def _read_files(self, plan: RoundPlan, client: int, known: Known | None) -> Outcome:
+        order, base = plan.order_of[client], f"{_folder(plan)}{self._results}/{client}"
+        key, said = None if self.key is None else self.key(order), None if known is None else known[0]
+        manifest = manifest_of(lambda limit: self.store.get(f"{base}.json", limit), order, key, bool(self.lease), said)
+        self.seen[plan.round, client] = said_of(manifest), _metrics(manifest)
+        if known is not None and known[1] is not None:
+            manifest = manifest.model_copy(update={"metrics": known[1]})
         found = update_of(manifest, lambda limit: self.store.get(f"{base}.safetensors", limit), order, self.rules)
         self._remember(plan, found)
         return found
 
     def _remember(self, plan: RoundPlan, outcome: Outcome) -> None:
-        self._failed.pop((plan.round, outcome.client), None)
+        self.failed.pop((plan.round, outcome.client), None)
         if isinstance(outcome, ClientFailure):
-            self._failed[plan.round, outcome.client] = outcome
-
-    def accepted(self, plan: RoundPlan, client: int, closed: Closed) -> Outcome:
-        """The outcome that the round was closed with. If clients hold keys and one has replaced or damaged its own
-        answer since, a failure; without keys this machine's file is damaged: raises IntegrityError."""
-        if client in closed.refused:
-            return closed.refused[client].failure(plan.round, client)
-        try:
-            return self.outcome(plan, client, closed)
-        except IntegrityError:
-            if self.key is None:
-                raise
-            return ClientFailure(plan.round, client, "validate", "order: replaced after the round was closed", "order")
-
-    def close(
-        self,
-        plan: RoundPlan,
-        clients: Sequence[int],
-        refused: Mapping[int, ClientFailure] = MappingProxyType({}),
-        moved: Mapping[int, Moved] = MappingProxyType({}),
-        times: Mapping[int, Times] = MappingProxyType({}),
-    ) -> Closed:
-        """Stores the set that the merge uses, as it was read or written here: the outcomes of `clients`, some of them
-        refused. `times`: what the refused ones took.
-
-        Failures are stored whole: a client that was called off may still write over its own, while it ends."""
-        known = {client: self._failed.get((plan.round, client)) for client in clients}
-        failed = {client: failure for client, failure in known.items() if failure is not None}
-        why = {
-            client: Refusal(stage=failure.stage, reason=failure.reason, code=failure.code)
-            for client, failure in sorted((failed | dict(refused)).items())
-        }
-        seen = {client: self._seen[plan.round, client] for client in sorted(clients)}
-        self._seen.clear()
-        self._failed.clear()
-        closed = Closed(
-            round=plan.round,
-            accepted={client: said for client, (said, _) in seen.items()},
-            refused=why,
-            metrics={client: metrics for client, (_, metrics) in seen.items() if metrics is not None},
-            moved=dict(sorted(moved.items())),
-            times=dict(sorted(times.items())),
-        ).sealed()
-        self.store.put(f"{round_folder(plan.round)}closed.json", closed.model_dump_json().encode())
-        return closed
-
-    def closed(self, plan: RoundPlan) -> Closed | None:
-        """The record of the closed round; None: the round is open."""
-        key = f"{round_folder(plan.round)}closed.json"
-        if key not in self.store.list(key):
-            return None
-        try:
-            found = parsed(Closed, self.store.get(key), self.store.uri(key))
-            if found != found.sealed():
-                raise IntegrityError(f"{self.store.uri(key)} is damaged: its checksum is another")
-            named = found.refused.keys() | found.metrics.keys() | found.moved.keys() | found.times.keys()
-            others = (named - found.accepted.keys()) | (found.times.keys() - found.refused.keys())
-            if found.round != plan.round or others or found.accepted.keys() != plan.order_of.keys():
-                raise IntegrityError(f"{self.store.uri(key)} is of another round, or of other clients")
-        except IntegrityError as error:
-            raise IntegrityError(f"{error}. {WAY_OUT}") from error
-        return found
+            self.failed[plan.round, outcome.client] = outcome
 
 
 def _folder(plan: RoundPlan) -> str:

@@ -1,8 +1,7 @@
-"""Updates as files, and why one is refused: the coordinator trusts nothing that a client sends.
+"""Why an update is refused: the coordinator trusts nothing that a client sends.
 
-An update is `<client>.safetensors`, and a manifest with its checksum; neither can hold code. Everything is checked
-before a tensor reaches the mean. An update that fails is `Rejected` with one of the codes below: that is a failure of
-the client at the stage `validate`, and never stops the coordinator.
+Everything is checked before a tensor reaches the mean. An update that fails is `Rejected` with one of the codes below:
+that is a failure of the client at the stage `validate`, and never stops the coordinator.
 
     file        missing, or of more bytes than the sub-model can have
     unreadable  the store refuses this client's files, and no others
@@ -24,24 +23,19 @@ the client at the stage `validate`, and never stops the coordinator.
 
 from __future__ import annotations
 
-import hmac
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from fl_engine.codecs import sections_of
 from fl_engine.core import workload
 from fl_engine.core.client_state import STATE, Shapes, apart, header, kept_by_clients, travelling
 from fl_engine.core.contracts import (
     Algorithm,
     ModelFamily,
 )
-from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief, printable
+from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError
 from fl_engine.core.measures import bounds_of, evaluation_bounds, out_of_bounds
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import contains, largest, shapes, take
@@ -49,7 +43,6 @@ from fl_engine.core.types import (
     HEAD,
     ClientFailure,
     ClientUpdate,
-    Code,
     Device,
     Header,
     Outcome,
@@ -62,16 +55,9 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.exchange import coding
+from fl_engine.exchange.manifest import HEADER_BYTES, STAGES, Manifest, Read, Rejected
 from fl_engine.fleet.devices import observe
-from fl_engine.storage.pieces import Pieces, laid_out, padded
-from fl_engine.storage.store import canonical, decode, sha256
-
-MANIFEST_BYTES = 2**15
-"""More bytes than a manifest has besides its sub-model; a failure's reason of 4096 characters is the longest part."""
-CHANNEL_BYTES = 8
-"""More bytes than a manifest has for a kept channel: its number and a comma."""
-HEADER_BYTES = 2**10
-"""More bytes than safetensors writes for a tensor besides its numbers, and than a manifest has for a group's name."""
+from fl_engine.storage.store import decode, sha256
 
 
 def payload_bytes(order: WorkOrder, state: Header | None = None) -> int:
@@ -81,39 +67,6 @@ def payload_bytes(order: WorkOrder, state: Header | None = None) -> int:
         return _most_bytes({})
     weights = coding.header(coding.codec_up(order), coding.header_of(order.payload))
     return _most_bytes(weights | _on_the_way(state or {}))
-
-
-def manifest_bytes(order: WorkOrder) -> int:
-    """No manifest that answers this order is longer: it names the kept channels one by one, at most those of what was
-    sent."""
-    shapes = [tensor.shape for tensor in order.payload.values()]
-    return MANIFEST_BYTES + sum(HEADER_BYTES + CHANNEL_BYTES * sum(shape) for shape in shapes)
-
-
-class Rejected(Exception):
-    def __init__(self, code: Code, text: str) -> None:
-        super().__init__(f"{code}: {printable(text)[:1000]}")
-        self.code = code
-
-
-class Manifest(BaseModel):
-    """One outcome. `sha256` and `spec` belong to an update, `stage`, `reason` and `code` to a failure."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    schema_version: Literal[1] = 1
-    round: int
-    client: int
-    order: str
-    """sha256 of the order, so that an update is never adopted for another plan."""
-    sha256: str | None = None
-    spec: dict[str, Any] | None = None
-    num_examples: int = 0
-    metrics: dict[str, float] = Field(default={}, max_length=64)
-    stage: str | None = Field(default=None, max_length=64)
-    reason: str | None = Field(default=None, max_length=4096)
-    code: Code | None = None
-    signature: str | None = None
-    """HMAC-SHA256 of all the rest, with the key that came with the order."""
 
 
 @dataclass(frozen=True)
@@ -145,110 +98,6 @@ class Rules:
     def client_state(self) -> Header:
         """Types and shapes of the tensors of what each client keeps."""
         return header(self.kept)
-
-
-KeyOf = Callable[[WorkOrder], bytes]
-"""The key that signs a client's answer to an order."""
-
-
-def key_of(secret: bytes, whose: Literal["client", "coordinator"] = "client") -> KeyOf:
-    """Keys that follow from the run's secret: one for each order, good for nothing else. With its own keys the
-    coordinator signs what it says of a client: that its pod failed, or that its update failed validation."""
-    return lambda order: hmac.digest(secret, f"{whose} {order_sum(order)}".encode(), "sha256")
-
-
-def order_sum(order: WorkOrder) -> str:
-    """sha256 of the order without its tensors, which follow from the round's state."""
-    told = [order.round, order.client, order.seed, order.level, order.spec.to_json(), dict(order.hints)]
-    codecs = order.codecs or coding.PLAIN
-    told += [] if codecs == coding.PLAIN else [sections_of(codecs)]
-    return sha256(canonical([*told, "evaluate"] if order.evaluates else told))
-
-
-def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tuple[Manifest, Pieces | None]:
-    """What goes through the store: a manifest, not signed yet, and what is in its file (None: a failure), filled up
-    to `length` where one is given."""
-    manifest = Manifest(round=order.round, client=order.client, order=order_sum(order))
-    if isinstance(outcome, ClientFailure):
-        why = {"stage": outcome.stage, "reason": outcome.reason[:4096], "code": outcome.code}
-        return manifest.model_copy(update=why), None
-    value = laid_out(outcome.travels | travelling(outcome.state))
-    value = value if length is None else padded(value, length)
-    said = {
-        "sha256": sha256(value),
-        "spec": outcome.spec.to_json(),
-        "num_examples": outcome.num_examples,
-        "metrics": {name: float(value) for name, value in outcome.metrics.items()},
-    }
-    return manifest.model_copy(update=said), value
-
-
-def signed(manifest: Manifest, key: bytes | None) -> Manifest:
-    """Without a key (clients of this machine) the signature is a checksum: it shows damage, not lies."""
-    return manifest.model_copy(update={"signature": _signature(manifest, key or b"")})
-
-
-def _signature(manifest: Manifest, key: bytes) -> str:
-    return hmac.new(key, canonical(manifest.model_dump(exclude={"signature"})), "sha256").hexdigest()
-
-
-Read = Callable[[int | None], bytes]
-"""Reads a file of at most this many bytes, or raises IntegrityError."""
-
-
-def manifest_of(
-    file: Read, order: WorkOrder, key: bytes | None, own: bytes | None = None, closed: str | None = None
-) -> Manifest:
-    """A manifest that answers this order, signed with the client's `key` or the coordinator's `own`. With `closed`, the
-    manifest's checksum (`said_of`) has to be that instead: clients with other keys, or none, may have answered a round
-    that is closed. A client can report only that it dropped out, or could not prune or train. Raises Rejected."""
-    try:
-        manifest = Manifest.model_validate_json(file(manifest_bytes(order)))
-        said = canonical(manifest.model_dump(exclude={"signature"}))
-    except IntegrityError as error:
-        raise Rejected("file", str(error)) from error
-    except ValidationError as error:
-        raise Rejected("schema", f"not a manifest: {brief(error)}") from error
-    except ValueError as error:  # a number that JSON has no word for
-        raise Rejected("metrics", str(error)) from error
-    found = (manifest.round, manifest.client, manifest.order)
-    if found != (order.round, order.client, order_sum(order)):
-        raise Rejected("order", f"answers round {manifest.round}, client {manifest.client}, another order")
-    if closed is not None:
-        heard = next((form for form in (manifest, _by_client(manifest)) if said_of(form) == closed), None)
-        if heard is None:
-            raise Rejected("order", "replaced after the round was closed")
-        return heard
-    if own is not None and _is_signed(manifest, said, own):
-        return manifest
-    if not _is_signed(manifest, said, key or b""):
-        raise Rejected("signature", "not signed with the key that came with the order" if key else "damaged")
-    return manifest if key is None else _by_client(manifest)
-
-
-def said_of(manifest: Manifest) -> str:
-    """A checksum of everything in a manifest that can change the model."""
-    return sha256(canonical(manifest.model_dump(exclude={"metrics", "signature"})))
-
-
-def _by_client(manifest: Manifest) -> Manifest:
-    if manifest.spec is not None:
-        return manifest
-    stage = manifest.stage if manifest.stage in SAID_BY_CLIENTS else "train"
-    reason = printable(manifest.reason or "")[:500]
-    code = "finite" if stage == "train" and manifest.code == "finite" else None  # the client's training diverged
-    return manifest.model_copy(update={"stage": stage, "reason": reason, "code": code})
-
-
-def _is_signed(manifest: Manifest, said: bytes, key: bytes) -> bool:
-    expected = hmac.new(key, said, "sha256").hexdigest()
-    return hmac.compare_digest(expected.encode(), (manifest.signature or "").encode())
-
-
-STAGES: tuple[Stage, ...] = get_args(Stage)
-
-SAID_BY_CLIENTS = ("drop", "prune", "train", "evaluate")
-"""Stages that a client can report; only the coordinator reports the others."""
 
 
 def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules | None) -> Outcome:

@@ -1,17 +1,18 @@
 """Clients that drop out, come late or lie, on purpose: what `rounds.faults` makes of a share of the orders.
 
     drop=0.2        brings nothing back
-    slow=0.1x5      takes five times as long: on the simulated clock, and in pods really
+    slow=0.1x5      takes five times as long on the simulated clock; nobody really waits
     nan=0.02        one weight that is not a number
     scale=0.02x100  a hundred times the change that it trained
     flip=0.02       the change with the other sign
     corrupt=0.01    a damaged file
     always          the same clients in every round, as many as the shares say; else drawn anew for each order
 
-At most one fault strikes an order. Seed, round and client alone decide which one, so it is the same in every backend
-and after every kill. All faults but `drop` happen on the client's side after honest training, and meet the same
-validation, deadlines and aggregation as real clients do. Under a codec that cannot carry what is not a number, as QSGD
-cannot, `nan` is a failure of the client's own training: the server's check does not meet it.
+At most one fault strikes an assignment. Seed, round and client alone decide which one, so it is the same in every
+backend and after every kill. The coordinator applies faults (`rounds.faulty`): clients train honestly, and a changed
+update meets the same validation, deadlines and aggregation as a real one. If the way up is coded, the lie is about the
+decoded weights, and is encoded again. A codec such as QSGD cannot encode NaN. With such a codec `nan` counts as a
+failed training.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from fl_engine.core.types import Params
 Kind = Literal["drop", "slow", "nan", "scale", "flip", "corrupt"]
 TIMES: tuple[Kind, ...] = ("slow", "scale")
 """Faults with a factor."""
+LIES: tuple[Kind, ...] = ("nan", "scale", "flip")
+"""Faults that change the weights of an update."""
 ALWAYS = "always"
 
 
@@ -104,10 +107,9 @@ def _ranks(seed: int, clients: int) -> tuple[int, ...]:
     return tuple(int(rank) for rank in seeds.rng(seed, "fault").permutation(clients))
 
 
-def lie(fault: Fault | None, received: Params, trained: Params) -> Params:
-    """What a client says that it trained: `trained` is what it sends, `received` the same parameters before."""
-    if fault is None or fault.kind not in ("nan", "scale", "flip"):
-        return trained
+def lie(fault: Fault, received: Params, trained: Params) -> Params:
+    """Return the weights that a lying client sends instead of `trained`. `received`: the same parameters before
+    training. The fault is one of LIES."""
     if fault.kind == "nan":
         first = next((name for name, tensor in trained.items() if tensor.is_floating_point()), None)
         if first is None:  # it sends no number that could be none

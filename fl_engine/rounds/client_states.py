@@ -9,7 +9,8 @@ from dataclasses import replace
 from fl_engine.core.client_state import travelling
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.types import Header, Params, RoundPlan
-from fl_engine.exchange.updates import Rejected, check_state
+from fl_engine.exchange.manifest import Rejected
+from fl_engine.exchange.updates import check_state
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.run import Run
 from fl_engine.storage.client_states import ClientStates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fl_engine.core.contracts import Backend, Watcher
@@ -12,12 +12,12 @@ from fl_engine.core.errors import ON_REQUEST, Stopped
 from fl_engine.core.heap import give_back
 from fl_engine.core.slicing import index_of
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan, changed
-from fl_engine.exchange import acceptance
-from fl_engine.exchange.acceptance import Arrival, History, Moved
-from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.movement import Movements, size_sent
 from fl_engine.fleet.uniformity import Times
+from fl_engine.rounds import acceptance, faulty
+from fl_engine.rounds.acceptance import Arrival, History, Moved
 from fl_engine.rounds.answers import Answers
+from fl_engine.rounds.closing import RoundMailbox
+from fl_engine.rounds.movement import Movements, size_sent
 from fl_engine.rounds.run import Run
 from fl_engine.storage.client_states import ClientStates
 from fl_engine.storage.kept_files import KeptFiles
@@ -53,7 +53,7 @@ class Clients:
     """How the server reaches the clients, where it keeps their answers, and who is told of these."""
 
     backend: Backend
-    mailbox: Mailbox | None
+    mailbox: RoundMailbox | None
     """Stores answers as they arrive; None: they stay in this process."""
     should_stop: Callable[[], bool] = lambda: False
     states: ClientStates | None = None
@@ -120,7 +120,7 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
 def ask(run: Run, plan: RoundPlan, rest: RoundPlan, clients: Clients, receive: Callable[[Outcome], None]) -> float:
     """Sends the orders of `rest`, a part of the plan, and hands each answer on; gives the seconds that it waited for
     them. Raises Stopped after the answer at hand where `should_stop` says so."""
-    outcomes, waited = clients.backend.run(run.algorithm, rest), 0.0
+    outcomes, waited = faulty.outcomes(run, plan, rest, clients.backend), 0.0
     try:
         while True:
             since = time.monotonic()
@@ -135,11 +135,10 @@ def ask(run: Run, plan: RoundPlan, rest: RoundPlan, clients: Clients, receive: C
             if clients.should_stop():
                 raise Stopped(ON_REQUEST)
     finally:
-        if isinstance(outcomes, Generator):  # a traceback would keep it, and its requests to the store, alive
-            outcomes.close()
+        outcomes.close()  # a traceback would keep it, and its requests to the store, alive
 
 
-def adopted(plan: RoundPlan, mailbox: Mailbox, receive: Callable[[Outcome], None]) -> RoundPlan:
+def adopted(plan: RoundPlan, mailbox: RoundMailbox, receive: Callable[[Outcome], None]) -> RoundPlan:
     """Receives what an earlier coordinator has left of this round; gives the plan of the other orders."""
     done, updates = set[int](), 0
     for outcome in mailbox.finished(plan):
@@ -152,8 +151,10 @@ def adopted(plan: RoundPlan, mailbox: Mailbox, receive: Callable[[Outcome], None
 
 
 def _known(run: Run, plan: RoundPlan, outcome: Outcome, times: dict[int, Times], begin: float) -> Outcome:
-    """The outcome, with what the server itself knows of an update; adds what it took to `times`. A client that went
-    offline on the simulated clock before it was done has dropped out, wherever it really trained."""
+    """The outcome with its fault, if any, and with what the server itself knows of an update; adds what it took to
+    `times`. A client that went offline on the simulated clock before it was done has dropped out, wherever it really
+    trained."""
+    outcome = faulty.arrived(run, plan.order_of[outcome.client], outcome)
     if isinstance(outcome, ClientFailure):
         return outcome
     took = run.times(outcome, plan.order_of[outcome.client], begin)

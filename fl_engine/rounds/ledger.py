@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.updates import KeyOf, Rules
+from fl_engine.exchange.manifest import KeyOf
+from fl_engine.exchange.updates import Rules
 from fl_engine.rounds import flights
+from fl_engine.rounds.closing import RoundMailbox
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.client_states import ClientStates
 from fl_engine.storage.kept_files import KeptFiles
@@ -20,7 +21,7 @@ class Ledger:
     """What is committed, and what travels in the round at hand: two views of one store."""
 
     checkpoints: Checkpoints
-    mailbox: Mailbox
+    mailbox: RoundMailbox
 
     @cached_property
     def states(self) -> ClientStates:
@@ -42,8 +43,7 @@ def ledger_in(
     keep_every: int | None = None,
     rules: Rules | None = None,
     key: KeyOf | None = None,
-    own: KeyOf | None = None,
     lease: Lease | None = None,
 ) -> Ledger:
     """`Checkpoints` and `Mailbox` say what each argument means."""
-    return Ledger(Checkpoints(store, keep_every, lease), Mailbox(store, rules, key, own))
+    return Ledger(Checkpoints(store, keep_every, lease), RoundMailbox(store, rules, key))

@@ -22,8 +22,8 @@ from fl_engine.core.contracts import Backend, Tracker, Watcher
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped, brief
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import Params
-from fl_engine.exchange.acceptance import History
 from fl_engine.rounds import flights
+from fl_engine.rounds.acceptance import History
 from fl_engine.rounds.checks import check_begun
 from fl_engine.rounds.collect import Clients, Heard, nobody_listens
 from fl_engine.rounds.ledger import Ledger

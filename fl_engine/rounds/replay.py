@@ -17,6 +17,7 @@ from fl_engine.core.contracts import Backend
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, Params, WorkOrder
 from fl_engine.exchange.client import accept, delivered, train
+from fl_engine.rounds import faulty
 from fl_engine.rounds.collect import Clients
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.loop import committed
@@ -84,7 +85,7 @@ def _replayed(
     order = asked(run, progress, context, clients, Stopwatch()).order_of[line["client"]]
     work = accept(run.algorithm, order, run.site)
     (outcome,) = [work] if isinstance(work, ClientFailure) else train([work], run.site, run.devices[0])
-    update = delivered(run.algorithm, outcome, order, run.site)
+    update = faulty.arrived(run, order, delivered(run.algorithm, outcome, order, run.site))
     if isinstance(work, ClientFailure) or isinstance(update, ClientFailure):
         raise ConfigError(f"client {order.client} fails when round {round + 1} is computed again: {outcome}")
     _check(update, line, round)

@@ -12,8 +12,8 @@ from fl_engine.aggregation import privacy
 from fl_engine.core.heap import at_work
 from fl_engine.core.types import RoundContext, RoundPlan
 from fl_engine.exchange import coding
-from fl_engine.exchange.acceptance import History
 from fl_engine.rounds import at_clients, buffer, client_states
+from fl_engine.rounds.acceptance import History
 from fl_engine.rounds.checks import check_finite, check_merged, check_planned
 from fl_engine.rounds.collect import Clients, collect
 from fl_engine.rounds.flights import Flight

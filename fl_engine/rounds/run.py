@@ -16,11 +16,12 @@ from fl_engine.core.types import ClientUpdate, Codecs, Device, Header, RoundCont
 from fl_engine.core.workload import Epochs
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import faults, trace
 from fl_engine.fleet.devices import Took, simulated_seconds
+from fl_engine.fleet.faults import Fault
 from fl_engine.fleet.trace import Trace
 from fl_engine.fleet.uniformity import Times
+from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import EvaluateConfig, RoundsConfig
 from fl_engine.selection.capacity import round_size
 from fl_engine.storage.store import tensor_bytes
@@ -93,6 +94,12 @@ class Run:
         fraction: float = self.algorithm.training.fraction  # type: ignore[attr-defined]
         return round_size(fraction, len(self.site.fleet))
 
+    def fault(self, order: WorkOrder) -> Fault | None:
+        """The fault that strikes the assignment, if any; none strikes an evaluation."""
+        if order.evaluates:
+            return None
+        return faults.befalls(self._faults, self.site.seed, order.round, order.client, len(self.site.fleet))
+
     def times(self, update: ClientUpdate, order: WorkOrder, begin: float) -> Times | None:
         """What the order took on the simulated clock, with the transfer of its weights and memory, and of what comes
         back, in a round that began at `begin`; and what the client measured. None: the client went offline
@@ -101,8 +108,7 @@ class Run:
         return None if took is None else Times(took.total, *took, update.metrics.get("seconds", 0.0))
 
     def _took(self, update: ClientUpdate, order: WorkOrder, begin: float) -> Took | None:
-        fault = faults.befalls(self._faults, self.site.seed, order.round, order.client, len(self.site.fleet))
-        slow, macs = faults.slowness(fault), update.metrics.get("macs", 0.0)
+        slow, macs = faults.slowness(self.fault(order)), update.metrics.get("macs", 0.0)
         down = coding.bytes_sent(order)
         up = tensor_bytes(update.travels) + (tensor_bytes(update.state) if update.state else 0)
         if self.trace is not None:

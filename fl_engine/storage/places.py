@@ -8,11 +8,12 @@ from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore, Store
 
 
-def open_store(uri: str, hasty: bool = False) -> Store:
-    """`s3://bucket/prefix`, or a folder. `hasty`: does not wait long for a server that does not answer. Raises
+def open_store(uri: str, hasty: bool = False, patience_s: float = 0.0) -> Store:
+    """`s3://bucket/prefix`, or a folder. `hasty`: does not wait long for a server that does not answer; `patience_s`:
+    waits so long for a server that is away. Raises
     ConfigError for another address, and for a text that was meant as one: a folder of that name would be a place that
     nobody looks at, and in a pod one that is gone with it."""
-    return S3Store(uri, hasty=hasty) if is_meant(uri) else FolderStore(uri)
+    return S3Store(uri, hasty=hasty, patience_s=patience_s) if is_meant(uri) else FolderStore(uri)
 
 
 def check_place(name: str, uri: str | None) -> None:

@@ -8,12 +8,14 @@ each good for one key and a limited time; FLEXFLEET_SIGNING_AWS_* may name narro
 from __future__ import annotations
 
 import functools
+import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import urllib3
@@ -36,6 +38,11 @@ from fl_engine.storage.urls import AT_ONCE, FIXED, READS, Upload, Verb, again, m
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError
 
+log = logging.getLogger("flexfleet")
+
+R = TypeVar("R")
+
+REPORT_S, LONGEST_PAUSE_S = 30.0, 5.0
 PART = 64 * 2**20
 """Bytes. Larger values are uploaded in parts of this size."""
 ATTEMPTS = 6
@@ -59,6 +66,39 @@ these may."""
 MISSING = ("NoSuchKey", "404", "NotFound")
 
 
+def patient(method: Callable[..., R]) -> Callable[..., R]:
+    """A method of `S3Store` that is called again while the server is away, for `patience_s` at most."""
+
+    @functools.wraps(method)
+    def call(self: S3Store, *args: Any) -> R:
+        return waiting(functools.partial(method, self, *args), self._patience_s)
+
+    return call
+
+
+def waiting(call: Callable[[], R], patience_s: float) -> R:
+    """Call again while a server is away, for `patience_s` at most. Logs the first failure, and one each REPORT_S."""
+    began = reported = -math.inf
+    pause = 0.5
+    while True:
+        try:
+            found = call()
+        except Unreachable as error:
+            now = time.monotonic()
+            began = now if math.isinf(began) else began
+            if now - began >= patience_s:
+                raise
+            if now - reported >= REPORT_S:
+                log.warning("%s; waiting for up to %.0f s", error, patience_s - (now - began))
+                reported = now
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        else:
+            if not math.isinf(began):
+                log.info("the server answers again after %.0f s", time.monotonic() - began)
+            return found
+
+
 class S3Store:
     """A store under `s3://bucket/prefix`. Every value carries its sha256 as metadata, verified when it is read; one
     that came through a presigned URL has none, and is vouched for by what names it (a manifest).
@@ -70,9 +110,17 @@ class S3Store:
 
     at_once = AT_ONCE
 
-    def __init__(self, uri: str, endpoint: str | None = None, settings: str = OWN, hasty: bool = False) -> None:
+    def __init__(
+        self,
+        uri: str,
+        endpoint: str | None = None,
+        settings: str = OWN,
+        hasty: bool = False,
+        patience_s: float = 0.0,
+    ) -> None:
         """`settings` is what stands in front of the environment's variables with this store's address and credentials;
-        where they are not set, those after OWN count, then boto3's. `hasty`: two tries of a few seconds."""
+        where they are not set, those after OWN count, then boto3's. `hasty`: two tries of a few seconds. `patience_s`:
+        how long to wait for a server that is away."""
         scheme, _, rest = uri.partition("://")
         self._bucket, _, prefix = rest.partition("/")
         if scheme != "s3" or not self._bucket or masked(uri) != uri:
@@ -80,7 +128,7 @@ class S3Store:
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint = endpoint
         self._settings = settings
-        self._hasty = hasty
+        self._hasty, self._patience_s = hasty, patience_s
         self._made: dict[tuple[str | None, str], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,6 +146,7 @@ class S3Store:
                     self._made[made] = _connect(*made, self._hasty)
         return self._made[made]
 
+    @patient
     def put(self, key: str, value: Value) -> None:
         given = {"Bucket": self._bucket, "Key": self._prefix + key, "Metadata": {"sha256": sha256(value)}}
         with self._explained(key):
@@ -145,6 +194,7 @@ class S3Store:
             self._client.abort_multipart_upload(**upload)
             raise
 
+    @patient
     def get(self, key: str, limit: int | None = None) -> bytes:
         from botocore.exceptions import BotoCoreError
 
@@ -163,6 +213,7 @@ class S3Store:
         with self._explained(key):
             return again(read, (BotoCoreError, urllib3.exceptions.HTTPError), READS)
 
+    @patient
     def list(self, prefix: str) -> list[str]:
         with self._explained(prefix):
             pages = self._client.get_paginator("list_objects_v2")
@@ -175,6 +226,7 @@ class S3Store:
             ]
         return sorted(found)
 
+    @patient
     def delete(self, *keys: str) -> None:
         with self._explained(keys[0] if keys else ""):
             for start in range(0, len(keys), PAGE):

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, cast
 import urllib3
 from pydantic import BaseModel, ConfigDict
 
-from fl_engine.core.errors import EnvironmentFailure, IntegrityError, TooLarge, device_hint, printable
+from fl_engine.core.errors import IntegrityError, TooLarge, Unreachable, device_hint, printable
 from fl_engine.storage.pieces import Pieces, Value, digest
 
 T = TypeVar("T")
@@ -141,12 +141,12 @@ class UrlStore:
             yield
         except urllib3.exceptions.HTTPError as error:
             said = _without_query(str(error), url)
-            raise EnvironmentFailure(f"{verb} {self.uri(key)}: {said}{device_hint(said)}") from None
+            raise Unreachable(f"{verb} {self.uri(key)}: {said}{device_hint(said)}") from None
 
     def _check(self, answer: Answer, verb: str, key: str) -> None:
         if answer.status >= 300:
             said = printable(answer.data[:300].decode(errors="replace"))
-            kind = EnvironmentFailure if answer.status >= 500 or answer.status == 429 else IntegrityError
+            kind = Unreachable if answer.status >= 500 or answer.status == 429 else IntegrityError
             raise kind(f"{verb} {self.uri(key)}: HTTP {answer.status} {said}")
 
 

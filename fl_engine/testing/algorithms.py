@@ -45,8 +45,8 @@ from fl_engine.core.types import (
 )
 from fl_engine.core.widths import exit_name
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
 from fl_engine.selection.capacity import round_size

@@ -31,9 +31,9 @@ from fl_engine.core.types import ClientFailure, ClientUpdate, Codecs, Device, Ou
 from fl_engine.data.held_out import hold_out
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, delivered, execute
-from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.rounds.server import ServerSite
 from fl_engine.storage.store import tensor_bytes
 from fl_engine.testing.kinds import KINDS
 from fl_engine.testing.personal import PersonalHeads

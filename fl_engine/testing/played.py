@@ -28,11 +28,11 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.exchange.client import Site, execute
-from fl_engine.exchange.server import ServerSite
 from fl_engine.rounds import loop
 from fl_engine.rounds.collect import Heard, nobody_listens
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, Store

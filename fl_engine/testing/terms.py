@@ -25,8 +25,8 @@ from fl_engine.core.samples import Data
 from fl_engine.core.types import HEAD, ClientUpdate, Outcome, Params, RoundPlan
 from fl_engine.datasets import digits
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.rounds.server import ServerSite
 from fl_engine.testing.tiny import CLIENTS, SEED, assert_same_bits, context_of, start_of, tiny_site
 from fl_engine.training.evaluation import evaluate_pool, published
 

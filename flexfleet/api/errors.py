@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from fl_engine.core.errors import EnvironmentFailure, FlexfleetError
-from fl_engine.exchange import code
+from fl_engine.storage import code
 from flexfleet.files.doctor import EXTRAS
 from flexfleet.files.terminal import missing, told_of
 

@@ -21,11 +21,11 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityErro
 from fl_engine.core.slicing import runnable
 from fl_engine.core.types import Params
 from fl_engine.data import partition_files
-from fl_engine.exchange import code
 from fl_engine.models.export import RawNetwork, type_of, with_statistics
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.replay import ClientRound, replay
 from fl_engine.rounds.run import Run
+from fl_engine.storage import code
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import decode
 from fl_engine.training.evaluation import weights_of

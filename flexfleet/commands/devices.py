@@ -9,25 +9,25 @@ from flexfleet.files.terminal import show
 
 
 def invite(args: argparse.Namespace) -> int:
-    from flexfleet.steps import invitations
+    from flexfleet.steps import enrollment
     from flexfleet.steps.prepare import config_of
 
     config = config_of(args)
     if args.revoke is not None:
-        invitations.revoke(config, args.revoke)
-        show(json.dumps({"revoked": args.revoke}) if args.json else f"{args.revoke} gets no orders any more")
+        enrollment.revoke(config, args.revoke)
+        show(json.dumps({"revoked": args.revoke}) if args.json else f"{args.revoke} gets no assignments any more")
         return 0
-    written = [str(path) for path in invitations.invite(config, args.tier, args.count, args.out)]
+    written = [str(path) for path in enrollment.invite(config, args.tier, args.count, args.out)]
     if args.json:
         show(json.dumps({"invitations": written}))
         return 0
     show("\n".join(written))
-    show("each is one device: whoever has the file is the device. On it: flexfleet agent --invite FILE")
+    show("each file is for one device. On it: flexfleet agent --invite FILE")
     return 0
 
 
 def agent(args: argparse.Namespace) -> int:
-    from flexfleet.steps.agent import run as serve
+    from flexfleet.worker.server import run as serve
 
     return serve(args)
 
@@ -36,8 +36,8 @@ def profile(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from flexfleet.runs import profile as device
-    from flexfleet.steps.agent_line import invitation_of
     from flexfleet.steps.prepare import resolved_of
+    from flexfleet.worker.mailbox import invitation_of
 
     found = device.profile(
         resolved_of(args),

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def pool(args: argparse.Namespace) -> int:
-    from fl_engine.exchange.server import LazyServer
     from fl_engine.preparation.weights import given as weights_of
+    from fl_engine.rounds.server import LazyServer
     from flexfleet.files import prepared
     from flexfleet.files.artifacts import Apoz
     from flexfleet.steps import model_pool, partition, pretrain

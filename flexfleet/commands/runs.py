@@ -159,10 +159,10 @@ def status(args: argparse.Namespace) -> int:
 
 def _invited(config: Config) -> list[dict[str, Any]]:
     """The invited devices; none where it cannot be said, which is no failure of a list of runs."""
-    from flexfleet.steps import invitations
+    from flexfleet.steps import enrollment
 
     try:
-        return invitations.told(config)
+        return enrollment.status(config)
     except FlexfleetError as error:
         log.warning("which devices are invited cannot be said: %s", error)
         return []

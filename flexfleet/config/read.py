@@ -28,10 +28,10 @@ from fl_engine.core.fields import is_model
 from fl_engine.core.plain import check_plain, comment_of, read_yaml
 from fl_engine.core.registry import resolve
 from fl_engine.datasets import DATASETS
-from fl_engine.exchange import code
 from fl_engine.fleet.devices import Tier, named
 from fl_engine.models import MODELS
 from fl_engine.models.build import check_options
+from fl_engine.storage import code
 from flexfleet.config.explain import explain, quoted
 from flexfleet.config.passwords import INSTEAD
 from flexfleet.config.resolve import algorithm, codecs

@@ -52,7 +52,6 @@ def algorithm(config: Config) -> Algorithm:
     buffer.check(built, config.rounds)
     privacy.check_trace(built, config.fleet.trace is not None)
     privacy.check_evaluation(built, config.evaluate.on == "clients")
-    ambient = config.run.backend == "kubernetes" and config.kubernetes.access == "ambient"
     ours = kind in ALGORITHMS.values()
     stranded = config.run.remote is not None and config.run.backend != "kubernetes" and config.run.secrets is None
     reference, shared = config.pretrain.reference, config.partition.proxy_shared
@@ -64,7 +63,6 @@ def algorithm(config: Config) -> Algorithm:
         shared=shared,
         noisy=config.noise.labels > 0,
         timed=timed,
-        ambient=ambient,
         stranded=stranded,
     )
     return built

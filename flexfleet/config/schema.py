@@ -13,8 +13,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fl_engine.algorithms.pooled import Training
-from fl_engine.backends.agents.settings import AgentsConfig
-from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.addresses import folder_hint, is_meant
 from fl_engine.core.augmentation import Augmenting
 from fl_engine.core.errors import masked
@@ -38,6 +36,8 @@ from fl_engine.fleet.devices import DEFAULT, Tier
 from fl_engine.fleet.traces import Tracing
 from fl_engine.models.build import INIT
 from fl_engine.models.quantised import OnnxPrecision
+from fl_engine.remote.kubernetes.settings import KubernetesConfig
+from fl_engine.remote.settings import AgentsConfig
 from fl_engine.rounds.terms import NORM_BOUND, EvaluateConfig, RoundsConfig
 from fl_engine.training.numerics import Precision, Strategy
 
@@ -209,12 +209,15 @@ class RunConfig(Section):
     the cluster where clients are pods, else a file in the run's folder (not for private runs with `remote`: that
     outlives the folder). The keys of invited devices are there too; null: in `store`."""
     backend: Literal["in_process", "processes", "kubernetes", "agents"] = "in_process"
-    """Where clients live: in threads of this process, in worker processes that get orders through the store, in pods
-    (see `kubernetes`), or on devices that were invited (see `agents`)."""
+    """What trains the clients: threads of this process, worker processes on this machine, pods (see `kubernetes`), or
+    enrolled devices (see `agents`)."""
+    patience_s: Annotated[Positive, Moves.EXECUTION] = 600.0
+    """Seconds to wait for a server that is away (the S3 store, the Kubernetes API), and for pods to start. Then the run
+    stops and can be resumed."""
     code: Annotated[UserPath | None, Moves.PLACE] = None
-    """One's own package: its folder, with an __init__.py, or one .py file; null: none. Worker processes, pods and
-    devices get it as a wheel that its sha256 names, check that, and import it from there; the run goes on with the same
-    files alone. What is named as package.module:NAME is found in it."""
+    """Your own package: its folder, with an __init__.py, or one .py file; null: none. Worker processes and pods get it
+    as a wheel, verify its sha256, and import from it the names package.module:NAME. Enrolled devices refuse it, because
+    their owners install what they run. A resumed run needs the same files."""
     devices: Annotated[tuple[str, ...], Moves.NUMERICS] = ("cpu",)
     """Torch devices that train clients at the same time, all of one kind, e.g. [cpu, cpu] or [cuda:0, cuda:1]; auto:
     [cuda] where it is there, else [cpu], as it is on the machine that reads the configuration. A GPU needs memory for

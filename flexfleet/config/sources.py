@@ -12,7 +12,7 @@ from typing import Any
 from fl_engine.core.plain import check_plain
 from fl_engine.core.registry import resolve
 from fl_engine.datasets import kept
-from fl_engine.exchange import code
+from fl_engine.storage import code
 from fl_engine.storage.store import sha256
 from flexfleet.config.schema import Config
 

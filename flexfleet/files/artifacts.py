@@ -204,6 +204,8 @@ class RunFile(Artifact):
     earlier_numerics: tuple[dict[str, Any], ...] = ()
     """Numerics of the rounds before each resume with --accept-numerics: another run gives the same bits only if it is
     resumed after the same rounds on the same machines."""
+    worker_numerics: tuple[str, ...] = ()
+    """In what the arithmetic of workers on other machines differed from the coordinator's; empty: in nothing known."""
     pool_sha256: str
     partition_sha256: str
     trace_sha256: str | None = None

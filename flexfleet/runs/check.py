@@ -10,7 +10,6 @@ import torch
 
 from fl_engine.aggregation import privacy
 from fl_engine.backends.in_process import check_devices
-from fl_engine.backends.kubernetes import ground, jobs
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
@@ -19,15 +18,17 @@ from fl_engine.core.slicing import initial_params, made_up, take
 from fl_engine.core.types import OwnOptimizer, RoundPlan, TaskContext
 from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
 from fl_engine.models import export as exports
 from fl_engine.preparation import assumed, preparation
 from fl_engine.preparation.confusion import check_classes
 from fl_engine.preparation.weights import giver
+from fl_engine.remote.kubernetes import jobs
+from fl_engine.remote.kubernetes.provisioner import check_reach
 from fl_engine.rounds import at_clients, buffer
 from fl_engine.rounds.checks import check_begun
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
 from fl_engine.storage.places import check_place
 from fl_engine.storage.s3 import endpoint_of, http_address
 from fl_engine.training import own
@@ -160,8 +161,8 @@ def _check_places(config: Config, algorithm: Algorithm) -> None:
         named = {"kubernetes": config.kubernetes.endpoint, "agents": config.agents.endpoint}.get(config.run.backend)
         if named is not None:
             http_address(f"{config.run.backend}.endpoint", named)
-    if config.run.backend == "kubernetes" and config.kubernetes.access == "presigned":
-        ground.check_reach(config.run.remote or config.run.store)
+    if config.run.backend == "kubernetes":
+        check_reach(config.run.remote or config.run.store)
     if privacy.is_private(algorithm) or config.run.apart:
         keys.check_folder(config)
     if config.tracking.mlflow is not None:

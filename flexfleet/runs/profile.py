@@ -19,8 +19,8 @@ from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, printable
 from fl_engine.core.plain import write_yaml
 from fl_engine.core.types import Pool
-from fl_engine.exchange.letters import Invitation
 from fl_engine.fleet.devices import Tier
+from fl_engine.remote.messages import Invitation
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore
 from fl_engine.storage.throughput import PROBE, bits_per_second
@@ -29,7 +29,7 @@ from fl_engine.training import cgroup, memory, pace, power
 from fl_engine.training.memory import Peaks, Trial
 from flexfleet.config import Config
 from flexfleet.runs.check import first_round
-from flexfleet.steps.invitations import LETTERS
+from flexfleet.steps.enrollment import MAILBOXES
 from flexfleet.steps.partition import cut
 from flexfleet.steps.peaks import trials_of
 from flexfleet.steps.prepare import Resolved
@@ -191,7 +191,7 @@ def _bandwidth(config: Config, invitation: Invitation | None) -> tuple[float | N
             return bits_per_second(UrlStore({PROBE: probe.read}, {PROBE: probe.write})), {}
         if config.run.remote is None:
             return None, {"bandwidth": "neither run.remote nor --invite names an object store"}
-        store = open_store(f"{config.run.remote.rstrip('/')}/{LETTERS}")
+        store = open_store(f"{config.run.remote.rstrip('/')}/{MAILBOXES}")
         if isinstance(store, FolderStore):
             return None, {"bandwidth": "run.remote is a folder"}
         key = f"profile-{secrets.token_hex(8)}/{PROBE}"

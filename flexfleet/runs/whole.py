@@ -117,16 +117,16 @@ def run(
 
 def _reach(resolved: Resolved, run_id: str, out: Path) -> None:
     """Before minutes of pre-training: raises ConfigError for an address of MLflow that cannot be used, what `Store`,
-    `keys.Place` and `ground.reach` raise for a store, a place of the run's key or a cluster that does not answer."""
+    `keys.Place` and `reach` raise for a store, a place of the run's key or a cluster that does not answer."""
     config = resolved.config
     track.prepare(config)
     store = store_of(config, run_id, out)
     if config.run.remote is not None:
         store.list(track.RUN_KEY)
     if config.run.backend == "kubernetes":
-        from fl_engine.backends.kubernetes import ground
+        from fl_engine.remote.kubernetes.provisioner import reach
 
-        ground.reach(config.kubernetes, run_id, store)
+        reach(config.kubernetes, run_id, store)
     if privacy.is_private(resolved.algorithm) or config.run.apart:
         keys.place(config, run_id, store, out).read()
 

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.aggregation import privacy
-from fl_engine.backends import BACKENDS, Surroundings
-from fl_engine.core.contracts import Tracker, Watcher
+from fl_engine.backends import BACKENDS, Remote, Surroundings
+from fl_engine.core.contracts import Backend, Tracker, Watcher
 from fl_engine.core.errors import IntegrityError, Replaced
 from fl_engine.data.local import FORM, Form
-from fl_engine.exchange.assignment import site_files
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.code import Wheel, store_key
-from fl_engine.exchange.updates import KeyOf
-from fl_engine.exchange.updates import key_of as signing_key
+from fl_engine.exchange.manifest import key_of
+from fl_engine.remote.kubernetes.provisioner import check_reach
+from fl_engine.remote.messages import site_files
 from fl_engine.rounds import at_clients, loop
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.storage import lease
+from fl_engine.storage.code import Wheel, store_key
 from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.store import FolderStore, Store, sha256
 from fl_engine.storage.sums import sum_of
@@ -39,7 +39,7 @@ from flexfleet.files.live import counted_warnings
 from flexfleet.files.manifest import MANIFEST
 from flexfleet.files.signals import stop_on_signals
 from flexfleet.files.tally import tally_in, tally_of
-from flexfleet.steps import invitations, keys, own_code
+from flexfleet.steps import enrollment, keys, own_code
 from flexfleet.steps.partition import folders_sum, simulated
 from flexfleet.steps.peaks import peaks_of
 from flexfleet.steps.prepare import Resolved, resolved_of
@@ -90,6 +90,8 @@ def federate(
     config, algorithm = resolved.config, resolved.algorithm
     run_id = plain(out.absolute().name if run_id is None else run_id, "run_id")
     store = store_of(config, run_id, out)
+    if config.run.backend == "kubernetes":
+        check_reach(store.uri())
     lock = nullcontext() if locked else alone(out)
     with lock, nullcontext() if config.run.remote is None else lease.held(store) as held:
         known = _known(config, store, out, run_id, resume)
@@ -105,16 +107,17 @@ def federate(
                 same_noise(known, out)
                 tell_of_copies(known, keys.address(store))
         token = known.token if known else uuid.uuid4().hex if config.tracking.mlflow or private else ""
-        key, key_at = None, known.key_at if known else None
+        key, key_at, place = None, known.key_at if known else None, None
         if private or apart:
             place = keys.place(config, run_id, store, out)
-            key, key_at = keys.key_of_run(place, known), str(place)
+            key, key_at = keys.key_of_run(place, known, private), str(place)
         trace, trace_sha256 = trace_of(config, site)
         of_clients = simulated(resolved, site)
         folders = folders_sum(of_clients) if of_clients is not site else known.folders_sha256 if known else None
         wheel = own_code.wheel_of(config)
         rules = replace(site.rules, algorithm=algorithm, seed=None if devices_decide(config) else config.seed)
-        ledger = ledger_in(store, config.rounds.keep_every, rules, *_signing(key if apart else None), held)
+        signs = key_of(key) if apart and key is not None else None
+        ledger = ledger_in(store, config.rounds.keep_every, rules, signs, held)
 
         record = RunFile(
             run_id=run_id,
@@ -178,8 +181,10 @@ def federate(
                     should_stop=should_stop,
                     code=None if wheel is None else (out / store_key(wheel.sha256), wheel.sha256),
                     agents=config.agents,
-                    post=invitations.post_of(config) if config.run.backend == "agents" else None,
+                    mailboxes=enrollment.mailboxes_of(config) if config.run.backend == "agents" else None,
+                    registry=enrollment.registry_of(config) if config.run.backend == "agents" else None,
                     site_sums=site_sums,
+                    patience_s=config.run.patience_s,
                 )
                 with BACKENDS[config.run.backend](surroundings) as backend:
                     final = loop.federate(
@@ -193,8 +198,19 @@ def federate(
                         watcher=watcher,
                         heard=console.heard,
                     )
+                    _record_numerics(backend, out)
+            if isinstance(place, keys.InSecret) and not private:
+                place.delete()
             with loop.told_how_to_go_on(ledger):
                 return _finish(out, ledger, final, tracker, mlflow)
+
+
+def _record_numerics(backend: Backend, out: Path) -> None:
+    """Record in what workers' arithmetic differs from the coordinator's, if it does."""
+    if isinstance(backend, Remote) and backend.workers.numerics:
+        run = RunFile.read(out / "run.json")
+        others = sorted({*run.worker_numerics, *backend.workers.numerics})
+        run.model_copy(update={"worker_numerics": tuple(others)}).write(out / "run.json")
 
 
 class _Folder(Tracker):
@@ -272,11 +288,6 @@ def _put_site(
         ledger.store.put(f"site/{name}", value)
         found[name] = sum_of(value)
     return found
-
-
-def _signing(key: bytes | None) -> tuple[KeyOf | None, KeyOf | None]:
-    """The keys with which clients and the coordinator sign; None if both are processes of this machine."""
-    return (None, None) if key is None else (signing_key(key), signing_key(key, "coordinator"))
 
 
 def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None) -> Path:

@@ -1,8 +1,8 @@
 """Where a run's key is kept: only the run's coordinator reads it.
 
-A run has one key of random bytes if its clients live in pods, or if it is private. The keys with which clients and
-coordinator sign (`updates.key_of`), the noise and the choice of clients (`privacy`) follow from it. It is never in the
-bucket of the run's ledger, since clients get URLs of that bucket.
+A run has one key of random bytes if its clients live on other machines, or if it is private. The keys with which the
+coordinator signs (`manifest.key_of`), the noise and the choice of clients (`privacy`) follow from it. It is never in
+the bucket of the run's ledger, because workers get URLs of that bucket.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fl_engine.backends.kubernetes import jobs
-from fl_engine.backends.kubernetes.cluster import Cluster
 from fl_engine.core.addresses import is_meant
 from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.remote.kubernetes import jobs
+from fl_engine.remote.kubernetes.cluster import Cluster
 from fl_engine.storage.s3 import OWN, SIGNING, S3Store, endpoint_of, setting
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.config import Config
@@ -82,8 +82,8 @@ class InStore:
 
 @dataclass(frozen=True)
 class InSecret:
-    """A Secret of the clients' namespace. Nothing owns it, so that it stays: a run may get more rounds after its
-    end."""
+    """A Secret of the clients' namespace, which is deleted when the run has finished. A private run's stays, because it
+    may get more rounds."""
 
     cluster: Cluster
     run: str
@@ -95,7 +95,7 @@ class InSecret:
 
     @property
     def advice(self) -> str:
-        return f"when the run is over for good: kubectl -n {self.cluster.namespace} delete secret {self.name}"
+        return f"to delete it: kubectl -n {self.cluster.namespace} delete secret {self.name}"
 
     def __str__(self) -> str:
         return f"the Secret {self.cluster.namespace}/{self.name}"
@@ -121,6 +121,9 @@ class InSecret:
             "data": {"key": base64.b64encode(value).decode()},
         }
         self.cluster.create("secrets", body)
+
+    def delete(self) -> None:
+        self.cluster.delete("secrets", self.name)
 
 
 def place(config: Config, run_id: str, store: Store, out: Path) -> Place:
@@ -190,12 +193,14 @@ def _address(settings: str) -> str:
     return (endpoint_of(settings) or "").rstrip("/")
 
 
-def key_of_run(place: Place, known: RunFile | None) -> bytes:
-    """The run's key. Makes it if the run has none yet.
+def key_of_run(place: Place, known: RunFile | None, private: bool) -> bytes:
+    """Return the run's key. Create it if there is none. Without the key of an earlier start, the clients of a round
+    that was not committed are asked again.
 
-    Raises IntegrityError if it is gone, or differs from the one in the run's record `known`.
+    Raises IntegrityError if the run is private, so that its noise follows from the key, and the key is missing or
+    differs from the one in the run's record `known`.
     """
-    expected = None if known is None else known.key_sha256
+    expected = None if known is None or not private else known.key_sha256
     key = place.read()
     if key is None and expected is None:
         place.create(secrets.token_bytes(SIZE))

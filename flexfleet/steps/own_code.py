@@ -8,8 +8,8 @@ from typing import Any
 
 from fl_engine.core.allowed import check_wheel
 from fl_engine.core.errors import ConfigError, holds_password, masked
-from fl_engine.exchange import code
-from fl_engine.exchange.code import Wheel
+from fl_engine.storage import code
+from fl_engine.storage.code import Wheel
 from flexfleet.config import Config
 from flexfleet.config.sources import named, sources
 from flexfleet.files.artifacts import RunFile

@@ -16,7 +16,7 @@ from fl_engine.data.manual import owners
 from fl_engine.data.partition import Partition
 from fl_engine.data.rules import Ints
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import LazyServer, ServerSite
+from fl_engine.rounds.server import LazyServer, ServerSite
 from fl_engine.storage.store import canonical, sha256
 from flexfleet.config import Config, cut_seed
 from flexfleet.files import terminal

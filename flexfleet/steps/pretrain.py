@@ -25,9 +25,9 @@ from fl_engine.core.contracts import ChoosesNetwork, Preparation
 from fl_engine.core.errors import ConfigError, ModelError, PartitionError, nearest
 from fl_engine.data import partition_files
 from fl_engine.data.partition import Partition
-from fl_engine.exchange.server import PreparingServer
 from fl_engine.preparation import preparation
 from fl_engine.preparation.weights import fitting, given, giver
+from fl_engine.rounds.server import PreparingServer
 from fl_engine.storage.store import FolderStore, encode, sha256
 from flexfleet import config as configs
 from flexfleet.files import prepared, terminal

@@ -30,7 +30,9 @@ log = logging.getLogger("flexfleet")
 
 def store_of(config: Config, run_id: str, out: Path) -> Store:
     """The store of the run's ledger: the run's folder, or a place in `run.remote`."""
-    return FolderStore(out.resolve()) if config.run.remote is None else open_store(place_of(config.run.remote, run_id))
+    if config.run.remote is None:
+        return FolderStore(out.resolve())
+    return open_store(place_of(config.run.remote, run_id), patience_s=config.run.patience_s)
 
 
 def check_recorded(store: Store, out: Path) -> None:

@@ -20,10 +20,10 @@ from fl_engine.core.types import Device, Params, Pool
 from fl_engine.data import partition_files
 from fl_engine.data.partition import as_told
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
-from fl_engine.fleet import devices, faults, traces
+from fl_engine.fleet import devices, traces
 from fl_engine.fleet.trace import Trace
 from fl_engine.preparation.weights import fitting
+from fl_engine.rounds.server import ServerSite
 from fl_engine.selection.capacity import check_eligible, dispatched, round_size
 from fl_engine.training import strategy
 from fl_engine.training.numerics import Numerics, settled
@@ -47,10 +47,9 @@ def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path, before: Map
     if len(dispatched(pool)) > 1:
         _tell_raised(config, fleet)
     prepare_process(config.run.devices)
-    struck = faults.parse(config.rounds.faults)
     numerics = numerics_of(config, training_of(resolved.algorithm), family, data.task, before)
     most = most_of(config)
-    return Site(family, pool, fleet, data, parts, config.seed, numerics, None, struck, held, most)
+    return Site(family, pool, fleet, data, parts, config.seed, numerics, None, held, most)
 
 
 def fleet_of(resolved: Resolved, pool: Pool) -> tuple[Device, ...]:

@@ -1,0 +1,172 @@
+"""Which worker gets which orders of a round, and when its lease ends without a result."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+from typing import NamedTuple
+
+from fl_engine.core.contracts import Algorithm
+from fl_engine.core.errors import printable
+from fl_engine.core.types import ClientFailure, RoundPlan
+from fl_engine.remote.messages import MOST_S
+from fl_engine.remote.provisioner import Lost, Provisioner
+from fl_engine.remote.workers import Worker
+
+UNTAKEN_S = 2 * MOST_S
+"""The least seconds that an idle worker has to take a lease: it looks for messages every MOST_S seconds at most."""
+
+
+@dataclass
+class OpenRound:
+    """A round whose orders are leased to workers."""
+
+    algorithm: Algorithm
+    plan: RoundPlan
+    names: Mapping[int, list[str]]
+    """Map each client to the keys of its order in the store."""
+    provisioner: Provisioner
+    own: Mapping[str, int] | None
+    """Map each device to the client that it is, if devices hold their own data; None: they do not."""
+    moved: float
+    """When the last result came."""
+    hopeful: float
+    """When a worker was last at work."""
+    open_: set[int] = field(default_factory=set)
+    """Clients without a result."""
+    waiting: deque[int] = field(default_factory=deque)
+    """Clients whose order no worker holds."""
+    results: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Orders with a result, by worker and pool."""
+    lost: Counter[int] = field(default_factory=Counter)
+    """How often each client's order has failed."""
+    tried: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """The workers that have failed each client's order: they get it again only if no other worker is present."""
+    killed: Counter[int] = field(default_factory=Counter)
+    """How many workers have ended by themselves that held each client's order alone, mostly for lack of memory."""
+    alone: set[int] = field(default_factory=set)
+    """Clients whose order was held by a worker that failed: from then on each is leased by itself."""
+    gone: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """How often a worker was taken away while it held a client's order."""
+    idle: set[str] = field(default_factory=set)
+    """Workers that send heartbeats but did not take an assignment, and have taken none since."""
+    reported: float = 0.0
+    """When the log last said what the round waits for."""
+    failed: dict[int, ClientFailure] = field(default_factory=dict)
+    """Why clients were given up whose orders have no result."""
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(order.client for order in self.plan.orders)
+        self.open_ = set(self.waiting)
+        self.reported = self.moved
+        self.asked = Counter(map(self.provisioner.pool, self.waiting))
+
+    def count(self, clients: Iterable[int]) -> Counter[str]:
+        """How many of the clients' orders each pool executes."""
+        return Counter(map(self.provisioner.pool, clients))
+
+    def give_up(self, failure: ClientFailure) -> None:
+        self.open_.discard(failure.client)
+        self.failed[failure.client] = failure
+
+    def suits(self, worker: Worker, client: int, present: Iterable[Worker]) -> bool:
+        """Whether the worker may get the client's order. A worker that has failed it gets it only if all `present`
+        workers have. With data of their own, an order suits the device that is its client, and no other."""
+        if self.own is not None:
+            return self.own.get(worker.name) == client
+        pool, tried = self.provisioner.pool(client), self.tried[client]
+        if not self.provisioner.suits(worker.member.tier, pool):
+            return False
+        others = (w for w in present if w.name not in tried and self.provisioner.suits(w.member.tier, pool))
+        return worker.name not in tried or next(others, None) is None
+
+    def assigned(self, present: Sequence[Worker], now: float) -> Iterator[tuple[Worker, list[int]]]:
+        """Waiting clients for free workers, first for those with the latest heartbeat: as many for each as it has room
+        for, and not more than its share of what waits. The caller leases them before it continues."""
+        free = [w for w in present if w.held is None and w.rests <= now]
+        room = cache(lambda pool, tried: self._most(pool, tried, [w for w in present if not w.failures]))
+        takers = len(free)
+        for worker in sorted(free, key=lambda w: (w.failures, -w.heard)):
+            share = max(1, math.ceil(len(self.waiting) / takers))
+            clients = list(islice(self._suited(worker, present, room), max(1, min(self.provisioner.room, share))))
+            if first := [client for client in clients if client in self.alone][:1]:
+                clients = first
+            if clients:
+                yield worker, clients
+            takers -= 1
+
+    def _suited(self, worker: Worker, present: Sequence[Worker], room: object) -> Iterator[int]:
+        """The waiting clients whose orders the worker may get."""
+        has = Counter[str]()
+        for client in self.waiting:
+            pool = self.provisioner.pool(client)
+            has_room = not self.provisioner.strangers or (
+                self.results[worker.name, pool] + has[pool] < room(pool, frozenset(self.tried[client]))  # type: ignore[operator]
+            )
+            if has_room and self.suits(worker, client, present):
+                has[pool] += 1
+                yield client
+
+    def _most(self, pool: str, tried: frozenset[str], present: Sequence[Worker]) -> int:
+        """How many of a pool's orders one worker may get: twice as many as if each got the same, so that a stranger who
+        answers at once is no majority among many. The faster half of the workers has room for the whole round, so no
+        order waits for the slower half. Workers that have `tried` the order do not count, so at least one that may get
+        it has room."""
+        takers = sum(w.name not in tried and self.provisioner.suits(w.member.tier, pool) for w in present)
+        return math.ceil(2 * self.asked[pool] / max(1, takers))
+
+
+class Ended(NamedTuple):
+    """Why a lease has ended."""
+
+    why: str
+    failed: bool
+    """The assignment has failed; otherwise the worker was only taken away."""
+    untaken: bool = False
+    """The worker was silent, or idle, and did not take the lease."""
+
+
+def why_ended(
+    worker: Worker, r: OpenRound, lease_s: float, deadline_s: float, lost: Lost | None = None
+) -> Ended | None:
+    """Why the worker's lease is over; None: it is not. Measured up to the last look for a heartbeat, because the
+    coordinator may have done something else since. `lost`: what the provisioner knows of the process."""
+    held, heartbeat = worker.held, worker.heartbeat
+    if held is None:
+        return None
+    if worker.revoked and lost is None:
+        return Ended(f"{worker.name} {'is gone with its Job' if worker.member.pod else 'was revoked'}", False)
+    if heartbeat is not None and heartbeat.lease == held.lease and heartbeat.state == "failed":
+        return Ended(f"{worker.name} could not execute its assignment: {printable(heartbeat.error)}", True)
+    if lost is not None:
+        worker.away = worker.away or worker.process == held.worker
+        failed = lost.failed or _too_often(worker, held.clients, r)
+        if failed and held.alone:
+            r.killed.update(held.clients)
+        return Ended(f"{worker.name} is lost: {lost.reason}", failed)
+    if worker.process != held.worker:
+        failed = _too_often(worker, held.clients, r)
+        if held.alone and held.taken:
+            r.killed.update(held.clients)
+        return Ended(f"{worker.name} was started again", failed)
+    if worker.is_gone and held.taken:
+        return Ended(f"{worker.name} was ended", _too_often(worker, held.clients, r))
+    if worker.looked - held.since > deadline_s:
+        return Ended(f"{worker.name} has no result after {deadline_s:g} s", held.taken, untaken=not held.taken)
+    silent = worker.looked - held.heard
+    if silent > (lease_s if held.taken else max(lease_s, UNTAKEN_S)):
+        worker.away = True
+        # A pod may be silent because its node is lost, so its first silences do not count.
+        failed = held.taken and (r.provisioner.strangers or _too_often(worker, held.clients, r))
+        return Ended(f"{worker.name} is silent for {silent:.0f} s", failed, untaken=not held.taken)
+    return None
+
+
+def _too_often(worker: Worker, clients: Sequence[int], r: OpenRound) -> bool:
+    """Count that the worker was taken away with its orders. True: so often that one of them may be the reason."""
+    r.gone.update((worker.name, client) for client in clients)
+    return max(r.gone[worker.name, client] for client in clients) > r.provisioner.drains

@@ -1,0 +1,140 @@
+"""Which workers have a mailbox, and their keys.
+
+    <name>.json      an invited device (`Member`)
+    revoked/<name>   a device that was revoked; its name is not given again
+
+A registry holds keys, so it is never stored where workers have URLs.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.types import Device
+from fl_engine.data.local import natural
+from fl_engine.remote.messages import Heartbeat, Hex, Name, Note, enrolled_key, short
+from fl_engine.storage.records import Record, parsed
+from fl_engine.storage.store import Store
+
+KEY_BYTES = 32
+REVOKED = "revoked/"
+CLIENTS = "site/devices.json"
+"""In the run's store: which client each device is, if devices hold their own data."""
+
+
+class Member(Note):
+    name: Name
+    tier: str | None
+    """The pool of workers that it belongs to; None: any."""
+    invited: Hex
+    """The key of the invitation."""
+    id: Hex | None = None
+    """Of the device that has enrolled; None: none yet."""
+    pod: bool = False
+
+    @staticmethod
+    def new(name: str, tier: str | None, pod: bool = False) -> Member:
+        return Member(name=name, tier=tier, invited=secrets.token_hex(KEY_BYTES), pod=pod)
+
+    @property
+    def key(self) -> str:
+        return self.invited if self.pod or self.id is None else enrolled_key(self.invited, self.id)
+
+    @property
+    def enrolled(self) -> str:
+        """See `Message.enrolled`."""
+        return "" if self.id is None else short(self.id)
+
+    def signed(self, heartbeat: Heartbeat) -> bool:
+        """Whether a device with the invitation has signed the heartbeat, enrolled or not."""
+        return heartbeat.is_by(self.invited if self.pod else enrolled_key(self.invited, heartbeat.id))
+
+
+@dataclass(frozen=True)
+class Registry:
+    store: Store
+
+    def revoked(self) -> set[str]:
+        return {key.removeprefix(REVOKED) for key in self.store.list(REVOKED)}
+
+    def names(self) -> list[str]:
+        """The names of the invited devices."""
+        keys = self.store.list("")
+        files = {key.removesuffix(".json") for key in keys if "/" not in key and key.endswith(".json")}
+        return sorted(files - {key.removeprefix(REVOKED) for key in keys if key.startswith(REVOKED)})
+
+    def member(self, name: str) -> Member:
+        """Raises IntegrityError if there is none."""
+        return parsed(Member, self.store.get(f"{name}.json"), self.store.uri(f"{name}.json"))
+
+    def members(self) -> Iterator[Member]:
+        """All invited devices. A device that is revoked meanwhile is left out."""
+        for name in self.names():
+            try:
+                yield self.member(name)
+            except IntegrityError:
+                if name in self.names():
+                    raise
+
+    def put(self, member: Member) -> None:
+        self.store.put(f"{member.name}.json", member.model_dump_json().encode())
+
+    def invite(self, stem: str, tier: str | None, other_than: Collection[str] = ()) -> Member:
+        """Add a member called `<stem>-<number>`, but not by one of the names in `other_than`."""
+        number, taken = 1, self.revoked().union(other_than)
+        while True:
+            name = f"{stem}-{number}"
+            member = Member.new(name, tier)
+            if name not in taken and self.store.create(f"{name}.json", member.model_dump_json().encode()):
+                return member
+            number += 1
+
+    def forget(self, name: str) -> None:
+        self.store.delete(f"{name}.json")
+
+    def revoke(self, name: str) -> Member:
+        """Delete the device's key, and return the member for one last message. Raises ConfigError if it is not
+        invited."""
+        if name not in (names := self.names()):
+            known = ", ".join(names) or "none"
+            raise ConfigError(f"no device {name!r} is invited. Invited devices: {known}")
+        member = self.member(name)
+        self.store.put(f"{REVOKED}{name}", b"")
+        self.forget(name)
+        return member
+
+
+class DeviceClients(Record):
+    clients: dict[str, int]
+    """Map each device to the client that it is."""
+
+
+def assign_clients(before: Mapping[str, int], members: Iterable[Member], fleet: Sequence[Device]) -> dict[str, int]:
+    """Map each device to the client that it is. Devices keep the client that they have. The others get, in the order of
+    their names (weak-2 before weak-10), the first client of their tier without a device; devices without a tier come
+    last, and get a client of any tier. A device for which no client is left has no work."""
+    by_name = {member.name: member for member in members}
+    found = {name: client for name, client in before.items() if name in by_name and client < len(fleet)}
+    free = [device for device in fleet if device.client not in found.values()]
+    new = [member for name, member in by_name.items() if name not in found]
+    for member in sorted(new, key=lambda m: (m.tier is None, natural(m.name))):
+        own = next((device for device in free if member.tier in (None, device.tier)), None)
+        if own is not None:
+            found[member.name] = own.client
+            free.remove(own)
+    return found
+
+
+def clients_of_devices(store: Store, members: Iterable[Member], fleet: Sequence[Device]) -> dict[str, int]:
+    """`assign_clients` with what the run's store knows, which is updated. A device stays the same client for the whole
+    run, whatever is restarted. Raises IntegrityError."""
+    known = (
+        parsed(DeviceClients, store.get(CLIENTS), store.uri(CLIENTS)).clients if CLIENTS in store.list(CLIENTS) else {}
+    )
+    found = assign_clients(known, members, fleet)
+    if found != known:
+        store.put(CLIENTS, DeviceClients(clients=found).model_dump_json().encode())
+    return found

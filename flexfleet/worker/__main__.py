@@ -1,0 +1,54 @@
+"""Execute assignments on this machine, until the server is silent.
+
+Exit codes: 0: the server was silent for too long, or --once: one lease is over; 42: the device was revoked, or cannot
+take part; 143: SIGTERM, or its terminal was closed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fl_engine.core.errors import FlexfleetError, Stopped
+from flexfleet.files import terminal
+from flexfleet.files.signals import stopping_at_once
+from flexfleet.worker.options import add_options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(p)
+    terminal.add_loudness(p)
+    args = terminal.parsed(p, argv)
+    try:
+        # The first process of a container ignores SIGTERM without a handler. Importing torch takes seconds, and ends
+        # the process on some processors, which `run_main` reports first.
+        with stopping_at_once():
+            from flexfleet.worker.server import run
+
+            return run(args)
+    except Stopped:
+        return 143
+    except FlexfleetError as error:
+        _explain(error)
+        raise
+
+
+def _explain(error: Exception) -> None:
+    """Write the reason for the end where Kubernetes reads it."""
+    where = Path(os.environ.get("FLEXFLEET_TERMINATION_LOG", ""))
+    if where.name:
+        where.write_text(str(error)[:2000], "utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        terminal.run_main(main)
+    except SystemExit as end:
+        # Torch takes seconds to tear down, in which a pod competes with those of the next round.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 1)

@@ -1,0 +1,186 @@
+"""How a worker executes an assignment: it reads its orders and the site, trains, and uploads signed results."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from fl_engine.backends.in_process import check_device, prepare_process
+from fl_engine.core import heap
+from fl_engine.core.allowed import check_wheel
+from fl_engine.core.contracts import Algorithm
+from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief, masked
+from fl_engine.core.types import Pool
+from fl_engine.data import local, partition_files
+from fl_engine.data.partition import as_told
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.remote.execution import carry_out
+from fl_engine.remote.messages import Assignment, Lease, result_key, site_files
+from fl_engine.storage import code, sums
+from fl_engine.storage.store import Store
+from fl_engine.training import memory
+from fl_engine.training.numerics import Numerics, describe, differing
+from flexfleet import config as configs
+from flexfleet.files.artifacts import PoolFile, RunFile
+from flexfleet.steps import own_code
+from flexfleet.steps.partition import held_out, most_of, reads
+from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.site import fleet_of
+from flexfleet.tracking.data_repository import is_fetched
+
+log = logging.getLogger("flexfleet")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What all assignments of a run in one configuration need."""
+
+    algorithm: Algorithm
+    site: Site
+    numerics: str
+    """See `Heartbeat.numerics`."""
+
+
+def prepare(given: Assignment, store: Store, pod: bool) -> Prepared:
+    """Read the site. `pod`: the worker is a pod of the coordinator's cluster, so the run's configuration may name any
+    package of its image, and the run may bring code of its own.
+
+    Raises ClientError if another try would fail in the same way; EnvironmentFailure and IntegrityError if the store
+    does not answer.
+    """
+    try:
+        return _prepared(given, store, pod)
+    except BadInput as error:
+        raise ClientError(str(error)) from error
+
+
+def execute(
+    lease: Lease, key: str, site_sum: str, store: Store, prepared: Prepared, room: Callable[[int], int]
+) -> None:
+    """Execute a lease's assignment, and write the results into `store`.
+
+    Args:
+        lease: The lease.
+        key: The worker's key.
+        site_sum: `Message.site`.
+        store: The run's store.
+        prepared: What `prepare` has returned for this site.
+        room: Returns the bytes that training may take, given the bytes that the process holds before.
+
+    Raises:
+        ClientError: Another try would fail in the same way, or the free memory cannot be measured.
+        EnvironmentFailure: The store does not answer.
+        IntegrityError: The store refuses a request, or has other bytes than were assigned.
+    """
+    given, site = lease.assignment, prepared.site
+    signs = result_key(key, site_sum, lease.id)
+    mailbox = Mailbox(store, key=lambda _: signs, lengths=given.lengths, expected=given.orders, lease=lease.id)
+    turns = [given.clients]
+    if given.observe == "cgroup":  # orders that wait would hold memory that nobody counts
+        at_once = site.numerics.lanes if site.numerics.strategy == "batched" else 1
+        turns = [given.clients[first : first + at_once] for first in range(0, len(given.clients), at_once)]
+    for clients in turns:
+        if given.observe == "cgroup":
+            site = replace(site, free=_free(given, site.pool, len(clients), room))
+        carry_out(prepared.algorithm, site, mailbox, given.round, clients, given.device, evaluates=given.evaluates)
+
+
+def _prepared(given: Assignment, store: Store, pod: bool) -> Prepared:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "run.json").write_bytes(sums.read(store, "site/run.json", given.site.get("run.json")))
+        run = RunFile.read(folder / "run.json")
+        _import_code(given, run, store, pod)
+        stored_config, algorithm = configs.parse_with_algorithm(own_code.stored(run), stored=not pod)
+        resolved = Resolved(_here(stored_config), algorithm)
+        config, most = resolved.config, most_of(resolved.config)
+        for file in site_files(most is not None):
+            if file != "run.json":
+                (folder / file).write_bytes(sums.read(store, f"site/{file}", given.site.get(file)))
+        if most is None:
+            parts = partition_files.load(folder, resolved.data)
+            data = as_told(resolved.data, parts)
+        else:
+            if "FLEXFLEET_DATA" not in os.environ:
+                raise ClientError("clients of this run have their own data: set FLEXFLEET_DATA to this device's folder")
+            data = local.Form.read(folder / local.FORM).normalises(resolved.data, "this device's folder", most)
+            parts = local.of_client(data, config.partition.clients, given.clients[0])
+        parts, held = held_out(config, parts)
+        pool = PoolFile.read(folder / "pool.json").pool()
+    numerics = _numerics(run)
+    check_device(given.device, "torch_device")
+    prepare_process((given.device,))
+    others = differing(run.numerics, describe(numerics, (given.device,)))
+    if others:
+        log.warning("this machine computes other last bits than the coordinator: %s", others)
+    fleet = fleet_of(resolved, pool)
+    site = Site(resolved.family, pool, fleet, data, parts, config.seed, numerics, held=held, most=most)
+    return Prepared(algorithm, site, others or "")
+
+
+def _free(given: Assignment, pool: Pool, at_once: int, room: Callable[[int], int]) -> float:
+    """What each of so many clients of this worker has free, in % of the full model's parameters: an equal share of the
+    room, so that they may all train side by side."""
+    peaks = given.memory
+    if peaks is None:
+        raise ClientError("observe=cgroup, but the assignment does not say how much memory training takes")
+    if len(peaks.levels) != len(pool):
+        raise ClientError(
+            f"the assignment says how much memory {len(peaks.levels)} levels take, but the run's pool has {len(pool)}: "
+            "start the run anew, so that both are of one version"
+        )
+    heap.trim()  # what an earlier assignment has left is free
+    left = room(peaks.base) // at_once
+    free = memory.free(left, peaks, pool, given.failures)
+    text = "%.1f MiB are free for a client, room for %.1f %% of the full model (failures before: %d)"
+    log.info(text, left / 2**20, free, given.failures)
+    return free
+
+
+def _import_code(given: Assignment, run: RunFile, store: Store, pod: bool) -> None:
+    """Verify the run's own code, and import from it. Raises ClientError if this is an enrolled device, whose owner
+    installs what it runs, or if the machine does not allow the wheel (`allowed`); IntegrityError if the store has other
+    bytes."""
+    if given.code != run.code_sha256:
+        raise ClientError(
+            f"the assignment names the code {given.code}, but the run's record names {run.code_sha256}: nothing is "
+            "imported"
+        )
+    if given.code is None:
+        return
+    if not pod:
+        raise ClientError(
+            "this run brings code of its own (run.code), which an enrolled device does not import: install the package "
+            "on the device, and name it in the configuration without run.code"
+        )
+    check_wheel(given.code)
+    key = code.store_key(given.code)
+    code.enable(store.get(key, code.LARGEST_WHEEL), given.code, store.uri(key))
+
+
+def _numerics(run: RunFile) -> Numerics:
+    stored = {field.name: run.numerics.get(field.name) for field in fields(Numerics)}
+    try:
+        return TypeAdapter(Numerics).validate_python(stored)
+    except ValidationError as error:
+        raise IntegrityError(f"run.json does not say how the arithmetic is done: {brief(error)}") from error
+
+
+def _here(config: configs.Config) -> configs.Config:
+    """Return the configuration with the folder of the data on this machine. Raises ClientError if the coordinator names
+    data to fetch, because a worker calls no address but its store's."""
+    if "FLEXFLEET_DATA" in os.environ:
+        return reads(config, None)
+    if is_fetched(config.dataset.root or ""):
+        raise ClientError(
+            f"dataset.root = {masked(config.dataset.root or '')[:200]} must be fetched from elsewhere, which a worker "
+            "does not do. Set FLEXFLEET_DATA on this machine to the folder of its data"
+        )
+    return config
