@@ -22,12 +22,12 @@ from fl_engine.backends import InProcess
 from fl_engine.core.contracts import Algorithm, Backend
 from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import ClientUpdate, Outcome, ParamLayout, RoundPlan
-from fl_engine.exchange import acceptance
-from fl_engine.exchange.acceptance import History
-from fl_engine.exchange.movement import movement, size_sent
 from fl_engine.fleet import faults
+from fl_engine.rounds import acceptance
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.acceptance import History
 from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.movement import movement, size_sent
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import NORM_BOUND
 from fl_engine.storage.store import FolderStore

@@ -28,9 +28,9 @@ from fl_engine.codecs import Half, Qsgd
 from fl_engine.core.contracts import Algorithm, ServerContext
 from fl_engine.core.slicing import count_params
 from fl_engine.core.types import FULL, Axis, Codecs, Outcome, ParamLayout, Prunable, RoundPlan, SubmodelSpec
-from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.models.layers import FREE, linear_slots
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.closing import RoundMailbox
 from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
@@ -196,8 +196,8 @@ def point(megabytes: float, clients: int, way: str, stop: int = 2, method: str =
     model = 4 * count_params(family)
     with tempfile.TemporaryDirectory(prefix="flexfleet-large-") as folder:
         store = SeenStore(Path(folder) / "run", _seen)
-        ledger = Ledger(SeenCheckpoints(store), Mailbox(store, site.rules))
-        inner = InProcess(site) if way == "process" else Processes(site, ("cpu", "cpu"), ledger.mailbox)
+        ledger = Ledger(SeenCheckpoints(store), RoundMailbox(store, site.rules))
+        inner = InProcess(site) if way == "process" else Processes(site, ("cpu", "cpu"))
         before, _ = restart_peak()
         first = [start_of(algorithm, site)]
         peaks = {"start": resident_peak()}

@@ -7,7 +7,7 @@ No scheduler, no network, no image: a real cluster takes longer. Linux alone (/p
     python -m benchmarks.lifetimes --clients 3 --rounds 12
     python -m benchmarks.lifetimes --clients 50 --pods 2 --rounds 6 --only in_process,run --set training.epochs=20
     python -m benchmarks.lifetimes --clients 50 --pods 2 --rounds 6 --only processes,run --delay 0.02
-    python -m benchmarks.lifetimes --clients 3 --pods 1 --rounds 1000 --only run --set kubernetes.recycle=1000000
+    python -m benchmarks.lifetimes --clients 3 --pods 1 --rounds 1000 --only run
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from flexfleet.steps.pretrain import pretrain
 from tests.harness.processes import QUICK
 from tests.k8s import fake
 
-ON_CLUSTER = ("run.backend=kubernetes", "kubernetes.poll_s=0.2", "kubernetes.image=flexfleet:latest")
+ON_CLUSTER = ("run.backend=kubernetes", "kubernetes.image=flexfleet:latest")
 SERVER = """
 import sys, time
 from moto import server
@@ -66,7 +66,7 @@ def contestants(pods: int, clients: int) -> dict[str, tuple[str, ...]]:
         "in_process": ("run.strategy=single", "run.devices=[cpu]"),
         "processes": ("run.backend=processes", f"run.devices=[{', '.join(['cpu'] * pods)}]"),
         "run": (*ON_CLUSTER, packed, "kubernetes.lifetime=run"),
-        "round": (*ON_CLUSTER, packed),
+        "round": (*ON_CLUSTER, packed, "kubernetes.lifetime=round"),
     }
 
 

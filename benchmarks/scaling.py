@@ -38,13 +38,13 @@ from fl_engine.core.slicing import count_params, initial_params
 from fl_engine.core.types import FULL, ClientUpdate, Device, PoolModel, RoundContext, Tables, WorkOrder
 from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.models import ResNet18, SmallCNN
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Oort
 from fl_engine.storage.store import FolderStore

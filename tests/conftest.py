@@ -33,7 +33,6 @@ from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Outcome, RoundPlan
 from fl_engine.data import heat_map, partitioning
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.fleet.uniformity import MEASURED
@@ -41,6 +40,7 @@ from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import MemoryStore as MemoryStore

@@ -15,9 +15,9 @@ from fl_engine.algorithms.adagq import AdaGQ, clock, distance, mean_bits, shared
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import FULL, Device, PoolModel
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet.devices import simulated_seconds
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing import played

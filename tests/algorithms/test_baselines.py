@@ -29,10 +29,10 @@ from fl_engine.core.slicing import contains, count_params, take
 from fl_engine.core.types import FULL, ClientUpdate, Codecs, Device, Params, TaskContext, WorkOrder
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, execute
-from fl_engine.exchange.server import ServerSite
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.rounds.server import ServerSite
 from fl_engine.selection import Curiosity
 from fl_engine.testing.tiny import (
     SEED,

@@ -24,8 +24,8 @@ from fl_engine.core import seeds
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import FULL, Device, Outcome, Pick, Pool, PoolModel, SubmodelSpec, Tables, WorkOrder
 from fl_engine.exchange.client import execute
-from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.rounds.server import ServerSite
 from fl_engine.selection import Curiosity
 from fl_engine.storage.store import decode, encode
 from fl_engine.testing.tiny import (

@@ -20,8 +20,8 @@ from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Codecs, Device, Params
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing import played

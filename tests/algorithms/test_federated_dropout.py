@@ -24,8 +24,8 @@ from fl_engine.core.types import (
 )
 from fl_engine.core.widths import random_drop
 from fl_engine.exchange.client import execute
-from fl_engine.exchange.server import ServerSite
 from fl_engine.models.preresnet import PreResNet18
+from fl_engine.rounds.server import ServerSite
 from fl_engine.testing.models import kept_mask
 from fl_engine.testing.tiny import (
     SEED,

@@ -34,11 +34,11 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.exchange.client import Site, execute
-from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet.devices import Tier, fleet, observe
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.rounds.server import ServerSite
 from fl_engine.selection import Curiosity, Uniform
 from fl_engine.testing.tiny import (
     SEED,

@@ -16,7 +16,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.samplers import Balanced
 from fl_engine.core.types import ClientUpdate, Params
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
+from fl_engine.rounds.server import ServerSite
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,

@@ -23,10 +23,10 @@ from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import FULL, Codecs, Params, RoundPlan, SubmodelSpec, TaskContext, WorkOrder
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.preparation.submodel_search import Candidate
 from fl_engine.preparation.supernet import Supernet
+from fl_engine.rounds.server import ServerSite
 from fl_engine.selection import Curiosity, Oort, ResourceTable, Uniform
 from fl_engine.selection.capacity import level_of
 from fl_engine.testing.tiny import (

@@ -20,9 +20,9 @@ from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, is_statistic
 from fl_engine.core.types import FULL, HEAD, SGD, Axis, LocalTask, ParamLayout, Params, Prunable, SubmodelSpec
-from fl_engine.exchange.server import LazyServer, ServerSite
 from fl_engine.models.layers import FREE, linear_slots
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.rounds.server import LazyServer, ServerSite
 from fl_engine.tasks import Regression
 from fl_engine.testing.tiny import TRAINING, TinyNet, assert_same_bits, start_of, tiny_site
 from fl_engine.training import local

@@ -22,11 +22,11 @@ from fl_engine.core.slicing import count_params
 from fl_engine.core.types import FULL, ClientUpdate, Device, Pick, Pool, RoundContext, TaskContext
 from fl_engine.datasets import cifar100, femnist
 from fl_engine.exchange.client import execute
-from fl_engine.exchange.server import ServerSite
 from fl_engine.models import MODELS
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.rounds.server import ServerSite
 from fl_engine.selection import Curiosity, ResourceTable, Uniform
 from fl_engine.testing.tiny import SEED, TRAINING, context_of, paper_pool, start_of, tiny_site, update_of
 from fl_engine.training.evaluation import evaluate_pool, published

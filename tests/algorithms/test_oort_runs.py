@@ -25,8 +25,8 @@ from fl_engine.core.types import (
 )
 from fl_engine.core.workload import draws
 from fl_engine.exchange.client import execute
-from fl_engine.exchange.server import ServerSite
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Oort
 from fl_engine.selection.capacity import holds

@@ -37,7 +37,7 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.exchange.client import Site, execute
-from fl_engine.exchange.server import ServerSite
+from fl_engine.rounds.server import ServerSite
 from fl_engine.selection import Curiosity, ResourceTable, Uniform
 from fl_engine.storage.store import decode, encode
 from fl_engine.testing.tiny import (

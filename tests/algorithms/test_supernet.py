@@ -20,12 +20,12 @@ from fl_engine.core.slicing import count_macs, count_params, full_shapes, initia
 from fl_engine.core.types import FULL
 from fl_engine.core.widths import nested, prefix
 from fl_engine.exchange.coding import bytes_of, encoded, header_of
-from fl_engine.exchange.server import PreparingServer
 from fl_engine.fleet.devices import FLEETS, fleet
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.preparation import preparation
 from fl_engine.preparation.submodel_search import best
 from fl_engine.preparation.supernet import Supernet, TrainSupernet
+from fl_engine.rounds.server import PreparingServer
 from fl_engine.testing.tiny import CLIENTS, SEED, TRAINING, TinyNet, assert_same_bits, tiny_data, tiny_site
 from fl_engine.training.evaluation import evaluate, recalibrated
 from tests.algorithms.test_fedx import NestedNet

@@ -42,8 +42,8 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.rounds.server import ServerSite
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import (
     SEED,

@@ -22,11 +22,11 @@ from fl_engine.core.contracts import Algorithm
 from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
 from fl_engine.exchange.client import execute
-from fl_engine.exchange.server import ServerSite
 from fl_engine.models import aep_mlp, wisdm_lstm
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import MemoryStore
 from fl_engine.tasks import Classification

@@ -1,4 +1,4 @@
-"""What the comparison of lifetimes runs; it takes minutes, and tests/k8s/test_lasting.py has such runs."""
+"""What the comparison of lifetimes runs; it takes minutes, and tests/k8s/test_backend.py has such runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import pytest
 
 from benchmarks.lifetimes import Mark, below, contestants, resident_mb, seconds_of, told
-from fl_engine.backends.kubernetes import jobs
+from fl_engine.remote.kubernetes import jobs
 from flexfleet.config import load_config
 
 

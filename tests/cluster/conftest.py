@@ -25,8 +25,8 @@ import boto3.session
 import pytest
 import yaml
 
-from fl_engine.backends.kubernetes import jobs
-from fl_engine.backends.kubernetes.cluster import Cluster, _connect
+from fl_engine.remote.kubernetes import jobs
+from fl_engine.remote.kubernetes.cluster import Cluster, _connect
 from flexfleet.config import Config, load_config
 from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
@@ -118,14 +118,20 @@ def template(client_python: str | None, tmp_path_factory: pytest.TempPathFactory
     container["workingDir"] = f"{client_python}/src"
     container["volumeMounts"].append({"name": "code", "mountPath": client_python, "readOnly": True})
     pod["volumes"].append({"name": "code", "hostPath": {"path": client_python, "type": "Directory"}})
-    path = tmp_path_factory.mktemp("template") / "client-job.yaml"
+    path = tmp_path_factory.mktemp("template") / "worker-job.yaml"
     path.write_text(yaml.safe_dump(job))
     return str(path)
 
 
+@pytest.fixture(scope="session", params=["run", "round"])
+def lifetime(request: pytest.FixtureRequest) -> str:
+    """Every test of runs is of both."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
 def settings(
-    request: pytest.FixtureRequest, quick: tuple[str, ...], namespace: str, template: str | None
+    request: pytest.FixtureRequest, quick: tuple[str, ...], namespace: str, template: str | None, lifetime: str
 ) -> tuple[str, ...]:
     """What every run of the suite is configured with; its bucket is there."""
     assert "AWS_ENDPOINT_URL" in os.environ, "the suite needs an S3 server: AWS_ENDPOINT_URL and credentials"
@@ -135,11 +141,12 @@ def settings(
     found = [
         *quick,
         "run.backend=kubernetes",
-        f"run.remote=s3://flexfleet-tests/{namespace}",
+        f"run.remote=s3://flexfleet-tests/{namespace}/{lifetime}",
+        "run.patience_s=240",
+        f"kubernetes.lifetime={lifetime}",
         f"kubernetes.namespace={namespace}",
         f"kubernetes.image={request.config.getoption('--image')}",
         "kubernetes.deadline_s=600",
-        "kubernetes.pending_s=240",
     ]
     endpoint = request.config.getoption("--pods-endpoint")
     found += [f"kubernetes.endpoint={endpoint}"] if endpoint else []

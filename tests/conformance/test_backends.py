@@ -21,8 +21,8 @@ import torch
 from fl_engine.algorithms import FlexFL
 from fl_engine.backends import BACKENDS, InProcess, Processes, Surroundings, in_process, processes
 from fl_engine.core.contracts import Backend
-from fl_engine.core.errors import EnvironmentFailure, IntegrityError, Stopped
-from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, RoundPlan, TaskContext, WorkOrder
+from fl_engine.core.errors import EnvironmentFailure, Stopped
+from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, TaskContext, WorkOrder
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.store import FolderStore
@@ -72,7 +72,7 @@ def test_on_a_gpu_torch_repeats_itself() -> None:
 def workers(tmp_path: Path) -> Iterator[tuple[FlexFL, Processes, Site]]:
     algorithm = FlexFL(training=TRAINING)
     site = tiny_site(algorithm)
-    with closing(Processes(site, ("cpu", "cpu"), Mailbox(FolderStore(tmp_path)))) as backend:
+    with closing(Processes(site, ("cpu", "cpu"))) as backend:
         yield algorithm, backend, site
 
 
@@ -85,7 +85,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(
     os.kill(backend._workers[0].process.pid or 0, signal.SIGKILL)
     found = sorted(backend.run(algorithm, plan), key=lambda o: o.client)
     assert_same_outcomes(found, expected)
-    assert "signal 9; asking again" in caplog.text
+    assert "signal 9" in caplog.text
 
 
 @dataclass(frozen=True)
@@ -109,22 +109,6 @@ def test_what_kills_every_worker_is_a_failure(workers: tuple[FlexFL, Processes, 
     assert isinstance(failed, ClientFailure)
     assert "worker process ended with exit code 7" in failed.reason
     assert all(isinstance(o, ClientUpdate) for o in found.values()) and len(found) == len(plan.orders) - 1
-
-
-class Losing(Mailbox):
-    """Loses the second order of each round."""
-
-    def put_orders(self, plan: RoundPlan) -> None:
-        super().put_orders(plan)
-        self.store.delete(f"rounds/{plan.round:05d}/orders/{plan.orders[1].client}.json")
-
-
-def test_an_order_that_is_lost_is_no_clients_failure(workers: tuple[FlexFL, Processes, Site]) -> None:
-    algorithm, backend, site = workers
-    backend._mailbox = Losing(backend._mailbox.store)
-    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
-    with pytest.raises(IntegrityError, match=rf"orders/{plan.orders[1].client}\.json is missing"):
-        list(backend.run(algorithm, plan))
 
 
 def test_a_worker_that_is_stopped_keeps_no_run_from_ending(
@@ -169,18 +153,18 @@ def test_shared_memory_that_is_too_small_is_named(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "start", full)
     with pytest.raises(EnvironmentFailure, match=r"do not fit into /dev/shm.*No space left.*run\.backend=in_process"):
-        Processes(tiny_site(FlexFL()), ("cpu",), Mailbox(FolderStore(tmp_path)))
+        Processes(tiny_site(FlexFL()), ("cpu",))
 
 
 def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path: Path) -> None:
-    site, mailbox = tiny_site(FlexFL()), Mailbox(FolderStore(tmp_path))
+    site = tiny_site(FlexFL())
     low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
         free = stack.enter_context((tmp_path / "a").open("w", encoding="utf-8")).fileno()
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (low, high))
         resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, high))
         with pytest.raises(EnvironmentFailure, match=r"Too many open files.*ulimit -n.*fewer run\.devices"):
-            Processes(site, ("cpu",), mailbox)
+            Processes(site, ("cpu",))
 
 
 @pytest.mark.parametrize("lanes", [2, 3, 64])
@@ -189,6 +173,6 @@ def test_side_by_side_every_backend_gives_the_same_bits(lanes: int, tmp_path: Pa
     site = replace(tiny_site(algorithm), numerics=Numerics("batched", lanes))
     plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
     expected = [execute(algorithm, order, site) for order in plan.orders]
-    with closing(Processes(site, ("cpu",), Mailbox(FolderStore(tmp_path)))) as worker:
+    with closing(Processes(site, ("cpu",))) as worker:
         for backend in (InProcess(site), InProcess(site, ("cpu", "cpu")), worker):
             assert_same_outcomes(sorted(backend.run(algorithm, plan), key=lambda o: o.client), expected)

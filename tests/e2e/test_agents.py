@@ -16,13 +16,13 @@ import boto3.session
 import pytest
 import torch
 
-from fl_engine.exchange.letters import Beat, Invitation, Letter
+from fl_engine.remote.messages import Heartbeat, Invitation, Message
 from fl_engine.storage.store import FolderStore, Store
 from tests.harness.moto_server import moto
 from tests.harness.way import Way
 
-SLOW = ("--faults", "slow=1x30")
-"""Each client really sleeps for a while after it has trained, so that an order can be met half-way."""
+SLOW = {"slow": 30.0}
+"""Each client takes longer to train than it must, so that an order can be met half-way."""
 LEASE = ("agents.lease_s=3", "agents.attempts=100", "rounds.stop=3")
 PATIENCE_S = 120.0
 
@@ -42,7 +42,7 @@ class Scene:
     nursery: Any
     cwd: Path
     sets: list[str]
-    letters: Store
+    mailboxes: Store
     env: dict[str, str] = field(default_factory=dict)
     devices: dict[str, Any] = field(default_factory=dict)
     others: list[Any] = field(default_factory=list)
@@ -62,29 +62,29 @@ class Scene:
         given = ("agent", "--invite", str(invitation), "--folder", str(self.cwd / f"device-{name}"), *argv)
         # A device has no credentials, whatever the server has.
         gone = {variable: "" for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL")}
-        self.devices[name] = self.nursery.start("flexfleet", *given, cwd=self.cwd, env=gone)
+        self.devices[name] = self.nursery.start("flexfleet", *given, cwd=self.cwd, env=gone, faults=SLOW)
         return self.devices[name]
 
     def run(self, *argv: str) -> Any:
         sets = [*self.sets, *LEASE, "run.backend=agents"]
-        return self.flexfleet("run", "-v", "--json", "--run-id", "a", *SLOW, *argv, sets=sets)
+        return self.flexfleet("run", "-v", "--json", "--run-id", "a", *argv, sets=sets)
 
     def expected(self, device: str = "cpu") -> str:
         sets = [*self.sets, *LEASE, f"run.devices=[{device}]"]
-        done = self.flexfleet("run", "--json", "--run-id", f"one-{device}", *SLOW, sets=sets).wait(PATIENCE_S)
+        done = self.flexfleet("run", "--json", "--run-id", f"one-{device}", sets=sets).wait(PATIENCE_S)
         assert done.code == 0, done.err
         return str(done.json["model_sha256"])
 
-    def letter(self, name: str) -> Letter:
-        return Letter.model_validate_json(self.letters.get(f"{name}/letter.json"))
+    def message(self, name: str) -> Message:
+        return Message.model_validate_json(self.mailboxes.get(f"{name}/message.json"))
 
     def at_work(self) -> str | None:
-        """A device that is in the middle of an order."""
+        """A device that executes an assignment."""
         for name in self.devices:
             with suppress(Exception):
-                beat = Beat.model_validate_json(self.letters.get(f"{name}/beat.json"))
-                loan = self.letter(name).loan
-                if beat.state == "working" and loan is not None and beat.loan == loan.id:
+                heartbeat = Heartbeat.model_validate_json(self.mailboxes.get(f"{name}/heartbeat.json"))
+                lease = self.message(name).lease
+                if heartbeat.state == "working" and lease is not None and heartbeat.lease == lease.id:
                     return name
         return None
 
@@ -116,7 +116,7 @@ def test_devices_that_are_killed_and_hung_give_the_bits_of_one_process(scene: Sc
     killed = until(scene.at_work, "an order at work")
     scene.devices.pop(killed).kill()
     hung = until(scene.at_work, "another order at work")
-    before = scene.letter(hung).loan
+    before = scene.message(hung).lease
     assert before is not None
     scene.devices[hung].send(signal.SIGSTOP)
     until(lambda: f"{hung} is silent for" in run.err, "the end of the hung device's lease")
@@ -147,7 +147,7 @@ def test_a_coordinator_that_is_killed_finds_its_orders_with_the_devices(scene: S
     run.wait()
     again = scene.run("--resume")
     assert finished(again)["model_sha256"] == expected
-    assert "which has its order" in again.err
+    assert "which has the assignment" in again.err
 
 
 def test_a_device_that_is_revoked_ends_and_the_run_goes_on_with_the_others(scene: Scene) -> None:
@@ -178,7 +178,7 @@ def test_a_device_that_is_ended_is_back_at_work_when_it_is_started_again(scene: 
     scene.devices[name].send(signal.SIGTERM)
     assert scene.devices.pop(name).wait(PATIENCE_S).code == 143
     until(lambda: f"{name} was ended" in run.err, "the order's return")
-    scene.agent(invitation, "--recycle", "2")  # its process starts anew after two orders
+    scene.agent(invitation)
     assert finished(run)["model_sha256"] == expected
 
 
@@ -210,13 +210,13 @@ def test_a_device_that_is_cut_off_half_way_through_an_order(
         way = opened.enter_context(closing(Way(address, lambda: [child.pid for child in list(devices.values())])))
         place = tmp_path.name  # the server of another case may have the same bucket
         sets = [*quick, f"run.remote=s3://runs/{place}", f"agents.endpoint={way.url}"]
-        letters = S3Store(f"s3://runs/{place}/.agents")
-        scene = opened.enter_context(closing(Scene(nursery, tmp_path, sets, letters, env, devices)))
+        mailboxes = S3Store(f"s3://runs/{place}/.agents")
+        scene = opened.enter_context(closing(Scene(nursery, tmp_path, sets, mailboxes, env, devices)))
         files = scene.invite("--count", "2")
         for file in files:
             text = file.read_text()
             told = json.loads(text)
-            assert told["folder"] is None and told["letter"].startswith(way.url), "URLs alone"
+            assert told["folder"] is None and told["message"].startswith(way.url), "URLs alone"
             assert "AWS_SECRET" not in text and '"s"' not in text
             assert file.stat().st_mode & 0o777 == 0o600
             scene.agent(file)
@@ -225,13 +225,13 @@ def test_a_device_that_is_cut_off_half_way_through_an_order(
         scene.sets = sets
         run = scene.run()
         name = until(scene.at_work, "an order at work")
-        lost = scene.letter(name).loan
+        lost = scene.message(name).lease
         assert lost is not None
         way.cut_off(scene.devices[name].pid)
         until(lambda: f"{name} is silent for" in run.err, "the end of the lease")
         if comes_back:
             way.let_back(scene.devices[name].pid)
-            until(lambda: scene.letter(name).loan not in (None, lost), "an order for the device that is back")
+            until(lambda: scene.message(name).lease not in (None, lost), "an order for the device that is back")
         assert finished(run)["model_sha256"] == expected
         keys = [item["Key"] for item in s3.list_objects_v2(Bucket="runs", Prefix=f"{place}/")["Contents"]]
         late = [key for key in keys if comes_back and lost.id in key.split("/")]  # may come after the run's end

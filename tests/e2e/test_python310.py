@@ -20,7 +20,7 @@ import pytest
 from flexfleet.cli import ON_DEVICES
 from tests.harness.imports import ROOT, reach
 
-PARTS = ("flexfleet.steps.agent", "flexfleet.steps.client", "flexfleet.runs.profile")
+PARTS = ("flexfleet.worker.server", "flexfleet.runs.profile")
 LACKS = re.compile(r"\[(attr-defined|call-arg|call-overload|import-not-found|name-defined|syntax|valid-type)\]$")
 """What mypy says of what is not there. (Types of newer packages are not those of Python 3.10.)"""
 NEEDS = "torch, numpy, pydantic, safetensors, boto3, sklearn, yaml"

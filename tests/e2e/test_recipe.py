@@ -75,7 +75,7 @@ def test_a_change_is_divided_by_how_far_its_steps_carry(checkout: Path, momentum
 from dataclasses import replace
 from fl_engine.algorithms.fednova import FedNova
 from fl_engine.core.types import ClientUpdate
-from fl_engine.exchange.server import ServerSite
+from fl_engine.rounds.server import ServerSite
 from fl_engine.testing.tiny import TRAINING, context_of, start_of, tiny_site
 import torch
 algorithm = FedNova(training=replace(TRAINING, momentum={momentum}))

@@ -27,7 +27,7 @@ def test_the_wheel_holds_what_it_should(wheel: Path) -> None:
         modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / package).rglob("*.py")}
         assert modules <= names, f"{package}: {sorted(modules - names)}"
     assert {"flexfleet/reports/report.html", "fl_engine/py.typed"} <= names
-    assert {"fl_engine/backends/kubernetes/client-job.yaml", "flexfleet/kubeflow/compiled/tune.yaml"} <= names
+    assert {"fl_engine/remote/kubernetes/worker-job.yaml", "flexfleet/kubeflow/compiled/tune.yaml"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any("__pycache__" in name or name.startswith("tests/") for name in names)
     assert "License-Expression: Apache-2.0" in metadata

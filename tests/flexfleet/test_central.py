@@ -21,7 +21,7 @@ from fl_engine.core.errors import Unreachable
 from fl_engine.core.schedules import Cosine
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, Adam
-from fl_engine.exchange import code
+from fl_engine.storage import code
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.central import train_centrally

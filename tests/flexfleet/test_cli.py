@@ -53,21 +53,6 @@ def test_a_wrong_command_line_is_bad_input(flexfleet: Any, argv: list[str]) -> N
     assert "usage: flexfleet" in done.err
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("--silence=nan", "above 0; got nan"),
-        ("--silence=-1", "above 0; got -1"),
-        ("--silence=0", "above 0; got 0"),
-        ("--recycle=-1", "at least 1; got -1"),
-        ("--recycle=0", "at least 1; got 0"),
-    ],
-)
-def test_an_agents_numbers_are_refused_at_once(flexfleet: Any, given: str, said: str) -> None:
-    done = flexfleet("agent", "--invite", "nowhere.json", given)
-    assert done.code == 2 and given.partition("=")[0] in done.err and said in done.err
-
-
 def without(packages: Sequence[str], *argv: str) -> subprocess.CompletedProcess[str]:
     """The command in a fresh interpreter in which some packages are not installed."""
     script = (
@@ -144,7 +129,7 @@ PI_5 = PI_4.replace("crc32", "crc32 atomics fphp asimdhp")
     [
         (("flexfleet.cli", "doctor"), PI_4, "2.10.0", True),
         (("flexfleet.cli", "agent", "--invite=x"), PI_4, "2.10.0", True),
-        (("flexfleet.steps.client", "x"), PI_4, "2.10.0", True),
+        (("flexfleet.worker", "--invite=x"), PI_4, "2.10.0", True),
         (("flexfleet.cli", "doctor"), PI_4, "2.9.1", False),
         (("flexfleet.cli", "doctor"), PI_5, "2.10.0", False),
     ],

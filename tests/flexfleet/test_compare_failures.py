@@ -238,12 +238,12 @@ def test_runs_that_differ_are_not_tabulated(compared: Compared) -> None:
         assert "seed 1" in wrong() and path in wrong()
         undo()
     for path, value in {
-        "kubernetes.poll_s": 2.0,
+        "run.patience_s": 2.0,
         "rounds.keep_every": 7,
         "run.store": "there",
         "tune.trials": 3,
     }.items():
-        undo = change("flexfl-s1", path, value)  # as after --resume --set kubernetes.poll_s=2.0
+        undo = change("flexfl-s1", path, value)  # as after --resume --set run.patience_s=2.0
         assert summarise.read(LABELS, SEEDS, folders)
         undo()
     undo = change("flexfl-s1", "algorithm.kd_weight", 0)

@@ -284,7 +284,7 @@ class Odd(AllLarge):
         ),
         (
             ["kubernetes.lifetime=run", "kubernetes.pools={weak: {memory: auto}}"],
-            r"kubernetes: lifetime=run keeps pods .*",
+            r"kubernetes: pools.weak.memory=auto needs lifetime=round.*",
         ),
         ([f"algorithm.name={__name__}:Odd"], "algorithm: low is to be below high"),
     ],

@@ -26,7 +26,7 @@ def test_values_are_listed_where_they_are_few() -> None:
     assert choices("run.strategy") == ("auto", "single", "batched"), "of a union too"
     assert choices("rounds.commit_every") == choices("seed") == choices("model.name") == ()
     assert about("partition.rule") == f"{', '.join(rules[:-1])} or {rules[-1]}."
-    backends = "in_process, processes, kubernetes or agents. Where clients live: "
+    backends = "in_process, processes, kubernetes or agents. What trains the clients: "
     assert about("run.backend").startswith(backends), "before the field's own text"
     assert about("run.strategy").startswith("single: "), "not where the text has them all"
     assert about("fleet.tiers").endswith(f"The names: {', '.join(FLEETS)}.")

@@ -11,8 +11,8 @@ import flexfleet as ff
 from fl_engine.core.addresses import at_home
 from fl_engine.core.errors import ConfigError, DataError
 from flexfleet.config import flatten, load_config
-from flexfleet.steps import agent_line
 from flexfleet.studies import storage
+from flexfleet.worker.mailbox import folder_of
 
 PATHS = {
     "dataset.root": "~/data",
@@ -53,13 +53,15 @@ def test_code_with_tilde_is_found_in_the_home_folder(home: Path) -> None:
     assert load_config(None, ["run.code=~/theirs.py"]).run.code == str(home / "theirs.py")
 
 
-def test_options_with_tilde_name_the_home_folder(flexfleet: Any, home: Path) -> None:
+def test_options_with_tilde_name_the_home_folder(flexfleet: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "p.yaml").write_text("run: {store: ~/runs}\n")
     done = flexfleet("invite", "--json", "--config=~/p.yaml", "--out=~/invitations")
     assert done.code == 0, done.err
     assert (home / "invitations" / "device-1.json").is_file() and (home / "runs").is_dir()
-    silent = flexfleet("agent", "--invite=~/invitations/device-1.json", "--folder=~/device", "--silence=0.1")
-    assert silent.code == 0 and (home / "device" / "agent.json").is_file()
+    monkeypatch.setattr("flexfleet.worker.server.SILENCE_S", 0.1)
+    monkeypatch.setenv("FLEXFLEET_WORKER", "00" * 8)
+    silent = flexfleet("agent", "--invite=~/invitations/device-1.json", "--folder=~/device")
+    assert silent.code == 0 and (home / "device" / "device.json").is_file()
     assert {path.name for path in home.parent.iterdir()} & {"~", "device", "invitations"} == set()
 
 
@@ -72,10 +74,9 @@ def test_python_arguments_with_tilde_name_the_home_folder(home: Path) -> None:
 
 
 def test_variables_with_tilde_name_the_home_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
-    monkeypatch.setenv("XDG_STATE_HOME", "~/state")
+    monkeypatch.setenv("STATE_DIRECTORY", "~/state")
     monkeypatch.setenv("FLEXFLEET_TUNE_STORAGE", "sqlite:///~/study.db")
-    assert agent_line.folder_of("a") == home / "state" / "flexfleet" / "a"
+    assert folder_of("a") == home / "state"
     assert storage.address(load_config(None)) == f"sqlite:///{home}/study.db"
 
 

@@ -259,7 +259,7 @@ def test_rounds_go_on_from_the_last_commit_when_their_store_is_back(
     whole = run(Resolved.load(None, sets), "whole")
     resolved = Resolved.load(None, [*sets, f"run.remote=file://{tmp_path}/there"])
     monkeypatch.setattr(Outage, "clock", clock, raising=False)
-    monkeypatch.setattr(resumed, "open_store", lambda uri: Outage(tmp_path / "there"))
+    monkeypatch.setattr(resumed, "open_store", lambda uri, **_: Outage(tmp_path / "there"))
     steps = [tmp_path / "runs" / "whole" / name for name in ("partition", "pool")]
     out = patiently(lambda: federate_in(tmp_path / "pod" / "a", resolved, *steps, tmp_path / "out"))
     assert clock.slept == list(in_pod.WAITS_S[:2]), "gone for two tries"

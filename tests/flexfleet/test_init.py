@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fl_engine.algorithms import CONTRACT
+from fl_engine.core import allowed
 from fl_engine.core.errors import ConfigError
 from flexfleet.config import Config, load_config
 from flexfleet.files.new_files import algorithm_files, class_name
@@ -80,13 +81,16 @@ def test_names_of_classes() -> None:
     ]
 
 
-def test_the_algorithm_runs_and_its_test_passes(flexfleet: Any, tmp_path: Path, quick: list[str]) -> None:
+def test_the_algorithm_runs_and_its_test_passes(
+    flexfleet: Any, tmp_path: Path, quick: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = flexfleet("init", "--algorithm", "fed_mine")
     assert done.code == 0 and "flexfleet run --algorithm fed_mine:FedMine" in done.out
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_fed_mine.py"]
     tested = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert tested.returncode == 0, tested.stdout[-3000:]
     assert " passed" in tested.stdout and "skipped" not in tested.stdout
+    monkeypatch.setattr(allowed, "trusted", {"fed_mine:FedMine"})
     own = CONTRACT.kind("fed_mine:FedMine")
     assert CONTRACT.misfits(own) == []
     sets = [each for each in quick if not each.startswith("algorithm.")]

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from fl_engine.aggregation import privacy
-from fl_engine.backends.kubernetes.cluster import Cluster
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.remote.kubernetes.cluster import Cluster
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.config import load_config
@@ -81,7 +81,7 @@ def test_a_kill_at_any_write_loses_no_key(
         def start(left: int, known: RunFile | None, root: Path = root, label: str = label) -> bytes:
             there = InSecret(Dying(cluster, left, killed), label)  # type: ignore[arg-type]
             here = InStore(Dying(FolderStore(root), left, killed), IN_RUN)  # type: ignore[arg-type]
-            return keys.key_of_run(here if kind == "file" else there, known)
+            return keys.key_of_run(here if kind == "file" else there, known, private=True)
 
         found = None
         try:
@@ -98,14 +98,16 @@ def test_a_secret_is_created_once_owned_by_nobody_and_says_how_to_be_rid_of_it(
 ) -> None:
     caplog.set_level("INFO")
     place = InSecret(cluster, "a-123456")
-    made = keys.key_of_run(place, None)
-    assert keys.key_of_run(place, None) == made == keys.key_of_run(place, record(made))
+    made = keys.key_of_run(place, None, True)
+    assert keys.key_of_run(place, None, True) == made == keys.key_of_run(place, record(made), True)
     body = cluster.get("secrets", "a-123456-keys")
     assert body is not None and base64.b64decode(body["data"]["key"]) == made and body["immutable"]
     assert "ownerReferences" not in body["metadata"]
     assert body["metadata"]["labels"]["flexfleet.io/run"] == "a-123456"
     (told,) = [r.getMessage() for r in caplog.records]
     assert "kubectl -n flexfleet-clients delete secret a-123456-keys" in told
+    place.delete()
+    assert keys.key_of_run(place, record(made), private=False) != made, "only a private run needs the same key"
 
 
 @pytest.mark.parametrize("how", ["gone", "another", "half", "no base64", "no key"])
@@ -122,7 +124,7 @@ def test_a_key_that_is_not_the_runs_is_named_with_where_it_was(how: str, cluster
     gone = r"kept in the Secret there/a-keys: bring it there, or set run\.secrets"
     wanted = gone if how == "gone" else "a-keys holds"
     with pytest.raises(IntegrityError, match=wanted):
-        keys.key_of_run(place, record(KEY))
+        keys.key_of_run(place, record(KEY), True)
     assert cluster.get("secrets", "a-keys") == kept
 
 

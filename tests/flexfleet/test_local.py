@@ -13,14 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_engine.backends.agents import backend as module
-from fl_engine.backends.agents import devices as known
-from fl_engine.backends.agents import post as letters
-from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.errors import ClientError, ConfigError, IntegrityError
 from fl_engine.data.local import FORM
 from fl_engine.datasets import digits
-from fl_engine.exchange.letters import Leased, Loan
 from fl_engine.fleet.devices import fleet
+from fl_engine.remote.messages import Lease
 from fl_engine.storage.store import FolderStore
 from fl_engine.training import memory, pace
 from fl_engine.training.pace import Pace
@@ -28,13 +25,13 @@ from flexfleet.api.results import load
 from flexfleet.config import load_config
 from flexfleet.files.artifacts import EvaluationFile, History, RunFile
 from flexfleet.runs.resumable import identity
-from flexfleet.steps import federate, invitations
-from flexfleet.steps.answer import carry_out_all, prepared
+from flexfleet.steps import enrollment, federate
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
-from tests.harness.devices import Clock, Played
+from flexfleet.worker.execute import execute, prepare
+from tests.harness.played import Act, Played, played_clock
 
 READER = '''
 from pathlib import Path
@@ -108,9 +105,7 @@ class Reading(FolderStore):
 @pytest.fixture
 def on_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[Played]]:
     """Devices that are played, for a run in this process: each reads its own folder, as `flexfleet agent` does."""
-    clock, devices = Clock(), list[Played]()
-    for each in (module, known, letters):
-        monkeypatch.setattr(each, "time", clock)
+    clock, devices = played_clock(monkeypatch), list[Played]()
 
     def turn() -> bool:
         for device in devices:
@@ -123,22 +118,23 @@ def on_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
 
     monkeypatch.setattr(federate, "stop_on_signals", stops)
 
-    def act_in(folder: Path) -> Callable[[Played, Loan, float], None]:
-        def act(device: Played, loan: Loan, worked: float) -> None:
-            told = loan.assignment
-            assert told.store is not None
-            store = Leased(Reading(told.store), loan.id)
+    def act_in(folder: Path) -> Act:
+        def act(device: Played, lease: Lease, worked: float) -> None:
+            given = lease.assignment
+            assert given.store is not None
+            store, site = Reading(given.store), device.message().site
             monkeypatch.setenv("FLEXFLEET_DATA", str(folder))
-            carry_out_all(told, store, *prepared(told, store))
+            execute(lease, device.key, site, store, prepare(given, store, pod=False), lambda taken: 0)
             monkeypatch.delenv("FLEXFLEET_DATA")
-            device.done = loan.id
+            device.done = lease.id
 
         return act
 
     def begin(sets: Sequence[str], tiers: Sequence[str], folders: Sequence[Path]) -> list[Played]:
-        post = invitations.post_of(load_config(None, sets))
+        config = load_config(None, sets)
+        mailboxes, registry = enrollment.mailboxes_of(config), enrollment.registry_of(config)
         for tier, folder in zip(tiers, folders, strict=True):
-            devices.append(Played(post, post.invite(tier, tier), clock, act_in(folder)))
+            devices.append(Played(mailboxes, mailboxes.invite(registry, tier, tier), clock, act_in(folder)))
         return devices
 
     return begin
@@ -178,10 +174,10 @@ def test_devices_with_their_own_folders_end_in_the_bits_of_a_simulation(
         client: size - out for client, (size, out) in enumerate(zip(SIZES, held_out, strict=True))
     }.items(), "what a client says it trained on"
 
-    seats = json.loads((runs / "three" / "site" / "devices.json").read_text())["clients"]
-    assert seats == {device.name: client for client, device in enumerate(played)}
+    clients = json.loads((runs / "three" / "site" / "devices.json").read_text())["clients"]
+    assert clients == {device.name: client for client, device in enumerate(played)}
     for client, device in enumerate(played):
-        assert device.taken and {each for _, each in device.taken} == {client}, "an order goes to its own device alone"
+        assert {*device.taken} == {(client,)}, "an order goes only to the device that is its client"
     assert f"site/{FORM}" in Reading.read and not [key for key in Reading.read if "partition" in key]
     assert not (runs / "three" / "site" / "partition.json").exists()
     form = json.loads((runs / "three" / "site" / FORM).read_text())
@@ -280,13 +276,13 @@ def test_a_device_without_a_folder_of_its_own_does_not_read_the_servers(
     sets = [*SETS, "dataset.root=server", "run.backend=agents", "agents.wait_s=30", "agents.attempts=1"]
     said: list[str] = []
 
-    def act(device: Played, loan: Loan, worked: float) -> None:
-        assert loan.assignment.store is not None and "FLEXFLEET_DATA" not in os.environ
-        with pytest.raises(Exception, match="set FLEXFLEET_DATA") as error:
-            prepared(loan.assignment, FolderStore(loan.assignment.store))
+    def act(device: Played, lease: Lease, worked: float) -> None:
+        assert lease.assignment.store is not None and "FLEXFLEET_DATA" not in os.environ
+        with pytest.raises(ClientError, match="FLEXFLEET_DATA") as error:
+            prepare(lease.assignment, FolderStore(lease.assignment.store), pod=False)
         said.append(str(error.value))
-        device.done = loan.id
-        device.beat("failed", loan.id, str(error.value))
+        device.done = lease.id
+        device.beat("failed", lease.id, error=str(error.value))
 
     monkeypatch.delenv("FLEXFLEET_DATA", raising=False)
     for device in on_devices(sets, tiers_of(sets), [tmp_path] * 6):

@@ -24,9 +24,9 @@ from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError
 from fl_engine.core.registry import resolve
 from fl_engine.core.types import FULL
 from fl_engine.datasets import kept
-from fl_engine.exchange import code
 from fl_engine.models import export
 from fl_engine.preparation import preparation
+from fl_engine.storage import code
 from fl_engine.storage.store import sha256
 from fl_engine.tasks import TASKS
 from fl_engine.testing.own_package import SETS, write

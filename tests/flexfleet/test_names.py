@@ -180,9 +180,8 @@ ON_CLUSTER = ("run.backend=kubernetes", "kubernetes.image=flexfleet:latest")
     [
         (["partition.minimum=1000"], "at least 1000 samples need 6000"),
         (ON_CLUSTER, r"set run\.remote=s3://bucket/prefix"),
-        ([*ON_CLUSTER, "kubernetes.access=ambient"], r"no cluster: [^.]*\. [^.]*\. run\.backend=kubernetes takes"),
     ],
-    ids=["partition", "store of pods", "cluster"],
+    ids=["partition", "store of pods"],
 )
 def test_what_is_refused_before_the_first_round_leaves_no_folder(
     quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: Sequence[str], said: str

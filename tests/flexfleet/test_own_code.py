@@ -15,7 +15,7 @@ import flexfleet as ff
 from fl_engine.backends.processes import Processes
 from fl_engine.core.allowed import ALLOWED
 from fl_engine.core.errors import ClientError
-from fl_engine.exchange import code
+from fl_engine.storage import code
 from fl_engine.storage.store import sha256
 from fl_engine.testing.own_package import NAME, SETS, write
 from flexfleet.config import pair_of

@@ -14,7 +14,7 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError
 from fl_engine.data.partition_files import TENSORS
-from fl_engine.exchange import code
+from fl_engine.storage import code
 from flexfleet.comparisons import graph
 from flexfleet.config import load_config
 from flexfleet.config.entries import Entry

@@ -15,9 +15,9 @@ import yaml
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.core.plain import read_yaml
 from fl_engine.core.slicing import count_params
-from fl_engine.exchange.letters import Invitation, Probe
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier, simulated_seconds
+from fl_engine.remote.messages import Invitation, Probe
 from fl_engine.storage import throughput
 from fl_engine.storage.urls import Upload
 from fl_engine.training import memory, pace

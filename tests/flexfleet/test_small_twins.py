@@ -95,6 +95,8 @@ def smaller(config: Config) -> dict[str, Any]:
     }
     if config.partition.rule == "natural":
         out["dataset.train_samples"] = None  # whole writers
+    if has["model.name"] == "mobilenetv2":
+        out["model.width"] = 0.25  # with fewer channels half a network is too large for the weak devices
     return out | {path: least for path, least in AT_LEAST.items() if 0 < has[path] < least}
 
 

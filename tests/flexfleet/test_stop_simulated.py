@@ -146,6 +146,7 @@ def test_a_raised_limit_goes_on_and_a_run_that_stops_in_between_is_unfinished(
     file = json.loads(recorded.read_text())
     file["config"]["rounds"]["stop_simulated_s"] = 100 * limit
     recorded.write_text(json.dumps(file))
+    Path("runs/r/manifest.json").unlink()
     assert flexfleet("status", "runs/r", "--json").json["status"] == "unfinished"
     assert flexfleet("status", "runs/r", "--json").json["stop"] == 4
     assert load("runs/r").status == "stopped"

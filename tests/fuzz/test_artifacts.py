@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from fl_engine.core.types import SubmodelSpec
 from fl_engine.data import partition_files, partitioning
 from fl_engine.data.label_noise import made_wrong
 from fl_engine.data.partition import Partition, as_told
-from fl_engine.exchange.assignment import COMMON, Assignment
-from fl_engine.exchange.server import LazyServer, ServerSite
 from fl_engine.models import export, precision
+from fl_engine.remote.messages import Assignment, Message, read_message
+from fl_engine.rounds.server import LazyServer, ServerSite
 from fl_engine.storage.store import sha256
 from fl_engine.storage.urls import Upload
 from fl_engine.testing.tiny import TRAINING, tiny_pool, tiny_site
@@ -285,7 +286,7 @@ def test_a_partition_whose_liar_writes_the_checksum_is_sound_or_named(
 # ------------------------------------------------------------------------------------------------- assignments
 TOLD = json.loads(
     Assignment(
-        round=3, clients=(1, 4), keys={1: "ab" * 32, 4: "cd" * 32}, observe="cgroup", memory=Peaks(10, (15, 20)),
+        round=3, clients=(1, 4), observe="cgroup", memory=Peaks(10, (15, 20)),
         reads={"rounds/00003/orders/1.json": "http://127.0.0.1:1/x?signature=y"},
         writes={"rounds/00003/updates/1.json": Upload(verb="PUT", url="http://h", fields={"a": "b"}, size=9)},
     ).model_dump_json()
@@ -298,29 +299,23 @@ def test_peaks_of_an_assignment_are_bounded(memory: Mapping[str, Any]) -> None:
         Assignment.model_validate_json(json.dumps({**TOLD, "memory": {**TOLD["memory"], **memory}}))
 
 
-COMMON_URLS = {"site/run.json": "http://127.0.0.1:1/x?signature=y"}
+LEASED = json.loads(Message(name="a", number=1).model_dump_json()) | {
+    "lease": {"schema_version": 2, "id": "11" * 8, "seconds": 60.0, "assignment": TOLD}
+}
 
 
 @law(50)
-@given(json_like(TOLD), json_like(COMMON_URLS))
-@example(json.dumps(TOLD | {"keys": {"1": "no key", "4": "cd" * 32}}).encode(), json.dumps(COMMON_URLS).encode())
-@example(json.dumps(TOLD | {"keys": {"1": "ab" * 32}}).encode(), json.dumps(COMMON_URLS).encode())
-@example(json.dumps(TOLD | {"clients": [-1, 4], "keys": {"-1": "ab", "4": "cd"}}).encode(), b"{}")
-@example(json.dumps(TOLD | {"round": -1}).encode(), b"{}")
-@example(json.dumps(TOLD | {"schema_version": 1, "memory": [10, 20]}).encode(), b"{}")
-@example(json.dumps(TOLD | {"memory": {"base": 10}}).encode(), b"{}")
-@example(json.dumps(TOLD).encode(), b"[]")
-def test_an_assignment_is_one_that_can_be_carried_out_or_its_file_is_named(
-    tmp_path: Path, content: bytes, common: bytes
-) -> None:
-    path = tmp_path / "assignment.json"
-    path.write_bytes(content)
-    path.with_name(COMMON).write_bytes(common)
-    found = answer(lambda: Assignment.read(path), "assignment.json", kind=ConfigError)
-    if found is not None:
-        assert all(bytes.fromhex(found.keys[client]) for client in found.clients)
-        assert min(found.clients, default=0) >= 0 <= found.round
-        answer(found.open, "s3://", "store", kind=ConfigError)
+@given(json_like(LEASED))
+@example(json.dumps(LEASED | {"lease": LEASED["lease"] | {"assignment": TOLD | {"clients": [-1, 4]}}}).encode())
+@example(json.dumps(LEASED | {"lease": LEASED["lease"] | {"assignment": TOLD | {"round": -1}}}).encode())
+@example(json.dumps(LEASED | {"lease": LEASED["lease"] | {"seconds": 0.0}}).encode())
+def test_read_message_has_a_valid_assignment_or_is_refused(content: bytes) -> None:
+    with pytest.raises(IntegrityError):  # nobody has signed it
+        read_message(content, "00" * 32, "11" * 32)
+    with suppress(ValidationError):
+        if (lease := Message.model_validate_json(content).lease) is not None:
+            assert min(lease.assignment.clients) >= 0 <= lease.assignment.round and lease.seconds > 0
+            answer(lease.assignment.open, "s3://", "store", kind=ConfigError)
 
 
 # ------------------------------------------------------------------------------------------------------ export

@@ -15,7 +15,7 @@ from fl_engine.core.types import ClientFailure, ClientUpdate, Codec, Codecs
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.updates import Manifest, signed
+from fl_engine.exchange.manifest import Manifest, signed
 from fl_engine.storage.store import MemoryStore, encode, sha256
 from fl_engine.testing.codecs import Deflated
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site

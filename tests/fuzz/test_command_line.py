@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.core.errors import ClientError, EnvironmentFailure, IntegrityError
+from fl_engine.remote.messages import Assignment
+from fl_engine.storage.store import FolderStore
+from fl_engine.storage.sums import sum_of
 from flexfleet import cli
 from flexfleet.comparisons import whole as compare_module
 from flexfleet.config import Config, flatten
 from flexfleet.kubeflow import submit as submit_module
 from flexfleet.nightly import regress as regress_module
 from flexfleet.runs import whole as run_module
-from flexfleet.steps import client
 from flexfleet.studies import study as tune_module
 from flexfleet.tracking import pushed as pushed_module
 from flexfleet.tracking import server as tracking_module
+from flexfleet.worker.execute import prepare
 from tests.fuzz.mutations import anything, in_time, json_like, law, texts
 
 CODES = (0, 2, 3, 4, 5, 6, 7)
@@ -192,23 +196,19 @@ def test_a_check_finds_what_an_odd_parameter_would_break(flexfleet: Callable[...
         told(flexfleet("check", sets=[*LIGHT, "tracking.mlflow=null", pair]), ())
 
 
-# ------------------------------------------------------------------------------------------------ a client's pod
+# ------------------------------------------------------------------------------------------------------ a worker
 @law(8)
 @given(st.data())
-def test_a_client_whose_site_is_damaged_says_so(
-    finished_template: Any, scratch: Path, step: Callable[..., Any], data: st.DataObject
+def test_damaged_site_is_an_expected_error_of_a_worker(
+    finished_template: Any, scratch: Path, data: st.DataObject
 ) -> None:
-    """It ends as the Job expects: 42 where another try would end alike, 1 where it might not."""
-    site = scratch / "store" / "site"
-    site.mkdir(parents=True, exist_ok=True)
-    run = finished_template[0]
+    """Also if the sums of its files are right."""
+    store, run = FolderStore(scratch / "store"), finished_template[0]
+    (site := scratch / "store" / "site").mkdir(parents=True, exist_ok=True)
     for path in (run / "run.json", run / "pool" / "pool.json", *(run / "partition").glob("partition.*[nrs]")):
         shutil.copy(path, site)
     name = data.draw(st.sampled_from(("run.json", "pool.json", "partition.json")), label="file")
-    content = data.draw(json_like(json.loads((site / name).read_bytes())), label="content")
-    (site / name).write_bytes(content)
-    told_ = {"schema_version": 1, "round": 0, "clients": [0], "keys": {"0": "ab"}, "store": str(scratch / "store")}
-    (scratch / "assignment.json").write_text(json.dumps(told_))
-    with in_time(60):
-        done = step(client.main, str(scratch / "assignment.json"))
-    assert done.code in (1, 42) and "error: " in done.err
+    (site / name).write_bytes(data.draw(json_like(json.loads((site / name).read_bytes())), label="content"))
+    given = Assignment(round=0, clients=(0,), site={each.name: sum_of(each.read_bytes()) for each in site.iterdir()})
+    with in_time(60), suppress(ClientError, IntegrityError):
+        prepare(given, store, pod=True)

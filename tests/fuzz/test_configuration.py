@@ -15,9 +15,9 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fl_engine.backends.kubernetes import jobs
-from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure
+from fl_engine.remote.kubernetes import jobs
+from fl_engine.remote.kubernetes.settings import KubernetesConfig, NodePool
 from fl_engine.training import cgroup
 from flexfleet.config import Config, flatten, load_config, overrides, parse
 from flexfleet.config.entries import accuracies_of, entries_for, labels_of, seeds_of
@@ -280,9 +280,9 @@ def test_a_template_is_filled_in_or_named(tmp_path: Path, content: bytes) -> Non
     path.write_bytes(content)
     found = answer(lambda: jobs.template(str(path)), "job.yaml", kind=ConfigError)
     if found is not None:
-        group = jobs.Group("weak", ((0,),), 0)
-        filled = jobs.job(found, KubernetesConfig(), "run", 0, group, 0, {"kind": "ConfigMap"}, "/data")
-        assert jobs.pods_of(filled) == [[0]]
+        weak = jobs.PodClass("weak", NodePool())
+        filled = jobs.job(found, KubernetesConfig(), "run", "0", weak, 0, 3, {"kind": "ConfigMap"})
+        assert filled["spec"]["completions"] == 3
 
 
 TRACKING = (

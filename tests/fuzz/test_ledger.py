@@ -24,7 +24,7 @@ from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, SubmodelSpec, WorkOrder
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.updates import Manifest, key_of, signed
+from fl_engine.exchange.manifest import Manifest, key_of, signed
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.storage import checkpoints
 from fl_engine.storage.checkpoints import Checkpoints

@@ -15,6 +15,7 @@ import signal
 import socket
 import stat
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from typing import Any, Literal, NoReturn
 
 from botocore.client import BaseClient
 
+from fl_engine.backends import processes
+from fl_engine.remote import execution
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore
 
@@ -44,13 +47,18 @@ def install(
     number: int = 0,
     counts: str | None = None,
     constants: Mapping[str, Any] = MappingProxyType({}),
+    slow: float = 1.0,
 ) -> Iterator[None]:
     """Kills this process at the `number`-th `operation`, counted from now. `counts`: a file for the number of each
-    operation, written in the end. `constants`: values by `module.NAME`, which are set first."""
+    operation, written in the end. `constants`: values by `module.NAME`, which are set first. `slow`: a client in this
+    process takes so many times longer to train."""
     for where, value in constants.items():
         module, _, name = where.rpartition(".")
         getattr(importlib.import_module(module), name)  # raises AttributeError for an unknown name
         setattr(importlib.import_module(module), name, value)
+    if slow != 1.0:
+        for module in (processes, execution):
+            module.train = _slowly(module.train, slow)  # type: ignore[attr-defined]
     if not operation and counts is None:
         yield
         return
@@ -68,6 +76,17 @@ def install(
     finally:
         if counts is not None:
             Path(counts).write_text(json.dumps(points.counts))
+
+
+def _slowly(train: Callable[..., Any], times: float) -> Callable[..., Any]:
+    @functools.wraps(train)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        began = time.monotonic()
+        found = train(*args, **kwargs)
+        time.sleep((times - 1) * (time.monotonic() - began))
+        return found
+
+    return wrapped
 
 
 class _Points:

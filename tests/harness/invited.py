@@ -1,7 +1,7 @@
-"""The devices of one run (`run.backend=agents`), and what befalls them: each is killed, stopped or cut off for a while,
-or for good, as long as one is left.
+"""The enrolled devices of one run, and their faults: each is killed, stopped or cut off for a while, or for good as
+long as one is left.
 
-They are invited once and stay while coordinators come and go. They reach the object store by a `Way`, without
+They are invited once and stay while coordinators are replaced. They reach the object store by a `Way`, without
 credentials. A device that is killed is started again by the same command, after a while.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fl_engine.exchange.letters import BEAT, Beat
+from fl_engine.remote.messages import HEARTBEAT, MESSAGE, Heartbeat
 from tests.harness import cuts
 from tests.harness.cuts import Until
 from tests.harness.processes import LOOK_S, Child, Nursery
@@ -28,24 +28,21 @@ SETTINGS = (
     "run.backend=agents",
     "agents.lease_s=4",
     "agents.attempts=100",
-    "rounds.faults=slow=1x4",
 )
-"""A device may be hit at any order, so that only an order's own failures could end it; each client really sleeps for a
-while after it has trained, so that many are hit half-way."""
+"""A device may be hit at any order, so that only an order's own failures could end it."""
+SLOW = {"slow": 4.0}
+"""Each client takes longer to train than it must, so that many devices are hit while they have an order."""
 FATES = ("killed", "stopped", "cut off", "cut off")
 MOMENTS = {
     "a download": (b"/orders/", b"/site/"),
     "an upload": (b"/leases/",),
-    "a look for a letter": (b"letter.json",),
-    "a beat": (b"beat.json",),
+    "a look for a message": (MESSAGE.encode(),),
+    "a heartbeat": (HEARTBEAT.encode(),),
 }
-"""The requests in which a device, or a pod that stays, is cut off, by what their keys contain."""
-SILENCE_S = 3600
-"""Seconds without a word from the server after which a device ends: more than a run lasts, for the case that the
-harness itself is killed."""
+"""The requests in which a device, or a pod, is cut off, by what their keys contain."""
 IDLE_S = 120.0
-"""Seconds within which a device says that it is idle, once the run is over and nothing befalls it any more. It takes a
-tenth of the time that it was idle, and what hangs has to time out first."""
+"""Seconds within which a device reports that it is idle, after the run and its last fault. It looks for messages after
+a tenth of its idle time, and a request that hangs has to time out first."""
 
 
 @dataclass
@@ -55,13 +52,13 @@ class Devices:
     sets: Sequence[str]
     """Of the run."""
     env: Mapping[str, str]
-    """What leads to the server by the way, with credentials: for who invites."""
+    """Address and credentials of the server, for `flexfleet invite`."""
     way: Way
     running: dict[str, Child] = field(default_factory=dict)
     back: dict[str, float] = field(default_factory=dict)
-    """Unix time at which what last befell a device ends; infinite: never."""
+    """Unix time at which a device's last fault ends; infinite: never."""
     cuts: Counter[str] = field(default_factory=Counter)
-    """How, and in which request, they were cut off."""
+    """How devices were cut off, and in which request."""
     _starts: Counter[str] = field(default_factory=Counter)
     _timers: list[threading.Timer] = field(default_factory=list)
     _ended: bool = False
@@ -79,18 +76,16 @@ class Devices:
             return
         self._starts[name] += 1
         given = ("agent", "--invite", str(self._files[name]), "--folder", str(self.folder / f"device-{name}"))
-        given += ("--silence", str(SILENCE_S))
         log = self.folder / "logs" / f"{name}-{self._starts[name]}.err"
         none = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"), "")
-        self.running[name] = self.nursery.start("flexfleet", *given, cwd=self.folder, env=none, log=log)
+        self.running[name] = self.nursery.start("flexfleet", *given, cwd=self.folder, env=none, log=log, faults=SLOW)
 
     def well(self) -> list[str]:
-        """Devices that nothing befalls now."""
+        """Devices without a fault now."""
         return sorted(name for name in list(self.running) if self.back.get(name, 0.0) < time.time())
 
     def hit(self, rng: random.Random, until: Until) -> str:
-        """Something befalls one of the devices that are well, and lasts when this returns. Gives what it is; empty:
-        nothing did."""
+        """Inject a fault into a device that is well. The fault lasts when this returns. Returns which; empty: none."""
         lost = sum(math.isinf(end) for end in self.back.values())
         seconds = cuts.how_long(rng, for_good=lost + 1 < COUNT)
         name, fate = rng.choice(self.well()), rng.choice(FATES)
@@ -103,7 +98,7 @@ class Devices:
             del self.running[name]
             child.kill()
             if _end(child) != -signal.SIGKILL:
-                self.running[name] = child  # it had ended by itself: `wrong` says so
+                self.running[name] = child  # it had ended by itself, which `wrong` reports
                 return ""
             self._later(seconds, lambda: self._start(name))
         else:
@@ -121,8 +116,8 @@ class Devices:
         self._timers.append(timer)
 
     def wrong(self, read: Callable[[str], bytes]) -> list[str]:
-        """A line for each device that has ended by itself, met an error that it does not name, or is not idle when the
-        run is over. `read` gives what lies under a key of the devices' letters."""
+        """A line for each device that has ended by itself, logged a traceback, or is not idle after the run. `read`
+        returns the value of a key in the devices' mailboxes."""
         for timer in self._timers:
             timer.join()
         lines = [f"{path.name}: a traceback" for path in sorted((self.folder / "logs").glob("device-*.err"))
@@ -138,15 +133,15 @@ class Devices:
         return lines
 
     def _is_idle(self, name: str, read: Callable[[str], bytes]) -> bool:
-        """Whether it has said so since it is well; one that never will be needs not."""
+        """Whether it has reported so since its last fault. A device whose fault is for good need not."""
         back = self.back.get(name, 0.0)
         if math.isinf(back):
             return True
         try:
-            beat = Beat.model_validate_json(read(f"{name}/{BEAT}"))
-        except Exception:  # none yet, or half of one
+            heartbeat = Heartbeat.model_validate_json(read(f"{name}/{HEARTBEAT}"))
+        except Exception:  # there is none yet
             return False
-        return beat.state == "idle" and beat.at > back
+        return heartbeat.state == "idle" and heartbeat.at > back
 
     def end(self) -> None:
         self._ended = True
@@ -160,7 +155,7 @@ class Devices:
 
 
 def _end(child: Child) -> int:
-    """Waits for it, and gives its exit code."""
+    """Wait for it, and return its exit code."""
     while (code := child.poll()) is None:
         time.sleep(LOOK_S)
     return code

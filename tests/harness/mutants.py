@@ -34,9 +34,11 @@ ROOT = Path(__file__).parents[2]
 TESTS = {
     "aggregation/averaging": ("laws/test_averaging", "laws/test_aggregation"),
     "aggregation/privacy": ("laws/test_privacy", "laws/test_private_runs"),
-    "exchange/acceptance": ("laws/test_acceptance",),
+    "exchange/manifest": ("laws/test_updates", "fuzz/test_ledger"),
     "exchange/mailbox": ("laws/test_ledger", "laws/test_updates", "laws/test_resume"),
     "exchange/updates": ("laws/test_updates", "fuzz/test_ledger"),
+    "rounds/acceptance": ("laws/test_acceptance",),
+    "rounds/closing": ("laws/test_ledger", "laws/test_updates"),
     "storage/checkpoints": ("laws/test_ledger", "laws/test_packing", "laws/test_lease", "laws/test_resume"),
     "storage/lease": ("laws/test_lease",),
 }

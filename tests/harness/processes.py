@@ -178,19 +178,21 @@ def mains() -> dict[str, Callable[[list[str]], int]]:
 
     import flexfleet.reports.report
     import flexfleet.runs.whole
-    import flexfleet.steps.client
     import flexfleet.steps.federate
     import flexfleet.steps.model_pool
     import flexfleet.steps.partition
-    import flexfleet.steps.pretrain  # noqa: F401
+    import flexfleet.steps.pretrain
+    import flexfleet.worker.__main__
+    import flexfleet.worker.server
     from flexfleet import cli, steps
 
     def create_tables(argv: list[str]) -> int:
         mlflow.MlflowClient(argv[0]).search_experiments()
         return 0
 
-    names = ("client", "federate", "model_pool", "partition", "pretrain")
-    return {"flexfleet": cli.dispatch, "mlflow": create_tables} | {name: getattr(steps, name).main for name in names}
+    names = ("federate", "model_pool", "partition", "pretrain")
+    own = {"flexfleet": cli.dispatch, "mlflow": create_tables, "worker": flexfleet.worker.__main__.main}
+    return own | {name: getattr(steps, name).main for name in names}
 
 
 def prepared(scratch: Path) -> dict[str, Callable[[list[str]], int]]:
@@ -255,7 +257,7 @@ def _live(order: Mapping[str, Any], mains: Mapping[str, Callable[[list[str]], in
 def lived(work: Callable[[], object]) -> NoReturn:
     """What a forked process does, and its end as Python's own would be, but for what the parent has left to do at its
     end."""
-    from fl_engine.exchange.code import clear
+    from fl_engine.storage.code import clear
 
     code: Any = 0
     try:

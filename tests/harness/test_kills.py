@@ -102,7 +102,7 @@ def test_a_device_that_is_cut_off_for_good_in_an_upload_changes_nothing(
         assert at.devices.cuts == Counter([f"{how} in an upload, for good"])
         done = child.wait(kills.HANGS_S)
         assert kills.verdict(at, with_devices, done) == []
-        assert re.search(r"device-\d is silent for \d+ s; asking again", done.err)
+        assert re.search(r"device-\d is silent for \d+ s; trying again", done.err)
     finally:
         at.close()
 
@@ -143,7 +143,7 @@ def test_a_pod_that_is_cut_off_for_good_in_an_upload_changes_nothing(
         assert kills.a_pod_that_stays(child, at, set(), rng, tally) == "cut off"
         done = child.wait(kills.HANGS_S)
         assert kills.verdict(at, staying, done) == []
-        assert re.search(r"is silent for \d+ s; asking again", done.err)
+        assert re.search(r"is silent for \d+ s; trying again", done.err)
     finally:
         at.close()
 

@@ -8,6 +8,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -59,15 +60,55 @@ def _named(name: str) -> x509.NameAttribute[str]:
 
 
 @contextmanager
-def serving(handler: type[BaseHTTPRequestHandler], own: Path) -> Iterator[int]:
-    """The port of an HTTPS server on 127.0.0.1."""
+def serving(handler: type[BaseHTTPRequestHandler], own: Path | None) -> Iterator[int]:
+    """The port of an HTTPS server on 127.0.0.1, or of an HTTP server if there is no certificate."""
     http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(own)
-    http.socket = context.wrap_socket(http.socket, server_side=True)
+    if own is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(own)
+        http.socket = context.wrap_socket(http.socket, server_side=True)
     threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     try:
         yield http.server_port
     finally:
         http.shutdown()
         http.server_close()
+
+
+@dataclass
+class Values:
+    """What a server answers to GET, by path, and what was stored by PUT. Other paths are redirected to `elsewhere`."""
+
+    url: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    statuses: dict[str, int] = field(default_factory=dict)
+    elsewhere: str = "/elsewhere"
+    asked: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def serving_values(own: Path | None = None) -> Iterator[Values]:
+    found = Values()
+
+    class Answer(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            path = self.path.partition("?")[0].strip("/")
+            found.asked.append(path)
+            if self.command == "PUT":
+                found.files[path] = self.rfile.read(int(self.headers["Content-Length"]))
+            value = found.files.get(path)
+            self.send_response(found.statuses.get(path, 302 if value is None else 200))
+            self.send_header("Location", found.elsewhere)
+            body = b"" if self.command == "PUT" or value is None else value
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_PUT = answer
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with serving(Answer, own) as port:
+        found.url = f"http{'' if own is None else 's'}://127.0.0.1:{port}"
+        yield found

@@ -28,17 +28,19 @@ from tests.k8s import fake
 
 RADOSGW = ROOT / "tests" / "s3" / "radosgw"
 BUCKET = "runs"
-SMALL = {"fl_engine.storage.s3.PART": 32 * 2**10, "fl_engine.storage.checkpoints.PACKED": 1}
-"""With these constants, even a quick run uploads its model in several parts and packs its measurements."""
-ON_CLUSTER = ("run.backend=kubernetes", "kubernetes.poll_s=0.2", "kubernetes.image=flexfleet:latest")
-STAYING = (
-    "kubernetes.lifetime=run",
-    "kubernetes.lease_s=4",
-    "kubernetes.attempts=100",
-    "kubernetes.clients_per_pod=3",
-)
-"""A pod may be hit at any order, so that only an order's own failures could end it; leases end within seconds. Clients
-of one tier share a pod."""
+SMALL = {
+    "fl_engine.storage.s3.PART": 32 * 2**10,
+    "fl_engine.storage.checkpoints.PACKED": 1,
+    "fl_engine.backends.LEASE_S": 4.0,
+    "fl_engine.remote.kubernetes.controller.POLL_S": 0.2,
+}
+"""With these constants, even a quick run uploads its model in several parts and packs its measurements, and leases end
+within seconds."""
+ON_CLUSTER = ("run.backend=kubernetes", "kubernetes.image=flexfleet:latest", "kubernetes.attempts=100")
+ROUND = ("kubernetes.lifetime=round",)
+STAYING = ("kubernetes.lifetime=run", "kubernetes.clients_per_pod=3")
+"""A pod may be hit at any order, so that only an order's own failures could end it. Clients of one class share a
+pod."""
 WORKERS = ("run.backend=processes", "run.devices=[cpu, cpu]")
 
 
@@ -63,7 +65,7 @@ def _on(store: str) -> tuple[Variant, ...]:
     return (
         Variant(f"{store}-in_process", store, "", ("rounds.keep_updates=true",)),
         Variant(f"{store}-processes", store, "worker", WORKERS),
-        Variant(f"{store}-kubernetes", store, "pod", ON_CLUSTER),
+        Variant(f"{store}-kubernetes", store, "pod", (*ON_CLUSTER, *ROUND)),
         Variant(f"{store}-staying", store, "staying", (*ON_CLUSTER, *STAYING)),
         Variant(f"{store}-agents", store, "device", invited.SETTINGS),
     )
@@ -89,7 +91,7 @@ class World:
 
     @property
     def sets(self) -> tuple[str, ...]:
-        return (*QUICK, f"rounds.stop={self.rounds}")
+        return (*QUICK, f"rounds.stop={self.rounds}", "run.patience_s=30")
 
     def environment(self, store: str) -> dict[str, str]:
         """The variables that tell boto3 where the server is. The first call starts the server."""
@@ -104,9 +106,8 @@ class World:
         """The cluster, whose kubelet forks clients from the nursery."""
 
         def start(command: list[str], env: dict[str, str], log: Path) -> Child:
-            _, *main, assignment = command[:4]
-            assert main == ["-m", "flexfleet.steps.client"], command
-            return self.nursery.start("client", assignment, *command[4:], cwd=ROOT, env=env, log=log)
+            assert command[1:3] == ["-m", "flexfleet.worker"], command
+            return self.nursery.start("worker", *command[3:], cwd=ROOT, env=env, log=log)
 
         return fake.Cluster(self.folder / "cluster", start=start, slots=threading.Semaphore(PODS))
 

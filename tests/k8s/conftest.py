@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import threading
-import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,13 +15,11 @@ import boto3.session
 import pytest
 import yaml
 
-from fl_engine.backends.kubernetes.jobs import TEMPLATE
-from fl_engine.exchange.assignment import Assignment
+from fl_engine.remote.kubernetes.jobs import TEMPLATE
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.places import open_store
 from fl_engine.training.memory import Peaks
 from flexfleet.files.artifacts import PoolFile
-from flexfleet.steps.answer import answer
 from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
@@ -31,7 +27,7 @@ from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
 from tests.harness.moto_server import moto
 from tests.k8s import kueue
-from tests.k8s.staying import Staying, threads_on
+from tests.k8s.pods import Pod, threads_on
 
 MIB = 2**20
 
@@ -50,7 +46,7 @@ fake = _load("fake")
 
 @pytest.fixture(scope="session")
 def tiny(quick: tuple[str, ...]) -> tuple[str, ...]:
-    return (*quick, "rounds.stop=1", "kubernetes.poll_s=0.1", "kubernetes.image=flexfleet:latest")
+    return (*quick, "rounds.stop=1", "kubernetes.image=flexfleet:latest")
 
 
 @pytest.fixture(scope="module")
@@ -80,39 +76,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path) -> It
         yield found
 
 
-class Here:
-    """A client as a thread of this process: quick, for what befalls pods rather than what they do."""
-
-    def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
-        log.touch()
-        self._code: int | None = None
-        threading.Thread(target=self._live, args=(Path(command[-1]),), daemon=True).start()
-
-    def _live(self, path: Path) -> None:
-        try:
-            answer(Assignment.read(path))
-        except BaseException:
-            traceback.print_exc()
-            self._code = self._code or 1
-        self._code = self._code or 0
-
-    def poll(self) -> int | None:
-        return self._code
-
-    def kill(self) -> None:
-        self._code = 137
-
-
 @pytest.fixture
-def quick_cluster(cluster: Any) -> Any:
-    """Whose pods are threads."""
-    cluster.start = Here
-    return cluster
-
-
-@pytest.fixture
-def pods(cluster: Any) -> Iterator[type[Staying]]:
-    """The cluster's pods, which stay for the run and are threads."""
+def pods(cluster: Any) -> Iterator[type[Pod]]:
+    """The cluster's pods, which are threads."""
     with threads_on(cluster) as here:
         yield here
 
@@ -163,6 +129,11 @@ def expected(tiny: tuple[str, ...], prepared: Path, tmp_path_factory: pytest.Tem
 def remote(s3: str, tmp_path: Path) -> tuple[str, ...]:
     """Settings of a run on the cluster, its ledger under a prefix of its own."""
     return ("run.backend=kubernetes", f"run.remote=s3://runs/{tmp_path.name}-{os.getpid()}")
+
+
+@pytest.fixture
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fl_engine.backends.LEASE_S", 3.0)
 
 
 @pytest.fixture

@@ -41,8 +41,9 @@ PATH = re.compile(r"/(?:api/v1|apis/batch/v1)/namespaces/(?P<namespace>[^/]+)/(?
 
 Script = Callable[[Resource, int, int], str]
 """(job, index, how often it was started before) to what befalls the pod: run, oom, evict, image, unschedulable, vanish
-(its node is gone after the work is done, before anybody hears of it, and the pod with it), hang; unreachable or
-terminating: its node says nothing any more, and the pod stays whatever is deleted, until `back` is set."""
+(its node is gone after the work is done, before anybody hears of it, and the pod with it), hang; not-ready: its node is
+called NotReady while its container goes on; unreachable: its node is dead, and its pod is called not ready;
+terminating: then the pod is deleted as well, and stays until `back` is set, while its Job starts another one."""
 
 
 class Process(Protocol):
@@ -92,6 +93,8 @@ class Cluster:
     """Whether the queue of a Job that has one admits it now; asked again and again."""
     preempted: set[str] = field(default_factory=set)
     """Pods, by uid, that ended because a queue has stopped their Job."""
+    back_off_s: float = 0.1
+    """After which an index gets another pod after its first failure."""
     grace_s: float = 0.0
     """A pod that has a node is gone so long after it was deleted."""
     back: threading.Event = field(default_factory=threading.Event)
@@ -121,7 +124,8 @@ class Cluster:
         if match is None or match["kind"] not in KINDS or match["namespace"] not in self.namespaces:
             return 404, {"kind": "Status", "message": f"no {path}"}
         kind, name = match["kind"], match["name"]
-        verb = {"POST": "create", "DELETE": "delete", "GET": "get" if name else "list"}[method]
+        verbs = {"POST": "create", "DELETE": "delete", "PATCH": "patch", "GET": "get" if name else "list"}
+        verb = verbs[method]
         with self.lock:
             self.calls[verb, kind] += 1
             if verb == "list":
@@ -137,7 +141,20 @@ class Cluster:
                 return 404, {"kind": "Status", "message": f"{kind} {name} not found"}
             if verb == "delete":
                 self._delete(kind, name)
+            if verb == "patch":
+                return self._patch(kind, one, body or {})
             return 200, one
+
+    def _patch(self, kind: str, one: Resource, body: Resource) -> tuple[int, Resource]:
+        """What a Job may change: its size, both numbers together, if they are equal before and after."""
+        spec = body.get("spec", {})
+        assert kind == "jobs" and body.keys() == {"spec"} and spec.keys() <= {"completions", "parallelism"}
+        after = one["spec"] | spec
+        equal = all(each["completions"] == each["parallelism"] for each in (one["spec"], after))
+        if one["spec"]["completions"] != after["completions"] and not equal:
+            return 422, {"kind": "Status", "message": "spec.completions: field is immutable"}
+        one["spec"] |= spec
+        return 200, one
 
     def _create(self, kind: str, body: Resource) -> tuple[int, Resource]:
         validate(kind, body)
@@ -216,45 +233,37 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------- Job controller, kubelet
     def _run_job(self, job: Resource) -> None:
-        spec, began = job["spec"], time.monotonic()
-        results: dict[int, bool] = {}
-        turns = threading.Semaphore(spec["parallelism"])
-
-        def one(index: int) -> None:
-            if self._acquire(turns, job) and kueue.admitted(self, job) and self._allowed(job, index):
-                till_its_end(index)
-            turns.release()
+        spec, results = job["spec"], dict[int, bool]()
+        threads: dict[int, threading.Thread] = {}
 
         def till_its_end(index: int) -> None:
             failures = before = 0
-            while self.alive(job) and kueue.admitted(self, job):
+            while self.alive(job) and index < spec["completions"]:
+                if not kueue.admitted(self, job) or not self._allowed(job, index):
+                    return
                 end = self._pod(job, index, before, failures)
                 before += 1
                 if end == "ignored":
                     continue
-                if end == "ok" or end == "final" or failures >= spec["backoffLimitPerIndex"]:
+                if end == "ok" or failures >= spec["backoffLimitPerIndex"]:
                     with self.lock:
                         results[index] = end == "ok"
-                        bad = sorted(i for i, good in results.items() if not good)
-                        if bad:
-                            job["status"]["failedIndexes"] = ",".join(map(str, bad))
+                        for name, good in (("completedIndexes", True), ("failedIndexes", False)):
+                            job["status"][name] = ",".join(str(i) for i in sorted(results) if results[i] is good)
                     return
                 failures += 1
+                time.sleep(min(self.back_off_s * 2 ** (failures - 1), 1.0))
 
-        threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(spec["completions"])]
-        for thread in threads:
-            thread.start()
-        most = spec.get("activeDeadlineSeconds", threading.TIMEOUT_MAX / 2)
-        while any(thread.is_alive() for thread in threads) and time.monotonic() < began + most:
+        while self.alive(job) and len(results) < spec["completions"]:
+            for index in range(spec["completions"]):
+                if index not in threads:
+                    threads[index] = threading.Thread(target=till_its_end, args=(index,), daemon=True)
+                    threads[index].start()
             time.sleep(0.02)
-            if kueue.suspended(job):
-                began = time.monotonic()
         with self.lock:
-            late = any(thread.is_alive() for thread in threads)
-            good = len(results) == spec["completions"] and all(results.values())
-            why = "DeadlineExceeded" if late else "FailedIndexes"
-            over = {"type": "Complete" if good else "Failed", "status": "True", **({} if good else {"reason": why})}
-            job["status"]["conditions"] = [over]
+            good = all(results.values())
+            kind = "Complete" if good else "Failed"
+            job["status"]["conditions"] = [{"type": kind, "status": "True", "reason": "" if good else "FailedIndexes"}]
             job["over"] = True
 
     def _acquire(self, some: threading.Semaphore, job: Resource, pod: Resource | None = None) -> bool:
@@ -297,10 +306,7 @@ class Cluster:
             "metadata": {
                 "name": f"{job['metadata']['name']}-{index}-{before}",
                 "labels": {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": job["metadata"]["name"]},
-                "annotations": {
-                    "batch.kubernetes.io/job-completion-index": str(index),
-                    "batch.kubernetes.io/job-index-failure-count": str(failures),
-                },
+                "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
                 "ownerReferences": [{"uid": job["metadata"]["uid"]}],
                 "uid": str(uuid.uuid4()),
                 "creationTimestamp": now(),
@@ -354,28 +360,41 @@ class Cluster:
         status |= {"phase": "Running", "containerStatuses": self._statuses({"running": {}})}
         if fate == "hang":
             return self._linger(job, pod)
+        if fate == "not-ready":
+            self._lose(pod, fate)
         if fate in ("unreachable", "terminating"):
             with self.lock:
                 self._lose(pod, fate)
+            if fate == "terminating":
+                threading.Thread(target=self._comes_back, args=(pod,), daemon=True).start()
+                return "ignored"  # the Job starts another one
             self.back.wait()
             if not self.alive(job):
                 return "final"
-            with self.lock:
-                self.lost.discard(pod["metadata"]["name"])
-                status["conditions"] = []
+            self._comes_back(pod)
         code, message = (137, "") if fate == "oom" else self._execute(job, pod, index)
         if not self.alive(job):
             return "final"
         if fate == "vanish":
             status |= {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True"}]}
             return "ignored"
-        reason = "Completed" if code == 0 else "OOMKilled" if fate == "oom" else "Error"
+        reason = "Completed" if code == 0 else "OOMKilled" if code == 137 else "Error"
         over = {"exitCode": code, "reason": reason, "message": message}
         status["containerStatuses"] = self._statuses({"terminated": over})
         if self.mesh:
             return self._linger(job, pod)
         status["phase"] = "Failed" if code else "Succeeded"
-        return "ok" if code == 0 else "final" if code == 42 else "failed"
+        return "ok" if code == 0 else "failed"
+
+    def _comes_back(self, pod: Resource) -> None:
+        """Its node is heard of again: a pod that was deleted meanwhile is gone."""
+        self.back.wait()
+        with self.lock:
+            name = pod["metadata"]["name"]
+            self.lost.discard(name)
+            pod["status"]["conditions"] = []
+            if "deletionTimestamp" in pod["metadata"]:
+                self.objects.pop(("pods", name), None)
 
     def _statuses(self, client: Resource) -> list[Resource]:
         mesh = [{"name": "proxy", "state": {"running": {}}}] if self.mesh else []
@@ -383,8 +402,9 @@ class Cluster:
 
     def _lose(self, pod: Resource, how: str) -> None:
         """What others say of a pod whose node says nothing: that it is not ready, then that it is to be deleted."""
-        self.lost.add(pod["metadata"]["name"])
-        ready = "False" if how == "unreachable" else "True"
+        if how != "not-ready":
+            self.lost.add(pod["metadata"]["name"])
+        ready = "True" if how == "terminating" else "False"
         conditions = [{"type": "Ready", "status": ready}, {"type": "ContainersReady", "status": "True"}]
         if how == "terminating":
             conditions.append({"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"})
@@ -399,16 +419,12 @@ class Cluster:
     def _execute(self, job: Resource, pod: Resource, index: int) -> tuple[int, str]:
         (container,) = pod["spec"]["containers"]
         name = job["metadata"]["name"]
-        told = self.objects["secrets", name]["stringData"]
+        invitations = self.objects["secrets", name]["stringData"]
         place = self.folder / pod["metadata"]["name"]
         place.mkdir(parents=True, exist_ok=True)
-        files = {
-            place / Path(mount["mountPath"]).name: mount.get("subPath", str(index))
-            for mount in container["volumeMounts"]
-            if mount["name"] == "assignment"
-        }
-        for file, key in files.items():
-            file.write_text(told[key])
+        (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "invitation")
+        assert mount["subPathExpr"] == "$(JOB_COMPLETION_INDEX)"
+        (place / "invitation.json").write_text(invitations[str(index)])
         for file, text in self.cgroup.items():
             (place / file).write_text(text)
         (place / "memory.max").write_text(str(quantity(container["resources"]["limits"]["memory"])))
@@ -416,18 +432,20 @@ class Cluster:
         env["FLEXFLEET_PROC"] = str(place)  # a node that says nothing of its memory
         for variable in container["env"]:
             path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
-            annotation = re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)
-            env[variable["name"]] = (
-                pod["metadata"]["annotations"].get(annotation[1], "") if annotation else variable["value"]
-            )
-        told_at = "/etc/flexfleet/assignment.json"
+            env[variable["name"]] = pod["metadata"]["uid"] if path == "metadata.uid" else variable["value"]
+        env["FLEXFLEET_TERMINATION_LOG"] = str(place / "termination-log")
+        words = [*container["command"], *container.get("args", ())]
         if self.image is None:
-            here = {"python": self.python, told_at: str(place / "assignment.json")}
-            command = [here.get(word, word) for word in (*container["command"], *container.get("args", ()))]
+            here = {"python": self.python}
+            paths = {"/etc/flexfleet": str(place), "/tmp/worker": str(place / "device")}
+            command = [here.get(word, word) for word in words]
+            for there, path in paths.items():
+                command = [word.replace(there, path) for word in command]
         else:
             del env["PATH"], env["FLEXFLEET_CGROUP"], env["FLEXFLEET_PROC"]
-            mounts = {str(file): str(Path(told_at).with_name(file.name)) for file in files}
-            command = in_container(pod["spec"], self.image, env, mounts)
+            command = in_container(
+                pod["spec"], self.image, env, {str(place / "invitation.json"): "/etc/flexfleet/invitation.json"}
+            )
             env = dict(os.environ)
         with self.slots:
             if not self._goes_on(job, pod):
@@ -440,9 +458,9 @@ class Cluster:
                     process.kill()
                 time.sleep(0.02)
             del self.running[pod["metadata"]["name"]]
-        out = (place / "log").read_text()
-        self.logs.append(f"{pod['metadata']['name']}: {code}\n{out}")
-        return code, out[-2048:]
+        self.logs.append(f"{pod['metadata']['name']}: {code}\n{(place / 'log').read_text()}")
+        said = place / "termination-log"
+        return code, said.read_text() if said.exists() else ""
 
 
 def in_container(pod: Resource, image: str, env: dict[str, str], mounts: dict[str, str]) -> list[str]:
@@ -497,6 +515,11 @@ def telling(resources: Iterable[Resource]) -> list[Resource]:
 def validate(kind: str, body: Resource) -> None:
     assert body["kind"] == KINDS[kind]
     valid.validate(body, VERSION)
+    spec = body["spec"]["template"]["spec"] if kind == "jobs" else {"containers": []}
+    volumes = {volume["name"] for volume in spec.get("volumes", [])}
+    for container in spec["containers"]:
+        unknown = {mount["name"] for mount in container.get("volumeMounts", [])} - volumes
+        assert not unknown, f"mounts of unknown volumes: {unknown}"
 
 
 def quantity(text: str) -> int:
@@ -556,7 +579,7 @@ def serving(cluster: Cluster) -> Iterator[Path]:
             self.wfile.write(b"\x88\x02" + struct.pack(">H", 1000))
             self.close_connection = True
 
-        do_GET = do_POST = do_DELETE = _answer
+        do_GET = do_POST = do_DELETE = do_PATCH = _answer
 
         def log_message(self, *_: object) -> None:
             """Quiet."""

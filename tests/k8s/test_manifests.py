@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fl_engine.backends.kubernetes import jobs
 from fl_engine.core.errors import ConfigError, FlexfleetError
+from fl_engine.remote.kubernetes import jobs
 from fl_engine.storage import lease
 from fl_engine.storage.store import MemoryStore
 from flexfleet.config import load_config
@@ -214,19 +214,15 @@ def test_the_role_is_bound_to_accounts_that_exist() -> None:
         assert {(s["namespace"], s["name"]) for r in bound for s in r["subjects"]} <= accounts
 
 
-VERBS = {"create": "create", "delete": "delete", "get": "get", "select": "list"}
-"""Methods of fl_engine.backends.kubernetes.cluster.Cluster."""
+VERBS = {"create": "create", "delete": "delete", "get": "get", "patch": "patch", "select": "list"}
+"""Methods of fl_engine.remote.kubernetes.cluster.Cluster."""
 
 
 def test_the_role_grants_what_the_backend_calls_and_no_more() -> None:
     called = set()
     callers = {
-        "fl_engine/backends/kubernetes/backend.py": "self._cluster.",
-        "fl_engine/backends/kubernetes/crew.py": "self._cluster.",
-        "fl_engine/backends/kubernetes/ground.py": "self.cluster.",
-        "fl_engine/backends/kubernetes/lasting.py": "self._ground.cluster.",
-        "fl_engine/backends/kubernetes/round_jobs.py": "self._cluster.",
-        "fl_engine/backends/kubernetes/standing.py": "self._cluster.",
+        "fl_engine/remote/kubernetes/objects.py": "self._cluster.",
+        "fl_engine/remote/kubernetes/provisioner.py": "Cluster(options.namespace).",
         "flexfleet/steps/keys.py": "self.cluster.",
     }
     for path, cluster in callers.items():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kubernetes
@@ -21,11 +22,11 @@ import pytest
 import urllib3.util.ssl_
 import yaml
 
-from fl_engine.backends.kubernetes import cluster
 from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.remote.kubernetes import cluster
 from tests.harness import tls
 
-SLEEP = "tenacity.nap.time.sleep"
+SLEEP = "tenacity.nap.time"
 
 
 @dataclass
@@ -243,7 +244,7 @@ def test_a_refused_token_of_a_pods_account_is_read_again(
         if len(waited) > late:
             token.write_text("new\n")
 
-    monkeypatch.setattr(SLEEP, sleep)
+    monkeypatch.setattr(SLEEP, SimpleNamespace(sleep=sleep))
     api.get("jobs", "a")
     assert [who.split()[1] for who in server.known] == ["old", *["old"] * (late + 1), "new"]
 
@@ -282,7 +283,7 @@ def test_retry_after_is_waited_for_up_to_the_longest_wait(
 ) -> None:
     waited: list[float] = []
     server.answers = [(429, [("Retry-After", "7")]), (503, [("Retry-After", "9000")]), (503, [("Retry-After", "soon")])]
-    monkeypatch.setattr(SLEEP, waited.append)
+    monkeypatch.setattr(SLEEP, SimpleNamespace(sleep=waited.append))
     assert api.get("pods", "a") is not None
     assert waited == [7.0, cluster.LONGEST_WAIT_S, 0.0]
     assert caplog.text.count("the Kubernetes API: HTTP 503") == 2, "also if the header is not a number"
@@ -294,7 +295,7 @@ def test_waits_double_and_add_up_to_about_a_minute(
     waited: list[float] = []
     server.answers = [(503, [])] * cluster.TRIES
     monkeypatch.setattr(cluster, "FIRST_WAIT_S", 0.5)
-    monkeypatch.setattr(SLEEP, waited.append)
+    monkeypatch.setattr(SLEEP, SimpleNamespace(sleep=waited.append))
     with pytest.raises(EnvironmentFailure, match="HTTP 503"):
         api.get("pods", "a")
     assert waited == [0.5, 1, 2, 4, 8, 15, 15, 15]
@@ -383,7 +384,7 @@ def test_an_invalid_kubeconfig_is_refused_at_once(
     (tmp_path / "config").write_bytes(content)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
-    monkeypatch.setattr(SLEEP, lambda seconds: pytest.fail("the request was retried"))
+    monkeypatch.setattr(SLEEP, SimpleNamespace(sleep=lambda seconds: pytest.fail("the request was retried")))
     with pytest.raises(EnvironmentFailure, match=r"^no cluster: [^\n]*KUBECONFIG"):
         cluster.Cluster("clients").get("pods", "a")
 

@@ -37,7 +37,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.backends.kubernetes.cluster import Cluster
+from fl_engine.remote.kubernetes.cluster import Cluster
 from tests.kubeflow.steps import Place
 
 NEEDED = ("KF_PIPELINES_ENDPOINT", "KUBECONFIG", "FLEXFLEET_IMAGE", "FLEXFLEET_KF_STORE")

@@ -21,8 +21,8 @@ import urllib3
 import websocket
 import yaml
 
-from fl_engine.backends.kubernetes.cluster import Cluster, _connect
 from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.remote.kubernetes.cluster import Cluster, _connect
 from flexfleet.config.overrides import PARAMETERS, config_from
 from flexfleet.kubeflow.follow import Followed, follow
 from flexfleet.kubeflow.progress import rounds_of

@@ -15,7 +15,7 @@ from typing import Any
 import mlflow
 import pytest
 
-from fl_engine.backends.kubernetes.cluster import Cluster
+from fl_engine.remote.kubernetes.cluster import Cluster
 from flexfleet.kubeflow import follow as following
 from flexfleet.kubeflow.submit import schedule, submit
 from flexfleet.nightly import regress, suite

@@ -29,7 +29,7 @@ from fl_engine.algorithms import ALGORITHMS, DepthFL
 from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.slicing import take
 from fl_engine.core.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
-from fl_engine.exchange.server import ServerSite
+from fl_engine.rounds.server import ServerSite
 from fl_engine.testing.models import kept_mask
 from fl_engine.testing.tiny import (
     SEED,

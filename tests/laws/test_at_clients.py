@@ -23,7 +23,8 @@ from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.data.held_out import LEAST, held_count, hold_out, split
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.updates import Manifest, key_of, order_sum, payload_bytes, signed
+from fl_engine.exchange.manifest import Manifest, key_of, order_sum, signed
+from fl_engine.exchange.updates import payload_bytes
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import at_clients
 from fl_engine.rounds import loop as rounds

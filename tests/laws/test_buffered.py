@@ -18,7 +18,6 @@ from fl_engine.codecs import Half
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import ClientUpdate, Codecs
 from fl_engine.exchange.client import execute
-from fl_engine.fleet import faults
 from fl_engine.fleet.trace import Trace, trace_of
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import buffer, flights, loop
@@ -49,8 +48,7 @@ def federated(
     **terms: Any,
 ) -> Any:
     settings = RoundsConfig(**{"stop": stop, **TERMS, **terms})
-    site = replace(tiny_site(algorithm, fleet=FLEET), faults=faults.parse(settings.faults))
-    run = Run(algorithm, site, settings, codecs=codecs, trace=trace)
+    run = Run(algorithm, tiny_site(algorithm, fleet=FLEET), settings, codecs=codecs, trace=trace)
     return played.federated(run, store, discard_damaged=discard_damaged)[0]
 
 
@@ -194,7 +192,7 @@ def test_worker_processes_give_the_same(new_store: Any, tmp_path: Path) -> None:
     site = tiny_site(algorithm, fleet=FLEET)
     ledger = ledger_in(FolderStore(tmp_path), None, replace(site.rules, algorithm=algorithm))
     run = Run(algorithm, site, RoundsConfig(stop=4, **TERMS))
-    with closing(Processes(site, ("cpu", "cpu"), ledger.mailbox)) as processes:
+    with closing(Processes(site, ("cpu", "cpu"))) as processes:
         final = loop.federate(run, start_of(algorithm, site), processes, ledger, Memory())
     assert_same_bits(final.params, expected.params)
 
@@ -207,7 +205,7 @@ def test_variances_that_a_network_stores_stay_above_zero(memory_store: Any, tmp_
     run, finals, failed = Run(algorithm, site, terms), [], []
     for store, workers in ((memory_store, False), (FolderStore(tmp_path), True)):
         ledger = ledger_in(store, None, replace(site.rules, algorithm=algorithm))
-        processes: Any = closing(Processes(site, ("cpu", "cpu"), ledger.mailbox)) if workers else None
+        processes: Any = closing(Processes(site, ("cpu", "cpu"))) if workers else None
         with processes or nullcontext(InProcess(site)) as on:
             finals.append(loop.federate(run, start_of(algorithm, site), on, ledger, Memory()).params)
         failed.append(sum(row.metrics["clients_failed"] for row in ledger.checkpoints.rows()))

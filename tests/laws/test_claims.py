@@ -18,11 +18,11 @@ from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, R
 from fl_engine.core.workload import macs, steps
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.server import ServerSite
-from fl_engine.exchange.updates import key_of, packed, signed
+from fl_engine.exchange.manifest import key_of, packed, signed
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore, MemoryStore
 from fl_engine.testing.played import federated

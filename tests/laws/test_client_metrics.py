@@ -219,9 +219,8 @@ def test_measuring_moves_no_bit_of_training(numerics: Numerics) -> None:
 def test_every_backend_measures_the_same(numerics: Numerics, tmp_path: Path) -> None:
     site, plan = work(ASKING, numerics=numerics)
     expected = [execute(ASKING, order, site) for order in plan.orders]
-    rules = replace(site.rules, algorithm=ASKING)
     assert all(isinstance(outcome, ClientUpdate) and outcome.metrics["utility"] > 0 for outcome in expected)
-    with closing(Processes(site, ("cpu", "cpu"), Mailbox(FolderStore(tmp_path), rules))) as processes:
+    with closing(Processes(site, ("cpu", "cpu"))) as processes:
         for backend in (InProcess(site), InProcess(site, ("cpu", "cpu")), processes):
             assert_same_outcomes(by_client(backend.run(ASKING, plan)), expected)
 
@@ -231,9 +230,7 @@ def test_a_value_that_is_out_of_bounds_is_that_clients_failure(value: float, tmp
     """The same in every backend, also where nobody checks what arrives."""
     algorithm = asking(("a", 0, 1, {1.5: above, -0.5: below, math.inf: endless}.get(value, nothing)))
     site, plan = work(algorithm)
-    with closing(
-        Processes(site, ("cpu",), Mailbox(FolderStore(tmp_path), replace(site.rules, algorithm=algorithm)))
-    ) as p:
+    with closing(Processes(site, ("cpu",))) as p:
         found = [by_client(backend.run(algorithm, plan)) for backend in (InProcess(site), p)]
     assert found[0] == found[1] and len(found[0]) == len(plan.orders)
     for outcome in found[0]:

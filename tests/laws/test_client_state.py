@@ -36,10 +36,11 @@ from fl_engine.core.types import (
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.updates import packed, payload_bytes
-from fl_engine.fleet import faults
+from fl_engine.exchange.manifest import packed
+from fl_engine.exchange.updates import payload_bytes
 from fl_engine.fleet.devices import simulated_seconds
 from fl_engine.rounds import loop
+from fl_engine.rounds.closing import RoundMailbox
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
@@ -142,7 +143,7 @@ def test_private_aggregation_refuses_it() -> None:
     for refuse in (
         lambda: start_of(private, SITE),
         lambda: privacy.check_run(
-            private, known=True, reference=False, shared=False, noisy=False, timed=False, ambient=False, stranded=False
+            private, known=True, reference=False, shared=False, noisy=False, timed=False, stranded=False
         ),
     ):
         with pytest.raises(ConfigError, match="private, but PersonalHeads has its clients' states kept by the server"):
@@ -282,8 +283,7 @@ def test_every_backend_carries_the_same(numerics: Numerics, tmp_path: Path) -> N
     plan = replace(PLAN, orders=tuple(replace(o, memory=memory if o.client % 2 else {}) for o in PLAN.orders))
     expected = [execute(HEADS, order, site) for order in plan.orders]
     assert all(isinstance(outcome, ClientUpdate) and outcome.state for outcome in expected)
-    rules = replace(site.rules, algorithm=HEADS)
-    with closing(Processes(site, ("cpu", "cpu"), Mailbox(FolderStore(tmp_path), rules))) as processes:
+    with closing(Processes(site, ("cpu", "cpu"))) as processes:
         for backend in (InProcess(site), InProcess(site, ("cpu", "cpu")), processes):
             assert_same_outcomes(by_client(backend.run(HEADS, plan)), expected)
 
@@ -296,8 +296,7 @@ def test_a_state_travels_as_it_is_beside_coded_weights(tmp_path: Path) -> None:
         assert isinstance(outcome, ClientUpdate) and outcome.encoded is not None
         assert outcome.state.keys() == DECLARED.keys() and not outcome.payload.keys() & DECLARED.keys()
         assert all(tensor.dtype == torch.float32 for tensor in outcome.state.values())
-    rules = replace(SITE.rules, algorithm=HEADS)
-    with closing(Processes(SITE, ("cpu", "cpu"), Mailbox(FolderStore(tmp_path), rules))) as processes:
+    with closing(Processes(SITE, ("cpu", "cpu"))) as processes:
         assert_same_outcomes(by_client(processes.run(HEADS, plan)), by_client(expected))
 
 
@@ -418,11 +417,10 @@ def test_a_run_of_an_algorithm_that_keeps_nothing_has_no_such_thing_in_its_store
 def test_the_state_of_an_update_that_is_refused_is_not_kept(memory_store: Any) -> None:
     """Nor is that of one that was lost on the way."""
     terms: dict[str, Any] = {"norm_bound": 5.0, "faults": "scale=0.3x1000,corrupt=0.2"}
-    site = replace(SITE, faults=faults.parse(terms["faults"]))
     before: dict[int, str] = {}
     refused: set[int] = set()
     for stop in range(1, 7):
-        federated(memory_store, stop, site, **terms)
+        federated(memory_store, stop, **terms)
         lines = Checkpoints(memory_store).rows()[-1].clients
         failed = {line["client"] for line in lines if "failure" in line}
         now = kept(memory_store)
@@ -467,7 +465,7 @@ def test_a_coordinator_that_was_replaced_deletes_nothing_of_its_successor(tmp_pa
         federated(store, 3, held=second)
         newer = {name for name in states(store) if name.startswith("2-")}
         assert newer and any(name.startswith("1-") for name in kept(store).values()), "what did not change stays"
-        old = Ledger(Checkpoints(store, lease=first), Mailbox(store))
+        old = Ledger(Checkpoints(store, lease=first), RoundMailbox(store))
         store.put("states/2-" + "0" * 64 + ".safetensors", b"under way")
         store.put("states/1-" + "0" * 64 + ".safetensors", b"left over")
         old.states.prune()

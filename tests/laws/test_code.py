@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fl_engine.core.allowed import ALLOWED, check_wheel, trust
 from fl_engine.core.errors import BadInput, ClientError, ConfigError, IntegrityError
 from fl_engine.core.registry import resolve
-from fl_engine.exchange import code
+from fl_engine.storage import code
 from fl_engine.storage.store import sha256
 
 NAME = "pack23"
@@ -274,13 +274,3 @@ def test_a_configuration_names_nothing_that_the_owner_does_not_allow(
         with pytest.raises(ConfigError, match=rf"model 'here9:Net' is not imported on this machine \({ALLOWED} ="):
             resolve({}, "here9:Net", "model")
         assert "here9" not in sys.modules
-
-
-def test_the_coordinator_signs_a_wheel_for_a_round() -> None:
-    said = code.signature(b"key", DIGEST, 3)
-    code.check_signed(b"key", DIGEST, 3, said)
-    for key, digest, round, wrong in (
-        (b"other", DIGEST, 3, said), (b"key", "b" * 64, 3, said), (b"key", DIGEST, 4, said), (b"key", DIGEST, 3, None),
-    ):  # fmt: skip
-        with pytest.raises(ClientError, match="is not signed by the coordinator"):
-            code.check_signed(key, digest, round, wrong)

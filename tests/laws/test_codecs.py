@@ -36,8 +36,8 @@ from fl_engine.core.types import (
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.updates import Manifest, key_of, manifest_bytes, order_sum, payload_bytes, received, signed
-from fl_engine.fleet import faults
+from fl_engine.exchange.manifest import Manifest, key_of, manifest_bytes, order_sum, signed
+from fl_engine.exchange.updates import payload_bytes, received
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import phases
 from fl_engine.rounds.run import Run
@@ -390,21 +390,6 @@ def test_a_file_may_not_be_larger_than_its_codec_makes_it() -> None:
     assert bare - half == coded // 2
 
 
-def test_faults_are_met_alike_in_memory_and_through_the_store(tmp_path: Path) -> None:
-    everyone = faults.parse("nan=0.25,corrupt=0.25,scale=0.25x100,flip=0.25")
-    site, plan = replace(SITE, faults=everyone), plan_of(HALF)
-    mailbox = Mailbox(FolderStore(tmp_path), site.rules)
-    codes = set()
-    for outcome in outcomes_of(plan, site):
-        order = plan.order_of[outcome.client]
-        fault = site.befalls(order)
-        assert fault is not None
-        mailbox.put_outcome(plan, execute(ALGORITHM, order, site), faults.damaged if fault.kind == "corrupt" else bytes)
-        assert_same_outcomes([mailbox.receive(plan, order.client)], [outcome])
-        codes |= {outcome.code} if isinstance(outcome, ClientFailure) else set()
-    assert codes & {"finite", "checksum"}
-
-
 # ----------------------------------------------------------------------------------------------------- whole runs
 def federate(
     folder: Path, codecs: Codecs, algorithm: Algorithm = ALGORITHM, **changes: Any
@@ -517,8 +502,7 @@ def test_a_clip_acts_on_what_was_decoded(tmp_path: Path) -> None:
 
 
 def test_what_moved_too_far_is_seen_when_it_is_decoded(tmp_path: Path) -> None:
-    lies = replace(SITE, faults=faults.parse("scale=0.3x1000,always"))
-    _, rows = federate(tmp_path, HALF, site=lies, stop=2, faults="scale=0.3x1000,always", norm_bound=5.0)
+    _, rows = federate(tmp_path, HALF, stop=2, faults="scale=0.3x1000,always", norm_bound=5.0)
     assert sum(row.metrics.get("rejected/norm", 0) for row in rows) > 0
 
 

@@ -14,15 +14,15 @@ import urllib3
 
 from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError, Unreachable
 from fl_engine.core.types import FULL, RoundPlan, WorkOrder
-from fl_engine.exchange.letters import BEAT_BYTES, Invitation, Letter, read_letter
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.updates import manifest_bytes
+from fl_engine.exchange.manifest import manifest_bytes
+from fl_engine.remote.messages import HEARTBEAT_BYTES, Invitation, Message, read_message
 from fl_engine.storage import ending, urls
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore
 from fl_engine.storage.urls import Upload, UrlStore
 from fl_engine.testing.tiny import failure_of
-from flexfleet.steps import agent_line
+from flexfleet.worker.mailbox import invitation_of
 
 PIECE = bytes(2**20)
 ENOUGH = 64
@@ -79,23 +79,23 @@ def endless() -> Iterator[Endless]:
 
 @pytest.mark.parametrize("verb", ["PUT", "POST"])
 @pytest.mark.parametrize("status", [200, 302, 403, 503])
-def test_an_answer_to_an_upload_is_not_read_to_its_end(endless: Endless, verb: Any, status: int) -> None:
+def test_endless_answer_to_an_upload_is_not_read(endless: Endless, verb: Any, status: int) -> None:
     endless.status = status
-    store = UrlStore({}, {"beat": Upload(verb=verb, url=endless.url, fields={}, size=4)}, within_s=5.0)
+    store = UrlStore({}, {"heartbeat": Upload(verb=verb, url=endless.url, fields={}, size=4)}, within_s=5.0)
     if status == 200:
-        store.put("beat", b"beat")  # without an ETag it is taken as arrived
+        store.put("heartbeat", b"beat")  # without an ETag it is taken as arrived
     else:
         with pytest.raises((EnvironmentFailure, IntegrityError), match=f"HTTP {status}") as error:
-            store.put("beat", b"beat")
+            store.put("heartbeat", b"beat")
         assert len(str(error.value)) < 4096
     assert endless.sent and max(endless.sent) <= SOCKETS
 
 
-@pytest.mark.parametrize(("within_s", "asked"), [(5.0, 2), (None, 4)], ids=["a beat", "an update"])
-def test_an_upload_whose_answer_breaks_off_is_made_again(
+@pytest.mark.parametrize(("within_s", "asked"), [(5.0, 2), (None, 4)], ids=["a heartbeat", "an update"])
+def test_upload_whose_answer_breaks_off_is_repeated(
     endless: Endless, monkeypatch: pytest.MonkeyPatch, within_s: float | None, asked: int
 ) -> None:
-    """A beat is soon out of date, and whoever sends it holds up the next one."""
+    """A heartbeat is soon out of date, and it delays the next one."""
     monkeypatch.setattr(urls.time, "sleep", lambda _: None)
     endless.length = 100
     store = UrlStore({}, {"key": Upload(verb="PUT", url=endless.url, fields={}, size=4)}, within_s)
@@ -104,11 +104,11 @@ def test_an_upload_whose_answer_breaks_off_is_made_again(
     assert len(endless.sent) == asked
 
 
-@pytest.mark.parametrize(("within_s", "asked"), [(5.0, 1), (None, 4)], ids=["a letter", "an order"])
-def test_a_letter_that_breaks_off_is_asked_for_once(
+@pytest.mark.parametrize(("within_s", "asked"), [(5.0, 1), (None, 4)], ids=["a message", "an order"])
+def test_message_that_breaks_off_is_requested_once(
     endless: Endless, monkeypatch: pytest.MonkeyPatch, within_s: float | None, asked: int
 ) -> None:
-    """It is looked for again in any case."""
+    """The next look follows in any case."""
     monkeypatch.setattr(urls.time, "sleep", lambda _: None)
     endless.length = 100
     with pytest.raises(EnvironmentFailure, match="GET"):
@@ -117,11 +117,11 @@ def test_a_letter_that_breaks_off_is_asked_for_once(
 
 
 @pytest.mark.parametrize("status", [302, 403, 503])
-def test_what_answers_instead_of_a_letter_is_not_read_to_its_end(endless: Endless, status: int) -> None:
+def test_endless_answer_without_a_message_is_not_read(endless: Endless, status: int) -> None:
     endless.status = status
-    store = UrlStore({"letter": endless.url}, {}, within_s=5.0)
+    store = UrlStore({"message": endless.url}, {}, within_s=5.0)
     with pytest.raises((EnvironmentFailure, IntegrityError), match=f"HTTP {status}"):
-        store.get("letter", 100)
+        store.get("message", 100)
     assert endless.sent and max(endless.sent) <= SOCKETS
 
 
@@ -132,23 +132,23 @@ def test_a_redirect_is_not_followed_and_not_read(endless: Endless) -> None:
     assert len(endless.sent) == 1 and max(endless.sent) <= SOCKETS
 
 
-@pytest.mark.parametrize("size", [-1, 0, BEAT_BYTES + 1, 10**12])
-def test_no_invitation_and_no_letter_chooses_how_long_a_beat_is(size: int, tmp_path: Path) -> None:
-    """With PUT a beat is filled up to this size, in the device's memory."""
-    honest = Upload(verb="PUT", url="https://s3.example/beat", fields={}, size=BEAT_BYTES)
-    large = honest.model_copy(update={"size": size})
-    invited = Invitation(name="weak-1", key="00" * 32, tier=None, letter="https://s3.example/letter", beat=honest)
+@pytest.mark.parametrize("size", [-1, 0, HEARTBEAT_BYTES + 1, 10**12])
+def test_server_does_not_choose_the_length_of_a_heartbeat(size: int, tmp_path: Path) -> None:
+    """With PUT a heartbeat is filled up to this size, in the device's memory."""
+    honest = Upload(verb="PUT", url="https://s3.example/heartbeat", fields={}, size=HEARTBEAT_BYTES)
+    large, key = {"heartbeat": honest.model_copy(update={"size": size})}, "00" * 32
+    way = {"message": "https://s3.example/message", "heartbeat": honest}
+    invited = Invitation(name="weak-1", key=key, tier=None, **way)  # type: ignore[arg-type]
     assert Invitation.of(invited.model_dump_json().encode(), "it") == invited
-    wrong = invited.model_copy(update={"beat": large}).model_dump_json().encode()
-    (tmp_path / "invitation").write_bytes(wrong)
-    with pytest.raises(ConfigError, match=rf"beat: .*an upload of {size} bytes, from 1 to {BEAT_BYTES} are expected"):
-        agent_line.invitation_of(str(tmp_path / "invitation"))
-    letter = Letter(name="weak-1", number=0, beat=honest).model_copy(update={"beat": large}).signed("00" * 32)
-    with pytest.raises(IntegrityError, match=f"an upload of {size} bytes"):
-        read_letter(letter.text(), "00" * 32, 0)
+    (tmp_path / "invitation").write_bytes(invited.model_copy(update=large).model_dump_json().encode())
+    with pytest.raises(ConfigError, match="heartbeat"):
+        invitation_of(str(tmp_path / "invitation"))
+    message = Message(name="weak-1", number=0, heartbeat=honest).model_copy(update=large).signed(key)
+    with pytest.raises(IntegrityError, match="heartbeat"):
+        read_message(message.text(), key, key)
 
 
-def test_no_loan_chooses_how_long_a_manifest_is(tmp_path: Path) -> None:
+def test_lease_does_not_choose_the_length_of_a_manifest(tmp_path: Path) -> None:
     """An update's file is bounded where it is filled up (`pieces.padded`)."""
     order = WorkOrder(0, 3, FULL, {}, 0, 0)
     plan, key = RoundPlan(0, (order,)), "rounds/00000/updates/3.json"

@@ -1,9 +1,11 @@
-"""Faults on purpose: who is struck, with what, and that every backend meets the same."""
+"""Injected faults: who is struck, with what, and that all backends and resumed runs meet the same faults."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +13,19 @@ import torch
 
 from fl_engine.algorithms import FlexFL, HeteroFL
 from fl_engine.backends import InProcess, Processes
+from fl_engine.codecs import Half, Qsgd
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan
-from fl_engine.exchange.client import Site
-from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.core.types import ClientFailure, ClientUpdate, Codecs, Outcome, Params, RoundPlan
+from fl_engine.exchange import coding
 from fl_engine.fleet import faults
 from fl_engine.fleet.faults import Fault, Faults, befalls, lie, parse
-from fl_engine.storage.store import FolderStore
+from fl_engine.rounds import faulty
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import encode
+from fl_engine.testing import played
 from fl_engine.testing.personal import PersonalHeads
 from fl_engine.testing.tiny import TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
-from fl_engine.training import local
 
 ALL = "drop=0.2,slow=0.1x5,nan=0.1,scale=0.1x100,flip=0.1,corrupt=0.1"
 
@@ -79,7 +84,6 @@ def test_always_strikes_the_same_clients_and_exactly_as_many_as_the_shares_say()
 # ------------------------------------------------------------------------------------------- what it does
 def test_lies_are_what_they_are_called() -> None:
     old, new = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.5, 1.0])}
-    assert lie(None, old, new) is new
     assert lie(Fault("scale", 1.0, 10.0), old, new)["w"].tolist() == [6.0, -8.0]
     assert lie(Fault("flip", 1.0), old, new)["w"].tolist() == [0.5, 3.0]
     assert lie(Fault("nan", 1.0), old, new)["w"].isnan().tolist() == [True, False]
@@ -91,6 +95,21 @@ def test_statistics_of_batch_norm_stay() -> None:
     assert lie(Fault("flip", 1.0), old, new) == new
 
 
+def outcomes(run: Run, plan: RoundPlan, backend: InProcess | Processes) -> list[Outcome]:
+    """What the server receives, by client."""
+    found = faulty.outcomes(run, plan, plan, backend)
+    arrived = [faulty.arrived(run, plan.order_of[outcome.client], outcome) for outcome in found]
+    return sorted(arrived, key=lambda outcome: outcome.client)
+
+
+def run_of(algorithm: Any, text: str | None, codecs: Codecs = Codecs()) -> tuple[Run, RoundPlan]:  # noqa: B008
+    """A run with these faults, and its first round."""
+    site = tiny_site(algorithm)
+    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, site.seed))
+    terms = RoundsConfig(stop=3, evaluate_every=1000, commit_every=1, faults=text)
+    return Run(algorithm, site, terms, codecs=codecs), coding.sent(plan, site.pool, codecs, site.seed)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -99,40 +118,28 @@ def test_statistics_of_batch_norm_stay() -> None:
     ],
     ids=["a head of its own", "rows of its labels"],
 )
-def test_what_is_spoilt_is_sent(algorithm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the first parameter, or its first row, stays with the client."""
-    train = local.train
-
-    def head_first(*given: Any) -> list[local.Trained]:
-        return [replace(each, params=dict(reversed(each.params.items()))) for each in train(*given)]
-
-    monkeypatch.setattr(local, "train", head_first)
-    site = replace(tiny_site(algorithm), faults=parse("nan=1"))
-    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, site.seed))
-    for outcome in InProcess(site).run(algorithm, plan):
+def test_nan_strikes_a_parameter_that_is_sent(algorithm: Any) -> None:
+    """Also if a parameter, or some of its rows, stay with the client."""
+    run, plan = run_of(algorithm, "nan=1")
+    for outcome in outcomes(run, plan, InProcess(run.site)):
         assert isinstance(outcome, ClientFailure) and outcome.reason.startswith("finite: ")
 
 
-def outcomes(site: Site, backend: InProcess | Processes, plan: RoundPlan) -> list[Outcome]:
-    return sorted(backend.run(FlexFL(training=TRAINING), plan), key=lambda outcome: outcome.client)
-
-
-def test_every_backend_meets_the_same_faults(tmp_path: object) -> None:
+@pytest.mark.parametrize("codecs", [Codecs(), Codecs(Half(), Half())], ids=["plain", "half"])
+def test_every_backend_meets_the_same_faults(tmp_path: Path, codecs: Codecs) -> None:
     algorithm = FlexFL(training=replace(TRAINING, fraction=1.0))
-    honest = tiny_site(algorithm)
-    site = replace(honest, faults=parse(ALL))
-    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, site.seed))
-    here = outcomes(site, InProcess(site), plan)
-    ledger = Mailbox(FolderStore(str(tmp_path)), rules=site.rules)
-    workers = Processes(site, ("cpu",), ledger)
+    run, plan = run_of(algorithm, ALL, codecs)
+    here = outcomes(run, plan, InProcess(run.site))
+    workers = Processes(run.site, ("cpu",))
     try:
-        assert_same_outcomes(outcomes(site, workers, plan), here)
+        assert_same_outcomes(outcomes(run, plan, workers), here)
     finally:
         workers.close()
-    undisturbed: dict[int, Outcome] = {o.client: o for o in outcomes(honest, InProcess(honest), plan)}
+    honest = run_of(algorithm, None, codecs)[0]
+    undisturbed = {o.client: o for o in outcomes(honest, plan, InProcess(run.site))}
     seen = set()
     for outcome in here:
-        fault, before = site.befalls(plan.order_of[outcome.client]), undisturbed[outcome.client]
+        fault, before = run.fault(plan.order_of[outcome.client]), undisturbed[outcome.client]
         assert isinstance(before, ClientUpdate)
         kind = fault.kind if fault else "none"
         seen.add(kind)
@@ -141,6 +148,7 @@ def test_every_backend_meets_the_same_faults(tmp_path: object) -> None:
         elif kind in ("scale", "flip"):
             assert isinstance(outcome, ClientUpdate)
             assert _change(outcome, before.payload) > 0
+            assert {n: t.shape for n, t in outcome.travels.items()} == {n: t.shape for n, t in before.travels.items()}
         else:
             wanted = {"drop": "drop: dropped out", "nan": "validate: finite: ", "corrupt": "validate: checksum: "}
             assert isinstance(outcome, ClientFailure)
@@ -148,14 +156,58 @@ def test_every_backend_meets_the_same_faults(tmp_path: object) -> None:
     assert seen == {"none", "drop", "slow", "nan", "scale", "flip", "corrupt"}
 
 
-def test_a_change_that_overflows_fails_validation_in_this_process_too() -> None:
-    algorithm = FlexFL(training=TRAINING)
-    site = replace(tiny_site(algorithm), faults=parse("scale=1x1e40"))
-    for outcome in outcomes(
-        site, InProcess(site), algorithm.plan(start_of(algorithm, site), context_of(site, 0, site.seed))
-    ):
+def test_a_change_that_overflows_fails_validation() -> None:
+    run, plan = run_of(FlexFL(training=TRAINING), "scale=1x1e40")
+    for outcome in outcomes(run, plan, InProcess(run.site)):
         assert isinstance(outcome, ClientFailure)
         assert (outcome.stage, outcome.reason.partition(":")[0]) == ("validate", "finite")
+
+
+def test_nan_that_a_codec_cannot_encode_is_a_failed_training() -> None:
+    run, plan = run_of(FlexFL(training=TRAINING), "nan=1", Codecs(None, Qsgd(bits=8)))
+    for outcome in outcomes(run, plan, InProcess(run.site)):
+        assert isinstance(outcome, ClientFailure) and (outcome.stage, outcome.code) == ("train", "finite")
+
+
+@pytest.mark.parametrize("share", ["drop=0.5", "drop=1", "nan=0.5", "scale=1x3"])
+def test_backend_waits_for_updates_that_can_come(share: str) -> None:
+    """A backend counts updates before their faults are applied, and gets no assignment of a client that drops out."""
+    run, plan = run_of(FlexFL(training=replace(TRAINING, fraction=1.0)), share)
+    kinds = [fault.kind for order in plan.orders if (fault := run.fault(order))]
+    got: list[RoundPlan] = []
+
+    class Noting(InProcess):
+        def run(self, algorithm: Any, plan: RoundPlan) -> Iterator[Outcome]:
+            got.append(plan)
+            return iter(())
+
+    count = len(plan.orders)
+    asked = replace(plan, wanted=count - 2)
+    assert len(list(faulty.outcomes(run, asked, asked, Noting(run.site)))) == kinds.count("drop")
+    sent = count - kinds.count("drop")
+    assert len(got[0].orders) == sent
+    assert got[0].wanted == min(count - 2 + kinds.count("nan"), sent)
+
+
+@pytest.mark.parametrize("codecs", [Codecs(), Codecs(Half(), Half())], ids=["plain", "half"])
+def test_a_run_killed_anywhere_applies_each_fault_once(
+    codecs: Codecs, new_store: Any, dying: Any, killed: type[BaseException], timeless: Any
+) -> None:
+    """The store keeps honest updates, which a resumed run reads again."""
+    run, _ = run_of(FlexFL(training=replace(TRAINING, fraction=1.0, epochs=1)), ALL, codecs)
+    run = replace(run, terms=run.terms.model_copy(update={"keep_updates": True, "stop": 2}))
+    undisturbed = new_store()
+    expected = encode(played.federated(run, undisturbed)[0].params)
+    in_memory = replace(run, terms=run.terms.model_copy(update={"keep_updates": False}))
+    assert encode(played.federated(in_memory, new_store())[0].params) == expected
+    writes = dying(new_store(), 10**6)
+    played.federated(run, writes)
+    for place in range(2, 10**6 - writes.left, 13):
+        store = new_store()
+        with pytest.raises(killed):
+            played.federated(run, dying(store, place))
+        assert encode(played.federated(run, store)[0].params) == expected, place
+        assert timeless(store) == timeless(undisturbed), place
 
 
 def _change(update: ClientUpdate, before: Params) -> float:

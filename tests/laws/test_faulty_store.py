@@ -5,21 +5,14 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fl_engine.backends import Processes
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError
-from fl_engine.rounds import loop as rounds
-from fl_engine.rounds.ledger import ledger_in
-from fl_engine.rounds.run import Run
-from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.store import FolderStore, Store, encode
-from fl_engine.testing.tracker import Memory
+from fl_engine.storage.store import FolderStore, Store
 
 MODE: dict[str, Any] = {"keep_updates": True, "stop": 3}
 Rows = Callable[[Store], list[Any]]
@@ -148,30 +141,3 @@ def test_a_folder_that_may_not_be_written_is_named(job: Any, tmp_path: Path, mon
     monkeypatch.setattr(os, "replace", denied)
     with pytest.raises(EnvironmentFailure, match=rf"{tmp_path}/rounds/00000/.*: Permission denied\. What was comm"):
         job.federate(FolderStore(tmp_path), **MODE)
-
-
-class Tight(FolderStore):
-    """Takes no large file while `full` lies beside it."""
-
-    def put(self, key: str, value: bytes) -> None:
-        if len(value) > 4096 and "/updates/" in key and (self.root / "full").exists():
-            raise EnvironmentFailure(f"{self.uri(key)}: No space left on device")
-        super().put(key, value)
-
-
-def test_a_store_that_fails_in_a_worker_process_is_no_clients_failure(job: Any, tmp_path: Path) -> None:
-    store, settings = Tight(tmp_path), RoundsConfig(stop=2, commit_every=1, evaluate_every=1000)
-    site = job.make_backend()._site
-
-    def run() -> bytes:
-        ledger = ledger_in(store, None, site.rules)
-        with closing(Processes(site, ("cpu",), ledger.mailbox)) as backend:
-            run = Run(job.algorithm, site, settings)
-            return encode(rounds.federate(run, job.initial(), backend, ledger, Memory()).params)
-
-    store.put("full", b"")
-    with pytest.raises(EnvironmentFailure, match=r"No space left on device\. What was committed stays"):
-        run()
-    assert Checkpoints(store).commits() == []
-    store.delete("full")
-    assert run() == job.federate(FolderStore(tmp_path / "undisturbed"), stop=2)

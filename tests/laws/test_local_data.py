@@ -14,8 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_engine.algorithms import FlexFL
-from fl_engine.backends.agents.roster import Member
-from fl_engine.backends.agents.seats import kept, seated
 from fl_engine.core.errors import DataError, IntegrityError, PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome
@@ -23,9 +21,10 @@ from fl_engine.data import partition_files
 from fl_engine.data.local import FORM, Form, Unknown, folders, joined, natural, of_client, of_server
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.server import ServerSite
-from fl_engine.exchange.updates import Manifest, key_of, signed
+from fl_engine.exchange.manifest import Manifest, key_of, signed
+from fl_engine.remote.registry import Member, assign_clients, clients_of_devices
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
@@ -161,40 +160,43 @@ FLEET = [Device(c, tier, 100.0, 0.0) for c, tier in enumerate(["strong", "weak",
 
 
 def member(name: str, tier: str | None) -> Member:
-    return Member(name=name, tier=tier, key="00" * 32, before="00" * 32)
+    return Member(name=name, tier=tier, invited="00" * 32)
 
 
-def test_devices_get_the_first_client_of_their_tier_in_the_order_of_their_names() -> None:
+def test_devices_get_clients_of_their_tier_in_order_of_names() -> None:
     members = [
         member("weak-10", "weak"),
         member("device-1", None),
         member("strong-1", "strong"),
         member("weak-2", "weak"),
     ]
-    assert seated({}, members, FLEET) == {"weak-2": 1, "weak-10": 2, "strong-1": 0, "device-1": 3}
-    assert seated({}, [*members, member("weak-11", "weak")], FLEET).get("weak-11") is None
+    assert assign_clients({}, members, FLEET) == {"weak-2": 1, "weak-10": 2, "strong-1": 0, "device-1": 3}
+    assert assign_clients({}, [*members, member("weak-11", "weak")], FLEET).get("weak-11") is None
 
 
-def test_a_device_stays_its_client_and_one_that_is_revoked_gives_its_place_up() -> None:
+def test_device_stays_its_client_until_it_is_revoked() -> None:
     before = {"weak-10": 1, "weak-3": 2, "strong-1": 3}
     members = [member("weak-10", "weak"), member("strong-1", "strong"), member("weak-4", "weak")]
-    assert seated(before, members, FLEET) == {"weak-10": 1, "strong-1": 3, "weak-4": 2}
+    assert assign_clients(before, members, FLEET) == {"weak-10": 1, "strong-1": 3, "weak-4": 2}
 
 
-def test_places_are_kept_in_the_store() -> None:
+def test_clients_of_devices_are_stored() -> None:
     store = MemoryStore()
-    assert kept(store, [member("weak-5", "weak")], FLEET) == {"weak-5": 1}
-    assert kept(store, [member("weak-1", "weak"), member("weak-5", "weak")], FLEET) == {"weak-1": 2, "weak-5": 1}
-    assert kept(store, iter([member("weak-5", "weak")]), FLEET) == {"weak-5": 1}
+    assert clients_of_devices(store, [member("weak-5", "weak")], FLEET) == {"weak-5": 1}
+    assert clients_of_devices(store, [member("weak-1", "weak"), member("weak-5", "weak")], FLEET) == {
+        "weak-1": 2,
+        "weak-5": 1,
+    }
+    assert clients_of_devices(store, iter([member("weak-5", "weak")]), FLEET) == {"weak-5": 1}
 
 
 @given(st.lists(st.sampled_from(["weak", "strong", None]), max_size=7), st.permutations(range(7)))
-def test_no_client_has_two_devices_and_every_device_fits(tiers: list[str | None], order: list[int]) -> None:
+def test_each_client_has_one_device_of_its_tier(tiers: list[str | None], order: list[int]) -> None:
     members = [member(f"d-{i}", tier) for i, tier in enumerate(tiers)]
-    found = seated({}, members, FLEET)
+    found = assign_clients({}, members, FLEET)
     assert len(set(found.values())) == len(found) <= len(FLEET)
     tier_of = {each.name: each.tier for each in members}
     assert all(tier_of[name] in (None, FLEET[client].tier) for name, client in found.items())
     shuffled: Iterator[Member] = (members[i] for i in order if i < len(members))
-    assert seated({}, shuffled, FLEET) == found, "in whatever order the roster lists them"
-    assert seated(found, members, FLEET) == found
+    assert assign_clients({}, shuffled, FLEET) == found, "in any order"
+    assert assign_clients(found, members, FLEET) == found

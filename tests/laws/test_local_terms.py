@@ -31,9 +31,9 @@ from fl_engine.core.types import (
 from fl_engine.core.widths import prefix
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.exchange.client import execute
-from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.traced import from_module
+from fl_engine.rounds.server import ServerSite
 from fl_engine.tasks import Classification, NextToken, Regression
 from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_data, tiny_site
 from fl_engine.training.local import Job, Trained, train

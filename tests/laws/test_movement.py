@@ -10,10 +10,10 @@ import torch
 from fl_engine.algorithms import FlexFL
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import ClientUpdate
-from fl_engine.exchange.acceptance import Moved
 from fl_engine.exchange.client import execute
-from fl_engine.exchange.movement import Movements, movement, size_of
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.rounds.acceptance import Moved
+from fl_engine.rounds.movement import Movements, movement, size_of
 from fl_engine.testing.tiny import SEED, TRAINING, context_of, start_of, tiny_site
 
 ALGORITHM = FlexFL(training=TRAINING)
@@ -56,7 +56,7 @@ def test_how_far_is_the_same_bits_in_whatever_order_of_axes() -> None:
 @pytest.mark.parametrize("held", [0, 2**20])
 def test_together_or_alone_updates_moved_as_far_to_the_bit(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
     """Of two kinds, one after the other, whether one waits for others or not."""
-    monkeypatch.setattr("fl_engine.exchange.movement.WAITING_BYTES", held)
+    monkeypatch.setattr("fl_engine.rounds.movement.WAITING_BYTES", held)
     generator = torch.Generator().manual_seed(1)
     movements, alone = Movements(PLAN, SITE.layout), {}
     for order in PLAN.orders:

@@ -17,10 +17,10 @@ from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError, Stopped
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Outcome, RoundPlan
-from fl_engine.exchange.acceptance import History
-from fl_engine.exchange.server import ServerSite
+from fl_engine.rounds.acceptance import History
 from fl_engine.rounds.collect import Clients, collect
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.overlapping import AT_ONCE_BYTES, overlapped
 from fl_engine.storage.s3 import S3Store

@@ -24,7 +24,7 @@ from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.samples import Task
 from fl_engine.core.types import LocalTask, Outcome, ParamLayout, Params, Pool, RoundPlan, TaskContext, WorkOrder
-from fl_engine.exchange.server import ServerSite
+from fl_engine.rounds.server import ServerSite
 from fl_engine.selection import SELECTIONS, Uniform
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, context_of, start_of, tiny_site, update_of
 from flexfleet import config as configs

@@ -24,11 +24,11 @@ from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.slicing import full_shapes, take
 from fl_engine.core.types import FULL, Outcome, Params, RoundPlan, SubmodelSpec
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Curiosity
 from fl_engine.selection.capacity import level_of
@@ -312,7 +312,6 @@ PRIVATE = ("algorithm.aggregation={name: private}", "rounds.norm_bound=null")
         (["rounds.stop_simulated_s=100.0"], "rounds.stop_simulated_s=null"),
         (["partition.proxy_shared=true"], "partition.proxy_shared=false"),
         (["noise.labels=0.1"], "noise.labels=0"),
-        (["run.backend=kubernetes", "kubernetes.access=ambient"], "kubernetes.access=presigned"),
         (["algorithm.name=tests.laws.test_private_runs:OwnFlexFL"], "an algorithm of your own learns .*ALGORITHMS"),
     ],
 )

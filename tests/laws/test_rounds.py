@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,19 @@ import torch
 
 from fl_engine.aggregation.server_opt import Adam, Average
 from fl_engine.algorithms.decoupled import Decoupled
-from fl_engine.algorithms.fedrolex import FedRolex
 from fl_engine.algorithms.full_model import AllLarge
-from fl_engine.backends import Processes
 from fl_engine.core.errors import ConfigError, Diverged, IntegrityError, ModelError
 from fl_engine.core.types import FULL, ClientFailure, ClientUpdate, LocalTask
 from fl_engine.data.partition import Partition
-from fl_engine.exchange.server import ServerSite
 from fl_engine.rounds import loop
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing import played
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_fleet, tiny_site
-from fl_engine.testing.tracker import Memory
 from fl_engine.training.evaluation import evaluate
 
 EVERY = {"evaluate_every": 100, "commit_every": 1}
@@ -138,28 +134,6 @@ def test_fewer_that_can_be_asked_are_all_wanted() -> None:
     few = replace(context_of(site, 0, over_provision=2.0), available=site.fleet[:8])
     plan = algorithm.plan(state, few)
     assert ([o.client for o in plan.orders], plan.wanted) == (list(range(8)), 8)
-
-
-# ------------------------------------------------------------------------------------------------ once
-class Counting(FolderStore):
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.read: list[str] = []
-
-    def get(self, key: str, limit: int | None = None) -> bytes:
-        self.read.append(key)
-        return super().get(key, limit)
-
-
-def test_an_update_that_goes_through_the_store_is_read_once(tmp_path: Path) -> None:
-    algorithm = FedRolex(training=TRAINING)
-    site = tiny_site(algorithm)
-    ledger = ledger_in(store := Counting(tmp_path), rules=site.rules)
-    run = Run(algorithm, site, RoundsConfig(stop=2, **EVERY))
-    with closing(Processes(site, ("cpu",), ledger.mailbox)) as backend:
-        loop.federate(run, start_of(algorithm, site), backend, ledger, Memory())
-    weights = [key for key in store.read if "/updates/" in key and key.endswith(".safetensors")]
-    assert len(weights) == len(set(weights)) == sum(len(row.clients) for row in ledger.checkpoints.rows())
 
 
 # ------------------------------------------------------------------------------------------------ the server

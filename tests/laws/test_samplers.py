@@ -17,7 +17,8 @@ from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, ClientUpdate, LocalTask
 from fl_engine.exchange.client import execute
-from fl_engine.exchange.updates import Rejected, packed, update_of
+from fl_engine.exchange.manifest import Rejected, packed
+from fl_engine.exchange.updates import update_of
 from fl_engine.storage.store import encode
 from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, context_of, start_of, tiny_fleet, tiny_site

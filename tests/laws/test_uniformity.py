@@ -17,9 +17,8 @@ from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.backends import InProcess
 from fl_engine.core import measures
 from fl_engine.core.errors import IntegrityError
-from fl_engine.exchange.mailbox import Closed
-from fl_engine.fleet import faults
 from fl_engine.fleet.uniformity import MEASURED, NAMES, Times, measured, uniformity
+from fl_engine.rounds.closing import Closed
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
@@ -38,7 +37,6 @@ FIGURES = tuple(name for name in NAMES if name != MEASURED)
 
 
 def federate(folder: Path, site: Any = SITE, **terms: Any) -> tuple[Any, list[Any]]:
-    site = replace(site, faults=faults.parse(terms.get("faults")))
     run = Run(ALGORITHM, site, RoundsConfig(**({"stop": 2, "evaluate_every": 100, "commit_every": 1} | terms)))
     return played.federated(run, FolderStore(folder))
 

@@ -212,7 +212,7 @@ def test_narrower_credentials_sign_what_clients_get(real: None, monkeypatch: pyt
     try:
         assert probe.upload_verb(store) == "POST"
         keys = ("site/run.json", "secret/key")
-        key = "rounds/00001/updates/1.json"
+        key = "rounds/00001/leases/ab/1.json"
         urls = UrlStore(
             {k: store.presign(k, 60) for k in keys},
             {k: store.upload(k, 100, 60, "POST") for k in (key, "rounds/00001/COMMITTED")},

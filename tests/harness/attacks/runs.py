@@ -22,7 +22,8 @@ from fl_engine.core.contracts import Algorithm
 from fl_engine.core.slicing import take
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.updates import Rejected, packed, update_of
+from fl_engine.exchange.manifest import Rejected, packed
+from fl_engine.exchange.updates import update_of
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds import run as rounds_run
 from fl_engine.rounds.ledger import ledger_in

@@ -12,14 +12,16 @@ from torch import Tensor
 from fl_engine.algorithms import FlexFL
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
 from fl_engine.exchange.client import Site, execute
-from fl_engine.exchange.mailbox import Closed, Mailbox
-from fl_engine.exchange.updates import KeyOf, Manifest, key_of, signed
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.manifest import Manifest, key_of, signed
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.rounds.closing import Closed, RoundMailbox
 from fl_engine.storage.store import MemoryStore, Store, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, context_of, start_of, tiny_site
 
 SECRET = b"a run's own, which no client has"
-CLIENTS, COORDINATOR = key_of(SECRET), key_of(SECRET, "coordinator")
+CLIENTS = key_of(SECRET)
+LEASE = "ab" * 8
 ALGORITHM = FlexFL(training=TRAINING)
 
 
@@ -53,10 +55,10 @@ class Scene:
 
     @property
     def base(self) -> str:
-        return f"rounds/{self.plan.round:05d}/updates/{self.client}"
+        return f"rounds/{self.plan.round:05d}/leases/{LEASE}/{self.client}"
 
-    def ledger(self, store: Store, *, key: KeyOf | None = CLIENTS, own: KeyOf | None = COORDINATOR) -> Mailbox:
-        return Mailbox(store, rules=replace(self.site.rules, algorithm=ALGORITHM), key=key, own=own)
+    def ledger(self, store: Store) -> Mailbox:
+        return Mailbox(store, rules=replace(self.site.rules, algorithm=ALGORITHM), key=CLIENTS, lease=LEASE)
 
     # --------------------------------------------------------------------------------------------- lies
     def payload(self, change: Callable[[str, Tensor], Tensor]) -> bytes:
@@ -70,7 +72,7 @@ class Scene:
         """The files of the honest answer, with another payload or other fields of the manifest; signed with the order's
         own key or another `key`."""
         store = MemoryStore()
-        self.ledger(store, own=None).put_outcome(self.plan, self.honest)
+        self.ledger(store).put_outcome(self.plan, self.honest)
         manifest = Manifest.model_validate_json(store.files[f"{self.base}.json"])
         value = store.files[f"{self.base}.safetensors"] if payload is None else payload
         manifest = manifest.model_copy(update={"sha256": sha256(value), "signature": None, **said})
@@ -94,15 +96,20 @@ class Scene:
         adopted = [o for o in self.ledger(store).finished(self.plan) if isinstance(o, ClientUpdate)]
         return "refused when it came, and adopted on resume" if adopted else None
 
+    def round(self, store: Store) -> RoundMailbox:
+        """The round's results, which the coordinator writes."""
+        return RoundMailbox(store, rules=replace(self.site.rules, algorithm=ALGORITHM), key=CLIENTS)
+
     def closed(self, store: Store) -> Closed:
-        """Closes the round with the answers that are there."""
-        ledger = self.ledger(store)
-        there = {o.client: o for o in ledger.finished(self.plan)}
+        """Closes the round with the results that the workers have sent."""
+        there = {o.client: o for o in self.ledger(store).finished(self.plan)}
         for order in self.plan.orders:
-            if order.client not in there:
-                ledger.put_outcome(self.plan, ClientFailure(self.plan.round, order.client, "pod", "did not answer"))
-        return ledger.close(self.plan, sorted(self.plan.order_of))
+            lost = ClientFailure(self.plan.round, order.client, "pod", "did not answer")
+            self.round(store).put_outcome(self.plan, there.get(order.client, lost))
+        box = self.round(store)
+        assert len(list(box.finished(self.plan))) == len(self.plan.orders)
+        return box.close(self.plan, sorted(self.plan.order_of))
 
     def merged(self, store: Store, closed: Closed) -> Outcome:
         """What the merge gets from the liar."""
-        return self.ledger(store).accepted(self.plan, self.client, closed)
+        return self.round(store).accepted(self.plan, self.client, closed)

@@ -13,11 +13,10 @@ from typing import Any
 
 import yaml
 
-from fl_engine.algorithms.pooled import Training
-from fl_engine.backends.kubernetes import jobs
-from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.errors import BadInput, FlexfleetError
-from fl_engine.testing.tiny import SEED, context_of, start_of, tiny_site
+from fl_engine.remote.kubernetes import jobs
+from fl_engine.remote.kubernetes.settings import KubernetesConfig
+from fl_engine.testing.tiny import tiny_site
 from flexfleet import cli
 from flexfleet.config import load_config
 from flexfleet.files.alone import alone
@@ -82,12 +81,10 @@ def configured(*sets: str) -> str | None:
 
 def a_node_with_many_devices() -> str | None:
     """If clients' data lies on their devices, a node may only get the orders of its own client."""
-    algorithm = ALGORITHM.__class__(training=Training(fraction=1.0))
-    site = tiny_site(algorithm)
-    orders = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders
-    found = jobs.groups(orders, site.fleet, KubernetesConfig(placement="device", data="host:/data"))
-    shared = [group for group in found if sum(len(pod) for pod in group.pods) > 1 or group.host is None]
-    return f"{len(shared)} Secrets are of more than one device" if shared else None
+    fleet = tiny_site(ALGORITHM).fleet
+    found = jobs.classes(fleet, KubernetesConfig(placement="device", data="host:/data"))
+    shared = len(fleet) - len({of.host for of in found.values() if of.host is not None})
+    return f"{shared} devices share a node with another one" if shared else None
 
 
 def any_address() -> str | None:
@@ -113,12 +110,10 @@ ATTACKS = (
     _attack("a run's name: an option", "to be read as one", a_runs_name, "-a"),
     _attack("a lock that is a link", "to empty somebody's file", a_lock_that_is_a_link),
     _attack("a deadline beyond seven days", "URLs that end before", configured, f"kubernetes.deadline_s={WEEK_S + 1}"),
-    _attack("a wait beyond seven days", "the same", configured, f"kubernetes.pending_s={WEEK_S}"),
     _attack("private, with a reference", "all data's APoZ", configured, *PRIVATE, "pretrain.reference=true"),
     _attack("private, with a shared proxy", "clients' APoZ", configured, *PRIVATE, "partition.proxy_shared=true"),
     _attack("private, by the clock", "sample counts", configured, *PRIVATE, "rounds.stop_simulated_s=9.0"),
     _attack("private, curious", "single outcomes", configured, *PRIVATE, "algorithm.selection={name: curiosity}"),
-    _attack("private, ambient", "pods that read all", configured, *PRIVATE, *IN_PODS, "kubernetes.access=ambient"),
     _attack("private, with a bound", "others decide", configured, *PRIVATE, "rounds.norm_bound=10"),
     _attack("placement: device", "the keys of other devices", a_node_with_many_devices),
     _attack("a pod's network", "any address on 443", any_address),

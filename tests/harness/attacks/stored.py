@@ -81,11 +81,11 @@ def hidden(hide: Hide, world: World, late: bool = False, kind: str = "safetensor
         with waiting() as slept:
             if late:
                 found = s.merged(store, closed)
-                others = s.ledger(store).accepted(s.plan, other.client, closed)
+                others = s.round(store).accepted(s.plan, other.client, closed)
             else:
                 found = s.ledger(store).receive(s.plan, s.client)
                 others = s.ledger(store).receive(s.plan, other.client)
-            adopted = {o.client for o in s.ledger(store).finished(s.plan)}
+            adopted = {o.client for o in (s.round if late else s.ledger)(store).finished(s.plan)}
     except FlexfleetError as error:
         return f"stops the run, also after --resume: {type(error).__name__}: {str(error)[:160]}"
     if isinstance(others, ClientFailure) or other.client not in adopted:

@@ -17,7 +17,8 @@ from torch import Tensor
 from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import ClientFailure, ClientUpdate, Params, SubmodelSpec
 from fl_engine.exchange import updates
-from fl_engine.exchange.updates import key_of, payload_bytes
+from fl_engine.exchange.manifest import key_of
+from fl_engine.exchange.updates import payload_bytes
 from fl_engine.storage.store import MemoryStore, encode
 from fl_engine.testing.tiny import assert_same_outcomes
 from tests.harness.attacks.scene import CLIENTS, Scene
@@ -130,7 +131,7 @@ def as_coordinator(stage: str) -> str | None:
     s, store = scene(), MemoryStore()
     store.files |= s.files(spec=None, sha256=None, stage=stage, reason="lost")
     found = s.ledger(store).receive(s.plan, s.client)
-    honest_stages = ("drop", "prune", "train", "validate")
+    honest_stages = ("prune", "train", "validate")
     if isinstance(found, ClientFailure) and found.stage in honest_stages:
         return None
     return f"said for the coordinator: {found}"

@@ -1,0 +1,357 @@
+"""A worker's side of its mailbox, without a process: what it stores, obeys and sends."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.remote.mailboxes import Mailboxes
+from fl_engine.remote.messages import HEARTBEAT, MESSAGE, Assignment, Heartbeat, Lease, Message
+from fl_engine.remote.registry import Registry
+from fl_engine.storage import code
+from fl_engine.storage.store import FolderStore
+from fl_engine.storage.sums import sum_of
+from fl_engine.training import cgroup
+from flexfleet.cli import dispatch
+from flexfleet.files.artifacts import RunFile
+from flexfleet.worker import server
+from flexfleet.worker.__main__ import main
+from flexfleet.worker.execute import prepare
+from flexfleet.worker.mailbox import FILE, WorkerMailbox, device_of
+from tests.harness.played import START, Clock
+
+LEASE = Lease(id="11" * 8, seconds=3600, assignment=Assignment(round=0, clients=(0,), store="x"))
+LOCK = "lease/00001.json"
+
+
+def never(why: str) -> NoReturn:
+    raise AssertionError(why)
+
+
+class Place:
+    """A coordinator's mailboxes in a folder, and a device weak-1."""
+
+    def __init__(self, path: Path, patch: pytest.MonkeyPatch) -> None:
+        self.patch, self.folder, self.file = patch, path / "device", path / "weak-1.json"
+        self.home, self.registry = FolderStore(path / "home"), Registry(FolderStore(path / "registry"))
+        self.mailboxes = Mailboxes(self.home, lock=LOCK)
+        self.file.write_text(self.mailboxes.invite(self.registry, "weak", None).model_dump_json())
+        self.options = [f"--invite={self.file}", f"--folder={self.folder}"]
+
+    def device(self, process: str = "00" * 8) -> WorkerMailbox:
+        device, folder = device_of(str(self.file), self.folder)
+        return WorkerMailbox(FolderStore(folder, 0o600), device, process)
+
+    def write(self, device: WorkerMailbox, **changes: Any) -> Message:
+        """The next message for a device that has enrolled."""
+        member = self.registry.member("weak-1").model_copy(update={"id": device.device.id})
+        before = Message.model_validate_json(self.home.get(f"weak-1/{MESSAGE}"))
+        return self.mailboxes.write(member, before, **{"worker": device.process, **changes})
+
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat.model_validate_json(self.home.get(f"weak-1/{HEARTBEAT}"))
+
+    def served(
+        self, device: WorkerMailbox, silence_s: float, each: Callable[[float], None] = lambda passed: None,
+        trains: Callable[..., None] = lambda *_: None, restart: Callable[[str], NoReturn] = never,
+    ) -> Clock:  # fmt: skip
+        """Serve until silence. `each(seconds)` is called after each sleep."""
+        clock = Clock(each=each)
+        self.patch.setattr(server, "Working", lambda *_: nullcontext())
+        self.patch.setattr(server, "time", clock)
+        self.patch.setattr(server.Server, "_train", lambda _, *given: trains(*given))
+        server.Server(device, restart).serve(silence_s, False)
+        return clock
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setenv(server.DONE, "")
+    monkeypatch.setenv(server.PROCESS, "00" * 8)
+    return Place(tmp_path, monkeypatch)
+
+
+def test_older_message_is_not_obeyed(place: Place) -> None:
+    """Not even after the device was started again."""
+    device = place.device()
+    old = place.write(device, run="a")
+    place.write(device, run="b")
+    assert device.read().run == "b"
+    place.home.put(f"weak-1/{MESSAGE}", old.text())
+    for each in (device, place.device()):
+        with pytest.raises(IntegrityError):
+            each.read()
+
+
+def test_lease_of_another_process_is_not_obeyed(place: Place) -> None:
+    device = place.device()
+    place.write(device, lease=LEASE)
+    assert device.read().lease == LEASE and place.device("11" * 8).read().lease is None
+
+
+@pytest.mark.parametrize("why", ["revoked", "enrolled"])
+def test_device_that_is_not_wanted_ends_with_42(place: Place, flexfleet: Callable[..., Any], why: str) -> None:
+    """It was revoked, or another device has enrolled with the same invitation."""
+    if why == "revoked":
+        place.mailboxes.revoke(place.registry, "weak-1")
+    else:
+        other = WorkerMailbox(FolderStore(place.folder.parent), device_of(str(place.file), place.folder)[0], "")
+        place.write(other, worker=None)
+    assert flexfleet("agent", *place.options).code == 42
+    assert (place.folder / FILE).exists() == (why == "enrolled"), "only a signed message makes it forget its key"
+
+
+def test_device_does_not_import_the_code_of_a_run(place: Place) -> None:
+    sha = "0" * 64
+    run = RunFile(run_id="a", config={}, numerics={}, pool_sha256=sha, partition_sha256=sha, code_sha256=sha)
+    place.home.put("site/run.json", value := run.model_dump_json().encode())
+    given = LEASE.assignment.model_copy(update={"site": {"run.json": sum_of(value)}, "code": sha})
+    with pytest.raises(ClientError, match=r"run\.code"):
+        prepare(given, place.home, pod=False)
+
+
+def test_late_heartbeat_does_not_hide_a_failure(place: Place) -> None:
+    """The thread's heartbeat hangs in the network when the main thread has failed."""
+    device, hangs, on, put = place.device(), threading.Event(), threading.Event(), FolderStore.put
+    message = device.read().model_copy(update={"lease_s": 0.06})
+
+    def slow(store: FolderStore, key: str, value: bytes) -> None:
+        if key == HEARTBEAT and threading.current_thread().name == "heartbeats":
+            hangs.set()
+            assert on.wait(5)
+        put(store, key, value)
+
+    place.patch.setattr(FolderStore, "put", slow)
+    with (working := server.Working(device, message, LEASE, never)):
+        assert hangs.wait(5)
+        threading.Timer(0.05, on.set).start()
+    device.failed("no data here")
+    working._thread.join(5)
+    found = place.heartbeat()
+    assert (found.state, found.error, found.lease) == ("failed", "no data here", LEASE.id)
+
+
+def test_unsent_failure_is_sent_again(place: Place) -> None:
+    clock, device, put, tries = Clock(), place.device(), FolderStore.put, itertools.count()
+
+    def broken(store: FolderStore, key: str, value: bytes) -> None:
+        if next(tries) < 3:
+            raise EnvironmentFailure("no answer")
+        put(store, key, value)
+
+    place.patch.setattr(FolderStore, "put", broken)
+    place.patch.setattr("flexfleet.worker.mailbox.time", clock)
+    device.failed("no data here")
+    assert place.heartbeat().state == "failed" and clock.passed < device.lease_s
+
+
+def test_thread_that_ends_leases_survives_a_bug(place: Place) -> None:
+    device, tries, ended = place.device(), itertools.count(), threading.Event()
+    message = device.read().model_copy(update={"lease_s": 0.06})
+
+    def broken() -> Message:
+        if next(tries) < 2:
+            raise RuntimeError("a bug")
+        return message
+
+    place.patch.setattr(device, "read", broken)
+    with server.Working(device, message, LEASE, lambda why: ended.set()):  # type: ignore[arg-type,return-value]
+        assert ended.wait(5), "it has read that the lease has ended"
+    assert os.environ[server.DONE] == LEASE.id
+
+
+def test_assignment_over_its_time_ends_without_a_heartbeat(place: Place) -> None:
+    """A heartbeat may take long if the network hangs, and would prolong the lease."""
+    clock, device = Clock(), place.device()
+    place.patch.setattr(server, "time", clock)
+    working = server.Working(device, device.read(), LEASE, never)
+    place.patch.setattr(device, "beat", lambda *_, **__: never("a heartbeat"))
+    clock.sleep(LEASE.seconds + 1)
+    assert working._ended()
+
+
+@pytest.mark.parametrize("pod", [True, False])
+@pytest.mark.parametrize("owners", [None, "cuda:1"])
+def test_torch_device_and_memory_depend_on_the_worker(place: Place, pod: bool, owners: str | None) -> None:
+    """The owner may name the torch device. A pod needs a memory limit: all that its node has free says nothing."""
+    device, seen, nothing = place.device(), list[Any](), server.Prepared(None, None, "")  # type: ignore[arg-type]
+    place.patch.setattr(server, "prepare", lambda given, *_: seen.append(given.device) or nothing)
+    place.patch.setattr(server, "execute", lambda lease, *more: seen.extend([lease.assignment.device, more[-1]]))
+    device.device = device.device.model_copy(update={"pod": pod})
+    told = LEASE.assignment.model_copy(update={"store": str(place.home.root.parent), "device": "cuda:0"})
+    server.Server(device, never, owners)._train(device.read(), LEASE.model_copy(update={"assignment": told}))
+    assert seen == [owners or "cuda:0"] * 2 + [cgroup.room if pod else cgroup.room_of_device]
+
+
+def test_message_with_new_urls_takes_no_heartbeat(place: Place) -> None:
+    """One message and one heartbeat in ten minutes, and one heartbeat soon after a new run has begun."""
+    device, beats, written = place.device(), list[float](), [0.0]
+
+    def each(passed: float) -> None:
+        if passed < 7200 and passed - written[-1] > 600:
+            place.write(device, run="b" if passed > 6700 else "")
+            written.append(passed)
+
+    place.patch.setattr(device, "beat", lambda *_: beats.append(server.time.monotonic() - START))
+    assert place.served(device, 3600.0, each).passed > 7200 + 3000, "messages are signs of life"
+    assert len([at for at in beats if 1200 < at <= 6600]) <= 9
+    changed = next(at for at in written if at > 6700)
+    assert any(changed <= at <= changed + 60 for at in beats)
+
+
+def test_device_with_old_urls_logs_it_each_ten_minutes(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    device, numbers = place.device(), itertools.count()
+
+    def refused() -> Message:
+        raise IntegrityError(f"HTTP 403 <Error><RequestId>{next(numbers)}</RequestId>")
+
+    place.patch.setattr(device, "read", refused)
+    place.served(device, 1500.0)
+    told = [each for each in caplog.messages if "403" in each]
+    assert next(numbers) > 100 and len(told) == 3 and all("flexfleet invite" in each for each in told)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_device_ends_when_the_lock_of_the_coordinator_is_silent(place: Place, lives: bool) -> None:
+    """There is no new message for an hour, because the coordinator does something else."""
+    place.write(device := place.device())
+    until = 3600 if lives else 0
+    clock = place.served(device, 300, lambda passed: place.home.put(LOCK, str(min(passed, until) // 5).encode()))
+    assert until + 300 <= clock.passed < until + 400 and device.requests < 400
+
+
+def test_long_assignment_is_not_silence(place: Place) -> None:
+    """There is no new message meanwhile; the next lease comes a little later."""
+    ends = list[float]()
+    place.write(device := place.device(), lease=LEASE)
+
+    def trains(*_: Any) -> None:
+        server.time.sleep(500)
+        ends.append(server.time.monotonic() - START)
+
+    def each(passed: float) -> None:
+        place.home.put(LOCK, f"{passed // 5}".encode() if len(ends) < 2 else b"0")
+        if len(ends) == 1 and passed > ends[0] + 2:
+            place.write(device, lease=LEASE.model_copy(update={"id": "22" * 8}))
+
+    place.served(device, 300, each, trains)
+    assert len(ends) == 2
+
+
+def test_failure_is_shown_until_the_coordinator_has_read_it(place: Place) -> None:
+    """With agents.lease_s=1200 it reads heartbeats every 100 seconds."""
+    seen = list[str]()
+    place.write(device := place.device(), lease=LEASE, lease_s=1200.0)
+
+    def trains(*_: Any) -> None:
+        raise EnvironmentFailure("no data here")
+
+    def each(passed: float) -> None:
+        if passed // 100 > len(seen):
+            seen.append(place.heartbeat().state)
+            if len(seen) == 1:
+                place.write(device, lease=None)
+
+    place.served(device, 1000.0, each, trains)
+    assert seen[0] == "failed" and {*seen[1:]} == {"idle"}
+
+
+@pytest.mark.parametrize("done", [LEASE.id, ""])
+def test_process_is_replaced_after_many_orders(place: Place, done: str) -> None:
+    """The new process does not execute the same lease again."""
+    place.write(device := place.device(), lease=LEASE)
+    place.patch.setattr(server, "RECYCLE", 1)
+    place.patch.setenv(server.DONE, done)
+    with nullcontext() if done else pytest.raises(SystemExit, match=LEASE.id):
+        place.served(device, 60.0, restart=lambda why: sys.exit(os.environ[server.DONE]))
+
+
+def test_invitation_is_needed_once(place: Place) -> None:
+    """Afterwards the folder is found, wherever systemd or the user has it."""
+    device = place.device()
+    place.file.unlink()
+    assert device_of(str(place.file), place.folder) == (device.device, place.folder)
+    for where, folder in ((f"{place.file}.other", place.folder), (str(place.file), place.folder.parent)):
+        with pytest.raises(ConfigError):
+            device_of(where, folder)
+    place.patch.setenv("STATE_DIRECTORY", str(place.folder))
+    assert device_of(str(place.file), None)[1] == place.folder
+    place.patch.delenv("STATE_DIRECTORY")
+    place.patch.setenv("XDG_STATE_HOME", str(place.folder.parent))
+    (own := place.folder.parent / "flexfleet").mkdir()
+    place.folder.rename(own / "weak-1")
+    assert device_of(str(place.file), None)[1] == own / "weak-1"
+
+
+def test_device_key_is_readable_by_its_owner_only(place: Place) -> None:
+    """At every instant."""
+    modes, replace = list[int](), os.replace
+    place.patch.setattr("os.replace", lambda part, to: (modes.append(os.stat(part).st_mode & 0o777), replace(part, to)))
+    place.device()
+    assert modes == [0o600]
+
+
+@pytest.mark.parametrize("where", ["destructor", "main"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_ended_device_reports_it(place: Place, unstopped: None, number: signal.Signals, where: str) -> None:
+    """However often it gets the signal. Python drops exceptions that a handler raises in a destructor."""
+    put = FolderStore.put
+
+    class Resource:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    def serve(*_: Any) -> None:
+        if where == "main":
+            signal.raise_signal(number)
+        Resource()
+        time.sleep(5)
+
+    def told_again(store: FolderStore, key: str, value: bytes) -> None:
+        if key == HEARTBEAT:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGHUP)
+        put(store, key, value)
+
+    place.patch.setattr(FolderStore, "put", told_again)
+    place.patch.setattr(server.Server, "serve", serve)
+    assert (dispatch(["agent", *place.options]), place.heartbeat().state) == (143, "gone")
+
+
+@pytest.mark.parametrize(("flag", "level"), [("-q", logging.WARNING), ("-v", logging.DEBUG)])
+def test_replaced_process_has_equal_options_and_no_old_code(place: Place, flag: str, level: int) -> None:
+    folder, started = place.folder.parent, list[list[str]]()
+    place.patch.setattr(tempfile, "tempdir", str(folder))
+    (folder / "mine42.py").write_text("VALUE = 1\n")
+    wheel = code.pack(folder / "mine42.py")
+    loggers = [logging.getLogger(name) for name in ("flexfleet", "fl_engine")]
+
+    def execv(path: str, argv: list[str]) -> None:
+        assert not list(folder.glob("flexfleet-code-*"))
+        started.append(argv[1:])
+        raise SystemExit(0)
+
+    place.patch.setattr(server.os, "execv", execv)
+    place.patch.setattr(server.Server, "serve", lambda server, *_: server._restart("enough"))
+    for run, argv in ((dispatch, ["agent", *place.options, "--device=cpu", flag]), (main, None)):
+        code.enable(wheel.value, wheel.sha256, "here")
+        for logger in loggers:
+            place.patch.setattr(logger, "level", logging.NOTSET)
+        with pytest.raises(SystemExit):
+            run(argv or started[-1][2:])
+        assert {logger.level for logger in loggers} == {level}
+    code.disable()
+    assert started[0] == started[1] and started[0][:2] == ["-m", "flexfleet.worker"] and "--device=cpu" in started[0]

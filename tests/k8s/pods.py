@@ -1,0 +1,185 @@
+"""Pods as threads of this process: quick, for what befalls them rather than what they do."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine.core.errors import ClientError, FlexfleetError
+from fl_engine.remote.kubernetes.jobs import CLASS
+from fl_engine.storage.checkpoints import Row
+from fl_engine.storage.store import FolderStore
+from flexfleet.worker import server as program
+from flexfleet.worker.mailbox import WorkerMailbox, device_of
+from flexfleet.worker.options import add_options
+
+Rounds = Callable[..., Path]
+Remote = tuple[str, ...]
+Expected = Callable[[int], bytes]
+Rows = Callable[[Remote, str], list[Row]]
+
+EVERYBODY = ("training.fraction=1.0",)
+"""Six clients."""
+PACKED = (*EVERYBODY, "kubernetes.clients_per_pod=2")
+LIFETIMES = ("run", "round")
+BOUND = ("kubernetes.placement=device", "kubernetes.hostname=pi-{client}")
+"""Each client has a node of its own."""
+APART = "kubernetes.pools={strong: {image: other:1}}"
+"""The tier `strong`, which has two of a round's three orders, is a class of its own, which shares no pods."""
+
+
+def model(out: Path) -> bytes:
+    return (out / "model.safetensors").read_bytes()
+
+
+def jobs_of(cluster: Any) -> list[dict[str, Any]]:
+    return [each for each in cluster.created if each["kind"] == "Job"]
+
+
+def class_of(job: dict[str, Any]) -> str:
+    return str(job["metadata"]["annotations"][CLASS])
+
+
+def failures(row: Row) -> dict[int, str]:
+    """Map each client that has failed to the reason."""
+    return {line["client"]: line["failure"] for line in row.clients if "failure" in line}
+
+
+def killed(*_: Any, **__: Any) -> Any:
+    """Stands for SIGKILL of the coordinator."""
+    raise Killed
+
+
+class Killed(BaseException):
+    """What ends a coordinator at an instant of the test's choice."""
+
+
+class Ended(SystemExit):
+    """Stands for SIGKILL."""
+
+
+class Drained(SystemExit):
+    """Stands for SIGTERM, as a drained node sends it. The cluster hears of the pod's end a little later."""
+
+
+class Mortal(WorkerMailbox):
+    """Says and reads nothing once its pod is dead, or cut off."""
+
+    pod: Pod
+
+    def read(self) -> Any:
+        self.pod.live()
+        return super().read()
+
+    def beat(self, *args: Any, **more: Any) -> bool:
+        self.pod.live()
+        return super().beat(*args, **more)
+
+
+class Working(program.Working):
+    """Its thread ends with its pod, and says nothing."""
+
+    def _serve(self) -> None:
+        with suppress(Ended):
+            super()._serve()
+
+
+class Pod:
+    """What the kubelet needs of a process. `at_work` is called with each assignment, before it is executed."""
+
+    at_work: Callable[[Pod, Any], None] = staticmethod(lambda pod, given: None)
+    all: list[Pod]
+
+    def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
+        log.touch()
+        self.name, self.orders = log.parent.name, list[tuple[int, int]]()
+        self.dead, self._code = threading.Event(), None
+        self._said = Path(env["FLEXFLEET_TERMINATION_LOG"])
+        p = argparse.ArgumentParser()
+        add_options(p)
+        assert command[1:3] == ["-m", "flexfleet.worker"]
+        self.options = p.parse_args(command[3:])
+        device, folder = device_of(self.options.invite, Path(self.options.folder))
+        self.mailbox = Mortal(FolderStore(folder, 0o600), device, env["FLEXFLEET_WORKER"])
+        self.mailbox.pod = self
+        self.all.append(self)
+        threading.Thread(target=self._live, daemon=True).start()
+
+    def live(self) -> None:
+        if self.dead.is_set():
+            raise Ended
+
+    def _live(self) -> None:
+        mine.pod = self
+        try:
+            program.Server(self.mailbox, self._restart).serve(program.POD_SILENCE_S, self.options.once)
+            code = 0
+        except FlexfleetError as error:
+            self._said.write_text(str(error))
+            code = 42 if isinstance(error, ClientError) else 6
+        except Drained:
+            self.mailbox.beat("gone")
+            time.sleep(1.0)
+            code = 143
+        except Ended:
+            code = 137
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        with suppress(BaseException):
+            self.mailbox.beat("gone")
+        self._code = code
+
+    def _restart(self, why: str) -> Any:
+        self.dead.set()
+        raise Ended(why)
+
+    def poll(self) -> int | None:
+        return 137 if self.dead.is_set() else self._code
+
+    def kill(self) -> None:
+        self.dead.set()
+
+    def hang(self) -> None:
+        """The thread that trains never comes back, and neither does the one that sends heartbeats."""
+        hung = threading.Event()
+        self.live = hung.wait  # type: ignore[method-assign, assignment]
+        hung.wait()
+
+
+mine = threading.local()
+
+
+@contextmanager
+def threads_on(cluster: Any) -> Iterator[type[Pod]]:
+    """The cluster's pods are such threads."""
+
+    class Here(Pod):
+        all: list[Pod] = []  # noqa: RUF012
+
+    execute = program.execute
+
+    def noted(lease: Any, *rest: Any) -> None:
+        pod, given = mine.pod, lease.assignment
+        pod.orders += [(given.round, client) for client in given.clients]
+        Here.at_work(pod, given)
+        pod.live()
+        execute(lease, *rest)
+
+    cluster.start = Here
+    cluster.slots = threading.Semaphore(1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "execute", noted)
+        patch.setattr(program, "Working", Working)
+        patch.setattr("fl_engine.remote.kubernetes.controller.POLL_S", 0.1)
+        yield Here
+        for pod in Here.all:
+            pod.kill()

@@ -1,0 +1,135 @@
+"""Runs in pods end in the bits of runs in one process: other samples, tasks, codecs, methods and devices."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_engine.remote.kubernetes.provisioner import Pods
+from fl_engine.storage.checkpoints import Checkpoints, Row
+from fl_engine.storage.client_states import ClientStates, named
+from fl_engine.storage.places import open_store
+from fl_engine.storage.store import FolderStore, Store
+from fl_engine.testing.tiny import assert_same_bits, measured_alike
+from tests.k8s.pods import LIFETIMES, Killed, Pod, Remote, Rounds, failures, jobs_of, killed, model
+
+KINDS = "fl_engine.testing.kinds"
+WAYS: dict[str, tuple[str, ...]] = {
+    "regression": (f"dataset.name={KINDS}:TABLE", f"model.name={KINDS}:TinyMLP", "algorithm.epsilon=40.0"),
+    "tokens": (f"dataset.name={KINDS}:SEQUENCES", f"model.name={KINDS}:TinyTokens", "algorithm.epsilon=40.0"),
+    "next_token": (
+        f"dataset.name={KINDS}:TEXT", "model.name=text_transformer", "model.layers=1", "model.heads=4",
+        "model.head_size=3", "model.embedding=12", "model.hidden=32", "partition.rule=iid", "algorithm.epsilon=40.0",
+    ),
+    "detection": (
+        f"dataset.name={KINDS}:BOXES", f"model.name={KINDS}:TinyDetector", "algorithm.epsilon=40.0",
+        "training.augment=[{name: flip, vertical: 0.5}, {name: scale}, {name: mixup}]",
+    ),
+    "drawn and changed": (
+        "algorithm.name=heterofl", "training.sampler.name=balanced",
+        "training.augment=[{name: crop, padding: 2}, {name: flip}]",
+        "training.schedule={name: cosine, floor: 0.1, restart: 1}",
+    ),
+    "wrong labels": ("algorithm.name=heterofl", "noise.labels=0.5", "noise.epochs=1", "noise.sure=1.0"),
+    "half down, streams up": ("codec.down.name=half", "codec.up.name=fl_engine.testing.codecs:Deflated"),
+    "fedx": (
+        "algorithm.name=fedx", "algorithm.up=quantised", "algorithm.bits=[8, 12]", "partition.proxy=0.3",
+        "pretrain.epochs=2",
+    ),
+    "own objective and optimizer": (
+        "algorithm.kd_weight=0.0", "training.objective=fl_engine.testing.own:loss",
+        "training.optimiser=fl_engine.testing.own:sgd",
+    ),
+    "qsgd": ("codec.down.name=qsgd", "codec.down.bits=9", "codec.up.name=qsgd", "codec.up.coding=elias"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pods_give_the_bits_of_one_process(
+    flexfleet: Any, pods: type[Pod], cluster: Any, remote: Remote, tiny: Sequence[str], way: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    own = WAYS[way]
+    sets = [each for each in tiny if not (own[0].startswith("dataset.") and each.startswith(("dataset.", "model.")))]
+    here, there = (
+        flexfleet("run", "--json", "--run-id", name, sets=[*sets, *own, *more])
+        for name, more in {"here": (), "pods": remote}.items()
+    )
+    assert (here.code, there.code) == (0, 0), there.err
+    for name in ("model_sha256", "bytes", "waste"):
+        assert there.json[name] == here.json[name]
+    assert jobs_of(cluster)
+
+
+def test_faults_are_those_of_one_process(pods: type[Pod], rounds: Rounds, remote: Remote, rows: Any) -> None:
+    sets = ("training.fraction=1.0", "rounds.faults='drop=0.2,slow=0.2x2,nan=0.2,flip=0.2,corrupt=0.2,always'")
+    assert model(rounds("struck", *remote, *sets)) == model(rounds("here", *sets))
+    assert {failure.partition(":")[0] for failure in failures(rows(remote, "struck")[0]).values()} >= {"drop"}
+
+
+# ------------------------------------------------------------------------------------------ killed coordinators
+def lines(rows: list[Row]) -> list[list[dict[str, Any]]]:
+    """The lines of each round's clients, without what differs between equal runs."""
+    return [[measured_alike(line) for line in row.clients] for row in rows]
+
+
+def heads(store: Store) -> dict[int, Any]:
+    checkpoints = Checkpoints(store)
+    files = named(checkpoints.rest(checkpoints.commits()[-1]))
+    return {client: ClientStates(checkpoints).get(name) for client, name in files.items()}
+
+
+PERSONAL = (
+    "algorithm.name=fl_engine.testing.personal:PersonalHeads",
+    "algorithm.selection={name: fl_engine.testing.utility:LargestUtility}",
+)
+BUFFERED = ("rounds.mode=buffered", "rounds.buffer=1")
+
+
+@pytest.mark.parametrize("own", [PERSONAL, BUFFERED], ids=["client state", "asynchronous"])
+def test_killed_coordinator_changes_no_bit(
+    pods: type[Pod], rounds: Rounds, remote: Remote, rows: Any, own: tuple[str, ...]
+) -> None:
+    """It is killed when clients have been sent what they stored before, or while updates are pending."""
+    sets = (*own, "training.fraction=0.7")
+    rounds("pods", *remote, *sets, "rounds.stop=2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pods, "need", killed)
+        with pytest.raises(Killed):
+            rounds("pods", *remote, *sets, "rounds.stop=4", resume=True)
+    alone = rounds("alone", *sets, "rounds.stop=4")
+    assert model(rounds("pods", *remote, *sets, "rounds.stop=4", resume=True)) == model(alone)
+    found, expected = rows(remote, "pods"), Checkpoints(FolderStore(alone)).rows()
+    assert lines(found) == lines(expected)
+    if own is BUFFERED:
+        assert max(line.get("staleness", 0) for row in found for line in row.clients) > 0
+        return
+    assert all(0 < line["utility"] < math.inf for row in found for line in row.clients)
+    assert [row.metrics["bytes_down"] for row in found] == [row.metrics["bytes_down"] for row in expected]
+    there, here = heads(open_store(f"{remote[1].partition('=')[2]}/pods")), heads(FolderStore(alone))
+    assert there.keys() == here.keys()
+    for client, head in here.items():
+        assert_same_bits(there[client], head)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("lifetime", LIFETIMES)
+def test_pods_with_a_gpu_give_the_bits_of_one_process_with_it(
+    lifetime: str, cluster: Any, rounds: Rounds, remote: Remote
+) -> None:
+    """New interpreters, because a process that has used CUDA cannot be forked."""
+    cluster.python, cluster.slots = sys.executable, threading.Semaphore(100)
+    pools = json.dumps({tier: {"torch_device": "cuda"} for tier in ("weak", "medium", "strong")})
+    own = (*remote, f"kubernetes.lifetime={lifetime}", f"kubernetes.pools={pools}", "rounds.stop=2")
+    found = model(rounds("pods", *own))
+    assert found == model(rounds("here", "run.devices=[cuda]", "rounds.stop=2")), "\n".join(cluster.logs)
+    assert found != model(rounds("cpu", "rounds.stop=2")), "a GPU rounds in another way"

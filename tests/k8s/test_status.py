@@ -1,0 +1,118 @@
+"""What the status of Jobs, pods and events says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fl_engine.remote.kubernetes import status
+
+Resource = dict[str, Any]
+GONE = {"metadata": {"deletionTimestamp": "now"}}
+DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "drained"}
+PROXY = {"name": "proxy", "state": {"running": {}}}
+"""A container that a webhook has put into the pod."""
+
+
+def pod(phase: str = "Pending", deleted: bool = False, **status: Any) -> Resource:
+    meta = {"uid": "p", "annotations": {"batch.kubernetes.io/job-completion-index": "4"}}
+    return {"metadata": meta | (GONE["metadata"] if deleted else {}), "status": {"phase": phase, **status}}
+
+
+def client(**state: Any) -> list[Resource]:
+    return [PROXY, {"name": "client", "state": state}]
+
+
+def ended(code: int, reason: str = "Error", message: str = "") -> list[Resource]:
+    return client(terminated={"exitCode": code, "reason": reason, "message": message})
+
+
+def unschedulable(message: str, reason: str = "Unschedulable") -> Resource:
+    condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": message}
+    return pod(conditions=[condition])
+
+
+FULL = "0/4 nodes are available: 1 node(s) had untolerated taint {a: }, 3 Insufficient cpu."
+NOWHERE = "0/4 nodes are available: 4 node(s) didn't match Pod's node affinity/selector."
+LOW = {"reason": "Evicted", "message": "low on memory"}
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason", "flags"),
+    [
+        (pod(), "", ""),
+        (pod(containerStatuses=client(waiting={"reason": "ContainerCreating"})), "", ""),
+        (pod(containerStatuses=client(waiting={"reason": "ErrImagePull", "message": "no"})), "ErrImagePull: no", ""),
+        (pod(initContainerStatuses=[{"name": "mesh", "state": {"waiting": {"reason": "ImagePullBackOff"}}}]),
+         "ImagePullBackOff", ""),
+        (unschedulable(FULL), f"Unschedulable: {FULL}", "queued"),
+        (unschedulable(NOWHERE), f"Unschedulable: {NOWHERE}", ""),
+        (unschedulable("", "SchedulingGated"), "SchedulingGated", "queued"),
+        (pod("Running", containerStatuses=client(running={})), "", "started"),
+        (pod("Running", containerStatuses=client(running={}), conditions=[{"type": "Ready", "status": "False"}]),
+         "", "started"),
+        (pod("Running", deleted=True, containerStatuses=client(running={})), "the pod was deleted", "started"),
+        (pod("Running", containerStatuses=ended(137, "OOMKilled", "Traceback")), "OOMKilled", "started over failed"),
+        (pod("Failed", containerStatuses=ended(6, message="no data\n")), "no data", "started over failed"),
+        (pod("Failed", containerStatuses=ended(1)), "Error (exit code 1)", "started over failed"),
+        (pod("Failed", containerStatuses=ended(137), conditions=[DISRUPTED]), "EvictionByEvictionAPI: drained",
+         "started over"),
+        (pod("Failed", deleted=True, containerStatuses=ended(137)), "the pod was deleted", "started over"),
+        (pod("Failed", **LOW), "Evicted: low on memory", "started over failed"),
+        (pod("Running", containerStatuses=ended(143)), "Error (exit code 143)", "started over"),
+        (pod("Succeeded", containerStatuses=ended(0, "Completed")), "", "started over"),
+    ],
+)  # fmt: skip
+def test_pod_state_names_the_weightiest_reason(seen: Resource, reason: str, flags: str) -> None:
+    found = status.pod_state(seen)
+    assert (found.uid, found.index, found.reason) == ("p", 4, reason)
+    names = ("started", "over", "failed", "queued")
+    assert [name for name in names if getattr(found, name)] == [name for name in names if name in flags.split()]
+
+
+def test_reason_holds_no_control_characters() -> None:
+    found = status.pod_state(pod("Failed", containerStatuses=ended(1, message="\x1b[2Jis \u202ewell")))
+    assert found.reason == r"\x1b[2Jis \u202ewell"
+
+
+@pytest.mark.parametrize(("text", "found"), [("", set()), ("1", {1}), ("1,3-5,7", {1, 3, 4, 5, 7}), ("0-1", {0, 1})])
+def test_indexes_are_read_as_kubernetes_writes_them(text: str, found: set[int]) -> None:
+    assert status.spent({"status": {"failedIndexes": text, "completedIndexes": "9"}}) == found | {9}
+
+
+def test_job_without_a_status_has_spent_no_index() -> None:
+    assert status.spent({}) == status.spent({"status": None}) == set() and status.ended({"status": None}) is None
+
+
+@pytest.mark.parametrize(
+    ("suspend", "said", "found"), [(True, "False", True), (False, "True", True), (False, "", False)]
+)
+def test_job_is_suspended_until_its_controller_says_otherwise(suspend: bool, said: str, found: bool) -> None:
+    conditions = [{"type": "Suspended", "status": said}] if said else []
+    assert status.suspended({"spec": {"suspend": suspend}, "status": {"conditions": conditions}}) is found
+
+
+def test_last_event_of_a_job_counts() -> None:
+    def event(uid: str, at: str, message: str) -> Resource:
+        return {"involvedObject": {"uid": uid}, "lastTimestamp": at, "message": message}
+
+    found = status.refusals([event("a", "2", "new"), event("a", "1", "old"), event("b", "9", "other")])
+    assert found == {"a": ("2", "new"), "b": ("9", "other")}
+
+
+@pytest.mark.parametrize(
+    ("message", "for_good"),
+    [
+        ('pods "a" is forbidden: violates PodSecurity "restricted:latest": hostPath', True),
+        ('pods "a" is forbidden: [maximum memory usage per Container is 512Mi, but limit is 1Gi]', True),
+        ('pods "a" is forbidden: minimum nvidia.com/gpu usage per Pod is 1. No request is specified', True),
+        ('pods "a" is forbidden: cpu max limit to request ratio per Container is 2, but provided ratio is 4', True),
+        ('pods "a" is forbidden: failed quota: team: must specify limits.cpu for: client', True),
+        ('Error creating: Pod "a" is invalid: spec.containers[0].resources.requests: must be less than cpu', True),
+        ("exceeded quota: clients, used: pods=9", False),
+        ('admission webhook "quota.team.io" denied the request: the label team is invalid: try later', False),
+    ],
+)
+def test_refusal_for_good_is_told_from_one_that_may_pass(message: str, for_good: bool) -> None:
+    assert bool(status.REFUSED_FOR_GOOD.search(message)) is for_good

@@ -1,0 +1,212 @@
+"""How leases end: on played workers (`harness.played`), one of which has a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fl_engine.core.types import ClientFailure, ClientUpdate, Stage
+from fl_engine.remote.messages import Lease, result_key
+from fl_engine.remote.provisioner import Lost
+from tests.harness.played import Act, Played, Scene, Scenes, update_of
+from tests.harness.played import scene_of as scene_of  # a fixture
+
+BAD = 2
+"""The client whose order fails whatever it is leased with."""
+
+
+def comes(worker: Played, when: Callable[[], object]) -> Callable[[], object]:
+    """The worker stays away until then."""
+    return lambda: setattr(worker, "there", worker.there or bool(when()))
+
+
+@pytest.mark.parametrize("fault", ["junk", "unable", "train", "drop", "prune"])
+def test_bad_worker_fails_no_client(scene_of: Scenes, fault: str) -> None:
+    """It answers at once while the others are busy, so without a rest it would get every order that waits."""
+    scene = scene_of(12)
+    good = [scene.worker(scene.honest(30.0)) for _ in range(2)]
+    bad = scene.worker(getattr(scene, fault, None) or scene.fails(fault))  # type: ignore[arg-type]
+    assert scene.updates() == 12
+    assert scene.account(bad).results == 0 and scene.account(bad).lost == len(bad.taken) >= 1
+    assert sum(scene.account(worker).results for worker in good) == 12
+
+
+@pytest.mark.parametrize(("workers", "asked"), [(4, [0, 1, 1, 1]), (1, [3])])
+@pytest.mark.parametrize("stage", ["prune", "train", "evaluate", "pod"])
+def test_client_fails_after_attempts(scene_of: Scenes, stage: Stage, workers: int, asked: list[int]) -> None:
+    scene = scene_of(1, attempts=3)
+    for _ in range(workers):
+        scene.worker(scene.unable if stage == "pod" else scene.fails(stage))
+    failure = scene.failures()[0]
+    assert failure.stage == stage and ("no data here" if stage == "pod" else "no luck") in failure.reason
+    assert sorted(len(worker.taken) for worker in scene.workers) == asked
+
+
+def test_hung_order_goes_to_a_worker_that_has_not_tried(scene_of: Scenes) -> None:
+    scene = scene_of(1, attempts=3, deadline_s=300)
+    hung, slow = scene.worker(scene.works), scene.worker(scene.honest(100.0), there=False)
+    scene.between = comes(slow, lambda: scene.clock.passed > 100)
+    assert scene.updates() == 1
+    assert len(hung.taken) == len(slow.taken) == 1 and 300 < scene.clock.passed < 420
+
+
+def test_late_result_of_an_ended_lease_is_not_read(scene_of: Scenes) -> None:
+    """The straggler sends one of three results, is cut off, and sends the others when two more workers have them."""
+    scene = scene_of(3, 3, lease_s=30, attempts=1)
+
+    def cut_off(worker: Played, lease: Lease, worked: float) -> None:
+        scene.answer(worker, lease, only=[1])
+        worker.there = False
+
+    straggler = scene.worker(cut_off, "weak")
+    others = [scene.worker(scene.honest(20.0), "weak", there=False) for _ in range(2)]
+
+    def between() -> None:
+        for other in others:
+            other.there = bool(straggler.taken)
+        if all(other.taken for other in others):
+            late = [ClientFailure(0, client, "drop", "late") for client in (0, 2)]
+            straggler.send(straggler.leases[0], scene.plan, scene.store, late)
+
+    scene.between = between
+    assert scene.updates() == 3
+    assert straggler.taken == [(0, 1, 2)] and sorted(other.taken for other in others) == [[(0,)], [(2,)]]
+
+
+@pytest.mark.parametrize("whose", ["another lease", "another worker", "another configuration"])
+def test_result_signed_with_another_key_is_refused(scene_of: Scenes, whose: str) -> None:
+    scene = scene_of(1, attempts=1)
+    other = scene.worker(scene.honest(), there=False)
+
+    def lies(worker: Played, lease: Lease, worked: float) -> None:
+        site = worker.message().site
+        key = {
+            "another lease": result_key(worker.key, site, "ee" * 8),
+            "another worker": result_key(other.key, site, lease.id),
+            "another configuration": result_key(worker.key, "other", lease.id),
+        }[whose]
+        worker.send(lease, scene.plan, scene.store, [update_of(scene.plan.orders[0])], key)
+
+    scene.worker(lies)
+    assert [(failure.stage, failure.code) for failure in scene.failures().values()] == [("validate", "signature")]
+
+
+def test_busy_coordinator_withdraws_no_lease_of_a_living_worker(scene_of: Scenes) -> None:
+    """Merging takes longer than the time of silence; meanwhile the workers send heartbeats, and one its result."""
+    scene, found = scene_of(3, lease_s=30, attempts=1), []
+    for seconds in (1.0, 100.0, 200.0):
+        scene.worker(scene.honest(seconds))
+    for outcome in scene.run():
+        found.append(type(outcome))
+        for _ in range(9):
+            scene.clock.sleep(10.0)
+            for worker in scene.workers:
+                worker.turn()
+    assert found == [ClientUpdate] * 3 and all(scene.account(worker).lost == 0 for worker in scene.workers)
+
+
+def test_worker_started_again_twice_loses_the_order(scene_of: Scenes) -> None:
+    """A process is killed for its memory, half a minute after it has begun."""
+    scene = scene_of(1, attempts=2)
+    bad = scene.worker(lambda w, lease, worked: (scene.killed if worked > 30 else scene.works)(w, lease, worked))
+    good = scene.worker(scene.honest(), there=False)
+    scene.between = comes(good, lambda: len(bad.taken) == 2)
+    assert scene.updates() == 1
+    assert len(bad.taken) == 2 and len(good.taken) == 1 and scene.clock.passed < 150
+
+
+def test_worker_learns_how_often_its_order_was_killed(scene_of: Scenes) -> None:
+    """With observe=cgroup it then begins with a smaller level."""
+    scene = scene_of(1, attempts=4)
+
+    def act(worker: Played, lease: Lease, worked: float) -> None:
+        dies = lease.assignment.failures < 2 and worked > 20  # after the coordinator has read a heartbeat
+        (scene.killed if dies else scene.honest(30.0))(worker, lease, worked)
+
+    worker = scene.worker(act)
+    assert scene.updates() == 1
+    assert [lease.assignment.failures for lease in worker.leases] == [0, 1, 2]
+
+
+def test_process_started_again_does_not_redo_a_finished_lease(scene_of: Scenes) -> None:
+    scene = scene_of(2)
+    worker = scene.worker(scene.honest(2.0))
+    scene.worker(scene.honest(120.0))
+
+    def between() -> None:
+        if scene.remote.workers.by_name and scene.account(worker).results and not worker.starts:
+            worker.starts, worker.done, worker.act = 1, "", scene.works
+
+    scene.between = between
+    assert scene.updates() == 2 and worker.starts == 1 and len(worker.taken) == 1
+
+
+def says_that_it_was_ended(scene: Scene, worker: Played) -> None:
+    """Just before the deadline, each time."""
+    worker.act = lambda w, lease, worked: (scene.leaving if worked > 290 else scene.works)(w, lease, worked)
+
+
+def is_evicted(scene: Scene, worker: Played) -> None:
+    """Only the cluster can tell."""
+
+    def lost(name: str, process: str) -> Lost | None:
+        if worker.leases and worker.leases[-1].id != worker.done and scene.clock.now > worker.since + 5:
+            worker.done = worker.leases[-1].id
+            worker.starts += 1
+            return Lost("weak: Evicted", False)
+        return None
+
+    scene.provisioner.lost = lost  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("befalls", [says_that_it_was_ended, is_evicted])
+@pytest.mark.parametrize("drains", [1, 3])
+def test_worker_taken_away_again_and_again_fails_the_client(
+    scene_of: Scenes, befalls: Callable[[Scene, Played], None], drains: int
+) -> None:
+    scene = scene_of(1, attempts=2, deadline_s=300, lease_s=20.0)
+    scene.provisioner.drains = drains
+    worker = scene.worker(scene.works)
+    befalls(scene, worker)
+    assert worker.name in scene.failures()[0].reason
+    assert len(worker.taken) == drains + 2 and scene.clock.passed < (drains + 2) * 300
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+@pytest.mark.parametrize("befalls", [Scene.unable, Scene.killed, Scene.works, Scene.silent])
+def test_order_that_ends_its_worker_fails_alone(scene_of: Scenes, befalls: Act, attempts: int) -> None:
+    """Whatever else it was leased with is leased by itself, and has an update."""
+    scene = scene_of(8, 4, attempts=attempts, lease_s=30, deadline_s=300)
+    honest = scene.honest()
+    for _ in range(2 + attempts):
+        scene.worker(lambda w, lease, s: (befalls if BAD in lease.assignment.clients else honest)(w, lease, s), "weak")
+    assert [*scene.failures()] == [BAD]
+    taken = [clients for worker in scene.workers for clients in worker.taken]
+    together = next(clients for clients in taken if BAD in clients and len(clients) > 1)
+    assert {clients for clients in taken if {*clients} & {*together}} == {together, *((c,) for c in together)}
+    free = befalls is Scene.killed  # a process may be started again once
+    assert attempts <= taken.count((BAD,)) <= attempts * (1 + free)
+
+
+def test_bad_result_of_several_goes_to_another_worker(scene_of: Scenes) -> None:
+    """The lease continues with the other orders."""
+    scene = scene_of(3, 3)
+
+    def act(worker: Played, lease: Lease, worked: float) -> None:
+        if worked < 5:
+            worker.send(lease, scene.plan, scene.store, [ClientFailure(0, 1, "train", "no luck")])
+        scene.honest(60.0)(worker, lease, worked)
+
+    first, other = scene.worker(act, "weak"), scene.worker(scene.honest(), "weak", there=False)
+    scene.between = comes(other, lambda: first.taken)
+    assert scene.updates() == 3
+    assert first.taken == [(0, 1, 2)] and other.taken == [(1,)] and scene.account(first).lost == 1
+
+
+def test_worker_that_leaves_once_costs_no_attempt(scene_of: Scenes) -> None:
+    """Its orders may be leased together again."""
+    scene = scene_of(4, 4, attempts=1)
+    honest = scene.honest()
+    worker = scene.worker(lambda w, lease, s: (scene.leaving if len(w.taken) == 1 else honest)(w, lease, s), "weak")
+    assert scene.updates() == 4 and worker.taken == [(0, 1, 2, 3)] * 2

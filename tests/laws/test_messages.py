@@ -1,0 +1,193 @@
+"""Messages, heartbeats and enrollment: what is not signed is not obeyed, and each claim of a device is bounded."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.types import Device
+from fl_engine.remote import messages
+from fl_engine.remote.mailboxes import Mailboxes
+from fl_engine.remote.messages import (
+    HEARTBEAT,
+    HEARTBEAT_BYTES,
+    MESSAGE,
+    Assignment,
+    Heartbeat,
+    Invitation,
+    Lease,
+    Message,
+    enrolled_key,
+    read_heartbeat,
+    read_message,
+)
+from fl_engine.remote.provisioner import Enrolled
+from fl_engine.remote.registry import Registry
+from fl_engine.remote.workers import Held, Worker, Workers
+from tests.conftest import MemoryStore
+from tests.harness.played import played_clock
+
+INVITED, ID = "ab" * 32, "1d" * 16
+KEY = enrolled_key(INVITED, ID)
+HONEST: dict[str, Any] = {"name": "weak-1", "id": ID, "worker": "00" * 8, "number": 1, "state": "idle"}
+LEASE = Lease(id="11" * 8, seconds=60, assignment=Assignment(round=0, clients=(0,), store="x"))
+
+
+class Coordinator:
+    """A coordinator with one invited device, weak-1."""
+
+    def __init__(self, home: Any = None) -> None:
+        self.mailboxes, self.registry = Mailboxes(home or MemoryStore()), Registry(MemoryStore())
+        self.key = self.mailboxes.invite(self.registry, "weak", None).key
+        self.workers = Workers(self.mailboxes, Enrolled([Device(0, "weak", 100.0, 0.0)], self.registry, 600), 60, print)
+
+    def meet(self) -> Worker:
+        self.workers.refresh()
+        return self.workers.by_name["weak-1"]
+
+    def send(self, lease: Lease | None) -> int:
+        self.workers.send(self.meet(), lease)
+        return self.workers.by_name["weak-1"].message.number
+
+    def hears(self, known: Worker, value: bytes | None = None, id: str = ID, **claims: Any) -> bool:
+        """Whether it obeys this heartbeat."""
+        told = Heartbeat(**{**HONEST, "id": id, **claims}).signed(enrolled_key(self.key, id))
+        before = known.heartbeat
+        self.mailboxes.home.put(f"weak-1/{HEARTBEAT}", told.text() if value is None else value)
+        self.workers.hear(known)
+        return known.heartbeat is not before
+
+
+def test_message_is_obeyed_only_with_the_device_key() -> None:
+    message = Message(name="weak-1", number=3, run="a", lease=LEASE).signed(KEY)
+    assert read_message(message.text(), KEY, INVITED) == message
+    unsigned = message.model_copy(update={"run": "b"})
+    for wrong in (unsigned, unsigned.signed(enrolled_key(INVITED, "2d" * 16)), unsigned.signed(INVITED)):
+        with pytest.raises(IntegrityError):
+            read_message(wrong.text(), KEY, INVITED)
+    first = Message(name="weak-1", number=0).signed(INVITED)
+    assert read_message(first.text(), KEY, INVITED) == first, "nobody has enrolled yet"
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"name": "weak-2"}, {"name": "../weak-1"}, {"number": -1}, {"number": 10**12 + 1}, {"state": "dead"},
+        {"error": "x" * 501}, {"version": "x" * 41}, {"numerics": "x" * 301}, {"requests": 10**9 + 1}, {"at": math.nan},
+        {"at": -1.0}, {"lease": "../../other"}, {"worker": "x"}, {"id": "x"}, {"more": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_heartbeat_that_claims_too_much_is_refused(lie: dict[str, Any]) -> None:
+    good = Heartbeat(**HONEST)
+    assert read_heartbeat(good.text(HEARTBEAT_BYTES), "weak-1") == good
+    with pytest.raises(IntegrityError):
+        read_heartbeat(json.dumps(good.model_dump() | lie).encode(), "weak-1")
+
+
+def test_device_with_invalid_heartbeats_counts_as_away() -> None:
+    coordinator = Coordinator()
+    worker = coordinator.meet()
+    assert worker.away, "it has not come yet"
+    forged = Heartbeat(**HONEST).signed("cd" * 32).text()
+    for bad in (b"", b"{", b" " * (HEARTBEAT_BYTES + 1), forged):
+        assert not coordinator.hears(worker, bad) and worker.away
+    assert coordinator.hears(worker) and not worker.away
+    assert not coordinator.hears(worker), "the same heartbeat is not another sign of life"
+
+
+@pytest.mark.parametrize(("lease", "worker"), [("22" * 8, "00" * 8), ("11" * 8, "99" * 8), (None, "00" * 8)])
+def test_only_the_holder_of_a_lease_prolongs_it(lease: str | None, worker: str) -> None:
+    coordinator = Coordinator()
+    known = coordinator.meet()
+    known.held = held = Held("11" * 8, "00" * 8, [3], alone=True, since=0.0, heard=0.0)
+    assert coordinator.hears(known, lease=lease, worker=worker) and not held.taken and held.heard == 0.0
+    assert coordinator.hears(known, lease="11" * 8, number=2) and held.taken and held.heard > 0.0
+
+
+def test_first_heartbeat_enrolls_the_device() -> None:
+    coordinator = Coordinator()
+    worker = coordinator.meet()
+    assert coordinator.hears(worker)
+    assert coordinator.registry.member("weak-1").id == ID
+    coordinator.send(LEASE)
+    value = coordinator.mailboxes.home.get(f"weak-1/{MESSAGE}")
+    message = read_message(value, enrolled_key(coordinator.key, ID), coordinator.key)
+    assert message.lease == LEASE and message.enrolled == messages.short(ID) and message.worker == "00" * 8
+
+
+def test_second_device_with_an_invitation_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = Coordinator()
+    worker = coordinator.meet()
+    assert coordinator.hears(worker)
+    for number in (5, 6):
+        assert not coordinator.hears(worker, id="2d" * 16, number=number)
+    assert coordinator.registry.member("weak-1").id == ID
+    assert [record.getMessage().count("invite --revoke weak-1") for record in caplog.records] == [1]
+    assert coordinator.hears(worker, number=2), "the first one is still obeyed"
+
+
+@pytest.mark.parametrize(("starts", "reports"), [("010", 1), ("01010", 1), ("0123", 0)])
+def test_two_processes_of_a_device_are_reported_once(
+    caplog: pytest.LogCaptureFixture, starts: str, reports: int
+) -> None:
+    coordinator = Coordinator()
+    worker = coordinator.meet()
+    for number, start in enumerate(starts):
+        coordinator.hears(worker, worker=start * 16, number=number)
+    assert caplog.text.count("invite --revoke weak-1") == reports
+
+
+def test_other_numerics_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = Coordinator()
+    worker = coordinator.meet()
+    for number in range(3):
+        coordinator.hears(worker, number=number, numerics="machine=aarch64")
+    assert caplog.text.count("machine=aarch64") == 1 and coordinator.workers.numerics == {"machine=aarch64"}
+
+
+def test_revoked_device_reads_so_and_its_name_is_not_reused() -> None:
+    coordinator = Coordinator()
+    mailboxes, registry = coordinator.mailboxes, coordinator.registry
+    assert mailboxes.invite(registry, "weak", "weak").name == "weak-2"
+    mailboxes.revoke(registry, "weak-1")
+    assert registry.names() == ["weak-2"]
+    assert read_message(mailboxes.home.get(f"weak-1/{MESSAGE}"), KEY, coordinator.key).revoked
+    assert mailboxes.invite(registry, "weak", "weak").name == "weak-3"
+    with pytest.raises(ConfigError):
+        mailboxes.revoke(registry, "weak-1")
+
+
+def test_two_registries_of_one_place_give_no_name_twice() -> None:
+    home = MemoryStore()
+    one, two = Coordinator(home), Coordinator(home)
+    assert two.registry.names() == ["weak-2"], "the name that was taken is forgotten"
+    assert read_message(home.get(f"weak-1/{MESSAGE}"), KEY, one.key).number > 0
+
+
+def test_message_numbers_rise_if_the_last_message_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device does not obey a message with a lower number than the one before."""
+    clock, coordinator, numbers = played_clock(monkeypatch), Coordinator(), list[int]()
+    for _ in range(3):
+        numbers += [coordinator.send(None) for _ in range(5)]
+        clock.sleep(60)
+        coordinator.mailboxes.home.delete(f"weak-1/{MESSAGE}")
+        coordinator.workers.by_name.clear()
+    assert numbers == sorted({*numbers})
+
+
+def test_an_hour_without_orders_takes_about_170_looks() -> None:
+    waited, looks = 0.0, 0
+    while waited < 3600:
+        waited, looks = waited + messages.pause(waited), looks + 1
+    assert 150 <= looks <= 185
+
+
+@pytest.mark.parametrize("value", [b"{}", Invitation(name="a-1", key=INVITED, tier=None).model_dump_json().encode()])
+def test_invitation_without_a_way_to_the_mailbox_is_refused(value: bytes) -> None:
+    with pytest.raises(ConfigError):
+        Invitation.of(value, "x.json")

@@ -1,0 +1,308 @@
+"""Which worker gets which orders, and what a round waits for: on played workers (`harness.played`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fl_engine.algorithms import AllLarge
+from fl_engine.algorithms.pooled import Training
+from fl_engine.backends import BACKENDS, Surroundings
+from fl_engine.core.errors import EnvironmentFailure, Replaced, Stopped
+from fl_engine.core.types import ClientFailure, Device, RoundPlan
+from fl_engine.exchange.client import Site, accept
+from fl_engine.exchange.updates import fits_nobody
+from fl_engine.remote.assigning import Assigner
+from fl_engine.remote.messages import HEARTBEAT, MESSAGE, Lease
+from fl_engine.remote.provisioner import Enrolled
+from fl_engine.testing.tiny import context_of, start_of, tiny_site
+from tests.harness.played import Act, Played, Scene, Scenes, update_of
+from tests.harness.played import scene_of as scene_of  # a fixture
+
+
+def in_round(scene: Scene, round: int) -> None:
+    scene.plan = RoundPlan(round, tuple(replace(order, round=round) for order in scene.plan.orders))
+
+
+def counted(scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str) -> Counter[str]:
+    """Requests from now on, by key."""
+    seen, real = Counter[str](), getattr(type(scene.store), name)
+
+    def request(store: Any, key: str, *more: Any) -> Any:
+        seen[key] += 1
+        return real(store, key, *more)
+
+    monkeypatch.setattr(type(scene.store), name, request)
+    return seen
+
+
+def test_orders_are_shared_up_to_the_room_of_a_worker(scene_of: Scenes, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = scene_of(10, 4)
+    workers, puts = [scene.worker(scene.honest(), "weak") for _ in range(2)], counted(scene, monkeypatch, "put")
+    assert scene.updates() == 10
+    assert [[len(clients) for clients in worker.taken] for worker in workers] == [[4, 1]] * 2
+    assert sorted(client for worker in workers for clients in worker.taken for client in clients) == list(range(10))
+    assert all(puts[f"{worker.name}/{MESSAGE}"] == 3 for worker in workers), "one to meet it, one for each lease"
+
+
+@pytest.mark.parametrize("orders, honest, its", [(100, 9, 20), (13, 9, 3), (100, 1, 99)])
+def test_fast_liar_gets_no_majority(scene_of: Scenes, orders: int, honest: int, its: int) -> None:
+    """It answers at once. One of two workers may have all orders."""
+    scene = scene_of(orders)
+    for _ in range(honest):
+        scene.worker(scene.honest(30.0))
+    liar = scene.worker(scene.honest(0.0))
+    assert scene.updates() == orders and scene.account(liar).results == its
+
+
+@pytest.mark.parametrize("room", [1, 7])
+def test_fast_half_does_not_wait_for_the_slow_half(scene_of: Scenes, room: int) -> None:
+    """All orders but the first ones of the slow workers have results by then."""
+    scene = scene_of(200, room)
+    fast = [scene.worker(scene.honest(1.0), "weak") for _ in range(5)]
+    slow = [scene.worker(scene.honest(2000.0), "weak") for _ in range(5)]
+    assert scene.updates() == 200 and scene.clock.passed < 2010
+    assert [len(worker.taken) for worker in slow] == [1] * 5
+    assert all(scene.account(worker).results <= 40 for worker in fast)
+
+
+def test_last_worker_gets_the_orders_of_all_others(scene_of: Scenes) -> None:
+    """Nine were present: three end, three are silent, three cannot execute anything."""
+    scene = scene_of(50, lease_s=20.0, attempts=4)
+    good = scene.worker(scene.honest(1.0))
+    others = [scene.worker(act) for act in (scene.leaving, scene.silent, scene.unable) for _ in range(3)]
+    scene.between = lambda: [setattr(each, "there", not each.done) for each in others[:3]]
+    assert scene.updates() == 50
+    assert scene.account(good).results == 50 and scene.clock.passed < 300
+
+
+@pytest.mark.parametrize("fault", [Scene.idle, Scene.silent])
+@pytest.mark.parametrize(("clients", "bad"), [(6, 2), (1, 10)])
+def test_untaken_leases_go_to_an_honest_worker(scene_of: Scenes, fault: Act, clients: int, bad: int) -> None:
+    """Heartbeats of the others are always newer, and all their leases together last longer than `wait_s`."""
+    scene = scene_of(clients, lease_s=5.0, wait_s=100.0)
+    for _ in range(bad):
+        scene.worker(fault, takes=False)
+    scene.worker(scene.honest(1.0))
+    assert scene.updates() == clients and scene.clock.passed < 70 * bad
+
+
+@pytest.mark.parametrize("slow_s", [25.0, 200.0])
+def test_slow_starter_is_asked_again_soon(scene_of: Scenes, slow_s: float) -> None:
+    """An idle worker has a minute to take a lease, however short the time of silence is."""
+    scene = scene_of(1, lease_s=5.0)
+    worker = scene.worker(scene.idle, takes=False)
+
+    def between() -> None:
+        if scene.clock.passed > slow_s:
+            worker.takes, worker.act = True, scene.honest(2.0)
+
+    scene.between = between
+    assert scene.updates() == 1
+    assert scene.clock.passed < slow_s + 20 and scene.account(worker).lost == slow_s // 60
+
+
+@pytest.mark.parametrize("invited", [True, False])
+def test_run_stops_if_no_worker_takes_an_order(scene_of: Scenes, invited: bool) -> None:
+    scene = scene_of(1, lease_s=5.0, wait_s=100.0)
+    if invited:
+        scene.worker(scene.idle, takes=False)
+        scene.worker(scene.honest(), there=False)
+    with pytest.raises(Stopped, match="weak-1 send heartbeats" if invited else r"flexfleet invite --tier weak"):
+        scene.outcomes()
+    assert 100 < scene.clock.passed < 200
+
+
+def test_client_is_given_up_if_the_quorum_allows_it(scene_of: Scenes) -> None:
+    """Its own pod takes nothing, and no other pod may have its order."""
+    scene = scene_of(10, lease_s=20.0, wait_s=100.0)
+    scene.provisioner.quorum = 0.9
+    scene.fleet[9] = Device(9, "own", 100.0, 0.0)
+    for _ in range(3):
+        scene.worker(scene.honest(5.0), "weak")
+    lazy = scene.worker(scene.idle, "own", takes=False)
+    ((client, failure),) = scene.failures().items()
+    assert (client, failure.stage) == (9, "pod") and scene.clock.passed < 250
+    assert lazy.name in failure.reason
+
+
+def test_round_below_the_quorum_stops(scene_of: Scenes) -> None:
+    scene = scene_of(4, attempts=1)
+    scene.provisioner.quorum = 0.9
+    scene.worker(lambda w, lease, s: (scene.unable if w.taken[-1] == (0,) else scene.honest())(w, lease, s))
+    with pytest.raises(Stopped, match="3 of 4"):
+        scene.outcomes()
+
+
+def test_round_with_enough_updates_gives_up_the_others(scene_of: Scenes) -> None:
+    scene = scene_of(3)
+    scene.plan = replace(scene.plan, wanted=2)
+    for act in (scene.honest(), scene.honest(), scene.works):
+        scene.worker(act)
+    assert [failure.stage for failure in scene.failures().values()] == ["straggle"]
+
+
+def test_device_with_own_data_that_fails_is_named(scene_of: Scenes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other device may have its client's order. In later rounds too; after a result no longer."""
+    scene = scene_of(2, wait_s=100.0, attempts=20)
+    monkeypatch.setattr(Assigner, "own_data", True)
+    scene.worker(scene.honest())
+    bad = scene.worker(scene.unable)
+    for round in range(2):
+        in_round(scene, round)
+        ((client, failure),) = scene.failures().items()
+        assert client == 1 and bad.name in failure.reason and "no data here" in failure.reason
+    bad.act = scene.honest()
+    scene.clock.now += 1000
+    in_round(scene, 2)
+    assert scene.updates() == 2 and {*bad.taken} == {(1,)}
+    assert not scene.remote.workers.by_name[bad.name].why
+
+
+def test_prune_failure_counts_only_if_it_follows_from_the_order() -> None:
+    """With simulated memory the coordinator knows which clients an order does not fit; otherwise only they know."""
+    fleet = tuple(Device(c, "strong", 120.0, 40.0) for c in range(6))
+    algorithm = AllLarge(training=Training(fraction=1.0), eligible="capable")
+    site = tiny_site(algorithm, fleet=fleet)
+    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, 0))
+    fails = {order.client: isinstance(accept(algorithm, order, site), ClientFailure) for order in plan.orders}
+    assert {*fails.values()} == {True, False}
+    assert {order.client: fits_nobody(order, site.rules, algorithm) for order in plan.orders} == fails
+    for order in plan.orders:
+        assert not fits_nobody(order, replace(site.rules, seed=None), algorithm)
+        assert not fits_nobody(replace(order, evaluates=True), site.rules, algorithm)
+        assert not fits_nobody(order, None, algorithm)
+
+
+def stopped_half_way(scene: Scene) -> None:
+    scene.until = 10.0
+    with pytest.raises(Stopped):
+        scene.outcomes()
+    scene.until = 1000.0
+
+
+def test_restarted_coordinator_waits_for_missing_results(scene_of: Scenes) -> None:
+    """One of three orders had a result before. The message gets fresh URLs."""
+    scene = scene_of(3, 3, attempts=1, lease_s=30)
+    whole = scene.plan
+
+    def act(worker: Played, lease: Lease, worked: float) -> None:
+        worker.beat("working", lease.id)
+        if worked > 3:
+            clients = (0, 1, 2) if worked > 60 else (1,)
+            worker.send(lease, whole, scene.store, [update_of(whole.order_of[client]) for client in clients])
+
+    worker = scene.worker(act, "weak")
+    stopped_half_way(scene)
+    number, scene.plan = worker.message().number, RoundPlan(0, (whole.orders[0], whole.orders[2]), adopted=1)
+    scene.begin()
+    assert scene.updates() == 2 and worker.taken == [(0, 1, 2)] and worker.message().number > number
+
+
+@pytest.mark.parametrize("differs", ["configuration", "orders", "process"])
+def test_other_lease_is_not_adopted(scene_of: Scenes, differs: str) -> None:
+    """Results that were trained in another configuration, or for other orders, do not count."""
+    scene = scene_of(1)
+    worker = scene.worker(scene.honest(20.0))
+    stopped_half_way(scene)
+    (lease,), old = worker.leases, scene.plan
+    if differs == "orders":
+        scene.plan = RoundPlan(0, (replace(old.orders[0], seed=77),))
+    if differs == "process":
+        worker.starts += 1
+        worker.beat("idle")
+    scene.begin(site={"run.json": "1" * 64 + ":9"} if differs == "configuration" else None)
+    worker.send(lease, old, scene.store, [ClientFailure(0, 0, "drop", "of another run")])
+    worker.act = scene.honest(0.0)
+    assert scene.updates() == 1 and len({lease.id for lease in worker.leases}) == 2
+
+
+def test_replaced_coordinator_writes_no_message(scene_of: Scenes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one took over while this one was stopped. It starts no workers either, and does not end the run."""
+    scene, needed = scene_of(1, wait_s=60), list[float]()
+    worker, numbers = scene.worker(scene.honest(20.0)), list[int]()
+    monkeypatch.setattr(Enrolled, "need", lambda *_: needed.append(scene.clock.passed))
+
+    def turn() -> bool:
+        if scene.clock.passed > 10 and not numbers:
+            scene.mailboxes.home.create("lease/00002.json", b"{}")
+            numbers.append(worker.message().number)
+            scene.clock.sleep(30.0)
+        worker.turn()
+        return False
+
+    places: dict[str, Any] = {"mailbox": scene.mailbox, "mailboxes": scene.mailboxes, "registry": scene.registry}
+    site: Any = Site(None, (), scene.fleet, None, None, 0)  # type: ignore[arg-type]
+    around = Surroundings(site, run_id="a", agents=scene.options, should_stop=turn, **places)
+    with pytest.raises(Replaced), BACKENDS["agents"](around) as backend:
+        list(backend.run(None, scene.plan))  # type: ignore[arg-type]
+    assert worker.message().number == numbers[0] and worker.message().run == "a"
+    assert needed and max(needed) < 30
+
+
+@pytest.mark.parametrize("own_data", [False, True])
+def test_device_invited_while_the_run_waits_gets_an_order(
+    scene_of: Scenes, monkeypatch: pytest.MonkeyPatch, own_data: bool
+) -> None:
+    scene = scene_of(1, wait_s=600)
+    monkeypatch.setattr(Assigner, "own_data", own_data)
+    scene.between = lambda: scene.workers or scene.clock.passed < 100 or scene.worker(scene.honest())
+    assert scene.updates() == 1 and scene.clock.passed < 200
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_revoked_device_gets_no_order_in_the_next_round(scene_of: Scenes, holds: bool) -> None:
+    """With `holds`, the round had enough results before its own."""
+    scene = scene_of(2)
+    scene.worker(scene.honest(3.0))
+    revoked = scene.worker(scene.works if holds else scene.honest(3.0))
+    for _ in scene.run():
+        if holds:
+            break
+    before = len(revoked.taken)
+    scene.mailboxes.revoke(scene.registry, revoked.name)
+    if not holds:
+        scene.remote.workers.send(scene.remote.workers.by_name[revoked.name], None)  # at the same time
+        assert not revoked.message().revoked
+    in_round(scene, 1)
+    assert scene.updates() == 2 and len(revoked.taken) == before
+    assert revoked.message().revoked and revoked.name not in scene.remote.workers.by_name
+
+
+def test_store_failure_at_the_end_does_not_fail_the_run(scene_of: Scenes, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = scene_of(1)
+    scene.worker(scene.honest())
+    assert scene.updates() == 1
+
+    def broken(*_: Any) -> None:
+        raise EnvironmentFailure("no answer")
+
+    monkeypatch.setattr(type(scene.mailboxes.home), "put", broken)
+    scene.remote.finish()
+
+
+def test_idle_and_absent_workers_cost_few_requests(scene_of: Scenes, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = scene_of(1, deadline_s=7200, lease_s=60)
+    scene.worker(scene.honest(3600.0))
+    idle, absent = scene.worker(scene.honest()), scene.worker(scene.honest(), there=False)
+    gets, puts = (counted(scene, monkeypatch, name) for name in ("get", "put"))
+    assert scene.updates() == 1
+    assert puts[f"{idle.name}/{MESSAGE}"] <= 8, "one in ten minutes"
+    assert gets[f"{absent.name}/{HEARTBEAT}"] <= 100 and gets[f"{idle.name}/{HEARTBEAT}"] <= 200
+
+
+def test_message_with_a_lease_holds_no_key(scene_of: Scenes) -> None:
+    """So anybody may read it, even without TLS."""
+    scene, seen = scene_of(1), list[bytes]()
+
+    def act(worker: Played, lease: Lease, worked: float) -> None:
+        seen.append(scene.mailboxes.home.get(f"{worker.name}/{MESSAGE}"))
+        scene.answer(worker, lease)
+
+    worker = scene.worker(act)
+    assert scene.updates() == 1 and worker.leases[0].id.encode() in seen[0]
+    for key in (worker.key, worker.invitation.key, worker.id):
+        assert key.encode() not in seen[0]
