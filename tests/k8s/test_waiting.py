@@ -124,8 +124,8 @@ def test_full_quota_is_waited_for_and_named(
             return ""
 
     cluster.refuse = refuse
-    pods.at_work = staticmethod(lambda *_: time.sleep(1.2))
-    out = rounds("quota", *remote, *EVERYBODY, "kubernetes.lifetime=round", "run.patience_s=4")
+    pods.at_work = staticmethod(lambda *_: time.sleep(3.0))
+    out = rounds("quota", *remote, *EVERYBODY, "kubernetes.lifetime=round", "run.patience_s=10")
     assert model(out) == model(rounds("here", *EVERYBODY))
     assert any(r.levelname == "WARNING" and QUOTA in r.getMessage() for r in caplog.records)
 
