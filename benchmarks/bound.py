@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from fl_engine.backends import InProcess
@@ -87,7 +86,6 @@ class Bad:
     layout: ParamLayout
     history: History = field(default_factory=History)
     durable: ClassVar[bool] = False
-    phases: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         found = list(self.inner.run(algorithm, plan))

@@ -130,7 +130,7 @@ class SeenBackend:
     """Tells the time in which clients train from that in which their updates are taken in."""
 
     def __init__(self, inner: Any, stages: Stages) -> None:
-        self.inner, self.stages, self.durable, self.phases = inner, stages, inner.durable, inner.phases
+        self.inner, self.stages, self.durable = inner, stages, inner.durable
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         outcomes = self.inner.run(algorithm, plan)

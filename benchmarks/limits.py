@@ -22,8 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -57,7 +56,6 @@ class Echo:
     """A backend whose clients do not train: each sends back the weights that it was sent, changed a little."""
 
     durable = False
-    phases: ClassVar[MappingProxyType[str, float]] = MappingProxyType({})
 
     def __init__(self, site: Site) -> None:
         self._site = site

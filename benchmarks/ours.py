@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,7 +103,6 @@ class Gated:
     """A backend that waits at the gate before each round."""
 
     durable = False
-    phases: ClassVar[dict[str, float]] = {}
 
     def __init__(self, inner: Backend, gate: Gate) -> None:
         self._inner = inner

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -169,7 +169,6 @@ class Remembering:
     """
 
     durable = False
-    phases: ClassVar[dict[str, float]] = {}
 
     def __init__(self, inner: InProcess) -> None:
         self.inner = inner

@@ -414,7 +414,6 @@ def _library() -> ModuleType:
         import dp_accounting
     except ImportError as error:
         raise EnvironmentFailure(
-            "what private aggregation spends is accounted by dp-accounting, which is not installed: "
-            "pip install 'flexfleet[privacy]'"
+            "private aggregation needs the package dp-accounting to compute epsilon: pip install 'flexfleet[privacy]'"
         ) from error
     return dp_accounting  # type: ignore[no-any-return]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
-from types import MappingProxyType
 
 import torch
 
@@ -24,7 +23,6 @@ class InProcess:
     the next group when it is free."""
 
     durable = False
-    phases: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, site: Site, devices: Sequence[str] = ("cpu",)) -> None:
         self._site = site

@@ -10,14 +10,14 @@ import logging
 import multiprocessing
 import pickle
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shared memory
@@ -80,7 +80,6 @@ class Processes:
     """Outcomes come as clients finish, those of clients that trained side by side together."""
 
     durable = False
-    phases: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
         self,
@@ -120,7 +119,7 @@ class Processes:
                 if isinstance(answer, FlexfleetError):
                     raise answer  # a mistake in the algorithm's code
                 if answer is not None:
-                    while answer:  # what was yielded is no longer held
+                    while answer:  # each outcome is let go once it was yielded, because its tensors may be large
                         outcome = _unpacked(*answer.pop())
                         yield delivered(algorithm, outcome, plan.order_of[outcome.client], self._site)
                         del outcome
@@ -147,21 +146,21 @@ class Processes:
         }
         worker.has |= new.keys()
         bare = [replace(order, payload={}, memory={}, encoded=None) for order in orders]
-        with suppress(BrokenPipeError, ConnectionResetError):  # it has died: the next read of its answer notices
-            worker.link.send_bytes(pickle.dumps(_Asked(self._turn, algorithm, bare, keys, list(new))))  # type: ignore[arg-type]
-            for of in new.values():
-                worker.link.send_bytes(encode(dict(of)))
+        asked = pickle.dumps(_Asked(self._turn, algorithm, bare, keys, list(new)))  # type: ignore[arg-type]
+        messages = [asked, *(encode(dict(of)) for of in new.values())]
+        # In a thread, because a process that hangs reads nothing.
+        threading.Thread(target=_write, args=(worker.link, messages), daemon=True, name="orders").start()
 
     def close(self) -> None:
         """Ends the workers, and drops the orders that they are working on."""
         for worker in self._workers:
-            worker.link.close()
             worker.process.terminate()
         for worker in self._workers:
             worker.process.join(END_S)
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
+            worker.link.close()
 
     def _start(self, device: str) -> _Worker:
         if self._code is not None:
@@ -239,6 +238,12 @@ def _answer(link: Connection) -> Any:
         return [(outcome, [link.recv_bytes() for _ in range(count)]) for outcome, count in answer][::-1]
     except (EOFError, ConnectionResetError):
         return None
+
+
+def _write(link: Connection, messages: Sequence[bytes]) -> None:
+    with suppress(OSError):  # the worker has died: who waits for its answer notices
+        for message in messages:
+            link.send_bytes(message)
 
 
 def _parts(outcome: Outcome) -> list[Params]:

@@ -384,10 +384,6 @@ class Backend(Protocol):
     def durable(self) -> bool:
         """Whether an update is in the run's store when `run` yields it."""
 
-    @property
-    def phases(self) -> Mapping[str, float]:
-        """Seconds of the last round's phases; empty where a backend has none."""
-
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]: ...
 
 

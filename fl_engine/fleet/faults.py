@@ -112,7 +112,7 @@ def lie(fault: Fault, received: Params, trained: Params) -> Params:
     training. The fault is one of LIES."""
     if fault.kind == "nan":
         first = next((name for name, tensor in trained.items() if tensor.is_floating_point()), None)
-        if first is None:  # it sends no number that could be none
+        if first is None:  # integers cannot be NaN
             return trained
         spoilt = trained[first].clone(memory_format=torch.contiguous_format)
         spoilt.view(-1)[0] = torch.nan

@@ -35,6 +35,6 @@ def carry_out(
 
     state = coding.bytes_of(replace(site.rules, algorithm=algorithm).client_state)
     largest = max((tensor_bytes(order.payload) for order in orders.values()), default=0)
-    # An outcome, and a copy of what is sent.
+    # Each upload in flight holds an outcome and its encoded copy.
     for _ in overlapped(mailbox.store, 2 * (largest + state), put, outcomes):
         pass

@@ -192,7 +192,7 @@ class Heartbeat(Signed):
     id: Hex
     """The device's own id (`enrolled_key`); equal for all processes of a device."""
     worker: Worker
-    number: int = Field(ge=0, le=10**12)
+    number: int = Field(ge=0, le=10**15)
     """Rises with every heartbeat of this process."""
     state: State
     lease: Hex | None = None

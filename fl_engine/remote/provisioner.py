@@ -18,6 +18,19 @@ class Lost(NamedTuple):
     """Its assignment may be the reason; otherwise the worker was taken away."""
 
 
+class Need(NamedTuple):
+    """What an open round needs, and the workers that it has."""
+
+    open: Mapping[str, int]
+    """Orders without a result, by pool."""
+    waiting: Mapping[str, int]
+    """Orders that no worker holds, by pool."""
+    present: Mapping[str, str | None]
+    """The ids of the processes that send heartbeats, and their pools."""
+    silent: frozenset[str]
+    """Names of workers that have stopped to send heartbeats."""
+
+
 class Provisioner(Protocol):
     """Workers belong to pools: devices to their tier, pods to their class of resources. No method waits for a server
     for long, so that rounds do not."""
@@ -60,16 +73,9 @@ class Provisioner(Protocol):
     def end(self) -> None:
         """The round is over, or given up."""
 
-    def need(
-        self,
-        open_: Mapping[str, int],
-        waiting: Mapping[str, int],
-        present: Mapping[str, str | None],
-        silent: Collection[str],
-    ) -> None:
-        """Called again and again while a round is open. By pool: how many orders have no result, and how many of them
-        no worker holds. `present`: the ids of the processes that send heartbeats, and their pools; `silent`: the names
-        of workers that do not any more. Raises EnvironmentFailure if no worker is present and none can come."""
+    def need(self, need: Need) -> None:
+        """Called again and again while a round is open. Raises EnvironmentFailure if no worker is present and none can
+        come."""
 
     def lost(self, name: str, worker: str) -> Lost | None:
         """What is known of a process that has ended; None: nothing."""
@@ -116,13 +122,7 @@ class Enrolled:
     def end(self) -> None:
         pass
 
-    def need(
-        self,
-        open_: Mapping[str, int],
-        waiting: Mapping[str, int],
-        present: Mapping[str, str | None],
-        silent: Collection[str],
-    ) -> None:
+    def need(self, need: Need) -> None:
         pass
 
     def lost(self, name: str, worker: str) -> Lost | None:

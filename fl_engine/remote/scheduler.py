@@ -31,7 +31,7 @@ from fl_engine.remote.assigning import Assigner, Options
 from fl_engine.remote.leases import OpenRound, why_ended
 from fl_engine.remote.mailboxes import Mailboxes
 from fl_engine.remote.messages import pause, result_key
-from fl_engine.remote.provisioner import Lost, Provisioner
+from fl_engine.remote.provisioner import Lost, Need, Provisioner
 from fl_engine.remote.registry import clients_of_devices
 from fl_engine.remote.workers import Held, Worker, Workers
 from fl_engine.storage.overlapping import overlapped
@@ -58,7 +58,6 @@ class Remote:
     observe=cgroup. `site_sums`: see `Assignment.site`; they are not read from the store, which others may write."""
 
     durable = True
-    phases: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
         self,
@@ -161,8 +160,8 @@ class Remote:
 
     def _need(self, r: OpenRound) -> None:
         present = {worker.process: worker.member.tier for worker in self.workers.present}
-        silent = [w.name for w in self.workers.by_name.values() if w.is_silent]
-        self._provisioner.need(r.count(r.open_), r.count(r.waiting), present, silent)
+        silent = frozenset(w.name for w in self.workers.by_name.values() if w.is_silent)
+        self._provisioner.need(Need(r.count(r.open_), r.count(r.waiting), present, silent))
 
     # ------------------------------------------------------------------------------------------ giving leases
     def _adopt(self, r: OpenRound, workers: Sequence[Worker]) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from statistics import median
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -117,7 +116,6 @@ def federate(
             log.info(
                 "the simulated clock is at %.1f s; rounds.stop_simulated_s = %g", progress.clock, terms.stop_simulated_s
             )
-        _tell_cost(ledger.checkpoints.rows(lines=False))
     return progress.state
 
 
@@ -163,16 +161,6 @@ def told_how_to_go_on(ledger: Ledger | None = None) -> Iterator[None]:
         raise
     except EnvironmentFailure as error:
         raise type(error)(f"{error}. What was committed stays: mend the cause, then go on with --resume") from error
-
-
-def _tell_cost(rows: Sequence[Row]) -> None:
-    """Logs the median seconds of each phase, where the backend measures phases."""
-    measured = rows[-1].metrics if rows else {}
-    names = [name for name in measured if name.startswith("seconds_") and name != "seconds_simulated"]
-    if any("/" in name for name in names):
-        seconds = {name: median(row.metrics[name] for row in rows if name in row.metrics) for name in names}
-        said = ", ".join(f"{name.removeprefix('seconds_')} {s:.2f}" for name, s in seconds.items())
-        log.info("median seconds of a round: %s", said)
 
 
 def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Progress, int]:

@@ -14,8 +14,6 @@ They add up to `seconds_round`. Coding takes of `seconds_train`:
 - `seconds_encode_clients`: merged clients' encoding, as they measure it; 0 without a codec of the way up. No
   part of `seconds_train` where clients train outside this process or side by side
 
-`seconds_train/<name>` are the backend's own parts of it, where it measures some.
-
 On the simulated clock, of the client that finishes last among those that are merged: `simulated_compute` and
 `simulated_communication`. With `simulated_wait` (a trace's, until somebody is online) they add up to
 `seconds_simulated`, unless a deadline ends the round, or no update is merged. Encoding and decoding take no time there.

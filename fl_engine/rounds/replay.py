@@ -60,7 +60,7 @@ def replay(run: Run, initial: Any, backend: Backend, ledger: Ledger, round: int,
         raise ConfigError(f"round {round + 1} was packed, and its clients' lines are kept no longer")
     if line is None:
         there = ", ".join(str(line["client"]) for line in rows[round].clients)
-        raise ConfigError(f"client {client} was not asked in round {round + 1}; those were {there}")
+        raise ConfigError(f"client {client} was not asked in round {round + 1}. Asked: {there}")
     if "failure" in line:
         raise ConfigError(f"client {client} brought no update in round {round + 1}: {line['failure']}")
     with TemporaryDirectory() as scratch:

@@ -63,7 +63,7 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     check_finite(run.algorithm, before.state, state, round)
     states = client_states.taken_in(before.states, answers, clients.states)
     record = recorded(run, plan, answers, begin) if due is None else buffer.recorded(run, plan, due, begin)
-    metrics, train_phases = record.metrics, dict(clients.backend.phases)
+    metrics = record.metrics
     if run.trace is not None:
         metrics["clients_online"] = float(len(context.available))
         metrics["simulated_wait"] = begin - before.clock
@@ -82,7 +82,6 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     watch.seconds["merge"] -= collected.waited
     metrics |= {"seconds_encode": 0.0, "seconds_train": collected.waited, "seconds_decode": collected.decoded}
     metrics |= {f"seconds_{phase}": seconds for phase, seconds in watch.seconds.items()}
-    metrics |= {f"seconds_train/{phase}": seconds for phase, seconds in train_phases.items()}
     metrics["seconds_round"] = watch.began - started
     row = Row(round=round, metrics=metrics, clients=record.clients)
     return Progress(state, collected.history, clock, states, () if due is None else due.flying), row

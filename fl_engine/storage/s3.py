@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import threading
 import time
@@ -31,6 +30,7 @@ from fl_engine.core.errors import (
     masked,
 )
 from fl_engine.storage import ending
+from fl_engine.storage.outage import waiting
 from fl_engine.storage.pieces import Value, in_parts
 from fl_engine.storage.store import check_size, sha256
 from fl_engine.storage.urls import AT_ONCE, FIXED, READS, Upload, Verb, again, md5, whole
@@ -42,7 +42,6 @@ log = logging.getLogger("flexfleet")
 
 R = TypeVar("R")
 
-REPORT_S, LONGEST_PAUSE_S = 30.0, 5.0
 PART = 64 * 2**20
 """Bytes. Larger values are uploaded in parts of this size."""
 ATTEMPTS = 6
@@ -74,29 +73,6 @@ def patient(method: Callable[..., R]) -> Callable[..., R]:
         return waiting(functools.partial(method, self, *args), self._patience_s)
 
     return call
-
-
-def waiting(call: Callable[[], R], patience_s: float) -> R:
-    """Call again while a server is away, for `patience_s` at most. Logs the first failure, and one each REPORT_S."""
-    began = reported = -math.inf
-    pause = 0.5
-    while True:
-        try:
-            found = call()
-        except Unreachable as error:
-            now = time.monotonic()
-            began = now if math.isinf(began) else began
-            if now - began >= patience_s:
-                raise
-            if now - reported >= REPORT_S:
-                log.warning("%s; waiting for up to %.0f s", error, patience_s - (now - began))
-                reported = now
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
-        else:
-            if not math.isinf(began):
-                log.info("the server answers again after %.0f s", time.monotonic() - began)
-            return found
 
 
 class S3Store:

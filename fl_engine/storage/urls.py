@@ -1,5 +1,5 @@
-"""What a device without keys sees of the run store on S3: URLs to read, and leave to upload, each good for one key and
-for a limited time. `s3.S3Store` signs them.
+"""The run store on S3 for devices that have no credentials: they read and upload with presigned URLs. A URL is valid
+for one key and a limited time. `s3.S3Store` signs them.
 """
 
 from __future__ import annotations

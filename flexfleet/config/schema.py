@@ -329,8 +329,8 @@ class PublishConfig(Section):
     onnx: bool = True
     """Export the levels as ONNX too, where `models` is true."""
     precision: Literal["auto"] | Annotated[tuple[OnnxPrecision, ...], Field(min_length=1)] = ("fp32",)
-    """ONNX files of each level: fp32, which is always there, fp16, int8 (dynamic) and int8_static. More than fp32 are
-    measured beside it. auto: for each level what its codec's bits on the way to clients are rounded up to."""
+    """Precisions of each level's ONNX files: fp16, int8 (dynamic) and int8_static; fp32 is always written, and the
+    others are compared with it. auto: the smallest precision that has as many bits as the level's codec sends."""
     calibration: Count = 128
     """For int8_static: how many of the server's proxy samples show the ranges of activations, where it has as many."""
     dvc: UserPath | None = None

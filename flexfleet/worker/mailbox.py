@@ -98,7 +98,7 @@ class WorkerMailbox:
         self.revoked = False
         self._sign: str | None = None
         self._place, self._lock, self._sending = place, threading.Lock(), threading.Lock()
-        self._number = int(time.time())  # rises over restarts of the same process
+        self._number = int(time.time() * 1000)  # also rises if a worker is started twice in a second
         self._made: tuple[object, Store] | None = None
         self._store_device({})
 

@@ -25,7 +25,7 @@ from fl_engine.backends.in_process import check_device
 from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, Stopped
 from fl_engine.remote.messages import MOST_S, Lease, Message, pause
 from fl_engine.storage import code
-from fl_engine.storage.s3 import waiting
+from fl_engine.storage.outage import waiting
 from fl_engine.storage.store import FolderStore
 from fl_engine.training import cgroup
 from flexfleet.files.signals import stopping_at_once

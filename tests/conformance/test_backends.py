@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -119,6 +120,8 @@ def test_a_worker_that_is_stopped_keeps_no_run_from_ending(
         monkeypatch.setattr(processes, name, seconds)
     worker = backend._workers[0].process
     os.kill(worker.pid or 0, signal.SIGSTOP)
+    with socket.fromfd(backend._workers[0].link.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as pipe:
+        pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # orders do not fit into it, as those of large networks
     asked = time.monotonic() + 0.3
     backend._should_stop = lambda: time.monotonic() > asked
     plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))

@@ -44,7 +44,7 @@ class OnPlayed:
 
         self._inner = Remote(options, 60.0, "a", site.fleet, mailbox, mailboxes, provisioner, should_stop=turn)
         self._workers = [Played(mailboxes, mailboxes.invite(registry, "any", None), clock, act) for _ in range(workers)]
-        self.durable, self.phases = self._inner.durable, self._inner.phases
+        self.durable = self._inner.durable
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         self._algorithm = algorithm

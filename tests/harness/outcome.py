@@ -22,8 +22,6 @@ MAY_DIFFER = ("seconds", "peak_mb", MEASURED)
 """Prefixes of metrics that are measured. `seconds_simulated` is not measured: it is the simulated clock's."""
 ENDS_S = 10.0
 """Seconds within which a process has to end after the run."""
-MAY_BE_MISSING = "seconds_train/"
-"""Prefix of metrics that a coordinator does not log if it resumes a closed round, since it waits for no client."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,6 @@ def _tracked(data_base: Path) -> dict[str, Any]:
     return {
         f"{key} at step {step}": value if often[key, step] == 1 else f"{often[key, step]} times"
         for (key, step), value in values.items()
-        if often[key, step] > 1 or not key.startswith(MAY_BE_MISSING)
     }
 
 

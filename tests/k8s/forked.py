@@ -58,7 +58,7 @@ class Played:
 
     def __init__(self, inner: Backend, cluster: Any, site: Site) -> None:
         self._inner, self._cluster, self._site = inner, cluster, site
-        self.durable, self.phases = inner.durable, inner.phases
+        self.durable = inner.durable
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         self._cluster.start = partial(Forked, algorithm, self._site)

@@ -342,7 +342,9 @@ def test_pods_that_end_before_a_heartbeat_are_given_up(
     began, late = time.monotonic(), threading.Timer(45, os.kill, (os.getpid(), signal.SIGTERM))
     late.start()  # so that the test ends
     patience = 600 if said == "no message" else 3
-    with pytest.raises(Stopped, match=said):
-        rounds("ends", *remote, f"run.patience_s={patience}", f"kubernetes.lifetime={lifetime}")
-    late.cancel()
+    try:
+        with pytest.raises(Stopped, match=said):
+            rounds("ends", *remote, f"run.patience_s={patience}", f"kubernetes.lifetime={lifetime}")
+    finally:
+        late.cancel()
     assert time.monotonic() < began + 40

@@ -42,7 +42,6 @@ class Remembering:
     outcomes: list[Outcome]
     failing: frozenset[int] = frozenset()
     durable: ClassVar[bool] = False
-    phases: ClassVar[dict[str, float]] = {}
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         self.plans.append(plan)

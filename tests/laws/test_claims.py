@@ -127,7 +127,6 @@ class Claiming:
 
     inner: InProcess
     durable: ClassVar[bool] = False
-    phases: ClassVar[dict[str, float]] = {}
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         for outcome in self.inner.run(algorithm, plan):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -145,7 +145,6 @@ class Idle:
     """A backend whose clients all fail at once; remembers what they were asked."""
 
     durable = False
-    phases: ClassVar[dict[str, float]] = {}
 
     def __init__(self) -> None:
         self.plans: list[RoundPlan] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -161,7 +161,6 @@ class Lying:
     """A backend one of whose updates in one round says a multiple of what it trained."""
 
     durable = False
-    phases: ClassVar[dict[str, float]] = {}
 
     def __init__(self, inner: Any, round: int, times: float, layout: ParamLayout) -> None:
         self.inner, self.round, self.times, self.layout = inner, round, times, layout
@@ -312,7 +311,6 @@ class Failing:
     """A backend whose chosen clients bring nothing."""
 
     durable = False
-    phases: ClassVar[dict[str, float]] = {}
 
     def __init__(self, inner: Any, fails: Callable[[int, int], bool]) -> None:
         self.inner = inner
@@ -362,7 +360,6 @@ class Reordered:
     """Another backend, whose outcomes come in another order."""
 
     durable = False
-    phases: ClassVar[dict[str, float]] = {}
 
     def __init__(self, inner: Any, order: Callable[[list[Outcome]], list[Outcome]]) -> None:
         self._inner = inner

@@ -22,13 +22,14 @@ from fl_engine.remote.kubernetes.objects import Job, Objects
 from fl_engine.remote.kubernetes.status import PodState
 from fl_engine.remote.provisioner import Lost
 from fl_engine.remote.registry import Member
+from fl_engine.storage.outage import REPORT_S, Outage
 
 log = logging.getLogger("flexfleet")
 
 POLL_S = 1.0
 RENEW_S = 600.0
 """Seconds after which a Job's Secret gets fresh URLs, for pods that start later."""
-YIELD_S, REPORT_S = 10.0, 30.0
+YIELD_S = 10.0
 
 
 @dataclass
@@ -153,13 +154,8 @@ class Controller:
     def why(self, name: str) -> str:
         """Why pods of a class do not run; empty: unknown."""
         with self._lock:
-            found = sum((job.reasons() for job in self._jobs if job.pods.name == name), Counter[str]())
-            if self._away:
-                return self._away
-            if found:
-                return "; ".join(f"{n} x {reason}" for reason, n in found.most_common(3))
             seen = self._seen.get(name)
-            return seen.why if seen is not None else ""
+            return self._away or _text(self._reasons(name)) or (seen.why if seen is not None else "")
 
     # ------------------------------------------------------------------------------------------- the thread
     @contextmanager
@@ -175,8 +171,7 @@ class Controller:
             thread.join(2.0)
 
     def _watch(self) -> None:
-        away = reported = -math.inf
-        found = False
+        outage, found = Outage("the Kubernetes API", self._patience_s), False
         self._awake.wait()  # for the first round
         while not self._over:
             try:
@@ -191,18 +186,11 @@ class Controller:
                 finally:
                     self._look()
                 self.looked.set()
-                if not math.isinf(away):
-                    log.info("the Kubernetes API answers again after %.0f s", time.monotonic() - away)
-                away = reported = -math.inf
+                outage.ended()
                 self._away, self._error = "", None if is_new else self._error
             except Unreachable as error:
-                now = time.monotonic()
-                away = now if math.isinf(away) else away
                 self._away = str(error)
-                if now - reported > REPORT_S:
-                    reported = now
-                    log.warning("%s; pods that run go on", error)
-                if now - away > self._patience_s:
+                if outage.failed(error, "pods that run go on"):
                     self._fail(error)
             except FlexfleetError as error:
                 self._fail(error)
@@ -239,6 +227,7 @@ class Controller:
         for pod in pods:
             owner = pod["metadata"].get("labels", {}).get("batch.kubernetes.io/job-name", "")
             by_job.setdefault(owner, []).append(status.pod_state(pod))
+        ended = []
         with self._lock:
             for job in list(self._jobs):
                 self._see(job, by_job.get(job.name, []), events)
@@ -248,7 +237,7 @@ class Controller:
                 if body is None or body["metadata"]["uid"] != job.body["metadata"]["uid"] or (over and self._adopted):
                     self._forget(job, "its Job was deleted" if body is None else "its Job is over")
                     if body is not None:
-                        self._objects.delete(job)
+                        ended.append(job)
                     continue
                 job.body, job.suspended, job.spent = body, status.suspended(body), status.spent(body)
             here = {state.uid for states in by_job.values() for state in states}
@@ -256,6 +245,8 @@ class Controller:
                 del self._known[uid]
                 self._ended.setdefault(uid, Lost("the pod is gone", False))
             self._report()
+        for job in ended:
+            self._objects.delete(job)
 
     def _see(self, job: Job, states: Sequence[PodState], events: Mapping[str, tuple[str, str]]) -> None:
         """Record what has become of a Job's pods."""
@@ -299,12 +290,14 @@ class Controller:
         again = now - self._reported > REPORT_S and any(self._demand.waiting.values())
         self._reported = now if again else self._reported
         for name, seen in self._seen.items():
-            found = sum((job.reasons() for job in self._jobs if job.pods.name == name), Counter[str]())
+            found = self._reasons(name)
             new = {status.kind(reason) for reason in found} - seen.reported
             seen.reported |= new
             if new or (again and found and self._demand.waiting.get(name)):
-                text = "; ".join(f"{n} x {reason}" for reason, n in found.most_common(3))
-                log.log(logging.WARNING if new else logging.INFO, "pods of %s: %s", name, text)
+                log.log(logging.WARNING if new else logging.INFO, "pods of %s: %s", name, _text(found))
+
+    def _reasons(self, name: str) -> Counter[str]:
+        return sum((job.reasons() for job in self._jobs if job.pods.name == name), Counter[str]())
 
     def _change(self) -> None:
         """Make, grow and delete Jobs, so that each order has a pod that is there or may come."""
@@ -359,3 +352,8 @@ class Controller:
         self._gave = now
         job = max(idle, key=lambda job: len(job.members))
         self._delete(job, f"its pods have no assignments, and those of {queues[0]} wait for room")
+
+
+def _text(reasons: Counter[str]) -> str:
+    """The most frequent of them; empty: there are none."""
+    return "; ".join(f"{n} x {reason}" for reason, n in reasons.most_common(3))

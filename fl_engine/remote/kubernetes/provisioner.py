@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from fl_engine.remote.kubernetes.controller import Controller, Demand
 from fl_engine.remote.kubernetes.objects import Objects
 from fl_engine.remote.kubernetes.settings import KubernetesConfig
 from fl_engine.remote.mailboxes import Mailboxes
-from fl_engine.remote.provisioner import Lost
+from fl_engine.remote.provisioner import Lost, Need
 from fl_engine.remote.registry import Member
 from fl_engine.storage import probe
 from fl_engine.storage.s3 import S3Store
@@ -141,15 +141,9 @@ class Pods:
     def end(self) -> None:
         self._controller.end()
 
-    def need(
-        self,
-        open_: Mapping[str, int],
-        waiting: Mapping[str, int],
-        present: Mapping[str, str | None],
-        silent: Collection[str],
-    ) -> None:
-        self._demand = replace(self._demand, open=open_, waiting=waiting, silent=frozenset(silent))
-        self._controller.update(self._demand, present.keys())
+    def need(self, need: Need) -> None:
+        self._demand = replace(self._demand, open=need.open, waiting=need.waiting, silent=need.silent)
+        self._controller.update(self._demand, need.present.keys())
 
     def lost(self, name: str, worker: str) -> Lost | None:
         return self._controller.lost(worker)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from fl_engine.aggregation.privacy import Private
 from fl_engine.algorithms import FlexFL, HeteroFL
@@ -86,7 +86,6 @@ class Hostile:
     """In-process clients, one of which lies. Its lies are checked as if they came through a store."""
 
     durable = False
-    phases: ClassVar[dict[str, float]] = {}
 
     def __init__(self, site: Site, algorithm: Algorithm, liar: Liar | None) -> None:
         self.inner = InProcess(site)

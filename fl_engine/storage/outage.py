@@ -1,0 +1,58 @@
+"""Waiting for a server that does not answer, with a log that says so."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from fl_engine.core.errors import Unreachable
+
+log = logging.getLogger("flexfleet")
+
+R = TypeVar("R")
+
+REPORT_S, LONGEST_PAUSE_S = 30.0, 5.0
+
+
+class Outage:
+    """The time from the first failure of `server` until it answers again. Logs the first failure, and one each
+    REPORT_S."""
+
+    def __init__(self, server: str, patience_s: float) -> None:
+        self._server, self._patience_s = server, patience_s
+        self._began = self._reported = -math.inf
+
+    def failed(self, error: Unreachable, meanwhile: str) -> bool:
+        """Returns whether it lasts for longer than `patience_s`. `meanwhile`: for the log."""
+        now = time.monotonic()
+        self._began = now if math.isinf(self._began) else self._began
+        is_over = now - self._began >= self._patience_s
+        if not is_over and now - self._reported >= REPORT_S:
+            log.warning("%s; %s", error, meanwhile)
+            self._reported = now
+        return is_over
+
+    def ended(self) -> None:
+        """The server has answered."""
+        if not math.isinf(self._began):
+            log.info("%s answers again after %.0f s", self._server, time.monotonic() - self._began)
+        self._began = self._reported = -math.inf
+
+
+def waiting(call: Callable[[], R], patience_s: float) -> R:
+    """Call again while a server is unreachable, for `patience_s` at most, from the first failure on."""
+    outage, pause = Outage("the server", patience_s), 0.5
+    while True:
+        try:
+            found = call()
+        except Unreachable as error:
+            if outage.failed(error, f"waiting for up to {patience_s:.0f} s"):
+                raise
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        else:
+            outage.ended()
+            return found
