@@ -128,8 +128,18 @@ def parser() -> argparse.ArgumentParser:
 
     c = add("submit", "start a pipeline on Kubeflow; uploads a new version if the graph has changed")
     c.add_argument("pipeline", nargs="?", help="train, compare, tune or nightly")
-    c.add_argument("--wait", action="store_true", help="follow the run to its end: 0 succeeded, 1 failed, 3 terminated")
-    c.add_argument("--follow", metavar="RUN_ID", help="follow a run that was started before, by its id in Kubeflow")
+    c.add_argument(
+        "--wait", action="store_true",
+        help="follow the run to its end (0 succeeded, 1 failed, 3 terminated), and retry it up to three times if a pod "
+        "is killed, drained or lost",
+    )  # fmt: skip
+    for action, does in (
+        ("follow", "follow a run that was started before, by its id in Kubeflow"),
+        ("terminate", "end a run; its committed rounds stay"),
+        ("retry", "start the failed tasks of a run again"),
+        ("logs", "print the logs of a run's tasks"),
+    ):
+        c.add_argument(f"--{action}", metavar="RUN_ID", help=does)
     c.add_argument("--host", metavar="URL", help="address of Kubeflow Pipelines (default: KF_PIPELINES_ENDPOINT)")
     c.add_argument("--namespace", metavar="NAME", help="of your profile, if Kubeflow has several users")
     c.add_argument("--experiment", default="flexfleet", metavar="NAME")

@@ -1,15 +1,16 @@
-"""The commands of Kubeflow: submit, and nightly."""
+"""The commands for Kubeflow: submit and nightly."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped, masked
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, Stopped, masked
 from flexfleet.commands.common import tags_of
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
@@ -19,13 +20,63 @@ if TYPE_CHECKING:
 
 
 def submit(args: argparse.Namespace) -> int:
-    if (args.pipeline is None) == (args.follow is None):
-        raise ConfigError("submit takes the name of a pipeline to start, or --follow RUN_ID, one of the two")
-    if args.follow is not None:
-        return follow(args, args.follow, {})
+    actions = {"follow": follow, "terminate": _terminate, "retry": _retry, "logs": _logs}
+    given = [name for name in ("pipeline", *actions) if getattr(args, name) is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            "submit takes the name of a pipeline to start, or one of --follow, --terminate, --retry and --logs with "
+            f"the id of a run; got {', '.join(given) or 'none of them'}"
+        )
+    (chosen,) = given
+    return _start(args) if chosen == "pipeline" else actions[chosen](args, getattr(args, chosen))
+
+
+def _terminate(args: argparse.Namespace, run_id: str) -> int:
+    from flexfleet.kubeflow.client import connected
+    from flexfleet.kubeflow.follow import terminate
+
+    with connected(args.host) as client:
+        terminate(client, run_id)
+    if args.wait:
+        return follow(args, run_id)
+    _answer(args, run_id, f"run {run_id} is being terminated; its committed rounds stay")
+    return 0
+
+
+def _retry(args: argparse.Namespace, run_id: str) -> int:
+    from flexfleet.kubeflow.client import connected
+    from flexfleet.kubeflow.follow import retry
+
+    with connected(args.host) as client:
+        retry(client, run_id)
+    if args.wait:
+        return follow(args, run_id)
+    _answer(args, run_id, f"the failed tasks of run {run_id} are started again. To follow it: {_again(args, run_id)}")
+    return 0
+
+
+def _answer(args: argparse.Namespace, run_id: str, line: str) -> None:
+    show(json.dumps({"run_id": run_id}) if args.json else line)
+
+
+def _logs(args: argparse.Namespace, run_id: str) -> int:
+    from flexfleet.kubeflow.client import connected
+    from flexfleet.kubeflow.follow import print_logs
+
+    lines: list[str] = []
+    with connected(args.host) as client:
+        found = print_logs(client, run_id, args.namespace, lines.append)
+    if not found:
+        raise EnvironmentFailure(f"Kubeflow has no logs of run {run_id}: no task has started, or its pods are deleted")
+    show(json.dumps({"run_id": run_id, "logs": "\n".join(lines)}) if args.json else "\n".join(lines))
+    return 0
+
+
+def _start(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from flexfleet.config import pair_of
+    from flexfleet.kubeflow.follow import RETRIES
     from flexfleet.kubeflow.submit import given, read
     from flexfleet.kubeflow.submit import submit as start
 
@@ -50,8 +101,8 @@ def submit(args: argparse.Namespace) -> int:
         where = "" if args.wait else f": {submitted.url or submitted.run_id}"  # which following begins with
         _teller(args)(said + where)
     if args.wait:
-        return follow(args, submitted.run_id, asdict(submitted))
-    show(json.dumps(asdict(submitted)) if args.json else f"to follow it: {_follow_again(args, submitted.run_id)}")
+        return follow(args, submitted.run_id, asdict(submitted), retries=RETRIES)
+    show(json.dumps(asdict(submitted)) if args.json else f"to follow it: {_again(args, submitted.run_id)}")
     return 0
 
 
@@ -72,25 +123,27 @@ def _teller(args: argparse.Namespace) -> Callable[[str], None]:
     return partial(print, file=sys.stderr, flush=True) if args.json else show
 
 
-def _follow_again(args: argparse.Namespace, run_id: str) -> str:
+def _again(args: argparse.Namespace, run_id: str) -> str:
     return f"flexfleet submit --follow {run_id}" + (f" --host {masked(args.host)}" if args.host else "")
 
 
-def follow(args: argparse.Namespace, run_id: str, about: dict[str, object]) -> int:
-    """`about`: what is already known about the run, for --json. Ctrl-C and SIGTERM stop following, not the run."""
+def follow(
+    args: argparse.Namespace, run_id: str, about: Mapping[str, object] = MappingProxyType({}), retries: int = 0
+) -> int:
+    """`about`: what is known about the run, for --json. Ctrl-C and SIGTERM stop following, not the run."""
     from dataclasses import asdict
 
     from flexfleet.kubeflow.follow import follow as watch
 
-    again = f"to follow it again: {_follow_again(args, run_id)}"
+    again = f"To follow it again: {_again(args, run_id)}"
     try:
         with stopping_at_once():
-            followed = watch(run_id, host=args.host, tell=_teller(args))
+            followed = watch(run_id, host=args.host, namespace=args.namespace, retries=retries, report=_teller(args))
     except (KeyboardInterrupt, Stopped) as stopped:
-        print(f"not followed any more; the run goes on. {again[0].upper()}{again[1:]}", file=sys.stderr)
+        print(f"no longer following; the run continues. {again}", file=sys.stderr)
         return 143 if isinstance(stopped, Stopped) else 130  # 3 would say that the run was terminated
     except FlexfleetError as error:
-        raise type(error)(f"{error}. {again[0].upper()}{again[1:]}") from error
+        raise type(error)(f"{error}. {again}") from error
     if args.json:
         show(json.dumps({**about, **asdict(followed)}))
     return followed.exit_code
@@ -100,7 +153,8 @@ def nightly(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from flexfleet.config.overrides import form_of
-    from flexfleet.kubeflow.submit import read, schedule
+    from flexfleet.kubeflow.schedule import schedule
+    from flexfleet.kubeflow.submit import read
 
     own = fields_of(args.param, args.set)
     if "suite" in own:
@@ -117,10 +171,14 @@ def nightly(args: argparse.Namespace) -> int:
     )
     if args.json:
         show(json.dumps(asdict(scheduled)))
-    else:
-        before = f", in place of {scheduled.replaced}" if scheduled.replaced else ""
-        before += "" if scheduled.made else ", as it was"
-        show(f"{scheduled.name} at {scheduled.cron!r} (UTC){before}: {scheduled.url or scheduled.recurring_run_id}")
+        return 0
+    state = f"replaces {scheduled.replaced}" if scheduled.replaced else "new" if scheduled.made else "unchanged"
+    show(f"{scheduled.name} at {scheduled.cron!r} (UTC), {state}: {scheduled.url or scheduled.recurring_run_id}")
+    if scheduled.active_runs:
+        show(
+            f"in progress, from the recurring run that was replaced: {', '.join(scheduled.active_runs)}. It continues; "
+            "the next `flexfleet nightly` deletes the old recurring run, which is disabled"
+        )
     return 0
 
 

@@ -1,12 +1,10 @@
-"""Follows a pipeline run to its end: reads its rounds from its ledger or MLflow, and the states of its tasks.
+"""Follow a pipeline run to its end: its rounds, from its ledger or MLflow, and the states of its tasks.
 
-It asks the server every few seconds; to stop following changes nothing there. It waits while the server, or the network
-to it, is down.
+Following changes nothing on the server, unless `retries` is given. It continues after an outage of the server.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,24 +12,25 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from fl_engine.core.errors import EnvironmentFailure, Unreachable, printable
+from fl_engine.core.errors import EnvironmentFailure, printable
+from fl_engine.storage.outage import waiting
+from flexfleet.kubeflow.client import api_of, connected, link, parameters_of, translated
+from flexfleet.kubeflow.failures import Cause, causes, logs, tasks_in
 from flexfleet.kubeflow.progress import NAMED, Look, name_of, rounds_of, whole
-from flexfleet.kubeflow.server import connected, link, parameters_of, quiet_retries, run_of
 
 EVERY_S = 5.0
 SLOWEST_S = 60.0
-"""Rounds that take long to read are read less often, but at least this often (seconds)."""
-FIRST_WAIT_S = 1.0
+"""Longest pause between two looks (seconds), if reading the rounds takes long."""
 PATIENCE_S = 600.0
-"""Seconds for which a server that does not answer is asked again."""
+"""Seconds for which following waits for a server that does not answer."""
+RETRIES = 3
+"""How often `submit --wait` retries a run whose cause of failure a retry may cure."""
 EXIT_CODES = {"SUCCEEDED": 0, "FAILED": 1, "SKIPPED": 1, "CANCELED": 3}
-"""Exit codes by the state in which a run ends; 3: it was stopped and can be resumed."""
-TOLD = {"CANCELED": "terminated"}
-INNER = re.compile(r"root|.*-driver|(executor|iteration|for-loop|condition)\b.*")
-"""Steps that Kubeflow adds to the workflow of a pipeline; they are no tasks of the pipeline."""
-WORKFLOW = re.compile(r".+-[a-z0-9]{5}")
+"""Exit code for each state in which a run ends; 3: it was terminated and can be resumed."""
+CANCELLED = ("CANCELING", "CANCELED")
+WORDS = {"CANCELED": "terminated"}
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 Tasks = dict[str, dict[str, int]]
 
 
@@ -45,78 +44,105 @@ class Followed:
     state: str
     """SUCCEEDED, FAILED, SKIPPED or CANCELED."""
     tasks: Tasks
-    """By the task's name: how many tasks are in which state. The tasks of a loop share a name."""
+    """For each task name, the number of tasks in each state. The tasks of a loop share a name."""
     rounds: dict[str, dict[str, float]]
-    """By the run's name (empty: the pipeline is one run): the measurements of its last round, and `round`, that round's
-    number, counted from 1."""
+    """For each run's name (empty: the pipeline is one run): the measurements of its last round, and `round`, the number
+    of that round, counted from 1."""
     error: str
-    """What Kubeflow says of a run that failed."""
+    """Why the run failed: one line for each failed task."""
+    retried: int
+    """How often the run was retried while it was followed."""
 
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.state]
 
 
-def follow(run_id: str, *, host: str | None = None, tell: Tell = print) -> Followed:
-    """Reports what happens until the run has ended. `host`: as in `submit`. Raises EnvironmentFailure for a run that
-    the server does not know, and if the server does not answer for PATIENCE_S."""
-    with quiet_retries():
-        return _follow(run_id, host, tell)
+def follow(
+    run_id: str, *, host: str | None = None, namespace: str | None = None, retries: int = 0, report: Report = print
+) -> Followed:
+    """Report what happens until the run has ended.
 
+    Args:
+        run_id: Kubeflow's id of the run.
+        host: As in `submit`.
+        namespace: Namespace of the profile, if Kubeflow has several users.
+        retries: How often a failed run is retried if its cause may be cured so: a killed, drained or vanished pod.
+        report: Called with each line.
 
-def _follow(run_id: str, host: str | None, tell: Tell) -> Followed:
+    Raises:
+        EnvironmentFailure: The server does not have the run, or did not answer for PATIENCE_S.
+    """
     with connected(host) as client:
-        run = run_of(client, run_id)
-        url = link(client, "runs", run_id)
-        parameters = parameters_of(client, run)
-    name = printable(str(run.display_name or run_id))
-    tell(f"following {name}" + (f": {url}" if url else f" ({run_id})"))
-    look = rounds_of(parameters, run_id, tell)
-    tasks: Tasks = {}
-    last: dict[str, dict[str, float]] = {}
-    while True:
-        began = time.monotonic()
-        now = tasks_of(run)
-        for task, states in now.items():
-            if states != tasks.get(task):
-                tell(f"{task}: {_said(states)}")
-        tasks = now
-        last |= _rounds(look, parameters.get("rounds"), tell)
-        if run.state in EXIT_CODES:
-            break
-        time.sleep(max(EVERY_S, min(10 * (time.monotonic() - began), SLOWEST_S)))
-        run = _asked(client, run_id, tell)
-    followed = Followed(run_id, url, run.state, tasks, last, _error(run))
-    tell(f"{name}: {TOLD.get(followed.state, followed.state.lower())}{_after(run)}" + (f": {url}" if url else ""))
+        run = _asked(client, run_id)
+        url, name, parameters = link(host, "runs", run_id), printable(run.display_name), parameters_of(client, run)
+        report(f"following {name}" + (f": {url}" if url else f" ({run_id})"))
+        look = rounds_of(parameters, run_id, report)
+        tasks: Tasks = {}
+        last: dict[str, dict[str, float]] = {}
+        retried = 0
+        while True:
+            began = time.monotonic()
+            now = tasks_of(run)
+            for task, states in now.items():
+                if states != tasks.get(task):
+                    report(f"{task}: {_described(states)}")
+            tasks = now
+            last |= _rounds(look, parameters.get("rounds"), report)
+            if (state := state_of(run)) in EXIT_CODES:
+                found = causes(client, run, namespace) if state == "FAILED" else []
+                if not _is_retried(found, retried, retries):
+                    break
+                retried += 1
+                report(f"{_lines(found)}; retrying the run ({retried} of {retries})")
+                retry(client, run_id)
+            time.sleep(max(EVERY_S, min(10 * (time.monotonic() - began), SLOWEST_S)))
+            run = _asked(client, run_id)
+    followed = Followed(run_id, url, state, tasks, last, _lines(found), retried)
+    report(f"{name}: {WORDS.get(state, state.lower())}{_after(run)}" + (f": {url}" if url else ""))
     if followed.exit_code:
         if followed.error:
-            tell(followed.error)
-        if way := _go_on(parameters, run_id):
-            tell(way)
+            report(followed.error)
+        if advice := _advice(found, parameters, run_id, host):
+            report(advice)
     return followed
 
 
-def _asked(client: Any, run_id: str, tell: Tell) -> Any:
-    """The run; asks again while the server does not answer, for PATIENCE_S."""
-    began, wait = time.monotonic(), FIRST_WAIT_S
-    while True:
-        try:
-            run = run_of(client, run_id)
-        except Unreachable as error:
-            if time.monotonic() - began > PATIENCE_S:
-                raise
-            if wait == FIRST_WAIT_S:
-                tell(f"{error}. It is asked again, for {PATIENCE_S / 60:.0f} minutes; the run goes on")
-            time.sleep(wait)
-            wait = min(2 * wait, 30)
-            continue
-        if wait > FIRST_WAIT_S:
-            tell(f"Kubeflow Pipelines answers again, after {time.monotonic() - began:.0f} s")
+def _asked(client: Any, run_id: str) -> Any:
+    """Return the run; while the server does not answer, ask again for PATIENCE_S."""
+
+    def ask() -> Any:
+        with translated():
+            run = client.get_run(run_id)
+        if run.run_id != run_id:
+            raise EnvironmentFailure(f"the server has no run with the id {run_id}: {printable(str(run))[:300]}")
         return run
 
+    return waiting(ask, PATIENCE_S)
 
-def _rounds(look: Look | None, total: Any, tell: Tell) -> dict[str, dict[str, float]]:
-    """Reports the new rounds; gives the last round of each run."""
+
+def state_of(run: Any) -> str:
+    """Return the state of a run; CANCELED if it was terminated. Kubeflow 2.17 ends a terminated run as FAILED, after
+    CANCELING in its history."""
+    if run.state != "FAILED":
+        return str(run.state or "PENDING")
+    states = [each.state for each in run.state_history or []]
+    while states and states[-1] == "FAILED":
+        states.pop()
+    for state in reversed(states):
+        if state in CANCELLED:
+            return "CANCELED"
+        if state in EXIT_CODES:  # how it ended before a retry
+            break
+    return "FAILED"
+
+
+def _is_retried(found: list[Cause], retried: int, retries: int) -> bool:
+    return bool(found) and retried < retries and all(cause.is_curable for cause in found)
+
+
+def _rounds(look: Look | None, total: Any, report: Report) -> dict[str, dict[str, float]]:
+    """Report the new rounds; return the last round of each run."""
     if look is None:
         return {}
     from flexfleet.tracking.console import brief
@@ -128,36 +154,28 @@ def _rounds(look: Look | None, total: Any, tell: Tell) -> dict[str, dict[str, fl
     last = {}
     for each in new:
         of = f"/{whole(total)}" if total else ""
-        tell(f"{printable(each.run) + '  ' if each.run else ''}round {each.number}{of}  {brief(each.metrics)}")
+        report(f"{printable(each.run) + '  ' if each.run else ''}round {each.number}{of}  {brief(each.metrics)}")
         last[each.run] = {"round": each.number, **each.metrics}
     return last
 
 
 def tasks_of(run: Any) -> Tasks:
-    """The states of a run's tasks, by name, in the order in which they began."""
-    details = (run.run_details and run.run_details.task_details) or []
+    """Return the states of a run's tasks by name, in the order in which the tasks began."""
     tasks: dict[str, Counter[str]] = {}
-    for task in sorted(details, key=lambda task: str(task.create_time or "")):
-        name = printable(str(task.display_name or ""))
-        whole = task.task_id == name and WORKFLOW.fullmatch(name)
-        if name and not whole and not INNER.fullmatch(name):
-            tasks.setdefault(name, Counter())[str(task.state or "PENDING")] += 1
+    for task in tasks_in(run):
+        tasks.setdefault(printable(task.display_name), Counter())[str(task.state or "PENDING")] += 1
     return {name: dict(sorted(states.items())) for name, states in tasks.items()}
 
 
-def _said(states: Mapping[str, int]) -> str:
-    words = {state: TOLD.get(state, state.lower()) for state in states}
+def _described(states: Mapping[str, int]) -> str:
+    words = {state: WORDS.get(state, state.lower()) for state in states}
     if sum(states.values()) == 1:
         return next(iter(words.values()))
     return ", ".join(f"{count} {words[state]}" for state, count in states.items())
 
 
-def _error(run: Any) -> str:
-    """What Kubeflow says of the run and its failed tasks, each once."""
-    details = (run.run_details and run.run_details.task_details) or []
-    said = [(run.display_name, run.error), *((task.display_name, task.error) for task in details)]
-    lines = [f"{who}: {error.message}" for who, error in said if error is not None and error.message]
-    return printable("; ".join(dict.fromkeys(lines)))
+def _lines(found: list[Cause]) -> str:
+    return "\n".join(f"{cause.task}: {cause.message}" for cause in found)
 
 
 def _after(run: Any) -> str:
@@ -167,15 +185,46 @@ def _after(run: Any) -> str:
     return f" after {minutes} min {seconds} s" if minutes else f" after {seconds} s"
 
 
-def _go_on(parameters: Mapping[str, Any], run_id: str) -> str:
+def _advice(found: list[Cause], parameters: Mapping[str, Any], run_id: str, host: str | None) -> str:
+    """Return what the user can do after a failed or terminated run; empty for a pipeline that is not flexfleet's."""
     key, name = name_of(parameters, run_id)
     if not key:
         return ""
+    if any(cause.is_input for cause in found):
+        return "Correct the parameter, and submit again."
     store = str(parameters.get("store_uri") or "")
     if "://" not in store and not PurePosixPath(store).is_absolute():
         return (
-            f"what is done is lost with the tasks' pods, which have the folder store_uri = {store!r} to themselves: "
-            "with s3://bucket/prefix, or a folder of a volume, another run could go on with it"
+            f"store_uri = {store!r} is a folder of each task's own pod, so another run cannot continue this one. Use "
+            "s3://bucket/prefix, or a folder of a volume."
         )
-    again = "settings and the same image" if key == "night_id" else "settings"  # one commit makes a whole night
-    return f"what is done is kept: flexfleet submit {NAMED[key]} --param {key}={name}, with the same {again}, goes on"
+    same = "settings and the same image" if key == "night_id" else "settings"  # one commit makes a whole night
+    again = f"`flexfleet submit {NAMED[key]} --param {key}={name}` with the same {same}"
+    if not found:
+        return f"To continue: {again}."
+    return f"To continue: `flexfleet submit --retry {run_id}`, or {again}."
+
+
+# ------------------------------------------------------------------------------------------------- one command each
+def retry(client: Any, run_id: str) -> None:
+    """Start the failed tasks of a run again, as Retry in Kubeflow's UI does."""
+    import kfp_server_api
+
+    with translated():
+        kfp_server_api.RunServiceApi(api_of(client)).run_service_retry_run(run_id)
+
+
+def terminate(client: Any, run_id: str) -> None:
+    """End a run. Its committed rounds stay in its store."""
+    with translated():
+        client.terminate_run(run_id)
+
+
+def print_logs(client: Any, run_id: str, namespace: str | None, report: Report) -> bool:
+    """Report the logs of a run's pods. Returns False if Kubeflow has none."""
+    found = False
+    for log in logs(client, _asked(client, run_id), namespace):
+        report(f"==> {log.task or 'task'} ({log.pod}) <==")
+        report(log.text.rstrip("\n"))
+        found = True
+    return found

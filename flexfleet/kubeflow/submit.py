@@ -1,7 +1,6 @@
-"""Starts a pipeline on Kubeflow, once or every night: uploads a new version if the graph has changed, then creates a
-run or a recurring run.
+"""Start a pipeline on Kubeflow: upload a new version if the graph has changed, then create a run.
 
-A version is named after its text, so the same code and image never make a second version.
+A version is named after its text, so the same code and image never create a second version.
 """
 
 from __future__ import annotations
@@ -11,14 +10,17 @@ import json
 import logging
 import os
 import re
+import tempfile
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fl_engine import __version__
-from fl_engine.core.errors import ConfigError, did_you_mean, nearest
+from fl_engine.core.errors import ConfigError, Unreachable, did_you_mean, nearest
 from fl_engine.core.quantities import need_plain
+from fl_engine.storage.outage import waiting
 from flexfleet.config import Config
 from flexfleet.config.overrides import (
     PARAMETERS,
@@ -32,10 +34,8 @@ from flexfleet.config.overrides import (
     sets_of,
 )
 from flexfleet.config.passwords import no_passwords
-from flexfleet.kubeflow import making
+from flexfleet.kubeflow.client import api_of, connected, equal, link, pages, translated, without_links
 from flexfleet.kubeflow.retarget import documents, names, retarget, shipped
-from flexfleet.kubeflow.server import connected, id_of, link
-from flexfleet.kubeflow.transport import Undecided
 from flexfleet.tracking.server import check_address
 
 log = logging.getLogger("flexfleet")
@@ -56,6 +56,8 @@ class Submitted:
 
 
 KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+LOST_ANSWER_S = 5.0
+"""Seconds for which a start is tried again if its answer is lost."""
 
 
 def form(name: str) -> dict[str, Any]:
@@ -127,117 +129,109 @@ def submit(
     service_account: str | None = None,
     key: str | None = None,
 ) -> Submitted:
-    """Starts a run of the pipeline `name`. `host`: None means the server that the KFP SDK finds (KF_PIPELINES_ENDPOINT,
-    its own configuration). `namespace`: of the profile, if there are several users. `key`: names this start, so that
-    the same start again makes no second run but gives the first; None: a new one. It stands in the run's description.
+    """Start a run of the pipeline `name`.
 
-    Raises ConfigError for an unknown pipeline or parameter, for a value that its first task would refuse and for the
-    key of another start; EnvironmentFailure if the server refuses or cannot be reached, Undecided where it cannot be
-    said whether the run was started.
+    Args:
+        name: A shipped pipeline: train, compare, tune or nightly.
+        parameters: Values of its form.
+        host: Address of Kubeflow Pipelines. None: the server that the SDK finds by KF_PIPELINES_ENDPOINT, in a pod, or
+            by KUBECONFIG.
+        namespace: Namespace of the profile, if Kubeflow has several users.
+        experiment: Name of the experiment in Kubeflow, which is created if it is missing.
+        run_name: Name of the run in Kubeflow; None: the pipeline and its version.
+        service_account: Account of the tasks' pods; None: Kubeflow's default.
+        key: Your own name of this start. A second start with the same key returns the run of the first. None: a new
+            key.
+
+    Raises:
+        ConfigError: The pipeline or a parameter does not exist, the first task would refuse a value, or the key belongs
+            to a start with other settings.
+        EnvironmentFailure: The server refuses; Unreachable if it does not answer. The run may then have been started,
+            and the error says how to find out.
     """
-    text, version = _checked(name, parameters)
+    text, version = checked(name, parameters)
     if key is not None and not KEY.fullmatch(key):
-        raise ConfigError(f"key is at most 64 letters, digits, dots, dashes and underscores, got {key!r}")
-    began, key = key is not None, key or uuid.uuid4().hex[:16]
-    settings = making.fingerprint([name, version, dict(parameters), service_account])
-    marked = f"flexfleet submit --key {key},"
-    with connected(host) as client:
-        pipeline_id, version_id, new = making.uploaded(client, name, version, text, namespace)
-        where = making.experiment(client, experiment, namespace)
-        asked = making.run(
-            making.job(pipeline_id, version_id, parameters, service_account=service_account, experiment_id=where,
-                       display_name=run_name or f"{name}-{version}", description=f"{marked} settings {settings}")
+        raise ConfigError(f"key must have at most 64 letters, digits, dots, dashes and underscores, got {key!r}")
+    key = key or uuid.uuid4().hex[:16]
+    marker = f"flexfleet submit --key {key},"
+    description = f"{marker} settings {digest([name, version, dict(parameters), service_account])}"
+    with connected(host) as client, without_links():
+        pipeline_id, version_id, new = upload(client, name, version, text, namespace)
+        experiment_id = client.create_experiment(experiment, namespace=namespace).experiment_id
+        found = _find(client, experiment_id, marker)
+        run = found or _start(
+            client, marker, experiment_id=experiment_id, display_name=run_name or f"{name}-{version}",
+            description=description, service_account=service_account,
+            pipeline_version_reference={"pipeline_id": pipeline_id, "pipeline_version_id": version_id},
+            runtime_config={"parameters": dict(parameters)},
         )  # fmt: skip
-
-        def find() -> str | None:
-            for run in making.runs(client, where, marked):
-                if run.description != asked.description:
-                    raise ConfigError(
-                        f"the key {key} was of another start: the run {run.run_id} has other parameters or another "
-                        "version of a pipeline; choose another key"
-                    )
-                return id_of(client, run, "run_id")
-            return None
-
-        run_id = find() if began else None
-        started = run_id is None
-        if run_id is None:
-            run_id = _begun(client, asked, find, key)
-        url = link(client, "runs", run_id)
-    return Submitted(run_id, url, name, version, new, key, started)
+    if run.description != description:
+        raise ConfigError(
+            f"the key {key} belongs to another start: the run {run.run_id} has other parameters or another version of "
+            "the pipeline. Choose another key"
+        )
+    return Submitted(run.run_id, link(host, "runs", run.run_id), name, version, new, key, found is None)
 
 
-def _begun(client: Any, asked: Any, find: making.Find, key: str) -> str:
-    page = link(client, "experiments", asked.experiment_id) or f"the experiment {asked.experiment_id}"
-    perhaps = (
-        f"the run {asked.display_name!r} may have been started all the same: see {page}. The same command with "
-        f"--key {key} starts no second one"
-    )
+def upload(client: Any, name: str, version: str, text: str, namespace: str | None) -> tuple[str, str, bool]:
+    """Return the ids of the pipeline and its version; whether the version had to be uploaded."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / f"{name}.yaml"
+        path.write_text(text, encoding="utf-8")
+        listed = pages(client.list_pipelines, "pipelines", filter=equal("display_name", name), namespace=namespace)
+        found = [each for each in listed if each.display_name == name]
+        pipeline = found[0] if found else client.upload_pipeline(str(path), name, namespace=namespace)
+        listed = pages(client.list_pipeline_versions, "pipeline_versions", pipeline_id=pipeline.pipeline_id)
+        known = [each for each in listed if each.display_name == version]
+        made = known[0] if known else client.upload_pipeline_version(str(path), version, pipeline.pipeline_id)
+    return pipeline.pipeline_id, made.pipeline_version_id, not known
+
+
+def _find(client: Any, experiment_id: str, marker: str) -> Any:
+    """Return the run whose description has this marker, or None."""
+    asked = equal("description", marker, "IS_SUBSTRING")
+    listed = pages(client.list_runs, "runs", experiment_id=experiment_id, filter=asked)
+    return next((run for run in listed if marker in (run.description or "")), None)
+
+
+def _start(client: Any, marker: str, **fields: Any) -> Any:
+    """Create a run. If the answer is lost, look for the run before the next try, so that no second one is created.
+    (`kfp.Client.run_pipeline` takes no description.)"""
+    import kfp_server_api
+
+    api, tries = kfp_server_api.RunServiceApi(api_of(client)), 0
+
+    def create() -> Any:
+        nonlocal tries
+        tries += 1
+        with translated():
+            before = _find(client, fields["experiment_id"], marker) if tries > 1 else None
+            run = before or api.run_service_create_run(run=kfp_server_api.V2beta1Run(**fields))
+        if not run.run_id:
+            raise Unreachable("Kubeflow Pipelines answered without the id of the run")
+        return run
+
     try:
-        with making.told_if_interrupted(perhaps):
-            return making.begun(client, asked, find)
-    except Undecided as error:
-        raise Undecided(f"{error}. {perhaps[0].upper()}{perhaps[1:]}") from error
+        return waiting(create, LOST_ANSWER_S)
+    except Unreachable as error:
+        key = marker.rpartition(" ")[2].strip(",")
+        raise Unreachable(
+            f"{error}. The run {fields['display_name']!r} may have been started. Repeat the command with --key {key}, "
+            "which does not start a second run"
+        ) from error
+
+
+def digest(settings: Any) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
 MOST = 2**53
 """The largest number up to which a parameter of Kubeflow, a floating-point number, holds every whole one."""
-ONCE = {"night_id", "run_id", "comparison_id", "study_id"}
-"""Parameters that name what a pipeline makes."""
 
 
-@dataclass(frozen=True)
-class Scheduled:
-    recurring_run_id: str
-    url: str
-    name: str
-    cron: str
-    version: str
-    made: bool
-    """False: the same was there already."""
-    replaced: int
-    """How many other recurring runs of that name were deleted."""
-
-
-def schedule(
-    pipeline: str,
-    parameters: Mapping[str, Any],
-    name: str,
-    cron: str,
-    *,
-    host: str | None = None,
-    namespace: str | None = None,
-    experiment: str = "flexfleet",
-    service_account: str | None = None,
-) -> Scheduled:
-    """Makes Kubeflow start the pipeline at fixed times: one run at a time, without repeating missed nights. A recurring
-    run cannot be changed: so this makes a new one, then deletes those of the same name. What is there with the same
-    settings stays, so that the same call again mends what an interrupted one has left.
-
-    `cron`: six fields, seconds first. Raises what `submit` raises.
-    """
-    if len(cron.split()) != 6:
-        raise ConfigError(
-            "cron has six fields in Kubeflow, seconds first: '0 0 2 * * *' is two o'clock every night (UTC); got "
-            f"{cron!r}"
-        )
-    if named := sorted(parameters.keys() & ONCE):
-        raise ConfigError(f"{', '.join(named)}: every night would go on with the same finished runs; leave it out")
-    text, version = _checked(pipeline, parameters)
-    settings = making.fingerprint([pipeline, version, dict(parameters), cron, service_account])
-    with connected(host) as client:
-        pipeline_id, version_id, _ = making.uploaded(client, pipeline, version, text, namespace)
-        where = making.experiment(client, experiment, namespace)
-        job = making.job(pipeline_id, version_id, parameters, service_account=service_account, experiment_id=where,
-                         display_name=name, description=f"flexfleet nightly, settings {settings}")  # fmt: skip
-        id, new, replaced = making.replacing(client, making.recurring_run(job, cron))
-        url = link(client, "recurringrun", id)
-    return Scheduled(id, url, name, cron, version, new, replaced)
-
-
-def _checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
-    """The pipeline for this environment's cluster, and its version. Refuses a password in a parameter, which Kubeflow
-    would store, and what the pipeline's first task would refuse."""
+def checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the pipeline for this environment's cluster, and its version. Raises ConfigError for a password in a
+    parameter, which Kubeflow would store, and for a value that the pipeline's first task would refuse."""
     asked = form(name)
     advanced = dict(object_of(parameters.get("advanced", {})))
     no_passwords({**parameters, **advanced})

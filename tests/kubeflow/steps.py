@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
@@ -19,14 +18,13 @@ from urllib.parse import urlencode, urlsplit
 import mlflow.artifacts
 import urllib3
 import websocket
-import yaml
 
-from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.remote.kubernetes.cluster import Cluster, _connect
 from flexfleet.config.overrides import PARAMETERS, config_from
-from flexfleet.kubeflow.follow import Followed, follow
+from flexfleet.kubeflow.client import connected, pages, without_links
+from flexfleet.kubeflow.follow import Followed, follow, terminate
 from flexfleet.kubeflow.progress import rounds_of
-from flexfleet.kubeflow.server import connected, pages
+from flexfleet.kubeflow.submit import checked, upload
 from flexfleet.nightly import regress, suite
 from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
@@ -42,7 +40,7 @@ RUN = "pipeline/runid"
 WORKFLOW = "workflows.argoproj.io/workflow"
 """Argo's."""
 NODE = "workflows.argoproj.io/node-name"
-"""Argo's annotation: the path of a pod's step, e.g. train-x7k2p.root.federate.executor(0)."""
+"""Argo's annotation: the path of a pod's step, e.g. train-x7k2p(0).root(0).federate(0).executor(0) in 2.17."""
 KILL = """
 import os, signal, sys
 own, killed = b"KFP_POD_NAME=" + os.environ["KFP_POD_NAME"].encode(), []
@@ -97,33 +95,42 @@ class Place:
 
 # ------------------------------------------------------------------------------------------------------ runs
 def ended(host: str, run_id: str, retries: int = 0) -> Followed:
-    """Follows a run to its end; one that fails is tried again `retries` times, as the UI's button Retry does."""
-    found = follow(run_id, host=host)
-    for _ in range(retries):
-        if found.state != "FAILED":
-            break
-        command(host, run_id, "retry")
-        found = follow(run_id, host=host)
-    return found
-
-
-def command(host: str, run_id: str, verb: str) -> None:
-    """`terminate` or `retry`."""
-    with connected(host) as client:
-        getattr(client._run_api, f"run_service_{verb}_run")(run_id)
+    """Follow a run to its end, as `flexfleet submit --wait` does."""
+    return follow(run_id, host=host, retries=retries)
 
 
 def fired(host: str, recurring_run_id: str) -> list[str]:
     """The runs that a recurring run has made."""
     with connected(host) as client:
         job = client.get_recurring_run(recurring_run_id)
-        listed = pages(client, partial(client.list_runs, experiment_id=job.experiment_id), "runs")
+        listed = pages(client.list_runs, "runs", experiment_id=job.experiment_id)
         return [run.run_id for run in listed if run.recurring_run_id == recurring_run_id]
 
 
+def disable(host: str, recurring_run_id: str) -> None:
+    with connected(host) as client:
+        client.disable_recurring_run(recurring_run_id)
+
+
 def forget(host: str, recurring_run_id: str) -> None:
+    """Delete a recurring run, and with it the Workflows of its runs."""
     with connected(host) as client:
         client.delete_recurring_run(recurring_run_id)
+
+
+def started_unchecked(place: Place, parameters: dict[str, Any]) -> str:
+    """Start `train` without the checks of `submit`, as Kubeflow's UI does; return the run's id."""
+    with connected(place.host) as client, without_links():
+        text, version = checked("train", {"store_uri": place.store})
+        pipeline_id, version_id, _ = upload(client, "train", version, text, None)
+        where = client.create_experiment(place.name).experiment_id
+        run = client.run_pipeline(where, "unchecked", params=parameters, pipeline_id=pipeline_id, version_id=version_id)
+    return str(run.run_id)
+
+
+def end(host: str, run_id: str) -> None:
+    with connected(host) as client:
+        terminate(client, run_id)
 
 
 def first_round(parameters: dict[str, Any], run_id: str, seconds: float = 600) -> None:
@@ -154,7 +161,7 @@ def task_of(pod: Pod) -> str:
     """The task that a pod executes; empty for a driver's."""
     assert WORKFLOW in pod["metadata"]["labels"], f"{pod['metadata']['name']} is no pod of Argo's"
     *_, task, step = ["", "", *pod["metadata"].get("annotations", {}).get(NODE, "").split(".")]
-    return task if step.partition("(")[0] == "executor" else ""
+    return task.partition("(")[0] if step.partition("(")[0] == "executor" else ""
 
 
 def running(cluster: Cluster, run_id: str, task: str, seconds: float = 600) -> Pod:
@@ -198,25 +205,6 @@ def run_in(cluster: Cluster, pod: str, words: list[str]) -> int:
                 return codes[0] if codes else 0
     finally:
         socket.close()
-
-
-def starts_again(cluster: Cluster) -> dict[str, bool] | None:
-    """Whether Argo by itself starts a step again whose process was `killed`, and one whose pod was `deleted`; None: its
-    configuration does not say, or is not to be read."""
-    try:
-        found = cluster.get("configmaps", "workflow-controller-configmap")
-    except EnvironmentFailure:  # no right to
-        found = None
-    if found is None:
-        return None
-    data = dict(found.get("data") or {})
-    data |= yaml.safe_load(data.pop("config", "")) or {}  # all of it may be under one key
-    defaults = data.get("templateDefaults") or {}
-    defaults = yaml.safe_load(defaults) if isinstance(defaults, str) else defaults
-    policy = (defaults.get("retryStrategy") or {}).get("retryPolicy")
-    if policy is None:
-        return None
-    return {"killed": policy in ("Always", "OnFailure"), "deleted": policy in ("Always", "OnError")}
 
 
 # -------------------------------------------------------------------------------------------------- artifacts
@@ -283,7 +271,7 @@ def passed_raised(uri: str, by: float) -> Iterator[None]:
     before = figures_of(run_id, uri)
     raised = json.loads(json.dumps(before))
     for label in raised["labels"].values():
-        for metric in ("avg", "full"):
+        for metric in label["values"].keys() & {"avg", "full"}:  # an algorithm with one level has no avg
             label["values"][metric] = [value + by for value in label["values"][metric]]
     suite.Figures.model_validate(raised)
     client.log_dict(run_id, raised, "figures.json")

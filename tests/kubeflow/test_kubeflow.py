@@ -1,8 +1,7 @@
-"""The pipelines on a real Kubeflow (conftest.py says what that takes): to their end, and through what befalls them.
+"""The pipelines on a real Kubeflow (conftest.py lists what it needs): to their end, with killed and deleted pods.
 
-By Argo's configuration a step whose process was killed, or whose pod was deleted, is started again by itself or is not:
-Kubeflow 2.17 starts deleted pods again, 2.16 killed processes. Where it does not, the run fails, and Retry goes on with
-it. Either way the model is the one that nothing has befallen.
+Kubeflow itself starts some failed pods again: 2.16 those whose process was killed, 2.17 usually those that vanished. In
+every other case `follow` retries the run, as `flexfleet submit --wait` does. The model is that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ from typing import Any, Literal
 
 import pytest
 
-from flexfleet.kubeflow.submit import schedule, submit
+from flexfleet.kubeflow.follow import RETRIES
+from flexfleet.kubeflow.schedule import schedule
+from flexfleet.kubeflow.submit import submit
 from tests.kubeflow import steps
 
 LONG = 200
@@ -41,8 +42,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, An
 def befallen(
     place: Any, pipeline: str, parameters: dict[str, Any], task: str, how: Literal["killed", "deleted"]
 ) -> str:
-    """The id of a run that goes to its end although the process in a pod of one of its tasks was killed, or the pod
-    deleted: by itself where Argo says that it starts such a step again, else by Retry."""
+    """The id of a run that succeeds although the process in one of its pods was killed, or the pod deleted."""
     run_id = start(place, pipeline, parameters)
     pod = steps.running(place.cluster, run_id, task)
     steps.first_round(parameters, run_id)
@@ -50,9 +50,7 @@ def befallen(
         steps.kill_process(place.cluster, pod)
     else:
         place.cluster.delete("pods", pod["metadata"]["name"])
-    known = steps.starts_again(place.cluster)
-    by_itself = known is not None and known[how]
-    found = steps.ended(place.host, run_id, retries=0 if by_itself else 2)
+    found = steps.ended(place.host, run_id, retries=RETRIES)
     assert found.state == "SUCCEEDED", found.error
     return run_id
 
@@ -126,7 +124,7 @@ def test_a_terminated_run_goes_on_by_its_name(place: Any, expected: Callable[...
     first = start(place, "train", parameters)
     steps.running(place.cluster, first, "federate")
     steps.first_round(parameters, first)
-    steps.command(place.host, first, "terminate")
+    steps.end(place.host, first)
     assert steps.ended(place.host, first).exit_code == 3
     second = start(place, "train", parameters)
     found = steps.ended(place.host, second)
@@ -140,7 +138,31 @@ def test_a_recurring_run_fires(place: Any) -> None:
     made = schedule("train", given, place.name, "*/20 * * * * *", host=place.host, experiment=place.name)
     try:
         runs = steps.when(lambda: steps.fired(place.host, made.recurring_run_id), 300, "a recurring run fires")
+        steps.disable(place.host, made.recurring_run_id)
+        found = steps.ended(place.host, runs[0])
     finally:
         steps.forget(place.host, made.recurring_run_id)
-    found = steps.ended(place.host, runs[0])
     assert found.exit_code == 0, found.error
+
+
+def test_a_new_nightly_run_lets_the_one_in_progress_finish(place: Any) -> None:
+    given = place.parameters("renewed")
+    del given["run_id"]
+    name, crons = f"{place.name}-renewed", ("*/20 * * * * *", "0 0 0 1 1 *")
+    first = schedule("train", given, name, crons[0], host=place.host, experiment=place.name)
+    runs = steps.when(lambda: steps.fired(place.host, first.recurring_run_id), 300, "a recurring run fires")
+    second = schedule("train", given, name, crons[1], host=place.host, experiment=place.name)
+    try:
+        assert runs[0] in second.active_runs
+        for run_id in second.active_runs:
+            assert steps.ended(place.host, run_id).exit_code == 0
+        assert schedule("train", given, name, crons[1], host=place.host, experiment=place.name).active_runs == []
+    finally:
+        steps.forget(place.host, second.recurring_run_id)
+
+
+def test_a_wrong_parameter_is_named_with_its_cure(place: Any) -> None:
+    """`submit` refuses such a value, so the run is started as from the UI."""
+    parameters = place.parameters("wrong", run_id="not/plain")
+    found = steps.ended(place.host, steps.started_unchecked(place, parameters))
+    assert found.exit_code == 1 and "exit code 2 (wrong parameter)" in found.error and "run_id" in found.error

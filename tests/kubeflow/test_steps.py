@@ -17,10 +17,12 @@ import pytest
 
 from fl_engine.remote.kubernetes.cluster import Cluster
 from flexfleet.kubeflow import follow as following
-from flexfleet.kubeflow.submit import schedule, submit
+from flexfleet.kubeflow.schedule import schedule
+from flexfleet.kubeflow.submit import submit
 from flexfleet.nightly import regress, suite
 from tests.kubeflow import steps
 from tests.kubeflow import test_kubeflow as real
+from tests.pipelines.kubeflow import nodes, pod_of
 
 
 @pytest.fixture
@@ -53,13 +55,13 @@ def pod(name: str, run_id: str, node: str, outputs: dict[str, str] | None = None
 
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]  # for longer than a busy machine takes to come to it
-LOOP = "compare-x.root.for-loop-1.iteration-iterations(0:0).iteration-item"
+LOOP = "compare-x(0).root(0).for-loop-1(0).iteration-iterations(0:0)(0).iteration-item(0)"
 
 
 def test_a_tasks_pods_are_found_also_in_a_loop_and_drivers_are_not(fake_cluster: Any, cluster: Cluster) -> None:
     for name, run_id, node in [
-        ("a", "r1", f"{LOOP}.run.executor(0)"),
-        ("b", "r1", f"{LOOP}.run.executor"),
+        ("a", "r1", f"{LOOP}.run(0).executor(0)"),
+        ("b", "r1", "compare-x.root.for-loop-1.iteration-item.run.executor"),
         ("c", "r1", f"{LOOP}.run-driver"),
         ("d", "r1", "compare-x.root.compare.executor"),
         ("e", "r2", f"{LOOP}.run.executor"),
@@ -97,27 +99,7 @@ def test_a_deleted_pod_is_gone_and_its_process_with_it(fake_cluster: Any, cluste
     assert process.wait(20) == -9 and steps.pods_of(cluster, "r1", "federate") == []
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        (None, None),
-        ({"executor": "imagePullPolicy: IfNotPresent"}, None),
-        ({"templateDefaults": "retryStrategy: {limit: '2', retryPolicy: OnError}"}, {"killed": False, "deleted": True}),
-        ({"config": "templateDefaults: {retryStrategy: {retryPolicy: OnFailure}}"}, {"killed": True, "deleted": False}),
-        ({"config": "{templateDefaults: {retryStrategy: {retryPolicy: Always}}}"}, {"killed": True, "deleted": True}),
-    ],
-)
-def test_what_argo_starts_again_is_read_from_its_configuration(
-    fake_cluster: Any, cluster: Cluster, data: dict[str, str] | None, expected: dict[str, bool] | None
-) -> None:
-    if data is not None:
-        name = "workflow-controller-configmap"
-        about = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "namespace": "kubeflow"}}
-        assert cluster.create("configmaps", {**about, "data": data})
-    assert steps.starts_again(cluster) == expected
-
-
-def test_a_run_that_fails_is_tried_again_as_often_as_is_wanted(kubeflow: tuple[Any, str]) -> None:
+def test_a_run_whose_pod_vanished_is_retried(kubeflow: tuple[Any, str]) -> None:
     server, host = kubeflow
     moves = [{"state": "RUNNING"}, {"state": "FAILED"}, {"state": "RUNNING"}, {"state": "SUCCEEDED"}]
     for retries, state in ((0, "FAILED"), (2, "SUCCEEDED")):
@@ -129,7 +111,7 @@ def test_a_run_that_fails_is_tried_again_as_often_as_is_wanted(kubeflow: tuple[A
 def test_a_terminated_run_ends_as_such(kubeflow: tuple[Any, str]) -> None:
     _, host = kubeflow
     run_id = submit("train", {}, host=host).run_id
-    steps.command(host, run_id, "terminate")
+    steps.end(host, run_id)
     assert steps.ended(host, run_id, retries=1).exit_code == 3
 
 
@@ -212,7 +194,7 @@ def ready(kubeflow: tuple[Any, str], fake_cluster: Any, run_id: str, task: str, 
     """A pod that runs a task of a run whose id is this, and what the task puts out; gives its process."""
     uri = f"minio://mlpipeline/v2/artifacts/x/{run_id}/{task}/{name}"
     kubeflow[0].artifacts |= {uri: value, f"{uri}/model.safetensors": value}
-    made = pod(f"{run_id}-{task}-{name}", run_id, f"x.root.{task}.executor", {name: uri})
+    made = pod(f"{run_id}-{task}-{name}", run_id, f"x(0).root(0).{task}(0).executor(0)", {name: uri})
     return fake_cluster.place(made, [*SLEEP, "kfp.dsl.executor_main"])
 
 
@@ -230,20 +212,12 @@ def test_the_suite_sees_another_model(
         real.test_a_trained_model_has_the_bits_of_one_process(place, sha256_of(b"expected"))
 
 
-@pytest.mark.parametrize("policy", [None, "OnFailure"])
-def test_the_suite_tries_a_killed_step_again_where_argo_does_not(
-    kubeflow: tuple[Any, str], fake_cluster: Any, place: steps.Place, policy: str | None
-) -> None:
+def test_the_suite_sees_a_killed_step_retried(kubeflow: tuple[Any, str], fake_cluster: Any, place: steps.Place) -> None:
     server, _ = kubeflow
-    process = ready(kubeflow, fake_cluster, "r1", "run", "finished", b"model")
+    process = ready(kubeflow, fake_cluster, "r1", "run", "run_folder", b"model")
     server.moves["r1"] = [{"state": state} for state in ("RUNNING", "FAILED", "RUNNING", "SUCCEEDED")]
-    if policy:
-        about = {"name": "workflow-controller-configmap", "namespace": "kubeflow"}
-        data = {"config": f"templateDefaults: {{retryStrategy: {{retryPolicy: {policy}}}}}"}
-        place.cluster.create("configmaps", {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data})
-    with pytest.raises(AssertionError) if policy else nullcontext():
-        real.test_a_process_killed_in_a_loop_changes_no_bit(place, sha256_of(b"model"))
-    assert process.wait(10) == -9
+    real.test_a_process_killed_in_a_loop_changes_no_bit(place, sha256_of(b"model"))
+    assert process.wait(10) == -9 and server.retried == ["r1"]
     given = server.runs[0]["runtime_config"]["parameters"]
     assert (given["algorithms"], given["comparison_id"]) == ("flexfl", "suite-killed")
 
@@ -255,7 +229,7 @@ def test_the_suite_deletes_terminates_and_goes_on(
     for run_id in ("r1", "r2"):
         ready(kubeflow, fake_cluster, run_id, "federate", "run", b"model")
     real.test_a_terminated_run_goes_on_by_its_name(place, sha256_of(b"model"))
-    assert [run["state"] for run in server.runs] == ["CANCELED", "SUCCEEDED"]
+    assert [run["state"] for run in server.runs] == ["FAILED", "SUCCEEDED"]
     assert {run["runtime_config"]["parameters"]["run_id"] for run in server.runs} == {"suite-terminated"}
     process = ready(kubeflow, fake_cluster, "r3", "federate", "run", b"model")
     with pytest.raises(ValueError, match="max"):  # nobody starts the pod again here, so that none has the model
@@ -278,6 +252,31 @@ def test_the_suite_waits_for_a_recurring_run_and_forgets_it(
     monkeypatch.setattr(server, "ask", firing)
     real.test_a_recurring_run_fires(place)
     assert server.recurring == [] and [run["state"] for run in server.runs] == ["SUCCEEDED"]
+    assert not server.lost
+
+
+def test_the_suite_sees_a_nightly_run_that_finishes(
+    kubeflow: tuple[Any, str], place: steps.Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = kubeflow
+    ask = server.ask
+
+    def firing(method: str, path: str, *rest: Any) -> Any:
+        answer = ask(method, path, *rest)
+        if method == "POST" and path.endswith("/recurringruns") and len(server.recurring) == 1:
+            server.fire(server.recurring[0])
+        return answer
+
+    monkeypatch.setattr(server, "ask", firing)
+    real.test_a_new_nightly_run_lets_the_one_in_progress_finish(place)
+    assert server.recurring == [] and not server.lost
+
+
+def test_the_suite_reads_the_cause_of_a_wrong_parameter(kubeflow: tuple[Any, str], place: steps.Place) -> None:
+    server, _ = kubeflow
+    server.moves["r1"] = [{"state": "FAILED", "run_details": {"task_details": nodes(("partition", "FAILED", 1))}}]
+    server.logs[pod_of(1)] = "error, exit code 2 (wrong parameter): run_id must be a plain name\n"
+    real.test_a_wrong_parameter_is_named_with_its_cure(place)
 
 
 def test_the_suite_sees_comparisons_and_studies_to_their_end(

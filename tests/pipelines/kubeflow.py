@@ -1,13 +1,17 @@
-"""A stand-in for Kubeflow Pipelines that checks every request by the models of its published API, and its own answers.
+"""A stand-in for Kubeflow Pipelines 2.17 that checks every request, and its own answers, by the models of the API.
 
-A run moves when it is asked for: by `moves`, what a test says of it, else to RUNNING and then to SUCCEEDED.
+A run moves when a client asks for it: by `moves`, if a test sets them, else to RUNNING and then to SUCCEEDED. A
+terminated run ends as FAILED. Deleting a recurring run deletes the Workflows of its runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -41,6 +45,59 @@ Spoil = Callable[[BaseHTTPRequestHandler, Callable[[], tuple[int, Any]]], None]
 """Gets the handler of a request, which it answers or does not, and what would answer it."""
 
 
+Answer = Callable[[], tuple[int, Any]]
+
+
+def says(status: int, body: bytes, kind: str = "application/json") -> Spoil:
+    """Answer with this in place of the server."""
+
+    def spoil(handler: BaseHTTPRequestHandler, _: Answer) -> None:
+        handler.send_response(status)
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body))}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return spoil
+
+
+def refuses(status: int, code: int, text: str) -> Spoil:
+    """Refuse as the API itself does."""
+    return says(status, json.dumps({"error": text, "code": code, "message": text, "details": []}).encode())
+
+
+def answers(handler: BaseHTTPRequestHandler, answer: Answer) -> None:
+    """Answer as the server does."""
+    status, told = answer()
+    says(status, json.dumps(told).encode())(handler, answer)
+
+
+def drops(handler: BaseHTTPRequestHandler, _: Answer) -> None:
+    """Reset the connection before anything is done."""
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    handler.close_connection = True
+    handler.wfile.close()
+    handler.connection.close()
+    handler.wfile = io.BytesIO()  # which the handler flushes
+
+
+def takes_and(spoil: Spoil) -> Spoil:
+    """Do what was requested, and lose the answer."""
+
+    def taken(handler: BaseHTTPRequestHandler, answer: Answer) -> None:
+        answer()
+        spoil(handler, answer)
+
+    return taken
+
+
+def hangs(handler: BaseHTTPRequestHandler, _: Answer) -> None:
+    """Never answer, until the client closes the connection."""
+    with contextlib.suppress(OSError):
+        handler.connection.recv(1)
+    handler.close_connection = True
+
+
 def called(method: str, path: str) -> str:
     """The name of a call: `GET pipelines/*/versions`."""
     return f"{method} {re.sub('/(?!upload)[^/]+', '/*', path.removeprefix(f'{API}/'), count=1)}"
@@ -51,9 +108,43 @@ ENDED = ("SUCCEEDED", "SKIPPED", "FAILED", "CANCELED")
 
 
 def task(name: str, state: str, id: str = "", error: str = "") -> dict[str, Any]:
-    """One of a run's `task_details`."""
+    """One of a run's `task_details`, as Kubeflow 2.16 has it."""
     about = {"display_name": name, "state": state, "task_id": id or f"{name}-1", "create_time": "2026-01-01T00:00:00Z"}
     return about | ({"error": {"code": 2, "message": error}} if error else {})
+
+
+def nodes(*tasks: tuple[str, str, int], workflow: str = "train-ab12c") -> list[dict[str, Any]]:
+    """The `task_details` of Kubeflow 2.17: name, state and number of the pod of each task.
+
+    Each template is in a retry node, so a task's node has a child `<task>(0)`. A `task_id` is the id of Argo's node;
+    the name of a pod has the template between the workflow and the number. `error` is always null.
+    """
+    made: list[dict[str, Any]] = []
+
+    def add(name: str, state: str, id: str, *children: str) -> None:
+        created = f"2026-01-01T00:00:{len(made):02}Z"
+        listed = [{"pod_name": child} for child in children]
+        made.append(
+            {"display_name": name, "state": state, "task_id": id, "create_time": created, "child_tasks": listed}
+        )
+
+    add(workflow, "RUNNING", workflow)
+    for number, name in enumerate((f"{workflow}(0)", "root", "root(0)", "root-driver", "root-driver(0)")):
+        add(name, "RUNNING", f"{workflow}-90{number}")
+    for name, state, number in tasks:
+        ids = [f"{workflow}-{number}{step}" for step in range(6)]
+        add(f"{name}-driver", "SUCCEEDED", ids[4], ids[5])
+        add(f"{name}-driver(0)", "SUCCEEDED", ids[5])
+        add(name, state, ids[0], ids[1])
+        add(f"{name}(0)", state, ids[1], ids[2])
+        add("executor", state, ids[2], ids[3])
+        add("executor(0)", state, ids[3])
+    return made
+
+
+def pod_of(number: int, workflow: str = "train-ab12c", template: str = "retry-system-container-impl") -> str:
+    """The name of the pod of a task with this number in `nodes`."""
+    return f"{workflow}-{template}-{number}3"
 
 
 class Kubeflow:
@@ -71,6 +162,12 @@ class Kubeflow:
         """Statuses that the next questions for a run are answered with; 0 breaks the connection, 200 is a page."""
         self.asked = 0
         """How often a run was asked for."""
+        self.logs: dict[str, str] = {}
+        """The log of each pod, as the UI's server gives it."""
+        self.retried: list[str] = []
+        """The ids of the runs that were retried."""
+        self.lost: set[str] = set()
+        """Runs whose Workflow Kubernetes has deleted with its owner, the recurring run. Their state never changes."""
         self.artifacts: dict[str, bytes] = {}
         """What the UI's server gives out, by URI (minio://bucket/key)."""
         self.spoils: dict[str, list[Spoil]] = {}
@@ -146,17 +243,28 @@ class Kubeflow:
                 checked(job["runtime_config"], "V2beta1RuntimeConfig")
                 self._typed(job)
                 self.made += 1
-                self.recurring.append(job | {"recurring_run_id": f"j{self.made}"})
+                self.recurring.append(job | {"recurring_run_id": f"j{self.made}", "status": "ENABLED"})
                 return 200, self.recurring[-1]
             case "GET", ["artifacts", "get"]:
                 uri = "{}://{}/{}".format(*(query[name][0] for name in ("source", "bucket", "key")))
                 return (200, self.artifacts[uri]) if uri in self.artifacts else (404, {"error": f"no {uri}"})
+            case "GET", ["k8s", "pod", "logs"]:
+                pod = query["podname"][0]
+                return (200, self.logs[pod].encode()) if pod in self.logs else (500, b"no log of this pod")
+            case "POST", ["recurringruns", text]:
+                id, _, verb = text.partition(":")
+                assert verb in ("disable", "enable")
+                job = next(job for job in self.recurring if job["recurring_run_id"] == id)
+                job |= {"mode": verb.upper(), "status": f"{verb.upper()}D"}
+                return 200, {}
             case "GET", ["recurringruns", id]:
                 return 200, next(job for job in self.recurring if job["recurring_run_id"] == id)
             case "DELETE", ["recurringruns", id]:
                 left = [job for job in self.recurring if job["recurring_run_id"] != id]
                 assert len(left) == len(self.recurring) - 1
                 self.recurring = left
+                active = (run for run in self.runs if run["state"] not in ENDED)
+                self.lost |= {run["run_id"] for run in active if run.get("recurring_run_id") == id}
                 return 200, {}
         return 404, {"error": f"no {method} {path}"}
 
@@ -173,6 +281,7 @@ class Kubeflow:
     def _begin(self, run: dict[str, Any]) -> dict[str, Any]:
         now = datetime.now(UTC).isoformat()
         self.runs.append(run | {"run_id": f"r{len(self.runs) + 1}", "state": "PENDING", "created_at": now})
+        self._remember(self.runs[-1])
         return self.runs[-1]
 
     def fire(self, recurring: dict[str, Any]) -> dict[str, Any]:
@@ -187,11 +296,17 @@ class Kubeflow:
         run = next((run for run in self.runs if run["run_id"] == id), None)
         if run is None:
             return 404, {"error": f"Run {id} not found", "code": 5}
-        if self.moves.get(id):
+        before = run["state"]
+        if id in self.lost:
+            pass
+        elif self.moves.get(id):
             run |= self.moves[id].pop(0)
         elif run["state"] not in ENDED and id not in self.moves:
-            following = {"PENDING": "RUNNING", "CANCELING": "CANCELED"}
+            # A terminated run of 2.17 ends as FAILED; CANCELING is in its history only.
+            following = {"PENDING": "RUNNING", "CANCELING": "FAILED"}
             run["state"] = following.get(run["state"], "SUCCEEDED")
+        if run["state"] != before:
+            self._remember(run)
         if run["state"] in ENDED:
             run.setdefault("finished_at", datetime.now(UTC).isoformat())
         checked(run, "V2beta1Run")
@@ -208,7 +323,15 @@ class Kubeflow:
             return 400, {"error": f"a run that is {run['state']} takes no {verb}", "code": 3}
         run["state"] = state
         run.pop("finished_at", None)
+        self._remember(run)
+        if verb == "retry":
+            self.retried.append(id)
+            self.logs.clear()  # the pods of failed tasks are deleted
         return 200, {}
+
+    def _remember(self, run: dict[str, Any]) -> None:
+        about = {"state": run["state"], "update_time": "2026-01-01T00:00:00Z"}
+        run["state_history"] = [*run.get("state_history", []), about]
 
     def _uploaded(self, body: bytes) -> dict[str, Any]:
         text = body.split(b"\r\n\r\n", 1)[1].rsplit(b"\r\n--", 1)[0].decode()
@@ -244,7 +367,7 @@ def serving() -> Iterator[tuple[Kubeflow, str]]:
                 return
             value = told if isinstance(told, bytes) else json.dumps(told).encode()
             self.send_response(status)
-            self.send_header("Content-Type", "text/html" if isinstance(told, bytes) else "application/json")
+            self.send_header("Content-Type", "text/plain" if isinstance(told, bytes) else "application/json")
             self.send_header("Content-Length", str(len(value)))
             self.end_headers()
             self.wfile.write(value)

@@ -22,8 +22,7 @@ from flexfleet.kubeflow import follow as following
 from flexfleet.kubeflow.submit import submit
 from flexfleet.tracking.trackers import MLflow
 from tests.harness.moto_server import moto
-from tests.pipelines import hostile
-from tests.pipelines.kubeflow import task
+from tests.pipelines.kubeflow import nodes, pod_of, says, task
 
 METRICS = {"avg": 0.5, "full": 0.6, "train_loss": 1.5, "clients_trained": 3.0, "clients_pruned": 0.0,
            "clients_failed": 0.0, "seconds_round": 2.0}  # fmt: skip
@@ -43,84 +42,163 @@ def details(*tasks: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"EVERY_S": 0.01, "SLOWEST_S": 0.01, "FIRST_WAIT_S": 0.01}.items():
+    for name, seconds in {"EVERY_S": 0.01, "SLOWEST_S": 0.01}.items():
         monkeypatch.setattr(following, name, seconds)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
 def follow(host: str, run_id: str, **more: Any) -> tuple[following.Followed, list[str]]:
     lines: list[str] = []
-    return following.follow(run_id, host=host, tell=lines.append, **more), lines
+    return following.follow(run_id, host=host, report=lines.append, **more), lines
 
 
 # ------------------------------------------------------------------------------------------------ tasks and their end
-def test_the_states_of_the_tasks_are_told_as_they_change_and_steps_of_the_workflow_are_not(
-    kubeflow: tuple[Any, str],
-) -> None:
+def test_follow_reports_each_task_once(kubeflow: tuple[Any, str]) -> None:
+    """Kubeflow adds drivers and, in 2.17, a retry node around each template."""
     server, host = kubeflow
-    run_id = submit("compare", {"algorithms": "flexfl,fedprox"}, host=host).run_id
-    steps = ("root", "run-driver", "executor(0)", "for-loop-1", "iteration-item(1)")
-    inner = [task("compare-ab12c", "RUNNING", "compare-ab12c"), *(task(step, "RUNNING") for step in steps)]
-    begun = task("prepare", "SUCCEEDED")
+    run_id = submit("train", {}, host=host).run_id
     server.moves[run_id] = [
-        {"state": "RUNNING", **details(*inner, task("prepare", "RUNNING"))},
-        {**details(*inner, begun, task("run", "RUNNING", "a"), task("run", "RUNNING", "b"))},
-        {**details(*inner, begun, task("run", "SUCCEEDED", "a"), task("run", "RUNNING", "b"))},
-        {**details(*inner, begun, task("run", "SUCCEEDED", "a"), task("run", "RUNNING", "b"))},
-        {"state": "SUCCEEDED", **details(begun, task("run", "SUCCEEDED", "a"), task("run", "SUCCEEDED", "b"))},
+        {"state": "RUNNING", **details(*nodes(("partition", "RUNNING", 1)))},
+        {**details(*nodes(("partition", "SUCCEEDED", 1), ("pretrain", "RUNNING", 2)))},
+        {"state": "SUCCEEDED", **details(*nodes(("partition", "SUCCEEDED", 1), ("pretrain", "SUCCEEDED", 2)))},
     ]
     found, lines = follow(host, run_id)
     assert lines[0].endswith(f"{host}/#/runs/details/{run_id}")
-    assert lines[1].startswith("no rounds can be read from here")
-    assert lines[2:-1] == [
-        "prepare: running", "prepare: succeeded", "run: 2 running", "run: 1 running, 1 succeeded", "run: 2 succeeded",
-    ]  # fmt: skip
-    assert "succeeded" in lines[-1] and host in lines[-1]
-    assert (found.state, found.exit_code) == ("SUCCEEDED", 0)
-    assert found.tasks == {"prepare": {"SUCCEEDED": 1}, "run": {"SUCCEEDED": 2}}
+    assert lines[2:-1] == ["partition: running", "partition: succeeded", "pretrain: running", "pretrain: succeeded"]
+    assert "succeeded" in lines[-1] and (found.state, found.exit_code) == ("SUCCEEDED", 0)
+    assert found.tasks == {"partition": {"SUCCEEDED": 1}, "pretrain": {"SUCCEEDED": 1}}
 
 
-def test_a_run_that_fails_says_why_and_how_to_go_on(kubeflow: tuple[Any, str]) -> None:
+def test_follow_counts_the_tasks_of_a_loop(kubeflow: tuple[Any, str]) -> None:
     server, host = kubeflow
-    run_id = submit("train", {"run_id": "mine", "store_uri": "/volume/runs"}, host=host).run_id
+    run_id = submit("compare", {"algorithms": "flexfl,fedprox"}, host=host).run_id
+    loop = [task(name, "RUNNING") for name in ("for-loop-1", "for-loop-1(0)", "iteration-item(1)", "run-driver")]
     server.moves[run_id] = [
-        {"state": "RUNNING"},
-        {"state": "FAILED", **details(task("federate", "FAILED", error="exit code 137"), task("report", "SKIPPED"))},
+        {"state": "RUNNING", **details(*loop, task("run", "RUNNING", "a"), task("run", "RUNNING", "b"))},
+        {**details(*loop, task("run", "SUCCEEDED", "a"), task("run", "RUNNING", "b"))},
+        {"state": "SUCCEEDED", **details(*loop, task("run", "SUCCEEDED", "a"), task("run", "SUCCEEDED", "b"))},
     ]
     found, lines = follow(host, run_id)
-    assert (found.state, found.exit_code) == ("FAILED", 1)
-    assert lines[-2] == "federate: exit code 137" == found.error
-    assert "flexfleet submit train --param run_id=mine, with the same settings, goes on" in lines[-1]
+    assert lines[2:-1] == ["run: 2 running", "run: 1 running, 1 succeeded", "run: 2 succeeded"]
+    assert found.tasks == {"run": {"SUCCEEDED": 2}}
 
 
-def test_a_run_that_kept_nothing_is_not_said_to_go_on(kubeflow: tuple[Any, str]) -> None:
-    """The form's default is a folder, and each task has a pod with one of its own."""
+INPUT_ERROR = """starting
+error, exit code 2 (wrong parameter): no algorithm named 'flexflx'. Did you mean flexfl?
+  In the form: algorithm.name is algorithm.
+  Correct the parameter, and start another run.
+F1129 02:00:00.000000 1 main.go:57] failed to execute component: exit status 2
+"""
+
+
+def test_follow_reads_the_cause_of_a_failure_from_the_log(kubeflow: tuple[Any, str]) -> None:
+    """`task.error` is null in 2.17, and a pod's log has the launcher's line at its end."""
+    server, host = kubeflow
+    run_id = submit("train", {"store_uri": "/volume/runs"}, host=host).run_id
+    server.moves[run_id] = [{"state": "FAILED", **details(*nodes(("partition", "FAILED", 1)))}]
+    server.logs[pod_of(1, template="system-container-impl")] = INPUT_ERROR
+    found, lines = follow(host, run_id, retries=3)
+    assert (found.exit_code, found.retried) == (1, 0), "a retry does not cure a wrong parameter"
+    assert found.error.startswith("partition: error, exit code 2 (wrong parameter): no algorithm named 'flexflx'")
+    assert "In the form: algorithm.name is algorithm." in found.error and "main.go" not in found.error
+    assert lines[-1].startswith("Correct the parameter")
+
+
+KILLED = "round 2\nF1129 main.go:57] failed to execute component: signal: killed\n"
+STOPPED = "error, exit code 3 (stopped): stopped on request\n  To continue: retry this run.\nexit status 3\n"
+IMPORT = "Traceback:\nModuleNotFoundError: No module named 'flexfleet.steps'\nF1129 main.go:57] exit status 1\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "retried", "said"),
+    [
+        (KILLED, 3, "federate: exit code 137"),
+        (STOPPED, 3, "federate: error, exit code 3 (stopped)"),
+        (None, 3, "federate: no log names a cause"),
+        (IMPORT, 0, "federate: exit code 1: ModuleNotFoundError: No module named 'flexfleet.steps'"),
+        ("error, exit code 6 (environment): s3://b cannot be reached\n", 0, "federate: error, exit code 6"),
+    ],
+    ids=["killed", "drained", "no log", "a bug", "environment"],
+)
+def test_follow_retries_what_a_retry_may_cure(
+    kubeflow: tuple[Any, str], log: str | None, retried: int, said: str
+) -> None:
+    server, host = kubeflow
+    run_id = submit("train", {"run_id": "mine", "store_uri": "/volume/runs"}, host=host).run_id
+    failed = {"state": "FAILED", **details(*nodes(("federate", "FAILED", 4)))}
+
+    def fail() -> None:
+        if log is not None:
+            server.logs[pod_of(4)] = log
+
+    server.moves[run_id] = Growing(*((failed, fail) for _ in range(4)))
+    found, lines = follow(host, run_id, retries=3)
+    assert (found.state, found.retried, server.retried) == ("FAILED", retried, [run_id] * retried)
+    assert found.error.startswith(said)
+    again = (
+        f"`flexfleet submit --retry {run_id}`, or `flexfleet submit train --param run_id=mine` with the same settings"
+    )
+    assert again in lines[-1]
+
+
+def test_follow_ends_well_if_a_retry_cures_the_run(kubeflow: tuple[Any, str]) -> None:
     server, host = kubeflow
     run_id = submit("train", {}, host=host).run_id
+    server.moves[run_id] = [{"state": "FAILED", **details(*nodes(("federate", "FAILED", 4)))}, {"state": "SUCCEEDED"}]
+    server.logs[pod_of(4)] = KILLED
+    found, lines = follow(host, run_id, retries=3)
+    assert (found.exit_code, found.retried) == (0, 1)
+    assert any("retrying the run (1 of 3)" in line for line in lines)
+
+
+def test_follow_reports_the_error_that_kubeflow_2_16_gives(kubeflow: tuple[Any, str]) -> None:
+    server, host = kubeflow
+    run_id = submit("train", {"store_uri": "/volume/runs"}, host=host).run_id
+    ended = details(task("federate", "FAILED", error="exit code 137"), task("report", "SKIPPED"))
+    server.moves[run_id] = [{"state": "FAILED", **ended}]
+    found, lines = follow(host, run_id)
+    assert lines[-2] == "federate: exit code 137" == found.error
+
+
+def test_follow_says_that_a_folder_of_the_pods_is_lost(kubeflow: tuple[Any, str]) -> None:
+    server, host = kubeflow
+    run_id = submit("train", {"store_uri": "runs"}, host=host).run_id
     server.moves[run_id] = [{"state": "FAILED"}]
     _, lines = follow(host, run_id)
-    assert "what is done is lost with the tasks' pods" in lines[-1] and "s3://bucket/prefix" in lines[-1]
+    assert "another run cannot continue this one" in lines[-1] and "s3://bucket/prefix" in lines[-1]
 
 
-def test_a_run_that_is_terminated_has_an_exit_code_of_its_own(kubeflow: tuple[Any, str]) -> None:
+def test_follow_recognises_a_terminated_run(kubeflow: tuple[Any, str]) -> None:
+    """2.17 ends it as FAILED; only the history has CANCELING."""
     server, host = kubeflow
-    found_id = submit("nightly", {"store_uri": "/volume/runs"}, host=host).run_id
-    server.ask("POST", f"/apis/v2beta1/runs/{found_id}:terminate", {}, b"")
-    found, lines = follow(host, found_id)
-    assert (found.state, found.exit_code) == ("CANCELED", 3)
-    assert any("terminated" in line for line in lines)
-    assert f"--param night_id=night-{found_id}, with the same settings and the same image, goes on" in lines[-1]
+    run_id = submit("nightly", {"store_uri": "/volume/runs"}, host=host).run_id
+    server.ask("POST", f"/apis/v2beta1/runs/{run_id}:terminate", {}, b"")
+    found, lines = follow(host, run_id, retries=3)
+    assert (found.state, found.exit_code, server.runs[0]["state"]) == ("CANCELED", 3, "FAILED")
+    assert any("terminated" in line for line in lines) and not server.retried
+    assert f"--param night_id=night-{run_id}` with the same settings and the same image" in lines[-1]
+
+
+def test_follow_recognises_a_failure_after_the_retry_of_a_terminated_run(kubeflow: tuple[Any, str]) -> None:
+    server, host = kubeflow
+    run_id = submit("train", {}, host=host).run_id
+    server.ask("POST", f"/apis/v2beta1/runs/{run_id}:terminate", {}, b"")
+    assert follow(host, run_id)[0].state == "CANCELED"
+    server.ask("POST", f"/apis/v2beta1/runs/{run_id}:retry", {}, b"")
+    server.moves[run_id] = [{"state": "RUNNING"}, {"state": "FAILED"}]
+    assert follow(host, run_id)[0].state == "FAILED"
 
 
 # ------------------------------------------------------------------------------------------------- the command's end
 @pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("CANCELED", 3)])
 @pytest.mark.parametrize("json", [True, False])
-def test_the_command_waits_and_ends_as_the_run_did(
+def test_submit_waits_and_ends_as_the_run_did(
     kubeflow: tuple[Any, str], flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, code: int,
     json: bool,
 ) -> None:  # fmt: skip
     server, host = kubeflow
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(following, "RETRIES", 0)
     server.moves["r1"] = [{"state": "RUNNING", **details(task("federate", "RUNNING"))}, {"state": state}]
     done = flexfleet("submit", "train", "--host", host, "--wait", *(["--json"] if json else []))
     assert done.code == code, done.err
@@ -133,6 +211,24 @@ def test_the_command_waits_and_ends_as_the_run_did(
     assert not json or again.json == {key: done.json[key] for key in again.json}
 
 
+def test_submit_terminates_retries_and_prints_logs(kubeflow: tuple[Any, str], flexfleet: Any) -> None:
+    server, host = kubeflow
+    run_id = submit("train", {}, host=host).run_id
+    server.moves[run_id] = [{"state": "RUNNING", **details(*nodes(("federate", "RUNNING", 4)))}]
+    missing = flexfleet("submit", "--logs", run_id, "--host", host)
+    assert missing.code == 6 and "no logs" in missing.err
+    server.logs[pod_of(4)] = "round 1\n"
+    shown = flexfleet("submit", "--logs", run_id, "--host", host)
+    assert shown.code == 0 and f"==> federate ({pod_of(4)}) <==\nround 1" in shown.out, shown.out
+    del server.moves[run_id]
+    ended = flexfleet("submit", "--terminate", run_id, "--wait", "--host", host)
+    assert ended.code == 3, ended.err
+    again = flexfleet("submit", "--retry", run_id, "--wait", "--host", host)
+    assert again.code == 0 and server.retried == [run_id], again.err
+    refused = flexfleet("submit", "--retry", run_id, "--host", host)
+    assert refused.code == 2 and "takes no retry" in refused.err
+
+
 def test_without_wait_it_says_how_to_follow(
     kubeflow: tuple[Any, str], flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,14 +236,14 @@ def test_without_wait_it_says_how_to_follow(
     monkeypatch.chdir(tmp_path)
     done = flexfleet("submit", "train", "--host", host)
     assert done.code == 0 and f"flexfleet submit --follow r1 --host {host}" in done.out
-    assert server.asked == 0, "nobody has asked how it goes"
+    assert server.asked == 0, "the state of the run was not requested"
 
 
 @pytest.mark.parametrize("argv", [[], ["train", "--follow", "r1"]])
 def test_a_pipeline_to_start_or_a_run_to_follow(kubeflow: tuple[Any, str], flexfleet: Any, argv: list[str]) -> None:
     server, host = kubeflow
     done = flexfleet("submit", *argv, "--host", host)
-    assert done.code == 2 and "one of the two" in done.err and not server.runs
+    assert done.code == 2 and "or one of --follow" in done.err and not server.runs
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -168,31 +264,31 @@ def test_ctrl_c_and_sigterm_stop_following_and_not_the_run(
     threading.Thread(target=press, daemon=True).start()
     done = flexfleet("submit", "--follow", run_id, "--host", host)
     assert done.code == code
-    assert "the run goes on" in done.err and f"flexfleet submit --follow {run_id} --host {host}" in done.err
+    assert "the run continues" in done.err and f"flexfleet submit --follow {run_id} --host {host}" in done.err
     assert server.runs[0]["state"] == "PENDING"
 
 
 # --------------------------------------------------------------------------------------------- a server that stumbles
-@pytest.mark.parametrize("faults", [[503, 0, 502, 429], [0]])
-def test_an_outage_is_waited_for_and_told_once(
-    kubeflow: tuple[Any, str], caplog: pytest.LogCaptureFixture, faults: list[int]
+@pytest.mark.parametrize("faults", [[503, 502, 429], [0]])
+def test_follow_waits_for_a_server_that_is_away(
+    kubeflow: tuple[Any, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, faults: list[int]
 ) -> None:
     server, host = kubeflow
+    monkeypatch.setattr("fl_engine.storage.outage.LONGEST_PAUSE_S", 0.01)
     run_id = submit("train", {}, host=host).run_id
     server.moves[run_id] = [{"state": "RUNNING"}, {"state": "SUCCEEDED"}]
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         lines.append(line)
         if len(lines) == 2:  # it is followed by now
-            # The SDK's own transport makes four attempts where the connection breaks.
+            # The SDK's own transport makes four attempts if the connection breaks.
             server.faults = [fault for each in faults for fault in ([each] if each else [0] * 4)]
 
     lines: list[str] = []
-    assert following.follow(run_id, host=host, tell=tell).exit_code == 0
+    assert following.follow(run_id, host=host, report=report).exit_code == 0
     assert not server.faults
-    assert sum("asked again" in line for line in lines) == 1
-    assert sum("answers again" in line for line in lines) == 1
-    assert not [each for each in caplog.records if each.name.startswith("urllib3")], "attempts are no news"
+    assert sum("answers again" in each.getMessage() for each in caplog.records) <= 1
+    assert not [each for each in caplog.records if each.name.startswith("urllib3")]
 
 
 def test_an_outage_without_end_ends_with_how_to_come_back(
@@ -212,9 +308,7 @@ def test_an_outage_without_end_ends_with_how_to_come_back(
     assert done.code == 6 and f"flexfleet submit --follow {run_id} --host {host}" in done.err
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"), [(200, "is not the API of Kubeflow Pipelines"), (404, "refused: 404"), (401, "refused: 401")]
-)
+@pytest.mark.parametrize(("fault", "said"), [(200, "has no run with the id"), (404, "404"), (401, "401")])
 def test_what_another_question_would_not_mend_is_said_at_once(kubeflow: tuple[Any, str], fault: int, said: str) -> None:
     server, host = kubeflow
     run_id = submit("train", {}, host=host).run_id
@@ -229,7 +323,7 @@ def test_defaults_that_the_server_does_not_tell_keep_no_run_from_being_followed(
     server, host = kubeflow
     run_id = submit("train", {}, host=host).run_id
     server.moves[run_id] = [{"state": "SUCCEEDED"}]
-    server.spoils["GET pipelines/*/versions/v0"] = [hostile.says(400, b'{"code": 3, "error": "Invalid input error"}')]
+    server.spoils["GET pipelines/*/versions/v0"] = [says(400, b'{"code": 3, "error": "Invalid input error"}')]
     found, _ = follow(host, run_id)
     assert found.exit_code == 0 and "GET pipelines/*/versions/v0" in server.heard
 
@@ -342,51 +436,3 @@ def test_where_neither_can_be_read_the_reasons_are_told(
     assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ, "a run in this process afterwards would give up early"
     assert "no-such-bucket" in lines[1] and "127.0.0.1:9: nothing answers" in lines[1]
     assert "states of the tasks" in lines[1]
-
-
-# ------------------------------------------------------------------------------------------- a server that is odd
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"run_details": []},
-        {"run_details": {"task_details": {"a": 1}}},
-        {"run_details": {"task_details": [None]}},
-        {"run_details": {"task_details": [{"display_name": 5.5}]}},
-        {"run_details": {"task_details": [{"create_time": "yesterday"}]}},
-        {"state": {"a": 1}},
-        {"error": "out of luck"},
-        {"finished_at": "2026-01-01T00:00:00"},
-        {"runtime_config": {"parameters": [1]}},
-        {"run_id": "another"},
-    ],
-    ids=str,
-)
-def test_a_run_of_another_shape_is_no_run(kubeflow: tuple[Any, str], odd: dict[str, Any]) -> None:
-    server, host = kubeflow
-    run_id = submit("train", {}, host=host).run_id
-    server.spoils["GET runs/*"] = [hostile.sends({**server.runs[0], "state": "SUCCEEDED", **odd})]
-    with pytest.raises(EnvironmentFailure, match="not the API of Kubeflow Pipelines"):
-        follow(host, run_id)
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"runtime_config": {"parameters": {"run_id": "", "seed": "x", "store_uri": 5, "rounds": "many"}}},
-        {"runtime_config": {"parameters": {"run_id": [], "seed": None, "mlflow_uri": {}, "algorithm": 7}}},
-        {"runtime_config": {"parameters": {"night_id": None, "suite": ["digits"]}}},
-        {"pipeline_spec": [1]},
-        {"pipeline_spec": {"root": []}},
-        {"pipeline_spec": {"root": {"inputDefinitions": {"parameters": {"rounds": 5}}}}},
-        {"pipeline_version_reference": {}},
-        {"created_at": "2026-01-01T00:00:00+05:00", "finished_at": "0001-01-01T00:00:00Z"},
-        {"display_name": "\ud800\x1b[2J", "state": "SUCCEEDED"},
-    ],
-    ids=str,
-)
-def test_somebody_elses_run_is_followed_whatever_its_parameters(kubeflow: tuple[Any, str], odd: dict[str, Any]) -> None:
-    server, host = kubeflow
-    run_id = submit("train", {}, host=host).run_id
-    server.spoils["GET runs/*"] = [hostile.sends({**server.runs[0], "state": "FAILED", **odd})]
-    found, lines = follow(host, run_id)
-    assert found.state in ("FAILED", "SUCCEEDED") and all(line.isprintable() for line in lines)
