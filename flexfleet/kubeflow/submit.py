@@ -21,6 +21,7 @@ from fl_engine.core.errors import ConfigError, did_you_mean, nearest
 from fl_engine.core.quantities import need_plain
 from flexfleet.config import Config
 from flexfleet.config.overrides import (
+    LISTED,
     PARAMETERS,
     STUDY,
     check_workers,
@@ -116,6 +117,20 @@ def given(name: str, config: Config, named: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in parameters.items() if key in asked} | {"advanced": advanced}
 
 
+def listed(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters with names that the form's lists do not have, as those of the user's own classes, moved to
+    `advanced`: Kubeflow refuses them as values of the fields. Raises ConfigError if `advanced` is not an object."""
+    fields, moved = _fields(name), dict[str, Any]()
+    for field, path in LISTED.items():
+        names = fields.get(field, {}).get("literals")
+        if names and parameters.get(field, names[0]) not in names:
+            moved[path] = parameters[field]
+    if not moved:
+        return dict(parameters)
+    rest = {field: value for field, value in parameters.items() if LISTED.get(field) not in moved}
+    return rest | {"advanced": moved | dict(object_of(parameters.get("advanced", {})))}
+
+
 def submit(
     name: str,
     parameters: Mapping[str, Any],
@@ -136,6 +151,7 @@ def submit(
     said whether the run was started.
     """
     text, version = _checked(name, parameters)
+    parameters = listed(name, parameters)
     if key is not None and not KEY.fullmatch(key):
         raise ConfigError(f"key is at most 64 letters, digits, dots, dashes and underscores, got {key!r}")
     began, key = key is not None, key or uuid.uuid4().hex[:16]
@@ -224,6 +240,7 @@ def schedule(
     if named := sorted(parameters.keys() & ONCE):
         raise ConfigError(f"{', '.join(named)}: every night would go on with the same finished runs; leave it out")
     text, version = _checked(pipeline, parameters)
+    parameters = listed(pipeline, parameters)
     settings = making.fingerprint([pipeline, version, dict(parameters), cron, service_account])
     with connected(host) as client:
         pipeline_id, version_id, _ = making.uploaded(client, pipeline, version, text, namespace)
