@@ -13,7 +13,7 @@ Artifact = dsl.Artifact
 @task
 def compare(
     pairs: dsl.Input[Artifact],
-    finished: dsl.Input[List[Artifact]],  # noqa: UP006
+    run_folders: dsl.Input[List[Artifact]],  # noqa: UP006
     comparison: dsl.Output[Artifact],
     page: dsl.Output[dsl.HTML],
     table: dsl.Output[dsl.Markdown],
@@ -28,7 +28,7 @@ def compare(
 
     with ending("comparison_id"):
         file, out = PairsFile.read(Path(pairs.path)), Path(comparison.path)
-        result = patiently(lambda: collect(file, [Path(run.path) for run in finished], out))
+        result = patiently(lambda: collect(file, [Path(run.path) for run in run_folders], out))
         shutil.copyfile(out / "comparison.html", page.path)
         shutil.copyfile(out / "comparison.md", table.path)
         for name, value in figures(result).items():

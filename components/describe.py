@@ -14,22 +14,28 @@ from pathlib import Path
 
 from flexfleet.config import Config, flatten
 from flexfleet.config.document import NAMES, about, choices, params_yaml
-from flexfleet.config.overrides import PARAMETERS, STUDY
+from flexfleet.config.overrides import LISTED, PARAMETERS, STUDY
 
 ROOT = Path(__file__).parents[1]
+WORDS = {"dataset": "data set", "model": "network", "algorithm": "algorithm"}
+"""The words for the fields whose values are registered names."""
 PARAMS, FORM = ROOT / "params.yaml", ROOT / "pipelines" / "form.json"
 
 
 def form_json() -> str:
-    """Default, meaning and choices of each parameter in the forms, and the registered names of algorithms, data sets
-    and models."""
+    """Return default, meaning and choices of each parameter in the forms, as JSON."""
     defaults = flatten(Config())
     fields = {
         name: {"default": defaults[path], "meaning": about(path), "choices": choices(path)}
         for name, path in (PARAMETERS | STUDY).items()
     }
-    names = {f"{path.partition('.')[0]}s": sorted(registry) for path, registry in NAMES.items()}
-    return json.dumps({"names": names, "fields": fields}, indent=1) + "\n"
+    for name, path in LISTED.items():
+        fields[name] |= {
+            "meaning": f'A registered {WORDS[name]}. A class of your own goes into `advanced`: {{"{path}": '
+            '"package.module:NAME"}.',
+            "choices": sorted(NAMES[path]),
+        }
+    return json.dumps(fields, indent=1) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,8 +14,7 @@ def evaluate(
     run: dsl.Input[Artifact],
     parts: dsl.Input[Artifact],
     pool: dsl.Input[Artifact],
-    evaluation: dsl.Output[Artifact],
-    metrics: dsl.Output[dsl.Metrics],
+    evaluation: dsl.Output[dsl.Metrics],
     matrix: dsl.Output[dsl.ClassificationMetrics],
 ) -> None:
     from pathlib import Path
@@ -29,13 +28,13 @@ def evaluate(
         paths = (Path(each.path) for each in (run, parts, pool, evaluation))
         step(Resolved.load(config.path), *paths)
         scores = EvaluationFile.read(Path(evaluation.path) / "evaluation.json")
-        metrics.log_metric("avg", scores.avg)
-        metrics.log_metric("full", scores.full)
+        evaluation.log_metric("avg", scores.avg)
+        evaluation.log_metric("full", scores.full)
         for name, score in scores.levels.items():
             for metric, value in score.metrics.items():
-                metrics.log_metric(f"{metric}/{name}", value)
+                evaluation.log_metric(f"{metric}/{name}", value)
         for name, found in scores.local.items():
-            metrics.log_metric(f"local/{name}", found.mean)
+            evaluation.log_metric(f"local/{name}", found.mean)
         for rows in list(ConfusionFile.read(Path(evaluation.path) / "confusion.json").levels.values())[-1:]:
             # The last level is the full model. Without classes there is no confusion matrix.
             matrix.log_confusion_matrix([str(c) for c in range(len(rows))], [list(row) for row in rows])

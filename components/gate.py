@@ -19,10 +19,10 @@ def gate(
     job_id: str,
     advanced: dict[str, Any],
     pairs: dsl.Input[Artifact],
-    finished: dsl.Input[List[Artifact]],  # noqa: UP006
+    run_folders: dsl.Input[List[Artifact]],  # noqa: UP006
     night: dsl.Output[Artifact],
     page: dsl.Output[dsl.HTML],
-    told: dsl.Output[dsl.Markdown],
+    verdict: dsl.Output[dsl.Markdown],
     metrics: dsl.Output[dsl.Metrics],
 ) -> str:
     import shutil
@@ -38,12 +38,12 @@ def gate(
         asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
         file, out = PairsFile.read(Path(pairs.path)), Path(night.path)
         regress.check_pairs(asked, file)
-        folders = regress.folders_of(asked, [Path(run.path) for run in finished])
-        verdict = patiently(lambda: regress.settle(asked, folders, out, TASKS, file.mlflow))
+        folders = regress.folders_of(asked, [Path(run.path) for run in run_folders])
+        found = patiently(lambda: regress.settle(asked, folders, out, TASKS, file.mlflow))
         shutil.copyfile(out / "regression.html", page.path)
-        Path(told.path).write_text(regress.card(verdict), encoding="utf-8")
-        metrics.log_metric("passed", int(verdict.passed))
-        for check in verdict.checks:
+        Path(verdict.path).write_text(regress.card(found), encoding="utf-8")
+        metrics.log_metric("passed", int(found.passed))
+        for check in found.checks:
             metrics.log_metric(f"{check.metric}/{check.label}", check.now)
-        seen = verdict.model_copy(update={"report": regress.where(asked, verdict, job_id)})
-        return "" if verdict.passed else regress.told(seen)
+        seen = found.model_copy(update={"report": regress.where(asked, found, job_id)})
+        return "" if found.passed else regress.told(seen)

@@ -12,8 +12,8 @@ Artifact = dsl.Artifact
 def model_pool(
     config: dsl.Input[Artifact],
     apoz: dsl.Input[Artifact],
-    pool: dsl.Output[Artifact],
-    pointer: dsl.Output[Artifact],
+    pool: dsl.Output[dsl.Model],
+    dvc_pointer: dsl.Output[Artifact],
 ) -> None:
     from pathlib import Path
 
@@ -27,4 +27,4 @@ def model_pool(
         resolved = Resolved.load(config.path)
         step(resolved, Path(apoz.path), Path(pool.path))
         pool.metadata.update(metadata.of_pool(Path(pool.path)))
-        versioned.hand_on(Path(pool.path), "pool", resolved.config.publish.dvc, Path(pointer.path))
+        versioned.hand_on(Path(pool.path), "pool", resolved.config.publish.dvc, Path(dvc_pointer.path))

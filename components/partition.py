@@ -30,8 +30,8 @@ def partition(
     advanced: dict[str, Any],
     config: dsl.Output[Artifact],
     parts: dsl.Output[dsl.Dataset],
-    pointer: dsl.Output[Artifact],
-    started: dsl.Output[dsl.Markdown],
+    dvc_pointer: dsl.Output[Artifact],
+    links: dsl.Output[dsl.Markdown],
 ) -> dict[str, str]:
     from pathlib import Path
 
@@ -56,8 +56,8 @@ def partition(
         check_begun(asked, store, folder)
         overrides.write_config(asked, Path(config.path))
         mlflow_run = track.begin(asked, name, store, track.of_job(asked, job_id))
-        Path(started.path).write_text(track.card(asked, name, store.uri(), mlflow_run), encoding="utf-8")
+        Path(links.path).write_text(track.card(asked, name, store.uri(), mlflow_run), encoding="utf-8")
         step(resolved, Path(parts.path))
         parts.metadata.update(metadata.of_partition(Path(parts.path)))
-        versioned.hand_on(Path(parts.path), "partition", asked.publish.dvc, Path(pointer.path))
+        versioned.hand_on(Path(parts.path), "partition", asked.publish.dvc, Path(dvc_pointer.path))
         return {"run": name, "mlflow": mlflow_run}

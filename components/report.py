@@ -16,8 +16,8 @@ def report(
     apoz: dsl.Input[Artifact],
     pool: dsl.Input[Artifact],
     evaluation: dsl.Input[Artifact],
-    finished: dsl.Output[dsl.Model],
-    pointers: dsl.Output[Artifact],
+    run_folder: dsl.Output[dsl.Model],
+    dvc_pointers: dsl.Output[Artifact],
     page: dsl.Output[dsl.HTML],
 ) -> None:
     import shutil
@@ -30,10 +30,10 @@ def report(
     from flexfleet.tracking.pushed import POINTERS
 
     with ending("run_id"):
-        folders = [Path(given.path) for given in (run, parts, apoz, pool, evaluation, finished)]
+        folders = [Path(given.path) for given in (run, parts, apoz, pool, evaluation, run_folder)]
         result = patiently(lambda: finish(load_config(config.path), *folders))
-        finished.metadata.update(metadata.of_model(folders[0], folders[4]))
+        run_folder.metadata.update(metadata.of_model(folders[0], folders[4]))
         shutil.copyfile(result.report, page.path)
-        Path(pointers.path).mkdir()
-        for pointer in Path(finished.path).glob(f"{POINTERS}/*.dvc"):
-            shutil.copyfile(pointer, Path(pointers.path) / pointer.name)
+        Path(dvc_pointers.path).mkdir()
+        for pointer in Path(run_folder.path).glob(f"{POINTERS}/*.dvc"):
+            shutil.copyfile(pointer, Path(dvc_pointers.path) / pointer.name)

@@ -16,7 +16,7 @@ def report(
     prepared: dsl.Input[Artifact],
     searched: dsl.Input[List[Artifact]],  # noqa: UP006
     study: dsl.Output[Artifact],
-    told: dsl.Output[dsl.Markdown],
+    best_settings: dsl.Output[dsl.Markdown],
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
 ) -> None:
@@ -28,7 +28,7 @@ def report(
     with ending("study_id"):
         ended, start = [Path(worker.path) for worker in searched], Path(prepared.path)
         id, out = workers[0]["study"], Path(study.path)
-        tuned = patiently(lambda: step(start, id, ended, out, Path(told.path), Path(page.path)))
+        tuned = patiently(lambda: step(start, id, ended, out, Path(best_settings.path), Path(page.path)))
         metrics.log_metric(f"best/{tuned.metric}", tuned.best_value)
         if tuned.gain is not None:
             metrics.log_metric("held_out/gain", tuned.gain)

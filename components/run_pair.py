@@ -14,8 +14,8 @@ def run(
     pairs: dsl.Input[Artifact],
     shared: dsl.Input[Artifact],
     job_id: str,
-    which: dsl.Output[dsl.Markdown],
-    finished: dsl.Output[dsl.Model],
+    case: dsl.Output[dsl.Markdown],
+    run_folder: dsl.Output[dsl.Model],
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
 ) -> None:
@@ -29,10 +29,10 @@ def run(
     with ending("comparison_id (of a night: night_id)", locals()):
         file = PairsFile.read(Path(pairs.path))
         pair = file.pair(number)
-        Path(which.path).write_text(f"# {pair.label}\n\nalgorithm and seed: {pair.entry.name}\n", encoding="utf-8")
-        paths = (Path(shared.path), Path(finished.path))
+        Path(case.path).write_text(f"# {pair.label}\n\nalgorithm and seed: {pair.entry.name}\n", encoding="utf-8")
+        paths = (Path(shared.path), Path(run_folder.path))
         result = patiently(lambda: run_pair(file, number, *paths, job_id))
-        finished.metadata.update(metadata.of_finished(paths[1]))
+        run_folder.metadata.update(metadata.of_finished(paths[1]))
         shutil.copyfile(paths[1] / "report.html", page.path)
         for name, value in (("avg", result.metrics["avg"]), ("full", result.metrics["full"]), ("waste", result.waste)):
             metrics.log_metric(name, value)

@@ -19,7 +19,7 @@ from kfp import dsl
 from components.compare import compare
 from components.prepare_comparison import prepare
 from components.run_pair import run
-from pipelines.form import Field, form
+from pipelines.form import FIELDS, Field, form
 from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
 
 # No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
@@ -29,9 +29,11 @@ from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
     name="compare",
     display_name="Compare",
     description=described(
-        "Several federated algorithms on one task, with several seeds, in one table.",
+        "Several federated algorithms on one task, with several seeds, in one table. Algorithms: "
+        f"{', '.join(FIELDS['algorithm'].choices)}, or package.module:NAME.",
         "algorithms, seeds, rounds, store_uri (where the runs are kept) and mlflow_uri (where their curves go)",
         '{"training.momentum": 0.9, "flexfl:algorithm.kd_weight": 5}',
+        own="dataset.name",
     ),
 )
 @form(
@@ -55,9 +57,9 @@ def comparison(**given: Any) -> None:
     pairs = start.outputs["pairs"]
     with dsl.ParallelFor(start.outputs["Output"], name="runs") as number:
         one = run(number=number, pairs=pairs, shared=start.outputs["shared"], job_id=job_id)
-    told = compare(pairs=pairs, finished=dsl.Collected(one.outputs["finished"]))
-    for each, name in ((start, "1 Prepare"), (one, "2 Run"), (told, "3 Compare")):
+    table = compare(pairs=pairs, run_folders=dsl.Collected(one.outputs["run_folder"]))
+    for each, name in ((start, "1 Prepare"), (one, "2 Run"), (table, "3 Compare")):
         each.set_display_name(name)
     on_cluster(start, retries=0, trains=True)
     on_cluster(one, keys=COORDINATOR_KEYS, trains=True)
-    on_cluster(told)
+    on_cluster(table)

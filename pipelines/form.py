@@ -1,5 +1,5 @@
 """The forms of the pipelines: they have the parameters of form.json, which `components.describe` makes from the schema.
-So compiling reads defaults, meanings and names without importing torch."""
+So compiling reads defaults, meanings and choices without importing torch."""
 
 import inspect
 import json
@@ -18,10 +18,7 @@ class Field(NamedTuple):
 
 
 FILE = Path(__file__).with_name("form.json")
-KNOWN = json.loads(FILE.read_text("utf-8"))
-NAMES: dict[str, list[str]] = KNOWN["names"]
-"""The names of all algorithms, data sets and models."""
-FIELDS = {name: Field(**about) for name, about in KNOWN["fields"].items()} | {
+FIELDS = {name: Field(**about) for name, about in json.loads(FILE.read_text("utf-8")).items()} | {
     "mlflow_uri": Field(
         "", "Tracking URI of an MLflow server; empty: the one that Kubeflow gives tasks, else no tracking."
     ),

@@ -30,6 +30,7 @@ from pipelines.shared import COORDINATOR_KEYS, WEBHOOK_KEY, WEBHOOK_SECRET, desc
         "A fixed suite, compared with a reference and with the nightly regression runs that passed.",
         "mlflow_uri (which has the earlier runs) and store_uri (where the runs are kept)",
         '{"publish.onnx": false}',
+        own="",
     ),
 )
 def nightly(
@@ -57,7 +58,7 @@ def nightly(
     pairs = start.outputs["pairs"]
     with dsl.ParallelFor(start.outputs["Output"], name="runs") as number:
         one = run(number=number, pairs=pairs, shared=start.outputs["shared"], job_id=job_id)
-    judged = gate(**given, pairs=pairs, finished=dsl.Collected(one.outputs["finished"]))
+    judged = gate(**given, pairs=pairs, run_folders=dsl.Collected(one.outputs["run_folder"]))
     decided = decide(failed=judged.outputs["Output"])
     for each, name in ((start, "1 Prepare"), (one, "2 Run"), (judged, "3 Judge and report"), (decided, "4 Decide")):
         each.set_display_name(name)

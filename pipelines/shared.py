@@ -7,7 +7,6 @@ from kfp import dsl, kubernetes
 
 from fl_engine import PARAMETER_TABLE
 from flexfleet.kubeflow.retarget import DEFAULT_IMAGE, SECRETS, SIZES
-from pipelines.form import NAMES
 
 S3_SECRET = SECRETS["FLEXFLEET_S3_SECRET"]
 """Its keys are the variables that boto3 reads. In tasks their names start with FLEXFLEET_: else Kubeflow's launcher, in
@@ -33,15 +32,22 @@ WEBHOOK_SECRET, WEBHOOK_KEY = SECRETS["FLEXFLEET_WEBHOOK_SECRET"], "FLEXFLEET_WE
 """The address that tasks of a night call if the night fails, or if they do."""
 
 
-def described(what: str, first: str, example: str = '{"algorithm.kd_weight": 5, "rounds.evaluate_every": 5}') -> str:
-    """A pipeline's description. The form shows it above the fields; of a field it shows only the name and the default.
-    `first` names the fields that a newcomer should change first."""
-    return (
-        f"{what} Change first: {first}. Algorithms: {', '.join(NAMES['algorithms'])}. Data sets: "
-        f"{', '.join(NAMES['datasets'])}. Networks: {', '.join(NAMES['models'])}. "
-        "Your own: package.module:NAME. Everything else goes into `advanced`, as one JSON object of dotted names: "
-        f"{example}. All of them: {PARAMETER_TABLE}"
+def described(
+    what: str,
+    first: str,
+    example: str = '{"algorithm.kd_weight": 5, "rounds.evaluate_every": 5}',
+    own: str = "algorithm.name",
+) -> str:
+    """Return a pipeline's description. The form shows it above the fields; of a field it shows only the name, the
+    default and the list of choices. `first` names the fields that a newcomer should change first, `own` a parameter
+    that takes the user's own class in place of a field's choices; empty: the form has no such field."""
+    text = (
+        f"{what} Change first: {first}. Everything else goes into `advanced`, as one JSON object of dotted names: "
+        f"{example}. "
     )
+    if own:
+        text += f'A class of your own goes there too: {{"{own}": "package.module:NAME"}}. '
+    return f"{text}All parameters: {PARAMETER_TABLE}"
 
 
 LOST = ("unreachable", "not-ready")

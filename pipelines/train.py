@@ -56,7 +56,7 @@ def train(**given: Any) -> None:
     rounds_done = federate(config=config, parts=parts, pool=pool, names=start.outputs["Output"], job_id=job_id)
     run = rounds_done.outputs["run"]
     scored = evaluate(config=config, run=run, parts=parts, pool=pool)
-    told = report(
+    reported = report(
         config=config,
         run=run,
         parts=parts,
@@ -70,10 +70,10 @@ def train(**given: Any) -> None:
         (built, "3 Generate the model pool"),
         (rounds_done, "4 Federated rounds"),
         (scored, "5 Evaluate"),
-        (told, "6 Report"),
+        (reported, "6 Report"),
     ):
         each.set_display_name(name)
     on_cluster(start, retries=0)
-    on_cluster(built, told)
+    on_cluster(built, reported)
     on_cluster(scores, scored, trains=True)
     on_cluster(rounds_done, keys=COORDINATOR_KEYS, trains=True)

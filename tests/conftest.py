@@ -78,6 +78,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--restore-node", metavar="CMD", help="what brings the node $NODE back")
 
 
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # its thread changes the environment during tests
 PRINT = builtins.print
 SET_FOR_GOOD = re.compile(
     "PYTEST_CURRENT_TEST|TORCHINDUCTOR_CACHE_DIR|KMP_.*|"  # pytest, torch, scikit-learn

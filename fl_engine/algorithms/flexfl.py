@@ -24,7 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
@@ -45,6 +45,12 @@ from fl_engine.selection import ResourceTable, Selection
 @dataclass(frozen=True)
 class FlexFL(Terms):
     __pydantic_config__ = STRICT
+    symbols: ClassVar[dict[str, str]] = {
+        "kd_weight": "λ",
+        "adaptive_size": "Γ",
+        "gammas": "\N{GREEK SMALL LETTER GAMMA}",
+    }
+    """The paper's symbols of the options, for reports."""
 
     training: Training = Training()
     targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)

@@ -26,11 +26,13 @@ from flexfleet.comparisons.curves import Runs, clock, curve
 from flexfleet.comparisons.differences import differences
 from flexfleet.comparisons.summarise import read, summarise
 from flexfleet.comparisons.tables import REFERENCE, differing, factors, tables
+from flexfleet.config import Config
 from flexfleet.config.entries import Entry, varied
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
 from flexfleet.reports.page import Drawing, render
 from flexfleet.reports.report import NONE, plain
+from flexfleet.tracking.record import link_to_curves
 from flexfleet.tracking.trackers import MLflow, log_outcome
 
 FILES = ("comparison.json", "comparison.md", "comparison.svg", "comparison.html")
@@ -58,10 +60,11 @@ def tabulate(
     )
     comparison = comparison.model_copy(update={"central": central, "differences": apart, "called": called(entries)})
     store, drawing = FolderStore(out), draw(runs, central)
+    at = "" if mlflow is None else curves_in_mlflow(comparison, entries[0].config, mlflow.experiment_id)
     local = histograms.draw(runs, by_case(comparison.results), colours(comparison))
-    store.put("comparison.md", markdown(comparison).encode())
+    store.put("comparison.md", markdown(comparison, at).encode())
     store.put("comparison.svg", (drawing + "\n").encode())
-    store.put("comparison.html", page(comparison, drawing, local).encode())
+    store.put("comparison.html", page(comparison, drawing, local, at).encode())
     comparison.write(out / "comparison.json")
     return comparison if mlflow is None else track(comparison, mlflow, out)
 
@@ -174,14 +177,16 @@ def text(c: Comparison) -> str:
     return "\n".join([*lines, "", *variants(c), *notes(c)])
 
 
-def markdown(c: Comparison) -> str:
+def markdown(c: Comparison, mlflow: str = "") -> str:
+    """Return the tables and the notes. `mlflow`: the address of the runs' curves in MLflow."""
     lines = [f"## {escaped(title(c))}"]
     for table in (*tables(c), *differing(c)):
         rule = ("---", *("--:" for _ in table.head[1:]))
         lines += ["", f"**{table.title}**", ""]
         lines += [f"| {' | '.join(map(escaped, row))} |" for row in (table.head, rule, *table.rows)]
     points = [f"- {escaped(line)}" for line in (*variants(c), *notes(c))]
-    return "\n".join([*lines, "", *points, "", "![curves](comparison.svg)", ""])
+    curves = [f"[The curves of all runs in MLflow]({mlflow})", ""] if mlflow else []
+    return "\n".join([*lines, "", *points, "", *curves, "![curves](comparison.svg)", ""])
 
 
 def escaped(words: str) -> str:
@@ -204,8 +209,9 @@ def colours(c: Comparison) -> dict[str, str]:
     return {label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)}
 
 
-def page(c: Comparison, drawing: str, local: str | None = None) -> str:
-    """One HTML page that loads nothing from elsewhere. `local`: what `histograms.draw` gives."""
+def page(c: Comparison, drawing: str, local: str | None = None, mlflow: str = "") -> str:
+    """One HTML page that loads nothing from elsewhere. `local`: what `histograms.draw` gives. `mlflow`: the address of
+    the runs' curves in MLflow."""
     return render(
         "flexfleet.comparisons",
         "comparison.html",
@@ -222,10 +228,19 @@ def page(c: Comparison, drawing: str, local: str | None = None) -> str:
         local=None if local is None else Drawing(local),
         colours={REFERENCE: plots.GREY} | colours(c),
         dash=NONE,
+        mlflow=mlflow,
     )
 
 
 # ------------------------------------------------------------------------------------------------- MLflow
+def curves_in_mlflow(c: Comparison, config: Config, experiment_id: str) -> str:
+    """Return the address of the page where MLflow draws the comparison's metrics of all runs; empty if there is no
+    server."""
+    ids = [run.mlflow_run_id for r in c.results.values() for run in r.runs if run.mlflow_run_id]
+    chosen = [name for name in ("avg", "full") if any(getattr(r.last, name) is not None for r in c.results.values())]
+    return link_to_curves(config, experiment_id, ids, chosen)
+
+
 def track(c: Comparison, mlflow: MLflow, out: Path) -> Comparison:
     """Logs the figures and FILES to the comparison's own small MLflow run, and makes all runs its children."""
     tracked = c.model_copy(update={"mlflow_run_id": mlflow.run_id})

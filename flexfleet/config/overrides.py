@@ -21,6 +21,9 @@ PARAMETERS = dict(SHORT)
 """The fields of a run form, and the parameters that they set. `advanced` sets all others by their dotted names."""
 STUDY = dict(short.STUDY)
 """What the form of a study also asks for."""
+LISTED = {name: SHORT[name] for name in ("dataset", "model", "algorithm")}
+"""Fields that forms show as lists of the registered names, and the parameters that they set. The user's own classes are
+not in the lists, so `advanced` may set these parameters too, and its value replaces the field's."""
 NOT_EVERYWHERE = {"algorithm", "seed", *STUDY}
 """Fields that some pipelines do not have."""
 MOST_RUNS = 80
@@ -34,8 +37,8 @@ REMOTE = {"run.remote": "store_uri"}
 def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> Config:
     """The defaults, with `parameters` (names of PARAMETERS) and `advanced` (dotted names) on top, checked.
 
-    A `store_uri` with a scheme (s3://bucket/prefix) becomes `run.remote`. A value has one place: `advanced` cannot set
-    what is a field of the form. Raises ConfigError.
+    A `store_uri` with a scheme (s3://bucket/prefix) becomes `run.remote`. `advanced` cannot set a parameter that is a
+    field of the form, except those in LISTED, whose field it replaces. Raises ConfigError.
     """
     advanced = object_of(advanced)
     try:
@@ -60,7 +63,7 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
     for path, value in names_first(advanced.items()):
         if path in names and names[path] in NOT_EVERYWHERE and names[path] not in parameters:
             wrong.append(f"advanced: {path!r} cannot be set: this pipeline has no parameter {names[path]!r}")
-        elif path in names:
+        elif path in names and names[path] not in LISTED:
             wrong.append(f"advanced: {path!r} is the parameter {names[path]!r}, set it there")
         elif isinstance(value, Mapping) and path not in MAPPINGS:
             inner = next(iter(value), "name")
@@ -96,12 +99,17 @@ def check_store(name: str, value: Any) -> None:
 
 
 def fields_of(form: Mapping[str, Any]) -> dict[str, str]:
-    """By dotted name, the field of this form that sets it. Without those that `advanced` sets for a label: an error may
-    be about that value."""
+    """Map each dotted name to the field of this form that sets it. Leave out those that `advanced` sets for a label,
+    and those whose field it replaces: an error may be about that value."""
     names = {path: name for name, path in (PARAMETERS | STUDY).items() if name in form and name != path}
     names |= {path: name for path, name in (REMOTE | {"algorithm.name": "algorithms"}).items() if name in form}
     advanced = form.get("advanced")
-    own = {key.partition(":")[2].strip() for key in advanced} if isinstance(advanced, Mapping) else set()
+    keys = [key.partition(":") for key in advanced] if isinstance(advanced, Mapping) else []
+    own = {
+        path.strip() if sign else label.strip()
+        for label, sign, path in keys
+        if sign or label.strip() in LISTED.values()
+    }
     return {path: name for path, name in names.items() if path not in own}
 
 
@@ -168,7 +176,7 @@ def comparison_from(
     labels, numbers = labels_of(algorithms), seeds_of(seeds)
     check_count(len(labels) * len(numbers), f"{len(labels)} algorithms with {len(numbers)} seeds")
     given = by_label(object_of(advanced).items(), labels)
-    names = {path: name for name, path in PARAMETERS.items()}
+    names = {path: name for name, path in PARAMETERS.items() if name not in LISTED}
 
     def configure(label: str, seed: int) -> Config:
         own = {names[path]: value for path, value in given[label] if path in names}

@@ -40,7 +40,7 @@ VARIABLES = (
     *(f"FLEXFLEET_{kind}_{what}" for kind, sizes in SIZES.items() for what in sizes),
 )
 ADAPTED = "# Adapted to its cluster by "
-"""Begins the line in which an adapted text has the variables that it was adapted by."""
+"""Begins the line that shows people by which variables a text was adapted."""
 
 
 def names() -> list[str]:
@@ -61,19 +61,9 @@ def documents(text: str) -> list[Any]:
 
 
 def retarget(text: str, environment: Mapping[str, str]) -> str:
-    """The same pipeline for the cluster that `environment` (FLEXFLEET_IMAGE, ...) describes; the same text if
-    `environment` sets nothing, or if everything is set already. Raises ConfigError for a malformed value, and where
-    `text` was adapted to another cluster: what it had before is not known any more."""
+    """Return the pipeline for the cluster that `environment` (FLEXFLEET_IMAGE, ...) describes, the same text if
+    `environment` sets nothing. `text` has the defaults. Raises ConfigError for a malformed value."""
     asked = {name: environment[name] for name in VARIABLES if environment.get(name)}
-    before = _adapted_by(text)
-    if before is not None:
-        odd = next((name for name, value in asked.items() if before.get(name) != value), None)
-        if odd is not None:
-            raise ConfigError(
-                f"the compiled pipelines have {odd}={before.get(odd, '')}, and the environment {odd}={asked[odd]}: "
-                "compile them anew with `python -m pipelines.compile`"
-            )
-        return text
     spec, platform = documents(text)
     named = {default: environment.get(variable) or default for variable, default in SECRETS.items()}
     nodes = _pairs(environment.get("FLEXFLEET_TASK_NODES", ""))
@@ -101,17 +91,6 @@ def retarget(text: str, environment: Mapping[str, str]) -> str:
     if asked:
         told += f"{ADAPTED}{json.dumps(asked, sort_keys=True)}\n"
     return told + yaml.safe_dump_all([spec, platform], sort_keys=True, allow_unicode=True)
-
-
-def _adapted_by(text: str) -> dict[str, str] | None:
-    """The variables by which the text was adapted; None: it has the defaults."""
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            return None
-        if line.startswith(ADAPTED):
-            found: dict[str, str] = json.loads(line.removeprefix(ADAPTED))
-            return found
-    return None
 
 
 def _constant(value: str) -> dict[str, Any]:

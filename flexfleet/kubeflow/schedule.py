@@ -10,7 +10,7 @@ from typing import Any
 from fl_engine.core.errors import ConfigError
 from flexfleet.kubeflow.client import NotFound, connected, link, pages, translated, without_links
 from flexfleet.kubeflow.follow import EXIT_CODES, state_of
-from flexfleet.kubeflow.submit import checked, digest, upload
+from flexfleet.kubeflow.submit import checked, digest, listed, upload
 
 ONCE = {"night_id", "run_id", "comparison_id", "study_id"}
 """Parameters that name what a pipeline creates."""
@@ -63,13 +63,14 @@ def schedule(
     if named := sorted(parameters.keys() & ONCE):
         raise ConfigError(f"{', '.join(named)}: every run would continue the same finished one; leave it out")
     text, version = checked(pipeline, parameters)
+    parameters = listed(pipeline, parameters)
     settings = digest([pipeline, version, dict(parameters), cron, service_account])
     description = f"flexfleet nightly, settings {settings}"
     with connected(host) as client, without_links():
         pipeline_id, version_id, _ = upload(client, pipeline, version, text, namespace)
         where = client.create_experiment(experiment, namespace=namespace).experiment_id
-        listed = pages(client.list_recurring_runs, "recurring_runs", experiment_id=where)
-        known = [each for each in listed if each.display_name == name]
+        existing = pages(client.list_recurring_runs, "recurring_runs", experiment_id=where)
+        known = [each for each in existing if each.display_name == name]
         same = next((each for each in known if each.description == description and _is_enabled(each)), None)
         new = same or client.create_recurring_run(
             where, name, description, cron_expression=cron, no_catchup=True, max_concurrency=1,

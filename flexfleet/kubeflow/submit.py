@@ -23,6 +23,7 @@ from fl_engine.core.quantities import need_plain
 from fl_engine.storage.outage import waiting
 from flexfleet.config import Config
 from flexfleet.config.overrides import (
+    LISTED,
     PARAMETERS,
     STUDY,
     check_workers,
@@ -118,6 +119,20 @@ def given(name: str, config: Config, named: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in parameters.items() if key in asked} | {"advanced": advanced}
 
 
+def listed(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters with names that the form's lists do not have, as those of the user's own classes, moved to
+    `advanced`: Kubeflow refuses them as values of the fields. Raises ConfigError if `advanced` is not an object."""
+    fields, moved = _fields(name), dict[str, Any]()
+    for field, path in LISTED.items():
+        names = fields.get(field, {}).get("literals")
+        if names and parameters.get(field, names[0]) not in names:
+            moved[path] = parameters[field]
+    if not moved:
+        return dict(parameters)
+    rest = {field: value for field, value in parameters.items() if LISTED.get(field) not in moved}
+    return rest | {"advanced": moved | dict(object_of(parameters.get("advanced", {})))}
+
+
 def submit(
     name: str,
     parameters: Mapping[str, Any],
@@ -150,6 +165,7 @@ def submit(
             and the error says how to find out.
     """
     text, version = checked(name, parameters)
+    parameters = listed(name, parameters)
     if key is not None and not KEY.fullmatch(key):
         raise ConfigError(f"key must have at most 64 letters, digits, dots, dashes and underscores, got {key!r}")
     key = key or uuid.uuid4().hex[:16]
@@ -178,11 +194,11 @@ def upload(client: Any, name: str, version: str, text: str, namespace: str | Non
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"{name}.yaml"
         path.write_text(text, encoding="utf-8")
-        listed = pages(client.list_pipelines, "pipelines", filter=equal("display_name", name), namespace=namespace)
-        found = [each for each in listed if each.display_name == name]
+        existing = pages(client.list_pipelines, "pipelines", filter=equal("display_name", name), namespace=namespace)
+        found = [each for each in existing if each.display_name == name]
         pipeline = found[0] if found else client.upload_pipeline(str(path), name, namespace=namespace)
-        listed = pages(client.list_pipeline_versions, "pipeline_versions", pipeline_id=pipeline.pipeline_id)
-        known = [each for each in listed if each.display_name == version]
+        existing = pages(client.list_pipeline_versions, "pipeline_versions", pipeline_id=pipeline.pipeline_id)
+        known = [each for each in existing if each.display_name == version]
         made = known[0] if known else client.upload_pipeline_version(str(path), version, pipeline.pipeline_id)
     return pipeline.pipeline_id, made.pipeline_version_id, not known
 
@@ -190,8 +206,8 @@ def upload(client: Any, name: str, version: str, text: str, namespace: str | Non
 def _find(client: Any, experiment_id: str, marker: str) -> Any:
     """Return the run whose description has this marker, or None."""
     asked = equal("description", marker, "IS_SUBSTRING")
-    listed = pages(client.list_runs, "runs", experiment_id=experiment_id, filter=asked)
-    return next((run for run in listed if marker in (run.description or "")), None)
+    found = pages(client.list_runs, "runs", experiment_id=experiment_id, filter=asked)
+    return next((run for run in found if marker in (run.description or "")), None)
 
 
 def _start(client: Any, marker: str, **fields: Any) -> Any:

@@ -155,14 +155,14 @@ def study(
     trials: Sequence[tuple[int, float, Mapping[str, Any]]],
     importances: Mapping[str, float],
     logarithmic: Sequence[str],
+    labels: Mapping[str, str],
     name: str = "study",
     measure: Measure = ACCURACY,
 ) -> list[str]:
     """Of complete trials (number, value, parameters) a drawing each: in the order in which they ran, with the best so
     far; what each parameter mattered (shares that add up to 1); and the values over each parameter, the one that
-    mattered most first."""
+    mattered most first. `labels`: the parameters' names for people."""
     names = sorted(importances, key=lambda path: -importances[path])
-    labels = {path: path.removeprefix("algorithm.") for path in names}
     value = f"value ({measure.unit})" if measure.unit else "value"
 
     def history(figure: Any) -> None:

@@ -23,7 +23,7 @@ from flexfleet.config.overrides import write_config
 from flexfleet.steps.prepare import Resolved
 from flexfleet.studies import runs, tracked
 from flexfleet.studies.outcome import Figures, Outcome, Tuned, finite, importance, outcome_of, page, tried, why_none
-from flexfleet.studies.space import applied, unchanged
+from flexfleet.studies.space import applied, symbols, unchanged
 from flexfleet.studies.trials import done, is_default
 from flexfleet.tracking.trackers import log_outcome
 
@@ -69,6 +69,7 @@ def conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
         measured=Resolved.of(config).data.task.metric.name,
         trials={name: counts[name] for name in get_args(Outcome)},
         space={path: range.model_dump(mode="json") for path, range in space.items()},
+        symbols=symbols(config, space),
         importance=importance(study, complete, space),
         default=default,
         default_value=default_value,

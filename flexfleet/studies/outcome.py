@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from flexfleet.comparisons.paired import tested
 from flexfleet.comparisons.tabulate import escaped
@@ -51,6 +51,8 @@ class Tuned(Artifact):
     trials: dict[str, int]
     """How many by outcome."""
     space: dict[str, dict[str, Any]]
+    symbols: dict[str, str] = Field(default={})
+    """By dotted name, the symbol of a parameter in the algorithm's paper."""
     importance: dict[str, float]
     """How much each parameter mattered: shares that add up to 1, or 0 if there are too few trials."""
     default: dict[str, Any]
@@ -108,7 +110,7 @@ def finite(figures: Figures) -> list[float] | None:
 # -------------------------------------------------------------------------------------------------------- words
 def headline(tuned: Tuned) -> str:
     """What the best setting gains over the default, and the setting if it is better."""
-    return f"{gained(tuned)}: {said(tuned.best)}" if tuned.better else gained(tuned)
+    return f"{gained(tuned)}: {said(tuned.best, tuned.symbols)}" if tuned.better else gained(tuned)
 
 
 def gained(tuned: Tuned) -> str:
@@ -140,13 +142,16 @@ def told(tuned: Tuned, folder: Path) -> str:
 
 def _lines(tuned: Tuned) -> list[str]:
     t, measure = tuned.trials, tuned.measure
+    best = said(tuned.best, tuned.symbols)
     lines = [
         f"{t['complete']} trials complete, {t['pruned']} pruned, {t['infeasible']} infeasible, "
         f"{t['diverged']} diverged",
-        f"best, trial {tuned.best_trial}: {tuned.metric} {measure.with_unit(tuned.best_value)} with {said(tuned.best)}",
+        f"best, trial {tuned.best_trial}: {tuned.metric} {measure.with_unit(tuned.best_value)} with {best}",
     ]
     if tuned.default_value is not None:
-        lines.append(f"default: {tuned.measure.with_unit(tuned.default_value)} with {said(tuned.default)}")
+        lines.append(
+            f"default: {tuned.measure.with_unit(tuned.default_value)} with {said(tuned.default, tuned.symbols)}"
+        )
     if tuned.held_out["seeds"]:
         seeds = ", ".join(map(str, tuned.held_out["seeds"]))
         lines.append(f"held-out seeds {seeds}: {_compared(tuned)}")
@@ -187,7 +192,9 @@ def parameters(tuned: Tuned) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for path in sorted(tuned.space, key=lambda path: -tuned.importance[path]):
         default, best = (shown(values[path]) if path in values else NONE for values in (tuned.default, tuned.best))
-        rows.append((short(path), default, best, _searched(tuned.space[path]), f"{tuned.importance[path]:.0%}"))
+        rows.append(
+            (called(path, tuned.symbols), default, best, _searched(tuned.space[path]), f"{tuned.importance[path]:.0%}")
+        )
     return rows
 
 
@@ -213,12 +220,14 @@ def held_out(tuned: Tuned) -> list[tuple[str, ...]]:
     return [(name, *cells(d, b)) for name, d, b in rows]
 
 
-def said(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{short(path)} {shown(value)}" for path, value in values.items())
+def said(values: Mapping[str, Any], symbols: Mapping[str, str]) -> str:
+    return ", ".join(f"{called(path, symbols)} {shown(value)}" for path, value in values.items())
 
 
-def short(path: str) -> str:
-    return path.rpartition("algorithm.")[2]
+def called(path: str, symbols: Mapping[str, str]) -> str:
+    """Return a parameter's name for people: without its section if it is the algorithm's, and with its symbol."""
+    name = path.removeprefix("algorithm.")
+    return f"{symbols[path]} ({name})" if path in symbols else name
 
 
 def shown(value: Any) -> str:
@@ -241,15 +250,16 @@ def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) ->
 def page(tuned: Tuned, trials: Trials) -> str:
     """One HTML page that loads nothing from elsewhere; on a narrow screen it has one column."""
     wide = [path for path, r in tuned.space.items() if r["log"] and r["high"] >= 10 * r["low"]]
+    shares, labels = tuned.importance, {path: called(path, tuned.symbols) for path in tuned.space}
     return render(
         "flexfleet.studies",
         "study.html",
         tuned=tuned,
         headline=gained(tuned),
-        setting=said(tuned.best) if tuned.better else "",
+        setting=said(tuned.best, tuned.symbols) if tuned.better else "",
         lines=_lines(tuned),
         head=PARAMETERS,
         parameters=parameters(tuned),
         held_out=held_out(tuned),
-        drawings=[Drawing(drawing) for drawing in plots.study(trials, tuned.importance, wide, measure=tuned.measure)],
+        drawings=[Drawing(each) for each in plots.study(trials, shares, wide, labels, measure=tuned.measure)],
     )

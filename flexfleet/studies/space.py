@@ -6,7 +6,7 @@ A study searches values of dotted names of the configuration, so it can tune eve
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -110,6 +110,15 @@ def _within(value: Any, range: Range) -> bool:
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
     assert range.low is not None and range.high is not None
     return numeric and range.low <= value <= range.high
+
+
+def symbols(config: Config, paths: Iterable[str]) -> dict[str, str]:
+    """Map the options of the configured algorithm, as far as its paper has symbols for them, to these symbols."""
+    known: Mapping[str, str] = getattr(algorithm(config), "symbols", {})
+    options = {
+        path: path.removeprefix("algorithm.").partition(".")[0] for path in paths if path.startswith("algorithm.")
+    }
+    return {path: known[option] for path, option in options.items() if option in known}
 
 
 def suggest(trial: Any, space: Mapping[str, Range]) -> dict[str, Any]:

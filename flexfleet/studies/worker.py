@@ -24,7 +24,7 @@ from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.site import check_fleet
 from flexfleet.studies import runs, storage, tracked, trials
 from flexfleet.studies.outcome import said
-from flexfleet.studies.space import applied, excess, suggest
+from flexfleet.studies.space import applied, excess, suggest, symbols
 
 log = logging.getLogger("flexfleet")
 
@@ -75,7 +75,7 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
             values, ready = suggest(trial, _drawn(trial, space)), None
             try:
                 ready = _pools(config, folder, trial, values, prepared)
-                setting = "the default" if trials.is_default(trial) else said(values)
+                setting = "the default" if trials.is_default(trial) else said(values, symbols(config, values))
                 log.info("trial %d begins (%d in all): %s", trial.number, config.tune.trials, setting)
                 value = _trial(config, study, trial, ready)
             except trials.Pruned:

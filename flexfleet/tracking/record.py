@@ -11,15 +11,17 @@ belongs together.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from email.parser import HeaderParser
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import fl_engine
 import flexfleet
@@ -238,11 +240,29 @@ def begin(config: Config, run_id: str, store: Store, given: Mapping[str, str]) -
 
 def link(config: Config, mlflow_run_id: str) -> str:
     """The address of the run's page; empty if there is no MLflow server."""
-    uri = masked(config.tracking.ui or config.tracking.mlflow or "")
-    if config.tracking.mlflow is None or not mlflow_run_id or not uri.startswith(("http://", "https://")):
+    ui = _ui(config)
+    if config.tracking.mlflow is None or not mlflow_run_id or not ui:
         return ""
     experiment_id = experiment_of(config.tracking.mlflow, mlflow_run_id)
-    return f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
+    return f"{ui}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
+
+
+def link_to_curves(config: Config, experiment_id: str, run_ids: Sequence[str], metrics: Sequence[str]) -> str:
+    """Return the address of the page where MLflow draws these `metrics` of several runs over the rounds; empty if there
+    is no MLflow server."""
+    ui = _ui(config)
+    if not ui or not run_ids:
+        return ""
+    query = {"runs": run_ids, "metric": metrics[0], "experiments": [experiment_id], "plot_metric_keys": metrics}
+    # MLflow's page expects `runs` first, and JSON in all parameters but the axis.
+    text = "&".join(f"{key}={quote(json.dumps(value, separators=(',', ':')), safe='')}" for key, value in query.items())
+    return f"{ui}/#/metric?{text}&x_axis=step"
+
+
+def _ui(config: Config) -> str:
+    """Where people open MLflow; empty if it is no server, or if nothing is tracked."""
+    uri = masked(config.tracking.ui or config.tracking.mlflow or "").rstrip("/")
+    return uri if config.tracking.mlflow is not None and uri.startswith(("http://", "https://")) else ""
 
 
 def card(config: Config, run_id: str, store_uri: str, mlflow_run_id: str) -> str:

@@ -123,7 +123,9 @@ def test_the_first_task_refuses_what_the_rounds_would_refuse(
     config = load_config(None, [*quick, "rounds.stop=3"])
     given, advanced = overrides.parameters_of(config)
     form = {name: given[name] for name in overrides.PARAMETERS} | {"store_uri": f"{tmp_path}/ledgers", "run_id": "a"}
-    outputs = {name: Mock(path=f"{tmp_path}/{name}", metadata={}) for name in ("config", "parts", "pointer", "started")}
+    outputs = {
+        name: Mock(path=f"{tmp_path}/{name}", metadata={}) for name in ("config", "parts", "dvc_pointer", "links")
+    }
 
     def begin(**other: Any) -> dict[str, str]:
         names: dict[str, str] = partition.python_func(job_id="1", advanced=advanced, **{**form, **other}, **outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.core.errors import ConfigError, PartitionError, holds_password
 from fl_engine.core.plain import in_line, read_yaml, write_yaml
 from fl_engine.storage.places import check_place, open_store
-from flexfleet.config import Config, load_config, pair_of, parse
+from flexfleet.config import Config, flatten, load_config, pair_of, parse
 from flexfleet.config.overrides import (
     MOST_RUNS,
     PARAMETERS,
     comparison_from,
     config_from,
+    fields_of,
     run_folder,
     run_name,
     sets_of,
@@ -30,6 +33,11 @@ from flexfleet.steps.prepare import Resolved
 from flexfleet.studies import study
 
 ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Mine(FlexFL):
+    """An algorithm of the user's own."""
 
 
 def test_nothing_given_is_the_defaults() -> None:
@@ -123,6 +131,29 @@ def test_whole_numbers(before: object, after: object) -> None:
 def test_bad_input_is_a_clear_error(parameters: dict[str, object], advanced: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from(parameters, advanced)
+
+
+@pytest.mark.parametrize(
+    ("field", "listed", "path", "own"),
+    [
+        ("dataset", "casas", "dataset.name", "digits"),
+        ("model", "vgg16", "model.name", "resnet18"),
+        ("algorithm", "fedavg", "algorithm.name", f"{__name__}:Mine"),
+    ],
+)
+def test_advanced_replaces_a_name_of_the_forms_lists(field: str, listed: str, path: str, own: str) -> None:
+    """The lists have the registered names alone, so a class of one's own cannot be chosen there."""
+    assert flatten(config_from({field: listed}, {path: own}))[path] == own
+    form = {field: listed, "clients": 5, "advanced": {path: own}}
+    assert path not in fields_of(form) and "partition.clients" in fields_of(form)
+
+
+def test_a_comparison_takes_a_data_set_for_all_labels_or_for_one() -> None:
+    advanced = {"model.name": "vgg16", "b:model.name": "resnet18"}
+    runs = comparison_from({"model": "small_cnn"}, advanced, "a=flexfl,b=flexfl", "0", "x")
+    assert [run.config.model["name"] for run in runs] == ["vgg16", "resnet18"]
+    with pytest.raises(ConfigError, match="the algorithms are given as a list of their own"):
+        comparison_from({}, {"algorithm.name": "fedavg"}, "flexfl", "0", "x")
 
 
 def test_the_resolved_configuration_survives_the_file(tmp_path: Path) -> None:

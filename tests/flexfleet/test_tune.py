@@ -81,7 +81,7 @@ def test_what_it_leaves_can_be_run_and_looked_at(done: tuple[Tuned, Path, Config
     assert not found.better, "one held-out seed shows no gain"
     assert best == config and yaml.safe_load((folder / "patch.yaml").read_text()) == {}
     drawn = (folder / "study.html").read_text()
-    assert "importance" in drawn and ">kd_weight<" in drawn and "mathdefault" not in drawn
+    assert "importance" in drawn and ">λ (kd_weight)<" in drawn and "mathdefault" not in drawn
     assert drawn.count("<svg") == 2 + len(found.space), "a drawing each, so that they can stand below each other"
     assert found == Tuned.read(folder / "tune.json")
     assert [len(found.held_out[k]) for k in ("seeds", "default", "best")] == [1, 1, 1]

@@ -15,6 +15,7 @@ FOUND = Tuned(
     id="a", metric="avg", trials={"complete": 3, "pruned": 1, "infeasible": 0, "diverged": 2},
     space={"algorithm.kd_weight": Range(low=0.1, high=100.0, log=True).model_dump(mode="json"),
            "training.nesterov": Range(choices=(True, "a|b")).model_dump(mode="json")},
+    symbols={"algorithm.kd_weight": "λ"},
     importance={"algorithm.kd_weight": 0.25, "training.nesterov": 0.75},
     default={"algorithm.kd_weight": 10.0}, default_value=0.8,
     best={"algorithm.kd_weight": 31.4159, "training.nesterov": "a|b"}, best_trial=2, best_value=0.84,
@@ -24,7 +25,7 @@ FOUND = Tuned(
 
 def test_the_headline_says_what_the_best_setting_gains_over_the_default() -> None:
     first = told(FOUND, Path("runs/a")).splitlines()[0]
-    assert first == "+2.50 points over the default: kd_weight 31.42, training.nesterov a|b"
+    assert first == "+2.50 points over the default: λ (kd_weight) 31.42, training.nesterov a|b"
     unseen = FOUND.model_copy(update={"held_out": {"seeds": [], "default": [], "best": []}, "gain": None})
     assert gained(unseen) == "avg 84.00 % against 80.00 % of the default, not compared on held-out seeds"
     assert gained(unseen.model_copy(update={"default_value": None})) == "avg 84.00 %, not compared on held-out seeds"
@@ -67,7 +68,7 @@ def test_a_held_out_run_that_diverged_is_shown_as_such() -> None:
 def test_a_study_of_another_metric_speaks_of_it_as_a_number() -> None:
     numbers = FOUND.model_copy(update={"measured": "r2"})
     lines = told(numbers, Path("runs/a")).splitlines()
-    assert lines[0] == "+0.0250 over the default: kd_weight 31.42, training.nesterov a|b"
+    assert lines[0] == "+0.0250 over the default: λ (kd_weight) 31.42, training.nesterov a|b"
     assert lines[-2] == "held-out seeds 7, 8: 0.8350 against 0.8100, +0.0250 (95 % interval -0.0385 to +0.0885)"
     html = page(numbers, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
     assert "<td>0.8100</td><td>0.8350</td><td>+0.0250</td>" in html and "seen: avg</h2>" in html
@@ -78,13 +79,13 @@ def test_parameters_are_a_table_on_the_page_and_in_markdown() -> None:
     trials = [(i, 0.8 + i / 50, {"algorithm.kd_weight": 10.0 + i, "training.nesterov": "a|b"}) for i in range(3)]
     html = page(FOUND, trials)
     rows = [row.split("</tr>")[0] for row in html.split("<tr>")]
-    assert '<th scope="row">kd_weight</th><td>10</td><td>31.42</td><td>0.1 to 100, log</td><td>25%</td>' in rows[3]
+    assert '<th scope="row">λ (kd_weight)</th><td>10</td><td>31.42</td><td>0.1 to 100, log</td><td>25%</td>' in rows[3]
     assert '<th scope="row">training.nesterov</th><td>\N{EN DASH}</td><td>a|b</td><td>True, a|b</td>' in rows[2]
     assert '<th scope="row">mean</th><td>81.00</td><td>83.50</td><td>+2.50</td>' in rows[-1]
     assert "held-out seeds 7, 8: 83.50 % against 81.00 %, +2.50 points (95 % interval -3.85 to +8.85)" in html
     assert "<h1>+2.50 points over the default</h1>" in html
     text = markdown(FOUND, "a: 1\n")
-    assert "| kd\\_weight | 10 | 31.42 | 0.1 to 100, log | 25% |" in text and "| a\\|b |" in text
+    assert "| λ (kd\\_weight) | 10 | 31.42 | 0.1 to 100, log | 25% |" in text and "| a\\|b |" in text
 
 
 def test_one_held_out_seed_has_no_spread() -> None:

@@ -20,7 +20,7 @@ from fl_engine.testing.tiny import tiny_pool
 from flexfleet.config import Config, Range, load_config
 from flexfleet.steps.partition import server_of
 from flexfleet.steps.prepare import Resolved
-from flexfleet.studies import space, storage, trials
+from flexfleet.studies import outcome, space, storage, trials
 from flexfleet.studies.study import tune
 
 FAMILY = SmallCNN((1, 8, 8), 10)
@@ -65,6 +65,15 @@ def test_flexfl_is_searched_in_gamma_lambda_and_big_gamma_without_being_told() -
     expected = {"algorithm.gammas.0": 1.0, "algorithm.gammas.1": 1.21}
     expected |= {"algorithm.kd_weight": 10.0, "algorithm.adaptive_size": 10.0}
     assert space.defaults(Config(), found, POOL) == expected
+    told = outcome.said(expected, space.symbols(Config(), found))
+    gamma = "\N{GREEK SMALL LETTER GAMMA}"
+    assert told == f"{gamma} (gammas.0) 1, {gamma} (gammas.1) 1.21, λ (kd_weight) 10, Γ (adaptive_size) 10"
+
+
+def test_an_option_that_the_paper_has_no_symbol_for_has_its_name_alone() -> None:
+    other = load_config(None, ("algorithm.name=scalefl",))
+    assert space.symbols(other, ["algorithm.kd_weight"]) == {}, "FlexFL's symbols are FlexFL's"
+    assert space.symbols(Config(), ["training.lr", "algorithm.temperature"]) == {}
 
 
 def test_other_algorithms_have_to_be_told() -> None:

@@ -22,9 +22,9 @@ LONGEST_WORD = 128 * 1024 - 1
 """Bytes of one argument of a command line that Linux takes (MAX_ARG_STRLEN, with its end)."""
 OF_KUBEFLOW = {
     "uri": "s3://a-bucket-of-the-team/pipelines/a-team/v2/artifacts/compare/0f3f6a4e-8a11-4d1e-9a0e-8d7f0f6cbb11/run/"
-    "0f3f6a4e-8a11-4d1e-9a0e-8d7f0f6cbb11/finished",
+    "0f3f6a4e-8a11-4d1e-9a0e-8d7f0f6cbb11/run_folder",
     "metadata": {
-        "display_name": "finished",
+        "display_name": "run_folder",
         "store_session_info": json.dumps(
             {
                 "Provider": "minio",

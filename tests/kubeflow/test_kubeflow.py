@@ -82,7 +82,7 @@ def test_a_study_ends_with_a_best_trial(place: Any) -> None:
     run_id = start(place, "tune", given)
     found = steps.ended(place.host, run_id)
     assert found.exit_code == 0, found.error
-    assert steps.output(place.host, place.cluster, run_id, "report", "told")
+    assert steps.output(place.host, place.cluster, run_id, "report", "best_settings")
 
 
 def night(place: Any, name: str) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def test_a_process_killed_in_a_loop_changes_no_bit(place: Any, expected: Callabl
     given = place.parameters("killed", "comparison_id", algorithms="flexfl", seeds="3", rounds=LONG)
     run_id = befallen(place, "compare", given, "run", "killed")
     same = {**given, "algorithm": "flexfl", "seed": 3}
-    assert steps.model_sha256(place.host, place.cluster, run_id, "run", "finished") == expected(same)
+    assert steps.model_sha256(place.host, place.cluster, run_id, "run", "run_folder") == expected(same)
 
 
 def test_a_terminated_run_goes_on_by_its_name(place: Any, expected: Callable[..., str]) -> None:

@@ -287,7 +287,7 @@ def test_the_suite_sees_comparisons_and_studies_to_their_end(
     for number in range(4):
         fake_cluster.place(pod(f"run-{number}", "r1", f"{LOOP}.run.executor"), SLEEP)
     real.test_a_comparison_compares(place)
-    ready(kubeflow, fake_cluster, "r2", "report", "told", b"best")
+    ready(kubeflow, fake_cluster, "r2", "report", "best_settings", b"best")
     real.test_a_study_ends_with_a_best_trial(place)
     assert server.runs[1]["runtime_config"]["parameters"]["trials"] == 2
 

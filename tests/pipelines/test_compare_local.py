@@ -4,11 +4,14 @@ that `flexfleet compare` gives, and one table."""
 from __future__ import annotations
 
 import builtins
+import html
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import mlflow
 import pytest
@@ -26,6 +29,7 @@ PARAMETERS: dict[str, Any] = {"rounds": 2, "clients": 6, "client_fraction": 0.5,
 ADVANCED = {"pretrain.epochs": 3, "training.batch_size": 20, "partition.minimum": 10, "flexfl:algorithm.kd_weight": 5}
 SETS = ("rounds.stop=2", "partition.clients=6", "training.fraction=0.5", "training.epochs=1", "tracking.mlflow=null",
         *(f"{key}={value}" for key, value in ADVANCED.items()))  # fmt: skip
+LINKED = {"tracking.kubeflow": "http://kubeflow/", "tracking.ui": "http://mlflow/"}
 WHAT = {"algorithms": "flexfl,all_large", "seeds": "0,3"}
 NAMES = ("flexfl-s0", "all_large-s0", "flexfl-s3", "all_large-s3")
 
@@ -59,7 +63,7 @@ def ran(scratch: Path) -> Ran:
     sets = [word for one in (*SETS, "run.store=direct") for word in ("--set", one)]
     assert cli.dispatch([*argv, *sets]) == 0
     given = {"store_uri": "store", "mlflow_uri": "sqlite:///mlflow.db", "comparison_id": "same",
-             "advanced": ADVANCED | {"tracking.kubeflow": "http://kubeflow/"}}  # fmt: skip
+             "advanced": ADVANCED | LINKED}  # fmt: skip
     with graphs.commands() as commands:
         comparison(**WHAT, **PARAMETERS, **given)
     (tasks,) = (scratch / "tasks").glob("compare-*")
@@ -96,11 +100,11 @@ def test_all_runs_of_a_seed_start_from_the_same(ran: Ran) -> None:
 def test_every_pair_is_a_task_with_a_finished_run_a_page_and_figures(ran: Ran) -> None:
     found = {}
     for folder in ran.tasks.glob("for-loop-*/run"):
-        name = RunFile.read(folder / "finished" / "run.json").run_id
+        name = RunFile.read(folder / "run_folder" / "run.json").run_id
         told = json.loads((folder / "executor_output.json").read_text())
         found[name] = told["artifacts"]["metrics"]["artifacts"][0]["metadata"]
-        assert (folder / "page").read_text() == (folder / "finished" / "report.html").read_text()
-        assert not (folder / "finished" / "rounds").exists()
+        assert (folder / "page").read_text() == (folder / "run_folder" / "report.html").read_text()
+        assert not (folder / "run_folder" / "rounds").exists()
     assert found.keys() == set(NAMES)
     results = {name: json.loads((ran.direct / name / "result.json").read_text()) for name in NAMES}
     for name, metrics in found.items():
@@ -123,7 +127,7 @@ def test_no_argument_of_a_task_grows_with_the_runs_beyond_what_linux_takes(ran: 
     of = {name: [graphs.given_to(name, each) for each in ran.commands] for name in ("prepare", "run", "compare")}
     assert [sum(map(bool, of[name])) for name in of] == [1, 4, 1] and len(ran.commands) == 6
     (compare,) = filter(None, of["compare"])
-    assert graphs.gathered(compare, "finished", overrides.MOST_RUNS) < graphs.LONGEST_WORD
+    assert graphs.gathered(compare, "run_folders", overrides.MOST_RUNS) < graphs.LONGEST_WORD
     given = [json.loads(each)["inputs"]["parameterValues"] for each in of["run"] if each]
     assert sorted(each.pop("number") for each in given) == ["0", "1", "2", "3"]
     assert given == [given[0]] * 4 and given[0].keys() == {"job_id"}
@@ -144,6 +148,22 @@ def test_mlflow_groups_the_runs_of_the_graph(ran: Ran, scratch: Path) -> None:
         assert run.data.tags.get("mlflow.parentRunId") == (None if run is whole else whole.info.run_id)
     found = Comparison.read(ran.tasks / "compare" / "comparison" / "comparison.json")
     assert found.mlflow_run_id == whole.info.run_id and "full/flexfl" in whole.data.metrics
+
+
+def test_the_link_to_mlflow_opens_the_curves_of_all_runs(ran: Ran, scratch: Path) -> None:
+    (link,) = re.findall(r"in MLflow\]\((\S+)\)", (ran.tasks / "compare" / "table").read_text())
+    assert f'<a href="{html.escape(link)}">' in (ran.tasks / "compare" / "page").read_text()
+    client = mlflow.MlflowClient(f"sqlite:///{scratch / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("digits-small_cnn-dirichlet")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id], "tags.`flexfleet.comparison` = 'same'")
+    parts = urlsplit(urlsplit(link).fragment)
+    asked = {name: json.loads(value) for name, value in parse_qsl(parts.query) if name != "x_axis"}
+    assert (link.partition("#")[0], parts.path) == ("http://mlflow/", "/metric")
+    assert set(asked["runs"]) == {run.info.run_id for run in runs if run.info.run_name != "same"}
+    assert (asked["experiments"], asked["metric"]) == ([experiment.experiment_id], "avg")
+    assert asked["plot_metric_keys"] == ["avg", "full"]
+    assert all("full" in run.data.metrics for run in runs if run.info.run_id in asked["runs"])
 
 
 @pytest.mark.parametrize(

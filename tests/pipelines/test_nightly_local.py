@@ -92,7 +92,7 @@ def nights(scratch: Path, path: Path, given: dict[str, str], mlflow: str, posted
 def test_what_passes_is_registered_and_shown(ran: Ran) -> None:
     verdict = Verdict.read(ran.passed / "gate" / "night" / "regression.json")
     assert verdict.passed and {c.label for c in verdict.checks} == {"quick/flexfl"}
-    assert "passed" in (ran.passed / "gate" / "told").read_text()
+    assert "passed" in (ran.passed / "gate" / "verdict").read_text()
     assert (ran.passed / "gate" / "page").read_text() == (ran.passed / "gate" / "night" / "regression.html").read_text()
     told = json.loads((ran.passed / "gate" / "executor_output.json").read_text())
     metrics = told["artifacts"]["metrics"]["artifacts"][0]["metadata"]
@@ -154,7 +154,7 @@ def test_what_fails_fails_the_graph_and_leaves_its_report(ran: Ran) -> None:
     assert "decide" in ran.said
     verdict = Verdict.read(ran.failed / "gate" / "night" / "regression.json")
     assert {c.metric for c in verdict.failed if c.against == REFERENCE} == {"full"}
-    card = (ran.failed / "gate" / "told").read_text()
+    card = (ran.failed / "gate" / "verdict").read_text()
     assert "FAILED" in card and "accuracy of the full model" in card
     assert "What is worse" in (ran.failed / "gate" / "page").read_text()
     client = MlflowClient(tracking_uri=ran.mlflow)

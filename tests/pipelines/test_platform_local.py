@@ -54,7 +54,7 @@ def test_the_run_is_a_child_of_the_pipelines_run_in_its_experiment(ran: Ran) -> 
     assert RunFile.read(ran.scratch / "store" / "same" / "run.json").mlflow_run_id == run.info.run_id
     experiments = {experiment.name for experiment in ran.at.client.search_experiments()}
     assert experiments == {"Default", "kubeflow"}
-    card = (ran.tasks / "partition" / "started").read_text()
+    card = (ran.tasks / "partition" / "links").read_text()
     assert f"/#/experiments/{ran.at.experiment}/runs/{run.info.run_id}" in card
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from flexfleet.config import Config, load_config
-from flexfleet.config.overrides import config_from, parameters_of
+from flexfleet.config.overrides import PARAMETERS, config_from, parameters_of
 from flexfleet.kubeflow.retarget import shipped
-from flexfleet.kubeflow.submit import submit
+from flexfleet.kubeflow.submit import form, submit
 
 
 def test_a_run_is_started_and_a_graph_that_has_not_changed_is_not_uploaded_again(
@@ -67,6 +69,32 @@ def test_the_command_gives_what_differs_from_the_defaults(
     done = flexfleet("submit", "compare", "--host", host, *argv, sets=[f"{path}={own[path]}" for path in own])
     assert done.code == 0, done.err
     assert server.runs[2]["runtime_config"]["parameters"]["advanced"] == own
+
+
+@dataclass(frozen=True)
+class Mine(FlexFL):
+    """An algorithm of the user's own."""
+
+
+OWN = f"{__name__}:Mine"
+
+
+@pytest.mark.parametrize("how", ["--set", "--param"])
+def test_a_class_of_ones_own_travels_in_advanced(
+    kubeflow: tuple[Any, str], flexfleet: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Kubeflow accepts only values of a field's list."""
+    server, host = kubeflow
+    monkeypatch.chdir(tmp_path)
+    named = ["--param", f"algorithm={OWN}"] if how == "--param" else []
+    sets = ["algorithm.kd_weight=5.0", *([f"algorithm.name={OWN}"] if how == "--set" else [])]
+    done = flexfleet("submit", "train", "--host", host, "--param", "model=vgg16", *named, sets=sets)
+    assert done.code == 0, done.err
+    given = server.runs[0]["runtime_config"]["parameters"]
+    assert "algorithm" not in given and given["model"] == "vgg16"
+    assert given["advanced"] == {"algorithm.name": OWN, "algorithm.kd_weight": 5}
+    known = {name: value for name, value in (form("train") | given).items() if name in PARAMETERS}
+    assert config_from(known, given["advanced"]).algorithm == {"name": OWN, "kd_weight": 5}
 
 
 @pytest.mark.parametrize(

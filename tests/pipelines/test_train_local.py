@@ -89,7 +89,7 @@ def test_evaluation_and_its_metrics(ran: Ran) -> None:
         loss = pytest.approx(score.loss, rel=1e-5)
         assert (found.levels[name].value, found.levels[name].loss) == (score.value, loss)
     told = json.loads((ran.tasks / "evaluate" / "executor_output.json").read_text())
-    metrics = told["artifacts"]["metrics"]["artifacts"][0]["metadata"]
+    metrics = told["artifacts"]["evaluation"]["artifacts"][0]["metadata"]
     levels = {f"accuracy/{name}": score.value for name, score in found.levels.items()}
     local = {f"local/{name}": each.mean for name, each in found.local.items()}
     assert metrics == {"avg": found.avg, "full": found.full} | levels | local
@@ -119,9 +119,10 @@ def test_artifacts_tell_what_they_are(ran: Ran) -> None:
     kind, told = metadata("partition", "parts")
     assert kind == "system.Dataset" and told["clients"] == 6 and told["largest_client"] >= told["smallest_client"] > 0
     kind, told = metadata("model-pool", "pool")
-    assert told["M1/parameters"] < told["M3/parameters"] and told["M3/share"] == 1
+    assert kind == "system.Model" and told["M1/parameters"] < told["M3/parameters"] and told["M3/share"] == 1
+    assert metadata("evaluate", "evaluation")[0] == "system.Metrics"
     result = Result.read(ran.direct / "result.json")
-    for task, name in (("federate", "run"), ("report", "finished")):
+    for task, name in (("federate", "run"), ("report", "run_folder")):
         kind, told = metadata(task, name)
         assert kind == "system.Model" and told["model_sha256"] == result.model_sha256 and told["run_id"] == "same"
     assert told["full"] == result.metrics["full"] and 0 <= told["accuracy/M1"] <= 1
@@ -133,7 +134,7 @@ def test_the_first_task_begins_the_mlflow_run_that_the_rounds_go_on_with(ran: Ra
     client = MlflowClient(tracking_uri=ran.mlflow)
     (experiment,) = client.search_experiments(filter_string="name = 'digits-small_cnn-dirichlet'")
     (run,) = client.search_runs([experiment.experiment_id])
-    card = (ran.tasks / "partition" / "started").read_text()
+    card = (ran.tasks / "partition" / "links").read_text()
     assert run.info.run_id in card and "| algorithm | `flexfl` |" in card
     assert json.loads((ran.store / "run.json").read_text())["mlflow_run_id"] == run.info.run_id
     assert (run.info.status, run.data.tags["flexfleet.run_id"]) == ("FINISHED", "same")
@@ -148,10 +149,10 @@ def test_the_first_task_begins_the_mlflow_run_that_the_rounds_go_on_with(ran: Ra
 def test_publishing_tasks_hand_on_pointers(ran: Ran, tmp_path: Path) -> None:
     from flexfleet.tracking import pushed, versioned
 
-    pointers = {path.stem: path.read_text() for path in (ran.tasks / "report" / "pointers").iterdir()}
+    pointers = {path.stem: path.read_text() for path in (ran.tasks / "report" / "dvc_pointers").iterdir()}
     assert set(pointers) == set(pushed.OF_RUN)
     for task, name, out in (("partition", "partition", "parts"), ("model-pool", "pool", "pool")):
-        assert (ran.tasks / task / "pointer").read_text() == pointers[name]
+        assert (ran.tasks / task / "dvc_pointer").read_text() == pointers[name]
         assert versioned.checksum(pointers[name]) == versioned.md5(ran.tasks / task / out)
     name, remote = "model.safetensors", str(ran.store.parents[1] / "remote")
     (model,) = versioned.pull({name: pointers[name]}, remote, tmp_path)
@@ -161,9 +162,9 @@ def test_publishing_tasks_hand_on_pointers(ran: Ran, tmp_path: Path) -> None:
 def test_the_report_and_the_finished_run_folder(ran: Ran) -> None:
     page = (ran.tasks / "report" / "page").read_text()
     assert page.lstrip().lower().startswith("<!doctype html") and "</html>" in page
-    finished = ran.tasks / "report" / "finished"
-    assert page == (finished / "report.html").read_text()
-    ours, direct = (Result.read(folder / "result.json") for folder in (finished, ran.direct))
+    folder = ran.tasks / "report" / "run_folder"
+    assert page == (folder / "report.html").read_text()
+    ours, direct = (Result.read(folder / "result.json") for folder in (folder, ran.direct))
     assert (ours.run_id, ours.model_sha256, ours.metrics) == ("same", direct.model_sha256, direct.metrics)
     assert (ours.bytes, ours.waste) == (direct.bytes, direct.waste)
 

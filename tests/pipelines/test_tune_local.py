@@ -67,7 +67,10 @@ def test_a_study_as_a_pipeline(scratch: Path, monkeypatch: pytest.MonkeyPatch, t
     found = Tuned.read(report / "study" / "tune.json")
     assert (sum(found.trials.values()), list(found.space)) == (3, ["algorithm.kd_weight"])
     assert found.default == {"algorithm.kd_weight": 10.0} and found.default_value is not None
-    assert "held-out seeds 7:" in (report / "told").read_text() and "kd\\_weight" in (report / "told").read_text()
+    assert (
+        "held-out seeds 7:" in (report / "best_settings").read_text()
+        and "λ (kd\\_weight)" in (report / "best_settings").read_text()
+    )
     assert "<svg" in (report / "page").read_text() and "<h1>" in (report / "page").read_text()
     assert figures(report) == {"best/avg": found.best_value, "held_out/gain": found.gain}
     ended = [json.loads((worker / "searched" / "trials.json").read_text()) for worker in workers]
