@@ -40,11 +40,11 @@ class Cause:
     code: int | None = None
     """Exit code of the task's process; None if no log has it."""
     is_curable: bool = False
-    """Whether a retry may succeed."""
+    """True if a retry may succeed."""
 
     @property
     def is_input(self) -> bool:
-        """Whether the user has to correct a parameter."""
+        """True if the user has to correct a parameter."""
         return self.code == BadInput.exit_code
 
 
@@ -98,7 +98,7 @@ def cause_in(log: str, task: str) -> Cause | None:
 @dataclass(frozen=True)
 class Log:
     task: str
-    """The task that the pod executed; empty if Kubeflow does not tell."""
+    """The task that the pod executed; empty if it is unknown."""
     pod: str
     text: str
 
@@ -129,7 +129,7 @@ def _nodes(run: Any, only_failed: bool) -> Iterator[tuple[str, str]]:
 
 
 def _task_of(detail: Any, parents: dict[str, Any]) -> str:
-    """Return the name of the task that a node belongs to; empty if Kubeflow does not tell."""
+    """Return the name of the task that a node belongs to; empty if it is unknown."""
     while detail is not None and not _is_task(detail):
         detail = next((parents[id] for id in (detail.pod_name, detail.task_id) if id in parents), None)
     return printable(detail.display_name) if detail is not None else ""

@@ -46,8 +46,8 @@ class Followed:
     tasks: Tasks
     """For each task name, the number of tasks in each state. The tasks of a loop share a name."""
     rounds: dict[str, dict[str, float]]
-    """For each run's name (empty: the pipeline is one run): the measurements of its last round, and `round`, the number
-    of that round, counted from 1."""
+    """Map the name of each run (empty if the pipeline is one run) to the measurements of its last round, and `round`:
+    the number of that round, counted from 1."""
     error: str
     """Why the run failed: one line for each failed task."""
     retried: int
@@ -198,7 +198,7 @@ def _advice(found: list[Cause], parameters: Mapping[str, Any], run_id: str, host
             f"store_uri = {store!r} is a folder of each task's own pod, so another run cannot continue this one. Use "
             "s3://bucket/prefix, or a folder of a volume."
         )
-    same = "settings and the same image" if key == "night_id" else "settings"  # one commit makes a whole night
+    same = "settings and the same image" if key == "night_id" else "settings"
     again = f"`flexfleet submit {NAMED[key]} --param {key}={name}` with the same {same}"
     if not found:
         return f"To continue: {again}."
@@ -221,7 +221,7 @@ def terminate(client: Any, run_id: str) -> None:
 
 
 def print_logs(client: Any, run_id: str, namespace: str | None, report: Report) -> bool:
-    """Report the logs of a run's pods. Returns False if Kubeflow has none."""
+    """Report the logs of a run's pods. Returns False if no log is available."""
     found = False
     for log in logs(client, _asked(client, run_id), namespace):
         report(f"==> {log.task or 'task'} ({log.pod}) <==")

@@ -1,5 +1,7 @@
-"""Reads on this machine the rounds of a pipeline's runs while its tasks run in a cluster: from the ledgers in
-`store_uri` if this machine reaches it, else from MLflow."""
+"""Read the rounds of a pipeline's runs on this machine, while its tasks run in a cluster.
+
+The rounds come from the ledgers in `store_uri` if this machine reaches it, otherwise from MLflow.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, IntegrityE
 from flexfleet.files import terminal
 
 NAMED = {"run_id": "train", "comparison_id": "compare", "study_id": "tune", "night_id": "nightly"}
-"""The pipeline, by the parameter that names what it makes."""
+"""Map the parameter that names a pipeline's output to the pipeline."""
 COMMITTED = re.compile(r"(.+)/rounds/[0-9]{5,}/(?:[0-9]+-)?COMMITTED")
 FIGURES = ("avg", "full", "train_loss", "clients_trained", "clients_pruned", "clients_failed")
 
@@ -24,19 +26,19 @@ FIGURES = ("avg", "full", "train_loss", "clients_trained", "clients_pruned", "cl
 @dataclass(frozen=True)
 class Round:
     run: str
-    """The run's name in a comparison, a night or a study; empty: the pipeline is one run."""
+    """Name of the run in a comparison, a nightly regression run or a study; empty if the pipeline is one run."""
     number: int
     """Counted from 1."""
     metrics: Mapping[str, float]
 
 
 Look = Callable[[], list[Round]]
-"""Gives the rounds that are new since its last call. Raises EnvironmentFailure if they cannot be read."""
+"""Returns the rounds that are new since its last call. Raises EnvironmentFailure if they cannot be read."""
 
 
 def name_of(parameters: Mapping[str, Any], job_id: str) -> tuple[str, str]:
-    """The parameter that names what the pipeline makes, and the name; empty texts for a pipeline of somebody else. If
-    the form gives no name, it is the one that the first task makes."""
+    """Return the parameter that names the pipeline's output, and the name. Both are empty for a pipeline that is not
+    flexfleet's. If the form has no name, the first task chooses it in the same way."""
     key = next((key for key in NAMED if key in parameters), "")
     given = parameters.get(key) or {
         "run_id": f"{parameters.get('algorithm', 'flexfl')}-s{whole(parameters.get('seed', 0))}-{job_id}",
@@ -48,12 +50,13 @@ def name_of(parameters: Mapping[str, Any], job_id: str) -> tuple[str, str]:
 
 
 def whole(value: Any) -> str:
-    """A whole number, which Kubeflow keeps as a floating-point one; what else a pipeline has there, as it is."""
+    """Return the text of a whole number, which Kubeflow stores as a float, or of any other value."""
     return f"{value:.0f}" if isinstance(value, int | float) else str(value)
 
 
-def rounds_of(parameters: Mapping[str, Any], job_id: str, tell: Callable[[str], None]) -> Look | None:
-    """None: this machine can read neither ledger nor MLflow; `tell` gets the reason."""
+def rounds_of(parameters: Mapping[str, Any], job_id: str, report: Callable[[str], None]) -> Look | None:
+    """Return a function that reads new rounds. None if this machine can read neither the ledgers nor MLflow; `report`
+    is then called with the reason."""
     key, name = name_of(parameters, job_id)
     if not key:
         return None
@@ -72,20 +75,23 @@ def rounds_of(parameters: Mapping[str, Any], job_id: str, tell: Callable[[str], 
             if look is not None:
                 return look
     why = f" ({'; '.join(reasons)})" if reasons else ""
-    tell(f"no rounds can be read from here{why}: the states of the tasks follow")
+    report(f"no rounds can be read from this machine{why}; only the states of the tasks are shown")
     return None
 
 
 def _cases(name: str) -> list[str]:
-    """The cases of a suite: empty if it is one that only the tasks' image has."""
+    """Return the cases of a suite; empty if only the tasks' image has the suite."""
     from flexfleet.nightly import suite
 
     return list(suite.load(suite.path_of(name)).cases) if name in suite.names() else []
 
 
 def _ledgers(store_uri: str, name: str, cases: Sequence[str] | None) -> Look | None:
-    """`cases`: of a night, which has a folder for each, `<night_id>-<case>`; empty: they are not known here. None: the
-    store is a folder of the tasks' pods, or of a volume that this machine does not have."""
+    """Read ledgers in the store. Returns None if the store is a folder that this machine does not have.
+
+    `cases`: the cases of a nightly regression run, each in a folder `<night_id>-<case>`; empty if they are unknown on
+    this machine; None for other pipelines.
+    """
     if "://" not in store_uri and not (Path(store_uri).is_absolute() and Path(store_uri).is_dir()):
         return None
     from fl_engine.storage.checkpoints import Checkpoints
@@ -93,8 +99,8 @@ def _ledgers(store_uri: str, name: str, cases: Sequence[str] | None) -> Look | N
     from fl_engine.storage.store import Store
 
     store: Store = open_store(store_uri)
-    of_a_night = [f"{name}-{case}/" for case in cases or ()] or [f"{name}-"]  # which alone would also be of <name>-2
-    prefixes = [f"{name}/"] if cases is None else of_a_night
+    by_case = [f"{name}-{case}/" for case in cases or ()] or [f"{name}-"]  # the last also matches the run <name>-2
+    prefixes = [f"{name}/"] if cases is None else by_case
     ledgers: dict[str, Checkpoints] = {}
     marks: dict[str, list[str]] = {}
     last: dict[str, int] = {}
@@ -111,7 +117,7 @@ def _ledgers(store_uri: str, name: str, cases: Sequence[str] | None) -> Look | N
             ledger = ledgers.setdefault(folder, Checkpoints(open_store(f"{store_uri.rstrip('/')}/{folder}")))
             try:
                 rows = ledger.rows(lines=False)
-            except IntegrityError:  # its coordinator has removed a listed file: the next time there is more
+            except IntegrityError:  # its coordinator has removed a listed file; the next call reads a newer one
                 continue
             marks[folder] = commits
             run = folder.removeprefix(name).strip("/-")
@@ -119,13 +125,16 @@ def _ledgers(store_uri: str, name: str, cases: Sequence[str] | None) -> Look | N
             last[folder] = max((row.round for row in rows), default=-1)
         return new
 
-    store.list(prefixes[0])  # raises now if it cannot be read
+    store.list(prefixes[0])  # raises now if the store cannot be read
     return look
 
 
 def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
-    """Finds MLflow runs by the tag that tasks give them; a run that an earlier pipeline run began has that one's tag,
-    and is found by its name. MLFLOW_TRACKING_URI is the server's address on this machine; tasks may use another."""
+    """Read the metrics of MLflow runs, which are found by the tag of the pipeline run. A run that an earlier pipeline
+    run began has the tag of that one, so it is found by its name.
+
+    MLFLOW_TRACKING_URI is the server's address on this machine; tasks may use another one.
+    """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or uri if uri else ""
     if not uri:
         return None
@@ -176,5 +185,5 @@ def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
 def _unread(uri: str, error: Exception) -> EnvironmentFailure:
     said = first_line(error)
     if "failed with exception" in said:  # followed by MLflow's transport errors
-        said = "nothing answers; MLFLOW_TRACKING_URI may say its address from here"
+        said = "the server does not answer. Set MLFLOW_TRACKING_URI to its address as this machine reaches it"
     return EnvironmentFailure(f"MLflow at {masked(uri)}: {said}")

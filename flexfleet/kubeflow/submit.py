@@ -50,10 +50,10 @@ class Submitted:
     pipeline: str
     version: str
     uploaded: bool
-    """Whether the version was new."""
+    """True if the version was new."""
     key: str
     started: bool
-    """False: the run was there, started before with the same key."""
+    """False if an earlier start with the same key created the run."""
 
 
 KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -62,7 +62,7 @@ LOST_ANSWER_S = 5.0
 
 
 def form(name: str) -> dict[str, Any]:
-    """The parameters of a pipeline, with their defaults. Raises ConfigError for one that is not shipped."""
+    """Return the parameters of a shipped pipeline, with their defaults. Raises ConfigError for an unknown pipeline."""
     return {name: about.get("defaultValue") for name, about in _fields(name).items()}
 
 
@@ -79,12 +79,12 @@ READ: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "NUMBER_INTEGER": ("a whole number", int),
     "NUMBER_DOUBLE": ("a number", float),
 }
-"""By Kubeflow's name of a parameter's type: the type for people, and what reads a value of it."""
+"""Map Kubeflow's name of a parameter's type to a name for people and a function that reads a value from text."""
 
 
 def read(name: str, texts: Mapping[str, str]) -> dict[str, Any]:
-    """The values of a pipeline's parameters that are given as texts. Raises ConfigError for a parameter that it does
-    not have, and for a text that is no value of the parameter's type."""
+    """Read the values of a pipeline's parameters from text. Raises ConfigError for an unknown parameter, and for text
+    that is not a value of the parameter's type."""
     fields, values = _fields(name), dict[str, Any]()
     for key, text in texts.items():
         if key not in fields:
@@ -95,7 +95,7 @@ def read(name: str, texts: Mapping[str, str]) -> dict[str, Any]:
             values[key] = value(text)
             json.dumps(values[key], allow_nan=False)
         except ValueError:
-            raise ConfigError(f"the parameter {key} of the pipeline {name} is {what}, got {text!r}") from None
+            raise ConfigError(f"the parameter {key} of the pipeline {name} must be {what}, got {text!r}") from None
     return values
 
 
@@ -104,8 +104,10 @@ def _unknown(name: str, key: str, known: Collection[str]) -> ConfigError:
 
 
 def given(name: str, config: Config, named: Collection[str]) -> dict[str, Any]:
-    """The values of the pipeline's form, `advanced` among them, that make this configuration there. Where the form has
-    no field for a value: raises ConfigError if it is of the parameters that the user has `named`, else warns."""
+    """Return the values of the pipeline's form, with `advanced`, that give this configuration in the first task.
+
+    If the form has no field for a value, raises ConfigError if the user has `named` its parameter, otherwise warns.
+    """
     asked, (parameters, advanced), plain = form(name), parameters_of(config), parameters_of(Config())[0]
     for key, path in PARAMETERS.items():
         if key in asked or parameters[key] == plain[key]:
@@ -113,9 +115,9 @@ def given(name: str, config: Config, named: Collection[str]) -> dict[str, Any]:
         said = f"the pipeline {name} has no field for {path} = {parameters[key]!r}"
         if any(f"{path}.".startswith(f"{each}.") for each in named):
             raise ConfigError(
-                f"{said}: leave it out, or say it by one of its fields ({', '.join(sorted(asked))}) with --param"
+                f"{said}. Leave it out, or set one of the fields ({', '.join(sorted(asked))}) with --param"
             )
-        log.warning("%s, which the configuration's file says", said)
+        log.warning("%s, which the configuration file sets", said)
     return {key: value for key, value in parameters.items() if key in asked} | {"advanced": advanced}
 
 
@@ -242,7 +244,7 @@ def digest(settings: Any) -> str:
 
 
 MOST = 2**53
-"""The largest number up to which a parameter of Kubeflow, a floating-point number, holds every whole one."""
+"""Kubeflow stores numbers as floats, which are exact up to this whole number."""
 
 
 def checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
@@ -263,8 +265,10 @@ def checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _check_values(name: str, values: Mapping[str, Any]) -> None:
-    """Checks the values of a whole form, as the pipeline's first task does there; an empty `mlflow_uri` is the tasks'
-    own MLflow, of which nothing is known here. Raises ConfigError."""
+    """Check the values of a form as the pipeline's first task does. Raises ConfigError.
+
+    An empty `mlflow_uri` is the MLflow of the tasks' platform, which cannot be checked on this machine.
+    """
     advanced = values["advanced"]
     if values["mlflow_uri"]:
         check_address(str(values["mlflow_uri"]), here=False)
@@ -287,11 +291,11 @@ def _check_night(name: str, id: str, sets: list[str]) -> None:
     from flexfleet.nightly import suite
     from flexfleet.nightly.regress import prepare
 
-    suite.path_of(name)  # raises for a name that nobody knows
+    suite.path_of(name)  # raises for an unknown name
     if name not in suite.names():
         raise ConfigError(
-            f"only a suite that comes with flexfleet ({', '.join(suite.names())}) can be started from here, got "
-            f"{name!r}: a file of this machine is not in the image; start a suite of your own image in Kubeflow's "
-            "UI, or run it here with `flexfleet regress`"
+            f"suite must be one that comes with flexfleet ({', '.join(suite.names())}), got {name!r}, because the "
+            "image has no files of this machine. Start a suite of your own image in Kubeflow's UI, or run it on this "
+            "machine with `flexfleet regress`"
         )
     prepare(name, id or "night", [*sets, "tracking.mlflow=null"])

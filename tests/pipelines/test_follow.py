@@ -434,5 +434,5 @@ def test_where_neither_can_be_read_the_reasons_are_told(
     found, lines = follow(host, run_id)
     assert found.exit_code == 0
     assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ, "a run in this process afterwards would give up early"
-    assert "no-such-bucket" in lines[1] and "127.0.0.1:9: nothing answers" in lines[1]
+    assert "no-such-bucket" in lines[1] and "127.0.0.1:9: the server does not answer" in lines[1]
     assert "states of the tasks" in lines[1]

@@ -100,17 +100,25 @@ def test_a_class_of_ones_own_travels_in_advanced(
 @pytest.mark.parametrize(
     ("argv", "sets", "said"),
     [
-        (["tune"], ["seed=7"], "the pipeline tune has no field for seed = 7: leave it out, or say it by one of"),
+        (["tune"], ["seed=7"], "the pipeline tune has no field for seed = 7. Leave it out"),
         (["compare"], ["algorithm.name=fedavg"], "the pipeline compare has no field for algorithm.name = 'fedavg'"),
         (["compare"], ["algorithm={name: fedavg}"], "the pipeline compare has no field for algorithm.name = 'fedavg'"),
         (["nightly"], ["rounds.stop=3"], "the pipeline nightly has no field for rounds.stop = 3"),
         (["train", "--param", "advanced={}"], [], "--param advanced: give each of its values with --set a.b=value"),
-        (["train", "--param", "rounds=many"], [], "the parameter rounds of the pipeline train is a whole number, got"),
-        (["train", "--param", "rounds=1_0"], [], "the parameter rounds of the pipeline train is a whole number, got"),
+        (
+            ["train", "--param", "rounds=many"],
+            [],
+            "the parameter rounds of the pipeline train must be a whole number, got",
+        ),
+        (
+            ["train", "--param", "rounds=1_0"],
+            [],
+            "the parameter rounds of the pipeline train must be a whole number, got",
+        ),
         (
             ["train", "--param", "learning_rate=nan"],
             [],
-            "the parameter learning_rate of the pipeline train is a number",
+            "the parameter learning_rate of the pipeline train must be a number",
         ),
         (["train", "--param", "rounds=0"], [], "rounds.stop: input should be greater than or equal to 1, got 0"),
         (["train", "--param", "dataset=nope"], [], "no data set named 'nope'"),
@@ -136,7 +144,7 @@ def test_a_class_of_ones_own_travels_in_advanced(
         (["nightly"], ["algorithm.kd_weight=7"], "a suite says what is measured"),
         (["nightly", "--config", "mine.yaml"], [], "a night reads no file"),
         (["nightly", "--param", "suite=nope"], [], "no suite is named 'nope': digits"),
-        (["nightly", "--param", "suite=mine.yaml"], [], "only a suite that comes with flexfleet (digits)"),
+        (["nightly", "--param", "suite=mine.yaml"], [], "must be one that comes with flexfleet (digits)"),
         (["train"], ["seed=9007199254740993"], "seed = 9007199254740993: Kubeflow rounds whole numbers above"),
     ],
 )
@@ -159,7 +167,7 @@ def test_what_the_configurations_file_says_beside_the_form_is_told(
     (tmp_path / "params.yaml").write_text("seed: 1\n")
     done = flexfleet("submit", "compare", "--host", host, "--param", "seeds=1,2")
     assert done.code == 0 and server.runs[0]["runtime_config"]["parameters"]["seeds"] == "1,2", done.err
-    assert "the pipeline compare has no field for seed = 1, which the configuration's file says" in caplog.text
+    assert "the pipeline compare has no field for seed = 1, which the configuration file sets" in caplog.text
 
 
 def test_a_number_of_a_form_is_sent_as_one(kubeflow: tuple[Any, str], flexfleet: Any, tmp_path: Any,
@@ -310,7 +318,7 @@ def test_the_nightly_is_made_once_and_replaced_by_its_name(
         (["--suite", "digit"], [], "no suite is named 'digit': digits"),
         ([], ["training.lr=1"], "a suite says what is measured"),
         ([], ["tracking.mlfow=x"], "unknown parameter 'tracking.mlfow'"),
-        (["--suite", "mine.yaml"], [], "only a suite that comes with flexfleet (digits)"),
+        (["--suite", "mine.yaml"], [], "must be one that comes with flexfleet (digits)"),
         (["--param", "suite=nope"], [], "--param suite: give it with --suite"),
         (["--param", "store_uri=x"], ["run.store=y"], "--param store_uri and --set run.store give the same parameter"),
         (["--param", "night_id=x"], [], "every run would continue the same finished one"),
