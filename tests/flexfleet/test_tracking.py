@@ -490,5 +490,5 @@ def test_what_fails_as_the_mlflow_run_begins_says_how_to_go_on(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mlflow.MlflowClient, call, gone)
-    stopped = flexfleet("run", "--run-id", "a", sets=[*quick, f"tracking.mlflow={mlflow_uri}"])
+    stopped = flexfleet("run", "--run-id", "a", sets=[*quick, f"tracking.mlflow={mlflow_uri}", "run.patience_s=0.1"])
     assert stopped.code == 6 and stopped.err.count("go on with --resume") == 1
