@@ -42,6 +42,8 @@ LET_GO_S = 5.0
 """Seconds that the end of a run waits for the store to take the file with which the lease lets go."""
 SOMEBODY = "another coordinator"
 """A holder whose file cannot be read."""
+BEGAN = datetime.now(timezone.utc).replace(microsecond=0)
+"""No lease of this process is older."""
 
 
 class Holder(BaseModel):
@@ -149,7 +151,8 @@ def _wait_for(store: Store, number: int, machine: str, ttl_s: float) -> None:
             raise InUse(f"{store.uri()} is being run by {who}: wait for it, or stop it first")
         gone = holder is not None and holder.machine == machine and not _alive(holder.pid)
         if gone or silent >= ttl_s:
-            log.warning("going on in the place of %s, which has not let go", who)
+            if holder is None or not (gone and _is_this_process(holder)):
+                log.warning("taking over from %s, which did not release its lease", who)
             return
         if not told:
             log.info("the run was held by %s: waiting up to %.0f s for a sign of life", who, ttl_s)
@@ -203,6 +206,12 @@ def _machine() -> str:
         with suppress(OSError):
             parts.append(os.readlink(path) if path.endswith("pid") else Path(path).read_text(encoding="utf-8").strip())
     return json.dumps(parts)
+
+
+def _is_this_process(holder: Holder) -> bool:
+    """Return whether this process holds the lease of a `holder` on this machine. The store did not answer when the
+    lease should have been released, or its answer to the acquisition was lost."""
+    return holder.pid == os.getpid() and datetime.fromisoformat(holder.since) >= BEGAN
 
 
 def _alive(pid: int) -> bool:

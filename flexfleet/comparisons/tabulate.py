@@ -246,7 +246,7 @@ def track(c: Comparison, mlflow: MLflow, out: Path) -> Comparison:
     tracked = c.model_copy(update={"mlflow_run_id": mlflow.run_id})
     tracked.write(out / "comparison.json")
     mlflow.adopt([run.mlflow_run_id for r in c.results.values() for run in r.runs if run.mlflow_run_id])
-    log_outcome(mlflow.uri, mlflow.run_id, metrics(c), {}, [str(out / name) for name in FILES])
+    log_outcome(mlflow.client, mlflow.run_id, metrics(c), {}, [str(out / name) for name in FILES])
     mlflow.finish("FINISHED")
     return tracked
 

@@ -212,8 +212,8 @@ class RunConfig(Section):
     """What trains the clients: threads of this process, worker processes on this machine, pods (see `kubernetes`), or
     enrolled devices (see `agents`)."""
     patience_s: Annotated[Positive, Moves.EXECUTION] = 600.0
-    """Seconds to wait for a server that is away (the S3 store, the Kubernetes API), and for pods to start. Then the run
-    stops and can be resumed."""
+    """Seconds to wait for a server that is away (the S3 store, the Kubernetes API, MLflow at the end of the run), and
+    for pods to start. Then the run stops and can be resumed."""
     code: Annotated[UserPath | None, Moves.PLACE] = None
     """Your own package: its folder, with an __init__.py, or one .py file; null: none. Worker processes and pods get it
     as a wheel, verify its sha256, and import from it the names package.module:NAME. Enrolled devices refuse it, because

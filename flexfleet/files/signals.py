@@ -6,30 +6,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from threading import current_thread, main_thread
 from typing import Any
 
 from fl_engine.core.errors import ON_REQUEST, Stopped
 
-GRACE_S = 5.0
-"""How long what is `brief_once_stopped` may still take after a signal."""
 AGAIN_S = 0.5
 """Seconds after which an interruption is repeated, if a library made another error of it and the work went on."""
-
-
-@dataclass(eq=False)  # a run within another one is not the other, though their fields be equal
-class _Rounds:
-    """A run within `stop_on_signals`."""
-
-    received: list[int] = field(default_factory=list)
-    """The signals that came."""
-    brief: bool = False
-    """Whether it is within `brief_once_stopped`."""
-
-
-_running: list[_Rounds] = []
-"""Those that are going on, the innermost last."""
 
 
 def stopping() -> list[signal.Signals]:
@@ -72,18 +55,13 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """SIGTERM, a terminal that is closed and the first Ctrl-C end the run after the client in flight; the second Ctrl-C
     ends it at once. A signal that came when nobody looked any more goes to whoever handled it before, but for Python's
     own handler of Ctrl-C."""
-    rounds = _Rounds()
-    received = rounds.received
+    received: list[int] = []
 
     def request(signum: int, _: object) -> None:
-        if signum == signal.SIGALRM and rounds.brief:
-            raise KeyboardInterrupt  # not Stopped: libraries catch what is an Exception
         if signum == signal.SIGALRM or (signum == signal.SIGINT and signal.SIGINT in received):
             again()  # it may be dropped
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt  # not Stopped: libraries catch what is an Exception
         received.append(signum)
-        if rounds.brief:
-            signal.setitimer(signal.ITIMER_REAL, GRACE_S)
 
     def again() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -91,7 +69,6 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
     if current_thread() is not main_thread():
         yield lambda: False
         return
-    _running.append(rounds)
     try:
         with _handled(request, again) as before:
             yield lambda: bool(received)
@@ -103,33 +80,10 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
         if received and signal.SIGINT not in received:
             raise Stopped(ON_REQUEST) from None
         raise
-    finally:
-        _running.remove(rounds)
     for late in received:
         outer = before[signal.Signals(late)]
         if callable(outer) and outer is not signal.default_int_handler:
             outer(late, None)
-
-
-@contextmanager
-def brief_once_stopped() -> Iterator[None]:
-    """For calls whose interruption loses nothing, and which may wait for minutes: within the rounds of a run that has
-    been asked to stop, or is asked inside, they have GRACE_S; then the run stops."""
-    if not _running or current_thread() is not main_thread():
-        yield
-        return
-    rounds = _running[-1]
-    if rounds.brief:  # within another
-        yield
-        return
-    rounds.brief = True
-    if rounds.received:
-        signal.setitimer(signal.ITIMER_REAL, GRACE_S)
-    try:
-        yield
-    finally:
-        rounds.brief = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _is_on_its_way() -> bool:

@@ -37,7 +37,7 @@ from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking import record as track
-from flexfleet.tracking.server import address, answering, client_of
+from flexfleet.tracking.server import Patient, answering
 from flexfleet.tracking.trackers import TOKEN, MLflow, ending, log_outcome
 
 PASSED, JUDGED, REFERENCE = "flexfleet.passed", "flexfleet.judged", "flexfleet.reference"
@@ -160,7 +160,7 @@ def settle(
                 _record(night, folders, out, verdict, mlflow, figures)
         if mlflow is not None:
             if verdict.passed:
-                _publish(night, folders, out, mlflow.uri)
+                _publish(night, folders, out, mlflow.client)
             mlflow.finish("FINISHED" if verdict.passed else "FAILED")
         return verdict
 
@@ -260,27 +260,23 @@ def passed_since(night: Night, mlflow: MLflow) -> list[Figures]:
     Raises EnvironmentFailure if MLflow does not answer, IntegrityError if figures are damaged."""
     wanted = f"tags.`{PASSED}` = 'True' and tags.`{REFERENCE}` = '{_reference_sha256(night)}'"
     with answering(mlflow.uri, "does not list the nightly regression runs that passed"):
-        runs = client_of(mlflow.uri).search_runs(
+        runs = mlflow.client.search_runs(
             [mlflow.experiment_id], wanted, max_results=HISTORY + 1, order_by=["attributes.start_time DESC"]
         )
     others = [run.info.run_id for run in runs if run.info.run_id != mlflow.run_id]
-    return [_figures_of(mlflow.uri, run_id) for run_id in others[:HISTORY]]
+    return [_figures_of(mlflow.client, run_id) for run_id in others[:HISTORY]]
 
 
 def _reference_sha256(night: Night) -> str:
     return sha256(night.path.with_suffix(".json").read_bytes())
 
 
-def _figures_of(uri: str, run_id: str) -> Figures:
-    from mlflow import artifacts
-
+def _figures_of(client: Patient, run_id: str) -> Figures:
     name = f"figures.json of the MLflow run {run_id}, a nightly regression run that passed"
     advice = f"restore the file, or delete that run: mlflow runs delete --run-id {run_id}"
     with tempfile.TemporaryDirectory() as scratch:
-        with answering(uri, f"does not give {name} ({advice})"):
-            at = artifacts.download_artifacts(
-                run_id=run_id, artifact_path="figures.json", dst_path=scratch, tracking_uri=address(uri)
-            )
+        with answering(client.uri, f"does not give {name} ({advice})"):
+            at = client.download_artifacts(run_id, "figures.json", scratch)
         try:
             return Figures.of(Path(at).read_bytes(), name)
         except IntegrityError as error:
@@ -309,16 +305,12 @@ def _digest(folders: Folders) -> str:
 def _judged(folders: Folders, out: Path, mlflow: MLflow) -> Verdict | None:
     """Return MLflow's verdict on these runs, if there is one, and download its FILES."""
     with answering(mlflow.uri, "does not say whether the night was judged"):
-        tags = client_of(mlflow.uri).get_run(mlflow.run_id).data.tags
+        tags = mlflow.client.get_run(mlflow.run_id).data.tags
     if PASSED not in tags or tags.get(JUDGED) != _digest(folders):
         return None
-    from mlflow import artifacts
-
     with answering(mlflow.uri, "does not give the verdict"):
         for name in FILES:
-            artifacts.download_artifacts(
-                run_id=mlflow.run_id, artifact_path=name, dst_path=str(out), tracking_uri=address(mlflow.uri)
-            )
+            mlflow.client.download_artifacts(mlflow.run_id, name, str(out))
     log.info("%s was judged before", mlflow.run_id)
     return Verdict.read(out / "regression.json").model_copy(update={"report": str(out / "regression.html")})
 
@@ -330,15 +322,14 @@ def _record(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow:
         for metric, each in of.values.items()
     }
     files = [str(out / name) for name in FILES]
-    log_outcome(mlflow.uri, mlflow.run_id, metrics, {REFERENCE: _reference_sha256(night)}, files)
+    log_outcome(mlflow.client, mlflow.run_id, metrics, {REFERENCE: _reference_sha256(night)}, files)
     with answering(mlflow.uri, "does not take the verdict"):
-        client = client_of(mlflow.uri)
-        client.set_tag(mlflow.run_id, PASSED, str(verdict.passed))
+        mlflow.client.set_tag(mlflow.run_id, PASSED, str(verdict.passed))
         # After all figures and files: from now on these runs are not judged again.
-        client.set_tag(mlflow.run_id, JUDGED, _digest(folders))
+        mlflow.client.set_tag(mlflow.run_id, JUDGED, _digest(folders))
 
 
-def _publish(night: Night, folders: Folders, out: Path, uri: str) -> None:
+def _publish(night: Night, folders: Folders, out: Path, client: Patient) -> None:
     """Register the models of the first seed's runs, as candidate and champion. A second call changes nothing."""
     for case, entries in night.runs.items():
         for entry in (each for each in entries if each.seed == night.seeds[0]):
@@ -350,7 +341,7 @@ def _publish(night: Night, folders: Folders, out: Path, uri: str) -> None:
             named = entry.config.publish.model_copy(update={"name": name})
             resolved = Resolved.of(entry.config.model_copy(update={"publish": named}))
             publish.publish(resolved, folder, run_id, out / "export" / case / entry.label)
-            publish.promote(uri, run_id, BareHistory.read(folder / "history.json").model_sha256)
+            publish.promote(client, run_id, BareHistory.read(folder / "history.json").model_sha256)
 
 
 # ------------------------------------------------------------------------------------------------- telling

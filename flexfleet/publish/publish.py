@@ -13,6 +13,7 @@ import logging
 import re
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Sequence
 from importlib import metadata
@@ -43,7 +44,7 @@ from flexfleet.files.measure import Measure
 from flexfleet.reports import precisions
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking.record import experiment
-from flexfleet.tracking.server import answering, client_of, platform_of
+from flexfleet.tracking.server import Patient, answering, platform_of
 from flexfleet.tracking.trackers import name_in_mlflow
 
 CANDIDATE, CHAMPION = "candidate", "champion"
@@ -63,7 +64,8 @@ def publish(resolved: Resolved, out: Path, mlflow_run_id: str | None, to: Path) 
     data, levels = export(resolved, out, to)
     if mlflow_run_id is not None and config.tracking.mlflow is not None:
         model = BareHistory.read(out / "history.json").model_sha256
-        register(config.tracking.mlflow, mlflow_run_id, name_of(config), data, to, levels, model)
+        client = Patient(config.tracking.mlflow, config.run.patience_s)
+        register(client, mlflow_run_id, name_of(config), data, to, levels, model)
     return levels
 
 
@@ -134,16 +136,17 @@ def clean(name: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------- registry
-def register(uri: str, run_id: str, name: str, data: Data, folder: Path, levels: Sequence[About], model: str) -> None:
+def register(
+    client: Patient, run_id: str, name: str, data: Data, folder: Path, levels: Sequence[About], model: str
+) -> None:
     """`model`: the global model's sha256. Artifacts lie in a folder of this name, so that a run with more rounds makes
     new versions and changes none. Raises ConfigError for a name that MLflow does not take, EnvironmentFailure if MLflow
     does not answer."""
-    client = client_of(uri)
     found = {about.level: precision.read(folder / about.level) for about in levels}
     at = f"published/{model[:12]}"
     with tempfile.TemporaryDirectory() as scratch:
         served = _pyfunc(data, folder, levels[-1], Path(scratch))
-        with answering(uri, "does not take the run's models"):
+        with answering(client.uri, "does not take the run's models"):
             run = client.get_run(run_id)
             for about in levels:
                 measured = found[about.level]
@@ -151,7 +154,7 @@ def register(uri: str, run_id: str, name: str, data: Data, folder: Path, levels:
                 values |= {} if measured is None else precisions.metrics(measured)
                 for key, value in ((name_in_mlflow(each), value) for each, value in values.items()):
                     if run.data.metrics.get(key) != value:
-                        client.log_metric(run_id, key, value)
+                        client.log_metric(run_id, key, value, timestamp=int(time.time() * 1000))
             for about in levels:
                 client.log_artifacts(run_id, str(folder / about.level), f"{at}/levels/{about.level}")
                 source = f"{run.info.artifact_uri}/{at}/levels/{about.level}"
@@ -251,11 +254,10 @@ def _own_code(model: str, scratch: Path) -> list[str]:
     return [str(file.parent if file.name == "__init__.py" else file)]
 
 
-def promote(uri: str, run_id: str, model: str) -> list[str]:
+def promote(client: Patient, run_id: str, model: str) -> list[str]:
     """Gives `champion` to the versions that the MLflow run has of a global model (its sha256), unless newer versions
     have it. Gives the models' names. Raises EnvironmentFailure if MLflow does not answer."""
-    client = client_of(uri)
-    with answering(uri, "does not take a champion"):
+    with answering(client.uri, "does not take a champion"):
         versions = [v for v in client.search_model_versions(f"run_id = '{run_id}'") if v.tags.get(MODEL) == model]
         for version in versions:
             _give(client, version, CHAMPION)

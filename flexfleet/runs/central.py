@@ -325,7 +325,7 @@ def _finish(
         figures = {"final/avg": evaluation.avg, "final/full": evaluation.full}
         with tempfile.TemporaryDirectory() as scratch:
             files = [str(found.write(Path(scratch) / "result.json")), str(out / "central.svg")]
-            log_outcome(mlflow.uri, mlflow.run_id, figures, {"model_sha256": history.model_sha256}, files)
+            log_outcome(mlflow.client, mlflow.run_id, figures, {"model_sha256": history.model_sha256}, files)
         mlflow.finish("FINISHED")
     found.write(out / "result.json")
     manifest_of(out).write(out / MANIFEST)  # last: a training with this file is finished

@@ -164,6 +164,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
     with tempfile.TemporaryDirectory() as scratch:
         written = outcome.write(Path(scratch) / "result.json")
         if config.tracking.mlflow is not None and outcome.mlflow_run_id is not None:
+            from flexfleet.tracking.server import Patient
             from flexfleet.tracking.trackers import log_outcome
 
             metrics = {"final/avg": outcome.metrics["avg"], "final/full": outcome.metrics["full"]}
@@ -174,7 +175,8 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
             files = [str(page), str(out / "pool" / "pool.json"), str(written)]
             pointers = out / pushed.POINTERS if useful and config.publish.dvc else None
             metrics = metrics if useful else {}  # else a search by final/avg would find the run
-            log_outcome(config.tracking.mlflow, outcome.mlflow_run_id, metrics, tags, files, pointers)
+            client = Patient(config.tracking.mlflow, config.run.patience_s)
+            log_outcome(client, outcome.mlflow_run_id, metrics, tags, files, pointers)
     if config.run.remote is not None:
         store.put("report.html", page.read_bytes())
     outcome.write(out / "result.json")

@@ -149,7 +149,7 @@ def federate(
         done = max((round + 1 for round in ledger.checkpoints.commits()), default=0)
         console = Console(config.rounds.stop, done, stop_simulated_s=config.rounds.stop_simulated_s)
         with loop.told_how_to_go_on():  # run.json is there
-            mlflow = track.start(config, record, out, tags or {})
+            mlflow = track.start(config, record, out, tags or {}, ledger.checkpoints.check_lease)
         there = _Folder(out) if config.run.remote is None else None
         tracker = Several([console, *(t for t in (mlflow, observer, there) if t is not None)])
         with ending(tracker, Replaced):  # once replaced, MLflow shows the other coordinator's run

@@ -87,11 +87,11 @@ def conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
     FolderStore(folder).put("study.html", page(tuned, trials).encode())
     tuned.write(folder / "tune.json")
     parent = tracked.parent(config, study, {})
-    if parent is not None and config.tracking.mlflow is not None:
+    if parent is not None:
         tracked.end_left(parent, study)
         figures = {f"best/{tuned.metric}": tuned.best_value}
         figures |= {} if tuned.gain is None else {"held_out/gain": tuned.gain}
-        log_outcome(config.tracking.mlflow, parent.run_id, figures, {}, [str(folder / name) for name in FILES])
+        log_outcome(parent.client, parent.run_id, figures, {}, [str(folder / name) for name in FILES])
         parent.finish("FINISHED")
     return tuned
 

@@ -29,12 +29,11 @@ def parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | Non
 def end_left(of: MLflow, study: Any) -> None:
     """Ends what is left running of trials, once they are all over: MLflow did not answer as their runs ended. `of`: the
     study's MLflow run."""
-    client = server.client_of(of.uri)
     with server.answering(of.uri, "does not end the runs of trials that are over"):
         running = f"attributes.status = 'RUNNING' and tags.`flexfleet.study` = '{study.study_name}'"
-        for run in client.search_runs([of.experiment_id], running):
+        for run in of.client.search_runs([of.experiment_id], running):
             if run.data.tags.get(server.PARENT) == of.root and "flexfleet.trial" in run.data.tags:
-                client.set_terminated(run.info.run_id, "KILLED")
+                of.client.set_terminated(run.info.run_id, "KILLED")
 
 
 def tags(study: Any, **more: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from fl_engine.core.errors import ConfigError, IntegrityError, masked
 from fl_engine.storage.store import sha256
 from flexfleet.files.made_once import Taken, made_once
-from flexfleet.tracking.server import address, answering, client_of
+from flexfleet.tracking.server import Patient, answering
 from flexfleet.tracking.versioned import checksum, place_of, pull, push
 
 OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
@@ -34,8 +34,7 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
     there, or if `out` exists; EnvironmentFailure if MLflow does not answer; IntegrityError if MLflow or the remote has
     lost or changed something: then there is nothing in `out`.
     """
-    client = client_of(uri)
-    from mlflow import artifacts
+    client = Patient(uri, 0.0)
     from mlflow.exceptions import MlflowException
 
     if out.exists():
@@ -50,9 +49,7 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
     if "dvc.remote" not in tags:
         raise ConfigError(f"the run {mlflow_run_id} pushed nothing: it had publish.dvc=null")
     with tempfile.TemporaryDirectory() as scratch, answering(uri, "does not give the run's pointers"):
-        got = artifacts.download_artifacts(
-            run_id=mlflow_run_id, artifact_path=POINTERS, dst_path=scratch, tracking_uri=address(uri)
-        )
+        got = client.download_artifacts(mlflow_run_id, POINTERS, scratch)
         pointers = {path.stem: path.read_text("utf-8") for path in sorted(Path(got).iterdir())}
     pushed = {key.removeprefix("dvc.") for key in tags if key.startswith("dvc.")} - {"remote"}
     if missing := sorted(pushed - pointers.keys()):

@@ -16,7 +16,7 @@ import os
 import platform
 import subprocess
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from email.parser import HeaderParser
 from importlib import metadata
 from pathlib import Path
@@ -56,15 +56,22 @@ def prepare(config: Config) -> None:
         connect(uri, experiment(config, platform_of(uri)))
 
 
-def tracker(config: Config, name: str, tags: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
+def tracker(
+    config: Config,
+    name: str,
+    tags: Mapping[str, str],
+    run_id: str | None = None,
+    check: Callable[[], object] = lambda: None,
+) -> MLflow | None:
     """Continues the MLflow run `run_id`, or the one with the token in `tags`; else begins one of this name, below the
-    platform's run if there is one. None without tracking. Raises ConfigError if the address cannot be used."""
+    platform's run if there is one. None without tracking. Raises ConfigError if the address cannot be used. `check`:
+    that of `Patient`."""
     uri = config.tracking.mlflow
     if uri is None:
         return None
     at = platform_of(uri)
     below = {PARENT: at.parent} if at.parent else {}
-    return MLflow(uri, experiment(config, at), name, {**tags, **below}, run_id)
+    return MLflow(uri, experiment(config, at), name, {**tags, **below}, run_id, config.run.patience_s, check)
 
 
 def commit() -> str | None:
@@ -178,10 +185,12 @@ def name(config: Config, given: Mapping[str, str]) -> str:
     return f"{given.get('algorithm', config.algorithm['name'])}-s{config.seed}"
 
 
-def start(config: Config, run: RunFile, out: Path, given: Mapping[str, str]) -> MLflow | None:
-    """Begins the MLflow run, or continues it; None without tracking. `given`: more tags."""
+def start(
+    config: Config, run: RunFile, out: Path, given: Mapping[str, str], check: Callable[[], object]
+) -> MLflow | None:
+    """Begins the MLflow run, or continues it; None without tracking. `given`: more tags; `check`: that of `Patient`."""
     about = {**tags(config, run.run_id, str(out.resolve())), TOKEN: run.token, **given}
-    return tracker(config, name(config, given), about, run.mlflow_run_id)
+    return tracker(config, name(config, given), about, run.mlflow_run_id, check)
 
 
 def inputs(

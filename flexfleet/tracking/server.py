@@ -6,9 +6,12 @@ import logging
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,9 +27,9 @@ from fl_engine.core.errors import (
     masked,
     printable,
 )
+from fl_engine.storage.outage import LONGEST_PAUSE_S, Outage
 from flexfleet.config.platform import platform_uri
 from flexfleet.files.live import span, told_while
-from flexfleet.files.signals import brief_once_stopped
 from flexfleet.tracking import databases
 
 log = logging.getLogger("flexfleet")
@@ -46,6 +49,8 @@ HOST_AND_PORT = re.compile(r"[A-Za-z0-9._-]+:\d+(/.*)?")
 """What is no scheme and no folder that anybody names so: an address whose http:// was forgotten."""
 SILENT_S = 10.0
 """Seconds after which a person is told that a server is waited for."""
+ANSWER_S = 30
+"""Seconds that each answer of MLflow's server may take."""
 CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate entry|Cannot insert duplicate key")
 """What SQLite, PostgreSQL, MySQL and SQL Server say if another writer was first."""
 
@@ -69,6 +74,7 @@ def client_of(uri: str) -> Any:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # each error of a database, with a traceback
     databases.check_spelling("tracking.mlflow", uri)
+    _obey_few_tries()
     with usable(uri):
         called = address(uri)
         _create_sqlite(uri)
@@ -159,6 +165,43 @@ class Shared:
         return twice
 
 
+class Patient:
+    """MLflow's client for an address that worked before. A call waits for a server or database that does not answer,
+    for at most `patience_s` seconds, and then raises Unreachable. Inside `few_tries` it does not wait.
+
+    `check` is called before each new try. It raises an error if this process must not log any more.
+    """
+
+    def __init__(self, uri: str, patience_s: float, check: Callable[[], object] = lambda: None) -> None:
+        self.uri = uri
+        self._client, self._patience_s, self._check = client_of(uri), patience_s, check
+
+    def __getattr__(self, name: str) -> Any:
+        call, server = getattr(self._client, name), f"MLflow at {masked(self.uri)}"
+
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            patience_s = self._patience_s if _few.get() is None else 0.0
+            outage, pause = Outage(server, patience_s), 0.5
+            while True:
+                try:
+                    with few_tries(1, ANSWER_S, unless_given=True):
+                        found = call(*args, **kwargs)
+                except errors() as error:
+                    if not _unreachable(error):
+                        raise
+                    gone = f"{server} does not answer"
+                    if outage.failed(Unreachable(gone), f"waiting for up to {patience_s:.0f} s"):
+                        raise Unreachable(f"{gone}: {first_line(error)}") from error
+                else:
+                    outage.ended()
+                    return found
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+                self._check()
+
+        return waiting
+
+
 def check_address(uri: str, here: bool = True) -> None:
     """Raises ConfigError for an address that cannot be MLflow's, as far as can be seen without asking anybody and
     without writing. `here`: a path in it is one of this machine."""
@@ -238,12 +281,10 @@ def usable(uri: str) -> Iterator[None]:
 
 @contextmanager
 def answering(uri: str, what: str = "does not take measurements any more") -> Iterator[None]:
-    """For an address that worked before: raises Unreachable if the server is gone for longer than MLflow's own retries
-    take, Refused for other errors of its own. A run that is asked to stop does not wait for these retries.
+    """Around calls of `Patient`: raises Unreachable if the server does not answer, Refused for its other errors.
     `what`: what the server does not do, for people."""
     try:
-        with brief_once_stopped(), _waiting_is_told(uri):
-            yield
+        yield
     except errors() as error:
         said = f"MLflow at {masked(uri)} {what}: {first_line(error)}"
         raise (Unreachable if _unreachable(error) else Refused)(said) from error
@@ -252,47 +293,54 @@ def answering(uri: str, what: str = "does not take measurements any more") -> It
 @contextmanager
 def _waiting_is_told(uri: str) -> Iterator[None]:
     """MLflow tries a server that fails, and a database that is locked, for minutes and without a word."""
-
-    def tell(seconds: float) -> None:
-        until = patience() if uri.startswith(("http://", "https://")) else "."
-        log.warning(
-            "waiting for MLflow at %s, %s so far%s Ctrl-C ends it; a run does without MLflow with "
-            "--set tracking.mlflow=null",
-            masked(uri), span(seconds), until,
-        )  # fmt: skip
-
-    with told_while(tell, SILENT_S):
+    with told_while(lambda s: log.warning("waiting for MLflow at %s, %s so far", masked(uri), span(s)), SILENT_S):
         yield
+
+
+@dataclass(frozen=True)
+class _Few:
+    tries: int
+    timeout: int
+    unless_given: bool
+
+
+_few: ContextVar[_Few | None] = ContextVar("few", default=None)
+"""What `few_tries` has set. Changing the environment instead would fail calls in other threads that read it."""
 
 
 @contextmanager
 def few_tries(tries: int, timeout: int, unless_given: bool = False) -> Iterator[None]:
-    """MLflow's calls inside take seconds where its server is gone, not the minutes that its own settings make (7 and
-    120): after its first question it is asked `tries` times more, and each answer may take `timeout` seconds.
-    `unless_given`: what the environment says of either holds."""
-    settings = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(tries), "MLFLOW_HTTP_REQUEST_TIMEOUT": str(timeout)}
-    before = {name: os.environ[name] for name in settings if name in os.environ}
-    os.environ |= {**settings, **before} if unless_given else settings
+    """MLflow's calls inside, in this thread, take seconds where its server is gone, not the minutes that its own
+    settings make (7 and 120): after its first question it is asked `tries` times more, and each answer may take
+    `timeout` seconds. `unless_given`: what the environment says of either holds. The outermost block counts."""
+    token = _few.set(_few.get() or _Few(tries, timeout, unless_given))
     try:
         yield
     finally:
-        for name in settings:
-            os.environ.pop(name, None)
-        os.environ |= before
+        _few.reset(token)
 
 
-def patience() -> str:
-    """How long MLflow tries a server that does not answer, as MLflow's settings say."""
+def is_hasty() -> bool:
+    """Return whether the caller is inside `few_tries`."""
+    return _few.get() is not None
+
+
+@cache
+def _obey_few_tries() -> None:
+    """Makes MLflow's settings those of `few_tries`."""
     from mlflow import environment_variables as given
 
-    tries, factor = given.MLFLOW_HTTP_REQUEST_MAX_RETRIES.get(), given.MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR.get()
-    # urllib3 tries again at once after the first failure, and waits factor * 2^(n - 1) s, 120 at most, after the n-th.
-    pauses = sum(min(120.0, factor * 2 ** (n - 1)) for n in range(2, tries + 1))
-    silent = pauses + (tries + 1) * given.MLFLOW_HTTP_REQUEST_TIMEOUT.get()
-    return (
-        f" (at most about {span(pauses)} where nothing listens, {span(silent)} where a server listens and does not "
-        "answer). Is it running, and is this its address?"
-    )
+    def obey(setting: Any, name: str) -> None:
+        own = setting.get
+
+        def get() -> Any:
+            few = _few.get()
+            return own() if few is None or (few.unless_given and setting.is_set()) else getattr(few, name)
+
+        setting.get = get
+
+    obey(given.MLFLOW_HTTP_REQUEST_MAX_RETRIES, "tries")
+    obey(given.MLFLOW_HTTP_REQUEST_TIMEOUT, "timeout")
 
 
 def _is_no_try(record: logging.LogRecord) -> bool:

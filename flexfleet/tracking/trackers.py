@@ -7,10 +7,11 @@ import json
 import logging
 import re
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,25 @@ from fl_engine.core.contracts import Tracker
 from fl_engine.core.errors import (
     ConfigError,
     EnvironmentFailure,
+    Refused,
     Stopped,
+    Unreachable,
     masked,
 )
 from fl_engine.storage.store import sha256
-from flexfleet.tracking.server import DELETED, PARENT, SQLITE, address, answering, client_of, connect, few_tries, usable
+from flexfleet.tracking.server import (
+    ANSWER_S,
+    DELETED,
+    PARENT,
+    SQLITE,
+    Patient,
+    address,
+    answering,
+    connect,
+    few_tries,
+    is_hasty,
+    usable,
+)
 
 log = logging.getLogger("flexfleet")
 
@@ -37,16 +52,33 @@ JOB = "kfp."
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
 MLFLOW_KEY_CHARS = 250
-REFUSED = re.compile(r"[^\w ./:-]")
+WAIT_S = 2.0
+"""Seconds that the rounds wait for MLflow to take their metrics, unless it is away."""
+AGAIN_S = 10.0
+"""Seconds between two tries of a server that is away, while the rounds continue."""
+HASTE_S = 3
+"""Seconds that a run which was stopped, or has failed, waits for each answer of MLflow."""
+BAD_CHARS = re.compile(r"[^\w ./:-]")
 """Characters that MLflow takes in no name of a figure or parameter."""
 
 
 class MLflow:
     """One run; step = round. A resumed run continues the same MLflow run and skips steps that are there. Raises
-    EnvironmentFailure for what cannot be logged: the ledger has it, and a resumed run logs it."""
+    EnvironmentFailure for what cannot be logged: the ledger has it, and a resumed run logs it.
+
+    The rounds do not wait for a server that is away. A thread sends their metrics, and `finish` sends what is left.
+    `patience_s` and `check` are those of `Patient`.
+    """
 
     def __init__(
-        self, uri: str, experiment: str, name: str, tags: Mapping[str, str], run_id: str | None = None
+        self,
+        uri: str,
+        experiment: str,
+        name: str,
+        tags: Mapping[str, str],
+        run_id: str | None = None,
+        patience_s: float = 0.0,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         self.uri = uri
         self._client, self.experiment_id = connect(uri, experiment)
@@ -63,7 +95,12 @@ class MLflow:
             self.parent: str | None = run.data.tags.get(PARENT, tags.get(PARENT))
             self._client.update_run(self.run_id, status="RUNNING")
             logged = self._client.get_metric_history(self.run_id, "seconds_round")
+        self.client = Patient(uri, patience_s, check)
         self._last_step = max((int(m.step) for m in logged), default=0)
+        self._unsent: list[list[Any]] = []
+        self._sender = threading.Thread()
+        self._failed: BaseException | None = None
+        self._away, self._next_try = False, 0.0
 
     def _known(self, run_id: str) -> Any:
         """Raises ConfigError for a run that is not there, as where the database is a new one, and for a deleted one."""
@@ -132,41 +169,86 @@ class MLflow:
             return
         listed = ", ".join(f"'{run_id}'" for run_id in run_ids)
         with answering(self.uri):
-            for run in self._client.search_runs([self.experiment_id], f"attributes.run_id IN ({listed})"):
+            for run in self.client.search_runs([self.experiment_id], f"attributes.run_id IN ({listed})"):
                 if PARENT not in run.data.tags:
-                    self._client.set_tag(run.info.run_id, PARENT, self.root)
+                    self.client.set_tag(run.info.run_id, PARENT, self.root)
 
     def wait(self) -> None:
         """Marks the run as begun, for another process to continue."""
         with answering(self.uri):
-            self._client.update_run(self.run_id, status="SCHEDULED")
+            self.client.update_run(self.run_id, status="SCHEDULED")
 
     def params(self, values: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
         with answering(self.uri):
-            known = self._client.get_run(self.run_id).data.params
+            known = self.client.get_run(self.run_id).data.params
             told = {name_in_mlflow(k): str(v)[:MLFLOW_PARAM_CHARS] for k, v in values.items()}
             new = {k: v for k, v in told.items() if k not in known}
             for chunk in _chunks([Param(k, v) for k, v in new.items()], 100):
-                self._client.log_batch(self.run_id, params=chunk)
+                self.client.log_batch(self.run_id, params=chunk)
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Log the rows that MLflow does not have. If it does not answer within WAIT_S, they are logged later."""
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
+        now = int(time.time() * 1000)  # stays the same at another try: MLflow stores equal points once
         new = [(step, values) for step, values in rows if step > self._last_step]
-        # A step is never split: a batch is written whole or not at all, and `seconds_round` marks it as there.
-        batch: list[Metric] = []
-        with answering(self.uri):
-            for step, values in new:
-                if len(batch) + len(values) > MLFLOW_BATCH:
-                    self._client.log_batch(self.run_id, metrics=batch)
-                    batch = []
-                batch += [Metric(name_in_mlflow(key), value, now, step) for key, value in values.items()]
-            if batch:
-                self._client.log_batch(self.run_id, metrics=batch)
+        self._unsent += [[Metric(name_in_mlflow(k), v, now, step) for k, v in values.items()] for step, values in new]
         self._last_step = max([self._last_step, *(step for step, _ in new)])
+        if self._unsent and not self._sender.is_alive() and time.monotonic() >= self._next_try:
+            self._sender = threading.Thread(target=self._try, daemon=True, name="mlflow")
+            self._sender.start()
+            if not self._away:
+                self._sender.join(WAIT_S)
+        self._raise_failure()
+
+    def _try(self) -> None:
+        """Send the rows, and do not wait for a server that is away. Runs in a thread."""
+        try:
+            with few_tries(1, ANSWER_S, unless_given=True):
+                self._send()
+        except Unreachable:
+            if not self._away:
+                log.warning(
+                    "MLflow at %s does not answer; rounds continue, and metrics are logged when it answers again",
+                    masked(self.uri),
+                )
+            self._away, self._next_try = True, time.monotonic() + AGAIN_S
+        except BaseException as error:
+            self._failed = error
+
+    def _send(self) -> None:
+        rounds = 0
+        # A step is never split: a batch is written whole or not at all, and `seconds_round` marks it as there.
+        while self._unsent:
+            batch: list[Any] = []
+            steps = 0
+            for metrics in list(self._unsent):
+                if batch and len(batch) + len(metrics) > MLFLOW_BATCH:
+                    break
+                batch += metrics
+                steps += 1
+            with answering(self.uri):
+                self.client.log_batch(self.run_id, metrics=batch)
+            del self._unsent[:steps]
+            rounds += steps
+        if self._away:
+            log.info("MLflow at %s answers again: logged the metrics of %d rounds", masked(self.uri), rounds)
+        self._away, self._next_try = False, 0.0
+
+    def _send_rest(self) -> None:
+        """Send what is left, and wait for a server that is away unless the caller is in haste."""
+        if self._sender.ident is not None:
+            self._sender.join(HASTE_S if is_hasty() else None)
+        self._raise_failure()
+        if not self._sender.is_alive():
+            self._send()
+
+    def _raise_failure(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
 
     def table(self, columns: Sequence[str], lines: Iterable[Mapping[str, Any]], name: str) -> None:
         """A table that MLflow's UI shows. Replaces the one of the same name (its own `log_table` appends)."""
@@ -177,9 +259,9 @@ class MLflow:
                     file.write(",\n" * bool(i) + json.dumps([line.get(column) for column in columns]))
                 file.write("]}")
             with answering(self.uri):
-                self._client.log_artifact(self.run_id, file.name)
+                self.client.log_artifact(self.run_id, file.name)
                 tables = json.dumps([{"path": name, "type": "table"}])
-                self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", tables)
+                self.client.set_tag(self.run_id, "mlflow.loggedArtifacts", tables)
 
     def dataset(self, name: str, digest: str, source: str, context: str) -> None:
         """Logs an input of the run. Logging it again changes nothing. MLflow keeps 36 characters of a digest."""
@@ -187,20 +269,22 @@ class MLflow:
 
         made = Dataset(name=name, digest=digest[:36], source_type="local", source=json.dumps({"uri": source}))
         with answering(self.uri):
-            self._client.log_inputs(self.run_id, [DatasetInput(made, [InputTag("mlflow.data.context", context)])])
+            self.client.log_inputs(self.run_id, [DatasetInput(made, [InputTag("mlflow.data.context", context)])])
 
     def file(self, values: Mapping[str, Any], name: str) -> None:
         with answering(self.uri):
-            self._client.log_dict(self.run_id, dict(values), name)
+            self.client.log_dict(self.run_id, dict(values), name)
 
     def tags(self, values: Mapping[str, str]) -> None:
         with answering(self.uri):
             for key, value in values.items():
-                self._client.set_tag(self.run_id, key, value)
+                self.client.set_tag(self.run_id, key, value)
 
     def finish(self, status: str) -> None:
+        with suppress(Refused) if is_hasty() else nullcontext():
+            self._send_rest()
         with answering(self.uri):
-            self._client.set_terminated(self.run_id, status)
+            self.client.set_terminated(self.run_id, status)
 
 
 @contextmanager
@@ -213,7 +297,7 @@ def ending(tracker: Tracker | None, *silent: type[BaseException]) -> Iterator[No
         if tracker is not None and not isinstance(error, silent):
             # Kubernetes waits for half a minute, and a person for less, while a night ends after its comparison and its
             # runs before that. The first error is the one to report.
-            with few_tries(1, timeout=3), suppress(EnvironmentFailure):
+            with few_tries(1, timeout=HASTE_S), suppress(EnvironmentFailure):
                 tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
         raise
 
@@ -244,7 +328,7 @@ class Several:
 def name_in_mlflow(name: str) -> str:
     """What MLflow calls a figure or parameter. Names of tiers and levels are in it, which may hold what MLflow refuses,
     or be too long for it: the end then tells apart those that would be called alike."""
-    parts = REFUSED.sub("_", name).split("/")
+    parts = BAD_CHARS.sub("_", name).split("/")
     key = "/".join("_" if part in ("", ".", "..") else part for part in parts)
     if key == name and len(name) <= MLFLOW_KEY_CHARS:
         return name
@@ -253,7 +337,7 @@ def name_in_mlflow(name: str) -> str:
 
 
 def log_outcome(
-    uri: str,
+    client: Patient,
     run_id: str,
     metrics: Mapping[str, float],
     tags: Mapping[str, str],
@@ -261,8 +345,7 @@ def log_outcome(
     folder: Path | None = None,
 ) -> None:
     """Adds final figures, tags, files and a folder to a run that has ended."""
-    client = client_of(uri)
-    with answering(uri):
+    with answering(client.uri):
         known = client.get_run(run_id).data.metrics
         for key, value in ((name_in_mlflow(name), value) for name, value in metrics.items()):
             if known.get(key) != value:  # logged again after a kill, it must not be a second point

@@ -40,7 +40,7 @@ from flexfleet.runs.check import check
 from flexfleet.runs.whole import conclude, run
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking import pushed, versioned
-from flexfleet.tracking.server import client_of
+from flexfleet.tracking.server import Patient, client_of
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def test_done_again_it_makes_no_second_version_and_another_run_makes_one(ran: Ra
     assert again.mlflow_run_id == ran.result.mlflow_run_id
 
     def promote(result: Result) -> list[str]:
-        return publish.promote(ran.uri, str(result.mlflow_run_id), result.model_sha256)
+        return publish.promote(Patient(ran.uri, 0.0), str(result.mlflow_run_id), result.model_sha256)
 
     history = ran.client.get_metric_history(again.mlflow_run_id, "final/full")
     assert len(history) == 1 and len(ran.client.get_metric_history(again.mlflow_run_id, "exported/M1")) == 1
@@ -317,16 +317,18 @@ NOBODY = "http://127.0.0.1:9"
 
 
 def asks(name: str, ran: Ran, out: Path) -> Any:
+    client = Patient(NOBODY, 0.0)
     if name == "register":
         levels = [export.read(ran.out / "export" / "M1")]
-        return publish.register(NOBODY, "f" * 32, NAME, ran.data, ran.out / "export", levels, ran.result.model_sha256)
+        model = ran.result.model_sha256
+        return publish.register(client, "f" * 32, NAME, ran.data, ran.out / "export", levels, model)
     if name == "promote":
-        return publish.promote(NOBODY, "f" * 32, ran.result.model_sha256)
+        return publish.promote(client, "f" * 32, ran.result.model_sha256)
     if name == "fetch":
         return pushed.fetch_run(NOBODY, "f" * 32, out)
     runs = suite.runs_of(suite.load(DIGITS), "digits", (0, 1, 2), [f"tracking.mlflow={NOBODY}"], "n")
     night = regress.Night(DIGITS, suite.load(DIGITS), "n", runs)
-    tracked: Any = SimpleNamespace(uri=NOBODY, run_id="f" * 32, experiment_id="1")
+    tracked: Any = SimpleNamespace(uri=NOBODY, client=client, run_id="f" * 32, experiment_id="1")
     if name == "passed":
         return regress.passed_since(night, tracked)
     if name == "judged":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
-import os
 import shutil
 import signal
 import sqlite3
@@ -25,7 +24,6 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.testing.tracker import Memory
 from flexfleet.config import Config, flatten
-from flexfleet.files import signals
 from flexfleet.files.artifacts import RunFile
 from flexfleet.publish import publish
 from flexfleet.tracking import server
@@ -146,7 +144,7 @@ def test_names_that_mlflow_refuses_are_told_apart_and_logged_once(mlflow_uri: st
         run_id = tracker.run_id
         tracker.params({"kubernetes.pools.Pi 4 (2 GB).memory": "1Gi"})
         tracker.metrics([(1, {name: float(i) for i, name in enumerate(names)} | ROW)])
-        log_outcome(mlflow_uri, tracker.run_id, {f"final/{name}": float(i) for i, name in enumerate(names)}, {}, [])
+        log_outcome(tracker.client, tracker.run_id, {f"final/{name}": float(i) for i, name in enumerate(names)}, {}, [])
     run = mlflow.MlflowClient(mlflow_uri).get_run(run_id)
     assert list(run.data.params) == ["kubernetes.pools.Pi 4 _2 GB_.memory-8d561"]
     kept = {key: value for key, value in run.data.metrics.items() if key.startswith("on_clients/")}
@@ -282,10 +280,11 @@ def test_a_run_is_one_flat_mlflow_run(flexfleet: Any, quick: Sequence[str], mlfl
 def test_the_newest_final_figure_counts_also_where_a_clock_goes_behind(
     mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_id, now = start(mlflow_uri).run_id, time.time()
+    tracker, now = start(mlflow_uri), time.time()
+    run_id = tracker.run_id
     for value, clock in ((0.5, now), (0.9, now - 7200), (0.9, now - 7200), (0.8, now + 60)):
         monkeypatch.setattr(time, "time", lambda clock=clock: clock)
-        log_outcome(mlflow_uri, run_id, {"final/avg": value}, {}, [])
+        log_outcome(tracker.client, run_id, {"final/avg": value}, {}, [])
         assert mlflow.MlflowClient(mlflow_uri).get_run(run_id).data.metrics["final/avg"] == value
     assert [each.value for each in mlflow.MlflowClient(mlflow_uri).get_metric_history(run_id, "final/avg")] == [
         0.5, 0.9, 0.8
@@ -456,58 +455,6 @@ def test_a_server_that_does_not_answer_yet_is_tried_again_by_a_job(
     assert done.code == 6 and "tracking.mlflow = 'http://127.0.0.1:9' cannot be used: " in done.err
 
 
-def test_a_tracking_server_that_goes_away_stops_the_run_and_a_resumed_one_logs_what_is_missing(
-    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    no_drawings: None,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    log_batch, sets = mlflow.MlflowClient.log_batch, [*quick, f"tracking.mlflow={mlflow_uri}", "rounds.commit_every=1"]
-
-    def gone(self: Any, run_id: str, metrics: Sequence[Any] = (), **more: Any) -> None:
-        if any(metric.step == 2 for metric in metrics):
-            raise mlflow.exceptions.MlflowException("API request failed: connection refused")
-        log_batch(self, run_id, metrics, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mlflow.MlflowClient, "log_batch", gone)
-        stopped = flexfleet("run", "--run-id", "a", sets=sets)
-    assert stopped.code == 6
-    assert "does not take measurements any more: API request failed" in stopped.err and "--resume" in stopped.err
-    done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=sets)
-    assert done.code == 0, done.err
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as data_base:
-        logged = data_base.execute("select step, count(*) from metrics where key = 'avg' group by step").fetchall()
-    assert logged == [(1, 1), (2, 1), (3, 1)]
-
-
-def test_a_run_that_waits_for_its_tracking_server_stops_when_it_is_told(
-    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    no_drawings: None,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signals, "GRACE_S", 0.05)
-    log_batch, sets = mlflow.MlflowClient.log_batch, [*quick, f"tracking.mlflow={mlflow_uri}", "rounds.commit_every=1"]
-
-    def hangs(self: Any, run_id: str, metrics: Sequence[Any] = (), **more: Any) -> None:
-        if any(metric.step == 2 for metric in metrics):
-            signal.raise_signal(signal.SIGTERM)
-            time.sleep(60)
-            pytest.fail("it waited")
-        log_batch(self, run_id, metrics, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mlflow.MlflowClient, "log_batch", hangs)
-        stopped = flexfleet("run", "--run-id", "a", sets=sets)
-    assert stopped.code == 3 and "what was committed stays, resume with --resume" in stopped.err
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as data_base:
-        assert data_base.execute("select status from runs").fetchall() == [("KILLED",)]
-    done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=sets)
-    assert done.code == 0, done.err
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as data_base:
-        logged = data_base.execute("select step, count(*) from metrics where key = 'avg' group by step").fetchall()
-    assert logged == [(1, 1), (2, 1), (3, 1)]
-
-
 def test_a_signal_after_the_rounds_stops_the_run_which_says_how_to_go_on(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -543,26 +490,5 @@ def test_what_fails_as_the_mlflow_run_begins_says_how_to_go_on(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mlflow.MlflowClient, call, gone)
-    stopped = flexfleet("run", "--run-id", "a", sets=[*quick, f"tracking.mlflow={mlflow_uri}"])
+    stopped = flexfleet("run", "--run-id", "a", sets=[*quick, f"tracking.mlflow={mlflow_uri}", "run.patience_s=0.1"])
     assert stopped.code == 6 and stopped.err.count("go on with --resume") == 1
-
-
-@pytest.mark.parametrize("given", [None, "9", "7.5"])
-def test_a_server_is_not_waited_for_to_tell_it_that_a_run_has_failed(
-    given: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Looking(Memory):
-        def finish(self, status: str) -> None:
-            found.append((status, in_mlflow.get(), timeout.get()))
-
-    found, in_mlflow = list[Any](), mlflow.environment_variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES
-    timeout = mlflow.environment_variables.MLFLOW_HTTP_REQUEST_TIMEOUT
-    monkeypatch.delenv(in_mlflow.name, raising=False)
-    if given is not None:
-        monkeypatch.setenv(in_mlflow.name, given)
-    with pytest.raises(OSError, match="no space"), tracking.ending(Looking()):
-        raise OSError("no space left")
-    ((status, retries, each_s),) = found
-    assert status == "FAILED" and os.environ.get(in_mlflow.name) == given
-    pauses_s, levels = 1, 3  # before one retry; a night, its comparison and their runs, one after another
-    assert retries == 1 and signals.GRACE_S + levels * (2 * each_s + pauses_s) < 30, "of a server that hangs"

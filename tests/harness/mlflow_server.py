@@ -1,6 +1,6 @@
 """MLflow's own server, in a process of its own, because it changes MLflow's addresses for the whole process.
 
-WANTED=me:password python -m tests.harness.mlflow_server     refuses other logins; empty: needs no login
+WANTED=me:password PORT=0 python -m tests.harness.mlflow_server     refuses other logins; empty: needs no login
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def serving(folder: Path, template: Path, wanted: str = "") -> Iterator[int]:
-    """Yields the server's port. Runs and artifacts are in `folder`; `template` is a database without runs; `wanted` is
-    the login, user:password."""
+def serving(folder: Path, template: Path, wanted: str = "", port: int = 0) -> Iterator[int]:
+    """Yields the server's port: `port`, or any. Runs and artifacts are in `folder`, also those of an earlier server;
+    `template` is a database without runs; `wanted` is the login, user:password."""
     from mlflow.server import constants
 
-    shutil.copy(template, folder / "mlflow.db")
+    if not (folder / "mlflow.db").exists():
+        shutil.copy(template, folder / "mlflow.db")
     given = {
         constants.BACKEND_STORE_URI_ENV_VAR: f"sqlite:///{folder}/mlflow.db",
         constants.ARTIFACT_ROOT_ENV_VAR: f"file://{folder}/artifacts",
         "WANTED": wanted,
+        "PORT": str(port),
     }
     argv = [sys.executable, "-m", __name__]
     with subprocess.Popen(argv, cwd=ROOT, env={**os.environ, **given}, stdout=subprocess.PIPE, text=True) as server:
@@ -52,7 +54,7 @@ def main() -> None:
         start_response("401 Unauthorized", [("WWW-Authenticate", "Basic"), ("Content-Type", "text/plain")])
         return [b"a login is needed"]
 
-    server = make_server("127.0.0.1", 0, guarded, threaded=True)
+    server = make_server("127.0.0.1", int(os.environ["PORT"]), guarded, threaded=True)
     print(server.port, flush=True)
     server.serve_forever()
 

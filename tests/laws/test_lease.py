@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fl_engine.core.contracts import Tracker
-from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, InUse, Stopped
+from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, InUse, Stopped, Unreachable
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
@@ -67,16 +67,32 @@ def test_a_process_of_this_machine_that_is_gone_is_replaced_at_once(
     leave(memory_store, machine=lease._machine(), pid=gone.pid)
     with lease.held(memory_store) as found:
         assert found.number == 2
-    assert f"in the place of process {gone.pid} on edge-7" in caplog.text
+    assert f"taking over from process {gone.pid} on edge-7" in caplog.text
 
 
 def test_a_restarted_container_is_not_locked_out_by_its_own_number(
-    memory_store: Store, monkeypatch: pytest.MonkeyPatch
+    memory_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lease, "TTL_S", 1e9)
     leave(memory_store, machine=lease._machine(), pid=os.getpid())
     with lease.held(memory_store) as found:
         assert found.number == 2
+    assert f"taking over from process {os.getpid()} on edge-7" in caplog.text
+
+
+def test_process_that_could_not_release_its_lease_logs_nothing(
+    memory_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(*_: Any) -> None:
+        raise Unreachable("the store does not answer")
+
+    with monkeypatch.context() as patch, lease.held(memory_store):
+        patch.setattr(memory_store, "put", away)
+        time.sleep(0.1)
+    monkeypatch.setattr(lease, "TTL_S", 1e9)
+    with caplog.at_level("INFO", "flexfleet"), lease.held(memory_store) as again:
+        assert again.number == 2
+    assert caplog.messages == []
 
 
 def test_one_elsewhere_that_gives_no_sign_of_life_is_replaced_after_a_while(memory_store: Store) -> None:

@@ -1,0 +1,342 @@
+"""MLflow is away during a run: the rounds continue, and MLflow has every step once at the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from mlflow import environment_variables as of_mlflow
+from mlflow.exceptions import MlflowException
+
+from fl_engine.core.errors import Refused, Replaced, Unreachable
+from fl_engine.storage import outage
+from fl_engine.testing.tracker import Memory
+from flexfleet.tracking import server
+from flexfleet.tracking import trackers as tracking
+from flexfleet.tracking.server import Patient
+from flexfleet.tracking.trackers import MLflow
+from tests.harness.mlflow_server import serving
+
+AWAY = "Max retries exceeded with url: /api/2.0/mlflow/runs/log-batch (Connection refused)"
+ROW = {"avg": 0.5, "seconds_round": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setattr(tracking, "AGAIN_S", 0.05)
+    monkeypatch.setattr(tracking, "WAIT_S", 0.5)
+    monkeypatch.setattr(server, "LONGEST_PAUSE_S", 0.1)
+    caplog.set_level(logging.INFO, "flexfleet")
+
+
+@pytest.fixture
+def goes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Call it with whether MLflow is away for what a run logs."""
+    away = threading.Event()
+
+    def unless_away(name: str) -> Callable[..., Any]:
+        call = getattr(mlflow.MlflowClient, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if away.is_set():
+                raise MlflowException(AWAY)
+            return call(*args, **kwargs)
+
+        return called
+
+    for name in ("log_batch", "set_terminated", "set_tag", "log_artifact"):
+        monkeypatch.setattr(mlflow.MlflowClient, name, unless_away(name))
+    yield lambda is_away: away.set() if is_away else away.clear()
+
+
+def begin(uri: str, patience_s: float = 30.0) -> MLflow:
+    return MLflow(uri, "e", "name", {}, patience_s=patience_s)
+
+
+def steps(folder: Path, key: str = "avg") -> list[int]:
+    """The steps of a metric, in the order in which they were logged."""
+    with closing(sqlite3.connect(folder / "mlflow.db")) as found:
+        return [step for (step,) in found.execute("select step from metrics where key = ? order by rowid", (key,))]
+
+
+def statuses(folder: Path) -> list[str]:
+    with closing(sqlite3.connect(folder / "mlflow.db")) as found:
+        return [status for (status,) in found.execute("select status from runs")]
+
+
+def lines(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    return [each for each in caplog.messages if text in each]
+
+
+# --------------------------------------------------------------------------------------------- the tracker
+def test_rounds_continue_while_a_server_is_down(
+    tmp_path: Path, mlflow_template: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(tmp_path, mlflow_template) as port:
+        tracker = begin(f"http://127.0.0.1:{port}", patience_s=120.0)
+        tracker.metrics([(1, ROW)])
+    began = time.monotonic()
+    for step in range(2, 12):
+        tracker.metrics([(step, ROW)])
+        time.sleep(0.02)
+    assert time.monotonic() - began < 10
+    with serving(tmp_path, mlflow_template, port=port):
+        tracker.finish("FINISHED")
+    assert steps(tmp_path) == list(range(1, 12)) and statuses(tmp_path) == ["FINISHED"]
+    assert lines(caplog, "rounds continue") == [
+        f"MLflow at http://127.0.0.1:{port} does not answer; rounds continue, and metrics are logged when it "
+        "answers again"
+    ]
+    assert len(lines(caplog, "answers again: logged the metrics of 10 rounds")) == 1
+    assert not lines(caplog, "Ctrl-C") and not lines(caplog, "--set")
+
+
+def test_metrics_are_sent_in_one_batch_when_mlflow_answers_again(
+    mlflow_uri: str, tmp_path: Path, goes: Callable[[bool], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker, batches = begin(mlflow_uri), list[int]()
+    for _ in range(2):  # a second outage is logged too
+        goes(True)
+        first = tracker._last_step + 1
+        for step in range(first, first + 5):
+            tracker.metrics([(step, ROW)])
+        tracker._sender.join()
+        goes(False)
+        time.sleep(0.1)
+        with pytest.MonkeyPatch.context() as patch:
+            send = mlflow.MlflowClient.log_batch
+
+            def counted(*args: Any, metrics: Sequence[Any], send: Any = send, **more: Any) -> None:
+                batches.append(len(metrics))
+                send(*args, metrics=metrics, **more)
+
+            patch.setattr(mlflow.MlflowClient, "log_batch", counted)
+            tracker.metrics([(first + 5, ROW)])
+            tracker._sender.join()
+    assert batches == [12, 12] and steps(tmp_path) == list(range(1, 13))
+    assert len(lines(caplog, "rounds continue")) == len(lines(caplog, "the metrics of 6 rounds")) == 2
+
+
+def test_server_that_hangs_does_not_hold_up_rounds(
+    mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker, answers, send = begin(mlflow_uri), threading.Event(), mlflow.MlflowClient.log_batch
+
+    def hangs(*args: Any, **kwargs: Any) -> Any:
+        answers.wait(60)
+        return send(*args, **kwargs)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", hangs)
+    began = time.monotonic()
+    for step in range(1, 50):
+        tracker.metrics([(step, ROW)])
+    assert time.monotonic() - began < 5
+    answers.set()
+    tracker.finish("FINISHED")
+    assert steps(tmp_path) == list(range(1, 50))
+
+
+def test_answer_that_was_lost_does_not_double_the_metrics(
+    mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker, send, lost = begin(mlflow_uri), mlflow.MlflowClient.log_batch, list[int]()
+
+    def loses(*args: Any, **kwargs: Any) -> Any:
+        send(*args, **kwargs)
+        if not lost:
+            lost.append(1)
+            raise MlflowException(AWAY)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", loses)
+    tracker.metrics([(1, ROW)])
+    time.sleep(0.1)
+    tracker.metrics([(2, ROW)])
+    tracker.finish("FINISHED")
+    assert lost and steps(tmp_path) == [1, 2]
+
+
+def test_server_that_refuses_metrics_stops_the_round(
+    mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise MlflowException("INVALID_PARAMETER_VALUE: quota")
+
+    tracker = begin(mlflow_uri)
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", refuses)
+    said = "does not take measurements any more: INVALID_PARAMETER_VALUE"
+    with pytest.raises(Refused, match=said), tracking.ending(tracker):
+        tracker.metrics([(1, ROW)])
+    assert statuses(tmp_path) == ["FAILED"]
+
+
+def test_end_waits_for_patience_s_and_logs_the_first_failure_once(
+    mlflow_uri: str, goes: Callable[[bool], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = begin(mlflow_uri, patience_s=0.5)
+    goes(True)
+    tracker.metrics([(1, ROW)])
+    began = time.monotonic()
+    with pytest.raises(Unreachable, match=r"^MLflow at .* does not answer: Max retries exceeded"):
+        tracker.finish("FINISHED")
+    assert 0.5 <= time.monotonic() - began < 10
+    assert len(lines(caplog, "does not answer; waiting for up to 0 s")) == 1
+
+
+def test_replaced_coordinator_stops_waiting_and_logs_nothing(
+    mlflow_uri: str, tmp_path: Path, goes: Callable[[bool], None]
+) -> None:
+    def check() -> None:
+        goes(False)
+        raise Replaced("another coordinator has taken over")
+
+    tracker = MLflow(mlflow_uri, "e", "name", {}, patience_s=30.0, check=check)
+    goes(True)
+    tracker.metrics([(1, ROW)])
+    with pytest.raises(Replaced):
+        tracker.finish("FINISHED")
+    assert steps(tmp_path) == []
+
+
+def test_call_that_waits_reports_each_half_minute(
+    mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, goes: Callable[[bool], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outage, "REPORT_S", 0.2)
+    tracker = begin(mlflow_uri)
+    goes(True)
+    back = threading.Timer(1.0, goes, [False])
+    back.start()
+    Patient(mlflow_uri, 30.0).set_tag(tracker.run_id, "a", "b")
+    assert 2 <= len(lines(caplog, "does not answer; waiting for up to 30 s")) <= 6
+    assert len(lines(caplog, "answers again after 1 s")) == 1
+
+
+# ------------------------------------------------------------------------------------------------ whole runs
+def sets_of(quick: Sequence[str], uri: str, *more: str) -> list[str]:
+    return [*quick, f"tracking.mlflow={uri}", "rounds.commit_every=1", *more]
+
+
+def test_run_survives_an_outage_of_mlflow(
+    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    goes: Callable[[bool], None], no_drawings: None,
+) -> None:  # fmt: skip
+    log, finish = tracking.MLflow.metrics, tracking.MLflow.finish
+
+    def metrics(self: MLflow, rows: Sequence[Any]) -> None:
+        goes(any(step >= 2 for step, _ in rows))
+        log(self, rows)
+
+    def back(self: MLflow, status: str) -> None:
+        threading.Timer(0.3, goes, [False]).start()
+        finish(self, status)
+
+    monkeypatch.setattr(tracking.MLflow, "metrics", metrics)
+    monkeypatch.setattr(tracking.MLflow, "finish", back)
+    monkeypatch.setattr(tracking.MLflow, "tags", lambda *_: None)
+    monkeypatch.setattr(tracking.MLflow, "table", lambda *_: None)
+    done = flexfleet("run", "--run-id", "a", sets=sets_of(quick, mlflow_uri))
+    assert done.code == 0, done.err
+    assert [step for step in steps(tmp_path) if step] == [1, 2, 3] and statuses(tmp_path) == ["FINISHED"]
+
+
+def test_run_whose_mlflow_never_comes_back_is_resumed_and_logs_all(
+    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    goes: Callable[[bool], None], no_drawings: None,
+) -> None:  # fmt: skip
+    log = tracking.MLflow.metrics
+
+    def metrics(self: MLflow, rows: Sequence[Any]) -> None:
+        goes(any(step >= 2 for step, _ in rows))
+        log(self, rows)
+
+    sets = sets_of(quick, mlflow_uri, "run.patience_s=0.5")
+    with monkeypatch.context() as patch:
+        patch.setattr(tracking.MLflow, "metrics", metrics)
+        stopped = flexfleet("run", "--run-id", "a", sets=sets)
+    assert stopped.code == 6 and "does not answer: Max retries exceeded" in stopped.err
+    assert "go on with --resume" in stopped.err and steps(tmp_path) == [1]
+    assert len(list(Path("runs/a/rounds").iterdir())) > 1, "the rounds continued"
+    goes(False)
+    done = flexfleet("run", "--run-id", "a", "--resume", sets=sets)
+    assert done.code == 0, done.err
+    assert steps(tmp_path) == [1, 2, 3] and statuses(tmp_path) == ["FINISHED"]
+
+
+def test_stopped_run_does_not_wait_for_a_server_that_hangs(
+    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    no_drawings: None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(tracking, "HASTE_S", 1)
+    log_batch, ended = mlflow.MlflowClient.log_batch, threading.Event()
+
+    def hangs(self: Any, run_id: str, metrics: Sequence[Any] = (), **more: Any) -> None:
+        if any(metric.step == 2 for metric in metrics):
+            signal.raise_signal(signal.SIGTERM)
+            ended.wait(60)
+            raise MlflowException(AWAY)
+        log_batch(self, run_id, metrics, **more)
+
+    sets = sets_of(quick, mlflow_uri)
+    began = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "log_batch", hangs)
+        stopped = flexfleet("run", "--run-id", "a", sets=sets)
+        assert time.monotonic() - began < 50
+        ended.set()
+    assert stopped.code == 3 and "what was committed stays, resume with --resume" in stopped.err
+    assert statuses(tmp_path) == ["KILLED"]
+    done = flexfleet("run", "--run-id", "a", "--resume", sets=sets)
+    assert done.code == 0, done.err
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+# ----------------------------------------------------------------------------------------------- few tries
+@pytest.mark.parametrize("given", [None, "9", "7.5"])
+def test_failed_run_does_not_wait_for_mlflow(
+    given: str | None, monkeypatch: pytest.MonkeyPatch, mlflow_uri: str
+) -> None:
+    class Looking(Memory):
+        def finish(self, status: str) -> None:
+            found.append((status, retries.get(), timeout.get(), server.is_hasty()))
+
+    found = list[Any]()
+    retries, timeout = of_mlflow.MLFLOW_HTTP_REQUEST_MAX_RETRIES, of_mlflow.MLFLOW_HTTP_REQUEST_TIMEOUT
+    monkeypatch.delenv(retries.name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(retries.name, given)
+    server.client_of(mlflow_uri)
+    with pytest.raises(OSError, match="no space"), tracking.ending(Looking()):
+        raise OSError("no space left")
+    ((status, tries, each_s, hasty),) = found
+    assert status == "FAILED" and hasty and os.environ.get(retries.name) == given
+    levels = 3  # a nightly regression run, its comparison and their runs, one after another
+    assert tries == 1 and levels * (tracking.HASTE_S + 2 * each_s) < 30, "a server that hangs"
+
+
+def test_few_tries_holds_for_this_thread_and_respects_the_environment(
+    monkeypatch: pytest.MonkeyPatch, mlflow_uri: str
+) -> None:
+    server.client_of(mlflow_uri)
+    setting = of_mlflow.MLFLOW_HTTP_REQUEST_MAX_RETRIES
+    monkeypatch.delenv(setting.name, raising=False)
+    own, elsewhere = setting.get(), list[int]()
+    with server.few_tries(2, 10, unless_given=True):
+        other = threading.Thread(target=lambda: elsewhere.append(setting.get()))
+        other.start()
+        other.join()
+        assert (setting.get(), elsewhere) == (2, [own])
+        monkeypatch.setenv(setting.name, "5")
+        assert setting.get() == 5
+    with server.few_tries(1, 3), server.few_tries(2, 10, unless_given=True):
+        assert setting.get() == 1, "the outermost block counts"
