@@ -186,7 +186,11 @@ def name(config: Config, given: Mapping[str, str]) -> str:
 
 
 def start(
-    config: Config, run: RunFile, out: Path, given: Mapping[str, str], check: Callable[[], object]
+    config: Config,
+    run: RunFile,
+    out: Path,
+    given: Mapping[str, str],
+    check: Callable[[], object] = lambda: None,
 ) -> MLflow | None:
     """Begins the MLflow run, or continues it; None without tracking. `given`: more tags; `check`: that of `Patient`."""
     about = {**tags(config, run.run_id, str(out.resolve())), TOKEN: run.token, **given}
