@@ -26,6 +26,10 @@ STUDY: Mapping[str, str] = {"trials": "tune.trials"}
 """What a study has too."""
 
 
+REMOTE = {"run.remote": "store_uri"}
+"""What a `store_uri` with a scheme sets."""
+
+
 def place(name: str, value: object) -> str:
     """The dotted name that a short name sets to this value."""
     if name == "store_uri" and "://" in str(value):
