@@ -138,7 +138,7 @@ def _in_form(cause: str, again: str, fields: Mapping[str, str]) -> str:
 
 
 def _named(causes: str, fields: Mapping[str, str]) -> list[str]:
-    """The line that says which fields of the form set the parameters that the errors name."""
+    """Return the line with the form's fields that set the parameters in the errors; empty if there is none."""
     named = [
         f"{path} is {field}"
         for path, field in fields.items()

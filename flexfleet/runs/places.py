@@ -14,10 +14,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import requests
-from requests.adapters import HTTPAdapter
-from urllib3.util import Retry
-
 from fl_engine.core.errors import (
     ConfigError,
     EnvironmentFailure,
@@ -132,6 +128,10 @@ def _ask_mlflow(uri: str) -> None:
 def _ask_server(uri: str) -> None:
     """List an experiment over HTTP with MLflow's own settings. MLflow's client would take two seconds of CPU time for
     its import. Raises Unreachable or Refused."""
+    import requests  # MLflow requires it
+    from requests.adapters import HTTPAdapter
+    from urllib3.util import Retry
+
     given, shown = os.environ.get, masked(uri)
     user, password, token = (given(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN"))
     secure = given("MLFLOW_TRACKING_INSECURE_TLS", "").lower() not in ("true", "1")
