@@ -24,7 +24,7 @@ def compare(
 
     from flexfleet.comparisons.graph import PairsFile, collect
     from flexfleet.comparisons.tabulate import metrics as figures
-    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.kubeflow.task_end import ending, patiently
 
     with ending("comparison_id"):
         file, out = PairsFile.read(Path(pairs.path)), Path(comparison.path)

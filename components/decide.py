@@ -8,7 +8,7 @@ from components.task import task
 @task
 def decide(failed: str) -> None:
     from fl_engine.core.errors import GateFailed
-    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.kubeflow.task_end import ending
     from flexfleet.nightly import webhook
 
     with ending("night_id"):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from flexfleet.config import Config, flatten
 from flexfleet.config.document import NAMES, about, choices, params_yaml
-from flexfleet.config.overrides import LISTED, PARAMETERS, STUDY
+from flexfleet.config.overrides import PARAMETERS, STUDY
+from flexfleet.config.short import LISTED
 
 ROOT = Path(__file__).parents[1]
 WORDS = {"dataset": "data set", "model": "network", "algorithm": "algorithm"}

@@ -20,7 +20,7 @@ def evaluate(
     from pathlib import Path
 
     from flexfleet.files.artifacts import ConfusionFile, EvaluationFile
-    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.kubeflow.task_end import ending
     from flexfleet.steps.evaluate import evaluate as step
     from flexfleet.steps.prepare import Resolved
 

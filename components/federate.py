@@ -17,13 +17,15 @@ def federate(
     job_id: str,
     run: dsl.Output[dsl.Model],
 ) -> None:
+    import logging
     from pathlib import Path
 
     from flexfleet.config.overrides import run_folder
     from flexfleet.kubeflow import metadata
-    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.kubeflow.task_end import ending, patiently
     from flexfleet.runs.resumable import federate_in
     from flexfleet.steps.prepare import Resolved
+    from flexfleet.steps.resumed import store_of
     from flexfleet.tracking import record as track
 
     with ending("run_id"):
@@ -31,5 +33,14 @@ def federate(
         folder = run_folder(resolved.config, names["run"])
         tags = track.of_job(resolved.config, job_id)
         paths = (Path(parts.path), Path(pool.path), Path(run.path))
-        patiently(lambda: federate_in(folder, resolved, *paths, tags, names["mlflow"] or None))
+        store = store_of(resolved.config, names["run"], folder)
+
+        def rounds() -> Path:
+            mlflow_run = track.begin(resolved.config, names["run"], store, tags)
+            if mlflow_run and (link := track.link(resolved.config, mlflow_run)):
+                run.metadata["mlflow"] = link
+                logging.getLogger("flexfleet").info("MLflow run: %s", link)
+            return federate_in(folder, resolved, *paths, tags, mlflow_run or None)
+
+        patiently(rounds)
         run.metadata.update(metadata.of_model(Path(run.path)))

@@ -30,12 +30,14 @@ def gate(
 
     from flexfleet.comparisons.graph import PairsFile
     from flexfleet.config.overrides import sets_of
-    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.config.platform import platform_store
+    from flexfleet.kubeflow.task_end import ending, patiently
     from flexfleet.nightly import regress
     from flexfleet.nightly.figures import TASKS
 
     with ending("night_id", locals()):
-        asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
+        store = store_uri or platform_store() or ""
+        asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store, advanced))
         file, out = PairsFile.read(Path(pairs.path)), Path(night.path)
         regress.check_pairs(asked, file)
         folders = regress.folders_of(asked, [Path(run.path) for run in run_folders])

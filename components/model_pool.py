@@ -18,7 +18,7 @@ def model_pool(
     from pathlib import Path
 
     from flexfleet.kubeflow import metadata
-    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.kubeflow.task_end import ending
     from flexfleet.steps.model_pool import model_pool as step
     from flexfleet.steps.prepare import Resolved
     from flexfleet.tracking import versioned

@@ -1,4 +1,4 @@
-"""The first task of `train`: checks the whole form, begins the MLflow run and cuts the partition."""
+"""The first task of `train`: checks the whole form and the places that it names, and cuts the partition."""
 
 from typing import Any
 
@@ -37,27 +37,33 @@ def partition(
 
     from flexfleet.config import overrides
     from flexfleet.kubeflow import metadata
-    from flexfleet.kubeflow.in_pod import ending
-    from flexfleet.runs import check
+    from flexfleet.kubeflow.task_end import ending
+    from flexfleet.runs import check, places
     from flexfleet.steps.partition import partition as step
     from flexfleet.steps.prepare import Resolved
     from flexfleet.steps.resumed import check_begun, store_of
     from flexfleet.tracking import record as track
     from flexfleet.tracking import versioned
 
-    with ending("run_id", locals()):
-        given = locals()
-        asked = overrides.config_from({name: given[name] for name in overrides.PARAMETERS}, advanced)
-        name = overrides.run_name(run_id, job_id, asked)
+    given = locals()
+
+    def checked(store_uri: str) -> tuple[Resolved, str]:
+        asked = {name: given[name] for name in overrides.PARAMETERS} | {"store_uri": store_uri}
+        resolved = Resolved.of(overrides.config_from(asked, advanced))
+        name = overrides.run_name(run_id, job_id, resolved.config)
+        check.check(resolved)
+        return resolved, name
+
+    with ending("run_id", given):
+        resolved, name = places.check_form(given, checked)
+        asked = resolved.config
         folder = overrides.run_folder(asked, name)
         store = store_of(asked, name, folder)
-        resolved = Resolved.of(asked)
-        check.check(resolved)
         check_begun(asked, store, folder)
         overrides.write_config(asked, Path(config.path))
-        mlflow_run = track.begin(asked, name, store, track.of_job(asked, job_id))
-        Path(links.path).write_text(track.card(asked, name, store.uri(), mlflow_run), encoding="utf-8")
+        config.metadata["preparations"] = ", ".join(resolved.algorithm.preparations) or "none"
+        Path(links.path).write_text(track.card(asked, name, store.uri()), encoding="utf-8")
         step(resolved, Path(parts.path))
         parts.metadata.update(metadata.of_partition(Path(parts.path)))
         versioned.hand_on(Path(parts.path), "partition", asked.publish.dvc, Path(dvc_pointer.path))
-        return {"run": name, "mlflow": mlflow_run}
+        return {"run": name}

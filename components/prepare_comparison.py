@@ -35,11 +35,17 @@ def prepare(
 
     from flexfleet.comparisons.graph import prepare as step
     from flexfleet.config import overrides
-    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.config.entries import Entry
+    from flexfleet.kubeflow.task_end import ending
+    from flexfleet.runs import places
 
-    with ending("comparison_id", locals()):
-        given = locals()
-        parameters = {name: given[name] for name in overrides.PARAMETERS if name in given}
-        name = comparison_id or f"compare-{job_id}"
-        runs = overrides.comparison_from(parameters, advanced, algorithms, seeds, name)
+    given = locals()
+    name = comparison_id or f"compare-{job_id}"
+
+    def checked(store_uri: str) -> list[Entry]:
+        parameters = {each: given[each] for each in overrides.PARAMETERS if each in given} | {"store_uri": store_uri}
+        return overrides.comparison_from(parameters, advanced, algorithms, seeds, name)
+
+    with ending("comparison_id", given):
+        runs = places.check_form(given, checked)
         return step(runs, name, Path(shared.path), Path(pairs.path), job_id)

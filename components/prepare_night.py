@@ -24,9 +24,16 @@ def prepare(
     from pathlib import Path
 
     from flexfleet.config.overrides import sets_of
-    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.kubeflow.task_end import ending
     from flexfleet.nightly import regress
+    from flexfleet.nightly.night import Night
+    from flexfleet.runs import places
 
-    with ending("night_id", locals()):
-        night = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
+    given = locals()
+
+    def checked(store_uri: str) -> Night:
+        return regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
+
+    with ending("night_id", given):
+        night = places.check_form(given, checked)
         return regress.hand_over(night, Path(shared.path), Path(pairs.path), job_id)

@@ -32,13 +32,19 @@ def prepare(
 ) -> list[dict[str, str]]:
     from pathlib import Path
 
-    from flexfleet.config import overrides
-    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.config import Config, overrides
+    from flexfleet.kubeflow.task_end import ending
+    from flexfleet.runs import places
     from flexfleet.studies.study import prepare as step
 
-    with ending("study_id", locals()):
-        given = locals()
+    given = locals()
+
+    def checked(store_uri: str) -> Config:
         names = overrides.PARAMETERS | overrides.STUDY
-        resolved = overrides.config_from({name: given[name] for name in names if name in given}, advanced)
-        name = overrides.run_name(study_id, f"tune-{job_id}", resolved)
-        return step(resolved, name, Path(prepared.path), job_id)
+        asked = {name: given[name] for name in names if name in given} | {"store_uri": store_uri}
+        return overrides.config_from(asked, advanced)
+
+    with ending("study_id", given):
+        config = places.check_form(given, checked)
+        name = overrides.run_name(study_id, f"tune-{job_id}", config)
+        return step(config, name, Path(prepared.path), job_id)

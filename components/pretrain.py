@@ -12,9 +12,14 @@ Artifact = dsl.Artifact
 def pretrain(config: dsl.Input[Artifact], parts: dsl.Input[Artifact], apoz: dsl.Output[Artifact]) -> None:
     from pathlib import Path
 
-    from flexfleet.kubeflow.in_pod import ending
-    from flexfleet.steps.prepare import Resolved
-    from flexfleet.steps.pretrain import pretrain as step
+    from flexfleet.files import no_preparation
+    from flexfleet.kubeflow.task_end import ending
 
     with ending("run_id"):
+        if config.metadata.get("preparations") == "none":
+            no_preparation.write(Path(apoz.path))
+            return
+        from flexfleet.steps.prepare import Resolved  # imports torch, for two seconds
+        from flexfleet.steps.pretrain import pretrain as step
+
         step(Resolved.load(config.path), Path(parts.path), Path(apoz.path))

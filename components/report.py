@@ -25,7 +25,7 @@ def report(
 
     from flexfleet.config import load_config
     from flexfleet.kubeflow import metadata
-    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.kubeflow.task_end import ending, patiently
     from flexfleet.runs.gather import finish
     from flexfleet.tracking.pushed import POINTERS
 

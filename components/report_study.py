@@ -22,7 +22,7 @@ def report(
 ) -> None:
     from pathlib import Path
 
-    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.kubeflow.task_end import ending, patiently
     from flexfleet.studies.study import report as step
 
     with ending("study_id"):

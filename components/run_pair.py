@@ -24,10 +24,12 @@ def run(
 
     from flexfleet.comparisons.graph import PairsFile, run_pair
     from flexfleet.kubeflow import metadata
-    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.kubeflow.task_end import ending, patiently
 
-    with ending("comparison_id (of a night: night_id)", locals()):
+    form = {"job_id": job_id}
+    with ending("comparison_id", form):
         file = PairsFile.read(Path(pairs.path))
+    with ending("comparison_id" if file.commit is None else "night_id", form):
         pair = file.pair(number)
         Path(case.path).write_text(f"# {pair.label}\n\nalgorithm and seed: {pair.entry.name}\n", encoding="utf-8")
         paths = (Path(shared.path), Path(run_folder.path))

@@ -18,7 +18,7 @@ def search(
 ) -> None:
     from pathlib import Path
 
-    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.kubeflow.task_end import ending, patiently
     from flexfleet.studies.study import work_in_graph
 
     with ending("study_id"):

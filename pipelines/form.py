@@ -18,11 +18,13 @@ class Field(NamedTuple):
 
 
 FILE = Path(__file__).with_name("form.json")
+NO_STORE = "empty: the platform's bucket, if the Secret flexfleet-s3 names one (S3_STORE)."
+"""What an empty `store_uri` means."""
 FIELDS = {name: Field(**about) for name, about in json.loads(FILE.read_text("utf-8")).items()} | {
     "mlflow_uri": Field(
         "", "Tracking URI of an MLflow server; empty: the one that Kubeflow gives tasks, else no tracking."
     ),
-    "store_uri": Field("runs", "s3://bucket/prefix of all runs, or a folder that outlives a pod."),
+    "store_uri": Field("", f"s3://bucket/prefix of all runs, or a folder of a volume; {NO_STORE}"),
 }
 """The fields of the forms, by name. `mlflow_uri` and `store_uri` mean something else here than in params.yaml, because
 a task cannot write files on the user's machine."""

@@ -36,7 +36,7 @@ from pipelines.shared import COORDINATOR_KEYS, WEBHOOK_KEY, WEBHOOK_SECRET, desc
 def nightly(
     suite: str = "digits",
     mlflow_uri: str = "",
-    store_uri: str = "runs",
+    store_uri: str = "",
     night_id: str = "",
     advanced: dict[str, Any] = {},  # noqa: B006 - kfp writes it into the specification, nobody holds it
 ) -> None:
@@ -46,7 +46,8 @@ def nightly(
         suite: A suite of flexfleet/nightly/suites: what is run, and its reference figures.
         mlflow_uri: Tracking URI of an MLflow server, which has the earlier runs; empty: the one that Kubeflow gives
             tasks, else the reference alone.
-        store_uri: s3://bucket/prefix of all runs, or a folder that outlives a pod.
+        store_uri: s3://bucket/prefix of all runs, or a folder of a volume; empty: the platform's bucket, if the Secret
+            flexfleet-s3 names one (S3_STORE).
         night_id: Name of the night's folder; the same name resumes it. Empty: the pipeline run's id.
         advanced: Parameters of params.yaml that change no figure, by their dotted names (run.*, kubernetes.*, ...), as
             in {"publish.onnx": false}.

@@ -9,9 +9,13 @@ from fl_engine import PARAMETER_TABLE
 from flexfleet.kubeflow.retarget import DEFAULT_IMAGE, SECRETS, SIZES
 
 S3_SECRET = SECRETS["FLEXFLEET_S3_SECRET"]
-"""Its keys are the variables that boto3 reads. In tasks their names start with FLEXFLEET_: else Kubeflow's launcher, in
-the same container, would use them for its own artifacts."""
-S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
+"""Its keys are the variables that boto3 reads, and S3_STORE, the store for forms whose `store_uri` is empty. In tasks
+their names start with FLEXFLEET_: else Kubeflow's launcher, in the same container, would use them for its own
+artifacts."""
+S3_KEYS = (
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION",
+    "S3_STORE",
+)  # fmt: skip
 COORDINATOR_KEYS = (
     *S3_KEYS,
     *(f"{whose}_{key}" for whose in ("SIGNING", "SECRETS") for key in S3_KEYS[:3]),

@@ -17,7 +17,7 @@ from kfp import dsl, kubernetes
 from components.prepare_study import prepare
 from components.report_study import report
 from components.search import search
-from pipelines.form import FIELDS, Field, form
+from pipelines.form import FIELDS, NO_STORE, Field, form
 from pipelines.shared import COORDINATOR_KEYS, TUNE_KEY, TUNE_SECRET, described, on_cluster, pipeline
 
 # No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
@@ -35,10 +35,7 @@ from pipelines.shared import COORDINATOR_KEYS, TUNE_KEY, TUNE_SECRET, described,
 @form(
     without=["seed"],
     rounds=FIELDS["rounds"]._replace(meaning="Rounds of each trial."),
-    store_uri=Field(
-        "runs",
-        "Folder of all studies, of a volume that outlives a pod; or s3://bucket/prefix for the trials' rounds.",
-    ),
+    store_uri=Field("", f"Folder of a volume, for all studies; or s3://bucket/prefix for trials' rounds; {NO_STORE}"),
     study_id=Field(
         "", "Name of the study's folder; the same name resumes the study. Empty: algorithm, seed and run id."
     ),

@@ -3,6 +3,7 @@
     FlexfleetError
     ├── BadInput             2   the user can mend it: parameters, data, a partition, a pool, a model
     │   ├── ConfigError          an unknown, misspelt or impossible parameter
+    │   │   └── Faults   2/6     several errors of one form or configuration
     │   ├── DataError            a data file that is missing, truncated or not what its checksum says
     │   ├── PartitionError       a partition that cannot be cut from this data
     │   ├── PoolError            a target size that no gamma reaches, a Gamma too large for the pool
@@ -59,6 +60,16 @@ class ConfigError(BadInput):
     pass
 
 
+class Faults(ConfigError):
+    """Several errors that are reported together. The exit code is that of a wrong parameter if one of the errors is,
+    since no retry cures that one."""
+
+    def __init__(self, said: str, errors: Iterable[FlexfleetError] = ()) -> None:
+        super().__init__(said)
+        self.errors = tuple(errors) or (ConfigError(said),)
+        self.exit_code = min(error.exit_code for error in self.errors)
+
+
 class DataError(BadInput):
     pass
 
@@ -79,6 +90,12 @@ class Diverged(ModelError):
     """Training gave numbers that are not finite, or too large for a codec. A smaller learning rate may help."""
 
     exit_code = 7
+
+
+def together(errors: Iterable[FlexfleetError]) -> FlexfleetError:
+    """Return the only error, or Faults with all of them."""
+    flat = [each for error in errors for each in (error.errors if isinstance(error, Faults) else (error,))]
+    return flat[0] if len(flat) == 1 else Faults("; ".join(map(str, flat)), flat)
 
 
 class Stopped(FlexfleetError):

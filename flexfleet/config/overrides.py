@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError, kind_of, nearest
+from fl_engine.core.errors import ConfigError, kind_of, nearest, together
 from fl_engine.core.plain import check_plain, in_line, write_yaml
 from fl_engine.storage.places import check_place
 from flexfleet.config import Config, pair_of, parse, public, set_path, short
@@ -15,30 +15,26 @@ from flexfleet.config.names import plain
 from flexfleet.config.passwords import no_passwords
 from flexfleet.config.platform import platform_uri
 from flexfleet.config.read import MAPPINGS, leaves, names_first
-from flexfleet.config.short import SHORT, place
+from flexfleet.config.short import LISTED, REMOTE, SHORT, place
 
 PARAMETERS = dict(SHORT)
 """The fields of a run form, and the parameters that they set. `advanced` sets all others by their dotted names."""
 STUDY = dict(short.STUDY)
 """What the form of a study also asks for."""
-LISTED = {name: SHORT[name] for name in ("dataset", "model", "algorithm")}
-"""Fields that forms show as lists of the registered names, and the parameters that they set. The user's own classes are
-not in the lists, so `advanced` may set these parameters too, and its value replaces the field's."""
 NOT_EVERYWHERE = {"algorithm", "seed", *STUDY}
 """Fields that some pipelines do not have."""
 MOST_RUNS = 80
 """Runs that one pipeline makes, and workers of a study. The last task's argument holds name, address and a few facts of
 each one's artifact, about 1 KiB, and Linux takes no argument above 128 KiB: then all were paid for, and the task could
 not start."""
-REMOTE = {"run.remote": "store_uri"}
-"""What a `store_uri` with a scheme sets."""
 
 
 def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> Config:
     """The defaults, with `parameters` (names of PARAMETERS) and `advanced` (dotted names) on top, checked.
 
-    A `store_uri` with a scheme (s3://bucket/prefix) becomes `run.remote`. `advanced` cannot set a parameter that is a
-    field of the form, except those in LISTED, whose field it replaces. Raises ConfigError.
+    A `store_uri` with a scheme (s3://bucket/prefix) becomes `run.remote`. An empty one leaves the default: only the
+    pipeline's first task knows the platform's bucket. `advanced` cannot set a parameter that is a field of the form,
+    except those in LISTED, whose field it replaces. Raises ConfigError, and Faults for several errors.
     """
     advanced = object_of(advanced)
     try:
@@ -53,6 +49,8 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
             wrong.append(f"unknown parameter {name!r}{nearest(name, known)}")
             continue
         value = mlflow_of(value) if name == "mlflow_uri" else whole(value)
+        if name == "store_uri" and value == "":
+            continue
         try:
             check_store(name, value)
         except ConfigError as error:
@@ -78,7 +76,7 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
     except ConfigError as error:
         wrong.append(str(error))
     if wrong:
-        raise ConfigError("; ".join(wrong))
+        raise together(map(ConfigError, wrong))
     return config
 
 
@@ -96,21 +94,6 @@ def check_store(name: str, value: Any) -> None:
     """Raises ConfigError for a form's `store_uri` that is neither an address in S3 nor a folder."""
     if name == "store_uri" and isinstance(value, str):
         check_place(name, value)
-
-
-def fields_of(form: Mapping[str, Any]) -> dict[str, str]:
-    """Map each dotted name to the field of this form that sets it. Leave out those that `advanced` sets for a label,
-    and those whose field it replaces: an error may be about that value."""
-    names = {path: name for name, path in (PARAMETERS | STUDY).items() if name in form and name != path}
-    names |= {path: name for path, name in (REMOTE | {"algorithm.name": "algorithms"}).items() if name in form}
-    advanced = form.get("advanced")
-    keys = [key.partition(":") for key in advanced] if isinstance(advanced, Mapping) else []
-    own = {
-        path.strip() if sign else label.strip()
-        for label, sign, path in keys
-        if sign or label.strip() in LISTED.values()
-    }
-    return {path: name for path, name in names.items() if path not in own}
 
 
 def mlflow_of(uri: Any) -> Any:
@@ -131,7 +114,9 @@ def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> lis
             raise ConfigError(f"advanced takes dotted names, got {path!r}")
         if dotted.strip() in names:
             raise ConfigError(f"advanced: {path!r} is the parameter {names[dotted.strip()]!r}, set it there")
-    values = {"tracking.mlflow": mlflow_of(mlflow_uri), place("store_uri", store_uri): store_uri, **advanced}
+    values = {"tracking.mlflow": mlflow_of(mlflow_uri)}
+    values |= {place("store_uri", store_uri): store_uri} if store_uri else {}
+    values |= advanced
     return [f"{path}={in_line(whole(value))}" for path, value in values.items()]
 
 
@@ -141,7 +126,7 @@ def form_of(sets: Sequence[str]) -> dict[str, Any]:
     mlflow, folder = (advanced.pop(path, None) for path in ("tracking.mlflow", "run.store"))
     return {
         "mlflow_uri": mlflow or "",
-        "store_uri": advanced.pop("run.remote", None) or folder or Config().run.store,
+        "store_uri": advanced.pop("run.remote", None) or folder or "",
         "advanced": advanced,
     }
 
@@ -158,13 +143,15 @@ def check_once(fields: Iterable[str], sets: Sequence[str]) -> None:
 
 def parameters_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """The reverse of `config_from`: the `parameters` and `advanced` from which it makes this configuration. An MLflow
-    database in a file of this machine is left out, since tasks of a cluster cannot use it."""
+    database in a file of this machine is left out, since tasks of a cluster cannot use it; so is the default folder of
+    runs, which a pod would lose."""
     values, plain = leaves(config.model_dump(mode="json")), leaves(Config().model_dump(mode="json"))
     known = PARAMETERS | STUDY
     parameters = {name: values.pop(path) for name, path in known.items()}
     if str(parameters["mlflow_uri"] or "").partition(":")[0] not in ("http", "https"):
         parameters["mlflow_uri"] = ""
-    parameters["store_uri"] = values.pop("run.remote") or parameters["store_uri"]
+    folder = parameters["store_uri"]
+    parameters["store_uri"] = values.pop("run.remote") or ("" if folder == plain["run.store"] else folder)
     return parameters, {path: v for path, v in values.items() if path not in plain or plain[path] != v}
 
 

@@ -26,6 +26,13 @@ STUDY: Mapping[str, str] = {"trials": "tune.trials"}
 """What a study has too."""
 
 
+LISTED = {name: SHORT[name] for name in ("dataset", "model", "algorithm")}
+"""Fields that forms show as lists of the registered names, and the parameters that they set. The user's own classes are
+not in the lists, so `advanced` may set these parameters too, and its value replaces the field's."""
+REMOTE = {"run.remote": "store_uri"}
+"""What a `store_uri` with a scheme sets."""
+
+
 def place(name: str, value: object) -> str:
     """The dotted name that a short name sets to this value."""
     if name == "store_uri" and "://" in str(value):

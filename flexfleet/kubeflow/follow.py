@@ -193,7 +193,7 @@ def _advice(found: list[Cause], parameters: Mapping[str, Any], run_id: str, host
     if any(cause.is_input for cause in found):
         return "Correct the parameter, and submit again."
     store = str(parameters.get("store_uri") or "")
-    if "://" not in store and not PurePosixPath(store).is_absolute():
+    if store and "://" not in store and not PurePosixPath(store).is_absolute():
         return (
             f"store_uri = {store!r} is a folder of each task's own pod, so another run cannot continue this one. Use "
             "s3://bucket/prefix, or a folder of a volume."

@@ -23,7 +23,6 @@ from fl_engine.core.quantities import need_plain
 from fl_engine.storage.outage import waiting
 from flexfleet.config import Config
 from flexfleet.config.overrides import (
-    LISTED,
     PARAMETERS,
     STUDY,
     check_workers,
@@ -35,6 +34,7 @@ from flexfleet.config.overrides import (
     sets_of,
 )
 from flexfleet.config.passwords import no_passwords
+from flexfleet.config.short import LISTED
 from flexfleet.kubeflow.client import api_of, connected, equal, link, pages, translated, without_links
 from flexfleet.kubeflow.retarget import documents, names, retarget, shipped
 from flexfleet.tracking.server import check_address

@@ -1,7 +1,7 @@
 """What MLflow gets about a run besides its figures: its name and parent, its data, code and environment.
 
-A run is one MLflow run. In a pipeline the first task begins it, so that there is something to see while the other tasks
-wait for their pods; `federate` continues it.
+A run is one MLflow run. In a pipeline the task `federate` begins it: the tasks before it need no MLflow, whose import
+takes two seconds.
 
 There is one level of nesting. The runs of a comparison are children of the comparison's own MLflow run, and everything
 that a night or a study makes is a child of the night's or the study's. In a task of a Kubeflow with built-in MLflow
@@ -232,10 +232,10 @@ def _package(distribution: metadata.Distribution) -> tuple[str, str] | None:
     return (name, version) if name and version else None
 
 
-# ------------------------------------------------------------------------------------ the first task of a graph
+# ------------------------------------------------------------------------------------------- the tasks of a graph
 def begin(config: Config, run_id: str, store: Store, given: Mapping[str, str]) -> str:
-    """The id of the MLflow run that the next tasks continue: the one in `store` if an earlier pipeline run has begun
-    the run, else one that waits ("SCHEDULED"): new, or begun by an earlier try of this task. Empty without tracking.
+    """The id of the MLflow run that `federate` continues: the one in `store` if an earlier pipeline run has begun the
+    run, else one that waits ("SCHEDULED"): new, or begun by an earlier pod of this task. Empty without tracking.
 
     Raises ConfigError if the address cannot be used.
     """
@@ -278,11 +278,13 @@ def _ui(config: Config) -> str:
     return uri if config.tracking.mlflow is not None and uri.startswith(("http://", "https://")) else ""
 
 
-def card(config: Config, run_id: str, store_uri: str, mlflow_run_id: str) -> str:
+def card(config: Config, run_id: str, store_uri: str) -> str:
     """Markdown: what has begun, and where to see it."""
-    c, at = config, link(config, mlflow_run_id)
+    c, at = config, masked(config.tracking.ui or config.tracking.mlflow or "")
     data = kept.called(c.dataset.name, c.dataset.root)
-    tracked = f"[{mlflow_run_id}]({at})" if at else mlflow_run_id or "off: no `mlflow_uri`, and none of Kubeflow's"
+    tracked = f"{at} (the task of the federated rounds begins the run)"
+    if c.tracking.mlflow is None:
+        tracked = "off: no `mlflow_uri`, and none of Kubeflow's"
     seconds = c.rounds.stop_simulated_s
     limit = "" if seconds is None else f" at most, until {seconds:g} s on the simulated clock"
     rows = {

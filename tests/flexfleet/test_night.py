@@ -222,7 +222,7 @@ def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_the
         with pytest.raises(SystemExit) as ended:
             gate.python_func(str(suite), "", "runs", "n", "job", {}, file, [], given, given, given, given)
         assert ended.value.code == 2
-        return capsys.readouterr().err
+        return " ".join(capsys.readouterr().err.split())
 
     code("bbbb")
     with pytest.raises(ConfigError, match=f"n-quick {OTHER}"):

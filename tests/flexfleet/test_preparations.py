@@ -19,7 +19,7 @@ from fl_engine.core.contracts import ModelFamily, PreparationContext, ServerCont
 from fl_engine.core.errors import ConfigError, PartitionError, PoolError
 from fl_engine.core.types import Pool, Prepared
 from fl_engine.preparation import CONTRACT, PREPARATIONS, preparation
-from flexfleet.files import prepared
+from flexfleet.files import no_preparation, prepared
 from flexfleet.files.artifacts import Apoz, PoolFile
 from flexfleet.runs.check import check
 from flexfleet.steps import model_pool, pretrain
@@ -283,3 +283,12 @@ def test_what_the_file_cannot_hold_is_refused(sets: list[str], tmp_path: Path, m
 def test_the_registered_ones_fit_their_contract(name: str) -> None:
     assert CONTRACT.kind(name) is PREPARATIONS[name]
     assert type(preparation(name)) is PREPARATIONS[name]
+
+
+def test_files_without_preparations_are_those_of_the_step(tmp_path: Path) -> None:
+    step, quick = tmp_path / "step", tmp_path / "quick"
+    pretrain.pretrain(Resolved.load(None, ["algorithm.name=fedavg"]), tmp_path, step)
+    no_preparation.write(quick)
+    assert [(file.name, file.read_bytes()) for file in sorted(step.iterdir())] == [
+        (file.name, file.read_bytes()) for file in sorted(quick.iterdir())
+    ]

@@ -17,7 +17,7 @@ from flexfleet import load
 from flexfleet.config import Config, load_config
 from flexfleet.config.overrides import write_config
 from flexfleet.files.artifacts import BareHistory, RunFile
-from flexfleet.kubeflow import in_pod
+from flexfleet.kubeflow import task_end
 from flexfleet.runs import resumable
 from flexfleet.runs.status import describe as describe_run
 from flexfleet.steps import federate as federation
@@ -31,7 +31,7 @@ SPACE = "tune.space={training.lr: {low: 0.01, high: 0.1}}"
 @pytest.fixture
 def config(quick: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.delenv("FLEXFLEET_TUNE_STORAGE", raising=False)
-    monkeypatch.setattr(in_pod, "WAITS_S", (0.0,))
+    monkeypatch.setattr(task_end, "WAITS_S", (0.0,))
     places = (f"run.store={tmp_path}/pod", f"run.remote={tmp_path}/remote")
     sets = ("algorithm.name=all_large", "fleet.tiers=1:1:8", "rounds.stop=1", "tune.trials=3", "tune.held_out=[7]")
     return load_config(None, (*quick, *places, *sets, SPACE))
@@ -46,7 +46,7 @@ def pod(config: Config, tmp_path: Path) -> Callable[[], Any]:
     def work() -> Any:
         shutil.rmtree(tmp_path / "pod", ignore_errors=True)
         out = next(outs)
-        in_pod.patiently(lambda: steps.work_in_graph(tmp_path / "prepared", "s", 0, out, "job"))
+        task_end.patiently(lambda: steps.work_in_graph(tmp_path / "prepared", "s", 0, out, "job"))
         return storage.open_study(config, out, "s", begun=True)
 
     return work

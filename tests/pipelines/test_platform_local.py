@@ -3,6 +3,7 @@ Its server wants a password, which here is in that address; the Secret's variabl
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +55,9 @@ def test_the_run_is_a_child_of_the_pipelines_run_in_its_experiment(ran: Ran) -> 
     assert RunFile.read(ran.scratch / "store" / "same" / "run.json").mlflow_run_id == run.info.run_id
     experiments = {experiment.name for experiment in ran.at.client.search_experiments()}
     assert experiments == {"Default", "kubeflow"}
-    card = (ran.tasks / "partition" / "links").read_text()
-    assert f"/#/experiments/{ran.at.experiment}/runs/{run.info.run_id}" in card
+    told = json.loads((ran.tasks / "federate" / "executor_output.json").read_text())
+    link = told["artifacts"]["run"]["artifacts"][0]["metadata"]["mlflow"]
+    assert link.endswith(f"/#/experiments/{ran.at.experiment}/runs/{run.info.run_id}")
 
 
 def test_the_tasks_own_run_is_as_kubeflow_left_it(ran: Ran) -> None:

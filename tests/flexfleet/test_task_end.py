@@ -30,71 +30,107 @@ from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.store import FolderStore, MemoryStore
 from flexfleet.config import load_config, overrides
 from flexfleet.files.artifacts import History, RunFile
-from flexfleet.kubeflow import in_pod
-from flexfleet.kubeflow.in_pod import ending, patiently
+from flexfleet.kubeflow import task_end
+from flexfleet.kubeflow.task_end import ending, patiently
 from flexfleet.runs.resumable import federate_in
 from flexfleet.runs.whole import run
 from flexfleet.steps import resumed
 from flexfleet.steps.prepare import Resolved
 
-RETRY = "Retry of this run in Kubeflow's UI, or another run with the same run_id"
+RETRY = "choose Retry of this run in Kubeflow's UI, or start another run with the same run_id."
+CORRECT = "A retry does not help. Correct the form, and start another run."
+
+
+def told_by(error: Exception, again: str, form: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines that a task prints at its end."""
+    with pytest.raises(SystemExit), ending(again, form):
+        raise error
+    return capsys.readouterr().err.splitlines()
 
 
 @pytest.mark.parametrize(
     ("error", "code", "kind", "advice"),
     [
-        (ConfigError("seed is\nwrong"), 2, "wrong parameter", "mend it, and start another run"),
+        (ConfigError("seed is\nwrong"), 2, "wrong parameter", CORRECT),
         (Stopped("stopped"), 3, "stopped", RETRY),
         (IntegrityError("x is damaged"), 4, "damaged file", RETRY),
-        (GateFailed("full is worse"), 5, "gate", "The report is with the task before"),
+        (GateFailed("full is worse"), 5, "gate", "The task before this one has the report."),
         (Unreachable("s3 is gone"), 6, "environment", RETRY),
         (InUse("is being run by process 1"), 6, "environment", RETRY),
-        (ModuleNotFoundError(name="optuna"), 6, "environment", "pip install 'flexfleet[tune]'"),
-        (Diverged("no update"), 7, "diverged or nothing merged", "mend it, and start another run"),
-        (NothingMerged("no update"), 7, "diverged or nothing merged", "mend it, and start another run"),
+        (ModuleNotFoundError(name="optuna"), 6, "environment", RETRY),
+        (Diverged("no update"), 7, "diverged or nothing merged", CORRECT),
+        (NothingMerged("no update"), 7, "diverged or nothing merged", CORRECT),
         (KeyError("x"), 1, "bug", RETRY),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
-def test_the_last_line_says_what_is_wrong_of_which_kind_and_how_to_go_on(
+def test_error_ends_with_code_kind_cause_and_advice(
     error: Exception, code: int, kind: str, advice: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended, ending("run_id"):
         raise error
     assert ended.value.code == code
-    *before, last = capsys.readouterr().err.splitlines()
-    assert last.startswith(f"error, exit code {code} ({kind}): ") and advice in last
-    assert bool(before) == (kind == "bug"), "a traceback is for what is a bug"
+    *before, cause, last = capsys.readouterr().err.splitlines()
+    assert cause.startswith(f"error, exit code {code} ({kind}): ") and last.startswith("  ") and last.endswith(advice)
+    assert bool(before) == (kind == "bug"), "only a bug has a traceback"
 
 
+@pytest.mark.parametrize("form", [{}, {"advanced": {}}])
 @pytest.mark.parametrize(
-    ("form", "error", "said"),
+    ("again", "error", "said"),
     [
-        ({"rounds": 0}, "rounds.stop: at least 1, got 0", "got 0 (In the form: rounds.stop is rounds.) Nothing more"),
+        ("run_id", "rounds.stop: at least 1, got 0", "rounds.stop is rounds"),
         (
-            {"clients": 0, "dataset": "x", "rounds": 1},
+            "run_id",
             "partition.clients = 0; dataset.name = 'x'.",
-            "'x'. (In the form: dataset.name is dataset, partition.clients is clients.) Nothing",
+            "dataset.name is dataset, partition.clients is clients",
         ),
-        ({"store_uri": "s3://b", "rounds": 1}, "run.remote cannot be", "be (In the form: run.remote is store_uri.) No"),
-        ({"algorithms": "a", "seeds": "0"}, "algorithm.name", "(In the form: algorithm.name is algorithms.) Nothing"),
-        ({"trials": 0}, "tune.trials: at least 1", "(In the form: tune.trials is trials.) Nothing"),
-        ({"rounds": 1}, "rounds.stop_simulated_s, more.rounds.stop, rounds.stop-x, rounds.stop.x", "stop.x Nothing"),
-        ({"learning_rate": 1, "advanced": {"a:training.lr": 0}}, "a: training.lr: above 0", "above 0 Nothing"),
-        ({"learning_rate": 1, "advanced": 5}, "training.lr: above 0", "(In the form: training.lr is learning_rate.)"),
-        ({"suite": "digits", "advanced": {}}, "rounds.stop: a suite says it", "says it Nothing"),
-        ({"seed": 0}, "seed is wrong", "seed is wrong Nothing"),
+        ("run_id", "create the bucket, or correct run.remote", "run.remote is store_uri"),
+        ("run_id", "tracking.mlflow = 'http://x' cannot be used", "tracking.mlflow is mlflow_uri"),
+        ("comparison_id", "algorithm.name", "algorithm.name is algorithms"),
+        ("study_id", "tune.trials: at least 1", "tune.trials is trials"),
+        ("night_id", "run.remote cannot be reached", "run.remote is store_uri"),
+        ("run_id", "rounds.stop_simulated_s, more.rounds.stop, rounds.stop-x, rounds.stop.x", None),
+        ("night_id", "rounds.stop: the suite says it", None),
+        ("run_id", "seed is wrong", None),
     ],
 )
-def test_a_first_tasks_error_says_which_fields_of_the_form_set_what_is_wrong(
-    form: dict[str, Any], error: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_error_of_any_task_names_the_forms_fields(
+    again: str, error: str, said: str | None, form: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit), ending("run_id", form):
-        raise ConfigError(error)
-    assert said in capsys.readouterr().err
+    lines = told_by(ConfigError(error), again, form, capsys)
+    assert [line for line in lines if "in the form" in line] == ([f"  in the form: {said}"] if said else [])
 
 
-def test_a_line_names_the_forms_field_and_not_the_command_lines_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_about_a_labels_own_value_names_no_field(capsys: pytest.CaptureFixture[str]) -> None:
+    form = {"advanced": {"a:training.lr": 0}}
+    assert len(told_by(ConfigError("a: training.lr: above 0"), "comparison_id", form, capsys)) == 2
+    assert len(told_by(ConfigError("training.lr: above 0"), "comparison_id", {"advanced": 5}, capsys)) == 3
+
+
+def test_error_lines_have_at_most_100_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    cause = f"run.remote: s3://bucket/{'x' * 150} {'the server refuses PutObject ' * 40}"
+    first, *more = told_by(Unreachable(cause), "run_id", {}, capsys)
+    assert first.startswith("error, exit code 6 (environment): run.remote: ")
+    assert len(more) > 10 and all(len(line) <= 100 for line in (first, *more))
+    assert all(line.startswith("  ") for line in more), "they continue the first line"
+    assert more[-2] == "  in the form: run.remote is store_uri"
+    words = "".join("".join([first, *more[:-2]]).split())
+    assert words.endswith("".join(cause.split()))
+
+
+def test_several_errors_each_begin_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = errors.together([Unreachable("run.remote is away"), errors.together(map(ConfigError, "ab"))])
+    assert told_by(error, "run_id", {}, capsys) == [
+        "error, exit code 2 (wrong parameter): run.remote is away",
+        "  also: a",
+        "  also: b",
+        "  in the form: run.remote is store_uri",
+        f"  {CORRECT}",
+    ]
+
+
+def test_error_names_the_form_not_the_command_lines_options(capsys: pytest.CaptureFixture[str]) -> None:
     for field, error, said in (
         ("run_id", ConfigError("choose another --run-id"), "choose another run_id"),
         ("study_id", ConfigError("choose another --id"), "choose another study_id"),
@@ -104,10 +140,12 @@ def test_a_line_names_the_forms_field_and_not_the_command_lines_option(capsys: p
             "another --id (in the pipeline, night_id)",
         ),
         ("run_id", ConfigError("give --ids"), "give --ids"),
+        ("run_id", ConfigError("or --set tracking.mlflow=null"), "or mlflow_uri = empty"),
+        ("run_id", ConfigError("or --set publish.onnx=false."), 'or advanced = {"publish.onnx": false}.'),
+        ("run_id", Stopped(errors.ON_REQUEST), "stopped on request: what was committed stays"),
     ):
-        with pytest.raises(SystemExit), ending(field):
-            raise error
-        assert f": {said} " in capsys.readouterr().err
+        first, *_ = told_by(error, field, {}, capsys)
+        assert first.partition("): ")[2] == said
 
 
 def test_no_line_says_a_password(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +184,7 @@ def test_the_first_task_refuses_what_the_rounds_would_refuse(
     ):
         with pytest.raises(SystemExit, match="2"):
             begin(**other)
-        assert said in capsys.readouterr().err
+        assert said in " ".join(capsys.readouterr().err.split())
     assert not Path(outputs["parts"].path).exists()
 
 
@@ -165,7 +203,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(in_pod, "time", made)
+    monkeypatch.setattr(task_end, "time", made)
     return made
 
 
@@ -187,16 +225,16 @@ def test_what_does_not_answer_is_tried_again_later_each_time(clock: Clock, caplo
     gone = Unreachable("MLflow does not answer")
     with caplog.at_level(logging.WARNING, "flexfleet"):
         assert patiently(failing(clock, (1, gone), (1, gone), (1, None))) == "done"
-    assert clock.slept == list(in_pod.WAITS_S[:2]) == sorted(clock.slept)
+    assert clock.slept == list(task_end.WAITS_S[:2]) == sorted(clock.slept)
     assert len(caplog.messages) == 2 and "MLflow does not answer; trying again in 10 s (1 of 4)" in caplog.messages[0]
 
 
 def test_it_is_not_tried_for_ever_but_a_try_that_went_well_for_long_counts_anew(clock: Clock) -> None:
-    gone, tries = (1.0, Unreachable("gone")), len(in_pod.WAITS_S)
+    gone, tries = (1.0, Unreachable("gone")), len(task_end.WAITS_S)
     with pytest.raises(Unreachable):
         patiently(failing(clock, *[gone] * (tries + 1)))
-    assert clock.slept == list(in_pod.WAITS_S)
-    long = (in_pod.FRESH_S + 1, Unreachable("gone"))
+    assert clock.slept == list(task_end.WAITS_S)
+    long = (task_end.FRESH_S + 1, Unreachable("gone"))
     assert patiently(failing(clock, *[gone] * tries, long, *[gone] * (tries - 1), (1, None))) == "done"
 
 
@@ -213,7 +251,7 @@ def test_a_server_that_refuses_connections_is_tried_again(clock: Clock, monkeypa
         monkeypatch.setenv(name, "k")
     with pytest.raises(Unreachable):
         patiently(lambda: s3.S3Store("s3://runs/x", "http://127.0.0.1:9").list("lease/"))
-    assert clock.slept == list(in_pod.WAITS_S)
+    assert clock.slept == list(task_end.WAITS_S)
 
 
 def test_a_task_goes_on_when_the_coordinator_that_has_the_run_lets_go(
@@ -237,7 +275,7 @@ def test_a_task_goes_on_when_the_coordinator_that_has_the_run_lets_go(
 
         monkeypatch.setattr(clock, "sleep", sleep)
         assert patiently(work) == 2
-    assert clock.slept == list(in_pod.WAITS_S[:2])
+    assert clock.slept == list(task_end.WAITS_S[:2])
     assert "is being run by process" in caplog.text and "trying again in 10 s (1 of 4)" in caplog.text
 
 
@@ -264,5 +302,5 @@ def test_rounds_go_on_from_the_last_commit_when_their_store_is_back(
     monkeypatch.setattr(resumed, "open_store", lambda uri, **_: Outage(tmp_path / "there"))
     steps = [tmp_path / "runs" / "whole" / name for name in ("partition", "pool")]
     out = patiently(lambda: federate_in(tmp_path / "pod" / "a", resolved, *steps, tmp_path / "out"))
-    assert clock.slept == list(in_pod.WAITS_S[:2]), "gone for two tries"
+    assert clock.slept == list(task_end.WAITS_S[:2]), "gone for two tries"
     assert History.read(out / "history.json").model_sha256 == whole.model_sha256
