@@ -66,10 +66,12 @@ lint: setup
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
-# Writes the files that are generated from the schema: params.yaml, the pipelines' forms and the compiled pipelines.
+# Writes the files that are generated from the schema: params.yaml, the pipelines' forms, the compiled pipelines, and
+# the drawings of a form and a graph.
 generated: setup
 	$(BIN)/python -m components.describe
 	$(BIN)/python -m pipelines.compile
+	$(BIN)/python -m pipelines.drawings
 
 # Builds the documentation as a site, in site/; `.venv/bin/mkdocs serve` shows it while you write.
 docs: setup

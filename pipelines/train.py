@@ -3,10 +3,11 @@
 This file has only the graph: each task unpacks paths and calls the function that the command line and DVC call too.
 The first task resolves and checks the whole configuration; every other task reads its outcome.
 
-Retries: if a server does not answer, the task itself tries again. Kubeflow up to 2.16 makes a failed pod again,
-Kubeflow 2.17 a deleted pod (docs/guides/kubernetes/pods.md); otherwise use the UI's Retry, or start another run with
-the same `run_id`. `federate` owns all rounds and resumes from `<store_uri>/<run_id>`, which therefore has to outlive a
-pod: s3://bucket/prefix, or a folder of a volume. Nothing depends on a graceful end.
+Retries: if a server does not answer, the task itself tries again. Kubeflow up to 2.16 starts a failed task again,
+Kubeflow 2.17 only one whose pod vanished (docs/guides/kubeflow.md). Otherwise `flexfleet submit --wait` retries the
+run; or use the UI's Retry, or start another run with the same `run_id`. `federate` owns all rounds and resumes from
+`<store_uri>/<run_id>`, which therefore has to outlive a pod: s3://bucket/prefix, or a folder of a volume. Nothing
+depends on a graceful end.
 
 With `publish.dvc`, the tasks partition, model_pool and report push their outputs to a DVC remote, and each passes its
 pointers on.

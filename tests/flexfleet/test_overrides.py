@@ -21,7 +21,6 @@ from flexfleet.config.overrides import (
     PARAMETERS,
     comparison_from,
     config_from,
-    fields_of,
     run_folder,
     run_name,
     sets_of,
@@ -144,8 +143,6 @@ def test_bad_input_is_a_clear_error(parameters: dict[str, object], advanced: dic
 def test_advanced_replaces_a_name_of_the_forms_lists(field: str, listed: str, path: str, own: str) -> None:
     """The lists have the registered names alone, so a class of one's own cannot be chosen there."""
     assert flatten(config_from({field: listed}, {path: own}))[path] == own
-    form = {field: listed, "clients": 5, "advanced": {path: own}}
-    assert path not in fields_of(form) and "partition.clients" in fields_of(form)
 
 
 def test_a_comparison_takes_a_data_set_for_all_labels_or_for_one() -> None:

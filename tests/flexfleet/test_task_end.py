@@ -108,6 +108,12 @@ def test_error_about_a_labels_own_value_names_no_field(capsys: pytest.CaptureFix
     assert len(told_by(ConfigError("training.lr: above 0"), "comparison_id", {"advanced": 5}, capsys)) == 3
 
 
+def test_error_about_a_name_that_advanced_replaces_names_no_field(capsys: pytest.CaptureFixture[str]) -> None:
+    error = ConfigError("algorithm.name: no class in mine:FedMine")
+    assert len(told_by(error, "run_id", {"advanced": {"algorithm.name": "mine:FedMine"}}, capsys)) == 2
+    assert len(told_by(error, "run_id", {"advanced": {}}, capsys)) == 3
+
+
 def test_error_lines_have_at_most_100_characters(capsys: pytest.CaptureFixture[str]) -> None:
     cause = f"run.remote: s3://bucket/{'x' * 150} {'the server refuses PutObject ' * 40}"
     first, *more = told_by(Unreachable(cause), "run_id", {}, capsys)

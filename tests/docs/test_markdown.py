@@ -1,0 +1,166 @@
+"""Code blocks and tables of the documentation are rendered as such, and the pictures of Kubeflow are up to date."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flexfleet.kubeflow.retarget import documents, names, shipped
+from pipelines.drawings import IMAGES, drawings
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+GUIDE = ROOT / "docs" / "guides" / "kubeflow.md"
+
+OPENING = re.compile(r"( *)```(\w[\w-]*|\{[^}]*\})?")
+ITEM = re.compile(r" *([-*+]|\d+\.) ")
+DELIMITERS = re.compile(r"\|( *:?-+:? *\|)+")
+
+GOOD = """A paragraph.
+
+```sh
+make run | tee log
+```
+
+1. An item:
+   ```text
+   | no table |
+   ```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+"""
+
+
+def faults(text: str) -> list[str]:
+    """Return a line for each code fence and each table of a page that does not stand alone."""
+    found, fence, last = list[str](), "", ""
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        following = lines[number] if number < len(lines) else ""
+        if fence:
+            if "```" in line:
+                if line != fence:
+                    found.append(f"{number}: the closing fence must be {fence!r} on its own line")
+                elif following.strip() and not ITEM.match(following) and not fence.startswith(" "):
+                    found.append(f"{number}: a blank line must follow the closing fence")
+                fence = ""
+        elif "```" in line:
+            opening = OPENING.fullmatch(line)
+            if opening is None:
+                found.append(f"{number}: the opening fence must be on its own line")
+            else:
+                fence = f"{opening[1]}```"
+                if last.strip() and not (opening[1] and (ITEM.match(last) or last.startswith(" "))):
+                    found.append(f"{number}: a blank line must precede the opening fence")
+        elif line.startswith("|"):
+            if not last.startswith("|"):
+                if last.strip() and not last.endswith("-->"):  # a comment ends its block
+                    found.append(f"{number}: a blank line must precede the table")
+                if not DELIMITERS.fullmatch(following.rstrip()):
+                    found.append(f"{number}: the table has no delimiter row")
+            if following.strip() and not following.startswith("|"):
+                found.append(f"{number}: a blank line must follow the table")
+        last = line
+    return [*found, f"{len(lines)}: the last code block is not closed"] if fence else found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_blocks_and_tables_of_a_page_stand_alone(page: Path) -> None:
+    assert faults(page.read_text()) == []
+
+
+def test_lint_accepts_blocks_that_stand_alone() -> None:
+    assert faults(GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "line"),
+    [
+        ("A paragraph.\n```sh\nmake\n```\n", 2),
+        ("Run this: ```sh\nmake\n```\n", 1),
+        ("```sh make\n```\n", 1),
+        ("```sh\nmake ```\n\nText.\n", 2),
+        ("```sh\nmake\n```\nText.\n", 3),
+        ("```sh\nmake\n", 2),
+        ("A paragraph.\n| a |\n|---|\n| 1 |\n", 2),
+        ("| a |\n|---|\n| 1 |\nText.\n", 3),
+        ("| a |\n| 1 |\n", 1),
+    ],
+)
+def test_lint_names_the_line_of_a_block_in_running_text(bad: str, line: int) -> None:
+    assert [int(fault.partition(":")[0]) for fault in faults(bad)][:1] == [line]
+
+
+def test_rendered_pages_show_no_fence_or_table_as_text() -> None:
+    markdown = pytest.importorskip("markdown", reason="the site needs mkdocs: pip install 'flexfleet[docs]'")
+    pytest.importorskip("pymdownx")
+    extensions = ["admonition", "tables", "pymdownx.highlight", "pymdownx.superfences"]
+    for page in PAGES:
+        rendered = markdown.markdown(page.read_text(), extensions=extensions)
+        text = re.sub(r"<(pre|code)\b.*?</\1>", "", rendered, flags=re.DOTALL)
+        assert re.findall(r".*(?:```|\|-{3}).*", text) == [], page
+
+
+def test_drawings_show_the_form_and_graph_of_train() -> None:
+    for name, text in drawings().items():
+        assert (IMAGES / name).read_text() == text, "run `python -m pipelines.drawings`"
+
+
+def test_kubeflow_guide_links_every_picture_of_kubeflow() -> None:
+    linked = set(re.findall(r"\.\./images/([\w.-]+)", GUIDE.read_text()))
+    assert linked == {path.name for path in IMAGES.glob("kubeflow-*")}
+    assert "(docs/guides/kubeflow.md)" in (ROOT / "README.md").read_text()
+
+
+def test_kubeflow_guide_names_nodes_and_artifacts_that_exist() -> None:
+    tasks, artifacts = set[str](), set[str]()
+    for name in names():
+        text = documents(shipped(name))[0]
+        for dag in [text["root"], *text["components"].values()]:
+            inner = dag.get("dag", {}).get("tasks", {})
+            tasks |= {task["taskInfo"]["name"] for task in inner.values()}
+        for component in text["components"].values():
+            artifacts |= set(component.get("outputDefinitions", {}).get("artifacts", {}))
+    guide = GUIDE.read_text()
+    named = set(re.findall(r"`(\d [A-Z][^`]*)`", guide))
+    assert named and named <= tasks
+    assert {"links", "page"} <= artifacts & set(re.findall(r"`(\w+)`", guide))
+
+
+def test_first_run_in_kubeflow_takes_at_most_five_commands() -> None:
+    part = GUIDE.read_text().partition("## The first run")[2]
+    (block, *_) = re.findall(r"^```sh\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
+    assert len(block.replace("\\\n", "").splitlines()) <= 5
+
+
+def test_guide_restores_behaviour_of_kubeflow_2_16() -> None:
+    """The Python part of the guide's command removes `templateDefaults`, and nothing else, from a ConfigMap."""
+    (code,) = re.findall(r"python -c '\n(.*?)' \| kubectl", GUIDE.read_text(), re.DOTALL)
+    defaults: dict[str, Any] = {
+        "spec": {
+            "templateDefaults": {"retryStrategy": {"limit": "2", "retryPolicy": "OnError"}},
+            "podMetadata": {"labels": {"pipelines.kubeflow.org/v2_component": "true"}},
+            "activeDeadlineSeconds": 604800,
+        }
+    }
+    before: dict[str, Any] = {
+        "kind": "ConfigMap",
+        "metadata": {"name": "workflow-controller-configmap", "namespace": "kubeflow", "resourceVersion": "7"},
+        "data": {"executor": "imagePullPolicy: IfNotPresent\n", "workflowDefaults": yaml.safe_dump(defaults)},
+    }
+    done = subprocess.run([sys.executable, "-c", code], input=json.dumps(before), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    after = json.loads(done.stdout)
+    del defaults["spec"]["templateDefaults"]
+    assert yaml.safe_load(after["data"].pop("workflowDefaults")) == defaults
+    before["data"].pop("workflowDefaults")
+    assert after == before
