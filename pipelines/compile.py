@@ -42,9 +42,8 @@ def compiled(name: str) -> str:
     spec, *platform = documents(text)
     form = spec["root"]["inputDefinitions"]["parameters"]
     for name, about in form.items():
-        if (
-            name in FIELDS and FIELDS[name].choices
-        ):  # the SDK takes no `Literal`, but the specification knows `literals`
+        # The SDK does not support `Literal`, but the specification has `literals`.
+        if name in FIELDS and FIELDS[name].choices:
             about["literals"] = list(FIELDS[name].choices)
     told = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
     return told + yaml.safe_dump_all([spec, *platform], sort_keys=True, allow_unicode=True)

@@ -33,7 +33,7 @@ TUNE_SECRET, TUNE_KEY = SECRETS["FLEXFLEET_TUNE_SECRET"], "FLEXFLEET_TUNE_STORAG
 """The address of a study's database, password included."""
 
 WEBHOOK_SECRET, WEBHOOK_KEY = SECRETS["FLEXFLEET_WEBHOOK_SECRET"], "FLEXFLEET_WEBHOOK"
-"""The address that tasks of a night call if the night fails, or if they do."""
+"""Address that a task of the nightly pipeline calls if the task fails or the gate fails."""
 
 
 def described(

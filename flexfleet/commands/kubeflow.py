@@ -32,31 +32,27 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def _terminate(args: argparse.Namespace, run_id: str) -> int:
-    from flexfleet.kubeflow.client import connected
     from flexfleet.kubeflow.follow import terminate
 
-    with connected(args.host) as client:
-        terminate(client, run_id)
-    if args.wait:
-        return follow(args, run_id)
-    _answer(args, run_id, f"run {run_id} is being terminated; its committed rounds stay")
-    return 0
+    return _called(args, run_id, terminate, f"run {run_id} is being terminated; its committed rounds stay")
 
 
 def _retry(args: argparse.Namespace, run_id: str) -> int:
-    from flexfleet.kubeflow.client import connected
     from flexfleet.kubeflow.follow import retry
 
+    said = f"the failed tasks of run {run_id} are started again. To follow it: {_again(args, run_id)}"
+    return _called(args, run_id, retry, said)
+
+
+def _called(args: argparse.Namespace, run_id: str, call: Callable[[Any, str], None], said: str) -> int:
+    from flexfleet.kubeflow.client import connected
+
     with connected(args.host) as client:
-        retry(client, run_id)
+        call(client, run_id)
     if args.wait:
         return follow(args, run_id)
-    _answer(args, run_id, f"the failed tasks of run {run_id} are started again. To follow it: {_again(args, run_id)}")
+    show(json.dumps({"run_id": run_id}) if args.json else said)
     return 0
-
-
-def _answer(args: argparse.Namespace, run_id: str, line: str) -> None:
-    show(json.dumps({"run_id": run_id}) if args.json else line)
 
 
 def _logs(args: argparse.Namespace, run_id: str) -> int:
@@ -65,7 +61,7 @@ def _logs(args: argparse.Namespace, run_id: str) -> int:
 
     lines: list[str] = []
     with connected(args.host) as client:
-        found = print_logs(client, run_id, args.namespace, lines.append)
+        found = print_logs(client, run_id, lines.append)
     if not found:
         raise EnvironmentFailure(f"Kubeflow has no logs of run {run_id}: no task has started, or its pods are deleted")
     show(json.dumps({"run_id": run_id, "logs": "\n".join(lines)}) if args.json else "\n".join(lines))
@@ -82,7 +78,7 @@ def _start(args: argparse.Namespace) -> int:
 
     own = read(args.pipeline, fields_of(args.param, args.set))
     sets, of_labels = list(args.set), dict[str, Any]()
-    if args.pipeline == "compare":  # `label:a.b=value` is of one label of it, and no configuration has labels
+    if args.pipeline == "compare":  # `label:a.b=value` sets a parameter of one label; a configuration has no labels
         sets = [text for text in args.set if ":" not in text.partition("=")[0]]
         of_labels = dict(pair_of(text) for text in args.set if text not in sets)
     values = given(args.pipeline, _config_of(args, sets), [pair_of(text)[0] for text in sets])
@@ -98,8 +94,8 @@ def _start(args: argparse.Namespace) -> int:
     if args.wait or not args.json:
         said = f"{submitted.pipeline} {submitted.version}{' (new)' if submitted.uploaded else ''}"
         said += "" if submitted.started else f", which the key {submitted.key} has started before"
-        where = "" if args.wait else f": {submitted.url or submitted.run_id}"  # which following begins with
-        _teller(args)(said + where)
+        where = "" if args.wait else f": {submitted.url or submitted.run_id}"  # follow() prints it
+        _printer(args)(said + where)
     if args.wait:
         return follow(args, submitted.run_id, asdict(submitted), retries=RETRIES)
     show(json.dumps(asdict(submitted)) if args.json else f"to follow it: {_again(args, submitted.run_id)}")
@@ -107,19 +103,22 @@ def _start(args: argparse.Namespace) -> int:
 
 
 def _config_of(args: argparse.Namespace, sets: list[str]) -> Config:
-    """A night reads no file, as its suite says what is measured. Raises ConfigError."""
+    """Return the configuration of a submission. A nightly regression run reads no file, because its suite sets the
+    configuration. Raises ConfigError."""
     from flexfleet.config import load_config
     from flexfleet.steps.prepare import config_of
 
     if args.pipeline != "nightly":
         return config_of(argparse.Namespace(**{**vars(args), "set": sets}))
     if args.config:
-        raise ConfigError("--config: a suite says what is measured, so a night reads no file; leave it out")
+        raise ConfigError(
+            "--config cannot be used with nightly, because the suite sets the configuration; leave it out"
+        )
     return load_config(None, sets)
 
 
-def _teller(args: argparse.Namespace) -> Callable[[str], None]:
-    """What tells a line: on stdout, which belongs to one object where --json is given; then on stderr."""
+def _printer(args: argparse.Namespace) -> Callable[[str], None]:
+    """Return the function that prints a line: to stderr if --json is given, otherwise to stdout."""
     return partial(print, file=sys.stderr, flush=True) if args.json else show
 
 
@@ -138,7 +137,7 @@ def follow(
     again = f"To follow it again: {_again(args, run_id)}"
     try:
         with stopping_at_once():
-            followed = watch(run_id, host=args.host, namespace=args.namespace, retries=retries, report=_teller(args))
+            followed = watch(run_id, host=args.host, retries=retries, report=_printer(args))
     except (KeyboardInterrupt, Stopped) as stopped:
         print(f"no longer following; the run continues. {again}", file=sys.stderr)
         return 143 if isinstance(stopped, Stopped) else 130  # 3 would say that the run was terminated
@@ -172,18 +171,19 @@ def nightly(args: argparse.Namespace) -> int:
     if args.json:
         show(json.dumps(asdict(scheduled)))
         return 0
-    state = f"replaces {scheduled.replaced}" if scheduled.replaced else "new" if scheduled.made else "unchanged"
+    state = "new" if scheduled.made else "unchanged"
+    state += f", {scheduled.replaced} old deleted" if scheduled.replaced else ""
     show(f"{scheduled.name} at {scheduled.cron!r} (UTC), {state}: {scheduled.url or scheduled.recurring_run_id}")
     if scheduled.active_runs:
         show(
-            f"in progress, from the recurring run that was replaced: {', '.join(scheduled.active_runs)}. It continues; "
-            "the next `flexfleet nightly` deletes the old recurring run, which is disabled"
+            f"in progress: {', '.join(scheduled.active_runs)}. Its old recurring run is disabled, and the next "
+            "`flexfleet nightly` deletes it"
         )
     return 0
 
 
 def fields_of(texts: Sequence[str], sets: Sequence[str]) -> dict[str, str]:
-    """The values of --param, as texts. Raises ConfigError for one that is given twice, also by --set."""
+    """Return the texts of --param. Raises ConfigError for a field that is given twice, also by --set."""
     from flexfleet.config.overrides import check_once
 
     found = tags_of(texts, "--param")

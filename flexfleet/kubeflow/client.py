@@ -140,7 +140,7 @@ def quiet() -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------------------- errors
 @contextlib.contextmanager
-def translated() -> Iterator[None]:
+def translated(*untranslated: type[Exception]) -> Iterator[None]:
     """Translate errors of the SDK's calls: Unreachable if the server does not answer or is not ready, NotFound,
     ConfigError for a value that it refuses, and EnvironmentFailure for every other refusal."""
     from kfp_server_api import ApiException
@@ -148,6 +148,8 @@ def translated() -> Iterator[None]:
 
     try:
         yield
+    except untranslated:
+        raise
     except ApiException as error:
         raise _refused(error) from error
     except HTTPError as error:

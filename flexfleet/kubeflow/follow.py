@@ -9,13 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
-from fl_engine.core.errors import EnvironmentFailure, printable
+from fl_engine.core.errors import BadInput, ConfigError, Diverged, EnvironmentFailure, GateFailed, printable
 from fl_engine.storage.outage import waiting
 from flexfleet.kubeflow.client import api_of, connected, link, parameters_of, translated
-from flexfleet.kubeflow.failures import Cause, causes, logs, tasks_in
+from flexfleet.kubeflow.failures import SIGNALS, Cause, causes, logs, tasks_in
 from flexfleet.kubeflow.progress import NAMED, Look, name_of, rounds_of, whole
 
 EVERY_S = 5.0
@@ -27,6 +28,7 @@ RETRIES = 3
 """How often `submit --wait` retries a run whose cause of failure a retry may cure."""
 EXIT_CODES = {"SUCCEEDED": 0, "FAILED": 1, "SKIPPED": 1, "CANCELED": 3}
 """Exit code for each state in which a run ends; 3: it was terminated and can be resumed."""
+KILLED = SIGNALS["killed"]
 CANCELLED = ("CANCELING", "CANCELED")
 WORDS = {"CANCELED": "terminated"}
 
@@ -58,15 +60,12 @@ class Followed:
         return EXIT_CODES[self.state]
 
 
-def follow(
-    run_id: str, *, host: str | None = None, namespace: str | None = None, retries: int = 0, report: Report = print
-) -> Followed:
+def follow(run_id: str, *, host: str | None = None, retries: int = 0, report: Report = print) -> Followed:
     """Report what happens until the run has ended.
 
     Args:
         run_id: Kubeflow's id of the run.
         host: As in `submit`.
-        namespace: Namespace of the profile, if Kubeflow has several users.
         retries: How often a failed run is retried if its cause may be cured so: a killed, drained or vanished pod.
         report: Called with each line.
 
@@ -80,7 +79,7 @@ def follow(
         look = rounds_of(parameters, run_id, report)
         tasks: Tasks = {}
         last: dict[str, dict[str, float]] = {}
-        retried = 0
+        retried, is_terminated = 0, False
         while True:
             began = time.monotonic()
             now = tasks_of(run)
@@ -89,13 +88,14 @@ def follow(
                     report(f"{task}: {_described(states)}")
             tasks = now
             last |= _rounds(look, parameters.get("rounds"), report)
-            if (state := state_of(run)) in EXIT_CODES:
-                found = causes(client, run, namespace) if state == "FAILED" else []
+            is_terminated |= run.state in CANCELLED  # which the history may lack
+            if (state := "CANCELED" if is_terminated and run.state == "FAILED" else state_of(run)) in EXIT_CODES:
+                found = waiting(partial(causes, client, run), PATIENCE_S) if state == "FAILED" else []
                 if not _is_retried(found, retried, retries):
                     break
                 retried += 1
                 report(f"{_lines(found)}; retrying the run ({retried} of {retries})")
-                retry(client, run_id)
+                waiting(partial(_retried, client, run_id), PATIENCE_S)
             time.sleep(max(EVERY_S, min(10 * (time.monotonic() - began), SLOWEST_S)))
             run = _asked(client, run_id)
     followed = Followed(run_id, url, state, tasks, last, _lines(found), retried)
@@ -103,7 +103,7 @@ def follow(
     if followed.exit_code:
         if followed.error:
             report(followed.error)
-        if advice := _advice(found, parameters, run_id, host):
+        if advice := _advice(found, parameters, run_id):
             report(advice)
     return followed
 
@@ -135,6 +135,16 @@ def state_of(run: Any) -> str:
         if state in EXIT_CODES:  # how it ended before a retry
             break
     return "FAILED"
+
+
+def _retried(client: Any, run_id: str) -> None:
+    """Retry a run, unless an earlier request whose answer was lost has done so."""
+    try:
+        if _asked(client, run_id).state == "FAILED":
+            retry(client, run_id)
+    except ConfigError:
+        if _asked(client, run_id).state == "FAILED":
+            raise
 
 
 def _is_retried(found: list[Cause], retried: int, retries: int) -> bool:
@@ -185,13 +195,24 @@ def _after(run: Any) -> str:
     return f" after {minutes} min {seconds} s" if minutes else f" after {seconds} s"
 
 
-def _advice(found: list[Cause], parameters: Mapping[str, Any], run_id: str, host: str | None) -> str:
+ADVICE = {
+    BadInput.exit_code: "Correct the parameter, and submit again.",
+    Diverged.exit_code: "A retry gives the same result. Change the parameters, and submit again with another name.",
+    GateFailed.exit_code: "Open the report of the task before: a figure is worse than before.",
+    1: "This is a bug in flexfleet or in your own class. The traceback is in `flexfleet submit --logs {run_id}`.",
+}
+"""What the user can do, by the exit code of the task. All other failures can be continued."""
+OUT_OF_MEMORY = "If the pod was out of memory, raise FLEXFLEET_TRAIN_MEMORY. "
+
+
+def _advice(found: list[Cause], parameters: Mapping[str, Any], run_id: str) -> str:
     """Return what the user can do after a failed or terminated run; empty for a pipeline that is not flexfleet's."""
     key, name = name_of(parameters, run_id)
     if not key:
         return ""
-    if any(cause.is_input for cause in found):
-        return "Correct the parameter, and submit again."
+    codes = [cause.code for cause in found]
+    if known := next((ADVICE[code] for code in codes if code in ADVICE), ""):
+        return known.format(run_id=run_id)
     store = str(parameters.get("store_uri") or "")
     if store and "://" not in store and not PurePosixPath(store).is_absolute():
         return (
@@ -202,7 +223,8 @@ def _advice(found: list[Cause], parameters: Mapping[str, Any], run_id: str, host
     again = f"`flexfleet submit {NAMED[key]} --param {key}={name}` with the same {same}"
     if not found:
         return f"To continue: {again}."
-    return f"To continue: `flexfleet submit --retry {run_id}`, or {again}."
+    memory = OUT_OF_MEMORY if KILLED in codes else ""
+    return f"{memory}To continue: `flexfleet submit --retry {run_id}`, or {again}."
 
 
 # ------------------------------------------------------------------------------------------------- one command each
@@ -220,10 +242,10 @@ def terminate(client: Any, run_id: str) -> None:
         client.terminate_run(run_id)
 
 
-def print_logs(client: Any, run_id: str, namespace: str | None, report: Report) -> bool:
+def print_logs(client: Any, run_id: str, report: Report) -> bool:
     """Report the logs of a run's pods. Returns False if no log is available."""
     found = False
-    for log in logs(client, _asked(client, run_id), namespace):
+    for log in logs(client, _asked(client, run_id)):
         report(f"==> {log.task or 'task'} ({log.pod}) <==")
         report(log.text.rstrip("\n"))
         found = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,10 @@ class Scheduled:
     made: bool
     """False: a recurring run with these settings existed."""
     replaced: int
-    """Number of other recurring runs of that name, which were disabled and deleted."""
+    """Number of other recurring runs of that name that were deleted."""
     active_runs: list[str]
-    """Ids of their runs in progress. The recurring runs of these remain, disabled, until the next call."""
+    """Ids of the runs in progress of other recurring runs of that name. These recurring runs are disabled, and the next
+    call deletes them if their runs have ended."""
 
 
 def schedule(
@@ -76,25 +77,25 @@ def schedule(
             where, name, description, cron_expression=cron, no_catchup=True, max_concurrency=1,
             params=dict(parameters), pipeline_id=pipeline_id, version_id=version_id, service_account=service_account,
         )  # fmt: skip
-        others = [each.recurring_run_id for each in known if each.recurring_run_id != new.recurring_run_id]
-        for each in known:
-            if each.recurring_run_id in others and _is_enabled(each):
-                client.disable_recurring_run(each.recurring_run_id)
-        active = _delete(client, where, others)
+        others = [each for each in known if each.recurring_run_id != new.recurring_run_id]
+        for each in filter(_is_enabled, others):
+            client.disable_recurring_run(each.recurring_run_id)
+        deleted, active = _delete(client, where, {each.recurring_run_id for each in others})
     url = link(host, "recurringrun", new.recurring_run_id)
-    return Scheduled(new.recurring_run_id, url, name, cron, version, same is None, len(others), active)
+    return Scheduled(new.recurring_run_id, url, name, cron, version, same is None, deleted, active)
 
 
 def _is_enabled(recurring_run: Any) -> bool:
     return "DISABLE" not in f"{recurring_run.mode} {recurring_run.status}"
 
 
-def _delete(client: Any, experiment_id: str, recurring_runs: Sequence[str]) -> list[str]:
-    """Delete those of the recurring runs that have no run in progress; return the ids of the runs in progress."""
+def _delete(client: Any, experiment_id: str, recurring_runs: Set[str]) -> tuple[int, list[str]]:
+    """Delete those of the recurring runs that have no run in progress. Return their number, and the ids of the runs in
+    progress of the others."""
     runs = pages(client.list_runs, "runs", experiment_id=experiment_id) if recurring_runs else ()
     active = [run for run in runs if run.recurring_run_id in recurring_runs and state_of(run) not in EXIT_CODES]
-    for id in recurring_runs:
-        if id not in {run.recurring_run_id for run in active}:
-            with contextlib.suppress(NotFound), translated():
-                client.delete_recurring_run(id)
-    return [run.run_id for run in active]
+    idle = recurring_runs - {run.recurring_run_id for run in active}
+    for id in idle:
+        with contextlib.suppress(NotFound), translated():
+            client.delete_recurring_run(id)
+    return len(idle), [run.run_id for run in active]

@@ -45,6 +45,8 @@ KINDS = {
     Diverged: "diverged or nothing merged",
 }
 """The word for each class of errors."""
+BUG = "bug"
+"""The word for every other error."""
 WIDTH = 100
 """Characters of the longest line of an error. Kubeflow shows the lines in a box that does not wrap."""
 OPTION = re.compile(r"--(run-)?id\b(?! \(in the pipeline)")
@@ -85,7 +87,7 @@ def ending(again: str, form: Mapping[str, Any] = MappingProxyType({})) -> Iterat
         if not line:
             print(masked(traceback.format_exc()), end="", file=sys.stderr)
             line = f"{type(error).__name__}: {masked(str(error))}"
-        kind = next((word for kind, word in KINDS.items() if code == kind.exit_code), "bug")
+        kind = next((word for kind, word in KINDS.items() if code == kind.exit_code), BUG)
         causes = [(told_of(each) or (line,))[0] for each in error.errors] if isinstance(error, Faults) else [line]
         fields = _fields(again, form)
         first, *more = (_in_form(" ".join(cause.split()), again, fields) for cause in causes)
@@ -104,7 +106,7 @@ def _call_webhook(error: str, form: Mapping[str, Any]) -> None:
     from flexfleet.nightly import webhook
 
     webhook.call(
-        "A task of a night failed, which has no verdict unless a further try succeeds. Pipeline run "
+        "A task of the nightly regression run failed. There is no verdict unless a retry succeeds. Pipeline run "
         f"{form.get('job_id', 'unknown')}: {error}"
     )
 
@@ -157,6 +159,8 @@ def _advice(kind: str, again: str) -> str:
         return "A retry does not help. Correct the form, and start another run."
     if kind == KINDS[GateFailed]:
         return "The task before this one has the report."
+    if kind == BUG:
+        return "This is a bug in flexfleet or in your own class. Report it with the traceback above."
     return f"To continue, choose Retry of this run in Kubeflow's UI, or start another run with the same {again}."
 
 

@@ -136,7 +136,9 @@ def _ask_server(uri: str) -> None:
     user, password, token = (given(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN"))
     secure = given("MLFLOW_TRACKING_INSECURE_TLS", "").lower() not in ("true", "1")
     with requests.Session() as session:
-        session.mount("http", HTTPAdapter(max_retries=Retry(1, status_forcelist=(502, 503, 504), backoff_factor=1)))
+        retries = Retry(1, status_forcelist=(502, 503, 504), backoff_factor=1)
+        for scheme in ("http://", "https://"):
+            session.mount(scheme, HTTPAdapter(max_retries=retries))
         if user and password:
             session.auth = (user, password)
         elif token:
@@ -146,20 +148,22 @@ def _ask_server(uri: str) -> None:
                 f"{address(uri).rstrip('/')}/api/2.0/mlflow/experiments/search",
                 params={"max_results": "1"},
                 timeout=ANSWER_S,
+                allow_redirects=False,
                 verify=given("MLFLOW_TRACKING_SERVER_CERT_PATH") or secure,
                 cert=given("MLFLOW_TRACKING_CLIENT_CERT_PATH"),
             )
         except requests.RequestException as error:
             reason = getattr(error.args[0] if error.args else error, "reason", error)  # of the last try
             raise Unreachable(f"{shown} does not answer: {first_line(reason)}. Check the address") from error
-    if answer.status_code in (401, 403) and any(map(given, OTHER_LOGINS)):
+    try:
+        is_mlflow = answer.status_code < 300 and isinstance(answer.json(), dict)
+    except ValueError:
+        is_mlflow = False
+    if is_mlflow or (answer.status_code < 404 and any(map(given, OTHER_LOGINS))):
         return
     if answer.status_code >= 400:
         raise Refused(
             f"{shown} answers with HTTP status {answer.status_code}. Check the address and the login (Secret "
             "flexfleet-mlflow)"
         )
-    try:
-        answer.json()
-    except ValueError:
-        raise Refused(f"{shown} is not an MLflow server: its answer is not JSON. Check the address") from None
+    raise Refused(f"{shown} is not an MLflow server: its answer is not JSON. Check the address")

@@ -96,11 +96,15 @@ class MLflow:
             self._client.update_run(self.run_id, status="RUNNING")
             logged = self._client.get_metric_history(self.run_id, "seconds_round")
         self.client = Patient(uri, patience_s, check)
+        self._patience_s, self._check = patience_s, check
         self._last_step = max((int(m.step) for m in logged), default=0)
         self._unsent: list[list[Any]] = []
-        self._sender = threading.Thread()
+        self._lock = threading.Lock()
+        """Held while rows are added, and while the sender decides that none is left."""
+        self._sender: threading.Thread | None = None
+        self._is_ending = threading.Event()
+        self._is_away = False
         self._failed: BaseException | None = None
-        self._away, self._next_try = False, 0.0
 
     def _known(self, run_id: str) -> Any:
         """Raises ConfigError for a run that is not there, as where the database is a new one, and for a deleted one."""
@@ -189,61 +193,74 @@ class MLflow:
                 self.client.log_batch(self.run_id, params=chunk)
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Log the rows that MLflow does not have. If it does not answer within WAIT_S, they are logged later."""
+        """Log the rows that MLflow does not have. If it does not take them within WAIT_S, a thread logs them later."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)  # stays the same at another try: MLflow stores equal points once
         new = [(step, values) for step, values in rows if step > self._last_step]
-        self._unsent += [[Metric(name_in_mlflow(k), v, now, step) for k, v in values.items()] for step, values in new]
-        self._last_step = max([self._last_step, *(step for step, _ in new)])
-        if self._unsent and not self._sender.is_alive() and time.monotonic() >= self._next_try:
-            self._sender = threading.Thread(target=self._try, daemon=True, name="mlflow")
-            self._sender.start()
-            if not self._away:
-                self._sender.join(WAIT_S)
+        with self._lock:
+            self._unsent += [[Metric(name_in_mlflow(k), v, now, step) for k, v in row.items()] for step, row in new]
+            self._last_step = max([self._last_step, *(step for step, _ in new)])
+            sender = None
+            if self._unsent and self._sender is None and not self._is_ending.is_set():
+                sender = self._sender = threading.Thread(target=self._send_in_background, daemon=True, name="mlflow")
+                sender.start()
+        if sender is not None:  # a sender that still runs has kept an earlier round waiting
+            sender.join(WAIT_S)
         self._raise_failure()
 
-    def _try(self) -> None:
-        """Send the rows, and do not wait for a server that is away. Runs in a thread."""
-        try:
-            with few_tries(1, ANSWER_S, unless_given=True):
-                self._send()
-        except Unreachable:
-            if not self._away:
-                log.warning(
-                    "MLflow at %s does not answer; rounds continue, and metrics are logged when it answers again",
-                    masked(self.uri),
-                )
-            self._away, self._next_try = True, time.monotonic() + AGAIN_S
-        except BaseException as error:
-            self._failed = error
-
-    def _send(self) -> None:
-        rounds = 0
-        # A step is never split: a batch is written whole or not at all, and `seconds_round` marks it as there.
-        while self._unsent:
-            batch: list[Any] = []
-            steps = 0
-            for metrics in list(self._unsent):
-                if batch and len(batch) + len(metrics) > MLFLOW_BATCH:
+    def _send_in_background(self) -> None:
+        """Send rows until none is left. No round needs MLflow, so a server that is away or refuses is tried again."""
+        sent = 0
+        while True:
+            try:
+                if self._is_away:
+                    self._check()
+                with few_tries(1, ANSWER_S, unless_given=True):
+                    sent += self._send_batch()
+            except (Unreachable, Refused) as error:
+                if not self._is_away:
+                    log.warning("%s. Rounds continue, and metrics are logged when MLflow takes them", error)
+                self._is_away = True
+                self._is_ending.wait(AGAIN_S)
+            except BaseException as error:
+                self._failed = error
+            with self._lock:
+                if not self._unsent or self._failed is not None or self._is_ending.is_set():
+                    self._sender = None
                     break
-                batch += metrics
-                steps += 1
-            with answering(self.uri):
-                self.client.log_batch(self.run_id, metrics=batch)
-            del self._unsent[:steps]
-            rounds += steps
-        if self._away:
-            log.info("MLflow at %s answers again: logged the metrics of %d rounds", masked(self.uri), rounds)
-        self._away, self._next_try = False, 0.0
+        if self._is_away and not self._unsent:
+            log.info("MLflow at %s answers again: logged the metrics of %d rounds", masked(self.uri), sent)
+            self._is_away = False
+
+    def _send_batch(self) -> int:
+        """Send rows as one batch, which MLflow writes as a whole or not at all; return their number. `seconds_round`
+        marks a step as logged, so a step is never split."""
+        batch: list[Any] = []
+        steps = 0
+        for metrics in list(self._unsent):
+            if batch and len(batch) + len(metrics) > MLFLOW_BATCH:
+                break
+            batch += metrics
+            steps += 1
+        with answering(self.uri):
+            self.client.log_batch(self.run_id, metrics=batch)
+        del self._unsent[:steps]
+        return steps
 
     def _send_rest(self) -> None:
         """Send what is left, and wait for a server that is away unless the caller is in haste."""
-        if self._sender.ident is not None:
-            self._sender.join(HASTE_S if is_hasty() else None)
+        self._is_ending.set()
+        sender = self._sender
+        if sender is not None:
+            sender.join(HASTE_S if is_hasty() else max(self._patience_s, HASTE_S))
+            if sender.is_alive() and is_hasty():
+                return
+            if sender.is_alive():
+                raise Unreachable(f"MLflow at {masked(self.uri)} does not answer")
         self._raise_failure()
-        if not self._sender.is_alive():
-            self._send()
+        while self._unsent:
+            self._send_batch()
 
     def _raise_failure(self) -> None:
         failed, self._failed = self._failed, None

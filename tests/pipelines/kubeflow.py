@@ -100,7 +100,7 @@ def hangs(handler: BaseHTTPRequestHandler, _: Answer) -> None:
 
 def called(method: str, path: str) -> str:
     """The name of a call: `GET pipelines/*/versions`."""
-    return f"{method} {re.sub('/(?!upload)[^/]+', '/*', path.removeprefix(f'{API}/'), count=1)}"
+    return f"{method} {re.sub('/(?!upload|pod)[^/]+', '/*', path.removeprefix(f'{API}/').lstrip('/'), count=1)}"
 
 
 TYPES: dict[str, Any] = {"STRING": str, "NUMBER_INTEGER": (int, float), "NUMBER_DOUBLE": (int, float), "STRUCT": dict}
@@ -157,13 +157,15 @@ class Kubeflow:
         self.made = 0
         self.refuse = 0
         self.moves: dict[str, list[dict[str, Any]]] = {}
-        """By a run's id: what changes of it, each time that it is asked for."""
+        """By a run's id: what changes of it each time that a client asks for it. An ended run needs a retry first."""
         self.faults: list[int] = []
         """Statuses that the next questions for a run are answered with; 0 breaks the connection, 200 is a page."""
         self.asked = 0
         """How often a run was asked for."""
         self.logs: dict[str, str] = {}
         """The log of each pod, as the UI's server gives it."""
+        self.namespace = ""
+        """Namespace of the experiments, if the stand-in has several users."""
         self.retried: list[str] = []
         """The ids of the runs that were retried."""
         self.lost: set[str] = set()
@@ -206,6 +208,9 @@ class Kubeflow:
                 return 200, next(v for v in self.versions if v["pipeline_version_id"] == version)
             case "GET", ["experiments"]:
                 return 200, {"experiments": self.experiments}
+            case "GET", ["experiments", id]:
+                found = next(each for each in self.experiments if each["experiment_id"] == id)
+                return 200, found | {"namespace": self.namespace}
             case "POST", ["experiments"]:
                 checked(json.loads(body), "V2beta1Experiment")
                 self.experiments.append(json.loads(body) | {"experiment_id": "e0"})
@@ -250,6 +255,8 @@ class Kubeflow:
                 return (200, self.artifacts[uri]) if uri in self.artifacts else (404, {"error": f"no {uri}"})
             case "GET", ["k8s", "pod", "logs"]:
                 pod = query["podname"][0]
+                if self.namespace and query.get("podnamespace") != [self.namespace]:
+                    return 422, b"podnamespace argument is required"
                 return (200, self.logs[pod].encode()) if pod in self.logs else (500, b"no log of this pod")
             case "POST", ["recurringruns", text]:
                 id, _, verb = text.partition(":")
@@ -297,7 +304,7 @@ class Kubeflow:
         if run is None:
             return 404, {"error": f"Run {id} not found", "code": 5}
         before = run["state"]
-        if id in self.lost:
+        if id in self.lost or run["state"] in ENDED:
             pass
         elif self.moves.get(id):
             run |= self.moves[id].pop(0)

@@ -22,7 +22,7 @@ from flexfleet.kubeflow import follow as following
 from flexfleet.kubeflow.submit import submit
 from flexfleet.tracking.trackers import MLflow
 from tests.harness.moto_server import moto
-from tests.pipelines.kubeflow import nodes, pod_of, says, task
+from tests.pipelines.kubeflow import answers, nodes, pod_of, says, task
 
 METRICS = {"avg": 0.5, "full": 0.6, "train_loss": 1.5, "clients_trained": 3.0, "clients_pruned": 0.0,
            "clients_failed": 0.0, "seconds_round": 2.0}  # fmt: skip
@@ -105,6 +105,7 @@ def test_follow_reads_the_cause_of_a_failure_from_the_log(kubeflow: tuple[Any, s
 
 
 KILLED = "round 2\nF1129 main.go:57] failed to execute component: signal: killed\n"
+DRAINED = "a client pod: exit status 1\n" + "round 3\n" * 9
 STOPPED = "error, exit code 3 (stopped): stopped on request\n  To continue: retry this run.\nexit status 3\n"
 IMPORT = "Traceback:\nModuleNotFoundError: No module named 'flexfleet.steps'\nF1129 main.go:57] exit status 1\n"
 
@@ -114,11 +115,11 @@ IMPORT = "Traceback:\nModuleNotFoundError: No module named 'flexfleet.steps'\nF1
     [
         (KILLED, 3, "federate: exit code 137"),
         (STOPPED, 3, "federate: error, exit code 3 (stopped)"),
-        (None, 3, "federate: no log names a cause"),
-        (IMPORT, 0, "federate: exit code 1: ModuleNotFoundError: No module named 'flexfleet.steps'"),
+        (None, 3, "federate: its pod and log are gone"),
+        (DRAINED, 3, "federate: its pod and log are gone"),
         ("error, exit code 6 (environment): s3://b cannot be reached\n", 0, "federate: error, exit code 6"),
     ],
-    ids=["killed", "drained", "no log", "a bug", "environment"],
+    ids=["killed", "stopped", "no log", "drained", "environment"],
 )
 def test_follow_retries_what_a_retry_may_cure(
     kubeflow: tuple[Any, str], log: str | None, retried: int, said: str
@@ -139,6 +140,62 @@ def test_follow_retries_what_a_retry_may_cure(
         f"`flexfleet submit --retry {run_id}`, or `flexfleet submit train --param run_id=mine` with the same settings"
     )
     assert again in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (IMPORT, "This is a bug"),
+        ("error, exit code 5 (gate): worse\n", "Open the report"),
+        ("error, exit code 7 (diverged or nothing merged): nan\n", "A retry gives the same result"),
+    ],
+)
+def test_follow_advises_by_the_exit_code(kubeflow: tuple[Any, str], log: str, said: str) -> None:
+    server, host = kubeflow
+    run_id = submit("train", {"store_uri": "/volume/runs"}, host=host).run_id
+    server.moves[run_id] = [{"state": "FAILED", **details(*nodes(("federate", "FAILED", 4)))}]
+    server.logs[pod_of(4)] = log
+    found, lines = follow(host, run_id, retries=3)
+    assert found.retried == 0 and lines[-1].startswith(said)
+
+
+def test_follow_reads_logs_in_the_namespace_of_the_run(kubeflow: tuple[Any, str]) -> None:
+    server, host = kubeflow
+    server.namespace = "profile"
+    run_id = submit("train", {"store_uri": "/volume/runs"}, host=host).run_id
+    server.moves[run_id] = [{"state": "FAILED", **details(*nodes(("partition", "FAILED", 1)))}]
+    server.logs[pod_of(1)] = INPUT_ERROR
+    assert "flexflx" in follow(host, run_id)[0].error
+
+
+def test_follow_does_not_retry_if_logs_cannot_be_read(kubeflow: tuple[Any, str]) -> None:
+    server, host = kubeflow
+    run_id = submit("train", {}, host=host).run_id
+    server.moves[run_id] = [{"state": "FAILED", **details(*nodes(("partition", "FAILED", 1)))}]
+    server.spoils["GET k8s/pod/*"] = [says(403, b"Access denied to namespace", "text/plain")]
+    found, _ = follow(host, run_id, retries=3)
+    assert found.retried == 0 and "its log cannot be read: 403" in found.error
+
+
+def test_follow_waits_for_a_server_that_is_away_while_it_reads_logs(
+    kubeflow: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, host = kubeflow
+    monkeypatch.setattr("fl_engine.storage.outage.LONGEST_PAUSE_S", 0.01)
+    run_id = submit("train", {}, host=host).run_id
+    server.moves[run_id] = [{"state": "FAILED", **details(*nodes(("federate", "FAILED", 4)))}, {"state": "SUCCEEDED"}]
+    server.logs[pod_of(4)] = KILLED
+    server.spoils["GET experiments/*"] = [says(503, b""), answers]
+    assert follow(host, run_id, retries=3)[0].exit_code == 0
+
+
+def test_follow_does_not_retry_a_run_that_it_saw_terminated(kubeflow: tuple[Any, str]) -> None:
+    """A server may end it without CANCELING in the history."""
+    server, host = kubeflow
+    run_id = submit("train", {}, host=host).run_id
+    server.moves[run_id] = [{"state": "CANCELING"}, {"state": "FAILED", "state_history": [{"state": "FAILED"}]}]
+    found, _ = follow(host, run_id, retries=3)
+    assert (found.state, found.retried) == ("CANCELED", 0)
 
 
 def test_follow_ends_well_if_a_retry_cures_the_run(kubeflow: tuple[Any, str]) -> None:
@@ -214,12 +271,15 @@ def test_submit_waits_and_ends_as_the_run_did(
 def test_submit_terminates_retries_and_prints_logs(kubeflow: tuple[Any, str], flexfleet: Any) -> None:
     server, host = kubeflow
     run_id = submit("train", {}, host=host).run_id
-    server.moves[run_id] = [{"state": "RUNNING", **details(*nodes(("federate", "RUNNING", 4)))}]
+    names = ("partition", "pretrain", "model-pool", "federate", "evaluate", "report")
+    running = details(*nodes(*((name, "RUNNING", number) for number, name in enumerate(names, 1))))
+    server.moves[run_id] = [{"state": "RUNNING", **running}]
     missing = flexfleet("submit", "--logs", run_id, "--host", host)
     assert missing.code == 6 and "no logs" in missing.err
-    server.logs[pod_of(4)] = "round 1\n"
+    server.logs = {pod_of(number): f"of {name}\n" for number, name in enumerate(names, 1)}
     shown = flexfleet("submit", "--logs", run_id, "--host", host)
-    assert shown.code == 0 and f"==> federate ({pod_of(4)}) <==\nround 1" in shown.out, shown.out
+    for number, name in enumerate(names, 1):
+        assert f"==> {name} ({pod_of(number)}) <==\nof {name}" in shown.out, shown.out
     del server.moves[run_id]
     ended = flexfleet("submit", "--terminate", run_id, "--wait", "--host", host)
     assert ended.code == 3, ended.err

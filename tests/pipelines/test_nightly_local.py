@@ -141,7 +141,7 @@ def test_a_task_that_fails_tells_the_webhook_that_there_may_be_no_verdict(
                 gate.python_func(str(suite), ran.mlflow, "store", "one", "job-7", {}, missing, [], *[missing] * 4)
     (told,) = posted
     assert told.startswith(
-        "A task of a night failed, which has no verdict unless a further try succeeds. Pipeline run "
+        "A task of the nightly regression run failed. There is no verdict unless a retry succeeds. Pipeline run "
     )
     wanted = {
         "prepare": "error, exit code 2 (wrong parameter): no suite is named 'nope'",

@@ -90,7 +90,9 @@ def test_nightly_lets_the_run_in_progress_finish(kubeflow: tuple[Any, str], flex
     server, host = kubeflow
     nightly(host, OLD)
     server.moves[server.fire(server.recurring[0])["run_id"]] = [{"state": "RUNNING"}, {"state": "SUCCEEDED"}]
-    done = flexfleet("nightly", "--host", host, "--name", NAME)
+    for said in ("new", "unchanged"):
+        done = flexfleet("nightly", "--host", host, "--name", NAME)
+        assert f"(UTC), {said}: http" in done.out, done.err
     assert done.code == 0 and "in progress" in done.out and "r1" in done.out, done.err
     assert enabled(server) == [NEW] and [job["recurring_run_id"] for job in server.recurring] == ["j1", "j2"]
     assert following.follow("r1", host=host).exit_code == 0

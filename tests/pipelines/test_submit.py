@@ -142,7 +142,7 @@ def test_a_class_of_ones_own_travels_in_advanced(
         (["train", "--param", "store_uri=x"], ["run.remote=s3://b/x"], "--param store_uri and --set run.remote give"),
         (["train", "--param", "rounds=5", "--param", "rounds=6"], [], "--param rounds is given twice"),
         (["nightly"], ["algorithm.kd_weight=7"], "a suite says what is measured"),
-        (["nightly", "--config", "mine.yaml"], [], "a night reads no file"),
+        (["nightly", "--config", "mine.yaml"], [], "--config cannot be used with nightly"),
         (["nightly", "--param", "suite=nope"], [], "no suite is named 'nope': digits"),
         (["nightly", "--param", "suite=mine.yaml"], [], "must be one that comes with flexfleet (digits)"),
         (["train"], ["seed=9007199254740993"], "seed = 9007199254740993: Kubeflow rounds whole numbers above"),
@@ -306,7 +306,7 @@ def test_the_nightly_is_made_once_and_replaced_by_its_name(
     other = flexfleet("nightly", "--host", host, "--name", "another")
     assert other.code == 0 and len(server.recurring) == 2
     again = flexfleet("nightly", "--host", host, "--name", "mine", "--cron", "0 30 3 * * 1-5")
-    assert again.code == 0 and "replaces 1" in again.out, again.err
+    assert again.code == 0 and "1 old deleted" in again.out, again.err
     assert [(j["recurring_run_id"], j["display_name"]) for j in server.recurring] == [("j2", "another"), ("j3", "mine")]
     assert server.recurring[1]["trigger"]["cron_schedule"]["cron"] == "0 30 3 * * 1-5"
 
