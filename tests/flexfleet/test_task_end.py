@@ -60,7 +60,7 @@ def told_by(error: Exception, again: str, form: dict[str, Any], capsys: pytest.C
         (ModuleNotFoundError(name="optuna"), 6, "environment", RETRY),
         (Diverged("no update"), 7, "diverged or nothing merged", CORRECT),
         (NothingMerged("no update"), 7, "diverged or nothing merged", CORRECT),
-        (KeyError("x"), 1, "bug", RETRY),
+        (KeyError("x"), 1, "bug", "Report it with the traceback above."),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )

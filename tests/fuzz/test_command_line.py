@@ -57,7 +57,7 @@ def _idle(scratch: Path, monkeypatch: pytest.MonkeyPatch, finished_template: Any
         (regress_module, "make"),
         (submit_module, "connected"),
         (tracking_module, "client_of"),
-        (pushed_module, "client_of"),
+        (pushed_module, "Patient"),
     ):
         monkeypatch.setattr(owner, name, begin)
     monkeypatch.setattr(regress_module, "check", lambda config: None)  # of a suite: seconds, and tried by itself

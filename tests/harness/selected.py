@@ -41,7 +41,7 @@ real processes, kills, faults of a cluster, S3 servers."""
 
 PRODUCTS = {
     "test_a_device_that_cannot_fails_in_pruning": 3,
-    "test_a_fault_at_a_call_is_one_line": 6,
+    "test_submit_reports_a_fault_of_a_call_in_one_line": 6,
     "test_a_kill_between_any_two_writes_changes_no_bit": 2,
     "test_a_lane_has_the_same_bits_whoever_is_beside_it": 2,
     "test_a_resumed_run_equals_one_that_was_not_stopped": 2,
@@ -69,7 +69,6 @@ PRODUCTS = {
     "test_two_rounds_with_every_aggregation": 4,
     "test_updates_that_agree_are_taken_as_they_are": 2,
     "test_what_a_round_refuses_is_refused_after_a_kill_as_before": 2,
-    "test_what_would_never_end_ends_in_time": 4,
     "test_whichever_operation_fails_the_run_stops_or_not_and_goes_on_to_the_same_bits": 3,
     "test_who_takes_part_in_a_private_run_follows_from_its_key_and_not_from_its_seed": 2,
     "test_with_a_buffer_of_all_it_is_the_synchronous_run": 2,

@@ -54,6 +54,8 @@ def pod(name: str, run_id: str, node: str, outputs: dict[str, str] | None = None
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [main]}}
 
 
+FAILED = {"state": "FAILED", "run_details": {"task_details": nodes(("run", "FAILED", 1))}}
+"""A run whose task has failed, and whose pod and log are gone."""
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]  # for longer than a busy machine takes to come to it
 LOOP = "compare-x(0).root(0).for-loop-1(0).iteration-iterations(0:0)(0).iteration-item(0)"
 
@@ -101,7 +103,7 @@ def test_a_deleted_pod_is_gone_and_its_process_with_it(fake_cluster: Any, cluste
 
 def test_a_run_whose_pod_vanished_is_retried(kubeflow: tuple[Any, str]) -> None:
     server, host = kubeflow
-    moves = [{"state": "RUNNING"}, {"state": "FAILED"}, {"state": "RUNNING"}, {"state": "SUCCEEDED"}]
+    moves = [{"state": "RUNNING"}, FAILED, {"state": "RUNNING"}, {"state": "SUCCEEDED"}]
     for retries, state in ((0, "FAILED"), (2, "SUCCEEDED")):
         run_id = submit("train", {}, host=host).run_id
         server.moves[run_id] = list(moves)
@@ -215,7 +217,7 @@ def test_the_suite_sees_another_model(
 def test_the_suite_sees_a_killed_step_retried(kubeflow: tuple[Any, str], fake_cluster: Any, place: steps.Place) -> None:
     server, _ = kubeflow
     process = ready(kubeflow, fake_cluster, "r1", "run", "run_folder", b"model")
-    server.moves["r1"] = [{"state": state} for state in ("RUNNING", "FAILED", "RUNNING", "SUCCEEDED")]
+    server.moves["r1"] = [{"state": "RUNNING"}, FAILED, {"state": "RUNNING"}, {"state": "SUCCEEDED"}]
     real.test_a_process_killed_in_a_loop_changes_no_bit(place, sha256_of(b"model"))
     assert process.wait(10) == -9 and server.retried == ["r1"]
     given = server.runs[0]["runtime_config"]["parameters"]

@@ -76,7 +76,7 @@ def test_message_is_obeyed_only_with_the_device_key() -> None:
 @pytest.mark.parametrize(
     "lie",
     [
-        {"name": "weak-2"}, {"name": "../weak-1"}, {"number": -1}, {"number": 10**12 + 1}, {"state": "dead"},
+        {"name": "weak-2"}, {"name": "../weak-1"}, {"number": -1}, {"number": 10**15 + 1}, {"state": "dead"},
         {"error": "x" * 501}, {"version": "x" * 41}, {"numerics": "x" * 301}, {"requests": 10**9 + 1}, {"at": math.nan},
         {"at": -1.0}, {"lease": "../../other"}, {"worker": "x"}, {"id": "x"}, {"more": 1},
     ],
