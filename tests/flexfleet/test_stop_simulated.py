@@ -158,6 +158,6 @@ def test_a_raised_limit_goes_on_and_a_run_that_stops_in_between_is_unfinished(
 
 
 def test_what_begins_says_both_ends() -> None:
-    assert "| rounds | 9, 30 %" in card(load_config(None, ["rounds.stop=9"]), "r", "s", "")
-    timed = card(load_config(None, ["rounds.stop=9", "rounds.stop_simulated_s=70000.0"]), "r", "s", "")
+    assert "| rounds | 9, 30 %" in card(load_config(None, ["rounds.stop=9"]), "r", "s")
+    timed = card(load_config(None, ["rounds.stop=9", "rounds.stop_simulated_s=70000.0"]), "r", "s")
     assert "| rounds | 9 at most, until 70000 s on the simulated clock, 30 % of the clients each |" in timed
