@@ -404,7 +404,7 @@ def _one_round(noise_multiplier: float, sampled: tuple[int, int] | None) -> tupl
         return whole.orders, whole.rdp
     k, eligible = sampled
     part = library.rdp.RdpAccountant(neighboring_relation=relation.REPLACE_ONE)
-    half = library.GaussianDpEvent(noise_multiplier / 2)  # the noise over the sensitivity, 2 * clip
+    half = library.GaussianDpEvent(noise_multiplier / 2)  # the sensitivity is 2 * clip, not clip
     part.compose(library.SampledWithoutReplacementDpEvent(eligible, k, half))
     return whole.orders, np.minimum(whole.rdp, part.rdp)
 

@@ -114,7 +114,7 @@ def check_device(name: str, named_by: str = "run.devices") -> None:
     """Raises EnvironmentFailure where torch does not have the device, or it holds no values."""
     try:
         torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, ImportError) as error:  # the last one: of a device's own package
+    except (RuntimeError, AssertionError, ImportError) as error:  # ImportError: a device's own package
         raise EnvironmentFailure(
             f"{named_by} names {name!r}, which this torch cannot use: {str(error).splitlines()[0]}"
         ) from error

@@ -117,7 +117,7 @@ class Processes:
                 group, worker.group = worker.group or [], None
                 answer = _answer(worker.link)
                 if isinstance(answer, FlexfleetError):
-                    raise answer  # a mistake in the algorithm's code
+                    raise answer  # the algorithm's code is wrong
                 if answer is not None:
                     while answer:  # each outcome is let go once it was yielded, because its tensors may be large
                         outcome = _unpacked(*answer.pop())

@@ -192,8 +192,8 @@ def refused(
 
 
 def _too_far(moved: Moved, usual: Moved, before: Sequence[Moved], bound: float) -> tuple[Code, str] | None:
-    """Why an update moved too far; None: it did not. `usual`: for its number of steps. `before`: how many times the
-    usual the client's earlier updates moved."""
+    """Return why an update moved too far, or None if it did not. `usual` is the usual movement for its number of steps.
+    `before` has the movements of the client's earlier updates, as multiples of the usual."""
     now = _times(moved, usual)
     last = [*before, now]
     kinds: tuple[tuple[Code, int], ...] = (("norm", 0), ("statistics", 1))

@@ -132,7 +132,7 @@ def form_of(sets: Sequence[str]) -> dict[str, Any]:
 
 
 def check_once(fields: Iterable[str], sets: Sequence[str]) -> None:
-    """Raises ConfigError for a field of a form that is given, and that one of `sets` (`a.b=value`) sets too."""
+    """Raise ConfigError if one of `sets` (`a.b=value`) sets a parameter that a given field of the form also sets."""
     named = leaves(dict(pair_of(text) for text in sets))
     for name in fields:
         path = (PARAMETERS | STUDY).get(name, "")

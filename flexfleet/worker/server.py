@@ -256,7 +256,7 @@ def run(args: argparse.Namespace) -> int:
             try:
                 Server(mailbox, restart, args.device).serve(POD_SILENCE_S if device.pod else SILENCE_S, args.once)
             except ClientError:
-                if mailbox.revoked:  # otherwise no signature vouches for the reason, and another start may succeed
+                if mailbox.revoked:  # otherwise the reason is unsigned, and another start may succeed
                     mailbox.forget()
                 raise
             finally:  # also on signals and Ctrl-C: the assignment goes to another worker at once

@@ -338,8 +338,8 @@ class Controller:
             self._forget(job, why)
 
     def _give_way(self, open_: Mapping[str, int], waiting: Mapping[str, int]) -> None:
-        """Delete the Job of a class without orders, if pods of another class wait for room and none of them runs. A pod
-        that is bound to its node would make room for nobody."""
+        """Delete the Job of a class without assignments if pods of another class wait for room and none of them runs. A
+        pod that is bound to its node would make room for nobody."""
         idle = [job for job in self._jobs if not open_.get(job.pods.name)]
         queues = [
             job.pods.name
