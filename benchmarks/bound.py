@@ -31,11 +31,11 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import NORM_BOUND
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tracker import Memory
-from flexfleet.steps.model_pool import model_pool
-from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import pretrain
-from flexfleet.steps.site import initial_state, site_of
+from flexfleet.pipeline.model_pool import model_pool
+from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import pretrain
+from flexfleet.pipeline.site import initial_state, site_of
 
 STORE = Path("runs/bound")
 OUT = Path("docs/robustness/bound.json")

@@ -440,7 +440,7 @@ def run(campaign: Campaign | Suite) -> dict[str, Any]:
     """Makes the runs of a campaign that are missing; returns its comparison.json."""
     jobs = str(os.cpu_count() or 1)
     local = ["--resume", "--jobs", jobs, "--set", f"run.store={STORE}"]
-    program = [sys.executable, "-m", "flexfleet.cli", *campaign.command[1:], *local]
+    program = [sys.executable, "-m", "flexfleet.cli.main", *campaign.command[1:], *local]
     code = subprocess.run(program, check=False).returncode
     if code != 0:
         raise SystemExit(f"{campaign.id} ended with {code}: fix the cause and start again; finished runs are kept")

@@ -265,7 +265,7 @@ def of_mlflow(rounds: Sequence[int] = TOLD, lines: Sequence[int] = LINES) -> Non
 def _flexfleet(folder: str, *argv: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run(
-        [sys.executable, "-m", "flexfleet.cli", *argv],
+        [sys.executable, "-m", "flexfleet.cli.main", *argv],
         cwd=folder,
         env=environment,
         check=True,

@@ -32,11 +32,11 @@ import boto3.session
 from fl_engine.core.contracts import Tracker
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.places import open_store
-from flexfleet.steps.federate import federate
-from flexfleet.steps.model_pool import model_pool
-from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import pretrain
+from flexfleet.pipeline.federate import federate
+from flexfleet.pipeline.model_pool import model_pool
+from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import pretrain
 from tests.harness.processes import QUICK
 from tests.k8s import fake
 

@@ -95,7 +95,9 @@ class Case:
 def accuracies(case: Case) -> dict[str, dict[str, float]]:
     """avg and full after the last round, in %, by label. Makes the runs that are missing."""
     local = ["--resume", "--jobs", "1", "--set", f"run.store={STORE}"]
-    code = subprocess.run([sys.executable, "-m", "flexfleet.cli", *case.command[1:], *local], check=False).returncode
+    code = subprocess.run(
+        [sys.executable, "-m", "flexfleet.cli.main", *case.command[1:], *local], check=False
+    ).returncode
     if code != 0:
         raise SystemExit(f"{case.id} ended with {code}: fix the cause and start again; finished runs are kept")
     found = json.loads((STORE / case.id / "comparison.json").read_text("utf-8"))["results"]

@@ -22,8 +22,8 @@ def compare(
     import shutil
     from pathlib import Path
 
-    from flexfleet.comparisons.graph import PairsFile, collect
-    from flexfleet.comparisons.tabulate import metrics as figures
+    from flexfleet.experiments.graph import PairsFile, collect
+    from flexfleet.experiments.tabulate import metrics as figures
     from flexfleet.kubeflow.task_end import ending, patiently
 
     with ending("comparison_id"):

@@ -8,8 +8,8 @@ from components.task import task
 @task
 def decide(failed: str) -> None:
     from fl_engine.core.errors import GateFailed
+    from flexfleet.experiments import webhook
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.nightly import webhook
 
     with ending("night_id"):
         if failed:

@@ -21,8 +21,8 @@ def evaluate(
 
     from flexfleet.files.artifacts import ConfusionFile, EvaluationFile
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.steps.evaluate import evaluate as step
-    from flexfleet.steps.prepare import Resolved
+    from flexfleet.pipeline.evaluate import evaluate as step
+    from flexfleet.pipeline.prepare import Resolved
 
     with ending("run_id"):
         paths = (Path(each.path) for each in (run, parts, pool, evaluation))

@@ -23,9 +23,9 @@ def federate(
     from flexfleet.config.overrides import run_folder
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.task_end import ending, patiently
-    from flexfleet.runs.resumable import federate_in
-    from flexfleet.steps.prepare import Resolved
-    from flexfleet.steps.resumed import store_of
+    from flexfleet.pipeline.prepare import Resolved
+    from flexfleet.pipeline.resumable import federate_in
+    from flexfleet.pipeline.resumed import store_of
     from flexfleet.tracking import record as track
 
     with ending("run_id"):

@@ -28,12 +28,12 @@ def gate(
     import shutil
     from pathlib import Path
 
-    from flexfleet.comparisons.graph import PairsFile
     from flexfleet.config.overrides import sets_of
     from flexfleet.config.platform import platform_store
+    from flexfleet.experiments import regress
+    from flexfleet.experiments.figures import TASKS
+    from flexfleet.experiments.graph import PairsFile
     from flexfleet.kubeflow.task_end import ending, patiently
-    from flexfleet.nightly import regress
-    from flexfleet.nightly.figures import TASKS
 
     with ending("night_id", locals()):
         store = store_uri or platform_store() or ""

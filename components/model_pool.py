@@ -19,8 +19,8 @@ def model_pool(
 
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.steps.model_pool import model_pool as step
-    from flexfleet.steps.prepare import Resolved
+    from flexfleet.pipeline.model_pool import model_pool as step
+    from flexfleet.pipeline.prepare import Resolved
     from flexfleet.tracking import versioned
 
     with ending("run_id"):

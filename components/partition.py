@@ -38,10 +38,10 @@ def partition(
     from flexfleet.config import overrides
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.runs import check, places
-    from flexfleet.steps.partition import partition as step
-    from flexfleet.steps.prepare import Resolved
-    from flexfleet.steps.resumed import check_begun, store_of
+    from flexfleet.pipeline import check, places
+    from flexfleet.pipeline.partition import partition as step
+    from flexfleet.pipeline.prepare import Resolved
+    from flexfleet.pipeline.resumed import check_begun, store_of
     from flexfleet.tracking import record as track
     from flexfleet.tracking import versioned
 

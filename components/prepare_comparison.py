@@ -33,11 +33,11 @@ def prepare(
 ) -> list[str]:
     from pathlib import Path
 
-    from flexfleet.comparisons.graph import prepare as step
     from flexfleet.config import overrides
     from flexfleet.config.entries import Entry
+    from flexfleet.experiments.graph import prepare as step
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.runs import places
+    from flexfleet.pipeline import places
 
     given = locals()
     name = comparison_id or f"compare-{job_id}"

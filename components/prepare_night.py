@@ -24,10 +24,10 @@ def prepare(
     from pathlib import Path
 
     from flexfleet.config.overrides import sets_of
+    from flexfleet.experiments import regress
+    from flexfleet.experiments.night import Night
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.nightly import regress
-    from flexfleet.nightly.night import Night
-    from flexfleet.runs import places
+    from flexfleet.pipeline import places
 
     given = locals()
 

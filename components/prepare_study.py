@@ -33,9 +33,9 @@ def prepare(
     from pathlib import Path
 
     from flexfleet.config import Config, overrides
+    from flexfleet.experiments.study import prepare as step
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.runs import places
-    from flexfleet.studies.study import prepare as step
+    from flexfleet.pipeline import places
 
     given = locals()
 

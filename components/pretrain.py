@@ -19,7 +19,7 @@ def pretrain(config: dsl.Input[Artifact], parts: dsl.Input[Artifact], apoz: dsl.
         if config.metadata.get("preparations") == "none":
             no_preparation.write(Path(apoz.path))
             return
-        from flexfleet.steps.prepare import Resolved  # imports torch, for two seconds
-        from flexfleet.steps.pretrain import pretrain as step
+        from flexfleet.pipeline.prepare import Resolved  # imports torch, for two seconds
+        from flexfleet.pipeline.pretrain import pretrain as step
 
         step(Resolved.load(config.path), Path(parts.path), Path(apoz.path))

@@ -26,7 +26,7 @@ def report(
     from flexfleet.config import load_config
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.task_end import ending, patiently
-    from flexfleet.runs.gather import finish
+    from flexfleet.pipeline.gather import finish
     from flexfleet.tracking.pushed import POINTERS
 
     with ending("run_id"):

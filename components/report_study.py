@@ -22,8 +22,8 @@ def report(
 ) -> None:
     from pathlib import Path
 
+    from flexfleet.experiments.study import report as step
     from flexfleet.kubeflow.task_end import ending, patiently
-    from flexfleet.studies.study import report as step
 
     with ending("study_id"):
         ended, start = [Path(worker.path) for worker in searched], Path(prepared.path)

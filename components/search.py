@@ -18,8 +18,8 @@ def search(
 ) -> None:
     from pathlib import Path
 
+    from flexfleet.experiments.study import work_in_graph
     from flexfleet.kubeflow.task_end import ending, patiently
-    from flexfleet.studies.study import work_in_graph
 
     with ending("study_id"):
         start, out = Path(prepared.path), Path(searched.path)

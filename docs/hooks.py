@@ -18,7 +18,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def commands() -> str:
-    from flexfleet.cli import parser
+    from flexfleet.cli.main import parser
 
     os.environ["COLUMNS"] = "100"
     (chosen,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))

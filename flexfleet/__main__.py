@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """As `cli.main`. Ctrl-C is one line also while modules are imported."""
     try:
-        from flexfleet import cli
+        from flexfleet.cli import main as cli
 
         cli.main()
     except KeyboardInterrupt:

@@ -43,7 +43,7 @@ def nightly(
     """Fails if a figure is worse than before by more than noise explains.
 
     Args:
-        suite: A suite of flexfleet/nightly/suites: what is run, and its reference figures.
+        suite: A suite of flexfleet/experiments/nightly_suites: what is run, and its reference figures.
         mlflow_uri: Tracking URI of an MLflow server, which has the earlier runs; empty: the one that Kubeflow gives
             tasks, else the reference alone.
         store_uri: s3://bucket/prefix of all runs, or a folder of a volume; empty: the platform's bucket, if the Secret

@@ -49,9 +49,9 @@ from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import measured_alike, tiny_pool
 from fl_engine.testing.tracker import Memory
 from fl_engine.training.guest import set_repeatable
-from flexfleet import cli
+from flexfleet.cli import main as cli
 from flexfleet.files import terminal
-from flexfleet.runs import whole as run_module
+from flexfleet.pipeline import whole as run_module
 from tests.harness.comparisons import compared as compared  # a fixture, as the next two
 from tests.harness.comparisons import compared_template as compared_template
 from tests.harness.comparisons import quick_comparisons as quick_comparisons

@@ -18,14 +18,14 @@ from flexfleet.api.paired import Paired, paired
 from flexfleet.api.progress import shown
 from flexfleet.api.results import Result, in_store
 from flexfleet.api.tables import table, to_html
-from flexfleet.comparisons import tables, tabulate
-from flexfleet.comparisons.comparison import Comparison as ComparisonFile
-from flexfleet.comparisons.comparison import OneRun, figure_of
-from flexfleet.comparisons.first import TITLES
-from flexfleet.comparisons.side_by_side import one_by_one
-from flexfleet.comparisons.whole import compare as compare_all
 from flexfleet.config.entries import accuracies_of, run_name, seeds_of
 from flexfleet.config.names import dated
+from flexfleet.experiments import tables, tabulate
+from flexfleet.experiments.comparison import Comparison as ComparisonFile
+from flexfleet.experiments.comparison import OneRun, figure_of
+from flexfleet.experiments.first import TITLES
+from flexfleet.experiments.side_by_side import one_by_one
+from flexfleet.experiments.whole import compare as compare_all
 
 FIGURES = tuple(name for name, field in OneRun.model_fields.items() if field.annotation in (float, float | None))
 FIGURES += tuple(name for name in TITLES if name not in FIGURES)
@@ -57,7 +57,7 @@ def compare(
     defines; with more, each is a process of its own. `id`: the name of the comparison's folder in the store (default:
     the time); `resume`: go on with the comparison of this id.
 
-    Raises ConfigError before anything trains; `flexfleet.comparisons.whole.RunsFailed` if runs failed with an expected
+    Raises ConfigError before anything trains; `flexfleet.experiments.whole.RunsFailed` if runs failed with an expected
     error, after all others ended. With one job an error of own code ends the comparison at once, with a note that names
     label and seed.
     """

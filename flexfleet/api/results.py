@@ -44,12 +44,12 @@ from flexfleet.files.artifacts import Result as ResultFile
 from flexfleet.files.begun import check_looked_into
 from flexfleet.files.measure import measure_in
 from flexfleet.files.tally import Tally, tally_of
-from flexfleet.runs.status import OF_STUDY, status_of
-from flexfleet.steps import own_code
-from flexfleet.steps.partition import folders_sum, simulated
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.resumed import devices_decide, store_of
-from flexfleet.steps.site import given_weights, initial_state, site_of, trace_of
+from flexfleet.pipeline import own_code
+from flexfleet.pipeline.partition import folders_sum, simulated
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.resumed import devices_decide, store_of
+from flexfleet.pipeline.site import given_weights, initial_state, site_of, trace_of
+from flexfleet.pipeline.status import OF_STUDY, status_of
 
 DEFAULT_STORE = Path("runs")
 

@@ -23,11 +23,11 @@ from flexfleet.config.names import dated
 from flexfleet.config.names import plain as plain_name
 from flexfleet.config.overrides import PARAMETERS
 from flexfleet.config.read import leaves, read_file
+from flexfleet.experiments import outcome
+from flexfleet.experiments.outcome import Tuned
+from flexfleet.experiments.space import configured
+from flexfleet.experiments.study import tune as tune_all
 from flexfleet.files.terminal import missing
-from flexfleet.studies import outcome
-from flexfleet.studies.outcome import Tuned
-from flexfleet.studies.space import configured
-from flexfleet.studies.study import tune as tune_all
 
 BOUNDS = 2
 

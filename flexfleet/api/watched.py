@@ -18,8 +18,8 @@ from flexfleet.api.progress import Bar, barred, shown
 from flexfleet.config import Config
 from flexfleet.config.names import new_name
 from flexfleet.config.names import plain as plain_name
-from flexfleet.runs.whole import run as run_all
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.whole import run as run_all
 from flexfleet.tracking.trackers import Several
 
 R = TypeVar("R")

@@ -37,7 +37,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
 """Parameters that also take package.module:NAME, for a user's own."""
 HEAD = """\
 All parameters with their defaults: FlexFL on scikit-learn's handwritten digits. `flexfleet run`, `dvc repro` and
-`python -m flexfleet.steps.<step>` read this file; `--set a.b=value` overrides a value. An unknown name is an error.
+`python -m flexfleet.pipeline.<step>` read this file; `--set a.b=value` overrides a value. An unknown name is an error.
 The schema is flexfleet/config/schema.py: `make generated` writes this file from it."""
 
 

@@ -81,7 +81,7 @@ def rounds_of(parameters: Mapping[str, Any], job_id: str, report: Callable[[str]
 
 def _cases(name: str) -> list[str]:
     """Return the cases of a suite; empty if only the tasks' image has the suite."""
-    from flexfleet.nightly import suite
+    from flexfleet.experiments import suite
 
     return list(suite.load(suite.path_of(name)).cases) if name in suite.names() else []
 

@@ -288,8 +288,8 @@ def _check_values(name: str, values: Mapping[str, Any]) -> None:
 
 
 def _check_night(name: str, id: str, sets: list[str]) -> None:
-    from flexfleet.nightly import suite
-    from flexfleet.nightly.regress import prepare
+    from flexfleet.experiments import suite
+    from flexfleet.experiments.regress import prepare
 
     suite.path_of(name)  # raises for an unknown name
     if name not in suite.names():

@@ -103,7 +103,7 @@ def ending(again: str, form: Mapping[str, Any] = MappingProxyType({})) -> Iterat
 def _call_webhook(error: str, form: Mapping[str, Any]) -> None:
     """Report the error to the webhook, whose address only tasks of a nightly regression run have: no task after this
     one could judge the run. A task that is killed, or never starts, reports nothing."""
-    from flexfleet.nightly import webhook
+    from flexfleet.experiments import webhook
 
     webhook.call(
         "A task of the nightly regression run failed. There is no verdict unless a retry succeeds. Pipeline run "

@@ -29,10 +29,10 @@ from fl_engine.training import memory
 from fl_engine.training.numerics import Numerics, describe, differing
 from flexfleet import config as configs
 from flexfleet.files.artifacts import PoolFile, RunFile
-from flexfleet.steps import own_code
-from flexfleet.steps.partition import held_out, most_of, reads
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.site import fleet_of
+from flexfleet.pipeline import own_code
+from flexfleet.pipeline.partition import held_out, most_of, reads
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.site import fleet_of
 from flexfleet.tracking.data_repository import is_fetched
 
 log = logging.getLogger("flexfleet")

@@ -59,8 +59,8 @@ from fl_engine.testing.tiny import (
 from fl_engine.training.evaluation import evaluate_pool
 from fl_engine.training.local import Job, train
 from flexfleet.config import load_config
-from flexfleet.runs.check import check
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.check import check
+from flexfleet.pipeline.prepare import Resolved
 
 NET = TinyNet()
 START = initial_params(NET, 1)

@@ -28,11 +28,11 @@ import yaml
 from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.kubernetes.cluster import Cluster, _connect
 from flexfleet.config import Config, load_config
-from flexfleet.steps.federate import federate
-from flexfleet.steps.model_pool import model_pool
-from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import pretrain
+from flexfleet.pipeline.federate import federate
+from flexfleet.pipeline.model_pool import model_pool
+from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import pretrain
 
 NAMESPACE = f"flexfleet-test-{uuid.uuid4().hex[:6]}"
 Model = Callable[..., bytes]

@@ -106,7 +106,7 @@ def test_a_killed_coordinator_goes_on_with_its_jobs(
     inputs, out = prepared(config), tmp_path / "killed"
     sets = [word for s in settings for word in ("--set", s)]
     command = [
-        sys.executable, "-m", "flexfleet.steps.federate", "--partition", str(inputs / "partition"), "--pool",
+        sys.executable, "-m", "flexfleet.pipeline.federate", "--partition", str(inputs / "partition"), "--pool",
         str(inputs / "pool"), "--out", str(out), *sets,
     ]  # fmt: skip
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
@@ -120,7 +120,7 @@ def test_a_pod_that_is_killed_for_memory_steps_down_to_a_smaller_sub_model(
 ) -> None:
     """The coordinator is made to believe that training takes next to nothing, so that every pod tries the full model; a
     limit below what importing torch takes kills it."""
-    from flexfleet.steps import federate as step
+    from flexfleet.pipeline import federate as step
 
     def next_to_nothing(run: Run, initial: Any) -> Peaks:
         return Peaks(1, (2,) * len(run.site.pool))

@@ -29,8 +29,8 @@ import pytest
 
 from benchmarks import evidence
 from benchmarks.uniformity import told
-from flexfleet.comparisons.comparison import Comparison, by_seed
-from flexfleet.comparisons.first import firsts, rows
+from flexfleet.experiments.comparison import Comparison, by_seed
+from flexfleet.experiments.first import firsts, rows
 from flexfleet.files.measure import Measure
 from flexfleet.reports.report import NONE
 

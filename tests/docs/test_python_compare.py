@@ -11,8 +11,8 @@ import pytest
 
 import flexfleet as ff
 from fl_engine.data import heat_map
-from flexfleet.runs import whole
-from flexfleet.studies import outcome
+from flexfleet.experiments import outcome
+from flexfleet.pipeline import whole
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "python-compare.md"
 OPTIONS = {"tracking.mlflow": None, "pretrain.epochs": 1, "dataset.train_samples": 240, "dataset.test_samples": 60}

@@ -136,7 +136,7 @@ def test_the_command_as_it_is_typed_survives_a_kill(
 ) -> None:
     """In a fresh interpreter, as a user starts it; and what goes on need not be the same kind of process."""
     run, sets = tmp_path / "runs" / "a", sets_for(quick)
-    command = [sys.executable, "-m", "flexfleet.cli", "run", "--json", "--run-id", "a"]
+    command = [sys.executable, "-m", "flexfleet.cli.main", "run", "--json", "--run-id", "a"]
     command += [part for pair in sets for part in ("--set", pair)]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: writes(run) > 0, "a round")

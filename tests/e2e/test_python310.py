@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from flexfleet.cli import ON_DEVICES
+from flexfleet.cli.main import ON_DEVICES
 from tests.harness.imports import ROOT, reach
 
-PARTS = ("flexfleet.worker.server", "flexfleet.runs.profile")
+PARTS = ("flexfleet.worker.server", "flexfleet.pipeline.profile")
 LACKS = re.compile(r"\[(attr-defined|call-arg|call-overload|import-not-found|name-defined|syntax|valid-type)\]$")
 """What mypy says of what is not there. (Types of newer packages are not those of Python 3.10.)"""
 NEEDS = "torch, numpy, pydantic, safetensors, boto3, sklearn, yaml"
@@ -68,7 +68,7 @@ def test_an_agent_of_python_3_10_gives_the_bits_of_the_server_s(
     done = flexfleet("invite").wait(120)
     assert done.code == 0, done.err
     with (tmp_path / "log").open("w+") as told:
-        given = ["-m", "flexfleet.cli", "agent", "--invite", "invitations/device-1.json", "--folder", "device"]
+        given = ["-m", "flexfleet.cli.main", "agent", "--invite", "invitations/device-1.json", "--folder", "device"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
         agent = subprocess.Popen([python310, *given], cwd=tmp_path, env=environment, stderr=told)
         try:
@@ -114,7 +114,7 @@ def test_a_profile_is_taken_on_python_3_10(python310: str, quick: Sequence[str],
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 
     def flexfleet(*argv: str) -> subprocess.CompletedProcess[str]:
-        given = [python310, "-m", "flexfleet.cli", *argv, *sets]
+        given = [python310, "-m", "flexfleet.cli.main", *argv, *sets]
         return subprocess.run(
             given, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600
         )

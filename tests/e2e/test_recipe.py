@@ -54,7 +54,7 @@ def test_it_passes_the_laws_that_all_algorithms_share(checkout: Path) -> None:
 def test_it_runs_and_learns(checkout: Path) -> None:
     settings = ["algorithm.name=fednova", "rounds.stop=6", "rounds.evaluate_every=6", "tracking.mlflow=null"]
     options = [word for setting in settings for word in ("--set", setting)]
-    done = run(checkout, "-m", "flexfleet.cli", "run", "--run-id", "m", "--json", *options)
+    done = run(checkout, "-m", "flexfleet.cli.main", "run", "--run-id", "m", "--json", *options)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["metrics"]["full"] > 0.5
 

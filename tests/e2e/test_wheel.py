@@ -45,10 +45,10 @@ def test_the_wheel_runs_outside_the_checkout(installed: Path, quick: Sequence[st
     # An editable installation of the checkout must not stand in for the wheel.
     where = command("-c", "import fl_engine, flexfleet; print(fl_engine.__file__, flexfleet.__path__[0])")
     assert where.split() == [str(installed / "fl_engine" / "__init__.py"), str(installed / "flexfleet")]
-    assert command("-m", "flexfleet.cli", "--version").split() == ["flexfleet", fl_engine.__version__]
-    assert json.loads(command("-m", "flexfleet.cli", "doctor", "--json"))["version"] == fl_engine.__version__
+    assert command("-m", "flexfleet.cli.main", "--version").split() == ["flexfleet", fl_engine.__version__]
+    assert json.loads(command("-m", "flexfleet.cli.main", "doctor", "--json"))["version"] == fl_engine.__version__
     sets = [part for pair in (*quick, "rounds.stop=1") for part in ("--set", pair)]
-    found = json.loads(command("-m", "flexfleet.cli", "run", "--json", "--run-id", "a", *sets))
+    found = json.loads(command("-m", "flexfleet.cli.main", "run", "--json", "--run-id", "a", *sets))
     assert found["status"] == "finished"
     assert "<svg" in (tmp_path / found["report"]).read_text(), "the page's template came with the wheel"
 
@@ -72,7 +72,7 @@ def test_it_works_beside_components_and_pipelines_of_a_project(
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    where = command("-c", "import flexfleet; from flexfleet.runs.whole import run; print(flexfleet.__path__[0])")
+    where = command("-c", "import flexfleet; from flexfleet.pipeline.whole import run; print(flexfleet.__path__[0])")
     assert where.strip() == str(installed / "flexfleet")
     script = str(installed / "bin" / "flexfleet")
     assert "--follow" in command(script, "submit", "--help")

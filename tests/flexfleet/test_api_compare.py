@@ -19,12 +19,12 @@ from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.core.errors import IntegrityError
 from fl_engine.data import heat_map
 from flexfleet.api.labels import entries_of
-from flexfleet.comparisons import suites, whole
-from flexfleet.comparisons.side_by_side import BEGINS, one_by_one
-from flexfleet.comparisons.suites import Suite
 from flexfleet.config import flatten, load_config
 from flexfleet.config.factors import crossed, factors_of
-from flexfleet.runs import whole as run_module
+from flexfleet.experiments import suites, whole
+from flexfleet.experiments.side_by_side import BEGINS, one_by_one
+from flexfleet.experiments.suites import Suite
+from flexfleet.pipeline import whole as run_module
 from tests.harness.from_python import OPTIONS, SMALL
 
 SETS = [f"{key}={json.dumps(value)}" for key, value in OPTIONS.items()]
@@ -139,7 +139,7 @@ def test_what_a_cell_defines_runs_in_this_process(cell: type[AllLarge], store: P
     assert found.runs["mine", 0].config["algorithm"]["boost"] == 2.0
     assert found.runs["mine", 0].model_sha256 == found.runs["all_large", 0].model_sha256
     log = (store / "cell" / "mine-s0.log").read_text()
-    assert log.startswith(f"{BEGINS}python -m flexfleet.cli run")
+    assert log.startswith(f"{BEGINS}python -m flexfleet.cli.main run")
     with pytest.raises(ff.ConfigError, match=r"FromACell is defined in this notebook.*2 processes side by side"):
         ff.compare([cell], seeds=(0,), id="two", jobs=2, **SMALL)
     assert not (store / "two").exists()

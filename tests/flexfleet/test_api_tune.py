@@ -22,7 +22,7 @@ from fl_engine.data import heat_map
 from flexfleet.api import tuning
 from flexfleet.api.tuning import study_of
 from flexfleet.config import TuneConfig
-from flexfleet.studies import outcome
+from flexfleet.experiments import outcome
 from tests.harness.from_python import OPTIONS, SMALL
 
 SPACE = {"learning_rate": {"low": 0.01, "high": 0.5, "log": True}, "training.batch_size": [10, 20]}

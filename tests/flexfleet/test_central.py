@@ -26,13 +26,13 @@ from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.central import train_centrally
 from fl_engine.training.numerics import flushes_now
-from flexfleet.comparisons import reference
-from flexfleet.comparisons.comparison import Spread
 from flexfleet.config import load_config
+from flexfleet.experiments import reference
+from flexfleet.experiments.comparison import Spread
 from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, Result
-from flexfleet.runs import central as runs_central
-from flexfleet.runs.central import CentralFile, task_of
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline import central as runs_central
+from flexfleet.pipeline.central import CentralFile, task_of
+from flexfleet.pipeline.prepare import Resolved
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
 
@@ -79,7 +79,7 @@ def commits() -> list[str]:
 SLOWLY = """
 import sys, time
 from fl_engine.training.local import Session
-from flexfleet.cli import main
+from flexfleet.cli.main import main
 epoch = Session.epoch
 Session.epoch = lambda session: (time.sleep(0.3), epoch(session))
 sys.exit(main())
@@ -162,7 +162,7 @@ def test_one_that_is_stopped_beside_its_epochs_says_so_here_and_in_mlflow(
 ) -> None:
     sets = [*SETS[:-1], "central.epochs=1", f"tracking.mlflow={mlflow_uri}"]
     with monkeypatch.context() as patch:
-        patch.setattr("flexfleet.runs.central._finish", lambda *_: signal.raise_signal(signal.SIGTERM))
+        patch.setattr("flexfleet.pipeline.central._finish", lambda *_: signal.raise_signal(signal.SIGTERM))
         stopped = flexfleet("central", "--run-id", "c", sets=sets)
     assert (stopped.code, stopped.err.splitlines()[-1]) == (
         3, "error: stopped on request: the same command with --resume goes on"

@@ -18,7 +18,7 @@ import pytest
 
 import fl_engine
 from fl_engine.datasets import DATASETS, Source, fashion_mnist
-from flexfleet.commands import common, host
+from flexfleet.cli import common, host
 from flexfleet.files import terminal
 from flexfleet.files.live import Live
 from flexfleet.reports import report
@@ -58,7 +58,7 @@ def without(packages: Sequence[str], *argv: str) -> subprocess.CompletedProcess[
     script = (
         "import sys\n"
         f"sys.modules |= dict.fromkeys({list(packages)!r})\n"
-        "from flexfleet import cli\n"
+        "from flexfleet.cli import main as cli\n"
         f"sys.argv = ['flexfleet', *{list(argv)!r}]\n"
         "cli.main()\n"
     )
@@ -127,11 +127,11 @@ PI_5 = PI_4.replace("crc32", "crc32 atomics fphp asimdhp")
 @pytest.mark.parametrize(
     ("argv", "cpuinfo", "torch", "refused"),
     [
-        (("flexfleet.cli", "doctor"), PI_4, "2.10.0", True),
-        (("flexfleet.cli", "agent", "--invite=x"), PI_4, "2.10.0", True),
+        (("flexfleet.cli.main", "doctor"), PI_4, "2.10.0", True),
+        (("flexfleet.cli.main", "agent", "--invite=x"), PI_4, "2.10.0", True),
         (("flexfleet.worker", "--invite=x"), PI_4, "2.10.0", True),
-        (("flexfleet.cli", "doctor"), PI_4, "2.9.1", False),
-        (("flexfleet.cli", "doctor"), PI_5, "2.10.0", False),
+        (("flexfleet.cli.main", "doctor"), PI_4, "2.9.1", False),
+        (("flexfleet.cli.main", "doctor"), PI_5, "2.10.0", False),
     ],
     ids=["doctor", "agent", "pod", "older-torch", "newer-processor"],
 )
@@ -374,7 +374,7 @@ def test_a_short_option_means_all_of_its_word(flexfleet: Any, quick: Sequence[st
     "argv", [("pool", "--algorithm", "all_large", "--model", "aep_mlp"), ("list", "algorithms", "--json")]
 )
 def test_a_reader_that_stops_reading_is_no_failure(argv: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "flexfleet.cli", *argv]
+    command = [sys.executable, "-m", "flexfleet.cli.main", *argv]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
         assert done.stdout is not None and done.stderr is not None
         done.stdout.close()
@@ -392,7 +392,7 @@ def test_a_reader_that_stops_reading_is_no_failure(argv: Sequence[str]) -> None:
     ],
 )
 def test_a_stream_that_is_closed_or_full_changes_no_exit_code(argv: str, shell: str, code: int, tmp_path: Path) -> None:
-    command = f"{sys.executable} -m flexfleet.cli {argv} {shell}"
+    command = f"{sys.executable} -m flexfleet.cli.main {argv} {shell}"
     assert subprocess.run(["sh", "-c", command], cwd=tmp_path).returncode == code
 
 
@@ -435,15 +435,15 @@ def test_an_interruption_while_modules_are_imported_is_one_line(
     class Interrupting:
         @staticmethod
         def find_spec(name: str, *_: object) -> None:
-            if name == "flexfleet.commands":
+            if name == "flexfleet.cli":
                 raise KeyboardInterrupt
 
     from flexfleet import __main__ as command
 
-    for name in [name for name in sys.modules if name == "flexfleet.cli" or name.startswith("flexfleet.commands")]:
+    for name in [name for name in sys.modules if name == "flexfleet.cli.main" or name.startswith("flexfleet.cli")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("flexfleet.cli")
-    monkeypatch.delattr("flexfleet.commands", raising=False)
+    monkeypatch.delattr("flexfleet.cli.main")
+    monkeypatch.delattr("flexfleet.cli", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupting, *sys.meta_path])
     with pytest.raises(SystemExit) as ended:
         command.main()
@@ -476,6 +476,6 @@ def test_a_tracking_server_is_named_by_its_address_a_data_base_by_the_command_th
 
 
 def test_the_module_is_the_command() -> None:
-    for module in ("flexfleet", "flexfleet.cli"):
+    for module in ("flexfleet", "flexfleet.cli.main"):
         done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (0, f"flexfleet {fl_engine.__version__}\n")

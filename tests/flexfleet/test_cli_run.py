@@ -19,9 +19,8 @@ from fl_engine.storage.store import sha256
 from fl_engine.training.numerics import flushes_now
 from flexfleet.api.results import load
 from flexfleet.files.artifacts import RunFile
-from flexfleet.runs import whole
-from flexfleet.steps import evaluate, federate
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline import evaluate, federate, whole
+from flexfleet.pipeline.prepare import Resolved
 from tests.harness.processes import refused
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
@@ -341,7 +340,7 @@ def test_a_run_that_is_killed_before_its_results_is_not_finished(
 
 
 def test_status_of_what_the_rounds_alone_wrote(flexfleet: Any, finished: Any) -> None:
-    """As `python -m flexfleet.steps.federate` leaves it: the results are in other steps' folders."""
+    """As `python -m flexfleet.pipeline.federate` leaves it: the results are in other steps' folders."""
     run, _ = finished
     for name in ("partition", "pretrain", "pool"):
         shutil.rmtree(run / name)
@@ -416,7 +415,7 @@ def test_a_run_without_a_name_gets_one_without_a_colon(flexfleet: Any, monkeypat
         named.append(run_id)
         raise Stopped("stopped")
 
-    monkeypatch.setattr("flexfleet.runs.whole.run", stopped)
+    monkeypatch.setattr("flexfleet.pipeline.whole.run", stopped)
     monkeypatch.setattr("time.strftime", lambda _: "now")
     assert flexfleet("run", "--algorithm", "fl_engine.algorithms.full_model:AllLarge").code == 3
     assert named[0].startswith("fl_engine.algorithms.full_model.AllLarge-s0-now-")

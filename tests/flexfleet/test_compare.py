@@ -14,10 +14,10 @@ import pytest
 from fl_engine.core.errors import ConfigError
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
-from flexfleet.comparisons import tabulate
-from flexfleet.comparisons import whole as compare_module
-from flexfleet.comparisons.comparison import Comparison
 from flexfleet.config import Config, entries, load_config
+from flexfleet.experiments import tabulate
+from flexfleet.experiments import whole as compare_module
+from flexfleet.experiments.comparison import Comparison
 from flexfleet.files.artifacts import Apoz, Result
 from flexfleet.reports import report
 from flexfleet.tracking.record import experiment

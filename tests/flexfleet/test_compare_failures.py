@@ -16,10 +16,10 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.storage.store import sha256
-from flexfleet.comparisons import side_by_side, summarise, tabulate
-from flexfleet.comparisons import whole as compare_module
+from flexfleet.experiments import side_by_side, summarise, tabulate
+from flexfleet.experiments import whole as compare_module
 from flexfleet.files.artifacts import Apoz, RunFile
-from flexfleet.steps import share
+from flexfleet.pipeline import share
 from tests.harness.comparisons import LABELS, SEEDS, TWO, Compared
 from tests.harness.processes import refused
 
@@ -352,7 +352,7 @@ def test_a_stopped_comparison_goes_on(sets: list[str], flexfleet: Any, caplog: p
     given = [*sets, "rounds.stop=400", "rounds.commit_every=1", "rounds.evaluate_every=200"]
     argv = ["compare", *TWO[:2], "--id", "a", "--jobs", "2", *(word for one in given for word in ("--set", one))]
     command = subprocess.Popen(
-        [sys.executable, "-m", "flexfleet.cli", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "flexfleet.cli.main", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     until = time.monotonic() + 300
     while not all(list(Path("runs/a", f"{label}-s0", "rounds").glob("*/COMMITTED")) for label in LABELS):

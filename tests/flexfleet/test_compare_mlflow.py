@@ -11,8 +11,8 @@ import mlflow
 import pytest
 
 from fl_engine.core.errors import Stopped, Unreachable
-from flexfleet.comparisons import side_by_side, tabulate
-from flexfleet.comparisons import whole as compare_module
+from flexfleet.experiments import side_by_side, tabulate
+from flexfleet.experiments import whole as compare_module
 from flexfleet.files.artifacts import RunFile
 from flexfleet.tracking.record import token_of
 from flexfleet.tracking.server import PARENT

@@ -9,9 +9,9 @@ import pytest
 
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.storage.checkpoints import Row
-from flexfleet.comparisons import curves, tabulate
-from flexfleet.comparisons.comparison import Central, Comparison, LocalSpread, OneRun, Score, Spread, Summary, spread
-from flexfleet.comparisons.tables import cell, fine, seconds
+from flexfleet.experiments import curves, tabulate
+from flexfleet.experiments.comparison import Central, Comparison, LocalSpread, OneRun, Score, Spread, Summary, spread
+from flexfleet.experiments.tables import cell, fine, seconds
 from flexfleet.files.measure import highest
 from flexfleet.reports import plots, report
 

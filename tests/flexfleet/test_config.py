@@ -22,8 +22,8 @@ from fl_engine.selection import Curiosity
 from flexfleet import config as configs
 from flexfleet.config import Config, flatten, load_config, parse
 from flexfleet.files.artifacts import RunFile
-from flexfleet.steps.own_code import stored
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.own_code import stored
+from flexfleet.pipeline.prepare import Resolved
 from tests.harness.settings import refused, written
 
 ROOT = Path(__file__).parents[2]

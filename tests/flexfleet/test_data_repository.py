@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fl_engine.core.errors import DataError, EnvironmentFailure, IntegrityError
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.prepare import Resolved
 from flexfleet.tracking import data_repository
 
 

@@ -20,8 +20,8 @@ from optuna.exceptions import StorageInternalError
 
 from fl_engine.core.errors import ConfigError, Refused, Unreachable, UnreachableAddress
 from flexfleet.config import Config
-from flexfleet.studies import runs, space, storage
-from flexfleet.studies import study as steps
+from flexfleet.experiments import runs, space, storage
+from flexfleet.experiments import study as steps
 from flexfleet.tracking import databases, server
 from tests.harness.outages import FIRST, interrupted_and_resumed, opened
 from tests.harness.outages import asked_anew as asked_anew  # a fixture, as the next

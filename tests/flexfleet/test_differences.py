@@ -16,12 +16,12 @@ from fl_engine.data import heat_map
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.selection import Uniform
 from fl_engine.testing.tiny import tiny_pool
-from flexfleet.comparisons import tabulate
-from flexfleet.comparisons.comparison import Comparison
-from flexfleet.comparisons.differences import TITLE, as_rows, differences, options_of
 from flexfleet.config import Config, algorithm, load_config
+from flexfleet.experiments import tabulate
+from flexfleet.experiments.comparison import Comparison
+from flexfleet.experiments.differences import TITLE, as_rows, differences, options_of
+from flexfleet.pipeline import whole as run_module
 from flexfleet.reports.report import NONE
-from flexfleet.runs import whole as run_module
 
 FAMILY = SmallCNN((1, 8, 8), 10)
 TERMS = {"algorithm.weighting", "algorithm.static_bn", "algorithm.scaler", "algorithm.mask_labels"}

@@ -26,9 +26,8 @@ from fl_engine.preparation import PREPARATIONS
 from fl_engine.rounds import loop
 from flexfleet.config import Config, flatten, load_config, moves
 from flexfleet.files.artifacts import History
-from flexfleet.runs import resumable
-from flexfleet.steps import model_pool, partition, pretrain, share
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline import model_pool, partition, pretrain, resumable, share
+from flexfleet.pipeline.prepare import Resolved
 from tests.harness.imports import ROOT, reach
 
 STAGES = ["partition", "pretrain", "model_pool", "federate", "evaluate", "report"]
@@ -157,7 +156,7 @@ def test_repro_runs_what_a_change_concerns(checkout: Repo) -> None:
 
     assert ran(checkout) == []
 
-    step = root / "flexfleet" / "steps" / "evaluate.py"
+    step = root / "flexfleet" / "pipeline" / "evaluate.py"
     step.write_text(f"{step.read_text()}# edited\n")
     assert ran(checkout) == ["evaluate", "report"]
 

@@ -13,11 +13,11 @@ import pytest
 
 import flexfleet as ff
 from fl_engine.core.errors import Diverged, NothingMerged
-from flexfleet.comparisons.whole import RunsFailed
 from flexfleet.config import load_config
+from flexfleet.experiments.whole import RunsFailed
 from flexfleet.files.tally import Tally, tally_of
-from flexfleet.runs.resumable import federate_in
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.resumable import federate_in
 from tests.harness.from_python import SMALL
 
 WILD = ("algorithm.name=all_large", "training.lr=1e6")

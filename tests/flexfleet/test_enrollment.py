@@ -16,10 +16,10 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.remote.messages import HEARTBEAT, Heartbeat, Invitation, enrolled_key
 from fl_engine.storage.store import FolderStore
 from fl_engine.storage.urls import Upload
-from flexfleet.cli import dispatch as main
-from flexfleet.cli import parser
+from flexfleet.cli.main import dispatch as main
+from flexfleet.cli.main import parser
 from flexfleet.config import parse
-from flexfleet.steps import enrollment
+from flexfleet.pipeline import enrollment
 from flexfleet.worker.mailbox import FILE, device_of
 
 ID = "1d" * 16

@@ -10,10 +10,10 @@ import mlflow
 import pytest
 
 from flexfleet.files.artifacts import EvaluationFile, History
+from flexfleet.pipeline.partition import cut
+from flexfleet.pipeline.prepare import Resolved
 from flexfleet.reports import report as reports
 from flexfleet.reports.report import report
-from flexfleet.steps.partition import cut
-from flexfleet.steps.prepare import Resolved
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

@@ -18,9 +18,9 @@ from fl_engine.testing.tiny import assert_same_bits
 from flexfleet.config import load_config
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import History, PoolFile
-from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import inputs_of
+from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import inputs_of
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
 

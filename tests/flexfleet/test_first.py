@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexfleet.comparisons import comparison, tabulate
-from flexfleet.comparisons.comparison import Comparison, OneRun, Score, Spread, Summary
-from flexfleet.comparisons.first import FEWEST, TITLES, First, firsts, notes, rows
+from flexfleet.experiments import comparison, tabulate
+from flexfleet.experiments.comparison import Comparison, OneRun, Score, Spread, Summary
+from flexfleet.experiments.first import FEWEST, TITLES, First, firsts, notes, rows
 from flexfleet.files.measure import Measure
 from flexfleet.reports.report import NONE
 

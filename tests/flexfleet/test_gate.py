@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from fl_engine.core.errors import ConfigError
+from flexfleet.experiments import figures, regress, suite
+from flexfleet.experiments.gate import PASSED, REFERENCE, Check, Z, judge, pooled_spread
+from flexfleet.experiments.pace import machine
+from flexfleet.experiments.suite import Figures, OfLabel
 from flexfleet.files.artifacts import History
-from flexfleet.nightly import figures, regress, suite
-from flexfleet.nightly.gate import PASSED, REFERENCE, Check, Z, judge, pooled_spread
-from flexfleet.nightly.pace import machine
-from flexfleet.nightly.suite import Figures, OfLabel
 
 DIGITS = suite.path_of("digits")
 THRESHOLDS = suite.load(DIGITS).thresholds

@@ -25,15 +25,15 @@ from fl_engine.storage.store import decode, encode, sha256
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import PoolFile
-from flexfleet.runs.check import check
-from flexfleet.runs.resumable import federate_in
-from flexfleet.steps import share
-from flexfleet.steps.federate import federate
-from flexfleet.steps.model_pool import model_pool
-from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import pretrain
-from flexfleet.steps.site import given_weights, initial_state, site_of
+from flexfleet.pipeline import share
+from flexfleet.pipeline.check import check
+from flexfleet.pipeline.federate import federate
+from flexfleet.pipeline.model_pool import model_pool
+from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import pretrain
+from flexfleet.pipeline.resumable import federate_in
+from flexfleet.pipeline.site import given_weights, initial_state, site_of
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
 

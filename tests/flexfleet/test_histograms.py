@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexfleet.comparisons import histograms
-from flexfleet.comparisons.first import Case
+from flexfleet.experiments import histograms
+from flexfleet.experiments.first import Case
 from flexfleet.files.artifacts import LocalScore
 from flexfleet.reports import plots
 from flexfleet.reports.local_accuracy import (

@@ -19,7 +19,7 @@ from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tracker import Memory
 from flexfleet.files.artifacts import BareHistory, History, history_of, rows_of
-from flexfleet.steps.federate import _finish
+from flexfleet.pipeline.federate import _finish
 from flexfleet.tracking.trackers import MLflow
 
 WEIGHTS = {"a": torch.zeros(2)}

@@ -11,7 +11,7 @@ import flexfleet as ff
 from fl_engine.core.addresses import at_home
 from fl_engine.core.errors import ConfigError, DataError
 from flexfleet.config import flatten, load_config
-from flexfleet.studies import storage
+from flexfleet.experiments import storage
 from flexfleet.worker.mailbox import folder_of
 
 PATHS = {

@@ -21,13 +21,13 @@ from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.config import load_config
 from flexfleet.files.artifacts import RunFile
-from flexfleet.steps import federate as federate_module
-from flexfleet.steps import keys
-from flexfleet.steps import model_pool as model_pool_module
-from flexfleet.steps import partition as partition_module
-from flexfleet.steps import pretrain as pretrain_module
-from flexfleet.steps.keys import IN_RUN, SIZE, InSecret, InStore
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline import federate as federate_module
+from flexfleet.pipeline import keys
+from flexfleet.pipeline import model_pool as model_pool_module
+from flexfleet.pipeline import partition as partition_module
+from flexfleet.pipeline import pretrain as pretrain_module
+from flexfleet.pipeline.keys import IN_RUN, SIZE, InSecret, InStore
+from flexfleet.pipeline.prepare import Resolved
 from tests.harness.moto_server import moto
 from tests.k8s import fake
 

@@ -31,9 +31,9 @@ from fl_engine.testing.kinds import (
     tiny_text,
 )
 from flexfleet.files.artifacts import EvaluationFile, History, RunFile
+from flexfleet.pipeline.evaluate import evaluate
+from flexfleet.pipeline.prepare import Resolved
 from flexfleet.reports.report import table
-from flexfleet.steps.evaluate import evaluate
-from flexfleet.steps.prepare import Resolved
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

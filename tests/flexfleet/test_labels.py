@@ -21,14 +21,14 @@ from fl_engine.data import partition_files
 from fl_engine.preparation.confusion import Confusion
 from fl_engine.testing.kinds import tiny_table
 from flexfleet.config import flatten
+from flexfleet.pipeline import labels, share
+from flexfleet.pipeline.check import check
+from flexfleet.pipeline.model_pool import model_pool
+from flexfleet.pipeline.partition import cut, partition
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import inputs_of
+from flexfleet.pipeline.site import site_of
 from flexfleet.reports.report import report
-from flexfleet.runs.check import check
-from flexfleet.steps import labels, share
-from flexfleet.steps.model_pool import model_pool
-from flexfleet.steps.partition import cut, partition
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import inputs_of
-from flexfleet.steps.site import site_of
 
 HELD_OUT = ("evaluate.on=clients", "evaluate.held_out=0.4")
 NOISE = ("noise.labels=0.5", "noise.epochs=1", "noise.sure=1.0")

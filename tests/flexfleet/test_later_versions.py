@@ -12,7 +12,7 @@ from fl_engine.core.errors import ConfigError, IntegrityError
 from flexfleet.config import Config
 from flexfleet.files import kept
 from flexfleet.files.artifacts import BareHistory, History, RunFile
-from flexfleet.steps.resumed import known_run
+from flexfleet.pipeline.resumed import known_run
 
 SUMS = {"pool_sha256": "0" * 64, "partition_sha256": "1" * 64}
 LATER = "Perhaps a later version of flexfleet wrote it: take that one"

@@ -24,12 +24,12 @@ from fl_engine.training.pace import Pace
 from flexfleet.api.results import load
 from flexfleet.config import load_config
 from flexfleet.files.artifacts import EvaluationFile, History, RunFile
-from flexfleet.runs.resumable import identity
-from flexfleet.steps import enrollment, federate
-from flexfleet.steps.model_pool import model_pool
-from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import pretrain
+from flexfleet.pipeline import enrollment, federate
+from flexfleet.pipeline.model_pool import model_pool
+from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import pretrain
+from flexfleet.pipeline.resumable import identity
 from flexfleet.worker.execute import execute, prepare
 from tests.harness.played import Act, Played, played_clock
 

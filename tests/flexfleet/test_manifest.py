@@ -12,8 +12,8 @@ import pytest
 import flexfleet as ff
 from fl_engine.core.errors import FlexfleetError, IntegrityError
 from fl_engine.storage.store import sha256
-from flexfleet.publish.publish import export
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.publish import export
 
 
 def flip(path: Path) -> None:

@@ -32,8 +32,8 @@ from fl_engine.tasks import TASKS
 from fl_engine.testing.own_package import SETS, write
 from fl_engine.training import own
 from flexfleet.config import parse_with_algorithm
+from flexfleet.experiments import suite as nightly
 from flexfleet.files.artifacts import PoolFile
-from flexfleet.nightly import suite as nightly
 
 NAME = "strangers23"
 TEXT = """

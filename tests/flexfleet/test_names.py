@@ -15,14 +15,13 @@ from flexfleet.config import Config
 from flexfleet.config.entries import entries
 from flexfleet.config.names import LONGEST, new_name, plain
 from flexfleet.config.overrides import run_name
+from flexfleet.experiments.regress import prepare
+from flexfleet.experiments.study import tune
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import RunFile
-from flexfleet.nightly.regress import prepare
-from flexfleet.runs import whole
-from flexfleet.runs.whole import run
-from flexfleet.steps import federate
-from flexfleet.steps.prepare import Resolved
-from flexfleet.studies.study import tune
+from flexfleet.pipeline import federate, whole
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.whole import run
 
 GOOD = ("a", "flexfl-s0-20261122-101010", "my run", "größe", "package.module:NAME-s0", "a" * LONGEST, "_x", "a.b")
 BAD = (

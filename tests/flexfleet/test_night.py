@@ -17,15 +17,14 @@ import yaml
 import fl_engine
 from components.gate import gate
 from fl_engine.core.errors import ConfigError, GateFailed, Stopped
-from flexfleet.comparisons import graph, whole
-from flexfleet.comparisons.graph import PairsFile
-from flexfleet.comparisons.side_by_side import Command
-from flexfleet.comparisons.whole import RunsFailed
 from flexfleet.config import overrides
+from flexfleet.experiments import graph, regress, whole
+from flexfleet.experiments.graph import PairsFile
+from flexfleet.experiments.night import Night, keep_commit
+from flexfleet.experiments.side_by_side import Command
+from flexfleet.experiments.suite import Figures, OfLabel
+from flexfleet.experiments.whole import RunsFailed
 from flexfleet.files.alone import alone
-from flexfleet.nightly import regress
-from flexfleet.nightly.night import Night, keep_commit
-from flexfleet.nightly.suite import Figures, OfLabel
 from flexfleet.tracking import record
 from flexfleet.tracking.record import RUN_KEY
 

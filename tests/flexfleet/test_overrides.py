@@ -27,9 +27,9 @@ from flexfleet.config.overrides import (
     whole,
     write_config,
 )
-from flexfleet.runs.check import check
-from flexfleet.steps.prepare import Resolved
-from flexfleet.studies import study
+from flexfleet.experiments import study
+from flexfleet.pipeline.check import check
+from flexfleet.pipeline.prepare import Resolved
 
 ROOT = Path(__file__).parents[2]
 

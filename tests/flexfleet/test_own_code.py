@@ -20,12 +20,12 @@ from fl_engine.storage.store import sha256
 from fl_engine.testing.own_package import NAME, SETS, write
 from flexfleet.config import pair_of
 from flexfleet.files.artifacts import RunFile
-from flexfleet.runs import gather, resumable
-from flexfleet.steps.evaluate import evaluate
-from flexfleet.steps.model_pool import model_pool
-from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import pretrain
+from flexfleet.pipeline import gather, resumable
+from flexfleet.pipeline.evaluate import evaluate
+from flexfleet.pipeline.model_pool import model_pool
+from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import pretrain
 
 
 @pytest.fixture(autouse=True)

@@ -21,9 +21,9 @@ from fl_engine.datasets import kept
 from fl_engine.tasks import TASKS, Classification, Regression
 from flexfleet.config import parse
 from flexfleet.config.sources import named
-from flexfleet.publish.publish import name_of
-from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.publish import name_of
 from flexfleet.tracking.record import experiment
 
 DRAWN = np.random.default_rng(0)

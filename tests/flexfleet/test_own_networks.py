@@ -10,7 +10,7 @@ import torch
 import flexfleet as ff
 from fl_engine.core.errors import ModelError
 from fl_engine.core.types import HEAD
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.prepare import Resolved
 from tests.harness.from_python import SMALL
 
 MODULE = """

@@ -18,10 +18,10 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import FLEETS
 from fl_engine.models import MODELS
-from flexfleet import cli
-from flexfleet.comparisons import suites
+from flexfleet.cli import main as cli
 from flexfleet.config import Config, flatten, load_config
 from flexfleet.config.parameters import OWN_MODULE, Parameter, everything, found, in_use
+from flexfleet.experiments import suites
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

@@ -17,8 +17,8 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Faults, Refused, Unreachable
 from fl_engine.storage.s3 import S3Store
-from flexfleet.runs import places
-from flexfleet.runs.places import check_form, unusable
+from flexfleet.pipeline import places
+from flexfleet.pipeline.places import check_form, unusable
 from tests.harness.moto_server import moto
 
 

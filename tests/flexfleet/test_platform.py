@@ -12,12 +12,11 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, Unreachable
 from fl_engine.storage.store import FolderStore
-from flexfleet.comparisons import whole
 from flexfleet.config import Config, entries, load_config
 from flexfleet.config.overrides import config_from, sets_of
+from flexfleet.experiments import regress, whole
 from flexfleet.files.artifacts import RunFile
-from flexfleet.nightly import regress
-from flexfleet.publish import publish
+from flexfleet.pipeline import publish
 from flexfleet.tracking import record as track
 from flexfleet.tracking import server
 from flexfleet.tracking.server import PARENT
@@ -208,8 +207,8 @@ def test_a_night_is_flat_below_the_pipeline(at: Platform, tiny_suite: dict[str, 
 
 
 def test_a_study_is_flat_below_the_pipeline(at: Platform) -> None:
-    from flexfleet.studies.storage import open_study
-    from flexfleet.studies.tracked import PARENT, parent, tags
+    from flexfleet.experiments.storage import open_study
+    from flexfleet.experiments.tracked import PARENT, parent, tags
 
     begun = open_study(form(), Path("runs/a"), "a")
     study = parent(form(), begun, {"kfp.job_id": "job"})

@@ -13,7 +13,7 @@ import optuna
 import pytest
 
 from fl_engine.core.errors import ConfigError, Unreachable, UnreachableAddress
-from flexfleet.studies import trials
+from flexfleet.experiments import trials
 from flexfleet.tracking import server
 from flexfleet.tracking.trackers import MLflow
 from tests.harness import postgres

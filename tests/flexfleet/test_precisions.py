@@ -18,11 +18,11 @@ from fl_engine.core.pool import member
 from fl_engine.core.types import FULL, Codecs
 from fl_engine.models import SmallCNN, precision
 from flexfleet.config import load_config
-from flexfleet.publish.publish import precisions_of
+from flexfleet.pipeline.check import check
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.publish import precisions_of
 from flexfleet.reports import precisions
 from flexfleet.reports.report import report
-from flexfleet.runs.check import check
-from flexfleet.steps.prepare import Resolved
 
 LEVELS = ("M1", "M2", "M3")
 ASKED = ("fp16", "int8", "int8_static")

@@ -21,10 +21,10 @@ from fl_engine.core.types import Pool, Prepared
 from fl_engine.preparation import CONTRACT, PREPARATIONS, preparation
 from flexfleet.files import no_preparation, prepared
 from flexfleet.files.artifacts import Apoz, PoolFile
-from flexfleet.runs.check import check
-from flexfleet.steps import model_pool, pretrain
-from flexfleet.steps.partition import cut, server_of
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline import model_pool, pretrain
+from flexfleet.pipeline.check import check
+from flexfleet.pipeline.partition import cut, server_of
+from flexfleet.pipeline.prepare import Resolved
 from tests.harness.searched import MADE, prepared_in
 from tests.harness.searched import searched as searched  # a fixture
 

@@ -12,9 +12,9 @@ import pytest
 
 from fl_engine.core.errors import ConfigError
 from fl_engine.datasets import DATASETS
-from flexfleet import cli
+from flexfleet.cli import main as cli
 from flexfleet.config import Config, load_config, resolve
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.prepare import Resolved
 
 
 @pytest.fixture

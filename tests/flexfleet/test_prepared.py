@@ -15,14 +15,14 @@ import pytest
 from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError
 from fl_engine.data.partition_files import TENSORS
 from fl_engine.storage import code
-from flexfleet.comparisons import graph
 from flexfleet.config import load_config
 from flexfleet.config.entries import Entry
+from flexfleet.experiments import graph
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import Apoz
-from flexfleet.steps import keys, labels, share
-from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline import keys, labels, share
+from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.prepare import Resolved
 from tests.harness.searched import MADE, prepared_in, recipe
 from tests.harness.searched import searched as searched  # a fixture
 

@@ -24,8 +24,8 @@ from fl_engine.training import memory, pace
 from fl_engine.training.memory import Trial
 from fl_engine.training.pace import Pace
 from flexfleet.config import load_config
-from flexfleet.runs import profile as device
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline import profile as device
+from flexfleet.pipeline.prepare import Resolved
 from tests.conftest import MemoryStore
 from tests.harness.moto_server import moto
 from tests.harness.processes import refused

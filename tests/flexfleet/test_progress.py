@@ -16,7 +16,7 @@ import pytest
 
 from fl_engine.training import numerics
 from flexfleet.api.progress import shown as shown_in_python
-from flexfleet.comparisons import side_by_side
+from flexfleet.experiments import side_by_side
 from flexfleet.files.live import CLEAR, Live, counted_warnings, span
 from flexfleet.files.terminal import settle
 from flexfleet.tracking.console import Console, brief, told

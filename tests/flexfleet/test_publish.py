@@ -33,12 +33,12 @@ from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import tiny_pool
 from fl_engine.training.evaluation import weights_of
 from flexfleet.config import Config, load_config
+from flexfleet.experiments import regress, suite
 from flexfleet.files.artifacts import EvaluationFile, PoolFile, Result
-from flexfleet.nightly import regress, suite
-from flexfleet.publish import publish
-from flexfleet.runs.check import check
-from flexfleet.runs.whole import conclude, run
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline import publish
+from flexfleet.pipeline.check import check
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.whole import conclude, run
 from flexfleet.tracking import pushed, versioned
 from flexfleet.tracking.server import Patient, client_of
 

@@ -23,9 +23,9 @@ from fl_engine.models.traced import from_module
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import tiny_data, tiny_pool
 from fl_engine.training.evaluation import evaluate
-from flexfleet.publish.publish import said
-from flexfleet.runs.check import check
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.check import check
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.publish import said
 
 PROXY = torch.arange(10, 40)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from flexfleet.comparisons.comparison import Comparison
-from flexfleet.comparisons.reference import commands, read
 from flexfleet.config import flatten, load_config
 from flexfleet.config.entries import Entry
+from flexfleet.experiments.comparison import Comparison
+from flexfleet.experiments.reference import commands, read
 
 SETS = ("dataset.train_samples=300", "dataset.test_samples=100", "model.width=0.5", "tracking.mlflow=null")
 SHORT = ("central.epochs=2", "central.lr=0.05")

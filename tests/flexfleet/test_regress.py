@@ -19,11 +19,11 @@ import yaml
 from fl_engine.core.errors import IntegrityError, Unreachable
 from fl_engine.rounds.run import Run
 from flexfleet.config import load_config
-from flexfleet.nightly import regress, suite
-from flexfleet.nightly.gate import PASSED, REFERENCE
-from flexfleet.nightly.pace import pace
-from flexfleet.nightly.regress import Verdict
-from flexfleet.nightly.suite import Figures
+from flexfleet.experiments import regress, suite
+from flexfleet.experiments.gate import PASSED, REFERENCE
+from flexfleet.experiments.pace import pace
+from flexfleet.experiments.regress import Verdict
+from flexfleet.experiments.suite import Figures
 from flexfleet.tracking.trackers import MLflow
 from tests.harness.warm import warm
 
@@ -88,7 +88,7 @@ class Place:
 def _other_work_on_the_machine_is_not_measured() -> Iterator[None]:
     """Pace is what this process computes, not what it waits for a core."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flexfleet.nightly.pace.time", SimpleNamespace(perf_counter=time.process_time))
+        patch.setattr("flexfleet.experiments.pace.time", SimpleNamespace(perf_counter=time.process_time))
         yield
 
 
@@ -115,8 +115,8 @@ def first(place: Place) -> Verdict:
     done = place.night(path, "base")
     assert done.code == 2 and "--update" in done.err
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flexfleet.nightly.regress.REFERENCE_SEEDS", (0, 1, 2))
-        patch.setattr("flexfleet.nightly.regress.REFERENCE_TURNS", 9)
+        patch.setattr("flexfleet.experiments.regress.REFERENCE_SEEDS", (0, 1, 2))
+        patch.setattr("flexfleet.experiments.regress.REFERENCE_TURNS", 9)
         done = place.night(path, "reference", "--update")
     assert done.code == 0, done.err
     done = place.night(path, "first", "--json")
@@ -152,7 +152,7 @@ def test_in_mlflow_a_night_has_its_runs_and_their_comparison_below_it(place: Pla
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is planted takes the place of FlexFL's code, of which a suite knows the name alone."""
-    monkeypatch.setattr("flexfleet.nightly.suite.labels_of", lambda algorithms: {})
+    monkeypatch.setattr("flexfleet.experiments.suite.labels_of", lambda algorithms: {})
 
 
 @pytest.mark.usefixtures("planted")
@@ -161,7 +161,7 @@ def test_what_costs_more_fails_the_night(
     place: Place, first: Verdict, kind: str, reasons: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "Sleeping":
-        monkeypatch.setattr("flexfleet.nightly.pace.time", time)
+        monkeypatch.setattr("flexfleet.experiments.pace.time", time)
     before = place.aliases("tiny-quick-flexfl")
     night = place.suite(f"{kind}/tiny", cases={"quick": {"algorithms": f"flexfl=planted:{kind}", "to": 0.9}})
     night.with_suffix(".json").write_text((place.folder / "tiny.json").read_text())
@@ -395,7 +395,7 @@ def test_pace_is_measured_on_the_plan_that_a_run_has(
         runs.append(Run(*given, **more))
         return runs[-1]
 
-    monkeypatch.setattr("flexfleet.nightly.pace.Run", seen)
+    monkeypatch.setattr("flexfleet.experiments.pace.Run", seen)
     assert len(pace(config, finished[0], 1)) == 1
     (run,) = runs
     wanted = (config.fleet.trace is not None, PRIVATE in sets, 1000)

@@ -17,7 +17,7 @@ from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.samples import Metric
 from fl_engine.storage.store import sha256
 from fl_engine.tasks import TASKS
-from flexfleet.commands.runs import report as report_command
+from flexfleet.cli.runs import report as report_command
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import (
     ConfusionFile,
@@ -467,7 +467,7 @@ def test_a_page_has_the_shared_head_keeps_drawings_and_escapes_texts(
     (tmp_path / "head.html").write_text("<head>{{ drawn }}")
     (tmp_path / "own.html").write_text('{% include "head.html" %}<p>{{ given }}')
     monkeypatch.setattr(page.resources, "files", lambda package: tmp_path)
-    shown = page.render("flexfleet.studies", "own.html", given="<b>", drawn=page.Drawing("<svg/>"))
+    shown = page.render("flexfleet.experiments", "own.html", given="<b>", drawn=page.Drawing("<svg/>"))
     assert shown == "<head><svg/><p>&lt;b&gt;"
 
 

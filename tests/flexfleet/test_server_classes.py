@@ -13,9 +13,9 @@ import pytest
 
 from fl_engine.data.partition_files import read_manifest
 from fl_engine.training.evaluation import OWNERS
-from flexfleet.comparisons import tabulate
 from flexfleet.config import load_config
 from flexfleet.config.entries import Entry
+from flexfleet.experiments import tabulate
 from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History
 
 OWNED = (8, 9)

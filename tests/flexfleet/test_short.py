@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import ConfigError
-from flexfleet import cli
+from flexfleet.cli import main as cli
 from flexfleet.config import Config, load_config, parse
 from flexfleet.config.entries import entries_for
 from flexfleet.config.overrides import PARAMETERS
 from flexfleet.config.overrides import STUDY as OF_FORM
 from flexfleet.config.read import chosen_by_name, merged
 from flexfleet.config.short import SHORT, STUDY, place
-from flexfleet.steps.prepare import config_of
+from flexfleet.pipeline.prepare import config_of
 
 VALUES = {
     "dataset": "mnist", "model": "vgg16", "algorithm": "heterofl", "clients": "7", "partition_rule": "iid",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import IntegrityError, Stopped
-from flexfleet.comparisons import side_by_side
+from flexfleet.experiments import side_by_side
 
 JOB = """
 import os, signal, sys, time

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from fl_engine.datasets import DATASETS, cifar10, cifar100, femnist, tiny_imagenet, widar
-from flexfleet.comparisons import suites
-from flexfleet.comparisons.side_by_side import one_by_one
-from flexfleet.comparisons.tabulate import escaped
-from flexfleet.comparisons.whole import compare
 from flexfleet.config import Config, flatten, load_config
+from flexfleet.experiments import suites
+from flexfleet.experiments.side_by_side import one_by_one
+from flexfleet.experiments.tabulate import escaped
+from flexfleet.experiments.whole import compare
 from flexfleet.reports import report
 from tests.data import made, sensors
 

@@ -22,16 +22,16 @@ from fl_engine.storage.lease import Holder
 from fl_engine.storage.store import decode, sha256
 from flexfleet.config import load_config, parse
 from flexfleet.files.artifacts import Apoz, EvaluationFile, History, PoolFile, RunFile
+from flexfleet.pipeline import evaluate as evaluate_module
+from flexfleet.pipeline import federate as federate_module
+from flexfleet.pipeline import gather as gather_module
+from flexfleet.pipeline import model_pool as model_pool_module
+from flexfleet.pipeline import partition as partition_module
+from flexfleet.pipeline import pretrain as pretrain_module
+from flexfleet.pipeline import resumable as resumable_module
+from flexfleet.pipeline import share as share_module
+from flexfleet.pipeline.prepare import Resolved
 from flexfleet.reports import report as report_module
-from flexfleet.runs import gather as gather_module
-from flexfleet.runs import resumable as resumable_module
-from flexfleet.steps import evaluate as evaluate_module
-from flexfleet.steps import federate as federate_module
-from flexfleet.steps import model_pool as model_pool_module
-from flexfleet.steps import partition as partition_module
-from flexfleet.steps import pretrain as pretrain_module
-from flexfleet.steps import share as share_module
-from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking.trackers import MLflow
 
 Step = Callable[..., Any]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from flexfleet import load
-from flexfleet.comparisons.whole import finished
 from flexfleet.config import load_config
+from flexfleet.experiments.whole import finished
 from flexfleet.files.artifacts import History
 from flexfleet.tracking.console import Console
 from flexfleet.tracking.record import card

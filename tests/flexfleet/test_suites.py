@@ -15,15 +15,15 @@ from fl_engine.core.augmentation import Flip
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.pictures import Compress, Hsv, MixUp, Scale, Shear
 from fl_engine.core.schedules import Cosine
-from flexfleet.comparisons import suites
-from flexfleet.comparisons import whole as compare_module
-from flexfleet.comparisons.comparison import Comparison
 from flexfleet.config import flatten, load_config
 from flexfleet.config.entries import Entry
+from flexfleet.experiments import suites
+from flexfleet.experiments import whole as compare_module
+from flexfleet.experiments.comparison import Comparison
 from flexfleet.files.artifacts import Result
+from flexfleet.pipeline.check import check
+from flexfleet.pipeline.prepare import Resolved
 from flexfleet.reports.report import NONE
-from flexfleet.runs.check import check
-from flexfleet.steps.prepare import Resolved
 from tests.harness.comparisons import in_this_process
 
 Write = Callable[[str, str], str]

@@ -17,8 +17,8 @@ from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.selection.capacity import level_of, round_size
-from flexfleet.comparisons import suites
 from flexfleet.config.entries import Entry
+from flexfleet.experiments import suites
 from tests.flexfleet.test_suites import runs
 
 LARGE = ("table2", "table3", "table4", "figure4", "figure5", "figure6")

@@ -16,8 +16,8 @@ from fl_engine.fleet.devices import fleet
 from fl_engine.models.layers import Norm
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.selection.capacity import level_of, round_size
-from flexfleet.comparisons import suites
 from flexfleet.config.entries import Entry
+from flexfleet.experiments import suites
 from tests.flexfleet.test_suites import runs
 
 LARGE = [name for name in suites.names() if name.startswith("fedrolex/") and not name.endswith(suites.SMALL)]

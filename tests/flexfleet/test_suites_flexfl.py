@@ -10,11 +10,11 @@ import pytest
 from fl_engine.algorithms import FlexFL, HeteroFL, ScaleFL
 from fl_engine.core.slicing import count_params
 from fl_engine.selection import ResourceTable
-from flexfleet.comparisons import suites
 from flexfleet.config import flatten, load_config
 from flexfleet.config.entries import Entry
 from flexfleet.config.resolve import algorithm
-from flexfleet.steps.prepare import Resolved
+from flexfleet.experiments import suites
+from flexfleet.pipeline.prepare import Resolved
 
 LARGE = [name for name in suites.names() if name.startswith("flexfl/") and not name.endswith(suites.SMALL)]
 

@@ -32,10 +32,10 @@ from flexfleet.config import load_config, overrides
 from flexfleet.files.artifacts import History, RunFile
 from flexfleet.kubeflow import task_end
 from flexfleet.kubeflow.task_end import ending, patiently
-from flexfleet.runs.resumable import federate_in
-from flexfleet.runs.whole import run
-from flexfleet.steps import resumed
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline import resumed
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.resumable import federate_in
+from flexfleet.pipeline.whole import run
 
 RETRY = "choose Retry of this run in Kubeflow's UI, or start another run with the same run_id."
 CORRECT = "A retry does not help. Correct the form, and start another run."

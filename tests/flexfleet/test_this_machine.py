@@ -22,13 +22,13 @@ from benchmarks.workloads import WORKLOADS
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.system import of_posix
 from fl_engine.training import numerics
-from flexfleet import cli
+from flexfleet.cli import main as cli
 from flexfleet.config import Config, load_config, parse
 from flexfleet.config.read import _tell_untracked
 from flexfleet.files import half_speed, terminal
 from flexfleet.files.artifacts import RunFile
 from flexfleet.files.doctor import EXTRAS
-from flexfleet.steps.site import tell_unused
+from flexfleet.pipeline.site import tell_unused
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -147,7 +147,7 @@ def test_the_extra_for_a_run_is_enough_for_the_digits(quick: Sequence[str], tmp_
     argv += [word for text in sets for word in ("--set", text)]
     script = (
         f"import sys\nsys.modules |= dict.fromkeys({sorted(hidden)!r})\n"
-        f"from flexfleet import cli\nsys.argv = {argv!r}\ncli.main()\n"
+        f"from flexfleet.cli import main as cli\nsys.argv = {argv!r}\ncli.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -187,7 +187,7 @@ def test_commands_begin_and_end_without_what_windows_lacks(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("module", ["flexfleet.steps.federate", "fl_engine.training.memory", "flexfleet.cli"])
+@pytest.mark.parametrize("module", ["flexfleet.pipeline.federate", "fl_engine.training.memory", "flexfleet.cli.main"])
 def test_modules_are_imported_without_what_windows_lacks(module: str) -> None:
     script = (
         "import signal, sys\nsys.modules |= dict.fromkeys(['fcntl', 'resource'])\n"

@@ -25,7 +25,7 @@ from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.testing.tracker import Memory
 from flexfleet.config import Config, flatten
 from flexfleet.files.artifacts import RunFile
-from flexfleet.publish import publish
+from flexfleet.pipeline import publish
 from flexfleet.tracking import server
 from flexfleet.tracking import trackers as tracking
 from flexfleet.tracking.console import Console
@@ -434,7 +434,7 @@ def test_eight_that_log_the_same_at_one_instant_do_not_trip_each_other_up(
 
 
 def test_a_stopped_run_is_marked_killed(job: Any, memory_store: Any, mlflow_uri: str) -> None:
-    """What flexfleet.steps.federate does with a tracker, on the engine alone."""
+    """What flexfleet.pipeline.federate does with a tracker, on the engine alone."""
     tracker, calls = start(mlflow_uri), iter(range(100))
     with pytest.raises(Stopped):
         job.federate(memory_store, lambda: next(calls) >= 2, tracker=tracker)
@@ -463,7 +463,7 @@ def test_a_signal_after_the_rounds_stops_the_run_which_says_how_to_go_on(
         pytest.fail("it went on")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flexfleet.runs.whole.conclude", killed)
+    monkeypatch.setattr("flexfleet.pipeline.whole.conclude", killed)
     stopped = flexfleet("run", "--run-id", "a", sets=[*quick, "rounds.stop=1"])
     assert stopped.code == 3 and "stopped on request: the same command with --resume goes on" in stopped.err
 
@@ -475,7 +475,7 @@ def test_what_fails_after_the_rounds_says_how_to_go_on(
         raise EnvironmentFailure("MLflow does not answer")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flexfleet.runs.whole.conclude", gone)
+    monkeypatch.setattr("flexfleet.pipeline.whole.conclude", gone)
     stopped = flexfleet("run", "--run-id", "a", sets=[*quick, "rounds.stop=1"])
     assert stopped.code == 6 and "does not answer. What was committed stays" in stopped.err
     assert stopped.err.count("--resume") == 1

@@ -19,15 +19,15 @@ from fl_engine.core.errors import BadInput, ConfigError, Diverged, PartitionErro
 from fl_engine.testing.tracker import Memory
 from flexfleet.config import Config, load_config
 from flexfleet.config.overrides import write_config
+from flexfleet.experiments import outcome, runs, space, storage, tracked, trials
+from flexfleet.experiments import study as steps
+from flexfleet.experiments.conclude import _held_out, conclude
+from flexfleet.experiments.outcome import Tuned
+from flexfleet.experiments.study import tune
 from flexfleet.files.artifacts import History, RunFile
-from flexfleet.runs import whole
-from flexfleet.runs.status import runs_in
-from flexfleet.steps.prepare import Resolved
-from flexfleet.studies import outcome, runs, space, storage, tracked, trials
-from flexfleet.studies import study as steps
-from flexfleet.studies.conclude import _held_out, conclude
-from flexfleet.studies.outcome import Tuned
-from flexfleet.studies.study import tune
+from flexfleet.pipeline import whole
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.status import runs_in
 from flexfleet.tracking.trackers import MLflow
 
 FEW = ("tune.trials=4", "tune.held_out=[7]", "rounds.stop=2", "algorithm.epsilon=8")

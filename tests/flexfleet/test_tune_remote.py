@@ -16,14 +16,14 @@ from fl_engine.training.numerics import describe
 from flexfleet import load
 from flexfleet.config import Config, load_config
 from flexfleet.config.overrides import write_config
+from flexfleet.experiments import runs, space, storage
+from flexfleet.experiments import study as steps
 from flexfleet.files.artifacts import BareHistory, RunFile
 from flexfleet.kubeflow import task_end
-from flexfleet.runs import resumable
-from flexfleet.runs.status import describe as describe_run
-from flexfleet.steps import federate as federation
-from flexfleet.steps.federate import federate
-from flexfleet.studies import runs, space, storage
-from flexfleet.studies import study as steps
+from flexfleet.pipeline import federate as federation
+from flexfleet.pipeline import resumable
+from flexfleet.pipeline.federate import federate
+from flexfleet.pipeline.status import describe as describe_run
 
 SPACE = "tune.space={training.lr: {low: 0.01, high: 0.1}}"
 

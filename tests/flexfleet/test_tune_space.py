@@ -18,10 +18,10 @@ from fl_engine.core.types import FULL, Pool, PoolModel
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.testing.tiny import tiny_pool
 from flexfleet.config import Config, Range, load_config
-from flexfleet.steps.partition import server_of
-from flexfleet.steps.prepare import Resolved
-from flexfleet.studies import outcome, space, storage, trials
-from flexfleet.studies.study import tune
+from flexfleet.experiments import outcome, space, storage, trials
+from flexfleet.experiments.study import tune
+from flexfleet.pipeline.partition import server_of
+from flexfleet.pipeline.prepare import Resolved
 
 FAMILY = SmallCNN((1, 8, 8), 10)
 ON_DIGITS = ("dataset.name=digits", "model.name=small_cnn", "algorithm.use_apoz=false")

@@ -27,15 +27,15 @@ from fl_engine.core.errors import (
     Stopped,
     Unreachable,
 )
-from flexfleet import cli
-from flexfleet.comparisons.side_by_side import Command
-from flexfleet.comparisons.whole import RunsFailed
+from flexfleet.cli import main as cli
 from flexfleet.config import Config, load_config
+from flexfleet.experiments import outcome, runs, space, storage, trials, worker
+from flexfleet.experiments import study as steps
+from flexfleet.experiments.side_by_side import Command
+from flexfleet.experiments.study import tune
+from flexfleet.experiments.whole import RunsFailed
+from flexfleet.experiments.worker import work
 from flexfleet.files.signals import stop_on_signals, stopping_at_once
-from flexfleet.studies import outcome, runs, space, storage, trials, worker
-from flexfleet.studies import study as steps
-from flexfleet.studies.study import tune
-from flexfleet.studies.worker import work
 from flexfleet.tracking.server import answering
 
 

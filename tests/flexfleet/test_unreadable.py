@@ -9,9 +9,9 @@ import pytest
 
 from fl_engine.core.errors import EnvironmentFailure
 from flexfleet.config import load_with_algorithm
-from flexfleet.runs.resumable import digest_of
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import inputs_of
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import inputs_of
+from flexfleet.pipeline.resumable import digest_of
 
 BROKEN = Path("/proc/self/mem")
 """Reading it from its beginning fails as a broken disk does: EIO, which names no file."""

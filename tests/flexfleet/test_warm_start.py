@@ -25,11 +25,11 @@ from fl_engine.preparation.weights import mismatch
 from fl_engine.storage.store import decode, encode, sha256
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from flexfleet.files.artifacts import PoolFile
-from flexfleet.steps.model_pool import model_pool
-from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import pretrain
-from flexfleet.steps.site import given_weights, initial_state, site_of
+from flexfleet.pipeline.model_pool import model_pool
+from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import pretrain
+from flexfleet.pipeline.site import given_weights, initial_state, site_of
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import ConfigError, Stopped, UnreachableAddress
-from flexfleet.comparisons.whole import RunsFailed
-from flexfleet.nightly import regress, webhook
+from flexfleet.experiments import regress, webhook
+from flexfleet.experiments.whole import RunsFailed
 
 
 @pytest.fixture

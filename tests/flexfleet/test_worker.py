@@ -25,7 +25,7 @@ from fl_engine.storage import code
 from fl_engine.storage.store import FolderStore
 from fl_engine.storage.sums import sum_of
 from fl_engine.training import cgroup
-from flexfleet.cli import dispatch
+from flexfleet.cli.main import dispatch
 from flexfleet.files.artifacts import RunFile
 from flexfleet.worker import server
 from flexfleet.worker.__main__ import main

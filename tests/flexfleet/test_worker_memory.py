@@ -16,13 +16,13 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.storage.store import FolderStore
 from fl_engine.training.memory import Peaks
 from flexfleet.files.artifacts import History, PoolFile, RunFile
-from flexfleet.steps import enrollment
-from flexfleet.steps import federate as step
-from flexfleet.steps.model_pool import model_pool
-from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import pretrain
-from flexfleet.steps.resumed import known_run
+from flexfleet.pipeline import enrollment
+from flexfleet.pipeline import federate as step
+from flexfleet.pipeline.model_pool import model_pool
+from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import pretrain
+from flexfleet.pipeline.resumed import known_run
 from flexfleet.worker.mailbox import WorkerMailbox, device_of
 from flexfleet.worker.server import Server
 

@@ -38,6 +38,9 @@ from fl_engine.testing.tiny import TRAINING, tiny_pool, tiny_site
 from fl_engine.training.evaluation import Score
 from fl_engine.training.memory import Peaks
 from flexfleet.config import Config, algorithm, load_config
+from flexfleet.experiments.gate import Check
+from flexfleet.experiments.regress import Verdict
+from flexfleet.experiments.suite import Figures, OfLabel
 from flexfleet.files.artifacts import (
     Apoz,
     ApozLayer,
@@ -55,16 +58,13 @@ from flexfleet.files.artifacts import (
     row_of,
 )
 from flexfleet.files.prepared import Entry, Index
-from flexfleet.nightly.gate import Check
-from flexfleet.nightly.regress import Verdict
-from flexfleet.nightly.suite import Figures, OfLabel
+from flexfleet.pipeline import gather, status
+from flexfleet.pipeline.evaluate import told
+from flexfleet.pipeline.model_pool import build
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.resumed import known_run
+from flexfleet.pipeline.share import Shared
 from flexfleet.reports import precisions, report
-from flexfleet.runs import gather, status
-from flexfleet.steps.evaluate import told
-from flexfleet.steps.model_pool import build
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.resumed import known_run
-from flexfleet.steps.share import Shared
 from tests.fuzz.mutations import altered, answer, damaged, in_time, json_like, law
 
 SITE = tiny_site(FlexFL(training=TRAINING))

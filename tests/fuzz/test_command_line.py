@@ -24,13 +24,13 @@ from fl_engine.core.errors import ClientError, EnvironmentFailure, IntegrityErro
 from fl_engine.remote.messages import Assignment
 from fl_engine.storage.store import FolderStore
 from fl_engine.storage.sums import sum_of
-from flexfleet import cli
-from flexfleet.comparisons import whole as compare_module
+from flexfleet.cli import main as cli
 from flexfleet.config import Config, flatten
+from flexfleet.experiments import regress as regress_module
+from flexfleet.experiments import study as tune_module
+from flexfleet.experiments import whole as compare_module
 from flexfleet.kubeflow import submit as submit_module
-from flexfleet.nightly import regress as regress_module
-from flexfleet.runs import whole as run_module
-from flexfleet.studies import study as tune_module
+from flexfleet.pipeline import whole as run_module
 from flexfleet.tracking import pushed as pushed_module
 from flexfleet.tracking import server as tracking_module
 from flexfleet.worker.execute import prepare

@@ -22,7 +22,7 @@ from fl_engine.training import cgroup
 from flexfleet.config import Config, flatten, load_config, overrides, parse
 from flexfleet.config.entries import accuracies_of, entries_for, labels_of, seeds_of
 from flexfleet.config.overrides import comparison_from, config_from, form_of, parameters_of, sets_of, write_config
-from flexfleet.nightly import suite
+from flexfleet.experiments import suite
 from flexfleet.tracking import data_repository, versioned
 from flexfleet.tracking.server import connect
 from tests.fuzz.mutations import altered, answer, anything, damaged, law, nested, texts
@@ -201,7 +201,7 @@ def test_settings_become_a_form_and_back_or_are_named(sets: list[str]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ suites
-SUITE = (ROOT / "flexfleet" / "nightly" / "suites" / "digits.yaml").read_text()
+SUITE = (ROOT / "flexfleet" / "experiments" / "nightly_suites" / "digits.yaml").read_text()
 ODD_SUITES = (
     SUITE + "\nwhen: 2001-99-99\n", SUITE.replace("seeds:", "seeds: &a [*a]\nx:"), "[" * 1000, "a: !!int x",
 )  # fmt: skip

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from fl_engine.data import heat_map
-from flexfleet import cli
-from flexfleet.comparisons import whole as compare_module
-from flexfleet.comparisons.side_by_side import BEGINS, Command
+from flexfleet.cli import main as cli
+from flexfleet.experiments import whole as compare_module
+from flexfleet.experiments.side_by_side import BEGINS, Command
 from flexfleet.files import terminal
-from flexfleet.runs import whole as run_module
-from flexfleet.steps import share
+from flexfleet.pipeline import share
+from flexfleet.pipeline import whole as run_module
 
 LABELS, SEEDS = ("flexfl", "all_large"), (0, 1)
 TWO = ("--algorithms", ",".join(LABELS), "--seeds", "0,1")
-MAINS = {"flexfleet.cli": cli.dispatch, "flexfleet.steps.share": share.main}
+MAINS = {"flexfleet.cli.main": cli.dispatch, "flexfleet.pipeline.share": share.main}
 
 
 def in_this_process(jobs: Sequence[Command], at_once: int) -> dict[str, int]:

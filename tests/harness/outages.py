@@ -11,7 +11,7 @@ import pytest
 
 from fl_engine.core.errors import Unreachable
 from flexfleet.config import Config
-from flexfleet.studies import storage, trials, worker
+from flexfleet.experiments import storage, trials, worker
 from flexfleet.tracking import databases
 from flexfleet.tracking.trackers import MLflow
 

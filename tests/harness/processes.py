@@ -176,15 +176,16 @@ def mains() -> dict[str, Callable[[list[str]], int]]:
     import mlflow.store.tracking.sqlalchemy_store
     import sklearn.datasets  # noqa: F401
 
+    import flexfleet.pipeline.federate
+    import flexfleet.pipeline.model_pool
+    import flexfleet.pipeline.partition
+    import flexfleet.pipeline.pretrain
+    import flexfleet.pipeline.whole
     import flexfleet.reports.report
-    import flexfleet.runs.whole
-    import flexfleet.steps.federate
-    import flexfleet.steps.model_pool
-    import flexfleet.steps.partition
-    import flexfleet.steps.pretrain
     import flexfleet.worker.__main__
     import flexfleet.worker.server
-    from flexfleet import cli, steps
+    from flexfleet import pipeline
+    from flexfleet.cli import main as cli
 
     def create_tables(argv: list[str]) -> int:
         mlflow.MlflowClient(argv[0]).search_experiments()
@@ -192,7 +193,7 @@ def mains() -> dict[str, Callable[[list[str]], int]]:
 
     names = ("federate", "model_pool", "partition", "pretrain")
     own = {"flexfleet": cli.dispatch, "mlflow": create_tables, "worker": flexfleet.worker.__main__.main}
-    return own | {name: getattr(steps, name).main for name in names}
+    return own | {name: getattr(pipeline, name).main for name in names}
 
 
 def prepared(scratch: Path) -> dict[str, Callable[[list[str]], int]]:

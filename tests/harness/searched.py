@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import pretrain
+from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import pretrain
 
 ROOT = Path(__file__).parents[2]
 MADE = "searched.Search.json"

@@ -20,11 +20,11 @@ from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.places import open_store
 from fl_engine.training.memory import Peaks
 from flexfleet.files.artifacts import PoolFile
-from flexfleet.steps.federate import federate
-from flexfleet.steps.model_pool import model_pool
-from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import pretrain
+from flexfleet.pipeline.federate import federate
+from flexfleet.pipeline.model_pool import model_pool
+from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import pretrain
 from tests.harness.moto_server import moto
 from tests.k8s import kueue
 from tests.k8s.pods import Pod, threads_on
@@ -150,7 +150,7 @@ def in_a_queue(tmp_path: Path) -> str:
 def peaks(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Peaks:
     """A coordinator that has found that a client takes 100 MiB, and training a level 40 MiB and 60 for its share of the
     parameters on top: the smallest takes more than half of what the largest takes."""
-    from flexfleet.steps import federate as step
+    from flexfleet.pipeline import federate as step
 
     levels = PoolFile.read(prepared / "pool" / "pool.json").levels
     found = Peaks(100 * MIB, tuple(140 * MIB + int(60 * MIB * level.share) for level in levels))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from flexfleet.config.overrides import config_from
-from flexfleet.runs.whole import run
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.whole import run
 
 IMAGE = os.environ.get("FLEXFLEET_TEST_IMAGE", "")
 

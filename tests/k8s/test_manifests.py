@@ -223,7 +223,7 @@ def test_the_role_grants_what_the_backend_calls_and_no_more() -> None:
     callers = {
         "fl_engine/remote/kubernetes/objects.py": "self._cluster.",
         "fl_engine/remote/kubernetes/provisioner.py": "Cluster(options.namespace).",
-        "flexfleet/steps/keys.py": "self.cluster.",
+        "flexfleet/pipeline/keys.py": "self.cluster.",
     }
     for path, cluster in callers.items():
         for node in ast.walk(ast.parse((ROOT / path).read_text())):

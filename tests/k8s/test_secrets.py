@@ -21,8 +21,8 @@ import pytest
 
 from fl_engine.aggregation import privacy
 from fl_engine.core.errors import masked
-from flexfleet.comparisons import side_by_side
 from flexfleet.config import load_config, public
+from flexfleet.experiments import side_by_side
 from flexfleet.files import terminal as common
 from flexfleet.tracking import record as track
 from tests.harness import postgres
@@ -140,7 +140,7 @@ def test_a_comparison_passes_passwords_on_and_writes_none_down(
     sets = [*light, *addresses, "rounds.stop=1"]
     done = flexfleet("compare", "--algorithms", "heterofl", "--id", "c", sets=sets)
     assert done.code == 0, done.err
-    assert (scratch / "runs" / "c" / "heterofl-s0.log").read_bytes().startswith(b"$ python -m flexfleet.cli run")
+    assert (scratch / "runs" / "c" / "heterofl-s0.log").read_bytes().startswith(b"$ python -m flexfleet.cli.main run")
     assert not found_in(said(done) | files_of(scratch) | files_of(mlflow_server[1]))
 
 

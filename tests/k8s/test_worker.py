@@ -34,9 +34,9 @@ from fl_engine.training import memory
 from fl_engine.training.memory import Peaks
 from fl_engine.training.numerics import SINGLE, Numerics, flushes_now
 from flexfleet.files.artifacts import RunFile
-from flexfleet.steps.federate import federate
-from flexfleet.steps.model_pool import model_pool
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.federate import federate
+from flexfleet.pipeline.model_pool import model_pool
+from flexfleet.pipeline.prepare import Resolved
 from flexfleet.worker import __main__ as program
 from flexfleet.worker import execute as execution
 from flexfleet.worker import server

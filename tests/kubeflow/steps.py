@@ -21,16 +21,16 @@ import websocket
 
 from fl_engine.remote.kubernetes.cluster import Cluster, _connect
 from flexfleet.config.overrides import PARAMETERS, config_from
+from flexfleet.experiments import regress, suite
 from flexfleet.kubeflow.client import connected, pages, without_links
 from flexfleet.kubeflow.follow import Followed, follow, terminate
 from flexfleet.kubeflow.progress import rounds_of
 from flexfleet.kubeflow.submit import checked, upload
-from flexfleet.nightly import regress, suite
-from flexfleet.steps.federate import federate
-from flexfleet.steps.model_pool import model_pool
-from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import pretrain
+from flexfleet.pipeline.federate import federate
+from flexfleet.pipeline.model_pool import model_pool
+from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import pretrain
 
 T = TypeVar("T")
 Pod = dict[str, Any]

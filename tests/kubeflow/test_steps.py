@@ -16,10 +16,10 @@ import mlflow
 import pytest
 
 from fl_engine.remote.kubernetes.cluster import Cluster
+from flexfleet.experiments import regress, suite
 from flexfleet.kubeflow import follow as following
 from flexfleet.kubeflow.schedule import schedule
 from flexfleet.kubeflow.submit import submit
-from flexfleet.nightly import regress, suite
 from tests.kubeflow import steps
 from tests.kubeflow import test_kubeflow as real
 from tests.pipelines.kubeflow import nodes, pod_of

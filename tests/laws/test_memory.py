@@ -41,8 +41,8 @@ from fl_engine.training.local import Job, opened
 from fl_engine.training.memory import Peaks, Trial
 from fl_engine.training.numerics import SINGLE, Numerics
 from fl_engine.training.step_memory import counted
-from flexfleet.steps import peaks
-from flexfleet.steps.peaks import check_prunes, trials_of
+from flexfleet.pipeline import peaks
+from flexfleet.pipeline.peaks import check_prunes, trials_of
 
 FLEXFL = FlexFL(training=TRAINING)
 POOL = tiny_site(FLEXFL).pool

@@ -18,7 +18,7 @@ from fl_engine.data import partitioning
 from fl_engine.tasks import TASKS, Classification, NextToken
 from fl_engine.testing.kinds import TinyTokens
 from fl_engine.training.losses import mask_absent, self_distillation
-from flexfleet.steps.prepare import check_fits
+from flexfleet.pipeline.prepare import check_fits
 
 PADDING, WORD, OTHER, OOV, END = range(5)
 TASK = NextToken(5, length=4, padding=PADDING, masked=(OOV, END))

@@ -19,7 +19,7 @@ import urllib3.util.ssl_
 
 from fl_engine.core.errors import EnvironmentFailure, certificate_hint
 from fl_engine.storage.urls import UrlStore
-from flexfleet import cli
+from flexfleet.cli import main as cli
 from tests.harness.tls import certificates, serving
 
 ROOT = Path(__file__).parents[2]

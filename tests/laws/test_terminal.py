@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fl_engine.core.errors import Stopped
-from flexfleet import cli
+from flexfleet.cli import main as cli
 from flexfleet.files.terminal import told_of
 from tests.harness.imports import dotted, modules
 

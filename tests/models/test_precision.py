@@ -42,7 +42,7 @@ from fl_engine.models.precision import Precisions, measure
 from fl_engine.models.quantised import FILES, OnnxPrecision, convert, of_codec, rounded_up, stored
 from fl_engine.tasks import Classification, Detection, NextToken, Regression
 from fl_engine.testing.kinds import tiny_boxes
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.prepare import Resolved
 
 OTHERS: tuple[OnnxPrecision, ...] = ("fp16", "int8", "int8_static")
 MARGIN = 0.02

@@ -32,9 +32,9 @@ from fl_engine.models.text_lstm import TextLSTM
 from fl_engine.models.traced import from_module
 from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.testing.models import ModelSuite, random_params, specs
-from flexfleet.cli import dispatch
+from flexfleet.cli.main import dispatch
 from flexfleet.config import Config
-from flexfleet.steps import warm_start
+from flexfleet.pipeline import warm_start
 from tests.models import own_networks as nets
 
 GPT_PINS = ("block.ln1", "block.attn")

@@ -16,10 +16,10 @@ from urllib.parse import parse_qsl, urlsplit
 import mlflow
 import pytest
 
-from flexfleet import cli
-from flexfleet.comparisons import whole as compare_module
-from flexfleet.comparisons.comparison import Comparison
+from flexfleet.cli import main as cli
 from flexfleet.config import overrides
+from flexfleet.experiments import whole as compare_module
+from flexfleet.experiments.comparison import Comparison
 from flexfleet.files.artifacts import RunFile
 from pipelines.compare import comparison
 from tests.harness import graphs

@@ -107,7 +107,7 @@ def test_follow_reads_the_cause_of_a_failure_from_the_log(kubeflow: tuple[Any, s
 KILLED = "round 2\nF1129 main.go:57] failed to execute component: signal: killed\n"
 DRAINED = "a client pod: exit status 1\n" + "round 3\n" * 9
 STOPPED = "error, exit code 3 (stopped): stopped on request\n  To continue: retry this run.\nexit status 3\n"
-IMPORT = "Traceback:\nModuleNotFoundError: No module named 'flexfleet.steps'\nF1129 main.go:57] exit status 1\n"
+IMPORT = "Traceback:\nModuleNotFoundError: No module named 'flexfleet.pipeline'\nF1129 main.go:57] exit status 1\n"
 
 
 @pytest.mark.parametrize(

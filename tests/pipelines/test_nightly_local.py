@@ -18,9 +18,9 @@ import yaml
 from mlflow import MlflowClient
 
 from components.gate import gate
-from flexfleet.nightly import regress
-from flexfleet.nightly.gate import REFERENCE
-from flexfleet.nightly.regress import Verdict
+from flexfleet.experiments import regress
+from flexfleet.experiments.gate import REFERENCE
+from flexfleet.experiments.regress import Verdict
 from pipelines.nightly import nightly
 
 pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping to run a task that uses custom:RuntimeWarning")

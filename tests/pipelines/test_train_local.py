@@ -18,9 +18,9 @@ from flexfleet.config import load_config
 from flexfleet.config.overrides import config_from
 from flexfleet.files.artifacts import EvaluationFile, History, Result
 from flexfleet.kubeflow.retarget import documents
-from flexfleet.runs.whole import run
-from flexfleet.steps.federate import federate
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.federate import federate
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.whole import run
 from pipelines.compile import COMPILED
 from pipelines.train import train
 

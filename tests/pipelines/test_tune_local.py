@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from flexfleet.config import Config, overrides
-from flexfleet.studies import storage, trials
-from flexfleet.studies.outcome import Tuned
+from flexfleet.experiments import storage, trials
+from flexfleet.experiments.outcome import Tuned
 from pipelines.tune import tuning
 from tests.harness import graphs
 

@@ -24,8 +24,8 @@ from fl_engine.storage import lease, s3
 from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.urls import Upload, UrlStore, Verb
-from flexfleet.runs.whole import run
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.whole import run
 
 BUCKET = "runs"
 

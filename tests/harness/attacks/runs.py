@@ -31,9 +31,9 @@ from fl_engine.rounds.terms import NORM_BOUND, RoundsConfig
 from fl_engine.storage.store import MemoryStore
 from fl_engine.testing.tiny import SEED, context_of, start_of, tiny_site
 from fl_engine.testing.tracker import Memory
-from flexfleet.steps import model_pool, partition, pretrain
-from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.site import initial_state, site_of
+from flexfleet.pipeline import model_pool, partition, pretrain
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.site import initial_state, site_of
 from tests.harness.attacks.table import Attack
 
 LOST, LOST_OF_DIGITS, LOST_AT_WORST = 0.1, 0.03, 0.2

@@ -17,11 +17,11 @@ from fl_engine.core.errors import BadInput, FlexfleetError
 from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.kubernetes.settings import KubernetesConfig
 from fl_engine.testing.tiny import tiny_site
-from flexfleet import cli
+from flexfleet.cli import main as cli
 from flexfleet.config import load_config
 from flexfleet.files.alone import alone
-from flexfleet.runs import check
-from flexfleet.steps.prepare import Resolved
+from flexfleet.pipeline import check
+from flexfleet.pipeline.prepare import Resolved
 from tests.harness.attacks.scene import ALGORITHM
 from tests.harness.attacks.table import Attack
 from tests.harness.processes import QUICK

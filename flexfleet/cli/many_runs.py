@@ -1,0 +1,137 @@
+"""The commands of many runs: compare, tune, regress."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fl_engine.core.errors import ConfigError
+from flexfleet.cli.common import where_tracked
+from flexfleet.files.terminal import show
+
+if TYPE_CHECKING:
+    from flexfleet.config import Config
+
+log = logging.getLogger("flexfleet")
+
+
+def compare(args: argparse.Namespace) -> int:
+    from flexfleet.config import entries, load_config
+    from flexfleet.config.entries import Entry
+    from flexfleet.config.names import dated
+    from flexfleet.config.read import trust_given
+    from flexfleet.experiments import suites
+    from flexfleet.pipeline.prepare import config_of
+
+    if args.suites:
+        return list_suites(args)
+    if args.resume and args.id is None:
+        raise ConfigError("--resume needs --id: the name of the comparison to go on with, a folder of the run store")
+
+    def load(sets: list[str]) -> Config:
+        return config_of(argparse.Namespace(config=args.config, set=sets))
+
+    to = () if args.to is None else entries.accuracies_of(args.to)
+    name = dated("compare") if args.id is None else args.id
+    references: list[Entry] = []
+    if args.suite is not None:
+        suite, read = suites.load(args.suite), partial(load_config, args.config, stored=True)
+        trust_given(args.config, args.set)  # not what the suite names, which is somebody else's file
+        to = to or suite.to
+        runs = suites.entries_of(suite, args.algorithms, args.seeds, args.set, read, name, args.over)
+        references = [] if args.central else suites.central_of(suite, args.algorithms, args.seeds, args.set, read, name)
+    elif args.algorithms is not None:
+        runs = entries.entries_for(args.algorithms, args.seeds, args.set, load, name, args.over)
+    else:
+        raise ConfigError("compare needs --algorithms, e.g. --algorithms flexfl,all_large, or --suite")
+
+    from flexfleet.experiments.tabulate import text as table
+    from flexfleet.experiments.whole import compare as compare_all
+
+    options = [f"--{o.replace('_', '-')}" for o in ("discard_damaged", "accept_numerics") if getattr(args, o)]
+    comparison = compare_all(
+        runs,
+        name,
+        to=to,
+        at_once=args.jobs,
+        resume=args.resume,
+        options=options,
+        central=args.central,
+        references=references,
+    )
+    if args.json:
+        show(comparison.model_dump_json())
+    else:
+        show(table(comparison))
+        show(f"page: {entries.folder_of(runs) / 'comparison.html'}")
+        if runs[0].config.tracking.mlflow:
+            show(where_tracked(runs[0].config.tracking.mlflow, runs[0].config.tracking.ui))
+    return 0
+
+
+def list_suites(args: argparse.Namespace) -> int:
+    """Prints the suites that come with flexfleet: a small one below the one that it stands for."""
+    from dataclasses import asdict
+
+    from flexfleet.experiments import suites
+
+    found = {one.name: one for one in suites.listed()}
+    if args.json:
+        show(json.dumps({"suites": [asdict(one) for one in found.values()]}))
+        return 0
+    small, lines = {one.small for one in found.values()}, []
+    for one in found.values():
+        if one.name not in small:
+            lines += [one.name, f"  paper  {one.paper}", f"  shows  {one.shows}", f"  cost   {one.cost}"]
+            lines += [f"  lacks  {one.lacks}"] if one.lacks else []
+            lines += [f"  small  {one.small}: {found[one.small].cost}"] if one.small else []
+    show("\n".join(lines))
+    return 0
+
+
+def tune(args: argparse.Namespace) -> int:
+    from flexfleet.config.names import dated
+    from flexfleet.pipeline.prepare import config_of
+
+    if args.resume and args.id is None:
+        raise ConfigError("--resume needs --id: the name of the study to go on with, a folder of the run store")
+    if args.jobs is not None:
+        args.set = [*args.set, f"tune.workers={args.jobs}"]
+    name = dated("tune") if args.id is None else args.id
+    config = config_of(args)
+
+    from flexfleet.experiments.outcome import told
+    from flexfleet.experiments.study import tune as search
+
+    tuned = search(config, name, resume=args.resume)
+    show(tuned.model_dump_json() if args.json else told(tuned, Path(config.run.store) / name))
+    return 0
+
+
+def regress(args: argparse.Namespace) -> int:
+    from fl_engine.core.errors import GateFailed
+    from flexfleet.config.names import dated
+    from flexfleet.experiments import regress as step
+    from flexfleet.experiments import webhook
+    from flexfleet.experiments.whole import check_jobs
+
+    id = dated("night") if args.id is None else args.id
+    check_jobs(args.jobs)
+    if args.update:
+        night = step.prepare(args.suite, id, args.set, update=True)
+        log.info("folder: %s", night.folder)
+        figures = step.update(night, jobs=args.jobs, resume=args.resume)
+        show(figures.model_dump_json() if args.json else f"reference: {night.path.with_suffix('.json')}")
+        return 0
+    with webhook.told_without_verdict(id):
+        night = step.prepare(args.suite, id, args.set)
+        log.info("folder: %s", night.folder)
+        verdict = step.regress(night, jobs=args.jobs, resume=args.resume)
+    show(verdict.model_dump_json() if args.json else step.told(verdict, every=True))
+    if not verdict.passed:
+        webhook.call(step.told(verdict))
+    return 0 if verdict.passed else GateFailed.exit_code

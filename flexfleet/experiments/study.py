@@ -1,0 +1,199 @@
+"""Searches an algorithm's hyper-parameters: trials, pruned by round; then the best setting against the default on seeds
+that no trial has used.
+
+A study is a folder `<run.store>/<id>/`: the trials' runs, `study.log` (unless `tune.storage` names a database), and in
+the end `tune.json`, `params.yaml` (the configuration with the best values, or unchanged if they are not better),
+`patch.yaml` (what differs in it) and `study.html`. After a kill, the same command with --resume continues: an
+interrupted trial is tried again under another number, and goes on with the runs of the first.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_engine.core.errors import ConfigError, masked
+from fl_engine.core.fields import Moves
+from flexfleet.config import Config, flatten, load_config, moves, shown
+from flexfleet.config.names import plain
+from flexfleet.config.overrides import check_workers, hand_over, write_config
+from flexfleet.experiments import runs, space, storage, tracked, trials
+from flexfleet.experiments.conclude import FILES, conclude
+from flexfleet.experiments.outcome import Tuned, markdown
+from flexfleet.experiments.side_by_side import Command, side_by_side, told_failures
+from flexfleet.experiments.whole import RunsFailed
+from flexfleet.experiments.worker import work
+from flexfleet.files.alone import alone
+from flexfleet.files.begun import check_free, check_same, go_on
+from flexfleet.files.signals import stopping_at_once
+from flexfleet.pipeline.check import check
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.share import share
+from flexfleet.pipeline.whole import need_packages
+from flexfleet.tracking.record import of_job
+from flexfleet.tracking.trackers import MLflow, ending
+
+CONFIG = "configuration"
+"""Attribute of the study: what may not change when it goes on, by dotted name."""
+
+
+def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
+    """Runs the trials that a study still needs, with `tune.workers` processes, then the comparison on held-out seeds.
+
+    Raises ConfigError for an impossible search; Stopped after SIGTERM, a terminal that was closed, or if a worker was
+    stopped. It and EnvironmentFailure say how to go on.
+    """
+    folder = Path(config.run.store) / plain(id, "a study's id")
+    check_free(folder, resume, "--id")
+    _examine(config)
+    with alone(folder), storage.told_how_to_go_on(id), stopping_at_once(), storage.answering(config):
+        study = storage.open_study(config, folder, id)  # before anything trains
+        runs.prepare_default(config, folder)
+        with ending(_begin(config, folder, study, folder, {})):
+            _work_all(config, folder, study)
+            return conclude(config, study, folder, folder)
+
+
+def _examine(config: Config) -> None:
+    """Raises ConfigError and others for a search that has no meaning or cannot run."""
+    searched = (Moves.RESULT, Moves.LENGTH)
+    clash = sorted(path for path in config.tune.space if path == "seed" or moves(path) not in searched)
+    if clash:
+        raise ConfigError(f"tune.space: {', '.join(clash)} cannot be searched")
+    space.check_names(config)
+    space.check_whole(config.tune.space)
+    if not config.tune.seeds:
+        raise ConfigError("tune.seeds is empty: name at least one seed for the trials' runs, e.g. [0]")
+    for name, seeds in (("seeds", config.tune.seeds), ("held_out", config.tune.held_out)):
+        if twice := [str(seed) for seed, count in Counter(seeds).items() if count > 1]:
+            raise ConfigError(f"tune.{name}: given more than once: {', '.join(twice)}; each seed counts as one run")
+    if known := sorted({*config.tune.seeds} & {*config.tune.held_out}):
+        raise ConfigError(
+            f"tune.held_out: these seeds are to be new, but trials run on {', '.join(map(str, known))} too "
+            "(tune.seeds): name others"
+        )
+    resolved = Resolved.of(config)
+    check(resolved, publishes=False)
+    need_packages(resolved)
+
+
+def _begin(config: Config, folder: Path, study: Any, prepared: Path, tags: Mapping[str, str]) -> MLflow | None:
+    """Begins the study, with the default as its first trial, and its MLflow run with these `tags`; or resumes it. Gives
+    the MLflow run. Raises ConfigError for a study that was begun with another configuration or in another storage."""
+    new = not study.get_trials(deepcopy=False)
+    if new and (folder / "trials").exists():  # numbers begin at 0 again: new trials would take the results of old ones
+        where = masked(storage.address(config) or str(folder / "study.log"))
+        raise ConfigError(
+            f"{folder / 'trials'} holds trials that the study in {where} does not know: give the tune.storage that "
+            "the study was begun with, or choose another --id"
+        )
+    _check_same(study, config, folder)
+    trials.clear_stale(study, folder)
+    if new:
+        first = space.defaults(config, *runs.searched(config, prepared))
+        study.enqueue_trial(first, user_attrs={trials.DEFAULT: [*first]})
+    parent = tracked.parent(config, study, tags)
+    if parent is not None:
+        study.set_user_attr(tracked.PARENT, parent.run_id)
+        parent.params(shown(config))
+    return parent
+
+
+def _check_same(study: Any, config: Config, folder: Path) -> None:
+    """Raises ConfigError for a study that was started with another configuration: its trials would not be comparable.
+    How many there are, who runs them and what is compared in the end may change."""
+    fixed = tuple(f"tune.{name}" for name in ("metric", "seeds", "space"))
+    values = {
+        key: value
+        for key, value in flatten(config).items()
+        if moves(key) not in (Moves.EXECUTION, Moves.PLACE) or key.startswith(fixed)
+    }
+    now, known = json.loads(json.dumps(values)), study.user_attrs.get(CONFIG)
+    if known is None:
+        study.set_user_attr(CONFIG, now)
+        return
+    check_same(folder, known, now, name="--id")
+
+
+def _work_all(config: Config, folder: Path, study: Any) -> None:
+    id = study.study_name
+    given, stdin = hand_over(config, folder / "config.yaml")
+    many = config.tune.workers
+    if many == 1:
+        work(config, folder, id)
+        return
+    asked = ("--config", given, "--study", str(folder), "--id", id, "--worker")
+    workers = [
+        Command(f"worker{i}", "flexfleet.experiments.worker", (*asked, str(i)), folder / f"worker{i}.log", stdin)
+        for i in range(many)
+    ]
+    codes = side_by_side(workers, many)
+    failed = [code for code in codes.values() if code]
+    if failed and len(trials.done(study)) < config.tune.trials:
+        ended = told_failures(codes, {each.name: each.log for each in workers})
+        raise RunsFailed(f"workers ended before the study was done: {ended}; {go_on(id)}", failed[0])
+
+
+# ------------------------------------------------------------------------------------------- as tasks of a graph
+def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, str]]:
+    """Checks the search, and writes what all workers start from into `out`; begins the study if they share one. Gives a
+    mapping for each worker. All values are texts, since a graph may turn numbers into floats."""
+    many = config.tune.workers
+    check_workers(many)
+    if many > 1 and storage.address(config) is None:
+        raise ConfigError(
+            f"tune.workers is {many}, and pods share a study by a database alone: set tune.storage to its address, or "
+            "put the address into the Secret flexfleet-tune (FLEXFLEET_TUNE_SECRET names another) as "
+            "FLEXFLEET_TUNE_STORAGE; or set tune.workers to 1"
+        )
+    _examine(config)
+    study = None if storage.address(config) is None else storage.open_study(config, out, id)
+    write_config(config, out / "config.yaml")
+    for seed in config.tune.seeds:
+        share(runs.resolved(config, seed), out / f"shared-s{seed}")
+    runs.prepare_default(config, out)
+    if study is not None:
+        _begin(config, out, study, out, of_job(config, job_id))
+    return [{"study": id, "worker": str(i)} for i in range(many)]
+
+
+def work_in_graph(prepared: Path, id: str, worker: int, out: Path, job_id: str) -> list[int]:
+    """A worker as a task: gives the numbers of its trials, and writes them into `out`. Without a database the study
+    belongs to this worker alone, and is written into `out` too."""
+    config = load_config(prepared / "config.yaml")
+    folder = Path(config.run.store) / id
+    out.mkdir(parents=True, exist_ok=True)
+    alone_with_it = storage.address(config) is None
+    with stopping_at_once(), storage.answering(config):
+        if alone_with_it:
+            study = storage.open_study(config, folder, id)
+            parent = _begin(config, folder, study, prepared, of_job(config, job_id))
+        else:
+            parent = tracked.parent(config, storage.open_study(config, folder, id, begun=True), {})
+        with ending(parent):
+            mine = work(config, folder, id, worker, prepared)
+    (out / "trials.json").write_text(json.dumps(mine), encoding="utf-8")
+    if alone_with_it:
+        shutil.copyfile(folder / "study.log", out / "study.log")
+    return mine
+
+
+def report(prepared: Path, id: str, workers: Sequence[Path], out: Path, text: Path, html: Path) -> Tuned:
+    """The last task: writes the outcome of the study into `out`, as Markdown into `text` and as HTML into `html`.
+    `workers`: the folder that `work_in_graph` wrote for each worker."""
+    config = load_config(prepared / "config.yaml")
+    folder = Path(config.run.store) / id
+    with alone(folder), storage.answering(config):
+        study = storage.open_study(config, workers[0], id, begun=True)
+        with ending(tracked.parent(config, study, {})):
+            tuned = conclude(config, study, folder, prepared)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        shutil.copyfile(folder / name, out / name)
+    text.write_text(markdown(tuned, (out / "patch.yaml").read_text("utf-8")), encoding="utf-8")
+    shutil.copyfile(out / "study.html", html)
+    return tuned

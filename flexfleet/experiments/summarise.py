@@ -1,0 +1,240 @@
+"""Makes a comparison's figures from finished run folders; nothing is measured again.
+
+Runs may differ only in their algorithm and in the parameters that the comparison varies; other runs are refused.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fl_engine.algorithms import CONTRACT
+from fl_engine.core.errors import ConfigError
+from fl_engine.fleet.uniformity import NAMES
+from fl_engine.rounds import phases
+from fl_engine.training.numerics import differing
+from flexfleet.config.entries import run_name
+from flexfleet.experiments.alike import is_shared, other_code, other_data, other_partitions, unequal
+from flexfleet.experiments.comparison import (
+    BY_OWNER,
+    LOCAL,
+    MB,
+    Comparison,
+    Highest,
+    LocalSpread,
+    OneRun,
+    Score,
+    Spread,
+    Summary,
+    by_seed,
+    cases_of,
+    spread,
+)
+from flexfleet.experiments.curves import Runs, default_targets, reached, simulated
+from flexfleet.experiments.first import firsts
+from flexfleet.files.measure import SHARES, highest
+from flexfleet.reports.report import Run, load
+
+
+def read(labels: Sequence[str], seeds: Sequence[int], folders: Mapping[str, Path], varied: Sequence[str] = ()) -> Runs:
+    """Loads the runs; `folders` by run id, `varied`: parameters in which labels are to differ. Raises as `report.load`
+    does, and ConfigError for runs that cannot be compared."""
+    runs = {label: [load(folders[run_name(label, seed)]) for seed in seeds] for label in labels}
+    for i, seed in enumerate(seeds):
+        of_seed = {label: of_label[i] for label, of_label in runs.items()}
+        wrong = [run.file.run_id for run in of_seed.values() if run.config.get("seed") != seed]
+        if wrong:
+            raise ConfigError(f"these runs are not of seed {seed}, though their names say so: {', '.join(wrong)}")
+        if lines := unequal(of_seed, varied) or other_partitions(of_seed) + other_data(of_seed):
+            known = ", ".join(("the algorithm", *own(varied)))
+            raise ConfigError(f"the runs of seed {seed} differ in more than {known}: {'; '.join(lines)}")
+    for label, of_label in runs.items():
+        of_seeds = dict(zip(map("seed {}".format, seeds), of_label, strict=True))
+        if lines := unequal(of_seeds, algorithm=False) or other_code(of_seeds) + other_data(of_seeds):
+            raise ConfigError(f"the runs of {label} differ in more than the seed: {'; '.join(lines)}")
+    return runs
+
+
+def own(varied: Sequence[str]) -> list[str]:
+    """The parameters that labels vary, without the algorithm's own."""
+    return [key for key in varied if not key.startswith("algorithm.")]
+
+
+def summarise(
+    id: str,
+    seeds: Sequence[int],
+    runs: Runs,
+    to: Sequence[float] = (),
+    varied: Sequence[str] = (),
+    at: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Comparison:
+    """Computes the figures. `to`: accuracies to reach, default `default_targets`; `varied`: parameters in which labels
+    are to differ; `at`: the labels' values of the factors."""
+    any_run = next(iter(runs.values()))[0]
+    targets = tuple(to) or default_targets(runs)
+    numerics = [run.file.numerics for of_label in runs.values() for run in of_label]
+    notes = []
+    if any(differing(numerics[0], each) and differing(each, numerics[0]) for each in numerics):
+        notes.append("the runs were computed with different numerics (machine, device or torch): see their run.json")
+    notes += [f"{label}: {work}, others as the section training says" for label, work in local_work(runs).items()]
+    results = {
+        label: _summary(seeds, of_label, targets, own(varied), (at or {}).get(label, {}))
+        for label, of_label in runs.items()
+    }
+    cases = cases_of(results)
+    return Comparison(
+        id=id,
+        labels=tuple(runs),
+        seeds=tuple(seeds),
+        rounds=max(len(run.rows) for of_label in runs.values() for run in of_label),
+        metric=any_run.evaluation.metric,
+        settings={
+            k: v
+            for k, v in any_run.config.items()
+            if is_shared(k) and k not in varied and not k.startswith("algorithm")
+        },
+        varied=tuple(own(varied)),
+        results=results,
+        first=None if cases else firsts(by_seed(results)),
+        cases=cases,
+        notes=tuple(notes),
+    )
+
+
+def local_work(runs: Runs) -> dict[str, str]:
+    """By label, what its algorithm declares of its clients' work (`local_work`), where that is not what the section
+    `training` says."""
+    out = {}
+    for label, of_label in runs.items():
+        with suppress(ConfigError):  # an algorithm of one's own that is not here any more
+            kind = CONTRACT.kind(str(of_label[0].config.get("algorithm.name")))
+            if told := getattr(kind, "local_work", None):
+                out[label] = str(told)
+    return out
+
+
+def _summary(
+    seeds: Sequence[int],
+    runs: Sequence[Run],
+    targets: Sequence[float],
+    varied: Sequence[str],
+    at: Mapping[str, Any],
+) -> Summary:
+    each = [_one(seed, run) for seed, run in zip(seeds, runs, strict=True)]
+    best = [one.best for one in each]
+    prefix = "algorithm."
+    settings = {k.removeprefix(prefix): v for k, v in runs[0].config.items() if k.startswith(prefix)}
+    return Summary(
+        algorithm=runs[0].pool.algorithm,
+        settings={k: v for k, v in settings.items() if k != "name"},
+        varied={key: runs[0].settings.get(key) for key in varied},
+        at=dict(at),
+        levels=tuple(statistics.fmean(sizes) for sizes in zip(*map(_sizes, runs), strict=True)),
+        last=Score(
+            round=_sure([len(run.rows) for run in runs]),
+            avg=spread([one.avg for one in each]),
+            full=_sure([one.full for one in each]),
+        ),
+        best=Score(
+            round=_sure([run.best.round + 1 for run in runs]),
+            avg=spread([b["avg"] for b in best]),
+            full=_sure([run.best.metrics["full"] for run in runs]),
+        ),
+        **{name: spread([getattr(one, name) for one in each]) for name in (*BY_OWNER, "devices", *LOCAL)},
+        local=_local(each),
+        mb_down=_sure([one.mb_down for one in each]),
+        mb_up=_sure([one.mb_up for one in each]),
+        waste=_sure([one.waste for one in each]),
+        seconds=_sure([one.seconds for one in each]),
+        seconds_simulated=spread([one.seconds_simulated for one in each]),
+        **{name: spread([getattr(one, name) for one in each]) for name in NAMES},
+        phases=_phases(each),
+        reached=tuple(reached(seeds, [run.rows for run in runs], target) for target in targets),
+        reached_avg=()
+        if any(run.single for run in runs)
+        else tuple(reached(seeds, [run.rows for run in runs], target, "avg") for target in targets),
+        highest=tuple(_highest(runs)),
+        runs=tuple(each),
+    )
+
+
+def _one(seed: int, run: Run) -> OneRun:
+    local, metrics = run.evaluation.local, [row.metrics for row in run.rows]
+    return OneRun(
+        seed=seed,
+        run_id=run.file.run_id,
+        avg=None if run.single else run.evaluation.avg,
+        full=run.evaluation.full,
+        rounds=len(run.rows),
+        levels={name: dict(score.metrics) for name, score in run.evaluation.levels.items()},
+        **_by_owner(run),
+        devices=run.rows[-1].metrics.get(f"{run.evaluation.metric}_devices"),
+        local=local,
+        local_avg=None if run.single or not local else statistics.fmean(each.mean for each in local.values()),
+        local_full=local[run.pool.levels[-1].name].mean if local else None,
+        best={
+            "round": run.best.round + 1,
+            "avg": None if run.single else run.best.metrics["avg"],
+            "full": run.best.metrics["full"],
+        },
+        mb_down=run.bytes_down / MB,
+        mb_up=run.bytes_up / MB,
+        waste=run.waste,
+        seconds=run.history.seconds,
+        seconds_simulated=simulated(run.rows),
+        **phases.means(metrics, NAMES),
+        phases=phases.means(metrics, phases.NAMES),
+        model_sha256=run.history.model_sha256,
+        mlflow_run_id=run.file.mlflow_run_id,
+    )
+
+
+def _by_owner(run: Run) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for metric, levels in run.evaluation.by_owner.items():
+        owner = metric.removeprefix("accuracy_")
+        found[f"avg_{owner}"] = None if run.single else statistics.fmean(levels.values())
+        found[f"full_{owner}"] = levels[run.pool.levels[-1].name]
+    return found
+
+
+def _local(runs: Sequence[OneRun]) -> dict[str, LocalSpread]:
+    levels = [name for name in runs[0].local if all(name in one.local for one in runs)]
+    return {
+        name: LocalSpread(
+            mean=_sure([one.local[name].mean for one in runs]),
+            sd=_sure([one.local[name].sd for one in runs]),
+            clients=_sure([one.local[name].clients for one in runs]),
+        )
+        for name in levels
+    }
+
+
+def _phases(runs: Sequence[OneRun]) -> dict[str, Spread]:
+    found = {name: spread([one.phases.get(name) for one in runs]) for name in phases.NAMES}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _highest(runs: Sequence[Run]) -> Iterator[Highest]:
+    rounds = [[row.metrics for row in run.rows] for run in runs]
+    avg = [{} if run.single else highest(each, "avg") for run, each in zip(runs, rounds, strict=True)]
+    full = [highest(each, "full") for each in rounds]
+    for until in SHARES:
+        yield Highest(
+            share=until,
+            avg=spread([of_run.get(until) for of_run in avg]),
+            full=spread([of_run[until] for of_run in full]),
+        )
+
+
+def _sizes(run: Run) -> list[float]:
+    return [100 * level.share for level in run.pool.levels if level.reported]
+
+
+def _sure(values: Sequence[float]) -> Spread:
+    known = spread(values)
+    assert known is not None, "a comparison has at least one seed"
+    return known
