@@ -14,14 +14,13 @@ from fl_engine.core.contracts import Backend
 from fl_engine.core.errors import ConfigError, FlexfleetError, Replaced
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.remote.assigning import Options
 from fl_engine.remote.kubernetes.provisioner import MAILBOXES, Pods
-from fl_engine.remote.kubernetes.settings import LEASE_S, KubernetesConfig
+from fl_engine.remote.leases import Options
 from fl_engine.remote.mailboxes import Mailboxes
 from fl_engine.remote.provisioner import Enrolled
 from fl_engine.remote.registry import Registry
 from fl_engine.remote.scheduler import Remote
-from fl_engine.remote.settings import AgentsConfig
+from fl_engine.remote.settings import LEASE_S, AgentsConfig, KubernetesConfig
 from fl_engine.storage import lease
 from fl_engine.storage.places import open_store
 from fl_engine.training.memory import Peaks

@@ -38,9 +38,8 @@ from fl_engine.core.workload import macs_per_sample
 from fl_engine.data.partition import Partition
 from fl_engine.data.rules import Ints
 from fl_engine.exchange import coding
-from fl_engine.exchange.evaluating import evaluated
 from fl_engine.exchange.manifest import Rejected
-from fl_engine.exchange.trained import TrainedClient
+from fl_engine.exchange.measuring import TrainedClient, evaluated
 from fl_engine.exchange.updates import Rules, check_state, received
 from fl_engine.fleet import devices
 from fl_engine.storage.store import tensor_bytes

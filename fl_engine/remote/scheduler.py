@@ -27,8 +27,7 @@ from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, R
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import KeyOf
 from fl_engine.exchange.updates import fits_nobody
-from fl_engine.remote.assigning import Assigner, Options
-from fl_engine.remote.leases import OpenRound, why_ended
+from fl_engine.remote.leases import Assigner, OpenRound, Options, why_ended
 from fl_engine.remote.mailboxes import Mailboxes
 from fl_engine.remote.messages import pause, result_key
 from fl_engine.remote.provisioner import Lost, Need, Provisioner

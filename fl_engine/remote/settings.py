@@ -1,12 +1,15 @@
-"""The section `agents` of a configuration."""
+"""The sections `agents` and `kubernetes` of a configuration."""
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from fl_engine.core.fields import Count, Moves, Positive, Section
+from fl_engine.core.fields import Count, Fraction, Moves, Positive, Section, UserPath
+from fl_engine.core.quantities import quantity
 
 URL_S = 604_800
 """Seconds: seven days, the longest validity of a URL (AWS Signature Version 4)."""
@@ -36,5 +39,129 @@ class AgentsConfig(Section):
             raise ValueError(
                 f"agents.deadline_s + agents.lease_s must be at most {URL_S} seconds (seven days), as long as devices' "
                 f"URLs are valid; got {self.deadline_s + self.lease_s:g}"
+            )
+        return self
+
+
+LEASE_S = 60.0
+"""Seconds of silence after which a pod's assignment goes to another one."""
+NAME = "[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
+
+
+def _cpus(value: str) -> str:
+    if not quantity(value):
+        raise ValueError(f"must be more than 0, as 250m or 2; got {value!r}")
+    return value
+
+
+def _bytes(value: str) -> str:
+    if value != "auto" and quantity(value) < 1:
+        raise ValueError(f"must be at least one byte, as 512Mi or 1Gi; got {value!r}")
+    return value
+
+
+class NodePool(Section):
+    """Where the pods of a device tier run, and what they get. Tiers with equal settings share their pods."""
+
+    cpu: Annotated[str, AfterValidator(_cpus)] = "1"
+    memory: Annotated[str, AfterValidator(_bytes)] = "1Gi"
+    """Request and limit, in the notation of Kubernetes. auto, for lifetime=round: what the largest sub-model needs that
+    the tier is sent in a round (docs/guides/kubernetes/devices.md)."""
+    arch: Literal["amd64", "arm64"] | None = None
+    """kubernetes.io/arch; null: any."""
+    device_type: str | None = None
+    """flexfleet.io/device-type, e.g. rpi4, rpi5, jetson-nano."""
+    selector: dict[str, str] = Field(default={})
+    """More node labels."""
+    taint: str | None = None
+    """Key of a NoSchedule taint that the pods tolerate, e.g. flexfleet.io/edge."""
+    runtime_class: str | None = None
+    torch_device: str = "cpu"
+    """cuda for pods with a GPU, which trains one client at a time."""
+    image: str | None = None
+    """null: kubernetes.image. Set it to an image with another PyTorch, e.g. for a GPU."""
+
+
+class KubernetesConfig(Section):
+    """For `run.backend=kubernetes`: pods of Indexed Jobs execute the clients' assignments. The cluster is the one that
+    this process runs in, else the one of KUBECONFIG."""
+
+    namespace: Annotated[str, Field(pattern="^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = "flexfleet-clients"
+    """Namespace of the Jobs."""
+    image: str | None = None
+    """null: the environment variable FLEXFLEET_IMAGE, which the pipelines set to the image of their tasks."""
+    template: UserPath | None = None
+    """The Job's YAML; null: fl_engine/remote/kubernetes/worker-job.yaml, which says what is filled in."""
+    pools: dict[str, NodePool] = Field(default={})
+    """Map device tiers to their pods. A tier without an entry gets the defaults of a pool. A later file or --set
+    changes only the tiers and keys that it names."""
+    placement: Literal["pool", "device"] = "pool"
+    """device: each client's data is stored on one node, and a Job of its own is bound to that node by `hostname`."""
+    hostname: str = "device-{client}"
+    """The node of a client, for placement=device."""
+    lifetime: Literal["round", "run"] = "run"
+    """run: pods take assignments as long as there are rounds; round: each round starts pods, which end with their
+    assignment."""
+    clients_per_pod: Count = 1
+    """How many clients a pod trains together, side by side if possible; at most 100. 1: each client is a pod."""
+    data: str | None = None
+    """Where pods find the data files: pvc:<claim> or host:/<folder of the node>, mounted read-only; null: in the
+    image."""
+    endpoint: str | None = None
+    """Address of the S3 server as pods reach it, if it is not AWS_ENDPOINT_URL."""
+    observe: Annotated[Literal["simulated", "cgroup"], Moves.RESULT] = "simulated"
+    """cgroup: a client prunes to what its pod has left of its memory limit (docs/guides/kubernetes/devices.md);
+    simulated: as the fleet says (equal bits)."""
+    quorum: Annotated[Fraction, Moves.ANSWERS] = 1.0
+    """A round ends without the clients whose assignment fails if this share of the wanted clients has a result;
+    otherwise the run stops and can be resumed."""
+    attempts: Count = 2
+    """How many pods may fail an assignment before its client counts as failed. Lost nodes do not count, nor the first
+    three evictions of a pod."""
+    parallelism: Count | None = None
+    """Most pods of the run at a time; null: as many as a round has assignments."""
+    deadline_s: Count = 3600
+    """Seconds after which an assignment without a result goes to another pod."""
+
+    @field_validator("hostname")
+    @classmethod
+    def _names_a_node(cls, value: str) -> str:
+        try:
+            names = {value.format(client=client) for client in (0, 1)}
+        except (LookupError, ValueError, AttributeError, TypeError):
+            names = set()
+        if len(names) < 2:
+            raise ValueError(f"must be a name that contains {{client}}, and no other braces; got {value!r}")
+        return value
+
+    @field_validator("data")
+    @classmethod
+    def _names_a_place(cls, value: str | None) -> str | None:
+        if value is not None and re.fullmatch(f"pvc:{NAME}|host:/.*", value) is None:
+            raise ValueError("must be pvc:<claim> or host:/<folder of the node>")
+        return value
+
+    @model_validator(mode="after")
+    def _limits_are_known(self) -> KubernetesConfig:
+        auto = [tier for tier, pool in self.pools.items() if pool.memory == "auto"]
+        if auto and self.lifetime == "run":
+            raise ValueError(
+                f"pools.{auto[0]}.memory=auto needs lifetime=round, because pods that stay for the run cannot change "
+                "their memory. Set an amount, as 2Gi, or lifetime=round"
+            )
+        if auto and self.observe == "cgroup":
+            raise ValueError(
+                f"pools.{auto[0]}.memory must be the device's memory, as 2Gi, with observe=cgroup, because clients "
+                "prune to the memory that their pod has"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _urls_live_as_long(self) -> KubernetesConfig:
+        asked = self.deadline_s + math.ceil(LEASE_S)
+        if asked > URL_S:
+            raise ValueError(
+                f"deadline_s must be at most {URL_S - math.ceil(LEASE_S)}, because the pods' URLs are valid for seven "
+                f"days; got {self.deadline_s}"
             )
         return self

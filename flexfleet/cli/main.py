@@ -14,7 +14,7 @@ from fl_engine.core.errors import EnvironmentFailure
 from flexfleet.cli import devices, finding, host, kubeflow, many_runs, pool, runs
 from flexfleet.config.short import SHORT, STUDY
 from flexfleet.files import terminal
-from flexfleet.worker.options import add_options
+from flexfleet.worker.__main__ import add_options
 
 DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
 

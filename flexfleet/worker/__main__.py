@@ -12,10 +12,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fl_engine.core.addresses import at_home, path_of
 from fl_engine.core.errors import FlexfleetError, Stopped
 from flexfleet.files import terminal
 from flexfleet.files.signals import stopping_at_once
-from flexfleet.worker.options import add_options
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--invite", type=at_home, required=True, metavar="FILE", help="the invitation: a file, or an https address"
+    )
+    p.add_argument(
+        "--folder", type=path_of, metavar="DIR",
+        help="where the device stores its key (default: $STATE_DIRECTORY, else ~/.local/state/flexfleet/NAME)",
+    )  # fmt: skip
+    p.add_argument(
+        "--device", metavar="NAME", help="the torch device that trains here, e.g. cuda (default: the processor)"
+    )  # fmt: skip
+    p.add_argument("--once", action="store_true", help="end after one assignment")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

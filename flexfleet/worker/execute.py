@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,15 +17,16 @@ from fl_engine.core import heap
 from fl_engine.core.allowed import check_wheel
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief, masked
-from fl_engine.core.types import Pool
+from fl_engine.core.types import Outcome, Pool, RoundPlan
 from fl_engine.data import local, partition_files
 from fl_engine.data.partition import as_told
-from fl_engine.exchange.client import Site
+from fl_engine.exchange import coding
+from fl_engine.exchange.client import Site, accept_all, train
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.remote.execution import carry_out
 from fl_engine.remote.messages import Assignment, Lease, result_key, site_files
 from fl_engine.storage import code, sums
-from fl_engine.storage.store import Store
+from fl_engine.storage.overlapping import overlapped
+from fl_engine.storage.store import Store, tensor_bytes
 from fl_engine.training import memory
 from fl_engine.training.numerics import Numerics, describe, differing
 from flexfleet import config as configs
@@ -89,7 +91,32 @@ def execute(
     for clients in turns:
         if given.observe == "cgroup":
             site = replace(site, free=_free(given, site.pool, len(clients), room))
-        carry_out(prepared.algorithm, site, mailbox, given.round, clients, given.device, evaluates=given.evaluates)
+        _carry_out(prepared.algorithm, site, mailbox, given.round, clients, given.device, evaluates=given.evaluates)
+
+
+def _carry_out(
+    algorithm: Algorithm,
+    site: Site,
+    mailbox: Mailbox,
+    round: int,
+    clients: Sequence[int],
+    device: str,
+    evaluates: bool = False,
+) -> None:
+    """Reads these clients' orders from the mailbox, trains them (side by side where possible), and writes their
+    outcomes. `evaluates`: the orders are those of the round's evaluation."""
+    orders = mailbox.orders(round, clients, evaluates)
+    groups, failures = accept_all(algorithm, orders.values(), site)
+    outcomes = chain(failures, (one for group in groups for one in train(group, site, device)))
+
+    def put(outcome: Outcome) -> None:
+        mailbox.put_outcome(RoundPlan(round, (orders[outcome.client],), evaluates=evaluates), outcome)
+
+    state = coding.bytes_of(replace(site.rules, algorithm=algorithm).client_state)
+    largest = max((tensor_bytes(order.payload) for order in orders.values()), default=0)
+    # Each upload in flight holds an outcome and its encoded copy.
+    for _ in overlapped(mailbox.store, 2 * (largest + state), put, outcomes):
+        pass
 
 
 def _prepared(given: Assignment, store: Store, pod: bool) -> Prepared:

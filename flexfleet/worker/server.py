@@ -31,7 +31,6 @@ from fl_engine.training import cgroup
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.worker.execute import Prepared, execute, prepare
 from flexfleet.worker.mailbox import HEARTBEATS, WorkerMailbox, device_of
-from flexfleet.worker.options import again
 
 log = logging.getLogger("flexfleet")
 
@@ -246,7 +245,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         code.clear()  # last, because another thread may still be at work
-        os.execv(sys.executable, [sys.executable, "-m", "flexfleet.worker", *again(args)])
+        os.execv(sys.executable, [sys.executable, "-m", "flexfleet.worker", *_again(args)])
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -267,3 +266,10 @@ def run(args: argparse.Namespace) -> int:
     except Stopped:
         return 143
     return 0
+
+
+def _again(args: argparse.Namespace) -> list[str]:
+    """Return the same options as a list."""
+    flags = [f"--{name}" for name in ("once", "quiet", "verbose") if getattr(args, name)]
+    named = [f"--{name}={value}" for name in ("folder", "device") if (value := getattr(args, name))]
+    return [f"--invite={args.invite}", *named, *flags]

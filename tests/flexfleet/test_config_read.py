@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fl_engine.core.errors import ConfigError
-from fl_engine.remote.kubernetes.settings import NodePool
+from fl_engine.remote.settings import NodePool
 from flexfleet.config import load_config
 from flexfleet.config.read import giving_way, read_file
 from tests.harness.settings import refused, written

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure
 from fl_engine.remote.kubernetes import jobs
-from fl_engine.remote.kubernetes.settings import KubernetesConfig, NodePool
+from fl_engine.remote.settings import KubernetesConfig, NodePool
 from fl_engine.training import cgroup
 from flexfleet.config import Config, flatten, load_config, overrides, parse
 from flexfleet.config.entries import accuracies_of, entries_for, labels_of, seeds_of

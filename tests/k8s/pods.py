@@ -18,8 +18,8 @@ from fl_engine.remote.kubernetes.jobs import CLASS
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore
 from flexfleet.worker import server as program
+from flexfleet.worker.__main__ import add_options
 from flexfleet.worker.mailbox import WorkerMailbox, device_of
-from flexfleet.worker.options import add_options
 
 Rounds = Callable[..., Path]
 Remote = tuple[str, ...]

@@ -27,8 +27,8 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import key_of
 from fl_engine.remote.kubernetes import controller
 from fl_engine.remote.kubernetes.provisioner import Pods
-from fl_engine.remote.kubernetes.settings import KubernetesConfig
 from fl_engine.remote.messages import Message
+from fl_engine.remote.settings import KubernetesConfig
 from fl_engine.storage.places import open_store
 from fl_engine.testing.tiny import tiny_fleet, tiny_site
 from fl_engine.training import memory

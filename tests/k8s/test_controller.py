@@ -9,7 +9,7 @@ from typing import Any
 from fl_engine.remote.kubernetes.controller import Controller, Demand
 from fl_engine.remote.kubernetes.jobs import PodClass
 from fl_engine.remote.kubernetes.objects import Job
-from fl_engine.remote.kubernetes.settings import NodePool
+from fl_engine.remote.settings import NodePool
 
 OVER = {
     "metadata": {"name": "job", "uid": "u", "labels": {}},

@@ -16,8 +16,8 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.fleet import devices
 from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.kubernetes.jobs import PodClass
-from fl_engine.remote.kubernetes.settings import KubernetesConfig, NodePool
 from fl_engine.remote.messages import Name
+from fl_engine.remote.settings import KubernetesConfig, NodePool
 from flexfleet.config import load_config
 from tests.harness.settings import refused
 from tests.k8s import valid

@@ -21,7 +21,7 @@ from fl_engine.core.contracts import Backend
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import key_of
-from fl_engine.remote.kubernetes.settings import KubernetesConfig
+from fl_engine.remote.settings import KubernetesConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.backends import BackendSuite, Make
 from tests.k8s.forked import LEFT_OUT, Played

@@ -15,7 +15,7 @@ from fl_engine.core.errors import EnvironmentFailure, Replaced, Stopped
 from fl_engine.core.types import ClientFailure, Device, RoundPlan
 from fl_engine.exchange.client import Site, accept
 from fl_engine.exchange.updates import fits_nobody
-from fl_engine.remote.assigning import Assigner
+from fl_engine.remote.leases import Assigner
 from fl_engine.remote.messages import HEARTBEAT, MESSAGE, Lease
 from fl_engine.remote.provisioner import Enrolled
 from fl_engine.testing.tiny import context_of, start_of, tiny_site

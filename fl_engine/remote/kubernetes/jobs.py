@@ -23,7 +23,7 @@ from fl_engine.core.errors import ConfigError, did_you_mean
 from fl_engine.core.plain import read_yaml
 from fl_engine.core.quantities import quantity
 from fl_engine.core.types import Device
-from fl_engine.remote.kubernetes.settings import KubernetesConfig, NodePool
+from fl_engine.remote.settings import KubernetesConfig, NodePool
 
 log = logging.getLogger("flexfleet")
 

@@ -14,11 +14,11 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, Unreachable
 from fl_engine.remote.kubernetes import jobs, status
 from fl_engine.remote.kubernetes.cluster import Cluster
 from fl_engine.remote.kubernetes.jobs import PodClass, Resource
-from fl_engine.remote.kubernetes.settings import KubernetesConfig
 from fl_engine.remote.kubernetes.status import PodState
 from fl_engine.remote.mailboxes import Mailboxes
 from fl_engine.remote.messages import Invitation
 from fl_engine.remote.registry import Member
+from fl_engine.remote.settings import KubernetesConfig
 
 MOST_PODS = 200
 """Of a Job."""

@@ -19,10 +19,10 @@ from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.kubernetes.cluster import Cluster
 from fl_engine.remote.kubernetes.controller import Controller, Demand
 from fl_engine.remote.kubernetes.objects import Objects
-from fl_engine.remote.kubernetes.settings import KubernetesConfig
 from fl_engine.remote.mailboxes import Mailboxes
 from fl_engine.remote.provisioner import Lost, Need
 from fl_engine.remote.registry import Member
+from fl_engine.remote.settings import KubernetesConfig
 from fl_engine.storage import probe
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import Store

@@ -15,7 +15,7 @@ import yaml
 
 from fl_engine.core.errors import BadInput, FlexfleetError
 from fl_engine.remote.kubernetes import jobs
-from fl_engine.remote.kubernetes.settings import KubernetesConfig
+from fl_engine.remote.settings import KubernetesConfig
 from fl_engine.testing.tiny import tiny_site
 from flexfleet.cli import main as cli
 from flexfleet.config import load_config

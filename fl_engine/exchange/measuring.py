@@ -1,0 +1,99 @@
+"""What clients measure: metrics after training, and the model's score on samples that they hold out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fl_engine.core.contracts import ClientMetric, ModelFamily
+from fl_engine.core.errors import ClientError, ModelError, memory_errors
+from fl_engine.core.measures import evaluation_bounds, out_of_bounds
+from fl_engine.core.samples import Data, Task
+from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, Outcome, Params, PoolModel, WorkOrder
+from fl_engine.data.rules import Ints
+from fl_engine.training.evaluation import evaluate, losses_of
+from fl_engine.training.local import Job
+
+
+@dataclass(frozen=True)
+class TrainedClient:
+    """A `ClientContext`."""
+
+    goal: Task
+    family: ModelFamily
+    order: WorkOrder
+    task: LocalTask
+    received: Params
+    trained: Params
+    x: Tensor
+    y: Tensor
+    static_bn: bool = False
+    """Evaluation collects statistics for batch norm (`PoolModel.static_bn`): those that are stored say little."""
+
+    @staticmethod
+    def of(
+        order: WorkOrder,
+        task: LocalTask,
+        family: ModelFamily,
+        goal: Task,
+        job: Job,
+        received: Params,
+        trained: Params,
+        static_bn: bool,
+    ) -> TrainedClient:
+        """With copies of the weights, on the device that has trained them."""
+
+        def copied(params: Params) -> Params:
+            return {name: tensor.detach().to(job.x.device, copy=True) for name, tensor in params.items()}
+
+        return TrainedClient(goal, family, order, task, copied(received), copied(trained), job.x, job.y, static_bn)
+
+    @cached_property
+    def losses(self) -> Tensor:
+        return losses_of(self.family, self.goal, self.received, self.task.spec, self.x, self.y, self.static_bn)
+
+    def measured(self, metrics: Iterable[ClientMetric]) -> dict[str, float]:
+        """Values by name. Raises ClientError for a value outside the declared bounds."""
+        found = {}
+        for metric in metrics:
+            value = float(metric.measure(self))
+            if not metric.low <= value <= metric.high:
+                raise ClientError(
+                    f"the client metric {metric.name} measures {value:g}, declared are {metric.low:g} to "
+                    f"{metric.high:g}: bound what it measures, or declare wider bounds"
+                )
+            found[metric.name] = value
+        return found
+
+
+def evaluated(
+    order: WorkOrder, family: ModelFamily, model: PoolModel, data: Data, own: Ints, held: Ints, device: str = "cpu"
+) -> Outcome:
+    """The metric that decides and the mean loss, as on the server (`evaluation.evaluate`). `own` and `held` (N,) are
+    the positions in the training data of the samples that the client trains on and of those that it holds out. Where
+    the model's batch norm collects statistics (`PoolModel.static_bn`), it does so on the client's own.
+
+    A metric that is not finite, or not within its bounds, is a failure at the stage `evaluate`.
+    """
+
+    def failed(why: str) -> ClientFailure:
+        return ClientFailure(order.round, order.client, "evaluate", why)
+
+    if not len(held):
+        return failed("a client that holds out no samples cannot evaluate")
+    own_x, chosen = data.train_x[torch.from_numpy(own)], torch.from_numpy(held)
+    x, y = data.train_x[chosen], data.train_y[chosen]
+    how = {"ensemble": model.ensemble, "static_bn": model.static_bn}
+    try:
+        with memory_errors():
+            score = evaluate(family, order.payload, order.spec, data, x, y, device, statistics_x=own_x, **how)
+    except (ModelError, ValueError, MemoryError, torch.OutOfMemoryError) as error:
+        return failed(str(error) or "out of memory")  # batch norm refuses a batch of one value per channel
+    metrics = {data.task.metric.name: score.value, "loss": score.loss}
+    if wrong := out_of_bounds(metrics, evaluation_bounds(data.task)):
+        return failed(wrong)
+    return ClientUpdate(order.round, order.client, order.spec, {}, len(held), metrics)
