@@ -95,33 +95,33 @@ class Training:
     """A function that gives the loss of a batch, package.module:NAME: objective(model, x, y, start), with the client's
     network, normalised samples, targets, and the weights that training began from; null: the loss of the data's task
     and what the algorithm adds to it. With an objective clients train one at a time."""
-    optimiser: str | None = None
-    """A function that makes the clients' optimiser, package.module:NAME: optimiser(parameters, lr), a new one in each
+    optimizer: str | None = None
+    """A function that makes the clients' optimizer, package.module:NAME: optimizer(parameters, lr), a new one in each
     round, with that round's rate; null: SGD. `momentum` and `weight_decay` are SGD's: with a function they stay as they
     are by default, or are 0. Clients then train one at a time."""
 
     def __post_init__(self) -> None:
-        for name in ("objective", "optimiser"):
+        for name in ("objective", "optimizer"):
             value = getattr(self, name)
             if value is not None and not all(value.partition(":")):
                 raise ValueError(f"training.{name} = {value!r}: a function is named as package.module:NAME")
-        if self.optimiser is not None:
+        if self.optimizer is not None:
             for name in ("momentum", "weight_decay"):
                 if getattr(self, name) not in (0, getattr(Training, name)):
                     raise ValueError(
-                        f"training.{name} is of the built-in SGD, and training.optimiser replaces it: set {name} to 0, "
-                        f"and give it to the optimiser in {self.optimiser}"
+                        f"training.{name} is of the built-in SGD, and training.optimizer replaces it: set {name} to 0, "
+                        f"and give it to the optimizer in {self.optimizer}"
                     )
 
     @property
     def is_own(self) -> bool:
         """Whether clients train by somebody's own functions."""
-        return self.objective is not None or self.optimiser is not None
+        return self.objective is not None or self.optimizer is not None
 
-    def optimizer(self, round: int) -> SGD | OwnOptimizer:
+    def optimizer_in(self, round: int) -> SGD | OwnOptimizer:
         """What clients use in this round."""
         sgd = self.sgd(round)
-        return sgd if self.optimiser is None else OwnOptimizer(sgd.lr, self.optimiser)
+        return sgd if self.optimizer is None else OwnOptimizer(sgd.lr, self.optimizer)
 
     def sgd(self, round: int) -> SGD:
         rate = self.lr * self.lr_decay**round / 10 ** sum(round >= step for step in self.lr_steps)
@@ -131,7 +131,7 @@ class Training:
 @dataclass(frozen=True, kw_only=True)
 class PooledState:
     """`params`: the global model, shapes as in the layout. `tables`: what the selector has learned. `moments`: of the
-    server's optimiser. The rest never changes in a run."""
+    server's optimizer. The rest never changes in a run."""
 
     params: Params
     tables: Tables
@@ -376,7 +376,7 @@ def local_task(training: Training, order: WorkOrder, spec: SubmodelSpec, **more:
     if before is None or before[0] != what:
         task = LocalTask(
             spec=spec,
-            optimizer=t.optimizer(order.round),
+            optimizer=t.optimizer_in(order.round),
             epochs=t.epochs,
             batch_size=t.batch_size,
             drop_last=t.drop_last,

@@ -1,5 +1,5 @@
-"""The built-in loss and optimiser, written as somebody's own: they give the same bits (`training.objective`,
-`training.optimiser`)."""
+"""The built-in loss and optimizer, written as somebody's own: they give the same bits (`training.objective`,
+`training.optimizer`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fl_engine.algorithms.pooled import Training
 from fl_engine.core.samples import outputs_of
 from fl_engine.testing.kinds import KINDS
 
-OBJECTIVE, OPTIMISER = f"{__name__}:loss", f"{__name__}:sgd"
+OBJECTIVE, OPTIMIZER = f"{__name__}:loss", f"{__name__}:sgd"
 
 
 def loss(model: nn.Module, x: Tensor, y: Tensor, start: Mapping[str, Tensor]) -> Tensor:

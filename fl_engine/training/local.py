@@ -255,7 +255,7 @@ def _in_half(job: Job) -> Job:
     optimiser of one's own, which may have such numbers too."""
     if isinstance(job.task.optimizer, OwnOptimizer):
         raise ModelError(
-            f"run.precision=fp16 takes SGD alone: leave out {own.OPTIMISER} ({job.task.optimizer.name}), or set "
+            f"run.precision=fp16 takes SGD alone: leave out {own.OPTIMIZER} ({job.task.optimizer.name}), or set "
             "run.precision=amp"
         )
     if isinstance(job.task.optimizer, Adam):

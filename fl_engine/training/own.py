@@ -1,7 +1,7 @@
-"""A loss or an optimiser of one's own: functions that `training.objective` and `training.optimiser` name.
+"""A loss or an optimizer of one's own: functions that `training.objective` and `training.optimizer` name.
 
     objective(model, x, y, start) -> Tensor              # the loss of a batch, a scalar
-    optimiser(parameters, lr) -> torch.optim.Optimizer   # a new one for each client and round
+    optimizer(parameters, lr) -> torch.optim.Optimizer   # a new one for each client and round
 
 The objective gets the client's sub-model itself, an ordinary module: its parameters have the names and shapes of its
 `state_dict`, and hooks, gradients and `model.fc` work as ever. Its layers compute with the kernels of `lanes`, so that
@@ -34,14 +34,14 @@ from fl_engine.training.losses import mask_absent
 from fl_engine.training.networks import divide_outputs, lent
 from fl_engine.training.numerics import Numerics
 
-OBJECTIVE, OPTIMISER = "training.objective", "training.optimiser"
+OBJECTIVE, OPTIMIZER = "training.objective", "training.optimizer"
 
 
 def function(name: str, what: str) -> Callable[..., Any]:
     """Return the function that a parameter names, or the class of an optimizer. Raises ConfigError if it cannot be
     imported, or is something else."""
     found: Any = resolve({}, name, what)
-    wrong_class = isinstance(found, type) and (what != OPTIMISER or not issubclass(found, torch.optim.Optimizer))
+    wrong_class = isinstance(found, type) and (what != OPTIMIZER or not issubclass(found, torch.optim.Optimizer))
     if wrong_class or not callable(found):
         raise ConfigError(f"{what} = {name!r} is {found!r}, which cannot be called: a function is expected")
     return found  # type: ignore[no-any-return]
@@ -85,29 +85,29 @@ def hand_gradients(parameters: Mapping[str, nn.Parameter], weights: Params) -> N
         weights[name].grad = None if parameter.grad is None else parameter.grad.unsqueeze(0)
 
 
-# ----------------------------------------------------------------------------------------------- the optimiser
+# ----------------------------------------------------------------------------------------------- the optimizer
 def stepper(task: LocalTask, parameters: Mapping[str, nn.Parameter], weights: Params) -> Callable[[float], None]:
-    """A function of the learning rate that takes a step of the task's own optimiser, with the gradients of `weights`.
+    """A function of the learning rate that takes a step of the task's own optimizer, with the gradients of `weights`.
     A group of parameters that has a learning rate of its own keeps its ratio to the task's. Raises ModelError."""
     o = task.optimizer
     assert isinstance(o, OwnOptimizer)
     device, taken = next(iter(weights.values())).device, 0
-    with _named(OPTIMISER, o.name) as make, drawing(seeds.derive(task.seed, "optimiser"), device):
-        optimiser = make(list(parameters.values()), o.lr)
-    if not isinstance(optimiser, torch.optim.Optimizer):
-        raise ModelError(f"{OPTIMISER} = {o.name!r} gave {optimiser!r}: a torch.optim.Optimizer is expected")
-    rates = [group.get("lr") for group in optimiser.param_groups]
+    with _named(OPTIMIZER, o.name) as make, drawing(seeds.derive(task.seed, "optimiser"), device):
+        optimizer = make(list(parameters.values()), o.lr)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelError(f"{OPTIMIZER} = {o.name!r} gave {optimizer!r}: a torch.optim.Optimizer is expected")
+    rates = [group.get("lr") for group in optimizer.param_groups]
 
     def step(rate: float) -> None:
         nonlocal taken
         for name, parameter in parameters.items():
             gradient = weights[name].grad
             parameter.grad = None if gradient is None else gradient[0]
-        for group, first in zip(optimiser.param_groups, rates, strict=True):
+        for group, first in zip(optimizer.param_groups, rates, strict=True):
             if first is not None:
                 group["lr"] = rate if first == o.lr else first * (rate / o.lr)
-        with _named(OPTIMISER, o.name), drawing(seeds.derive(task.seed, "optimiser", taken + 1), device):
-            optimiser.step()
+        with _named(OPTIMIZER, o.name), drawing(seeds.derive(task.seed, "optimiser", taken + 1), device):
+            optimizer.step()
         taken += 1
 
     return step

@@ -69,16 +69,16 @@ def algorithm(config: Config) -> Algorithm:
 
 
 def _check_own(config: Config) -> None:
-    """Raises ConfigError where an objective or an optimiser of one's own is not to be had, or asks for other numerics
+    """Raises ConfigError where an objective or an optimizer of one's own is not to be had, or asks for other numerics
     than are configured."""
-    named = {own.OBJECTIVE: config.training.objective, own.OPTIMISER: config.training.optimiser}
+    named = {own.OBJECTIVE: config.training.objective, own.OPTIMIZER: config.training.optimizer}
     for what, name in named.items():
         if name is not None:
             own.function(name, what)
             if config.run.strategy == "batched":
                 raise ConfigError(f"{what} takes one client at a time: set run.strategy to single or auto")
-    if config.training.optimiser is not None and config.run.precision == "fp16":
-        raise ConfigError(f"run.precision=fp16 takes the built-in SGD alone: leave out {own.OPTIMISER}, or set amp")
+    if config.training.optimizer is not None and config.run.precision == "fp16":
+        raise ConfigError(f"run.precision=fp16 takes the built-in SGD alone: leave out {own.OPTIMIZER}, or set amp")
 
 
 def codecs(config: Config) -> Codecs:

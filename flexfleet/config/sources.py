@@ -33,7 +33,7 @@ def _names(value: Any, key: str = "") -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _names(each, key)
-    elif isinstance(value, str) and key in ("name", "objective", "optimiser") and not kept.is_kept(value):
+    elif isinstance(value, str) and key in ("name", "objective", "optimizer") and not kept.is_kept(value):
         module, sign, attribute = value.partition(":")
         if sign and attribute.isidentifier() and all(part.isidentifier() for part in module.split(".")):
             yield value

@@ -136,7 +136,7 @@ def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) 
         made_by = task.optimizer.name if isinstance(task.optimizer, OwnOptimizer) else None
         for what, asked, found in (
             (own.OBJECTIVE, wanted.objective, task.objective),
-            (own.OPTIMISER, wanted.optimiser, made_by),
+            (own.OPTIMIZER, wanted.optimizer, made_by),
         ):
             if asked != found:
                 raise ConfigError(

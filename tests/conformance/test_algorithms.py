@@ -26,7 +26,7 @@ from fl_engine.core.allowed import trust
 from fl_engine.core.contracts import Algorithm
 from fl_engine.exchange.client import Site
 from fl_engine.testing.algorithms import AlgorithmSuite
-from fl_engine.testing.own import OBJECTIVE, OPTIMISER
+from fl_engine.testing.own import OBJECTIVE, OPTIMIZER
 from fl_engine.testing.searches import check_search
 from fl_engine.testing.tiny import TRAINING, TinyNet, on_devices_alone
 
@@ -88,5 +88,5 @@ class TestAnObjectiveAndAnOptimiserOfOnesOwn(AlgorithmSuite):
 
     @pytest.fixture
     def algorithm(self) -> Algorithm:
-        trust([OBJECTIVE, OPTIMISER])  # as a configuration that names them does
-        return HeteroFL(training=replace(TRAINING, objective=OBJECTIVE, optimiser=OPTIMISER), static_bn=False)
+        trust([OBJECTIVE, OPTIMIZER])  # as a configuration that names them does
+        return HeteroFL(training=replace(TRAINING, objective=OBJECTIVE, optimizer=OPTIMIZER), static_bn=False)

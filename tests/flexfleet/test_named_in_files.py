@@ -107,7 +107,7 @@ def test_section_of_run_json_is_not_imported(name: str, section: str, run: Path,
     assert quiet()
 
 
-@pytest.mark.parametrize("parameter", ["objective", "optimiser"])
+@pytest.mark.parametrize("parameter", ["objective", "optimizer"])
 def test_function_in_run_json_is_not_called(parameter: str, run: Path, quiet: Any) -> None:
     change(run / "run.json", ["config", "training", parameter], f"{NAME}:call")
     with pytest.raises(FlexfleetError):

@@ -11,12 +11,12 @@ import pytest
 
 from fl_engine.algorithms import HeteroFL
 from fl_engine.core.types import LocalTask, TaskContext, WorkOrder
-from fl_engine.testing.own import OBJECTIVE, OPTIMISER
+from fl_engine.testing.own import OBJECTIVE, OPTIMIZER
 from flexfleet.files.artifacts import RunFile
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
 
-OWN = (f"training.objective={OBJECTIVE}", f"training.optimiser={OPTIMISER}")
+OWN = (f"training.objective={OBJECTIVE}", f"training.optimizer={OPTIMIZER}")
 PLAIN = "algorithm.name=heterofl"
 
 MODULE = '''
@@ -64,7 +64,7 @@ def test_a_loss_and_an_optimiser_beside_the_command(
 ) -> None:
     (tmp_path / "ownloss23.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    sets = [*quick, PLAIN, "training.objective=ownloss23:focal", "training.optimiser=ownloss23:adam"]
+    sets = [*quick, PLAIN, "training.objective=ownloss23:focal", "training.optimizer=ownloss23:adam"]
     found = {}
     for name, more in {"threads": "run.devices=[cpu, cpu]", "processes": "run.backend=processes"}.items():
         done = flexfleet("run", "--json", "--run-id", name, sets=[*sets, more])

@@ -46,7 +46,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     ),
     "own objective and optimizer": (
         "algorithm.kd_weight=0.0", "training.objective=fl_engine.testing.own:loss",
-        "training.optimiser=fl_engine.testing.own:sgd",
+        "training.optimizer=fl_engine.testing.own:sgd",
     ),
     "qsgd": ("codec.down.name=qsgd", "codec.down.bits=9", "codec.up.name=qsgd", "codec.up.coding=elias"),
 }  # fmt: skip

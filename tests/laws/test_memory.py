@@ -255,7 +255,7 @@ def test_every_level_is_tried_as_its_client_trains_it() -> None:
     pool, found = trials(FLEXFL)
     assert [(t.name, t.task.spec) for t in found] == [(m.name, m.spec) for m in pool]
     for i, trial in enumerate(found):
-        assert trial.task.optimizer == TRAINING.optimizer(6), "the last round's"
+        assert trial.task.optimizer == TRAINING.optimizer_in(6), "the last round's"
         teachers = trial.task.distillation.teachers if trial.task.distillation else ()
         assert teachers == tuple(member.spec for member in pool[:i])
         sent = next(member for member in pool[i:] if member.dispatched)

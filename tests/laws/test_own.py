@@ -31,7 +31,7 @@ from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import TinyLSTM
-from fl_engine.testing.own import OBJECTIVE, OPTIMISER, sgd
+from fl_engine.testing.own import OBJECTIVE, OPTIMIZER, sgd
 from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, context_of, start_of, tiny_site
 from fl_engine.training import own
 from fl_engine.training.local import Job, Trained, can_share, train
@@ -43,7 +43,7 @@ PLAIN = LocalTask(FULL, SGD(0.1, 0.5, 1e-4), epochs=2, batch_size=4, drop_last=T
 
 @pytest.fixture(autouse=True)
 def _as_a_configuration_names_them() -> None:
-    trust([OBJECTIVE, OPTIMISER, "__main__:in_a_cell"])
+    trust([OBJECTIVE, OPTIMIZER, "__main__:in_a_cell"])
 
 
 def job_of(family: ModelFamily, task: LocalTask, count: int = 9) -> Job:
@@ -58,7 +58,7 @@ def trained(family: ModelFamily, task: LocalTask, numerics: Numerics | None = No
     return train(family, goal, [job_of(family, task)], Numerics() if numerics is None else numerics)[0]
 
 
-def own_of(task: LocalTask, objective: str | None = OBJECTIVE, optimiser: str | None = OPTIMISER) -> LocalTask:
+def own_of(task: LocalTask, objective: str | None = OBJECTIVE, optimiser: str | None = OPTIMIZER) -> LocalTask:
     optimizer = task.optimizer if optimiser is None else OwnOptimizer(task.optimizer.lr, optimiser)
     return replace(task, objective=objective, optimizer=optimizer)
 
@@ -77,7 +77,7 @@ FAMILIES: dict[str, tuple[ModelFamily, SubmodelSpec]] = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("parts", [(OBJECTIVE, None), (None, OPTIMISER), (OBJECTIVE, OPTIMISER)], ids=str)
+@pytest.mark.parametrize("parts", [(OBJECTIVE, None), (None, OPTIMIZER), (OBJECTIVE, OPTIMIZER)], ids=str)
 def test_the_built_in_ones_written_as_ones_own_give_the_same_bits(
     name: str, parts: tuple[str | None, str | None]
 ) -> None:
@@ -102,7 +102,7 @@ def test_half_weights_take_an_objective_and_no_optimiser() -> None:
     assert_same_bits(
         trained(TinyNet(), own_of(task, optimiser=None), numerics).params, trained(TinyNet(), task, numerics).params
     )
-    with pytest.raises(ModelError, match=r"fp16.*training\.optimiser"):
+    with pytest.raises(ModelError, match=r"fp16.*training\.optimizer"):
         trained(TinyNet(), own_of(task), numerics)
 
 
@@ -110,7 +110,7 @@ def test_half_weights_take_an_objective_and_no_optimiser() -> None:
 def test_heterofl_keeps_its_scaler_and_its_masks(family: ModelFamily) -> None:
     """Every round's clients, of all levels, with labels that a client lacks."""
     algorithm = HeteroFL(training=Training(fraction=0.5, epochs=1, batch_size=4, lr=0.1), static_bn=False)
-    mine = replace(algorithm, training=replace(algorithm.training, objective=OBJECTIVE, optimiser=OPTIMISER))
+    mine = replace(algorithm, training=replace(algorithm.training, objective=OBJECTIVE, optimizer=OPTIMIZER))
     site = tiny_site(algorithm, family)
     plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0))
     compared = 0
@@ -209,9 +209,9 @@ def test_the_schedule_sets_the_rate_and_groups_keep_their_ratio() -> None:
 
 
 def test_each_round_has_its_own_rate_of_learning() -> None:
-    training = Training(lr=0.1, lr_decay=0.5, optimiser=OPTIMISER)
-    assert training.optimizer(2) == OwnOptimizer(0.025, OPTIMISER)
-    assert replace(training, optimiser=None).optimizer(2) == SGD(0.025, 0.5, 1e-4)
+    training = Training(lr=0.1, lr_decay=0.5, optimizer=OPTIMIZER)
+    assert training.optimizer_in(2) == OwnOptimizer(0.025, OPTIMIZER)
+    assert replace(training, optimizer=None).optimizer_in(2) == SGD(0.025, 0.5, 1e-4)
 
 
 # ------------------------------------------------------------------------------------------------- randomness
@@ -267,7 +267,7 @@ def test_an_algorithms_own_loss_is_refused_by_name(algorithm: Any, said: str) ->
 
 
 def test_flexfl_without_distillation_takes_an_objective() -> None:
-    algorithm = FlexFL(training=Training(objective=OBJECTIVE, optimiser=OPTIMISER), kd_weight=0.0)
+    algorithm = FlexFL(training=Training(objective=OBJECTIVE, optimizer=OPTIMIZER), kd_weight=0.0)
     site = tiny_site(algorithm)
     plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0))
     assert any(isinstance(execute(algorithm, order, site), ClientUpdate) for order in plan.orders)
@@ -330,8 +330,8 @@ def test_a_wrong_objective_is_its_clients_failure(name: str) -> None:
     ("name", "said"),
     [
         ("nothing", "gave None: a torch.optim.Optimizer is expected"),
-        ("failing", r"training\.optimiser = '.*:failing' failed: RuntimeError: needs a closure"),
-        ("missing", "training.optimiser '.*:missing' cannot be imported: AttributeError"),
+        ("failing", r"training\.optimizer = '.*:failing' failed: RuntimeError: needs a closure"),
+        ("missing", "training.optimizer '.*:missing' cannot be imported: AttributeError"),
     ],
 )
 def test_a_wrong_optimiser_names_itself(name: str, said: str) -> None:
@@ -345,8 +345,8 @@ def test_a_name_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be called"):
         own.function(f"{HERE}:FAILURES", own.OBJECTIVE)
     with pytest.raises(ValueError, match=r"training\.momentum is of the built-in SGD"):
-        Training(optimiser=OPTIMISER, momentum=0.9)
-    assert Training(optimiser=OPTIMISER, momentum=0.0, weight_decay=0.0).optimiser == OPTIMISER
+        Training(optimizer=OPTIMIZER, momentum=0.9)
+    assert Training(optimizer=OPTIMIZER, momentum=0.0, weight_decay=0.0).optimizer == OPTIMIZER
 
 
 def test_a_notebooks_cell_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
