@@ -14,8 +14,7 @@ from pathlib import Path
 
 from flexfleet.config import Config, flatten
 from flexfleet.config.document import NAMES, about, choices, params_yaml
-from flexfleet.config.overrides import PARAMETERS, STUDY
-from flexfleet.config.short import LISTED
+from flexfleet.config.form_fields import LISTED, SHORT, STUDY
 
 ROOT = Path(__file__).parents[1]
 WORDS = {"dataset": "data set", "model": "network", "algorithm": "algorithm"}
@@ -28,7 +27,7 @@ def form_json() -> str:
     defaults = flatten(Config())
     fields = {
         name: {"default": defaults[path], "meaning": about(path), "choices": choices(path)}
-        for name, path in (PARAMETERS | STUDY).items()
+        for name, path in (SHORT | STUDY).items()
     }
     for name, path in LISTED.items():
         fields[name] |= {

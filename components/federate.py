@@ -20,7 +20,7 @@ def federate(
     import logging
     from pathlib import Path
 
-    from flexfleet.config.overrides import run_folder
+    from flexfleet.config.form import run_folder
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.task_end import ending, patiently
     from flexfleet.pipeline.prepare import Resolved

@@ -28,8 +28,8 @@ def gate(
     import shutil
     from pathlib import Path
 
-    from flexfleet.config.overrides import sets_of
-    from flexfleet.config.platform import platform_store
+    from flexfleet.config.form import sets_of
+    from flexfleet.config.form_fields import platform_store
     from flexfleet.experiments import regress
     from flexfleet.experiments.figures import TASKS
     from flexfleet.experiments.graph import PairsFile

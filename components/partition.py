@@ -35,7 +35,7 @@ def partition(
 ) -> dict[str, str]:
     from pathlib import Path
 
-    from flexfleet.config import overrides
+    from flexfleet.config import form
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.task_end import ending
     from flexfleet.pipeline import check, places
@@ -48,19 +48,19 @@ def partition(
     given = locals()
 
     def checked(store_uri: str) -> tuple[Resolved, str]:
-        asked = {name: given[name] for name in overrides.PARAMETERS} | {"store_uri": store_uri}
-        resolved = Resolved.of(overrides.config_from(asked, advanced))
-        name = overrides.run_name(run_id, job_id, resolved.config)
+        asked = {name: given[name] for name in form.PARAMETERS} | {"store_uri": store_uri}
+        resolved = Resolved.of(form.config_from(asked, advanced))
+        name = form.run_name(run_id, job_id, resolved.config)
         check.check(resolved)
         return resolved, name
 
     with ending("run_id", given):
         resolved, name = places.check_form(given, checked)
         asked = resolved.config
-        folder = overrides.run_folder(asked, name)
+        folder = form.run_folder(asked, name)
         store = store_of(asked, name, folder)
         check_begun(asked, store, folder)
-        overrides.write_config(asked, Path(config.path))
+        form.write_config(asked, Path(config.path))
         config.metadata["preparations"] = ", ".join(resolved.algorithm.preparations) or "none"
         Path(links.path).write_text(track.card(asked, name, store.uri()), encoding="utf-8")
         step(resolved, Path(parts.path))

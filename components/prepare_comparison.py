@@ -33,8 +33,8 @@ def prepare(
 ) -> list[str]:
     from pathlib import Path
 
-    from flexfleet.config import overrides
-    from flexfleet.config.entries import Entry
+    from flexfleet.config import form
+    from flexfleet.config.comparison_runs import Entry
     from flexfleet.experiments.graph import prepare as step
     from flexfleet.kubeflow.task_end import ending
     from flexfleet.pipeline import places
@@ -43,8 +43,8 @@ def prepare(
     name = comparison_id or f"compare-{job_id}"
 
     def checked(store_uri: str) -> list[Entry]:
-        parameters = {each: given[each] for each in overrides.PARAMETERS if each in given} | {"store_uri": store_uri}
-        return overrides.comparison_from(parameters, advanced, algorithms, seeds, name)
+        parameters = {each: given[each] for each in form.PARAMETERS if each in given} | {"store_uri": store_uri}
+        return form.comparison_from(parameters, advanced, algorithms, seeds, name)
 
     with ending("comparison_id", given):
         runs = places.check_form(given, checked)

@@ -23,7 +23,7 @@ def prepare(
 ) -> list[str]:
     from pathlib import Path
 
-    from flexfleet.config.overrides import sets_of
+    from flexfleet.config.form import sets_of
     from flexfleet.experiments import regress
     from flexfleet.experiments.night import Night
     from flexfleet.kubeflow.task_end import ending

@@ -32,7 +32,8 @@ def prepare(
 ) -> list[dict[str, str]]:
     from pathlib import Path
 
-    from flexfleet.config import Config, overrides
+    from flexfleet.config import Config, form
+    from flexfleet.config.form_fields import SHORT, STUDY
     from flexfleet.experiments.study import prepare as step
     from flexfleet.kubeflow.task_end import ending
     from flexfleet.pipeline import places
@@ -40,11 +41,11 @@ def prepare(
     given = locals()
 
     def checked(store_uri: str) -> Config:
-        names = overrides.PARAMETERS | overrides.STUDY
+        names = SHORT | STUDY
         asked = {name: given[name] for name in names if name in given} | {"store_uri": store_uri}
-        return overrides.config_from(asked, advanced)
+        return form.config_from(asked, advanced)
 
     with ending("study_id", given):
         config = places.check_form(given, checked)
-        name = overrides.run_name(study_id, f"tune-{job_id}", config)
+        name = form.run_name(study_id, f"tune-{job_id}", config)
         return step(config, name, Path(prepared.path), job_id)

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from fl_engine.core.samples import Data
     from fl_engine.models.traced import from_module
     from fl_engine.rounds.replay import ClientRound
+    from flexfleet.api.array_data import from_arrays, from_clients
     from flexfleet.api.callbacks import STOP, Callback, Round
     from flexfleet.api.comparing import Comparison, compare, load_comparison
-    from flexfleet.api.other_data import from_folder, from_huggingface, from_torch
-    from flexfleet.api.own_data import from_arrays, from_clients
+    from flexfleet.api.library_data import from_folder, from_huggingface, from_torch
     from flexfleet.api.paired import Paired
     from flexfleet.api.results import Result, load
     from flexfleet.api.running import run
@@ -46,8 +46,8 @@ HOMES = {
     "flexfleet.api.tuning": ("tune", "Study", "load_study"),
     "flexfleet.api.paired": ("Paired",),
     "flexfleet.api.callbacks": ("Callback", "Round", "STOP"),
-    "flexfleet.api.own_data": ("from_arrays", "from_clients"),
-    "flexfleet.api.other_data": ("from_folder", "from_torch", "from_huggingface"),
+    "flexfleet.api.array_data": ("from_arrays", "from_clients"),
+    "flexfleet.api.library_data": ("from_folder", "from_torch", "from_huggingface"),
     "fl_engine.models.traced": ("from_module",),
     "fl_engine.rounds.replay": ("ClientRound",),
     "fl_engine.core.samples": ("Data",),

@@ -11,15 +11,15 @@ from typing import Any
 from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, did_you_mean
 from fl_engine.training.guest import guest
-from flexfleet.api.asked import check_reach, plain
+from flexfleet.api.arguments import check_reach, plain
+from flexfleet.api.comparison_arguments import entries_of
 from flexfleet.api.errors import told
-from flexfleet.api.labels import entries_of
 from flexfleet.api.paired import Paired, paired
 from flexfleet.api.progress import shown
 from flexfleet.api.results import Result, in_store
 from flexfleet.api.tables import table, to_html
-from flexfleet.config.entries import accuracies_of, run_name, seeds_of
-from flexfleet.config.names import dated
+from flexfleet.config.comparison_runs import accuracies_of, run_name, seeds_of
+from flexfleet.config.run_names import dated
 from flexfleet.experiments import tables, tabulate
 from flexfleet.experiments.comparison import Comparison as ComparisonFile
 from flexfleet.experiments.comparison import OneRun, figure_of

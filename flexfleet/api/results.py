@@ -31,11 +31,10 @@ from fl_engine.storage.store import decode
 from fl_engine.training.evaluation import weights_of
 from fl_engine.training.guest import guest
 from fl_engine.training.numerics import describe, differing
-from flexfleet.api.asked import plain, with_own_data
-from flexfleet.api.callbacks import Callback
+from flexfleet.api.arguments import plain, with_own_data
+from flexfleet.api.callbacks import Callback, run_watched
 from flexfleet.api.errors import told
 from flexfleet.api.tables import table, to_html
-from flexfleet.api.watched import run_watched
 from flexfleet.config import Config, codecs, parse_schema, parse_with_algorithm
 from flexfleet.config.sources import sources
 from flexfleet.files import manifest

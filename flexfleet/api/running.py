@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.samples import Data
-from flexfleet.api.asked import Default, check_kinds, config_of
-from flexfleet.api.callbacks import Callback
+from flexfleet.api.arguments import Default, check_kinds, config_of
+from flexfleet.api.callbacks import Callback, run_watched
 from flexfleet.api.errors import told
 from flexfleet.api.results import Result
-from flexfleet.api.watched import run_watched
 from flexfleet.config import Config
 
 DATASET, MODEL, ALGORITHM = Default("digits"), Default("small_cnn"), Default("flexfl")

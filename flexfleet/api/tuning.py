@@ -12,17 +12,17 @@ from typing import Any
 from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.training.guest import guest
-from flexfleet.api.asked import Default, check_kinds, check_once, check_reach, config_of, plain
+from flexfleet.api.arguments import Default, check_kinds, check_once, check_reach, config_of, plain
 from flexfleet.api.errors import told
 from flexfleet.api.progress import shown
 from flexfleet.api.results import in_store
 from flexfleet.api.running import ALGORITHM, DATASET, MODEL
 from flexfleet.api.tables import table, to_html
 from flexfleet.config import Config, parse, parse_schema
-from flexfleet.config.names import dated
-from flexfleet.config.names import plain as plain_name
-from flexfleet.config.overrides import PARAMETERS
+from flexfleet.config.form import PARAMETERS
 from flexfleet.config.read import leaves, read_file
+from flexfleet.config.run_names import dated
+from flexfleet.config.run_names import plain as plain_name
 from flexfleet.experiments import outcome
 from flexfleet.experiments.outcome import Tuned
 from flexfleet.experiments.space import configured

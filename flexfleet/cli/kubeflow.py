@@ -151,7 +151,7 @@ def follow(
 def nightly(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from flexfleet.config.overrides import form_of
+    from flexfleet.config.form import form_of
     from flexfleet.kubeflow.schedule import schedule
     from flexfleet.kubeflow.submit import read
 
@@ -184,7 +184,7 @@ def nightly(args: argparse.Namespace) -> int:
 
 def fields_of(texts: Sequence[str], sets: Sequence[str]) -> dict[str, str]:
     """Return the texts of --param. Raises ConfigError for a field that is given twice, also by --set."""
-    from flexfleet.config.overrides import check_once
+    from flexfleet.config.form import check_once
 
     found = tags_of(texts, "--param")
     if "advanced" in found:

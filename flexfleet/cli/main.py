@@ -11,8 +11,8 @@ from pathlib import Path
 import fl_engine
 from fl_engine.core.addresses import at_home, path_of
 from fl_engine.core.errors import EnvironmentFailure
-from flexfleet.cli import devices, finding, host, kubeflow, many_runs, pool, runs
-from flexfleet.config.short import SHORT, STUDY
+from flexfleet.cli import devices, host, kubeflow, listing, many_runs, pool, runs
+from flexfleet.config.form_fields import SHORT, STUDY
 from flexfleet.files import terminal
 from flexfleet.worker.__main__ import add_options
 
@@ -237,20 +237,20 @@ def parser() -> argparse.ArgumentParser:
         "--algorithm", metavar="NAME",
         help="instead write NAME.py, a small algorithm to change, and test_NAME.py, which holds it to the laws of all",
     )  # fmt: skip
-    c.set_defaults(call=finding.init)
+    c.set_defaults(call=listing.init)
 
     c = add("params", "show every parameter with its type, default, choices and meaning; or those that hold a word")
     c.add_argument("word", nargs="?", metavar="WORD", help="of a name, a choice, a meaning, or an algorithm: heterofl")
     terminal.add_short(c, ("model", "algorithm"))
-    c.set_defaults(call=finding.params)
+    c.set_defaults(call=listing.params)
 
     c = add("list", "list what there is by name", config=False)
     c.add_argument("what", choices=("algorithms", "models", "datasets", "fleets", "suites"))
-    c.set_defaults(call=finding.list_)
+    c.set_defaults(call=listing.list_)
 
     c = add("completion", 'print the completion script of a shell: eval "$(flexfleet completion bash)"', config=False)
-    c.add_argument("shell", choices=finding.SHELLS)
-    c.set_defaults(call=finding.completion, parser=parser)
+    c.add_argument("shell", choices=listing.SHELLS)
+    c.set_defaults(call=listing.completion, parser=parser)
 
     c = add("doctor", "show what is installed, and what each missing extra would enable", config=False)
     c.add_argument("--measure", action="store_true", help="also how much quicker bf16 trains here: some seconds")

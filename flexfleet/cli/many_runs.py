@@ -20,10 +20,10 @@ log = logging.getLogger("flexfleet")
 
 
 def compare(args: argparse.Namespace) -> int:
-    from flexfleet.config import entries, load_config
-    from flexfleet.config.entries import Entry
-    from flexfleet.config.names import dated
+    from flexfleet.config import comparison_runs, load_config
+    from flexfleet.config.comparison_runs import Entry
     from flexfleet.config.read import trust_given
+    from flexfleet.config.run_names import dated
     from flexfleet.experiments import suites
     from flexfleet.pipeline.prepare import config_of
 
@@ -35,7 +35,7 @@ def compare(args: argparse.Namespace) -> int:
     def load(sets: list[str]) -> Config:
         return config_of(argparse.Namespace(config=args.config, set=sets))
 
-    to = () if args.to is None else entries.accuracies_of(args.to)
+    to = () if args.to is None else comparison_runs.accuracies_of(args.to)
     name = dated("compare") if args.id is None else args.id
     references: list[Entry] = []
     if args.suite is not None:
@@ -45,7 +45,7 @@ def compare(args: argparse.Namespace) -> int:
         runs = suites.entries_of(suite, args.algorithms, args.seeds, args.set, read, name, args.over)
         references = [] if args.central else suites.central_of(suite, args.algorithms, args.seeds, args.set, read, name)
     elif args.algorithms is not None:
-        runs = entries.entries_for(args.algorithms, args.seeds, args.set, load, name, args.over)
+        runs = comparison_runs.entries_for(args.algorithms, args.seeds, args.set, load, name, args.over)
     else:
         raise ConfigError("compare needs --algorithms, e.g. --algorithms flexfl,all_large, or --suite")
 
@@ -67,7 +67,7 @@ def compare(args: argparse.Namespace) -> int:
         show(comparison.model_dump_json())
     else:
         show(table(comparison))
-        show(f"page: {entries.folder_of(runs) / 'comparison.html'}")
+        show(f"page: {comparison_runs.folder_of(runs) / 'comparison.html'}")
         if runs[0].config.tracking.mlflow:
             show(where_tracked(runs[0].config.tracking.mlflow, runs[0].config.tracking.ui))
     return 0
@@ -94,7 +94,7 @@ def list_suites(args: argparse.Namespace) -> int:
 
 
 def tune(args: argparse.Namespace) -> int:
-    from flexfleet.config.names import dated
+    from flexfleet.config.run_names import dated
     from flexfleet.pipeline.prepare import config_of
 
     if args.resume and args.id is None:
@@ -114,7 +114,7 @@ def tune(args: argparse.Namespace) -> int:
 
 def regress(args: argparse.Namespace) -> int:
     from fl_engine.core.errors import GateFailed
-    from flexfleet.config.names import dated
+    from flexfleet.config.run_names import dated
     from flexfleet.experiments import regress as step
     from flexfleet.experiments import webhook
     from flexfleet.experiments.whole import check_jobs

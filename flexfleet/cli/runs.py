@@ -21,7 +21,7 @@ log = logging.getLogger("flexfleet")
 
 
 def run(args: argparse.Namespace) -> int:
-    from flexfleet.config.names import new_name
+    from flexfleet.config.run_names import new_name
     from flexfleet.pipeline.prepare import resolved_of
     from flexfleet.pipeline.whole import run as run_all
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def central(args: argparse.Namespace) -> int:
-    from flexfleet.config.names import dated
+    from flexfleet.config.run_names import dated
     from flexfleet.pipeline.central import central as train
     from flexfleet.pipeline.prepare import resolved_of
 

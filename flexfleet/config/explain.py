@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from fl_engine.core.errors import did_you_mean, masked, nearest
 from fl_engine.core.fields import is_model
 from fl_engine.core.registry import COMPLETE, UNKNOWN
-from flexfleet.config.short import SHORT
+from flexfleet.config.form_fields import SHORT
 
 EXPECTED = "input should be "
 """How most of pydantic's messages begin."""

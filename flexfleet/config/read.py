@@ -33,7 +33,7 @@ from fl_engine.models import MODELS
 from fl_engine.models.build import check_options
 from fl_engine.storage import code
 from flexfleet.config.explain import explain, quoted
-from flexfleet.config.passwords import INSTEAD
+from flexfleet.config.form_fields import INSTEAD
 from flexfleet.config.resolve import algorithm, codecs
 from flexfleet.config.schema import Config, TrackingConfig
 

@@ -18,7 +18,7 @@ from fl_engine.core.plain import write_yaml
 from fl_engine.data import partition_files
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config, algorithm, public, set_path
-from flexfleet.config.overrides import write_config
+from flexfleet.config.form import write_config
 from flexfleet.experiments import runs, tracked
 from flexfleet.experiments.outcome import Figures, Outcome, Tuned, finite, importance, outcome_of, page, tried, why_none
 from flexfleet.experiments.paired import LEVEL, tested

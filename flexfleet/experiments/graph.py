@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fl_engine.core.errors import IntegrityError
 from flexfleet.config import parse
-from flexfleet.config.entries import Entry
+from flexfleet.config.comparison_runs import Entry
 from flexfleet.experiments.comparison import Comparison
 from flexfleet.experiments.tabulate import tabulate
 from flexfleet.experiments.whole import begin, check_all, in_one_experiment, sharing, tags, to_share

@@ -15,7 +15,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store
 from flexfleet.config import Config
-from flexfleet.config.entries import Entry
+from flexfleet.config.comparison_runs import Entry
 from flexfleet.experiments.suite import Suite, task_of
 from flexfleet.experiments.whole import stores_of
 from flexfleet.tracking import record as track

@@ -11,8 +11,8 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.data.local import LOCAL
 from flexfleet.config import Config
-from flexfleet.config.entries import Entry
-from flexfleet.config.overrides import hand_over
+from flexfleet.config.comparison_runs import Entry
+from flexfleet.config.form import hand_over
 from flexfleet.experiments.comparison import Central, Highest, Spread, spread
 from flexfleet.experiments.side_by_side import Command
 from flexfleet.files import manifest

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, GateFailed, IntegrityError
 from fl_engine.storage.store import FolderStore, sha256
-from flexfleet.config.names import plain
-from flexfleet.config.overrides import check_count
+from flexfleet.config.form import check_count
+from flexfleet.config.run_names import plain
 from flexfleet.experiments import gate, graph, suite, whole
 from flexfleet.experiments.figures import PROCESSES, Folders, measure
 from flexfleet.experiments.gate import Check

@@ -19,8 +19,8 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.fields import Moves
 from flexfleet.config import Config, flatten, load_config, moves, shown
-from flexfleet.config.names import plain
-from flexfleet.config.overrides import check_workers, hand_over, write_config
+from flexfleet.config.form import check_workers, hand_over, write_config
+from flexfleet.config.run_names import plain
 from flexfleet.experiments import runs, space, storage, tracked, trials
 from flexfleet.experiments.conclude import FILES, conclude
 from flexfleet.experiments.outcome import Tuned, markdown

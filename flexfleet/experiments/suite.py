@@ -19,7 +19,7 @@ from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.fields import Moves
 from fl_engine.core.plain import in_line, read_yaml
 from flexfleet.config import Config, load_config, moves
-from flexfleet.config.entries import Entry, entries_for, labels_of
+from flexfleet.config.comparison_runs import Entry, entries_for, labels_of
 from flexfleet.config.explain import explain
 from flexfleet.files.artifacts import Artifact
 from flexfleet.tracking.server import platform_experiment

@@ -38,9 +38,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fl_engine.core.errors import ConfigError, masked, nearest
 from fl_engine.core.plain import in_line, read_yaml
 from flexfleet.config import Config
-from flexfleet.config.entries import Entry, accuracies_of, entries_for
+from flexfleet.config.comparison_runs import Entry, accuracies_of, entries_for, factors_of
 from flexfleet.config.explain import explain
-from flexfleet.config.factors import factors_of
 from flexfleet.config.read import giving_way, meet
 from flexfleet.experiments.reference import LABEL
 

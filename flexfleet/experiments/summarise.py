@@ -16,7 +16,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.rounds import phases
 from fl_engine.training.numerics import differing
-from flexfleet.config.entries import run_name
+from flexfleet.config.comparison_runs import run_name
 from flexfleet.experiments.alike import is_shared, other_code, other_data, other_partitions, unequal
 from flexfleet.experiments.comparison import (
     BY_OWNER,

@@ -14,7 +14,7 @@ from fl_engine.datasets import kept
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config
-from flexfleet.config.entries import Entry, varied
+from flexfleet.config.comparison_runs import Entry, varied
 from flexfleet.experiments import first, histograms
 from flexfleet.experiments.comparison import (
     BY_OWNER,

@@ -21,8 +21,8 @@ from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.config import Config, algorithm, flatten
-from flexfleet.config.entries import Entry, folder_of, varied
-from flexfleet.config.overrides import hand_over
+from flexfleet.config.comparison_runs import Entry, folder_of, varied
+from flexfleet.config.form import hand_over
 from flexfleet.config.sources import sources
 from flexfleet.experiments import reference
 from flexfleet.experiments.comparison import Comparison

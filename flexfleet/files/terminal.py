@@ -23,7 +23,7 @@ from fl_engine.core import processor
 from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, masked, out_of_memory, printable
 from fl_engine.core.plain import comment_of, in_line, read_yaml
-from flexfleet.config.short import place
+from flexfleet.config.form_fields import place
 from flexfleet.files.doctor import EXTRAS
 
 log = logging.getLogger("flexfleet")
@@ -75,7 +75,7 @@ def add_config(p: argparse.ArgumentParser) -> None:
 
 
 def add_short(p: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Options with the short names of parameters (`flexfleet.config.short`)."""
+    """Options with the short names of parameters (`flexfleet.config.form_fields`)."""
     about = "short for --set; `flexfleet params` tells all with their defaults"
     group = p.add_argument_group("common parameters", about)
     for name in names:

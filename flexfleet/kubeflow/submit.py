@@ -22,9 +22,8 @@ from fl_engine.core.errors import ConfigError, Unreachable, did_you_mean, neares
 from fl_engine.core.quantities import need_plain
 from fl_engine.storage.outage import waiting
 from flexfleet.config import Config
-from flexfleet.config.overrides import (
+from flexfleet.config.form import (
     PARAMETERS,
-    STUDY,
     check_workers,
     comparison_from,
     config_from,
@@ -33,8 +32,7 @@ from flexfleet.config.overrides import (
     run_name,
     sets_of,
 )
-from flexfleet.config.passwords import no_passwords
-from flexfleet.config.short import LISTED
+from flexfleet.config.form_fields import LISTED, STUDY, no_passwords
 from flexfleet.kubeflow.client import api_of, connected, equal, link, pages, translated, without_links
 from flexfleet.kubeflow.retarget import documents, names, retarget, shipped
 from flexfleet.tracking.server import check_address

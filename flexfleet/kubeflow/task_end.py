@@ -29,7 +29,7 @@ from fl_engine.core.errors import (
     Unreachable,
     masked,
 )
-from flexfleet.config.short import LISTED, REMOTE, SHORT, STUDY
+from flexfleet.config.form_fields import LISTED, REMOTE, SHORT, STUDY
 from flexfleet.files.terminal import told_of
 
 log = logging.getLogger("flexfleet")

@@ -39,7 +39,7 @@ from fl_engine.training.evaluation import evaluate
 from fl_engine.training.numerics import Numerics, describe, differing, settled
 from flexfleet import config as configs
 from flexfleet.config import Config
-from flexfleet.config.names import plain
+from flexfleet.config.run_names import plain
 from flexfleet.config.sources import sources
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import Artifact, ConfusionFile, EvaluationFile, History, Result

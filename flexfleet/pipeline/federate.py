@@ -30,7 +30,7 @@ from fl_engine.training.evaluation import published
 from fl_engine.training.numerics import describe, describe_noise, differing
 from flexfleet import config as configs
 from flexfleet.config import Config
-from flexfleet.config.names import plain
+from flexfleet.config.run_names import plain
 from flexfleet.config.sources import sources
 from flexfleet.files import terminal
 from flexfleet.files.alone import alone

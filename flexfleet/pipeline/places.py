@@ -25,10 +25,8 @@ from fl_engine.core.errors import (
     together,
 )
 from fl_engine.storage.places import check_place, open_store
-from flexfleet.config.passwords import no_passwords
-from flexfleet.config.platform import platform_store, platform_uri
+from flexfleet.config.form_fields import no_passwords, place, platform_store, platform_uri
 from flexfleet.config.schema import Config
-from flexfleet.config.short import place
 from flexfleet.tracking import databases
 from flexfleet.tracking.server import address, check_address, client_of, few_tries
 

@@ -19,7 +19,7 @@ from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
 from fl_engine.rounds.loop import told_how_to_go_on
 from fl_engine.storage.store import Store
-from flexfleet.config.names import plain
+from flexfleet.config.run_names import plain
 from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, EvaluationFile, Result, RunFile
 from flexfleet.files.begun import check_free

@@ -28,7 +28,7 @@ from fl_engine.core.errors import (
     printable,
 )
 from fl_engine.storage.outage import LONGEST_PAUSE_S, Outage
-from flexfleet.config.platform import platform_uri
+from flexfleet.config.form_fields import platform_uri
 from flexfleet.files.live import span, told_while
 from flexfleet.tracking import databases
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from flexfleet.config.short import SHORT
+from flexfleet.config.form_fields import SHORT
 from tests.harness.warm import interpret
 
 QUICK = (

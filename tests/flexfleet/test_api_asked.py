@@ -13,11 +13,11 @@ import torch
 
 import flexfleet as ff
 from fl_engine.algorithms.full_model import AllLarge
-from flexfleet.api.asked import Default, config_of, name_of
+from flexfleet.api.arguments import Default, config_of, name_of
 from flexfleet.api.errors import in_python
 from flexfleet.api.errors import told as in_a_call
 from flexfleet.config import Config
-from flexfleet.config.factors import factors_of
+from flexfleet.config.comparison_runs import factors_of
 from tests.harness.from_python import SMALL
 
 TWO_ROUNDS: dict[str, Any] = {**SMALL, "rounds": 2}

@@ -18,9 +18,9 @@ import flexfleet as ff
 from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.core.errors import IntegrityError
 from fl_engine.data import heat_map
-from flexfleet.api.labels import entries_of
+from flexfleet.api.comparison_arguments import entries_of
 from flexfleet.config import flatten, load_config
-from flexfleet.config.factors import crossed, factors_of
+from flexfleet.config.comparison_runs import crossed, factors_of
 from flexfleet.experiments import suites, whole
 from flexfleet.experiments.side_by_side import BEGINS, one_by_one
 from flexfleet.experiments.suites import Suite

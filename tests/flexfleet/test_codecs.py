@@ -14,7 +14,7 @@ from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import Codecs
 from fl_engine.testing.codecs import Deflated
 from flexfleet.config import codecs, load_config
-from flexfleet.config.overrides import config_from
+from flexfleet.config.form import config_from
 from flexfleet.files.artifacts import History, PoolFile
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")

@@ -14,7 +14,7 @@ import pytest
 from fl_engine.core.errors import ConfigError
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
-from flexfleet.config import Config, entries, load_config
+from flexfleet.config import Config, comparison_runs, load_config
 from flexfleet.experiments import tabulate
 from flexfleet.experiments import whole as compare_module
 from flexfleet.experiments.comparison import Comparison
@@ -43,11 +43,11 @@ def sha_of(run: Path) -> str:
 
 # --------------------------------------------------------------------------------------- what is asked for
 def test_labels_seeds_and_accuracies() -> None:
-    assert entries.labels_of("flexfl, no_kd=flexfl,mine=pack.age:NAME") == {
+    assert comparison_runs.labels_of("flexfl, no_kd=flexfl,mine=pack.age:NAME") == {
         "flexfl": "flexfl", "no_kd": "flexfl", "mine": "pack.age:NAME"
     }  # fmt: skip
-    assert entries.seeds_of("3, 1,2") == (3, 1, 2)
-    assert entries.accuracies_of("0.5,0.4, 0.4,1") == (0.4, 0.5, 1.0)
+    assert comparison_runs.seeds_of("3, 1,2") == (3, 1, 2)
+    assert comparison_runs.accuracies_of("0.5,0.4, 0.4,1") == (0.4, 0.5, 1.0)
 
 
 BAD = {
@@ -343,8 +343,8 @@ def test_runs_of_other_networks_are_tracked_in_one_experiment() -> None:
         mlflow = "tracking.mlflow=sqlite:///mlflow.db"
         return load_config(None, [f"seed={seed}", f"model.name={label}", "dataset.pad=32", mlflow])
 
-    runs = entries.entries({"small_cnn": "flexfl", "vgg16": "flexfl"}, [0], configure, "a")
-    assert entries.varied(runs) == ("model.name",)
+    runs = comparison_runs.entries({"small_cnn": "flexfl", "vgg16": "flexfl"}, [0], configure, "a")
+    assert comparison_runs.varied(runs) == ("model.name",)
     found = [experiment(entry.config) for entry in compare_module.in_one_experiment(runs)]
     assert found == ["digits-small_cnn-dirichlet"] * 2
 
@@ -357,7 +357,7 @@ def test_labels_that_are_measured_by_different_metrics_are_refused() -> None:
         names = (f"dataset.name={kinds}:{data}", f"model.name={kinds}:{network}", "tracking.mlflow=null")
         return load_config(None, [f"seed={seed}", *names])
 
-    runs = entries.entries({"table": "flexfl", "tokens": "flexfl"}, [0], configure, "a")
+    runs = comparison_runs.entries({"table": "flexfl", "tokens": "flexfl"}, [0], configure, "a")
     with pytest.raises(ConfigError, match=r"\(table: r2, tokens: accuracy\): compare each kind by itself"):
         compare_module.check_all(runs)
 

@@ -12,9 +12,9 @@ import pytest
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError
 from fl_engine.data.partition_files import read_manifest
 from flexfleet.config import Config
-from flexfleet.config.entries import entries
-from flexfleet.config.names import LONGEST, new_name, plain
-from flexfleet.config.overrides import run_name
+from flexfleet.config.comparison_runs import entries
+from flexfleet.config.form import run_name
+from flexfleet.config.run_names import LONGEST, new_name, plain
 from flexfleet.experiments.regress import prepare
 from flexfleet.experiments.study import tune
 from flexfleet.files.alone import alone

@@ -17,7 +17,7 @@ import yaml
 import fl_engine
 from components.gate import gate
 from fl_engine.core.errors import ConfigError, GateFailed, Stopped
-from flexfleet.config import overrides
+from flexfleet.config import form
 from flexfleet.experiments import graph, regress, whole
 from flexfleet.experiments.graph import PairsFile
 from flexfleet.experiments.night import Night, keep_commit
@@ -181,7 +181,7 @@ def test_a_night_with_more_runs_than_a_pipeline_can_gather_is_refused_before_it_
     code("aaaa")
     asked = night()
     count = sum(map(len, asked.runs.values()))
-    monkeypatch.setattr(overrides, "MOST_RUNS", count - 1)
+    monkeypatch.setattr(form, "MOST_RUNS", count - 1)
     with pytest.raises(ConfigError, match=rf"those of the suite .* are {count} runs, and a pipeline makes at most"):
         regress.hand_over(asked, tmp_path / "shared", tmp_path / "pairs", "job")
     assert not asked.folder.exists() and not (tmp_path / "shared").exists()

@@ -16,7 +16,7 @@ from fl_engine.core.errors import ConfigError, PartitionError, holds_password
 from fl_engine.core.plain import in_line, read_yaml, write_yaml
 from fl_engine.storage.places import check_place, open_store
 from flexfleet.config import Config, flatten, load_config, pair_of, parse
-from flexfleet.config.overrides import (
+from flexfleet.config.form import (
     MOST_RUNS,
     PARAMETERS,
     comparison_from,

@@ -12,8 +12,8 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, Unreachable
 from fl_engine.storage.store import FolderStore
-from flexfleet.config import Config, entries, load_config
-from flexfleet.config.overrides import config_from, sets_of
+from flexfleet.config import Config, comparison_runs, load_config
+from flexfleet.config.form import config_from, sets_of
 from flexfleet.experiments import regress, whole
 from flexfleet.files.artifacts import RunFile
 from flexfleet.pipeline import publish
@@ -162,7 +162,7 @@ def test_a_first_task_that_is_tried_again_goes_on_with_the_mlflow_run_that_it_ha
               for name, job in (("b", "first"), ("a", "second"))]  # fmt: skip
     assert len({first, *others}) == 3 == len(at.ours())
 
-    runs = entries.entries_for("flexfl,all_large", "0", ["tracking.mlflow=null"], lambda _: config, "c")
+    runs = comparison_runs.entries_for("flexfl,all_large", "0", ["tracking.mlflow=null"], lambda _: config, "c")
     begun = []
     for job in ("first", "first", "second"):
         comparison = whole.begin(runs, "c", {"kfp.job_id": job})
@@ -227,7 +227,7 @@ def test_the_token_of_a_comparison_lasts_and_one_of_an_earlier_version_is_its_ru
 ) -> None:
     sets = [s for s in quick if "algorithm.name" not in s]
     load: Callable[[list[str]], Config] = lambda given: load_config(None, [*sets, *given])  # noqa: E731
-    runs = entries.entries_for("flexfl,all_large", "0", [f"run.store={tmp_path}"], load, "c")
+    runs = comparison_runs.entries_for("flexfl,all_large", "0", [f"run.store={tmp_path}"], load, "c")
     here, stores = FolderStore(tmp_path / "c"), whole.stores_of(runs)
     for entry, token in zip(runs, ("a", "b"), strict=True):
         file = RunFile(run_id=entry.name, token=token, config={}, numerics={}, pool_sha256="", partition_sha256="")

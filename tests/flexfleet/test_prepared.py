@@ -16,7 +16,7 @@ from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError
 from fl_engine.data.partition_files import TENSORS
 from fl_engine.storage import code
 from flexfleet.config import load_config
-from flexfleet.config.entries import Entry
+from flexfleet.config.comparison_runs import Entry
 from flexfleet.experiments import graph
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import Apoz

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flexfleet.config import flatten, load_config
-from flexfleet.config.entries import Entry
+from flexfleet.config.comparison_runs import Entry
 from flexfleet.experiments.comparison import Comparison
 from flexfleet.experiments.reference import commands, read
 

@@ -14,7 +14,7 @@ import pytest
 from fl_engine.data.partition_files import read_manifest
 from fl_engine.training.evaluation import OWNERS
 from flexfleet.config import load_config
-from flexfleet.config.entries import Entry
+from flexfleet.config.comparison_runs import Entry
 from flexfleet.experiments import tabulate
 from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History
 

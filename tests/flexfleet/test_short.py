@@ -14,11 +14,9 @@ import pytest
 from fl_engine.core.errors import ConfigError
 from flexfleet.cli import main as cli
 from flexfleet.config import Config, load_config, parse
-from flexfleet.config.entries import entries_for
-from flexfleet.config.overrides import PARAMETERS
-from flexfleet.config.overrides import STUDY as OF_FORM
+from flexfleet.config.comparison_runs import entries_for
+from flexfleet.config.form_fields import SHORT, place
 from flexfleet.config.read import chosen_by_name, merged
-from flexfleet.config.short import SHORT, STUDY, place
 from flexfleet.pipeline.prepare import config_of
 
 VALUES = {
@@ -51,7 +49,6 @@ def option(name: str) -> str:
 
 # ------------------------------------------------------------------------------------------- short options
 def test_there_is_one_table() -> None:
-    assert dict(SHORT) == PARAMETERS and dict(STUDY) == OF_FORM
     assert VALUES.keys() == SHORT.keys()
     assert place("store_uri", "s3://b/p") == "run.remote"
 

@@ -16,7 +16,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.pictures import Compress, Hsv, MixUp, Scale, Shear
 from fl_engine.core.schedules import Cosine
 from flexfleet.config import flatten, load_config
-from flexfleet.config.entries import Entry
+from flexfleet.config.comparison_runs import Entry
 from flexfleet.experiments import suites
 from flexfleet.experiments import whole as compare_module
 from flexfleet.experiments.comparison import Comparison

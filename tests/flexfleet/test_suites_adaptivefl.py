@@ -17,7 +17,7 @@ from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.selection.capacity import level_of, round_size
-from flexfleet.config.entries import Entry
+from flexfleet.config.comparison_runs import Entry
 from flexfleet.experiments import suites
 from tests.flexfleet.test_suites import runs
 

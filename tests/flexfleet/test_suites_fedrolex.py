@@ -16,7 +16,7 @@ from fl_engine.fleet.devices import fleet
 from fl_engine.models.layers import Norm
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.selection.capacity import level_of, round_size
-from flexfleet.config.entries import Entry
+from flexfleet.config.comparison_runs import Entry
 from flexfleet.experiments import suites
 from tests.flexfleet.test_suites import runs
 

@@ -11,7 +11,7 @@ from fl_engine.algorithms import FlexFL, HeteroFL, ScaleFL
 from fl_engine.core.slicing import count_params
 from fl_engine.selection import ResourceTable
 from flexfleet.config import flatten, load_config
-from flexfleet.config.entries import Entry
+from flexfleet.config.comparison_runs import Entry
 from flexfleet.config.resolve import algorithm
 from flexfleet.experiments import suites
 from flexfleet.pipeline.prepare import Resolved

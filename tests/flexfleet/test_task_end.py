@@ -28,7 +28,7 @@ from fl_engine.core.errors import (
 from fl_engine.storage import lease, s3
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.store import FolderStore, MemoryStore
-from flexfleet.config import load_config, overrides
+from flexfleet.config import form, load_config
 from flexfleet.files.artifacts import History, RunFile
 from flexfleet.kubeflow import task_end
 from flexfleet.kubeflow.task_end import ending, patiently
@@ -165,20 +165,20 @@ def test_the_first_task_refuses_what_the_rounds_would_refuse(
 ) -> None:
     """Else partition, pre-training and pool are paid first."""
     config = load_config(None, [*quick, "rounds.stop=3"])
-    given, advanced = overrides.parameters_of(config)
-    form = {name: given[name] for name in overrides.PARAMETERS} | {"store_uri": f"{tmp_path}/ledgers", "run_id": "a"}
+    given, advanced = form.parameters_of(config)
+    fields = {name: given[name] for name in form.PARAMETERS} | {"store_uri": f"{tmp_path}/ledgers", "run_id": "a"}
     outputs = {
         name: Mock(path=f"{tmp_path}/{name}", metadata={}) for name in ("config", "parts", "dvc_pointer", "links")
     }
 
     def begin(**other: Any) -> dict[str, str]:
-        names: dict[str, str] = partition.python_func(job_id="1", advanced=advanced, **{**form, **other}, **outputs)
+        names: dict[str, str] = partition.python_func(job_id="1", advanced=advanced, **{**fields, **other}, **outputs)
         return names
 
     assert begin()["run"] == "a", "there is none yet"
     began = load_config(outputs["config"].path)
     record = RunFile(run_id="a", config=began.model_dump(mode="json"), numerics={}, pool_sha256="", partition_sha256="")
-    store = FolderStore(overrides.run_folder(began, "a"))
+    store = FolderStore(form.run_folder(began, "a"))
     store.put("run.json", record.model_dump_json().encode())
     for round in (0, 1):
         Checkpoints(store).commit(round, {}, {}, [Row(round=round, metrics={"avg": 1.0}, clients=())])

@@ -18,7 +18,7 @@ import yaml
 from fl_engine.core.errors import BadInput, ConfigError, Diverged, PartitionError, Stopped, Unreachable
 from fl_engine.testing.tracker import Memory
 from flexfleet.config import Config, load_config
-from flexfleet.config.overrides import write_config
+from flexfleet.config.form import write_config
 from flexfleet.experiments import outcome, runs, space, storage, tracked, trials
 from flexfleet.experiments import study as steps
 from flexfleet.experiments.conclude import _held_out, conclude

@@ -15,7 +15,7 @@ from fl_engine.core.errors import ConfigError, Unreachable
 from fl_engine.training.numerics import describe
 from flexfleet import load
 from flexfleet.config import Config, load_config
-from flexfleet.config.overrides import write_config
+from flexfleet.config.form import write_config
 from flexfleet.experiments import runs, space, storage
 from flexfleet.experiments import study as steps
 from flexfleet.files.artifacts import BareHistory, RunFile

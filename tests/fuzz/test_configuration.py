@@ -19,9 +19,9 @@ from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure
 from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.settings import KubernetesConfig, NodePool
 from fl_engine.training import cgroup
-from flexfleet.config import Config, flatten, load_config, overrides, parse
-from flexfleet.config.entries import accuracies_of, entries_for, labels_of, seeds_of
-from flexfleet.config.overrides import comparison_from, config_from, form_of, parameters_of, sets_of, write_config
+from flexfleet.config import Config, flatten, load_config, parse
+from flexfleet.config.comparison_runs import accuracies_of, entries_for, labels_of, seeds_of
+from flexfleet.config.form import comparison_from, config_from, form_of, parameters_of, sets_of, write_config
 from flexfleet.experiments import suite
 from flexfleet.tracking import data_repository, versioned
 from flexfleet.tracking.server import connect
@@ -144,7 +144,7 @@ ADVANCED = {
 def test_a_form_is_taken_as_it_is_or_what_is_wrong_is_named(tmp_path: Path, form: Any, advanced: Any) -> None:
     if not isinstance(form, dict) or not isinstance(advanced, dict):
         return  # Kubeflow sees to that: a form is a mapping, and so is a struct
-    named = words(*form, *overrides.PARAMETERS.values(), *advanced)
+    named = words(*form, *form.PARAMETERS.values(), *advanced)
     found = answer(lambda: config_from(form, advanced), "advanced", "unknown parameter", *named, kind=ConfigError)
     if found is not None:
         kept(found, tmp_path)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flexfleet.config.overrides import config_from
+from flexfleet.config.form import config_from
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.whole import run
 

@@ -20,7 +20,7 @@ import urllib3
 import websocket
 
 from fl_engine.remote.kubernetes.cluster import Cluster, _connect
-from flexfleet.config.overrides import PARAMETERS, config_from
+from flexfleet.config.form import PARAMETERS, config_from
 from flexfleet.experiments import regress, suite
 from flexfleet.kubeflow.client import connected, pages, without_links
 from flexfleet.kubeflow.follow import Followed, follow, terminate

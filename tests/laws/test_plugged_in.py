@@ -29,7 +29,7 @@ from fl_engine.selection import SELECTIONS, Uniform
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, context_of, start_of, tiny_site, update_of
 from flexfleet import config as configs
 from flexfleet.config import load_config
-from flexfleet.config.overrides import config_from, parameters_of
+from flexfleet.config.form import config_from, parameters_of
 
 HERE = __name__
 

@@ -17,7 +17,7 @@ import mlflow
 import pytest
 
 from flexfleet.cli import main as cli
-from flexfleet.config import overrides
+from flexfleet.config import form
 from flexfleet.experiments import whole as compare_module
 from flexfleet.experiments.comparison import Comparison
 from flexfleet.files.artifacts import RunFile
@@ -127,7 +127,7 @@ def test_no_argument_of_a_task_grows_with_the_runs_beyond_what_linux_takes(ran: 
     of = {name: [graphs.given_to(name, each) for each in ran.commands] for name in ("prepare", "run", "compare")}
     assert [sum(map(bool, of[name])) for name in of] == [1, 4, 1] and len(ran.commands) == 6
     (compare,) = filter(None, of["compare"])
-    assert graphs.gathered(compare, "run_folders", overrides.MOST_RUNS) < graphs.LONGEST_WORD
+    assert graphs.gathered(compare, "run_folders", form.MOST_RUNS) < graphs.LONGEST_WORD
     given = [json.loads(each)["inputs"]["parameterValues"] for each in of["run"] if each]
     assert sorted(each.pop("number") for each in given) == ["0", "1", "2", "3"]
     assert given == [given[0]] * 4 and given[0].keys() == {"job_id"}

@@ -72,13 +72,13 @@ def test_the_platforms_password_is_in_no_artifact_and_no_file(ran: Ran, telling:
 
 def test_a_job_that_goes_on_with_it_is_told_in_a_tag(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     from fl_engine.storage.store import FolderStore
-    from flexfleet.config import overrides
+    from flexfleet.config import form
     from flexfleet.tracking import record as track
 
     (before,) = ran.at.ours()
     other = platform.begin(str(ran.at.uri), monkeypatch, ran.at.experiment)
     store = FolderStore(ran.scratch / "store" / "same")
-    config = overrides.config_from({"mlflow_uri": ""}, {})
+    config = form.config_from({"mlflow_uri": ""}, {})
     assert track.begin(config, "same", store, {}) == before.info.run_id
     track.start(config, RunFile.read(store.root / "run.json"), store.root, {})
     (run,) = ran.at.ours()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from flexfleet.config import Config, load_config
-from flexfleet.config.overrides import PARAMETERS, config_from, parameters_of
+from flexfleet.config.form import PARAMETERS, config_from, parameters_of
 from flexfleet.kubeflow.retarget import shipped
 from flexfleet.kubeflow.submit import form, submit
 

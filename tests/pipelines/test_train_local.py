@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flexfleet.config import load_config
-from flexfleet.config.overrides import config_from
+from flexfleet.config.form import config_from
 from flexfleet.files.artifacts import EvaluationFile, History, Result
 from flexfleet.kubeflow.retarget import documents
 from flexfleet.pipeline.federate import federate

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flexfleet.config import Config, overrides
+from flexfleet.config import Config, form
 from flexfleet.experiments import storage, trials
 from flexfleet.experiments.outcome import Tuned
 from pipelines.tune import tuning
@@ -61,8 +61,8 @@ def test_a_study_as_a_pipeline(scratch: Path, monkeypatch: pytest.MonkeyPatch, t
         tuning(**QUICK, study_id="a", trials=3, advanced=FEW | {"tune.workers": 2})
     (last,) = filter(None, (graphs.given_to("report", each) for each in commands))
     given = json.loads(last)
-    given["inputs"]["parameterValues"]["workers"] *= overrides.MOST_RUNS // 2
-    assert graphs.gathered(json.dumps(given), "searched", overrides.MOST_RUNS) < graphs.LONGEST_WORD
+    given["inputs"]["parameterValues"]["workers"] *= form.MOST_RUNS // 2
+    assert graphs.gathered(json.dumps(given), "searched", form.MOST_RUNS) < graphs.LONGEST_WORD
     report, workers = tasks_of(scratch, "a")
     found = Tuned.read(report / "study" / "tune.json")
     assert (sum(found.trials.values()), list(found.space)) == (3, ["algorithm.kd_weight"])

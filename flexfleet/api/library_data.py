@@ -18,8 +18,8 @@ from fl_engine.core.samples import Data
 from fl_engine.data.files import MOST_NAMED
 from fl_engine.tasks import Classification
 from fl_engine.training.guest import guest
-from flexfleet.api.own_arrays import Array, array_of, pixels, targets_of
-from flexfleet.api.own_data import from_arrays
+from flexfleet.api.array_data import from_arrays
+from flexfleet.api.to_numpy import Array, array_of, pixels, targets_of
 
 log = logging.getLogger("flexfleet")
 

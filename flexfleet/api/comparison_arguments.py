@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from fl_engine.core.errors import ConfigError
-from flexfleet.api.asked import algorithm_options, check_kinds, check_once, config_of, plain
+from flexfleet.api.arguments import algorithm_options, check_kinds, check_once, config_of, plain
 from flexfleet.api.running import DATASET, MODEL
 from flexfleet.config import Config, parse
-from flexfleet.config.entries import FIXED, LABEL, RESERVED, Entry, check_factors, entries
+from flexfleet.config.comparison_runs import FIXED, LABEL, RESERVED, Entry, check_factors, crossed, entries
 from flexfleet.config.explain import quoted
-from flexfleet.config.factors import crossed
-from flexfleet.config.overrides import PARAMETERS
+from flexfleet.config.form import PARAMETERS
+from flexfleet.config.form_fields import place
 from flexfleet.config.read import leaves
-from flexfleet.config.short import place
 
 ELSEWHERE = {
     "algorithm": "the algorithms are the first argument",

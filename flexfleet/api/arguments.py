@@ -26,7 +26,7 @@ from fl_engine.models.traced.family import ModuleFamily
 from fl_engine.tasks import TASKS
 from flexfleet.config import Config, load_config, set_path
 from flexfleet.config.explain import quoted
-from flexfleet.config.overrides import PARAMETERS, whole
+from flexfleet.config.form import PARAMETERS, whole
 from flexfleet.config.read import giving_way, leaves, meet, names_first, parse, read_file
 from flexfleet.config.sources import MAIN, cells, to_a_file
 

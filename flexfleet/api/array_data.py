@@ -33,7 +33,7 @@ from fl_engine.core.samples import Data, Task
 from fl_engine.data.moments import byte_statistics, moments
 from fl_engine.data.subsets import stratified
 from fl_engine.tasks import Classification, Regression
-from flexfleet.api.own_arrays import Array, array_of, as_int64, readable, targets_of
+from flexfleet.api.to_numpy import Array, array_of, as_int64, readable, targets_of
 
 log = logging.getLogger("flexfleet")
 

@@ -9,18 +9,14 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, kind_of, nearest, together
 from fl_engine.core.plain import check_plain, in_line, write_yaml
 from fl_engine.storage.places import check_place
-from flexfleet.config import Config, pair_of, parse, public, set_path, short
-from flexfleet.config.entries import Entry, by_label, entries, labels_of, seeds_of
-from flexfleet.config.names import plain
-from flexfleet.config.passwords import no_passwords
-from flexfleet.config.platform import platform_uri
+from flexfleet.config import Config, pair_of, parse, public, set_path
+from flexfleet.config.comparison_runs import Entry, by_label, entries, labels_of, seeds_of
+from flexfleet.config.form_fields import LISTED, REMOTE, SHORT, STUDY, no_passwords, place, platform_uri
 from flexfleet.config.read import MAPPINGS, leaves, names_first
-from flexfleet.config.short import LISTED, REMOTE, SHORT, place
+from flexfleet.config.run_names import plain
 
-PARAMETERS = dict(SHORT)
+PARAMETERS = SHORT
 """The fields of a run form, and the parameters that they set. `advanced` sets all others by their dotted names."""
-STUDY = dict(short.STUDY)
-"""What the form of a study also asks for."""
 NOT_EVERYWHERE = {"algorithm", "seed", *STUDY}
 """Fields that some pipelines do not have."""
 MOST_RUNS = 80
