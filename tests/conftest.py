@@ -48,7 +48,7 @@ from fl_engine.storage.store import Store, encode, sha256
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import measured_alike, tiny_pool
 from fl_engine.testing.tracker import Memory
-from fl_engine.training.guest import set_repeatable
+from fl_engine.training.isolation import set_repeatable
 from flexfleet.cli import main as cli
 from flexfleet.files import terminal
 from flexfleet.pipeline import whole as run_module

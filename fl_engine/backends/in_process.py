@@ -14,7 +14,7 @@ from fl_engine.core.heap import keep_freed_memory
 from fl_engine.core.types import Outcome, RoundPlan
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.exchange.client import Site, Work, accept_all, delivered, train
-from fl_engine.training.guest import is_guest, set_repeatable
+from fl_engine.training.isolation import is_isolated, set_repeatable
 from fl_engine.training.numerics import settle
 
 
@@ -94,7 +94,7 @@ def prepare_process(devices: Sequence[str]) -> None:
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
         set_repeatable(True, warn_only=True)
-    if not is_guest():
+    if not is_isolated():
         keep_freed_memory()
 
 

@@ -21,10 +21,10 @@ from fl_engine.core.errors import ModelError, first_line
 from fl_engine.core.samples import Task, batch_layout
 from fl_engine.core.slicing import is_statistic, largest
 from fl_engine.core.types import SGD, Adam, LocalTask, OwnOptimizer, ParamLayout, Params
-from fl_engine.training import batches, lanes, own, steps
+from fl_engine.training import batches, lanes, optimizers, user_code
 from fl_engine.training.numerics import SINGLE, Numerics
 from fl_engine.training.objective import Objective, Streams, generators, objective_of
-from fl_engine.training.scaling import SCALE, LossScale
+from fl_engine.training.optimizers import SCALE, LossScale
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def train(
 def can_share(task: LocalTask) -> bool:
     """Whether clients with such a task can train side by side. With ordered dropout they cannot, since each client
     draws its own widths; nor with Adam, whose kernel rounds the last elements of a tensor differently, and these belong
-    to the last lane; nor with an objective or an optimiser of one's own, which take one network."""
+    to the last lane; nor with an objective or an optimizer of one's own, which take one network."""
     return not task.widths and isinstance(task.optimizer, SGD) and task.objective is None
 
 
@@ -137,18 +137,18 @@ class Session:
         held = jobs[:1] if shared else jobs
         self._x, self._y = batches.joined([job.x for job in held]), batches.joined([job.y for job in held])
         self._moments: Params = {}
-        self._own = own.parameters_of(weights) if own.is_own(task) else {}
+        self._own = user_code.parameters_of(weights) if user_code.is_own(task) else {}
         """One's own code is given these instead of the weights (1, ...), whose memory they share."""
         if isinstance(task.optimizer, OwnOptimizer):
-            self._step = own.stepper(task, self._own, weights)
+            self._step = user_code.stepper(task, self._own, weights)
         else:
-            self._step = steps.stepper(task.optimizer, weights, self._moments)
+            self._step = optimizers.stepper(task.optimizer, weights, self._moments)
         self._scale = None
         if numerics.scales(self._device):
             self._scale = LossScale(self._step, weights, self._moments, self.total)
         anchors = [job.start if job.anchor is None else job.anchor for job in jobs]
         linear = [job.linear for job in jobs]
-        self._correct = steps.gradient_terms(task, self._state, anchors, linear, self._device)
+        self._correct = optimizers.gradient_terms(task, self._state, anchors, linear, self._device)
         self._streams: Streams = {}
         self._objective: Objective
         if task.objective is None:
@@ -157,7 +157,7 @@ class Session:
             )
         else:
             dropped = generators(self._tasks, self._device, "dropout", self._streams)
-            self._objective = own.objective(
+            self._objective = user_code.objective(
                 family, goal, task, jobs[0].start, self._y, self._state, self._own, numerics, dropped, borrowed
             )
         self._draw = partial(batches.orders, goal, self._tasks, [job.y for job in jobs], shared=shared)
@@ -167,7 +167,7 @@ class Session:
         """One epoch, or the first steps of it. Raises ModelError where a batch of one sample cannot be trained."""
         task, order = self._tasks[0], next(self._orders)
         if isinstance(task.optimizer, Adam) and task.optimizer.reset:
-            steps.forget(self._moments)
+            optimizers.forget(self._moments)
         for chosen_bn in order[:most_steps]:
             rate = task.schedule.rate(task.optimizer.lr, self.steps, len(order), task.epochs)
             chosen = chosen_bn.to(self._device)
@@ -186,7 +186,7 @@ class Session:
             scale = self._scale
             (loss_n if scale is None else scale.scaled(loss_n)).sum().backward()  # type: ignore[no-untyped-call]
             if task.objective is not None:
-                own.hand_gradients(self._own, self._state)
+                user_code.hand_gradients(self._own, self._state)
             if scale is not None:
                 scale.unscale()
             self._correct()
@@ -204,7 +204,7 @@ class Session:
 
     def snapshot(self) -> Params:
         """A copy, on the CPU, of everything besides the jobs that the next epochs depend on: the weights, the
-        optimiser's state, the states of the networks' generators, and the counts."""
+        optimizer's state, the states of the networks' generators, and the counts."""
         counted = {"done": self.done, "steps": self.steps, "samples": self.samples}
         parts: dict[str, Params] = {
             "weights": self._state,
@@ -239,7 +239,7 @@ class Session:
         for name, tensor in moments.items():
             # The kernels pair a weight with its moments by position in memory, so both need the same layout.
             like = likes[name] if tensor.dim() else tensor
-            # In another precision than before the optimiser's are of the weights' type; a loss scale keeps its own.
+            # In another precision than before the optimizer's are of the weights' type; a loss scale keeps its own.
             kind = tensor.dtype if like is self.total else like.dtype
             self._moments[name] = torch.empty_like(like, dtype=kind, device=self._device).copy_(tensor)
         for name, stream in self._streams.items():
@@ -252,10 +252,10 @@ class Session:
 def _in_half(job: Job) -> Job:
     """The job with weights and samples in float16, and without weight decay; tokens and targets stay as they are.
     Raises ModelError for Adam, whose eps is 0 in float16: where a gradient is 0 it would divide 0 by 0; and for an
-    optimiser of one's own, which may have such numbers too."""
+    optimizer of one's own, which may have such numbers too."""
     if isinstance(job.task.optimizer, OwnOptimizer):
         raise ModelError(
-            f"run.precision=fp16 takes SGD alone: leave out {own.OPTIMIZER} ({job.task.optimizer.name}), or set "
+            f"run.precision=fp16 takes SGD alone: leave out {user_code.OPTIMIZER} ({job.task.optimizer.name}), or set "
             "run.precision=amp"
         )
     if isinstance(job.task.optimizer, Adam):

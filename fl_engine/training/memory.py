@@ -13,29 +13,33 @@ level's share of the parameters, so room is told in that unit:
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from fl_engine.core import allowed
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.fields import STRICT
 from fl_engine.core.samples import Data, Task
 from fl_engine.core.slicing import full_shapes, is_statistic, made_up, shapes, take
-from fl_engine.core.system import of_posix
+from fl_engine.core.system import of_posix, told_exit, without_main
 from fl_engine.core.types import LocalTask, Params, Pool, SubmodelSpec
-from fl_engine.training.apart import answer_of
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import Numerics
 
 BATCHES = 3
-"""How many batches a trial trains: after the second one the optimiser has its state, and the allocator what it
+"""How many batches a trial trains: after the second one the optimizer has its state, and the allocator what it
 keeps."""
 Bytes = Annotated[int, Field(ge=0, lt=2**60)]
 HEADROOM = 1.25
@@ -100,7 +104,7 @@ def measured(
     short = "give the coordinator as much memory as the largest level takes"
     nothing = torch.arange(0)
     kind = data.part(nothing, nothing)  # without samples, which would have to travel
-    before, peak = answer_of(what, short, _measure, family, kind, trial, samples, numerics, prepare, device)
+    before, peak = in_child_process(what, short, _measure, family, kind, trial, samples, numerics, prepare, device)
     return int(before), int(peak)
 
 
@@ -216,3 +220,33 @@ def _steps(peaks: Peaks, pool: Pool) -> Iterator[tuple[float, int]]:
 def _above(size: float) -> float:
     """Slightly more than a level's size, since a level fits only if more is free than its size."""
     return math.nextafter(size, math.inf)
+
+
+def in_child_process(what: str, short_of_memory: str, work: Callable[..., Any], *given: Any) -> Any:
+    """What `work(*given)` gives in a new process; all of it can be pickled. Raises EnvironmentFailure where the process
+    dies, naming `what` it did; `short_of_memory` says what to do where it is killed, usually for lack of memory."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there, allowed.trusted, work, given))
+    with without_main():
+        process.start()
+    there.close()
+    try:
+        answer = here.recv()
+    except EOFError:
+        process.join()
+        killed = process.exitcode is not None and process.exitcode < 0
+        hint = short_of_memory if killed else "its error is above"
+        raise EnvironmentFailure(f"{what} ended with {told_exit(process.exitcode)}: {hint}") from None
+    except BaseException:  # Ctrl-C: else this process would wait for its end
+        process.kill()
+        raise
+    process.join()
+    return answer
+
+
+def _serve(answer: Connection, trusted: set[str], work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    allowed.trusted.update(trusted)
+    found = work(*given)
+    with suppress(BrokenPipeError):  # nobody waits for it any more
+        answer.send(found)

@@ -44,9 +44,9 @@ class Numerics:
     precision: Precision = "fp32"
     """The precision of training. The loss is always computed in float32, and so is evaluation.
 
-    `bf16`: forward and backward pass under autocast; weights, optimiser and batch norm's sums stay float32. `amp`: the
+    `bf16`: forward and backward pass under autocast; weights, optimizer and batch norm's sums stay float32. `amp`: the
     mixed precision that is usual for the device: on CUDA autocast to float16 with a scaled loss (`scaling`), elsewhere
-    `bf16`. `fp16`: weights, samples, gradients and the optimiser in float16, without loss scaling or weight decay, and
+    `bf16`. `fp16`: weights, samples, gradients and the optimizer in float16, without loss scaling or weight decay, and
     with SGD alone: `model.half()`, as in FedAIoT's code. `fp16` needs `single`, since torch's float16 convolutions
     round a lane differently when others run beside it."""
 

@@ -13,7 +13,6 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import made_up
 from fl_engine.training import memory, power
-from fl_engine.training.apart import answer_of
 from fl_engine.training.local import Job, train
 from fl_engine.training.memory import Trial
 from fl_engine.training.numerics import Numerics
@@ -46,7 +45,7 @@ def level_paces(
     sets up as a client's. Raises EnvironmentFailure where it dies, or a sensor of power fails."""
     what, short = "training each level for its pace", "free memory on this machine, or choose a smaller network"
     given = family, goal, trials, samples, numerics, prepare, seconds, device
-    found: list[Pace] = answer_of(what, short, _measure, *given)
+    found: list[Pace] = memory.in_child_process(what, short, _measure, *given)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The peak memory of the tensors of one training step: weights, gradients, the optimiser's state, the batch, and the
+"""The peak memory of the tensors of one training step: weights, gradients, the optimizer's state, the batch, and the
 activations kept for the backward pass.
 
 On CUDA the allocator reports it. On a CPU the bytes of live tensors are counted: a storage counts from the operator

@@ -19,7 +19,7 @@ from fl_engine.core.contracts import Tracker
 from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.types import ClientUpdate, Params, WorkOrder
 from fl_engine.training.evaluation import published
-from fl_engine.training.guest import guest
+from fl_engine.training.isolation import isolated
 from flexfleet.api.arguments import check_reach
 from flexfleet.api.progress import Bar, barred, shown
 from flexfleet.config import Config
@@ -95,7 +95,7 @@ def run_watched(
         raise ConfigError(f"callbacks: a list of objects of flexfleet.Callback is expected, got {callbacks!r}")
     check_reach(config)
     watching = Watching(callbacks)
-    with guest(), shown(progress):
+    with isolated(), shown(progress):
         resolved = Resolved.of(config)
         name = new_name(config) if run_id is None else plain_name(run_id, "run_id")
         folder = Path(config.run.store) / name

@@ -10,7 +10,7 @@ from typing import Any
 
 from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, did_you_mean
-from fl_engine.training.guest import guest
+from fl_engine.training.isolation import isolated
 from flexfleet.api.arguments import check_reach, plain
 from flexfleet.api.comparison_arguments import entries_of
 from flexfleet.api.errors import told
@@ -88,7 +88,7 @@ def _compare(
     for entry in runs:
         check_reach(entry.config, jobs)
     folder = Path(runs[0].config.run.store)
-    with guest(), shown(progress):
+    with isolated(), shown(progress):
         reach = accuracies_of(",".join(map(str, to))) if to else ()
         compare_all(runs, name, to=reach, at_once=jobs, resume=resume, carry_out=one_by_one if jobs == 1 else None)
     return Comparison(folder)

@@ -17,7 +17,7 @@ from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
 from fl_engine.data.files import MOST_NAMED
 from fl_engine.tasks import Classification
-from fl_engine.training.guest import guest
+from fl_engine.training.isolation import isolated
 from flexfleet.api.array_data import from_arrays
 from flexfleet.api.to_numpy import Array, array_of, pixels, targets_of
 
@@ -178,7 +178,7 @@ def _read_items(given: Any, what: str) -> tuple[Array, Array]:
         raise DataError(f"{what}: a Dataset that is read by position is expected, got {type(given).__name__}{of}")
     xs: list[Array] = []
     ys: list[Array] = []
-    with guest():
+    with isolated():
         before = drawn()
         for i in range(count):
             try:

@@ -29,7 +29,7 @@ from fl_engine.storage import code
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import decode
 from fl_engine.training.evaluation import weights_of
-from fl_engine.training.guest import guest
+from fl_engine.training.isolation import isolated
 from fl_engine.training.numerics import describe, differing
 from flexfleet.api.arguments import plain, with_own_data
 from flexfleet.api.callbacks import Callback, run_watched
@@ -113,7 +113,7 @@ class Result:
         """What the configuration names, with the run's own code from its folder; afterwards the process is as before.
         It is made once, so that the data are read once. Raises ConfigError if the source of what the sections `used`
         name (None: all sections) has changed since the run started."""
-        with code.enabled_within(), guest():
+        with code.enabled_within(), isolated():
             own_code.enable(self._run, self.folder)
             if self._made is None:
                 config, algorithm = parse_with_algorithm(own_code.stored(self._run), stored=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
-from fl_engine.training.guest import guest
+from fl_engine.training.isolation import isolated
 from flexfleet.api.arguments import Default, check_kinds, check_once, check_reach, config_of, plain
 from flexfleet.api.errors import told
 from flexfleet.api.progress import shown
@@ -97,7 +97,7 @@ def _tune(
     check_reach(config, config.tune.workers)
     name = dated("tune") if id is None else plain_name(id, "a study's id")
     folder = Path(config.run.store) / name
-    with guest(), shown(progress):
+    with isolated(), shown(progress):
         tune_all(config, name, resume=resume)
     return Study(folder)
 

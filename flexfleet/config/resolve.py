@@ -23,7 +23,7 @@ from fl_engine.core.types import (
 )
 from fl_engine.models.build import model_kind
 from fl_engine.rounds import buffer
-from fl_engine.training import own
+from fl_engine.training import user_code
 from flexfleet.config.explain import explain
 from flexfleet.config.schema import Config
 
@@ -71,14 +71,14 @@ def algorithm(config: Config) -> Algorithm:
 def _check_own(config: Config) -> None:
     """Raises ConfigError where an objective or an optimizer of one's own is not to be had, or asks for other numerics
     than are configured."""
-    named = {own.OBJECTIVE: config.training.objective, own.OPTIMIZER: config.training.optimizer}
+    named = {user_code.OBJECTIVE: config.training.objective, user_code.OPTIMIZER: config.training.optimizer}
     for what, name in named.items():
         if name is not None:
-            own.function(name, what)
+            user_code.function(name, what)
             if config.run.strategy == "batched":
                 raise ConfigError(f"{what} takes one client at a time: set run.strategy to single or auto")
     if config.training.optimizer is not None and config.run.precision == "fp16":
-        raise ConfigError(f"run.precision=fp16 takes the built-in SGD alone: leave out {own.OPTIMIZER}, or set amp")
+        raise ConfigError(f"run.precision=fp16 supports only SGD: leave out {user_code.OPTIMIZER}, or set amp")
 
 
 def codecs(config: Config) -> Codecs:

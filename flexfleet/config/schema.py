@@ -35,7 +35,7 @@ from fl_engine.data.partitioning import Rule
 from fl_engine.fleet.devices import DEFAULT, Tier
 from fl_engine.fleet.traces import Tracing
 from fl_engine.models.build import INIT
-from fl_engine.models.quantised import OnnxPrecision
+from fl_engine.models.onnx_quantization import OnnxPrecision
 from fl_engine.remote.settings import AgentsConfig, KubernetesConfig
 from fl_engine.rounds.terms import NORM_BOUND, EvaluateConfig, RoundsConfig
 from fl_engine.training.numerics import Precision, Strategy

@@ -31,7 +31,7 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
 from fl_engine.storage.places import check_place
 from fl_engine.storage.s3 import endpoint_of, http_address
-from fl_engine.training import own
+from fl_engine.training import user_code
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import settled
 from flexfleet.config import Config
@@ -135,15 +135,15 @@ def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) 
     for task in tasks:
         made_by = task.optimizer.name if isinstance(task.optimizer, OwnOptimizer) else None
         for what, asked, found in (
-            (own.OBJECTIVE, wanted.objective, task.objective),
-            (own.OPTIMIZER, wanted.optimizer, made_by),
+            (user_code.OBJECTIVE, wanted.objective, task.objective),
+            (user_code.OPTIMIZER, wanted.optimizer, made_by),
         ):
             if asked != found:
                 raise ConfigError(
                     f"{config.algorithm['name']} makes its clients' tasks without {what}: let its `task` call "
                     "pooled.local_task, or leave the parameter out"
                 )
-        own.check(task)
+        user_code.check(task)
     for order, task in list(zip(plan.orders, tasks, strict=True))[:1]:
         generator = torch.Generator().manual_seed(seeds.derive(config.seed, "own"))
         count = min(task.batch_size, 8)

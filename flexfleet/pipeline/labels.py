@@ -32,7 +32,7 @@ from fl_engine.models.build import build_model
 from fl_engine.preparation import confusion
 from fl_engine.preparation.confusion import Confusion, measure_confusion
 from fl_engine.storage.store import sha256
-from fl_engine.training import activations
+from fl_engine.training import evaluation
 from flexfleet.config import Config, cut_seed
 from flexfleet.files import kept
 from flexfleet.pipeline import own_code
@@ -79,7 +79,9 @@ def _computed(config: Config, data: Data) -> Ints:
     if family is None:
         features = clusters.features_of(Path(p.features), samples)
     else:
-        features = activations.pooled(family, initial_params(family, seeds.derive(cut_seed(config), "features")), data)
+        features = evaluation.last_layer_inputs(
+            family, initial_params(family, seeds.derive(cut_seed(config), "features")), data
+        )
     return clusters.clusters_of(features, p.clusters, cut_seed(config), f"partition.features = {p.features}")
 
 
@@ -101,7 +103,7 @@ def _inputs(config: Config, data: Data) -> dict[str, Any]:
         "clusters": config.partition.clusters,
         "seed": cut_seed(config),
         "scikit-learn": library,
-        "code": [_code(module) for module in (clusters, npy, activations)],
+        "code": [_code(module) for module in (clusters, npy, evaluation)],
     }
 
 

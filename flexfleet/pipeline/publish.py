@@ -32,10 +32,10 @@ from fl_engine.core.samples import Data, has_boxes, has_sequences
 from fl_engine.core.types import PoolModel
 from fl_engine.data import partition_files
 from fl_engine.models import export as exports
-from fl_engine.models import precision, quantised
+from fl_engine.models import onnx_comparison, onnx_quantization
 from fl_engine.models.export import About
-from fl_engine.models.precision import Precisions
-from fl_engine.models.quantised import OnnxPrecision
+from fl_engine.models.onnx_comparison import Precisions
+from fl_engine.models.onnx_quantization import OnnxPrecision
 from fl_engine.storage.store import FolderStore, decode, sha256
 from flexfleet.config import Config
 from flexfleet.files import manifest
@@ -94,7 +94,7 @@ def export(resolved: Resolved, out: Path, to: Path) -> tuple[Data, list[About]]:
             if config.publish.measured:
                 shown = seeds.rng(config.seed, "calibration").permutation(len(proxy))[: config.publish.calibration]
                 wanted, sha = precisions_of(config, member), history.model_sha256
-                found = precision.measure(folder, member.name, wanted, data, proxy[shown], sha)
+                found = onnx_comparison.measure(folder, member.name, wanted, data, proxy[shown], sha)
                 for line in precisions.refusals([found]):
                     log.warning("%s", line)
             levels.append(made.about)
@@ -107,7 +107,7 @@ def precisions_of(config: Config, member: PoolModel) -> tuple[OnnxPrecision, ...
     if config.publish.precision != "auto":
         return tuple(dict.fromkeys(config.publish.precision))
     codecs = member.codecs or codecs_of(config.codec.model_dump())
-    return (quantised.of_codec(codecs.down),)
+    return (onnx_quantization.of_codec(codecs.down),)
 
 
 def said(about: About) -> str:
@@ -142,7 +142,7 @@ def register(
     """`model`: the global model's sha256. Artifacts lie in a folder of this name, so that a run with more rounds makes
     new versions and changes none. Raises ConfigError for a name that MLflow does not take, EnvironmentFailure if MLflow
     does not answer."""
-    found = {about.level: precision.read(folder / about.level) for about in levels}
+    found = {about.level: onnx_comparison.read(folder / about.level) for about in levels}
     at = f"published/{model[:12]}"
     with tempfile.TemporaryDirectory() as scratch:
         served = _pyfunc(data, folder, levels[-1], Path(scratch))

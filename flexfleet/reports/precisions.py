@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_engine.models import precision
-from fl_engine.models.precision import Figures, Precisions
-from fl_engine.models.quantised import OnnxPrecision
+from fl_engine.models import onnx_comparison
+from fl_engine.models.onnx_comparison import Figures, Precisions
+from fl_engine.models.onnx_quantization import OnnxPrecision
 from flexfleet.files.measure import Measure
 
 EXPORT = "export"
@@ -19,7 +19,7 @@ EXPORT = "export"
 def of_run(folder: Path, levels: Sequence[str], model_sha256: str) -> tuple[Precisions, ...]:
     """What was measured of these levels, in this order; without those that nothing was asked for, or that were exported
     before the run went on. Raises IntegrityError for a damaged file."""
-    found = (precision.read(folder / EXPORT / level) for level in levels)
+    found = (onnx_comparison.read(folder / EXPORT / level) for level in levels)
     return tuple(each for each in found if each is not None and each.model_sha256 == model_sha256)
 
 

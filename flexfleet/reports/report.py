@@ -23,7 +23,7 @@ from fl_engine.core.errors import ConfigError, IntegrityError, brief, masked
 from fl_engine.core.fields import Moves
 from fl_engine.data.partition_files import Manifest, read_manifest
 from fl_engine.datasets import kept
-from fl_engine.models.precision import Precisions
+from fl_engine.models.onnx_comparison import Precisions
 from fl_engine.rounds.at_clients import PREFIX
 from fl_engine.rounds.phases import means, waste
 from fl_engine.rounds.terms import RoundsConfig

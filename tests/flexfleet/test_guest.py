@@ -17,7 +17,7 @@ import torch
 
 import flexfleet as ff
 from fl_engine.backends import in_process
-from fl_engine.training.guest import guest
+from fl_engine.training.isolation import isolated
 from fl_engine.training.numerics import flushes_now
 from tests.harness.from_python import SMALL
 
@@ -25,7 +25,7 @@ from tests.harness.from_python import SMALL
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("guest"))
+        patch.chdir(tmp_path_factory.mktemp("isolated"))
         yield
 
 
@@ -117,7 +117,7 @@ def test_a_guest_has_the_precisions_of_a_new_process(host: str) -> None:
     try:
         before = precisions()
         assert before != NEW
-        with guest():
+        with isolated():
             assert precisions() == NEW
         assert precisions() == before
     finally:
@@ -132,7 +132,7 @@ def test_a_guest_puts_back_precisions_that_are_set_inside_it(host: str | None, i
     setting()
     try:
         before, older = precisions(), by_older_names()
-        with guest():
+        with isolated():
             HOSTS[inside][0]()
         assert (precisions(), by_older_names()) == (before, older)
     finally:
@@ -145,7 +145,7 @@ def test_a_guest_has_a_new_processs_algorithms_and_puts_back_the_hosts(warns: bo
     torch.use_deterministic_algorithms(True, warn_only=warns)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
-        with guest():
+        with isolated():
             assert not torch.are_deterministic_algorithms_enabled()
             torch.use_deterministic_algorithms(True, warn_only=not warns)  # as `prepare_process` does for CUDA
             torch.utils.deterministic.fill_uninitialized_memory = True
@@ -199,7 +199,7 @@ def test_an_autocast_around_it_changes_no_bit(plain: ff.Result) -> None:
 def test_a_guest_does_not_set_up_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
     monkeypatch.setattr(in_process, "keep_freed_memory", lambda: called.append(1))
-    with guest():
+    with isolated():
         in_process.prepare_process(("cpu",))
     assert called == []
     in_process.prepare_process(("cpu",))

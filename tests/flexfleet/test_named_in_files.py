@@ -30,7 +30,7 @@ from fl_engine.storage import code
 from fl_engine.storage.store import sha256
 from fl_engine.tasks import TASKS
 from fl_engine.testing.own_package import SETS, write
-from fl_engine.training import own
+from fl_engine.training import user_code
 from flexfleet.config import parse_with_algorithm
 from flexfleet.experiments import suite as nightly
 from flexfleet.files.artifacts import PoolFile
@@ -142,7 +142,7 @@ def test_codec_in_pool_json_is_not_imported(run: Path, quiet: Any) -> None:
     [
         lambda name: codec_of({"name": name}),  # of an assignment, a result or a pool
         preparation,
-        lambda name: own.function(name, own.OBJECTIVE),
+        lambda name: user_code.function(name, user_code.OBJECTIVE),
         lambda name: resolve({}, name, "model"),
         lambda name: parse_with_algorithm({"model": {"name": name}}, stored=True),
     ],

@@ -16,7 +16,7 @@ from fl_engine.codecs import Half
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.pool import member
 from fl_engine.core.types import FULL, Codecs
-from fl_engine.models import SmallCNN, precision
+from fl_engine.models import SmallCNN, onnx_comparison
 from flexfleet.config import load_config
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.prepare import Resolved
@@ -63,7 +63,7 @@ def test_every_level_has_its_files_and_figures(ran: Ran) -> None:
     assert list(told) == list(LEVELS)
     for level in LEVELS:
         folder = ran.out / "export" / level
-        found = precision.read(folder)
+        found = onnx_comparison.read(folder)
         assert found is not None and list(found.precisions) == ["fp32", *ASKED] and found.calibration_samples == 7
         assert {path.name for path in folder.iterdir()} == PLAIN | {
             "model.fp16.onnx", "model.int8.onnx", "model.int8_static.onnx", "precision.json"

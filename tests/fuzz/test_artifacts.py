@@ -29,7 +29,7 @@ from fl_engine.core.types import SubmodelSpec
 from fl_engine.data import partition_files, partitioning
 from fl_engine.data.label_noise import made_wrong
 from fl_engine.data.partition import Partition, as_told
-from fl_engine.models import export, precision
+from fl_engine.models import export, onnx_comparison
 from fl_engine.remote.messages import Assignment, Message, read_message
 from fl_engine.rounds.server import LazyServer, ServerSite
 from fl_engine.storage.store import sha256
@@ -357,8 +357,8 @@ PRECISIONS = {
 @law(40)
 @given(st.data())
 def test_a_levels_precisions_are_told_or_the_file_is_named(tmp_path: Path, data: st.DataObject) -> None:
-    (tmp_path / precision.ABOUT).write_bytes(data.draw(json_like(PRECISIONS), label="content"))
-    found = answer(lambda: precision.read(tmp_path), precision.ABOUT, kind=IntegrityError)
+    (tmp_path / onnx_comparison.ABOUT).write_bytes(data.draw(json_like(PRECISIONS), label="content"))
+    found = answer(lambda: onnx_comparison.read(tmp_path), onnx_comparison.ABOUT, kind=IntegrityError)
     if found is not None:
         assert len(precisions.table([found]).splitlines()) == 1 + len(found.precisions) + len(found.refused)
         json.dumps(precisions.to_json([found]) | precisions.metrics(found), allow_nan=False)

@@ -17,7 +17,7 @@ from fl_engine.models import MODELS
 from fl_engine.models.build import build_model
 from fl_engine.testing.kinds import TinyMLP, tiny_table
 from fl_engine.testing.tiny import TinyNet, tiny_data
-from fl_engine.training.activations import LAST, pooled
+from fl_engine.training.evaluation import LAST, last_layer_inputs
 
 RNG = np.random.default_rng(0)
 GROUPS = RNG.permutation(np.arange(90) % 3)
@@ -91,7 +91,7 @@ def test_what_are_no_features_is_named(values: np.ndarray[Any, Any], said: str, 
 def test_features_of_a_network_are_what_its_last_layer_is_given() -> None:
     data, family = tiny_data(), TinyNet()
     params = initial_params(family, 0)
-    found = pooled(family, params, data, batch_size=32)
+    found = last_layer_inputs(family, params, data, batch_size=32)
     module = family.module()
     module.load_state_dict(params)
     (head,) = [layer for layer in module.modules() if isinstance(layer, nn.Linear)][-1:]
@@ -100,13 +100,13 @@ def test_features_of_a_network_are_what_its_last_layer_is_given() -> None:
         outputs = torch.cat([module.eval()(data.normalise(x)) for x in torch.split(data.train_x, 32)])
         again = head(torch.from_numpy(found))
     assert torch.allclose(outputs, again, atol=1e-5)
-    assert np.array_equal(found, pooled(family, params, data, batch_size=32))
+    assert np.array_equal(found, last_layer_inputs(family, params, data, batch_size=32))
 
 
 def test_vectors_have_features_too() -> None:
     data = tiny_table()
     family = TinyMLP(data.input_shape, 1)
-    assert pooled(family, initial_params(family, 0), data).shape[0] == len(data.train_y)
+    assert last_layer_inputs(family, initial_params(family, 0), data).shape[0] == len(data.train_y)
 
 
 def test_every_network_ends_in_a_layer_that_can_be_looked_at() -> None:
@@ -125,4 +125,4 @@ def test_a_network_without_one_is_refused() -> None:
             return nn.Flatten()
 
     with pytest.raises(ModelError, match="Flat has no linear layer and no convolution"):
-        pooled(Flat(), {}, tiny_data())
+        last_layer_inputs(Flat(), {}, tiny_data())

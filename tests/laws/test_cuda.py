@@ -53,7 +53,7 @@ from fl_engine.testing.tiny import (
 )
 from fl_engine.training import local
 from fl_engine.training.evaluation import evaluate
-from fl_engine.training.guest import guest
+from fl_engine.training.isolation import isolated
 from fl_engine.training.local import Job
 from fl_engine.training.numerics import SINGLE, Numerics, settled
 from tests.harness.networks import SMALL
@@ -80,7 +80,7 @@ class Drifting(PersonalHeads):
 
 @pytest.fixture(autouse=True)
 def as_in_a_run() -> Iterator[None]:
-    with guest():
+    with isolated():
         prepare_process(("cuda",))
         yield
 

@@ -17,7 +17,7 @@ from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import FULL, Axis, ParamLayout, Slot
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.testing.tiny import assert_same_bits
-from fl_engine.training.guest import guest
+from fl_engine.training.isolation import isolated
 from fl_engine.training.numerics import flushes_now
 
 
@@ -77,7 +77,7 @@ def test_half_precision_keeps_its_own_denormal_numbers(flush: bool) -> None:
 
 
 def test_a_host_gets_its_own_setting_back(flush: bool) -> None:
-    with guest():
+    with isolated():
         assert not flushes_now(), "as a new process"
         prepare_process(("cpu",))
         assert flushes_now()

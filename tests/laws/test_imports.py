@@ -129,8 +129,8 @@ def loaded(statement: str, names: tuple[str, ...]) -> list[str]:
 
 
 def test_a_guest_and_a_gpu_load_no_compiler() -> None:
-    use = "from fl_engine.backends.in_process import prepare_process; from fl_engine.training.guest import guest"
-    inside = "with guest(): prepare_process(('cuda',))"
+    use = "from fl_engine.backends.in_process import prepare_process; from fl_engine.training.isolation import isolated"
+    inside = "with isolated(): prepare_process(('cuda',))"
     assert loaded(f"{use}\n{inside}", ("torch._dynamo", "torch._inductor", "sympy")) == []
 
 

@@ -36,7 +36,6 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TRAINING, context_of, start_of, tiny_fleet, tiny_site
 from fl_engine.training import memory
-from fl_engine.training.apart import answer_of
 from fl_engine.training.local import Job, opened
 from fl_engine.training.memory import Peaks, Trial
 from fl_engine.training.numerics import SINGLE, Numerics
@@ -215,7 +214,7 @@ def test_a_client_takes_what_was_planned_for_it(numerics: Numerics) -> None:
     orders = algorithm.plan(start_of(algorithm, site), context_of(site, 0)).orders
     (*_, whole) = trials_of(run, orders)
     (planned,) = memory.level_peaks(CNN, site.data, [whole], SAMPLES, numerics, PREPARE).needs
-    before, peak = answer_of("a client", "", client_at_work, numerics)
+    before, peak = memory.in_child_process("a client", "", client_at_work, numerics)
     print(f"took {(peak - before) / 1e6:.1f} MB, planned {planned / 1e6:.1f} MB")
     assert peak - before < 1.03 * planned, "or a device with room for the plan alone runs out of memory"
     # Pages of torch's libraries are resident memory too: with files that were just written twice as many lie there.
@@ -274,7 +273,7 @@ def test_a_trial_ends_with_whoever_waits_for_it() -> None:
     began = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
-            answer_of("a trial", "", time.sleep, 120)
+            memory.in_child_process("a trial", "", time.sleep, 120)
         while multiprocessing.active_children():
             assert time.monotonic() - began < 60
             time.sleep(0.05)

@@ -33,7 +33,7 @@ from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import TinyLSTM
 from fl_engine.testing.own import OBJECTIVE, OPTIMIZER, sgd
 from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, context_of, start_of, tiny_site
-from fl_engine.training import own
+from fl_engine.training import user_code
 from fl_engine.training.local import Job, Trained, can_share, train
 from fl_engine.training.numerics import Numerics
 
@@ -343,7 +343,7 @@ def test_a_name_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match=r"package\.module:NAME"):
         Training(objective="focal")
     with pytest.raises(ConfigError, match="cannot be called"):
-        own.function(f"{HERE}:FAILURES", own.OBJECTIVE)
+        user_code.function(f"{HERE}:FAILURES", user_code.OBJECTIVE)
     with pytest.raises(ValueError, match=r"training\.momentum is of the built-in SGD"):
         Training(optimizer=OPTIMIZER, momentum=0.9)
     assert Training(optimizer=OPTIMIZER, momentum=0.0, weight_decay=0.0).optimizer == OPTIMIZER

@@ -21,11 +21,11 @@ from fl_engine.models import MODELS
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.tiny import assert_same_bits
-from fl_engine.training import lanes, scaling, steps, strategy
+from fl_engine.training import lanes, optimizers, strategy
 from fl_engine.training import numerics as arithmetic
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import SINGLE, Numerics, Precision, cpu_bf16, differing, settled
-from fl_engine.training.scaling import GOOD, SCALE, LossScale
+from fl_engine.training.optimizers import GOOD, SCALE, LossScale
 from flexfleet.config import load_config
 
 FAMILY = SmallCNN((1, 8, 8), 4, width=0.5)
@@ -133,7 +133,7 @@ def test_fp16_is_refused_side_by_side_by_name() -> None:
 def test_momentum_in_half_is_that_of_the_formula() -> None:
     """100 weights, two steps of w -= lr * b, b = 0.5 * b + g, each number rounded to float16."""
     weights = {"w": torch.linspace(-2, 2, 100).half()[None].requires_grad_()}
-    step = steps.stepper(SGD(0.25, 0.5), weights, {})
+    step = optimizers.stepper(SGD(0.25, 0.5), weights, {})
     expected, buffer = weights["w"].detach().clone(), torch.zeros(1, 100).half()
     for gradient in (torch.linspace(1, 3, 100).half()[None], torch.linspace(-3, 1, 100).half()[None]):
         weights["w"].grad = gradient.clone()
@@ -176,14 +176,14 @@ def test_fp16_takes_every_term_of_a_task() -> None:
 # ---------------------------------------------------------------------------------------------- the scaled loss
 def test_the_scale_follows_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of which some are not finite, with the growth interval cut short, against `torch.amp.GradScaler`."""
-    monkeypatch.setattr(scaling, "INTERVAL", 20)
+    monkeypatch.setattr(optimizers, "INTERVAL", 20)
     theirs_w = torch.tensor([[1.0, -2.0]], requires_grad=True)
     ours_w = theirs_w.detach().clone().requires_grad_()
     optimizer = torch.optim.SGD([theirs_w], lr=0.1, momentum=0.9, weight_decay=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=20)
     moments: Params = {}
     weights = {"w": ours_w}
-    scale = LossScale(steps.stepper(SGD(0.1, 0.9, 0.01), weights, moments), weights, moments, torch.zeros(1))
+    scale = LossScale(optimizers.stepper(SGD(0.1, 0.9, 0.01), weights, moments), weights, moments, torch.zeros(1))
     for step in range(60):
         factor = torch.tensor(float("inf") if step in (0, 3, 50) else 1.0)
         for w in (theirs_w, ours_w):
@@ -203,7 +203,7 @@ def test_the_scale_follows_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lane_whose_gradient_is_not_finite_stands_still_alone() -> None:
     weights = {"w": torch.ones(3, 2, requires_grad=True)}
     moments: Params = {}
-    scale = LossScale(steps.stepper(SGD(0.5, 0.9), weights, moments), weights, moments, torch.zeros(3))
+    scale = LossScale(optimizers.stepper(SGD(0.5, 0.9), weights, moments), weights, moments, torch.zeros(3))
     for bad in (1, 2):
         factor = torch.ones(3)
         factor[bad] = float("nan")

@@ -21,8 +21,8 @@ from fl_engine.models.traced import from_module
 from fl_engine.preparation.confusion import measure_confusion
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet
-from fl_engine.training.activations import pooled
 from fl_engine.training.central import train_centrally
+from fl_engine.training.evaluation import last_layer_inputs
 
 SAMPLES = 65
 
@@ -110,7 +110,7 @@ def test_activations_are_measured_of_every_sample(network: type[nn.Module]) -> N
         for part in torch.split(data.train_x, sizes):
             module(part)
     wanted = torch.cat(seen)
-    assert np.array_equal(pooled(family, params, data, batch_size=32), wanted.numpy())
+    assert np.array_equal(last_layer_inputs(family, params, data, batch_size=32), wanted.numpy())
     (found,) = measure_apoz(family, params, data.train_x, batch_size=32)
     assert found == int((wanted == 0).sum()) / wanted.numel()
 

@@ -37,9 +37,9 @@ from fl_engine.models import (
     WisdmLSTM,
 )
 from fl_engine.models import export as exports
-from fl_engine.models import precision as precisions
-from fl_engine.models.precision import Precisions, measure
-from fl_engine.models.quantised import FILES, OnnxPrecision, convert, of_codec, rounded_up, stored
+from fl_engine.models import onnx_comparison as precisions
+from fl_engine.models.onnx_comparison import Precisions, measure
+from fl_engine.models.onnx_quantization import FILES, OnnxPrecision, convert, of_codec, rounded_up, stored
 from fl_engine.tasks import Classification, Detection, NextToken, Regression
 from fl_engine.testing.kinds import tiny_boxes
 from flexfleet.pipeline.prepare import Resolved
@@ -145,7 +145,7 @@ def test_another_process_makes_the_same_bytes(trained: Trained, tmp_path: Path, 
     shutil.copy(trained.folder / exports.ONNX, tmp_path)
     np.save(tmp_path / "shown.npy", trained.data.train_x[:400:4].numpy())
     code = (
-        "import sys, numpy; from pathlib import Path; from fl_engine.models.quantised import convert\n"
+        "import sys, numpy; from pathlib import Path; from fl_engine.models.onnx_quantization import convert\n"
         "here = Path(sys.argv[1])\n"
         "for precision in ('fp16', 'int8', 'int8_static'): convert(precision, here, numpy.load(here / 'shown.npy'))\n"
     )

@@ -108,7 +108,7 @@ class LocalTask:
     """How the optimiser's learning rate changes over the steps of this task."""
     objective: str | None = None
     """A function, `package.module:NAME`, that gives the loss of a batch instead of the task of the data and of
-    `distillation`, `exits` and `widths`, which cannot stand beside it (`training.own`)."""
+    `distillation`, `exits` and `widths`, which cannot stand beside it (`training.user_code`)."""
 
 
 @dataclass(frozen=True)

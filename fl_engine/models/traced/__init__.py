@@ -14,7 +14,7 @@ from typing import Any
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.models.traced.family import ModuleFamily
-from fl_engine.models.traced.source import Build, check_callable, makes_module, name_of
+from fl_engine.models.traced.user_module import Build, check_callable, makes_module, name_of
 
 __all__ = ["from_module", "makes_module"]
 

@@ -17,12 +17,12 @@ from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import COUNTED, take
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Params, Prunable, Slot, SubmodelSpec
 from fl_engine.models.layers import check_spec
-from fl_engine.models.traced import graph, refusals, skeleton, verify
-from fl_engine.models.traced.around import surround
+from fl_engine.models.traced import errors, graph, skeleton, verify
 from fl_engine.models.traced.flow import follow
 from fl_engine.models.traced.layout import Sizes, derived
 from fl_engine.models.traced.reshapes import with_any_width
-from fl_engine.models.traced.source import Build, failed, new
+from fl_engine.models.traced.user_module import Build, failed, new
+from fl_engine.models.traced.wrapper import surround
 
 BATCH = 3
 """Samples of the made-up batch with which a module is tried."""
@@ -251,7 +251,7 @@ def _cut(name: str, module: nn.Module, tried: _Tried, family: ModuleFamily) -> F
     made = Found(about.layout, about.prunable, tried.vocabulary, tree, tuple(kept), about.sizes)
     state = module.state_dict()
     weights = verify.spread({n: state[n] for n in made.layout.slots})
-    verify.check_same(name, module, made.empty, tried.x, weights, refusals.UNTRACED)
+    verify.check_same(name, module, made.empty, tried.x, weights, errors.UNTRACED)
     verify.check_submodels(name, made.empty, about.layout, tried.x, weights)
     return made
 
@@ -279,7 +279,7 @@ def _whole(name: str, module: nn.Module, tried: _Tried, family: ModuleFamily) ->
     made = Found(ParamLayout({HEAD: family.outputs}, slots), (), tried.vocabulary, module, tuple(kept), {})
     state = original.state_dict()
     weights = {n: state[n].detach().clone() for n in slots}
-    verify.check_same(name, original, made.empty, tried.x, weights, refusals.UNBOUND)
+    verify.check_same(name, original, made.empty, tried.x, weights, errors.UNBOUND)
     return made
 
 

@@ -10,13 +10,13 @@ from typing import Any
 from torch import fx, nn
 
 from fl_engine.core.errors import ModelError, nearest
-from fl_engine.models.traced import names
 from fl_engine.models.traced import operations as ops
+from fl_engine.models.traced import rules
 from fl_engine.models.traced.channels import Channels, Dim, fixed, free, length, made, pin, resolved
+from fl_engine.models.traced.errors import path_of, refusal
 from fl_engine.models.traced.graph import Traced, attribute, name_of
 from fl_engine.models.traced.layers import Dims, Layer, known, tied
 from fl_engine.models.traced.operations import Call, Given, Mixes
-from fl_engine.models.traced.refusals import path_of, refusal
 
 RELUS = ("relu", "relu_", "relu6")
 
@@ -86,11 +86,11 @@ class _Walk:
         path = str(node.target)
         module = self.module.get_submodule(path)
         kind = type(module).__name__
-        if kind in names.MODULES and not any(True for _ in module.parameters()):
-            return self.operation(node, names.MODULES[kind], node.args, {})
-        if kind in names.SOFTMAX:
+        if kind in rules.MODULES and not any(True for _ in module.parameters()):
+            return self.operation(node, rules.MODULES[kind], node.args, {})
+        if kind in rules.SOFTMAX:
             options = {"dim": module.dim if module.dim is not None else 1}
-            return self.operation(node, names.SOFTMAX[kind], node.args, options)
+            return self.operation(node, rules.SOFTMAX[kind], node.args, options)
         rule, x = known(module), self.value(node.args[0]) if node.args else None
         if rule is None or not isinstance(x, Given):
             return self.unknown_layer(node, path, module)
@@ -126,7 +126,7 @@ class _Walk:
         weights = {name: ops.whole(tuple(p.shape)) for name, p in module.state_dict(keep_vars=True).items()}
         self.flow.layers.setdefault(path, Layer(weights, {}, ()))
         kind = type(module).__name__
-        why = names.REASONS.get(names.MODULES.get(kind, ""), f"is a {kind}, which is not known here")
+        why = rules.REASONS.get(rules.MODULES.get(kind, ""), f"is a {kind}, which is not known here")
         given = ops.every(self.call(node, kind, node.args, dict(node.kwargs)))
         if self.pinned(path):
             pin(*given)
@@ -147,11 +147,11 @@ class _Walk:
             pin(*ops.every(call))
         if name in RELUS:
             self.flow.relus.append((node, tuple(self.flow.layers)))
-        rule = names.RULES.get(name if node.target is not operator.getitem else "getitem", names.unknown)
+        rule = rules.RULES.get(name if node.target is not operator.getitem else "getitem", rules.unknown)
         try:
             found = rule(call)
         except TypeError:  # an axis is a tensor, whose value is not known here
-            found = names.unknown(call)
+            found = rules.unknown(call)
         if isinstance(found, Mixes):
             return self.mixed(node, found.why, found.dims)
         if shape and isinstance(shape[0], tuple):

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 from fl_engine.core.drawing import drawn
 from fl_engine.core.errors import ModelError
+from fl_engine.models.traced.errors import line_now, line_of_error, place_of, ways_out
 from fl_engine.models.traced.layers import is_torchs
-from fl_engine.models.traced.refusals import line_now, line_of_error, place_of, ways_out
 
 DROPOUTS = {
     "dropout": nn.Dropout, "dropout1d": nn.Dropout1d, "dropout2d": nn.Dropout2d, "dropout3d": nn.Dropout3d,

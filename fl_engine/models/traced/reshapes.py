@@ -8,9 +8,9 @@ from typing import Any
 from torch import fx, nn
 
 from fl_engine.models.traced.channels import Dim, free, resolved
+from fl_engine.models.traced.errors import path_of, refusal
 from fl_engine.models.traced.flow import Flow
 from fl_engine.models.traced.graph import Traced, attribute, name_of
-from fl_engine.models.traced.refusals import path_of, refusal
 
 _SIZED = ("view", "reshape", "expand")
 

@@ -14,7 +14,7 @@ from fl_engine.core.drawing import drawing
 from fl_engine.core.errors import ModelError, first_line
 from fl_engine.core.slicing import is_statistic, places, take
 from fl_engine.core.types import FULL, HEAD, ParamLayout, Params, SubmodelSpec
-from fl_engine.models.traced.refusals import ways_out
+from fl_engine.models.traced.errors import ways_out
 
 SPECS, TRAINED = 8, 2
 """How many sub-models are tried, and how many of them in training."""

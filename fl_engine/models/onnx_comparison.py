@@ -16,7 +16,7 @@ from torch import Tensor
 from fl_engine.core.errors import IntegrityError, ModelError, brief
 from fl_engine.core.samples import Data, measured
 from fl_engine.models.export import ONNX
-from fl_engine.models.quantised import FILES, OnnxPrecision, convert, refuse, session, stored
+from fl_engine.models.onnx_quantization import FILES, OnnxPrecision, convert, refuse, session, stored
 from fl_engine.storage.store import FolderStore
 from fl_engine.tasks import Classification
 

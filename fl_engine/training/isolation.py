@@ -25,12 +25,12 @@ PRECISIONS = {
 """The precision of float32 in a new process, by backend and operation. An operation with none has its backend's, and a
 backend with none the generic one."""
 
-_guest: ContextVar[bool] = ContextVar("guest", default=False)
+_isolated: ContextVar[bool] = ContextVar("isolated", default=False)
 
 
-def is_guest() -> bool:
+def is_isolated() -> bool:
     """Whether settings that cannot be taken back are to be left alone, as those of the C library's heap."""
-    return _guest.get()
+    return _isolated.get()
 
 
 def set_repeatable(repeatable: bool, *, warn_only: bool = False, fill: bool = False) -> None:
@@ -105,7 +105,7 @@ def _as_in_a_new_process() -> Iterator[None]:
 
 
 @contextmanager
-def guest() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Inside, torch computes as in a new process, whatever the host has set of precision, default type and device,
     gradients, denormal numbers, repeatable algorithms and cuDNN. Afterwards its settings, the random states of torch,
     numpy and Python, signal handlers and `sys.path` are as before; malloc's settings are not touched."""
@@ -115,13 +115,13 @@ def guest() -> Iterator[None]:
     on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     path, in_main = list(sys.path), current_thread() is main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if in_main else {}
-    token = _guest.set(True)
+    token = _isolated.set(True)
     torch.set_flush_denormal(False)
     try:
         with _as_in_a_new_process():
             yield
     finally:
-        _guest.reset(token)
+        _isolated.reset(token)
         torch.set_num_threads(threads)
         torch.set_flush_denormal(flushed)
         cudnn.benchmark, cudnn.deterministic = flags

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fl_engine.core.errors import FlexfleetError, ModelError
-from fl_engine.models.traced.refusals import line_of_error
+from fl_engine.models.traced.errors import line_of_error
 
 Build = nn.Module | Callable[..., nn.Module]
 
