@@ -232,7 +232,7 @@ def gflop(workload: str, options: Sequence[str], rounds: int) -> float:
     each teacher as one."""
     from benchmarks.ours import site_of, works_of
     from benchmarks.workloads import chosen
-    from fl_engine.core.workload import macs_per_sample
+    from fl_engine.core.costs import macs_per_sample
 
     name, w, _ = chosen([workload, *options])
     algorithm, site = site_of(name, w)

@@ -18,7 +18,8 @@ import torch
 
 from fl_engine.aggregation.averaging import Mean
 from fl_engine.backends.in_process import prepare_process
-from fl_engine.core.slicing import count_params, initial_params, take
+from fl_engine.core.costs import count_params
+from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import FULL
 from fl_engine.core.widths import prefix
 from fl_engine.models import VGG16

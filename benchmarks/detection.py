@@ -18,8 +18,9 @@ from dataclasses import replace
 
 import torch
 
+from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.schedules import Cosine
-from fl_engine.core.slicing import count_macs, count_params, initial_params
+from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, Adam, LocalTask
 from fl_engine.datasets import DATASETS, data_root
 from fl_engine.models.point_detector import PointDetector

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from fl_engine.aggregation.mean import Mean
-from fl_engine.aggregation.middle import Median
+from fl_engine.aggregation.robust import Median
+from fl_engine.aggregation.rules import Mean
 from fl_engine.aggregation.server_opt import Adam
 from fl_engine.algorithms import FedAvg
 from fl_engine.algorithms.pooled import PooledState, Training
@@ -26,7 +26,7 @@ from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.backends.processes import Processes
 from fl_engine.codecs import Half, Qsgd
 from fl_engine.core.contracts import Algorithm, ServerContext
-from fl_engine.core.slicing import count_params
+from fl_engine.core.costs import count_params
 from fl_engine.core.types import FULL, Axis, Codecs, Outcome, ParamLayout, Prunable, RoundPlan, SubmodelSpec
 from fl_engine.models.layers import FREE, linear_slots
 from fl_engine.rounds import loop as rounds

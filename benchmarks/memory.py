@@ -19,7 +19,7 @@ import torch
 from benchmarks.workloads import count
 from fl_engine.backends.in_process import check_device
 from fl_engine.core.contracts import ModelFamily, PublishedFor
-from fl_engine.core.samples import Task
+from fl_engine.core.task import Task
 from fl_engine.models import MODELS
 from fl_engine.tasks import Classification, Detection, Regression
 from fl_engine.training.numerics import Numerics, Precision

@@ -31,10 +31,11 @@ from fl_engine.algorithms import AdaptiveFL, AllLarge
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.core import seeds
-from fl_engine.core.addresses import path_of
 from fl_engine.core.contracts import Algorithm, ModelFamily
+from fl_engine.core.costs import count_params
 from fl_engine.core.samples import Data
-from fl_engine.core.slicing import count_params, initial_params
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.text import path_of
 from fl_engine.core.types import FULL, ClientUpdate, Device, PoolModel, RoundContext, Tables, WorkOrder
 from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site

@@ -30,8 +30,8 @@ from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.algorithms.multibranch import MultiBranch, in_tiers
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Selector
+from fl_engine.core.costs import FORWARDS_PER_STEP
 from fl_engine.core.types import FULL, ClientUpdate, Device, Pool, RoundContext, WorkOrder
-from fl_engine.core.workload import FORWARDS_PER_STEP
 from fl_engine.fleet import trace as traces
 from fl_engine.fleet.lognormal import LogNormal
 from fl_engine.fleet.trace import Trace

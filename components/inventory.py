@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import Distribution, distributions
 
-from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import BadInput, IntegrityError
+from fl_engine.core.text import path_of
 from flexfleet.files.terminal import run_main
 
 PERMITTED = frozenset(

@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fl_engine import __version__
-from fl_engine.core import processor
+from fl_engine.core import system
 
 if TYPE_CHECKING:
     from fl_engine.core.errors import (
@@ -69,7 +69,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'flexfleet' has no attribute {name!r}")
-    processor.check_torch()
+    system.check_torch()
     found = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = found
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from fl_engine.aggregation.averaging import Regions, limited
 from fl_engine.aggregation.privacy import Public
 from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
 
@@ -31,3 +32,31 @@ class AggregationRule(Protocol):
     def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
         """An aggregate for a round that begins with the model `old`. `public` is what is known of the round without
         looking at any client's data."""
+
+
+def clipped(aggregate: Aggregate, old: Params, layout: ParamLayout, clip: float | None) -> Aggregate:
+    """The aggregate, fed with clipped updates; with None, with updates as they are."""
+    return aggregate if clip is None else Clipped(aggregate, old, layout, clip)
+
+
+class Clipped:
+    """Feeds another aggregate with updates whose weights change by at most `clip`."""
+
+    def __init__(self, inner: Aggregate, old: Params, layout: ParamLayout, clip: float) -> None:
+        self._inner = inner
+        self._old = old
+        self._regions = Regions(old, layout)
+        self._clip = clip
+
+    def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
+        self._inner.add(limited(payload, spec, self._old, self._regions, self._clip), spec, weight)
+
+    @property
+    def empty(self) -> bool:
+        return self._inner.empty
+
+    def trained(self) -> Params:
+        return self._inner.trained()
+
+    def result(self) -> Params:
+        return self._inner.result()

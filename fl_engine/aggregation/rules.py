@@ -4,13 +4,34 @@
 The server's optimiser steps after the aggregation.
 """
 
-from typing import Annotated
+from __future__ import annotations
 
-from fl_engine.aggregation.mean import Mean
-from fl_engine.aggregation.middle import Median, TrimmedMean
-from fl_engine.aggregation.privacy import Private
-from fl_engine.aggregation.protocol import Aggregate, AggregationRule
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fl_engine.aggregation import averaging
+from fl_engine.aggregation.privacy import Private, Public
+from fl_engine.aggregation.protocol import Aggregate, AggregationRule, clipped
+from fl_engine.aggregation.robust import Median, TrimmedMean
+from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.registry import Contract
+from fl_engine.core.types import ParamLayout, Params
+
+
+@dataclass(frozen=True)
+class Mean:
+    """FedAvg: weighted as the algorithm says."""
+
+    __pydantic_config__ = STRICT
+    name: Literal["mean"] = "mean"
+    clip: Positive | None = None
+    """Largest L2 norm of an update's change from the server's weights; running statistics neither count nor are scaled;
+    null: no limit. With a coarse codec on the way down, most of this change may be the codec's rounding: what a client
+    learned is then scaled down with it."""
+
+    def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
+        return clipped(averaging.Mean(old, layout), old, layout, self.clip)
+
 
 AGGREGATIONS: dict[str, type[AggregationRule]] = {
     "mean": Mean,

@@ -16,9 +16,8 @@ from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.algorithms.multibranch import MultiBranch
 from fl_engine.algorithms.quantized_fedavg import QuantizedFedAvg
 from fl_engine.algorithms.scalefl import ScaleFL
-from fl_engine.core.contracts import Algorithm, ChoosesNetwork, KeepsClientState, MeasuresClients
+from fl_engine.core.contracts import Algorithm, ChoosesNetwork, KeepsClientState, MeasuresClients, Searched
 from fl_engine.core.registry import Contract
-from fl_engine.core.search import Searched
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "adagq": AdaGQ,

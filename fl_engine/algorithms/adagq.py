@@ -50,6 +50,7 @@ from fl_engine.algorithms.pooled import PooledState, TooSmall, Training
 from fl_engine.algorithms.terms import StaticBN, Terms
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.contracts import ModelFamily, ServerContext
+from fl_engine.core.costs import FORWARDS_PER_STEP
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Count
 from fl_engine.core.slicing import is_statistic
@@ -65,7 +66,6 @@ from fl_engine.core.types import (
     RoundContext,
     RoundPlan,
 )
-from fl_engine.core.workload import FORWARDS_PER_STEP
 from fl_engine.selection import ByCapacity, Selection
 
 

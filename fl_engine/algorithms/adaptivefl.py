@@ -31,9 +31,10 @@ from fl_engine.algorithms.pooled import TooSmall, Training, largest_fitting
 from fl_engine.algorithms.terms import Terms, local_task
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, Count, Fraction, Index
-from fl_engine.core.slicing import contains, count_params
+from fl_engine.core.slicing import contains
 from fl_engine.core.types import FULL, LocalTask, Pool, PoolModel, Prepared, TaskContext, WorkOrder
 from fl_engine.core.widths import from_layer
 from fl_engine.selection import Curiosity, Selection, Uniform

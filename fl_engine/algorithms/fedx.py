@@ -39,10 +39,9 @@ from fl_engine.algorithms.pooled import PooledState, TooSmall, Training
 from fl_engine.algorithms.terms import StaticBN, Terms, Weighting
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import pool as pools
-from fl_engine.core.contracts import ModelFamily, ServerContext
+from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around
 from fl_engine.core.errors import ConfigError, PoolError, nearest
 from fl_engine.core.fields import STRICT, Count, Fraction, Index, NotNegative, Positive
-from fl_engine.core.search import Interval, around
 from fl_engine.core.types import (
     Codecs,
     Device,

@@ -32,11 +32,10 @@ from fl_engine.algorithms import pooled, terms
 from fl_engine.algorithms.pooled import TooSmall, Training, largest_fitting
 from fl_engine.algorithms.terms import Terms, local_task
 from fl_engine.core import pool as pools
-from fl_engine.core.contracts import ModelFamily, ServerContext
+from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, NotNegative, Positive, Share
-from fl_engine.core.search import Interval, around
-from fl_engine.core.slicing import count_params
 from fl_engine.core.types import FULL, Distillation, LocalTask, Pool, PoolModel, Prepared, TaskContext, WorkOrder
 from fl_engine.preparation.apoz import measured
 from fl_engine.selection import ResourceTable, Selection

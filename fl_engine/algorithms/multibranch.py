@@ -62,11 +62,10 @@ from fl_engine.algorithms import pooled, terms
 from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, needs_room
 from fl_engine.algorithms.terms import Terms, local_task
 from fl_engine.core import pool as pools
-from fl_engine.core.contracts import ModelFamily, ServerContext
+from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around
+from fl_engine.core.costs import count_params, macs_of
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, Index, NotNegative
-from fl_engine.core.search import Interval, around
-from fl_engine.core.slicing import count_params
 from fl_engine.core.types import (
     Device,
     LocalTask,
@@ -81,7 +80,6 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.core.widths import branch, exit_points, with_exits
-from fl_engine.core.workload import macs_of
 from fl_engine.selection import ByCapacity, Selection
 from fl_engine.selection.capacity import dispatched, holds
 from fl_engine.selection.tiers import tiers

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from fl_engine.algorithms import pooled
 from fl_engine.algorithms.pooled import PooledState, TooSmall, Training
-from fl_engine.core import workload
+from fl_engine.core import costs
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import is_statistic
@@ -131,7 +131,7 @@ def weight_of(method: OnTerms, layout: ParamLayout, server: ServerContext) -> Ca
 
     def steps(update: ClientUpdate) -> float:
         """The client's reported steps, from 1 to what its order and samples give."""
-        most = workload.steps(method.training, server.samples.get(update.client, update.num_examples))
+        most = costs.steps(method.training, server.samples.get(update.client, update.num_examples))
         return min(max(1.0, update.metrics["steps"]), most)
 
     def weight(update: ClientUpdate) -> float:
@@ -162,7 +162,7 @@ def expected_weights(
     """The weights of these orders' updates if clients train all that they are sent. `samples`: by client number."""
     held = [samples[order.client] for order in orders]
     return [
-        float(counted(method.weighting, layout, order.payload, n, workload.steps(method.training, n)))
+        float(counted(method.weighting, layout, order.payload, n, costs.steps(method.training, n)))
         for order, n in zip(orders, held, strict=True)
     ]
 

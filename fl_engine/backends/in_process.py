@@ -9,10 +9,10 @@ from queue import SimpleQueue
 import torch
 
 from fl_engine.core.contracts import Algorithm
+from fl_engine.core.costs import macs_per_sample
 from fl_engine.core.errors import EnvironmentFailure
-from fl_engine.core.heap import keep_freed_memory
+from fl_engine.core.system import keep_freed_memory
 from fl_engine.core.types import Outcome, RoundPlan
-from fl_engine.core.workload import macs_per_sample
 from fl_engine.exchange.client import Site, Work, accept_all, delivered, train
 from fl_engine.training.isolation import is_isolated, set_repeatable
 from fl_engine.training.numerics import settle

@@ -11,11 +11,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fl_engine.codecs.half import Half
-from fl_engine.codecs.identity import Identity
+from fl_engine.codecs.casts import Half, Identity
 from fl_engine.codecs.qsgd import Qsgd
-from fl_engine.core.adapters import adapter
 from fl_engine.core.errors import ConfigError, brief
+from fl_engine.core.fields import adapter
 from fl_engine.core.registry import Contract
 from fl_engine.core.types import (
     Codec,

@@ -5,19 +5,240 @@ They act on batches as a network is fed them, after normalisation, and never in 
 
 from __future__ import annotations
 
+import io
+import math
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from fl_engine.core import boxes
-from fl_engine.core.errors import ModelError
+from fl_engine.core.errors import EnvironmentFailure, ModelError
 from fl_engine.core.fields import STRICT, Count, Fraction
-from fl_engine.core.pictures import Compress, Hsv, MixUp, Scale, Shear, check_maps
 from fl_engine.core.registry import Contract
+from fl_engine.core.samples import IMAGE_AXES
+
+Change = Annotated[float, Field(ge=0, lt=1)]
+BEST_QUALITY = 95
+"""The highest quality of a JPEG: Pillow's documentation advises against more."""
+
+
+@dataclass(frozen=True)
+class Hsv:
+    """Shifts the hue of each sample, and scales its saturation and its value (brightness), by one random amount each:
+    colours in the HSV space (Smith, Color Gamut Transform Pairs, SIGGRAPH 1978)."""
+
+    __pydantic_config__ = STRICT
+    name: Literal["hsv"] = "hsv"
+    hue: Change = 0.015
+    """Most that is added or taken away, in turns of the colour circle."""
+    saturation: Change = 0.7
+    """It is multiplied by 1 - this to 1 + this."""
+    value: Change = 0.4
+    """As saturation."""
+
+    def check(self, x: Tensor) -> None:
+        check_colours(self.name, x, (3,))
+
+    def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
+        drawn_3b = 2 * torch.rand(3, len(x_bchw), generator=generator).to(x_bchw) - 1
+        turn, more_colour, more_light = (
+            drawn.view(-1, 1, 1) * most
+            for drawn, most in zip(drawn_3b, (self.hue, self.saturation, self.value), strict=True)
+        )
+        value, least = x_bchw.amax(1), x_bchw.amin(1)
+        chroma = value - least
+        red, green, blue = x_bchw.unbind(1)
+        safe = torch.where(chroma > 0, chroma, 1.0)
+        # In sixths of a turn.
+        hue = torch.where(value == blue, (red - green) / safe + 4, 0.0)
+        hue = torch.where(value == green, (blue - red) / safe + 2, hue)
+        hue = torch.where(value == red, (green - blue) / safe, hue)
+        hue = hue + 6 * turn
+        share = (chroma / torch.where(value > 0, value, 1.0) * (1 + more_colour)).clamp(0, 1)
+        value = (value * (1 + more_light)).clamp(0, 1)
+        parts = []
+        for offset in (5, 3, 1):
+            at = (hue + offset) % 6
+            parts.append(value * (1 - share * torch.minimum(at, 4 - at).clamp(0, 1)))
+        return torch.stack(parts, dim=1)
+
+    def apply_with_boxes(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return self.apply(x_bchw, generator), y
+
+
+@dataclass(frozen=True)
+class Compress:
+    """Stores a sample as JPEG and reads it again, with probability `share`, at a quality from `quality` to 95."""
+
+    __pydantic_config__ = STRICT
+    name: Literal["compress"] = "compress"
+    share: Fraction = 0.5
+    quality: Annotated[int, Field(ge=1, le=BEST_QUALITY)] = 75
+
+    def check(self, x: Tensor) -> None:
+        check_colours(self.name, x, (1, 3))
+
+    def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
+        chosen = torch.rand(len(x_bchw), generator=generator) < self.share
+        quality = torch.randint(self.quality, BEST_QUALITY + 1, (len(x_bchw),), generator=generator)
+        out = x_bchw.clone()
+        for i in chosen.nonzero().flatten().tolist():
+            out[i] = _stored(x_bchw[i], int(quality[i]))
+        return out
+
+    def apply_with_boxes(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return self.apply(x_bchw, generator), y
+
+
+@dataclass(frozen=True)
+class Shear:
+    """Shears a sample along both axes about its centre, by angles of up to `degrees`. What comes in from outside is 0,
+    after normalisation."""
+
+    __pydantic_config__ = STRICT
+    name: Literal["shear"] = "shear"
+    degrees: Annotated[float, Field(gt=0, lt=45)] = 10.0
+
+    def check(self, x: Tensor) -> None:
+        check_maps(self.name, x)
+
+    def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
+        return resampled(x_bchw, self._matrices(x_bchw, generator))
+
+    def apply_with_boxes(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        matrices = self._matrices(x_bchw, generator)
+        return resampled(x_bchw, matrices), boxes.moved(y, matrices)
+
+    def _matrices(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
+        count, _, height, width = x_bchw.shape
+        angles = math.radians(self.degrees) * (2 * torch.rand(2, count, generator=generator) - 1)
+        across, down = angles.tan()
+        across, down = across * (height / width), down * (width / height)  # angles of pixels, points of shares
+        one = torch.ones(count)
+        return about_centre(torch.stack([one, across, down, one], dim=1).view(-1, 2, 2))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Enlarges or shrinks a sample about its centre, by a factor from 1 - `change` to 1 + `change`. What comes in from
+    outside is 0, after normalisation."""
+
+    __pydantic_config__ = STRICT
+    name: Literal["scale"] = "scale"
+    change: Change = 0.5
+
+    def check(self, x: Tensor) -> None:
+        check_maps(self.name, x)
+
+    def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
+        return resampled(x_bchw, self._matrices(len(x_bchw), generator))
+
+    def apply_with_boxes(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        matrices = self._matrices(len(x_bchw), generator)
+        return resampled(x_bchw, matrices), boxes.moved(y, matrices)
+
+    def _matrices(self, count: int, generator: torch.Generator) -> Tensor:
+        factor = 1 + self.change * (2 * torch.rand(count, generator=generator) - 1)
+        return about_centre(factor.view(-1, 1, 1) * torch.eye(2))
+
+
+@dataclass(frozen=True)
+class MixUp:
+    """Lays another sample of the batch over a sample, with probability `share`, and adds its boxes: m x + (1 - m) x'
+    with m from Beta(alpha, alpha) (mixup: Beyond Empirical Risk Minimization, Zhang et al., ICLR 2018). Boxes count in
+    full, whatever m is, as in YOLOv8.
+
+    A sample stays as it is where it is alone in its batch, and where targets have no room for the boxes of both.
+    """
+
+    __pydantic_config__ = STRICT
+    boxes_only: ClassVar[bool] = True
+    name: Literal["mixup"] = "mixup"
+    share: Fraction = 0.5
+    alpha: Count = 32
+
+    def check(self, x: Tensor) -> None:
+        check_maps(self.name, x)
+
+    def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
+        raise ModelError("training.augment: mixup adds boxes to boxes, and these targets are none: leave mixup out")
+
+    def apply_with_boxes(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        b, most = y.shape[:2]
+        chosen = (torch.rand(b, generator=generator) < self.share).to(y.device)
+        # Of 2 alpha - 1 uniform numbers the middle one has the distribution Beta(alpha, alpha).
+        weight = torch.rand(b, 2 * self.alpha - 1, generator=generator).median(dim=1).values.to(x_bchw)
+        if b == 1:
+            return x_bchw, y
+        other = (torch.arange(b) + torch.randint(1, b, (b,), generator=generator)).to(y.device) % b
+        both = torch.cat([y, y[other]], dim=1)
+        held = boxes.present(both)
+        chosen &= held.sum(1) <= most
+        weight = weight.view(-1, 1, 1, 1)
+        mixed = weight * x_bchw + (1 - weight) * x_bchw[other]
+        first = (~held).long().sort(dim=1, stable=True).indices[:, :most]  # rows with boxes before rows without
+        joined = both.gather(1, first[..., None].expand(-1, -1, y.shape[2]))
+        return (
+            torch.where(chosen[:, None, None, None], mixed, x_bchw),
+            torch.where(chosen[:, None, None], joined, y),
+        )
+
+
+def about_centre(linear_b22: Tensor) -> Tensor:
+    """(B, 2, 3): the maps p -> A p + t of the image that leave its centre, (1/2, 1/2), where it is."""
+    centre = torch.full((2, 1), 0.5)
+    return torch.cat([linear_b22, centre - linear_b22 @ centre], dim=2)
+
+
+def resampled(x_bchw: Tensor, matrices: Tensor) -> Tensor:
+    """Samples after p -> A p + t, `matrices` (B, 2, 3) = [A | t], points as shares of the sample: between pixels the
+    four around are weighed, outside is 0."""
+    matrices = matrices.to(x_bchw)
+    (a, b), (c, d) = matrices[:, 0, :2].T, matrices[:, 1, :2].T
+    back = torch.stack([d, -b, -c, a], dim=1).view(-1, 2, 2) / (a * d - b * c).view(-1, 1, 1)
+    # torch asks where each pixel comes from, on axes from -1 to 1.
+    from_where = torch.cat([back, back @ (1 - 2 * matrices[:, :, 2:]) - 1], dim=2)
+    grid = F.affine_grid(from_where, list(x_bchw.shape), align_corners=False)
+    return F.grid_sample(x_bchw, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+def _stored(x_chw: Tensor, quality: int) -> Tensor:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise EnvironmentFailure("training.augment: compress needs Pillow: pip install pillow") from error
+    pixels = (x_chw.cpu() * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
+    stored = io.BytesIO()
+    Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(stored, "JPEG", quality=quality)
+    read = np.array(Image.open(stored)).reshape(pixels.shape)
+    return torch.from_numpy(read).permute(2, 0, 1).to(x_chw) / 255
+
+
+def check_maps(name: str, x: Tensor) -> None:
+    """Raises ModelError where samples like x (N, ...) are neither images nor maps."""
+    if x.dim() != IMAGE_AXES or x.dtype == torch.int64:
+        kind = "tokens" if x.dtype == torch.int64 else "numbers"
+        raise ModelError(
+            f"training.augment: {name} takes images and maps (C, H, W), a sample is {kind} of the shape "
+            f"{tuple(x.shape[1:])}: leave {name} out of training.augment"
+        )
+
+
+def check_colours(name: str, x: Tensor, channels: tuple[int, ...]) -> None:
+    """Raises ModelError where samples like x (N, ...), normalised, are no pictures of so many channels in 0..1."""
+    check_maps(name, x)
+    low, high = float(x.min()), float(x.max())
+    if x.shape[1] not in channels or low < 0 or high > 1:
+        raise ModelError(
+            f"training.augment: {name} takes pictures of {' or '.join(map(str, channels))} channels with values in "
+            f"0..1, a sample has {x.shape[1]}, from {low:.3g} to {high:.3g}: leave {name} out of training.augment, or "
+            "give a data set whose mean is 0 and whose std is 1"
+        )
 
 
 class Augmentation(Protocol):

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
 import numpy as np
 from torch import Tensor, nn
 
-from fl_engine.core.samples import Data, Task
+from fl_engine.core.samples import Data
+from fl_engine.core.task import Task
 from fl_engine.core.types import (
     FULL,
     ClientUpdate,
@@ -268,7 +269,7 @@ class ClientMetric:
 
     `measure` runs on the client after training, on copies: it changes no update. Its value has to be finite and between
     `low` and `high`, or the client fails. A client that lies can report any number between the two, and none beyond.
-    The name is a plain identifier that the engine does not use (`core.measures`).
+    The name is a plain identifier that the engine does not use (`core.clients`).
     """
 
     name: str
@@ -414,3 +415,35 @@ class Tracker(Protocol):
 
     def finish(self, status: str) -> None:
         return None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The values that a search draws of one hyper-parameter: from `low` to `high`, or one of `choices`. The configured
+    value is among them, so that the search learns from its first trial, which runs the configuration unchanged."""
+
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    """As likely between 1 and 10 as between 10 and 100."""
+    whole: bool = False
+    """Whole numbers only, low and high too."""
+    start: float | None = None
+    """The value that the algorithm computes by itself if its field is null."""
+    choices: tuple[Any, ...] = ()
+    """The values of a parameter of a closed set; they stand alone."""
+
+
+def around(value: float, low: float, high: float, *, log: bool = False) -> Interval:
+    """From `low` to `high`, or to the configured value where that lies beyond."""
+    return Interval(min(low, value), max(high, value), log=log)
+
+
+@runtime_checkable
+class Searched(Protocol):
+    """An algorithm that has a search space of its own."""
+
+    def search_space(self, pool: Pool) -> Mapping[str, Interval]:
+        """By the path of a field: `kd_weight`, or `gammas.0` for the first entry of a list. `pool` is that of the
+        algorithm as it is configured. A parameter that is switched off there is left out: a search that drew values
+        for it would switch it on."""

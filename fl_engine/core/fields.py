@@ -1,9 +1,10 @@
-"""Types of hyper-parameters: a value outside of them is refused when a configuration is read."""
+"""Types of hyper-parameters, and what pydantic reads and writes them with."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, Any, ClassVar, TypeGuard, get_origin
+from functools import lru_cache
+from typing import Annotated, Any, ClassVar, TypeGuard, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -11,11 +12,12 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    TypeAdapter,
     model_serializer,
 )
 
-from fl_engine.core.addresses import at_home
 from fl_engine.core.errors import ConfigError
+from fl_engine.core.text import at_home
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 """For `__pydantic_config__` of dataclasses that are built from a configuration."""
@@ -77,3 +79,19 @@ class LeavesOut(BaseModel):
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
         return {name: value for name, value in fields.items() if value or name not in self.left_out}
+
+
+MOST_KINDS = 512
+"""Classes that are defined again and again, as in a notebook, are forgotten in time."""
+_adapter = lru_cache(MOST_KINDS)(TypeAdapter)
+_hints = lru_cache(MOST_KINDS)(get_type_hints)
+
+
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """`pydantic.TypeAdapter` of a class or annotation."""
+    return _adapter(kind)
+
+
+def hints(kind: Any) -> dict[str, Any]:
+    """`typing.get_type_hints` of a class; not to be changed."""
+    return _hints(kind)

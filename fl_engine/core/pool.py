@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine.core.contracts import Algorithm, ModelFamily, ServerContext
+from fl_engine.core.costs import count_params, macs_of
 from fl_engine.core.errors import PoolError
 from fl_engine.core.samples import split
-from fl_engine.core.slicing import contains, count_params, full_shapes, layout_of, runnable, shapes
+from fl_engine.core.slicing import contains, full_shapes, layout_of, runnable, shapes
 from fl_engine.core.types import FULL, Params, Pool, PoolModel, Prepared, SubmodelSpec
 from fl_engine.core.widths import check_cuttable
-from fl_engine.core.workload import macs_of
 
 Rule = Literal["closest", "authors"]
 

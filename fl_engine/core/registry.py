@@ -18,9 +18,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from pydantic import GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from fl_engine.core.adapters import adapter
 from fl_engine.core.allowed import check_call, check_module
 from fl_engine.core.errors import ConfigError, did_you_mean, nearest
+from fl_engine.core.fields import adapter
 
 T = TypeVar("T")
 

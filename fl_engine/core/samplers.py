@@ -1,7 +1,7 @@
 """Which samples a client sees in an epoch, and in which order. A new sampler is a class and a line in SAMPLERS.
 
 An epoch is as many draws as the client has samples, whatever the sampler. So a task's steps and multiply-adds follow
-from the sample count alone (`core.workload`), and the server can check what a client claims without knowing its labels.
+from the sample count alone (`core.costs`), and the server can check what a client claims without knowing its labels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from fl_engine.core.errors import ModelError
 from fl_engine.core.fields import STRICT, NotNegative
 from fl_engine.core.registry import Contract
-from fl_engine.core.samples import Task
+from fl_engine.core.task import Task
 
 
 class Sampler(Protocol):

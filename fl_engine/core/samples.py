@@ -3,178 +3,168 @@
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.sample_checks import (
-    IMAGE_AXES,
-    check_normalisation,
-    numbers_of,
-    said,
-    samples_of,
-    sources_of,
-    tensor_of,
-)
+from fl_engine.core.task import Task, label_word, unfit
+
+IMAGE_AXES = 4
+"""(N, C, H, W)"""
+BYTE = 255
+NEAR = 1e-3
+"""The largest distance of 255 times a float image from whole numbers: float32 holds k / 255 much closer."""
+CHECKED = 4096
+"""Samples whose numbers are checked at a time."""
 
 
-# ----------------------------------------------------------------------------------------------------- tasks
-@dataclass(frozen=True)
-class Metric:
-    """A figure of merit: its key in histories and artifacts, which direction is the better one, and between which
-    values it is. A client that reports the metric (`evaluate.on`) can report no other value."""
-
-    name: str
-    higher_is_better: bool = True
-    low: float = -1e6
-    high: float = 1e6
+def said(x: Tensor) -> str:
+    """The type and shape of one of the samples."""
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape[1:])}"
 
 
-def misnamed(name: object) -> str:
-    """What is wrong with the name of a metric, which is a key of histories and tables; empty: nothing."""
-    if isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,31}", name):
-        return ""
-    return "a name is a plain identifier of at most 32 characters (letters, digits, underscores)"
+def tensor_of(value: object, what: str) -> Tensor:
+    """Raises DataError for what is neither a dense tensor nor an array of numbers."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            kind = str(value.layout).removeprefix("torch.")
+            raise DataError(f"{what}: a dense tensor is expected, got {kind}: x.to_dense()")
+        return value.detach()
+    if not isinstance(value, np.ndarray):
+        raise DataError(f"{what} is a tensor or a NumPy array, got {type(value).__name__}")
+    need_no_mask(value, what)
+    if value.dtype.kind not in "iuf":
+        raise DataError(f"{what}: numbers are expected, got a NumPy array of {value.dtype}")
+    if value.dtype != np.uint8:
+        with np.errstate(over="ignore"):  # what becomes infinite is refused later, by its sample
+            value = value.astype(np.float32 if value.dtype.kind == "f" else np.int64, copy=False)
+    # torch has neither negative strides nor tensors that must not be written.
+    return torch.from_numpy(np.require(value, requirements=("C", "W")))
 
 
-class Measured(NamedTuple):
-    """What a task says of a whole data set."""
-
-    values: Mapping[str, float]
-    """By the metric's name, `Task.metric` among them."""
-    confusion: Tensor = torch.empty(0, 0)
-    """int64 (classes, classes): how many samples of a class (row) were taken for which (column); empty without classes.
-    """
+def need_no_mask(value: object, what: str) -> None:
+    """Raises DataError for a masked array that masks something: what lies below the mask is no datum."""
+    if isinstance(value, np.ma.MaskedArray) and (masked := int(np.sum(value.mask))):
+        raise DataError(f"{what}: {masked} values are masked; fill them in (x.filled(...)), or leave out their samples")
 
 
-@runtime_checkable
-class Task(Protocol):
-    """What a network learns from data. Implementations are frozen dataclasses in `fl_engine.tasks`.
-
-    `outputs_bo` is float32 (batch, outputs), (batch, outputs, H, W) of a network that answers at every place of a map,
-    or (batch, outputs, T) of one that answers at every position of a sequence; `y` holds as many targets, as `check`
-    returned them.
-    """
-
-    name: ClassVar[str]
-    metric: ClassVar[Metric]
-    """The metric that decides, the first that `measure` gives: `avg` and `full` are means and values of it. The best
-    round, gates and studies look for its highest value, so it is one that is better when higher."""
-
-    @property
-    def outputs(self) -> int:
-        """The head's size."""
-
-    @property
-    def label_count(self) -> int:
-        """How many labels `labels` tells apart; 0: the task has none."""
-
-    @property
-    def identity(self) -> object:
-        """What a data set's fingerprint has of the task."""
-
-    def check(self, y: Tensor, what: str) -> Tensor:
-        """The targets in the form that the other functions take. Raises DataError, which begins with `what`."""
-
-    def labels(self, y: Tensor) -> NDArray[np.int64]:
-        """What partition rules and stratified subsets deal by: (N,) in 0 .. label_count - 1."""
-
-    def present(self, y: Tensor) -> Tensor:
-        """bool (outputs,): the outputs that occur as targets. Raises ModelError where outputs are no classes."""
-
-    def examples(self, count: int, generator: torch.Generator) -> Tensor:
-        """Made-up targets, for measurements without data."""
-
-    def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
-        """One value for each sample, (batch,), or their sum."""
-
-    def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
-        """A student's outputs as `divergence` takes them, of the same shape."""
-
-    def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
-        """How far a softened student is from a teacher, for each output, of the same shape. Distillation sums it or
-        takes its mean, times temperature^2."""
-
-    def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """What `measure` has to know of a batch: sums where the metric adds up, else answers and targets themselves."""
-
-    def measure(self, observed: Sequence[Tensor]) -> Measured:
-        """The metrics over all batches: exactly those of the whole data set, however it was cut into batches."""
+def samples_of(x: Tensor, what: str) -> Tensor:
+    """Samples as `Data` holds them. Raises DataError where they are of none of its kinds."""
+    if x.dim() < 2:
+        raise DataError(f"{what}: samples have at least one axis besides their number, (N, F); got {tuple(x.shape)}")
+    if len(x) and not x.numel():
+        raise DataError(f"{what}: a sample has no entries, shape {tuple(x.shape)}")
+    if x.dtype == torch.uint8:
+        if x.dim() != IMAGE_AXES:
+            raise DataError(
+                f"{what}: uint8 samples are images (N, C, H, W), got {tuple(x.shape)}; give grey images a channel, "
+                "x[:, None], measurements as float32, tokens as int64"
+            )
+        return x
+    if x.dtype == torch.bool or x.is_complex():
+        raise DataError(f"{what}: samples are uint8, float or integers, got {str(x.dtype).removeprefix('torch.')}")
+    if x.is_floating_point():
+        x = x.float()
+        if not all(bool(torch.isfinite(part).all()) for part in torch.split(x, CHECKED)):
+            where = (~torch.isfinite(x)).flatten(1).any(1).nonzero().flatten()
+            raise DataError(
+                f"{what}: sample {int(where[0])} holds NaN, infinity or more than float32 can hold ({len(where)} such "
+                "samples); fill in or leave out what is missing"
+            )
+        return x
+    if x.dim() == IMAGE_AXES:
+        raise DataError(f"{what}: {_cure_of_integers(x)}")
+    x = x.long()  # torch has no minimum of uint16, uint32 and uint64
+    if x.numel() and int(x.min()) < 0:
+        raise DataError(f"{what}: integers are tokens from 0 on, found {int(x.min())}; give measurements as floats")
+    return x
 
 
-BESIDE = ("loss", "params")
-"""What stands beside the metrics where results are written down, so that no metric has such a name."""
+def _cure_of_integers(x: Tensor) -> str:
+    """What is wrong with integers (N, C, H, W) that are not uint8, and the conversion that keeps their values apart."""
+    kind, x = str(x.dtype).removeprefix("torch."), x.long()
+    low, high = (int(x.min()), int(x.max())) if x.numel() else (0, 0)
+    found = f"images and maps must be uint8 or floats, got {kind} {tuple(x.shape)} from {low} to {high}. "
+    if low < 0:
+        return found + "Give them as floats"
+    if high <= BYTE:
+        return found + "Give them as uint8: x.to(torch.uint8)"
+    return found + f"Divide them by the largest possible value, which gives floats in 0..1: x / {_most(high)}"
 
 
-def measured(task: Task, observed: Sequence[Tensor]) -> Measured:
-    """What the task says of a whole data set (`Task.measure`). Raises DataError where it does not say the metric that
-    decides, or where a metric's name is none, or taken."""
-    found, kind = task.measure(observed), type(task).__name__
-    if task.metric.name not in found.values:
-        raise DataError(f"{kind} decides by {task.metric.name!r}, and measures {', '.join(found.values) or 'nothing'}")
-    for name in found.values:
-        if wrong := _unfit(name):
-            raise DataError(f"{kind} measures {name!r}: {wrong}")
-    return found
+def _most(value: int) -> int:
+    """The largest number of 16 bits, or of as many as the value takes."""
+    return (1 << max(16, value.bit_length())) - 1
 
 
-def _unfit(name: object) -> str:
-    """What is wrong with the name of a task's metric; empty: nothing."""
-    taken = f"{' and '.join(BESIDE)} stand beside the metrics: give it another name"
-    return misnamed(name) or (taken if name in BESIDE else "")
+def numbers_of(value: object, what: str) -> tuple[float, ...]:
+    """A list, an array or a tensor of numbers as a tuple."""
+    listed = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
+    if not isinstance(listed, Sequence) or not all(_is_number(n) for n in listed):
+        raise DataError(f"{what} is a tuple with a number for each channel or feature, e.g. (0.5,), got {value!r}")
+    numbers = tuple(float(n) for n in listed)
+    if not all(map(math.isfinite, numbers)):
+        raise DataError(f"{what} is a tuple of finite numbers, got {numbers!r}")
+    return numbers
 
 
-LABEL_WORD = r"[\w -]{1,40}"
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
-def label_word(task: Task) -> str:
-    """What people call one of the task's labels: its `label_word`, where it has one. Raises DataError for one that no
-    file of a partition can hold."""
-    word = getattr(task, "label_word", "label")
-    if not isinstance(word, str) or not re.fullmatch(LABEL_WORD, word):
+def check_normalisation(name: str, x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    """Raises DataError where mean and std do not fit the samples."""
+    images, tokens = x.dtype == torch.uint8, x.dtype == torch.int64
+    if tokens:
+        if mean or std:
+            raise DataError(f"{name}: integer samples are tokens, which are not normalised: leave out mean and std")
+        return
+    unit = "channel" if x.dim() == IMAGE_AXES else "feature"
+    wanted = _features(x)
+    for what, values in (("mean", mean), ("std", std)):
+        if len(values) != wanted and (images or mean or std):
+            hint = "" if images else ", or give neither mean nor std"
+            raise DataError(f"{name}: {what} has {len(values)} values for {wanted} {unit}s; give one for each{hint}")
+        if images and any(abs(value) > 1 for value in values):
+            raise DataError(f"{name}: {what} of images is in units of 255, so at most 1; got {values}: divide by 255")
+    if any(value <= 0 for value in std):
+        raise DataError(f"{name}: std is positive, got {min(std):g}; leave out {unit}s that never change")
+    if not images and not mean and x.dim() == IMAGE_AXES and float(x.min()) >= 0 and float(x.max()) <= 1:
+        bytes_ = all(are_bytes(part) for part in torch.split(x, CHECKED))
+        cure = "as uint8, (x * 255).round().to(torch.uint8), or " if bytes_ else ""
         raise DataError(
-            f"the label_word of {type(task).__name__} is a text of letters, digits, spaces and hyphens, at most 40, "
-            f"got {word!r}"
+            f"{name}: float samples {tuple(x.shape[1:])} in 0..1 look like images that are not normalised: give them "
+            f"{cure}with their mean and std"
         )
-    return word
 
 
-def has_boxes(task: Task) -> bool:
-    """Whether targets are boxes in the sample, several of them (`core.boxes`): its `boxes`, where it has one.
-    Augmentations move them with the sample, and no label is a sample's only one."""
-    return bool(getattr(task, "boxes", False))
+def are_bytes(x: Tensor) -> bool:
+    """Whether all numbers, in 0..1, are k / 255 for whole k, so that uint8 keeps their values."""
+    return bool(((x * BYTE).round() - x * BYTE).abs().max() <= NEAR)
 
 
-def has_sequences(task: Task) -> bool:
-    """Whether a sample has a target at each of its positions, as a text has next tokens: the task's `sequences`, where
-    it has one."""
-    return bool(getattr(task, "sequences", False))
+def sources_of(name: str, value: object, samples: int) -> Tensor:
+    """`Data.natural_client`. Raises DataError unless it has an integer for each training sample."""
+    sources = tensor_of(value, f"{name}: natural_client")
+    if sources.is_floating_point() or sources.is_complex() or sources.dtype == torch.bool:
+        raise DataError(f"{name}: natural_client holds integers, got {str(sources.dtype).removeprefix('torch.')}")
+    if sources.shape != (samples,):
+        raise DataError(
+            f"{name}: natural_client names the source of each of {samples} training samples, (N,); got the shape "
+            f"{tuple(sources.shape)}"
+        )
+    return sources.long()
 
 
-def class_count(task: Task) -> int:
-    """How many classes there are, one of which each sample's target is: the task's `classes`, where it has such; 0
-    where targets are no classes."""
-    return int(getattr(task, "classes", 0))
-
-
-def class_names(task: Task) -> tuple[str, ...]:
-    """The names of the classes: the task's `names`, if it has any."""
-    return tuple(getattr(task, "names", ()))
-
-
-def check_ready(task: Task) -> None:
-    """Raises EnvironmentFailure where a package that the task's metric needs is not installed: the task's `ready`,
-    where it has one."""
-    ready = getattr(task, "ready", None)
-    if ready is not None:
-        ready()
+def _features(x: Tensor) -> int:
+    """The length of the axis that mean and std are per."""
+    return x.shape[1] if x.dim() == IMAGE_AXES else x.shape[-1]
 
 
 # ------------------------------------------------------------------------------------------------------ data
@@ -214,7 +204,7 @@ class Data:
                 f"{self.name}: task is one of fl_engine.tasks, for example Classification(10) or Regression(), "
                 f"got {self.task!r}"
             )
-        if wrong := _unfit(self.task.metric.name):
+        if wrong := unfit(self.task.metric.name):
             raise DataError(f"{self.name}: {type(self.task).__name__} decides by {self.task.metric.name!r}: {wrong}")
         if not self.task.metric.higher_is_better:
             raise DataError(

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
 
-from fl_engine.core.blank import blank
-from fl_engine.core.contracts import CountsMacs, ModelFamily, TakesTokens
-from fl_engine.core.errors import FlexfleetError, ModelError, first_line, memory_errors
+from fl_engine.core.contracts import ModelFamily, TakesTokens
+from fl_engine.core.errors import ModelError
 from fl_engine.core.types import FULL, Axis, Keep, ParamLayout, Params, Pool, SubmodelSpec
+
+
+class _Undrawn(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in (Tensor.normal_, Tensor.uniform_) or getattr(func, "__module__", "") == init.__name__:
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
+
+
+def blank(family: ModelFamily, spec: SubmodelSpec = FULL) -> nn.Module:
+    """The sub-network on torch's meta device; it allocates nothing.
+
+    No first weights are drawn. An embedding's would import torch's compiler there: two seconds in every process, and in
+    every client's pod.
+    """
+    with torch.device("meta"), _Undrawn():
+        return family.module(spec)
 
 
 def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: SubmodelSpec = FULL) -> Params:
@@ -162,100 +181,6 @@ def layout_of(family: ModelFamily) -> ParamLayout:
     """The network's layout, made once: a pool's search counts hundreds of sub-models of one network, and a layout takes
     longer than a count."""
     return family.layout()
-
-
-def count_params(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
-    """Parameters of the sub-model: every entry of its state, running statistics (where kept) included."""
-    return sum(math.prod(s) for s in shapes(layout_of(family), spec, full_shapes(family)).values())
-
-
-def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) -> int:
-    """Multiply-adds per sample as the papers' tables count them (the thop convention): convolutions and linear
-    layers without bias, 4 for each number of a batch or group norm; ReLU, pooling, dropout and embeddings count 0.
-    Recurrent layers count each weight matrix once a step, transposed convolutions their kernel once for each number
-    that they take. Raises ModelError for a layer with weights that is none of these, and for a network that fails on
-    one sample. `linear`: how much a multiply-add of a linear layer counts; FedRolex's Table 3.6 counts 2, its
-    multiplication and its addition.
-
-    Runs a made-up sample through a network whose weights are not set. (On torch's meta device, which computes nothing,
-    the first convolution would import torch's compiler and sympy: seconds in every client's pod.)
-    """
-    total = 0
-
-    def count(layer: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> None:
-        nonlocal total
-        x = next(iter((*given, *named.values())))
-        own = layer.macs(x, output) if isinstance(layer, CountsMacs) else _macs(layer, x, output)
-        total += own * linear if isinstance(layer, nn.Linear) else own
-
-    sizes = shapes(layout_of(family), spec, full_shapes(family))
-    module = runnable(family, spec, {name: torch.empty(shape) for name, shape in sizes.items()}).eval()
-    for layer, name in {layer: name for name, layer in _costly(module)}.items():
-        if not isinstance(layer, CountsMacs | COUNTED):
-            raise ModelError(
-                f"{type(family).__name__}: {name or 'the network'} is a {type(layer).__name__} with weights, whose "
-                "multiply-adds are not known: make it of torch's linear, convolution, norm or recurrent layers, or "
-                "give it a method macs(given, output)"
-            )
-        layer.register_forward_hook(count, with_kwargs=True)
-    try:
-        with torch.inference_mode(), memory_errors():
-            module(made_up(family, 1))
-    except (FlexfleetError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # of somebody else's code
-        raise ModelError(
-            f"{type(family).__name__} cannot take a batch of one sample, with which its multiply-adds are counted "
-            f"({type(error).__name__}: {first_line(error)}): make its forward one for any number of samples; batch "
-            "norm needs running statistics where a channel has one number a sample"
-        ) from error
-    return total
-
-
-class Bare(nn.Module):
-    """A module that computes with parameters of its own one by one, which counts 0, and runs other layers. Otherwise a
-    module's own parameters have to be those of a layer that can be counted."""
-
-
-COUNTED = (
-    Bare
-    | _ConvNd
-    | nn.Linear
-    | _NormBase
-    | nn.GroupNorm
-    | nn.LayerNorm
-    | nn.RNNBase
-    | nn.RNNCellBase
-    | nn.Embedding
-    | nn.PReLU
-)
-
-
-def _costly(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """By name, the layers to count and those that hold weights themselves. One that counts itself stands for all that
-    it is made of."""
-    itself = isinstance(module, CountsMacs)
-    if itself or isinstance(module, COUNTED) or any(True for _ in module.parameters(recurse=False)):
-        yield name, module
-    for child, layer in () if itself else module.named_children():
-        yield from _costly(layer, f"{name}.{child}" if name else child)
-
-
-def _macs(layer: nn.Module, given: Tensor, output: Tensor) -> int:
-    """Multiply-adds of a layer of one of these kinds."""
-    match layer:
-        case _ConvTransposeNd():
-            return given.numel() * (layer.out_channels // layer.groups * math.prod(layer.kernel_size))
-        case _ConvNd():
-            return output.numel() * (layer.in_channels // layer.groups * math.prod(layer.kernel_size))
-        case nn.Linear():
-            return output.numel() * layer.in_features
-        case _NormBase() | nn.GroupNorm() | nn.LayerNorm():
-            return 4 * output.numel()
-        case nn.RNNBase() | nn.RNNCellBase():
-            steps = given.numel() // given.shape[-1]
-            return steps * sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
-    return 0
 
 
 def made_up(family: ModelFamily, count: int, generator: torch.Generator | None = None) -> Tensor:

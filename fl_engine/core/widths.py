@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from fl_engine.core.contracts import ModelFamily, Nested
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ModelError, PoolError
-from fl_engine.core.slicing import count_params
 from fl_engine.core.types import FULL, HEAD, ParamLayout, SubmodelSpec
 
 Rounding = Literal["ceil", "floor"]

@@ -21,7 +21,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import DataError, IntegrityError, PartitionError, brief
-from fl_engine.core.samples import Data, label_word
+from fl_engine.core.samples import Data
+from fl_engine.core.task import label_word
 from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.partition import Partition
 from fl_engine.data.rules import Ints, split_proxy

@@ -8,7 +8,8 @@ import torch
 
 from fl_engine.core import boxes
 from fl_engine.core.errors import DataError
-from fl_engine.core.samples import Data, has_boxes
+from fl_engine.core.samples import Data
+from fl_engine.core.task import has_boxes
 
 LARGEST_SIDE = 1024
 """The largest side of a padded image, in pixels."""

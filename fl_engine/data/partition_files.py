@@ -21,7 +21,8 @@ from safetensors import numpy as safetensors
 
 from fl_engine.core.errors import IntegrityError, PartitionError, brief
 from fl_engine.core.fields import Index
-from fl_engine.core.samples import LABEL_WORD, Data, class_count
+from fl_engine.core.samples import Data
+from fl_engine.core.task import LABEL_WORD, class_count
 from fl_engine.data.files import replacing, sweep
 from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.label_noise import LabelNoise, NoiseFigures

@@ -21,7 +21,8 @@ import numpy as np
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import PartitionError, nearest
-from fl_engine.core.samples import Data, class_count, has_boxes, label_word
+from fl_engine.core.samples import Data
+from fl_engine.core.task import class_count, has_boxes, label_word
 from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.partition import Partition, labels_of, statistics
 from fl_engine.data.rules import (

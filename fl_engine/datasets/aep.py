@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.quantities import need_plain
 from fl_engine.core.samples import Data
+from fl_engine.core.text import need_plain
 from fl_engine.data.files import read, require_by_hand
 from fl_engine.data.moments import moments
 from fl_engine.data.subsets import random_split

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.quantities import need_plain
 from fl_engine.core.samples import Data
+from fl_engine.core.text import need_plain
 from fl_engine.data.files import read, require_by_hand, warn_of_other_counts
 from fl_engine.data.subsets import random_split
 from fl_engine.tasks import Classification

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.quantities import need_plain
 from fl_engine.core.samples import Data
+from fl_engine.core.text import need_plain
 from fl_engine.data.files import read, require_by_hand, warn_of_other_counts
 from fl_engine.tasks import Classification
 

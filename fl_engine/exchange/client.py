@@ -11,13 +11,13 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from fl_engine.core.client_state import Shapes, apart, header, kept_by_clients
+from fl_engine.core.clients import LARGEST_LOSS, Shapes, apart, client_metrics, header, kept_by_clients
 from fl_engine.core.contracts import Algorithm, ClientMetric, KeepsClientState, ModelFamily, keeps_client_state
+from fl_engine.core.costs import macs_per_sample
 from fl_engine.core.errors import ClientError, ModelError, first_line, kind_of, memory_errors
-from fl_engine.core.heap import at_work
-from fl_engine.core.measures import LARGEST_LOSS, client_metrics
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import take
+from fl_engine.core.system import at_work
 from fl_engine.core.types import (
     HEAD,
     SGD,
@@ -34,7 +34,6 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.core.workload import macs_per_sample
 from fl_engine.data.partition import Partition
 from fl_engine.data.rules import Ints
 from fl_engine.exchange import coding

@@ -15,10 +15,9 @@ from dataclasses import replace
 import torch
 
 from fl_engine.core import seeds
-from fl_engine.core.blank import blank
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import Diverged, IntegrityError, ModelError, first_line
-from fl_engine.core.slicing import full_shapes, is_statistic, shapes, take
+from fl_engine.core.slicing import blank, full_shapes, is_statistic, shapes, take
 from fl_engine.core.types import (
     Code,
     Codec,

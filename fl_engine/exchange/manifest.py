@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fl_engine.codecs import sections_of
-from fl_engine.core.client_state import travelling
+from fl_engine.core.clients import travelling
 from fl_engine.core.errors import IntegrityError, brief, printable
 from fl_engine.core.types import ClientFailure, Code, Outcome, Stage, WorkOrder
 from fl_engine.exchange import coding

@@ -9,10 +9,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fl_engine.core.clients import evaluation_bounds, out_of_bounds
 from fl_engine.core.contracts import ClientMetric, ModelFamily
 from fl_engine.core.errors import ClientError, ModelError, memory_errors
-from fl_engine.core.measures import evaluation_bounds, out_of_bounds
-from fl_engine.core.samples import Data, Task
+from fl_engine.core.samples import Data
+from fl_engine.core.task import Task
 from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, Outcome, Params, PoolModel, WorkOrder
 from fl_engine.data.rules import Ints
 from fl_engine.training.evaluation import evaluate, losses_of

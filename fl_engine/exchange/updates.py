@@ -29,16 +29,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fl_engine.core import workload
-from fl_engine.core.client_state import STATE, Shapes, apart, header, kept_by_clients, travelling
+from fl_engine.core import costs
+from fl_engine.core.clients import (
+    STATE,
+    Shapes,
+    apart,
+    bounds_of,
+    evaluation_bounds,
+    header,
+    kept_by_clients,
+    out_of_bounds,
+    travelling,
+)
 from fl_engine.core.contracts import (
     Algorithm,
     ModelFamily,
 )
 from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError
-from fl_engine.core.measures import bounds_of, evaluation_bounds, out_of_bounds
-from fl_engine.core.samples import Task
 from fl_engine.core.slicing import contains, largest, shapes, take
+from fl_engine.core.task import Task
 from fl_engine.core.types import (
     HEAD,
     ClientFailure,
@@ -223,9 +232,9 @@ def _check_made(spec: SubmodelSpec, order: WorkOrder, samples: int, metrics: Map
         raise Rejected("spec", f"with {free:g} % free, no client makes a sub-model of it: {error}") from error
     if _but_classes(spec) != _but_classes(task.spec):
         raise Rejected("spec", f"with {free:g} % free, a client makes another sub-model of what was sent")
-    work = {"steps": float(workload.steps(task, samples))}
+    work = {"steps": float(costs.steps(task, samples))}
     if rules.family is not None:
-        work["macs"] = workload.macs(rules.family, task, samples)
+        work["macs"] = costs.macs(rules.family, task, samples)
     for name, count in work.items():
         if metrics[name] != count:
             raise Rejected("metrics", f"says {metrics[name]:g} {name}, the order makes {count:g}")

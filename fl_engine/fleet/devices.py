@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ConfigError, did_you_mean
-from fl_engine.core.slicing import count_params
 from fl_engine.core.types import Device
 from fl_engine.core.widths import hidden, prefix
 

@@ -26,8 +26,8 @@ import torch
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError, nearest
-from fl_engine.core.quantities import need_plain
 from fl_engine.core.slicing import is_statistic
+from fl_engine.core.text import need_plain
 from fl_engine.core.types import Params
 
 Kind = Literal["drop", "slow", "nan", "scale", "flip", "corrupt"]

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from fl_engine.core.errors import ConfigError, DataError, brief, nearest, printable
 from fl_engine.core.fields import STRICT, UserPath
-from fl_engine.core.quantities import need_plain
+from fl_engine.core.text import need_plain
 from fl_engine.core.types import Device
 from fl_engine.fleet.trace import Trace, trace_of
 

@@ -9,9 +9,9 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import ValidationError
 
-from fl_engine.core.adapters import adapter
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, FlexfleetError, ModelError
+from fl_engine.core.fields import adapter
 from fl_engine.core.registry import Contract, check_names, resolve
 from fl_engine.models import MODELS
 from fl_engine.models.traced import from_module, makes_module

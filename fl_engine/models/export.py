@@ -26,8 +26,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, brief
-from fl_engine.core.samples import Data, class_names, outputs_of
+from fl_engine.core.samples import Data, outputs_of
 from fl_engine.core.slicing import initial_params, is_statistic, runnable
+from fl_engine.core.task import class_names
 from fl_engine.core.types import FULL, Params, PoolModel, SubmodelSpec
 from fl_engine.models.build import FROM_DATA, build_model
 from fl_engine.storage.store import FolderStore, decode, encode, sha256

@@ -33,7 +33,7 @@ from typing import ClassVar, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_engine.core.slicing import count_params
+from fl_engine.core.costs import count_params
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import (

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from torch import Tensor
 
 from fl_engine.core.errors import IntegrityError, ModelError, brief
-from fl_engine.core.samples import Data, measured
+from fl_engine.core.samples import Data
+from fl_engine.core.task import measured
 from fl_engine.models.export import ONNX
 from fl_engine.models.onnx_quantization import FILES, OnnxPrecision, convert, refuse, session, stored
 from fl_engine.storage.store import FolderStore

@@ -18,8 +18,9 @@ from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Index
-from fl_engine.core.samples import Data, Task
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
+from fl_engine.core.task import Task
 from fl_engine.core.types import FULL, Adam, LocalTask
 from fl_engine.tasks import Classification
 from fl_engine.training.central import train_centrally

@@ -24,11 +24,12 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from fl_engine.codecs.qsgd import Qsgd
-from fl_engine.core import seeds, workload
-from fl_engine.core.adapters import adapter
+from fl_engine.core import costs, seeds
 from fl_engine.core.contracts import ModelFamily, Nested, PreparationContext
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import PoolError, nearest
-from fl_engine.core.slicing import count_params, initial_params, is_statistic, take
+from fl_engine.core.fields import adapter
+from fl_engine.core.slicing import initial_params, is_statistic, take
 from fl_engine.core.types import FULL, Adam, Device, LocalTask, Params, Sandwich, SubmodelSpec
 from fl_engine.core.widths import SIZES, nested
 from fl_engine.exchange.coding import decoded, encoded, header_of
@@ -122,7 +123,7 @@ class TrainSupernet:
         found = Supernet(
             weights=trained,
             levels=tuple(
-                SubNetwork(name=n, params=of[n], macs=workload.macs_of(family, levels[n]), accuracy=accuracy[n])
+                SubNetwork(name=n, params=of[n], macs=costs.macs_of(family, levels[n]), accuracy=accuracy[n])
                 for n in accuracy
             ),
             seconds_per_round={kind.tier: dict(kind.seconds) for kind in kinds},
@@ -240,9 +241,9 @@ def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str,
     training = _Epochs(settings["training.epochs"], settings["training.batch_size"], settings["training.drop_last"])
     whole, found = count_params(family), []
     for tier, own in members.items():
-        draws = sum(workload.draws(training, samples[device.client]) for device in own) / len(own)
+        draws = sum(costs.draws(training, samples[device.client]) for device in own) / len(own)
         seconds = {
-            name: workload.FORWARDS_PER_STEP * workload.macs_of(family, levels[name]) * draws / own[0].speed
+            name: costs.FORWARDS_PER_STEP * costs.macs_of(family, levels[name]) * draws / own[0].speed
             for name, count in params.items()
             if any(holds(device, count / whole) for device in own)
         }

@@ -18,11 +18,10 @@ import torch
 from pydantic import BaseModel, GetPydanticSchema
 from pydantic_core import core_schema
 
-from fl_engine.core.blank import blank
 from fl_engine.core.contracts import ModelFamily, Preparation
 from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.fields import is_model
-from fl_engine.core.slicing import largest
+from fl_engine.core.slicing import blank, largest
 from fl_engine.core.types import Params, Prepared
 
 FIELD = "weights"

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from fl_engine.core.fields import Count, Fraction, Moves, Positive, Section, UserPath
-from fl_engine.core.quantities import quantity
+from fl_engine.core.text import quantity
 
 URL_S = 604_800
 """Seconds: seven days, the longest validity of a URL (AWS Signature Version 4)."""

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from fl_engine.core import seeds
-from fl_engine.core.client_state import kept_by_clients
+from fl_engine.core.clients import kept_by_clients
 from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, Params, Pool, RoundPlan, WorkOrder

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fl_engine.core.errors import Diverged, ModelError, kind_of
 from fl_engine.core.slicing import largest
-from fl_engine.core.state import constants, pack
-from fl_engine.core.storable import dumped
+from fl_engine.core.state import constants, dumped, pack
 from fl_engine.core.types import RoundPlan
 from fl_engine.training.evaluation import published
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fl_engine.core.client_state import travelling
+from fl_engine.core.clients import travelling
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.types import Header, Params, RoundPlan
 from fl_engine.exchange.manifest import Rejected

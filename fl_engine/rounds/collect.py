@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from fl_engine.core.contracts import Backend, Watcher
 from fl_engine.core.errors import ON_REQUEST, Stopped
-from fl_engine.core.heap import give_back
 from fl_engine.core.slicing import index_of
+from fl_engine.core.system import give_back
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan, changed
 from fl_engine.fleet.uniformity import Times
 from fl_engine.rounds import acceptance, faulty

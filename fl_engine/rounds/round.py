@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from fl_engine.aggregation import privacy
-from fl_engine.core.heap import at_work
+from fl_engine.core.system import at_work
 from fl_engine.core.types import RoundContext, RoundPlan
 from fl_engine.exchange import coding
 from fl_engine.rounds import at_clients, buffer, client_states

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fl_engine.aggregation import privacy
-from fl_engine.core import workload
-from fl_engine.core.client_state import header, kept_by_clients
+from fl_engine.core import costs
+from fl_engine.core.clients import header, kept_by_clients
 from fl_engine.core.contracts import Algorithm
+from fl_engine.core.costs import Epochs
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import ClientUpdate, Codecs, Device, Header, RoundContext, RoundPlan, WorkOrder
-from fl_engine.core.workload import Epochs
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
 from fl_engine.fleet import faults, trace
@@ -140,7 +140,7 @@ class Run:
         training = getattr(self.algorithm, "training", None)
         if not isinstance(training, Epochs):
             return self._samples
-        return tuple(workload.draws(training, n) for n in self._samples)
+        return tuple(costs.draws(training, n) for n in self._samples)
 
     @cached_property
     def client_state(self) -> Header:

@@ -10,8 +10,7 @@ from fl_engine.core.contracts import MeasuresClients, Selector
 from fl_engine.core.registry import Contract
 from fl_engine.selection.curiosity import Curiosity
 from fl_engine.selection.oort import Oort
-from fl_engine.selection.resource_table import ResourceTable
-from fl_engine.selection.uniform import ByCapacity, Uniform
+from fl_engine.selection.uniform import ByCapacity, ResourceTable, Uniform
 
 SELECTIONS: dict[str, type[Selector]] = {
     "uniform": Uniform,

@@ -10,15 +10,14 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
+from fl_engine.core.clients import LARGEST_LOSS
 from fl_engine.core.contracts import ClientContext, ClientMetric
+from fl_engine.core.costs import FORWARDS_PER_STEP
 from fl_engine.core.fields import STRICT, Count, Fraction, NotNegative, Positive, Share
-from fl_engine.core.measures import LARGEST_LOSS
 from fl_engine.core.types import ClientUpdate, Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
-from fl_engine.core.workload import FORWARDS_PER_STEP
-from fl_engine.selection import memory
+from fl_engine.selection import oort_state
 from fl_engine.selection.capacity import check_capacity, dispatched, tell_of_too_weak
-from fl_engine.selection.memory import ASKED, CLIENT
-from fl_engine.selection.pacer import Pacer
+from fl_engine.selection.oort_state import ASKED, CLIENT, Pacer
 
 
 def rms_loss(client: ClientContext) -> float:
@@ -38,7 +37,7 @@ class Oort:
         score = ((min(U, clip) - least) / (clip - least) + sqrt(uncertainty * ln R / L)) * min(1, T / t)^penalty
 
     with the round R and the client's last round L, both counted from 1, the client's time t, the pacer's T
-    (`selection.pacer`), and `least` = 0.999 times the smallest U. The draw, in proportion to the
+    (`oort_state.Pacer`), and `least` = 0.999 times the smallest U. The draw, in proportion to the
     score, is among all that score at least `cut_off` times the best score not preferred. The share epsilon =
     max(`exploration_min`, `exploration` * `exploration_decay`^r) of the round, r = 0, 1, ..., goes to clients that were
     never asked, drawn in proportion to (samples to train) * (the same penalty for time), among the `explore_window`
@@ -120,23 +119,23 @@ class Oort:
         return (ClientMetric("rms_loss", 0.0, LARGEST_LOSS, rms_loss),)
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
-        """`clients` and `heard`: see `selection.memory`. `pacer`: see `Pacer`."""
+        """`clients` and `heard`: see `oort_state`. `pacer`: see `Pacer`."""
         if self.model == "capacity":
             check_capacity(fleet, pool)
         else:
             tell_of_too_weak(fleet, pool)
-        return {"clients": memory.NOBODY, "heard": (), "pacer": Pacer(0, self.pacer_start).rows}
+        return {"clients": oort_state.NOBODY, "heard": (), "pacer": Pacer(0, self.pacer_start).rows}
 
     def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
         """Remembers the answer. The table of all clients is written once a round, at its first answer."""
         if state["heard"] and state["heard"][0][0] != order.round:
             clients, pacer = self.known(state, order.round)
-            state = {"clients": memory.rows(clients), "heard": (), "pacer": pacer.rows}
+            state = {"clients": oort_state.rows(clients), "heard": (), "pacer": pacer.rows}
         if isinstance(outcome, ClientUpdate):
             utility = outcome.num_examples * outcome.metrics["rms_loss"]
         else:
             came = outcome.stage in ("straggle", "quorum") and seconds > 0
-            utility = memory.LATE if came else memory.FAILED
+            utility = oort_state.LATE if came else oort_state.FAILED
         heard = (float(order.round), float(order.client), utility, seconds, float(order.level))
         return {**state, "heard": (*state["heard"], heard)}
 
@@ -145,7 +144,7 @@ class Oort:
         clients, pacer = np.asarray(state["clients"]), Pacer.of(state["pacer"])
         brought: dict[int, float] = {}
         if state["heard"]:
-            clients, last, utility = memory.entered(clients, np.asarray(state["heard"]))
+            clients, last, utility = oort_state.entered(clients, np.asarray(state["heard"]))
             brought[last] = utility
         paces = {"delta": self.pacer_delta, "flat": self.pacer_flat, "sharp": self.pacer_sharp}
         return clients, pacer.after(round, brought, step=self.pacer_step, **paces)
@@ -251,7 +250,7 @@ class Candidates:
         moved = np.asarray([m.bytes + m.bytes_up for m in pool], dtype=float)[sent]
         tiny = 1e-9  # of a device that is there and yet stands still
         seconds = macs * draws / np.maximum(speed, tiny) + moved / np.maximum(bandwidth, tiny)
-        place, here = memory.places(known, clients)
+        place, here = oort_state.places(known, clients)
         utility, asked, last, measured, level = np.zeros((5, len(clients)))
         if here.any():
             utility, asked, last, measured, level = np.where(here, known[1:, place], 0.0)

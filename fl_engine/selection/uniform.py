@@ -1,4 +1,4 @@
-"""Clients drawn uniformly: from all clients, or from those that can hold a model."""
+"""Clients drawn uniformly: from all clients, from those that can hold a model, or for a level drawn first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from fl_engine.core.fields import STRICT
 from fl_engine.core.types import Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
-from fl_engine.selection.capacity import able, check_capacity, dispatched, level_of, tell_of_too_weak
+from fl_engine.selection.capacity import able, check_capacity, dispatched, holds, level_of, tell_of_too_weak
 
 
 @dataclass(frozen=True)
@@ -73,3 +73,40 @@ def _drawn(devices: Sequence[Device], count: int, rng: np.random.Generator) -> l
     """`count` of these devices, or all if there are fewer, in client order."""
     places = rng.choice(len(devices), size=min(count, len(devices)), replace=False)
     return sorted((devices[place] for place in places), key=lambda device: device.client)
+
+
+@dataclass(frozen=True)
+class ResourceTable:
+    """FlexFL's selection: draw a level uniformly, then a device that can hold it at its maximum capacity.
+
+    Departs from the paper, which only names a resource table, and from the authors' code, which has the class
+    limits written for 17 devices and redraws everything until the devices are distinct: here a device is drawn
+    uniformly among those not yet chosen whose capacity allows the level, and a level for which none is left is
+    not drawn. Fewer than k picks when fewer devices can hold anything.
+    """
+
+    __pydantic_config__ = STRICT
+    name: Literal["resource_table"] = "resource_table"
+
+    def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
+        check_capacity(fleet, pool)
+        return {}
+
+    def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
+        pool, levels = context.pool, dispatched(context.pool)
+        free = {level: [d.client for d in context.available if holds(d, pool[level].share)] for level in levels}
+        picks: list[Pick] = []
+        while len(picks) < count:
+            open_levels = [level for level in levels if free[level]]
+            if not open_levels:
+                break
+            level = int(rng.choice(open_levels))
+            client = free[level][int(rng.integers(len(free[level])))]
+            for clients in free.values():
+                if client in clients:
+                    clients.remove(client)
+            picks.append((client, level))
+        return sorted(picks)
+
+    def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
+        return state

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fl_engine.core.errors import ClientError
-from fl_engine.core.storable import RANKS
+from fl_engine.core.state import RANKS
 from fl_engine.core.types import Params
 
 PIECE = 2**24

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fl_engine.core.addresses import folder_hint, is_meant
 from fl_engine.core.errors import ConfigError, masked
+from fl_engine.core.text import folder_hint, is_meant
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore, Store
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fl_engine.core import boxes
 from fl_engine.core.errors import DataError, EnvironmentFailure, ModelError
-from fl_engine.core.samples import Measured, Metric
+from fl_engine.core.task import Measured, Metric
 
 log = logging.getLogger(__name__)
 

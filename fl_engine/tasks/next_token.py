@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_engine.core.errors import DataError, ModelError
-from fl_engine.core.samples import Measured, Metric
+from fl_engine.core.task import Measured, Metric
 
 IGNORED = -100
 """What torch's cross entropy leaves out where there is no padding: no token has this number."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_engine.core.errors import DataError, ModelError
-from fl_engine.core.samples import Measured, Metric
+from fl_engine.core.task import Measured, Metric
 
 
 @dataclass(frozen=True)

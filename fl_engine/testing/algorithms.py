@@ -30,11 +30,11 @@ from fl_engine.aggregation.rules import Aggregation, Mean, Median, TrimmedMean
 from fl_engine.aggregation.server_opt import Average
 from fl_engine.algorithms import CONTRACT
 from fl_engine.codecs import Half
-from fl_engine.core.client_state import kept_by_clients
+from fl_engine.core.clients import bounds_of, kept_by_clients
 from fl_engine.core.contracts import Algorithm, ModelFamily, keeps_client_state
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ModelError, PoolError
-from fl_engine.core.measures import bounds_of
-from fl_engine.core.slicing import contains, count_params, full_shapes, initial_params, shapes, take
+from fl_engine.core.slicing import contains, full_shapes, initial_params, shapes, take
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import (
     FULL,

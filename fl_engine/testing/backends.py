@@ -22,7 +22,7 @@ from fl_engine.algorithms import AllLarge, DepthFL, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.codecs import Half
 from fl_engine.core.augmentation import Crop, Flip
-from fl_engine.core.client_state import travelling
+from fl_engine.core.clients import travelling
 from fl_engine.core.contracts import Algorithm, Backend, ModelFamily
 from fl_engine.core.samplers import Balanced
 from fl_engine.core.schedules import Cosine

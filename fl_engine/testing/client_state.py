@@ -18,7 +18,7 @@ import pytest
 
 from fl_engine.algorithms import CONTRACT
 from fl_engine.backends import InProcess
-from fl_engine.core.client_state import apart, header, kept_by_clients, travelling
+from fl_engine.core.clients import apart, header, kept_by_clients, travelling
 from fl_engine.core.contracts import Algorithm, KeepsClientState, ModelFamily
 from fl_engine.core.types import ClientUpdate, Outcome, Params, RoundPlan, Start, TaskContext, WorkOrder
 from fl_engine.exchange.client import Site, execute

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fl_engine.core import slicing
+from fl_engine.core import costs, slicing
 from fl_engine.core.contracts import ModelFamily, TakesImages
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import take
@@ -230,7 +230,7 @@ class ModelSuite:
         assert list(module_shapes.items()) == list(slicing.shapes(layout, spec, full).items())
         slices = take(random_params(family), layout, spec)
         assert list(module_shapes.items()) == [(name, tuple(t.shape)) for name, t in slices.items()]
-        assert slicing.count_params(family, spec) == sum(t.numel() for t in state.values())
+        assert costs.count_params(family, spec) == sum(t.numel() for t in state.values())
 
     @law
     @given(data=st.data())
@@ -268,8 +268,8 @@ class ModelSuite:
     def test_a_smaller_network_costs_less(self, family: ModelFamily) -> None:
         layout = family.layout()
         half = SubmodelSpec.of({g: max(1, n // 2) for g, n in layout.groups.items() if g != HEAD})
-        assert 0 < slicing.count_params(family, half) < slicing.count_params(family)
-        assert 0 < slicing.count_macs(family, half) < slicing.count_macs(family)
+        assert 0 < costs.count_params(family, half) < costs.count_params(family)
+        assert 0 < costs.count_macs(family, half) < costs.count_macs(family)
 
     def test_a_block_is_skipped_or_its_absence_refused_by_name(self, family: ModelFamily) -> None:
         layout = family.layout()

@@ -11,9 +11,9 @@ import torch
 from hypothesis import strategies as st
 
 from fl_engine.backends import InProcess
+from fl_engine.core.clients import client_metrics
 from fl_engine.core.contracts import Algorithm, Backend
 from fl_engine.core.errors import ClientError
-from fl_engine.core.measures import client_metrics
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import take
 from fl_engine.core.state import pack

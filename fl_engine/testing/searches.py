@@ -7,9 +7,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily
+from fl_engine.core.contracts import Algorithm, ChoosesNetwork, Interval, ModelFamily, Searched
 from fl_engine.core.errors import BadInput
-from fl_engine.core.search import Interval, Searched
 from fl_engine.core.types import Pool
 from fl_engine.testing.tiny import tiny_pool
 

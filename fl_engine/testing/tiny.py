@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core import seeds
+from fl_engine.core.clients import ENCODING
 from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, Selector
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.measures import ENCODING
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import index_of, initial_params
 from fl_engine.core.types import (

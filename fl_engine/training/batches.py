@@ -8,11 +8,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fl_engine.core import seeds, workload
+from fl_engine.core import costs, seeds
 from fl_engine.core.augmentation import AUGMENTATIONS, Augmentation, CarriesBoxes
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samplers import Sampler
-from fl_engine.core.samples import Task, has_boxes
+from fl_engine.core.task import Task, has_boxes
 from fl_engine.core.types import LocalTask
 
 
@@ -66,7 +66,7 @@ def orders(
     sees. `shared`: all lanes see the same samples, which are held once. Epochs are drawn when they are asked for, since
     all of them may take more memory than the samples. Raises ModelError for what a sampler may not draw."""
     counts = [y.shape[0] for y in targets]
-    sizes = list(workload.batches(tasks[0], counts[0]))
+    sizes = list(costs.batches(tasks[0], counts[0]))
     first, used = torch.tensor([0] * len(targets) if shared else _starts(targets)), sum(sizes)
     generators = [torch.Generator().manual_seed(seeds.derive(own.seed, "order")) for own in tasks]
     here = [y.cpu() for y in targets]

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import Diverged
-from fl_engine.core.percent import PERCENT
 from fl_engine.core.samples import Data
+from fl_engine.core.text import PERCENT
 from fl_engine.core.types import LocalTask, Params
 from fl_engine.training import local
 from fl_engine.training.evaluation import Score, evaluate

@@ -17,8 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
-from fl_engine.core.samples import Data, Task, batch_layout, measured, outputs_of, split
+from fl_engine.core.samples import Data, batch_layout, outputs_of, split
 from fl_engine.core.slicing import runnable, take
+from fl_engine.core.task import Task, measured
 from fl_engine.core.types import FULL, ParamLayout, Params, Pool, PoolModel, SubmodelSpec
 
 BATCH = 128

@@ -15,11 +15,12 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from fl_engine.core import workload
+from fl_engine.core import costs
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError, first_line
-from fl_engine.core.samples import Task, batch_layout
+from fl_engine.core.samples import batch_layout
 from fl_engine.core.slicing import is_statistic, largest
+from fl_engine.core.task import Task
 from fl_engine.core.types import SGD, Adam, LocalTask, OwnOptimizer, ParamLayout, Params
 from fl_engine.training import batches, lanes, optimizers, user_code
 from fl_engine.training.numerics import SINGLE, Numerics
@@ -94,7 +95,7 @@ def kind(layout: ParamLayout, task: LocalTask, samples: int, remembered: frozens
     not which. With distillation the sub-models must be equal, since the teachers are leading channels of the
     student."""
     spec = task.spec if task.distillation else layout.form(task.spec)
-    return spec, _rest(task), workload.batches(task, samples), remembered
+    return spec, _rest(task), costs.batches(task, samples), remembered
 
 
 _rest = attrgetter(*(f.name for f in fields(LocalTask) if f.name not in ("spec", "seed")))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fl_engine.core.samples import Task, has_sequences
+from fl_engine.core.task import Task, has_sequences
 
 
 def self_distillation(goal: Task, student: Tensor, teachers: Sequence[Tensor], temperature: float) -> Tensor:

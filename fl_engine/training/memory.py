@@ -31,9 +31,10 @@ from fl_engine.core import allowed
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.fields import STRICT
-from fl_engine.core.samples import Data, Task
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import full_shapes, is_statistic, made_up, shapes, take
 from fl_engine.core.system import of_posix, told_exit, without_main
+from fl_engine.core.task import Task
 from fl_engine.core.types import LocalTask, Params, Pool, SubmodelSpec
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import Numerics

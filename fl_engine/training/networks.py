@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from fl_engine.core.blank import blank
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.slicing import blank
 from fl_engine.core.types import FULL, HEAD, Axis, LocalTask, ParamLayout, SubmodelSpec
 from fl_engine.training.lanes import Network
 

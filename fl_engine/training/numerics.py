@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.lib.introspect import opt_func_info
 
-from fl_engine.core import processor
+from fl_engine.core import system
 from fl_engine.core.errors import ConfigError
 
 log = logging.getLogger("flexfleet")
@@ -115,7 +115,7 @@ def _tell_late() -> None:
 
 def cpu_bf16() -> tuple[str, ...]:
     """Return the instructions of `BF16` that this processor has; none if the system is not Linux."""
-    return tuple(name for name in BF16 if name in processor.features())
+    return tuple(name for name in BF16 if name in system.features())
 
 
 def settled(asked: Literal["auto"] | Precision, devices: Iterable[str], before: Mapping[str, Any] | None) -> Precision:
@@ -162,9 +162,9 @@ def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
         "threads_per_client": 1,
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cpu_parts": list(processor.parts()),
+        "cpu_parts": list(system.parts()),
         "cpu_bf16": list(cpu_bf16()),
-        "cpu_fp16": [name for name in FP16 if name in processor.features()],
+        "cpu_fp16": [name for name in FP16 if name in system.features()],
         "mkl_cbwr": mkl_cbwr(),
         "devices": kinds + names,
         **({"cudnn": torch.backends.cudnn.version()} if names else {}),  # type: ignore[no-untyped-call]

@@ -12,8 +12,9 @@ from torch import Tensor
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
-from fl_engine.core.samples import Task, outputs_of
+from fl_engine.core.samples import outputs_of
 from fl_engine.core.slicing import is_statistic, take
+from fl_engine.core.task import Task
 from fl_engine.core.types import LocalTask, ParamLayout, Params, SubmodelSpec
 from fl_engine.training import lanes, losses
 from fl_engine.training.lanes import Network, evaluates

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fl_engine.core import workload
+from fl_engine.core import costs
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.samples import Task
 from fl_engine.core.slicing import made_up
+from fl_engine.core.task import Task
 from fl_engine.training import memory, power
 from fl_engine.training.local import Job, train
 from fl_engine.training.memory import Trial
@@ -79,13 +79,13 @@ def _pace(
             (trained,) = train(family, goal, [job], numerics)
             seen += trained.samples
     joules = used.joules / seen if sensors else None
-    return Pace(workload.macs_per_sample(family, trial.task), took / seen, joules)
+    return Pace(costs.macs_per_sample(family, trial.task), took / seen, joules)
 
 
 def _cut(job: Job, steps: int) -> Job:
     """As much of the client's training as so many steps are: whole epochs, or a part of the first."""
     task, samples = job.task, len(job.y)
-    an_epoch = len(workload.batches(task, samples))
+    an_epoch = len(costs.batches(task, samples))
     if steps >= an_epoch:
         return replace(job, task=replace(task, epochs=min(task.epochs, steps // an_epoch)))
     count = min(samples, steps * task.batch_size)

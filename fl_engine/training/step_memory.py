@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params, made_up
+from fl_engine.core.task import Task
 from fl_engine.core.types import FULL, SGD, Adam, LocalTask
 from fl_engine.training import local
 from fl_engine.training.numerics import SINGLE, Numerics

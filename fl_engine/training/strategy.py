@@ -13,12 +13,11 @@ from dataclasses import replace
 import torch
 
 from fl_engine.core import seeds
-from fl_engine.core.blank import blank
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.samples import Task
-from fl_engine.core.slicing import count_params, initial_params, made_up
+from fl_engine.core.costs import count_params, macs_of
+from fl_engine.core.slicing import blank, initial_params, made_up
+from fl_engine.core.task import Task
 from fl_engine.core.types import FULL, SGD, LocalTask
-from fl_engine.core.workload import macs_of
 from fl_engine.training import local
 from fl_engine.training.lanes import can_run
 from fl_engine.training.numerics import Numerics, Precision

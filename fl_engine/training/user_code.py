@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine.core import seeds
-from fl_engine.core.blank import blank
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.drawing import drawing
 from fl_engine.core.errors import ConfigError, FlexfleetError, ModelError, first_line, line_in
 from fl_engine.core.registry import resolve
-from fl_engine.core.samples import Task
-from fl_engine.core.slicing import is_statistic
+from fl_engine.core.seeds import drawing
+from fl_engine.core.slicing import blank, is_statistic
+from fl_engine.core.task import Task
 from fl_engine.core.types import LocalTask, OwnOptimizer, Params
 from fl_engine.training.lanes import Generators, Network
 from fl_engine.training.losses import mask_absent

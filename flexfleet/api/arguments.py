@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.algorithms import ALGORITHMS, CONTRACT
-from fl_engine.core.adapters import adapter
-from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, nearest
+from fl_engine.core.fields import adapter
 from fl_engine.core.samples import Data
+from fl_engine.core.text import path_of
 from fl_engine.datasets import kept
 from fl_engine.models.traced.family import ModuleFamily
 from fl_engine.tasks import TASKS

@@ -28,8 +28,8 @@ import torch
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import DataError
-from fl_engine.core.sample_checks import are_bytes
-from fl_engine.core.samples import Data, Task
+from fl_engine.core.samples import Data, are_bytes
+from fl_engine.core.task import Task
 from fl_engine.data.moments import byte_statistics, moments
 from fl_engine.data.subsets import stratified
 from fl_engine.tasks import Classification, Regression

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, did_you_mean
+from fl_engine.core.text import path_of
 from fl_engine.training.isolation import isolated
 from flexfleet.api.arguments import check_reach, plain
 from flexfleet.api.comparison_arguments import entries_of

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from fl_engine.core.addresses import path_of
-from fl_engine.core.drawing import drawn
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
+from fl_engine.core.seeds import drawn
+from fl_engine.core.text import path_of
 from fl_engine.data.files import MOST_NAMED
 from fl_engine.tasks import Classification
 from fl_engine.training.isolation import isolated

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from fl_engine.backends.in_process import InProcess, prepare_process
-from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, nearest
 from fl_engine.core.slicing import runnable
+from fl_engine.core.text import path_of
 from fl_engine.core.types import Params
 from fl_engine.data import partition_files
 from fl_engine.models.export import RawNetwork, type_of, with_statistics

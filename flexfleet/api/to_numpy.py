@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.sample_checks import need_no_mask
+from fl_engine.core.samples import need_no_mask
 
 Array = NDArray[Any]
 DEEP = ("I", "F")

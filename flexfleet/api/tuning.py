@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from fl_engine.core.text import path_of
 from fl_engine.training.isolation import isolated
 from flexfleet.api.arguments import Default, check_kinds, check_once, check_reach, config_of, plain
 from flexfleet.api.errors import told

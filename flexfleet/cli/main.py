@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fl_engine
-from fl_engine.core.addresses import at_home, path_of
 from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.core.text import at_home, path_of
 from flexfleet.cli import devices, host, kubeflow, listing, many_runs, pool, runs
 from flexfleet.config.form_fields import SHORT, STUDY
 from flexfleet.files import terminal

@@ -75,7 +75,7 @@ def pool(args: argparse.Namespace) -> int:
 def _as_in_table_3_6(built: PoolFile, family: ModelFamily) -> tuple[PoolFile, dict[str, float]]:
     """The pool with FLOPs as in FedRolex's Table 3.6, and the means that are its columns: over the models sent, the
     parameters, the FLOPs, and the size in MB of 2^20 bytes (`mib`), 4 bytes a parameter."""
-    from fl_engine.core.slicing import count_macs
+    from fl_engine.core.costs import count_macs
     from fl_engine.core.types import SubmodelSpec
 
     levels = tuple(

@@ -19,8 +19,7 @@ import yaml
 
 from fl_engine.core.errors import ConfigError, masked, nearest
 from fl_engine.core.fields import Moves
-from fl_engine.core.plain import in_line, read_yaml
-from fl_engine.core.quantities import need_plain
+from fl_engine.core.text import in_line, need_plain, read_yaml
 from flexfleet.config import Config, flatten, moves, pair_of
 from flexfleet.config.explain import quoted
 from flexfleet.config.run_names import plain

@@ -19,14 +19,12 @@ from pydantic import ValidationError
 
 from fl_engine.algorithms import ALGORITHMS
 from fl_engine.algorithms.pooled import Training
-from fl_engine.core.adapters import adapter
-from fl_engine.core.addresses import path_of
 from fl_engine.core.allowed import check_wheel, trust, trusted
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, holds_password, masked
-from fl_engine.core.fields import is_model
-from fl_engine.core.plain import check_plain, comment_of, read_yaml
+from fl_engine.core.fields import adapter, is_model
 from fl_engine.core.registry import resolve
+from fl_engine.core.text import check_plain, comment_of, path_of, read_yaml
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import Tier, named
 from fl_engine.models import MODELS

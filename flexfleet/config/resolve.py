@@ -11,11 +11,11 @@ from fl_engine.aggregation import privacy
 from fl_engine.algorithms import ALGORITHMS, CONTRACT
 from fl_engine.algorithms.pooled import Training
 from fl_engine.codecs import codec_of
-from fl_engine.core.adapters import adapter
 from fl_engine.core.allowed import trust
+from fl_engine.core.clients import client_metrics
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.measures import client_metrics
+from fl_engine.core.fields import adapter
 from fl_engine.core.registry import check_names
 from fl_engine.core.types import (
     Codec,

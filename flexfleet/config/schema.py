@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fl_engine.algorithms.pooled import Training
-from fl_engine.core.addresses import folder_hint, is_meant
 from fl_engine.core.augmentation import Augmenting
 from fl_engine.core.errors import masked
 from fl_engine.core.fields import (
@@ -31,9 +30,10 @@ from fl_engine.core.fields import (
 )
 from fl_engine.core.samplers import Sampling, Shuffle
 from fl_engine.core.schedules import Constant, Scheduling
+from fl_engine.core.text import folder_hint, is_meant
 from fl_engine.data.partitioning import Rule
 from fl_engine.fleet.devices import DEFAULT, Tier
-from fl_engine.fleet.traces import Tracing
+from fl_engine.fleet.trace_sources import Tracing
 from fl_engine.models.build import INIT
 from fl_engine.models.onnx_quantization import OnnxPrecision
 from fl_engine.remote.settings import AgentsConfig, KubernetesConfig

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.plain import check_plain
 from fl_engine.core.registry import resolve
+from fl_engine.core.text import check_plain
 from fl_engine.datasets import kept
 from fl_engine.storage import code
 from fl_engine.storage.store import sha256

@@ -14,7 +14,7 @@ from statistics import mean
 from typing import Any, Literal, get_args
 
 from fl_engine.core.errors import BadInput, Diverged
-from fl_engine.core.plain import write_yaml
+from fl_engine.core.text import write_yaml
 from fl_engine.data import partition_files
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config, algorithm, public, set_path

@@ -11,9 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.contracts import Interval, ModelFamily, Searched
 from fl_engine.core.errors import BadInput, ConfigError, brief
-from fl_engine.core.search import Interval, Searched
 from fl_engine.core.types import Pool
 from fl_engine.fleet import devices
 from fl_engine.selection.capacity import lacks

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.addresses import at_home
 from fl_engine.core.errors import (
     ConfigError,
     EnvironmentFailure,
@@ -20,6 +19,7 @@ from fl_engine.core.errors import (
     first_line,
     masked,
 )
+from fl_engine.core.text import at_home
 from flexfleet.config import Config
 from flexfleet.files.begun import go_on
 from flexfleet.tracking import databases

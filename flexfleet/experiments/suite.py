@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.fields import Moves
-from fl_engine.core.plain import in_line, read_yaml
+from fl_engine.core.text import in_line, read_yaml
 from flexfleet.config import Config, load_config, moves
 from flexfleet.config.comparison_runs import Entry, entries_for, labels_of
 from flexfleet.config.explain import explain

@@ -36,7 +36,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fl_engine.core.errors import ConfigError, masked, nearest
-from fl_engine.core.plain import in_line, read_yaml
+from fl_engine.core.text import in_line, read_yaml
 from flexfleet.config import Config
 from flexfleet.config.comparison_runs import Entry, accuracies_of, entries_for, factors_of
 from flexfleet.config.explain import explain

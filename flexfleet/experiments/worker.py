@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import BadInput, Diverged, Refused, Unreachable
+from fl_engine.core.text import path_of
 from flexfleet.config import Config, Range, load_config
 from flexfleet.experiments import runs, storage, tracked, trials
 from flexfleet.experiments.outcome import said

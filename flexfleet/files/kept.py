@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from fl_engine.core.adapters import adapter
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError, brief
+from fl_engine.core.fields import adapter
 from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.files.artifacts import Artifact
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fl_engine.core.percent import PERCENT
+from fl_engine.core.text import PERCENT
 
 LOWER = ("mae",)
 """Better when lower; never the metric that decides."""

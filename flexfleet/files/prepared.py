@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from pydantic_core import PydanticSerializationError, to_json
 
-from fl_engine.core.adapters import adapter
 from fl_engine.core.contracts import Preparation
 from fl_engine.core.errors import ConfigError, IntegrityError, brief
+from fl_engine.core.fields import adapter
 from fl_engine.core.types import Prepared
 from fl_engine.preparation import preparation
 from fl_engine.preparation.weights import FIELD, attached, gives_weights

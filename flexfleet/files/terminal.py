@@ -19,10 +19,9 @@ from typing import Any, TextIO
 
 import yaml
 
-from fl_engine.core import processor
-from fl_engine.core.addresses import path_of
+from fl_engine.core import system
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, masked, out_of_memory, printable
-from fl_engine.core.plain import comment_of, in_line, read_yaml
+from fl_engine.core.text import comment_of, in_line, path_of, read_yaml
 from flexfleet.config.form_fields import place
 from flexfleet.files.doctor import EXTRAS
 
@@ -184,7 +183,7 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
     sys.excepthook = _tell
     try:
         with _told_again():
-            processor.check_torch()
+            system.check_torch()
             sys.exit(main(None))
     except Exception as error:
         known = told_of(error)

@@ -16,7 +16,7 @@ import yaml
 
 from fl_engine import __version__
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.quantities import quantity
+from fl_engine.core.text import quantity
 
 DEFAULT_IMAGE = f"ghcr.io/flexfleet/flexfleet:{__version__}"
 SECRETS = {

@@ -19,7 +19,7 @@ from typing import Any
 
 from fl_engine import __version__
 from fl_engine.core.errors import ConfigError, Unreachable, did_you_mean, nearest
-from fl_engine.core.quantities import need_plain
+from fl_engine.core.text import need_plain
 from fl_engine.storage.outage import waiting
 from flexfleet.config import Config
 from flexfleet.config.form import (

@@ -24,9 +24,10 @@ from typing import Any
 from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped
 from fl_engine.core.fields import Moves
-from fl_engine.core.slicing import count_params, initial_params
+from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, Adam, LocalTask, Params
 from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.local import LOCAL

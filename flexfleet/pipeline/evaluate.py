@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fl_engine.backends.in_process import check_devices, prepare_process
 from fl_engine.core.errors import Diverged, IntegrityError
-from fl_engine.core.samples import class_count
+from fl_engine.core.task import class_count
 from fl_engine.data import partition_files
 from fl_engine.data.partition import Partition, labels_of, statistics
 from fl_engine.rounds.at_clients import gathered

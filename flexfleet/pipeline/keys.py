@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fl_engine.core.addresses import is_meant
 from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.text import is_meant
 from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.kubernetes.cluster import Cluster
 from fl_engine.storage.s3 import OWN, SIGNING, S3Store, endpoint_of, setting

@@ -25,8 +25,9 @@ from fl_engine.core.errors import (
 )
 from fl_engine.core.fields import Moves
 from fl_engine.core.pool import pool_of
-from fl_engine.core.samples import Data, check_ready, has_boxes, has_sequences
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import made_up
+from fl_engine.core.task import check_ready, has_boxes, has_sequences
 from fl_engine.core.types import FULL, HEAD, Params
 from fl_engine.data.rules import Ints
 from fl_engine.datasets import DATASETS, kept, pad, source_of, subset

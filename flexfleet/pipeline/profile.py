@@ -17,7 +17,7 @@ import torch
 import fl_engine
 from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, printable
-from fl_engine.core.plain import write_yaml
+from fl_engine.core.text import write_yaml
 from fl_engine.core.types import Pool
 from fl_engine.fleet.devices import Tier
 from fl_engine.remote.messages import Invitation

@@ -28,7 +28,8 @@ from fl_engine.backends.in_process import prepare_process
 from fl_engine.codecs import codecs_of
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError, IntegrityError
-from fl_engine.core.samples import Data, has_boxes, has_sequences
+from fl_engine.core.samples import Data
+from fl_engine.core.task import has_boxes, has_sequences
 from fl_engine.core.types import PoolModel
 from fl_engine.data import partition_files
 from fl_engine.models import export as exports

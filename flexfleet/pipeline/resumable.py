@@ -21,7 +21,7 @@ import fl_engine
 from fl_engine.aggregation import privacy
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Moves
-from fl_engine.fleet.traces import digest
+from fl_engine.fleet.trace_sources import digest
 from fl_engine.storage.code import store_key
 from fl_engine.storage.store import FolderStore, sha256
 from fl_engine.training.numerics import Numerics, describe, describe_noise, settled

@@ -14,13 +14,13 @@ from fl_engine.backends.in_process import prepare_process
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import IntegrityError, ModelError
-from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params
+from fl_engine.core.task import Task
 from fl_engine.core.types import Device, Params, Pool
 from fl_engine.data import partition_files
 from fl_engine.data.partition import as_told
 from fl_engine.exchange.client import Site
-from fl_engine.fleet import devices, traces
+from fl_engine.fleet import devices, trace_sources
 from fl_engine.fleet.trace import Trace
 from fl_engine.preparation.weights import fitting
 from fl_engine.rounds.server import ServerSite
@@ -86,7 +86,7 @@ def trace_of(config: Config, site: Site) -> tuple[Trace | None, str | None]:
     if source is None:
         return None, None
     samples = [len(indices) for indices in site.partition.clients]
-    digest = traces.digest(source) if source.files else None
+    digest = trace_sources.digest(source) if source.files else None
     return source.trace(site.fleet, samples, config.seed), digest
 
 

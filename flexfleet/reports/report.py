@@ -18,9 +18,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ConfigError, IntegrityError, brief, masked
 from fl_engine.core.fields import Moves
+from fl_engine.core.text import path_of
 from fl_engine.data.partition_files import Manifest, read_manifest
 from fl_engine.datasets import kept
 from fl_engine.models.onnx_comparison import Precisions

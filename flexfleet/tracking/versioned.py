@@ -21,8 +21,8 @@ from typing import Any
 import yaml
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
-from fl_engine.core.plain import read_yaml
 from fl_engine.core.system import hashed
+from fl_engine.core.text import read_yaml
 from fl_engine.storage.places import check_place
 from fl_engine.storage.s3 import setting
 

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_engine.core.addresses import at_home, path_of
 from fl_engine.core.errors import FlexfleetError, Stopped
+from fl_engine.core.text import at_home, path_of
 from flexfleet.files import terminal
 from flexfleet.files.signals import stopping_at_once
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from fl_engine.backends.in_process import check_device, prepare_process
-from fl_engine.core import heap
+from fl_engine.core import system
 from fl_engine.core.allowed import check_wheel
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief, masked
@@ -163,7 +163,7 @@ def _free(given: Assignment, pool: Pool, at_once: int, room: Callable[[int], int
             f"the assignment says how much memory {len(peaks.levels)} levels take, but the run's pool has {len(pool)}: "
             "start the run anew, so that both are of one version"
         )
-    heap.trim()  # what an earlier assignment has left is free
+    system.trim()  # what an earlier assignment has left is free
     left = room(peaks.base) // at_once
     free = memory.free(left, peaks, pool, given.failures)
     text = "%.1f MiB are free for a client, room for %.1f %% of the full model (failures before: %d)"

@@ -15,8 +15,8 @@ import urllib3
 from pydantic import ValidationError
 
 import fl_engine
-from fl_engine.core.addresses import path_of
 from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError, brief, printable
+from fl_engine.core.text import path_of
 from fl_engine.remote.messages import (
     HEARTBEAT,
     HEARTBEAT_BYTES,

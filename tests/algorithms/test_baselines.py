@@ -24,8 +24,9 @@ from fl_engine.algorithms import (
 )
 from fl_engine.codecs import Qsgd
 from fl_engine.core.contracts import Algorithm
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ClientError, PoolError
-from fl_engine.core.slicing import contains, count_params, take
+from fl_engine.core.slicing import contains, take
 from fl_engine.core.types import FULL, ClientUpdate, Codecs, Device, Params, TaskContext, WorkOrder
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, execute

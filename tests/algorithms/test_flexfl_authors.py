@@ -10,8 +10,8 @@ from benchmarks.pools import APOZ
 from fl_engine.algorithms import FlexFL
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ClientError, PoolError
-from fl_engine.core.slicing import count_params
 from fl_engine.core.types import Device, Pool, TaskContext, WorkOrder
 from fl_engine.fleet import devices
 from fl_engine.models.mobilenetv2 import MobileNetV2

@@ -18,8 +18,9 @@ from torch import nn
 from fl_engine.algorithms import FlexFL
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ModelError, PoolError
-from fl_engine.core.slicing import contains, count_params, initial_params
+from fl_engine.core.slicing import contains, initial_params
 from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet34

@@ -17,8 +17,8 @@ from fl_engine.algorithms import MultiBranch
 from fl_engine.algorithms.multibranch import exits_at, in_tiers
 from fl_engine.backends import InProcess
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ClientError, ModelError, PoolError
-from fl_engine.core.slicing import count_params
 from fl_engine.core.types import FULL, ClientUpdate, Device, Pick, Pool, RoundContext, TaskContext
 from fl_engine.datasets import cifar100, femnist
 from fl_engine.exchange.client import execute

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from fl_engine.algorithms import AllLarge
 from fl_engine.core import seeds
-from fl_engine.core.measures import LARGEST_LOSS
+from fl_engine.core.clients import LARGEST_LOSS
 from fl_engine.core.types import (
     FULL,
     ClientFailure,
@@ -27,9 +27,8 @@ from fl_engine.core.types import (
 )
 from fl_engine.exchange.client import execute
 from fl_engine.selection import Oort
-from fl_engine.selection.memory import ASKED, CLIENT, LAST, NOBODY, SECONDS, UTILITY
 from fl_engine.selection.oort import Candidates, rms_loss
-from fl_engine.selection.pacer import Pacer
+from fl_engine.selection.oort_state import ASKED, CLIENT, LAST, NOBODY, SECONDS, UTILITY, Pacer
 from fl_engine.testing.tiny import TRAINING, context_of, start_of, tiny_site
 from tests.harness.oort import FULL_ONLY, POOL, after, answer, asked, column, context, failure, fleet_of
 

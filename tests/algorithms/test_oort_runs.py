@@ -14,8 +14,9 @@ from fl_engine.aggregation.rules import Private
 from fl_engine.algorithms import ALGORITHMS, AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core import seeds
+from fl_engine.core.clients import LARGEST_LOSS
+from fl_engine.core.costs import draws
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.measures import LARGEST_LOSS
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import (
     ClientUpdate,
@@ -23,15 +24,14 @@ from fl_engine.core.types import (
     RoundContext,
     Tables,
 )
-from fl_engine.core.workload import draws
 from fl_engine.exchange.client import execute
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Oort
 from fl_engine.selection.capacity import holds
-from fl_engine.selection.memory import CLIENT, SECONDS
 from fl_engine.selection.oort import Candidates
+from fl_engine.selection.oort_state import CLIENT, SECONDS
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import decode, encode
 from fl_engine.testing import played

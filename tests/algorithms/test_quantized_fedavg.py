@@ -13,8 +13,9 @@ import torch
 
 from fl_engine.algorithms import AdaGQ, DAdaQuant, QuantizedFedAvg
 from fl_engine.codecs.qsgd import Qsgd
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ConfigError, PoolError
-from fl_engine.core.slicing import count_params, initial_params, take
+from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import FULL, Codecs, Device, SubmodelSpec
 from fl_engine.core.widths import prefix
 from fl_engine.exchange import coding

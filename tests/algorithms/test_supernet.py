@@ -15,8 +15,9 @@ from fl_engine.algorithms import AllLarge, FedX
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.errors import ConfigError, PoolError
-from fl_engine.core.slicing import count_macs, count_params, full_shapes, initial_params, is_statistic, take
+from fl_engine.core.slicing import full_shapes, initial_params, is_statistic, take
 from fl_engine.core.types import FULL
 from fl_engine.core.widths import nested, prefix
 from fl_engine.exchange.coding import bytes_of, encoded, header_of

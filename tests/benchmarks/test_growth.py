@@ -18,7 +18,7 @@ from benchmarks import growth, large
 from benchmarks.limits import TEN_MB
 from benchmarks.networks import family_of
 from benchmarks.workloads import WORKLOADS
-from fl_engine.core.slicing import count_params
+from fl_engine.core.costs import count_params
 from fl_engine.training import strategy
 from flexfleet.reports import report
 from flexfleet.tracking import server

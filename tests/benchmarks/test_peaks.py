@@ -7,7 +7,7 @@ import pytest
 from benchmarks.peaks import line, measured, trials
 from benchmarks.pools import APOZ, FAMILIES
 from fl_engine.algorithms import FlexFL
-from fl_engine.core.slicing import count_params
+from fl_engine.core.costs import count_params
 from fl_engine.models.vgg16 import VGG16
 
 TINY = VGG16((3, 32, 32), 10, fc=(64, 64), width=0.25)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms import DepthFL, HeteroFL
 from fl_engine.backends import InProcess
-from fl_engine.core.contracts import Algorithm
+from fl_engine.core.contracts import Algorithm, Interval
 from fl_engine.core.fields import STRICT, NotNegative, Positive
-from fl_engine.core.search import Interval
 from fl_engine.core.types import FULL, ClientUpdate, Header, Outcome, Params, Pool, RoundPlan, SubmodelSpec
 from fl_engine.datasets import digits
 from fl_engine.testing.algorithms import AlgorithmSuite

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.samples import Data, Measured, Metric
+from fl_engine.core.samples import Data
+from fl_engine.core.task import Measured, Metric
 from fl_engine.tasks import Classification, Regression
 from fl_engine.training.evaluation import score
 from fl_engine.training.step_memory import counted

@@ -141,8 +141,8 @@ def test_torch_that_would_die_of_sigill_is_not_imported(
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     script = (
         "import importlib.metadata, pathlib, platform, runpy, sys\n"
-        "from fl_engine.core import processor\n"
-        f"processor.CPUINFO = pathlib.Path({str(tmp_path / 'cpuinfo')!r})\n"
+        "from fl_engine.core import system\n"
+        f"system.CPUINFO = pathlib.Path({str(tmp_path / 'cpuinfo')!r})\n"
         "platform.machine = lambda: 'aarch64'\n"
         f"importlib.metadata.version = lambda name: {torch!r}\n"
         "sys.modules['torch'] = None\n"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import flexfleet as ff
-from fl_engine.core.addresses import at_home
 from fl_engine.core.errors import ConfigError, DataError
+from fl_engine.core.text import at_home
 from flexfleet.config import flatten, load_config
 from flexfleet.experiments import storage
 from flexfleet.worker.mailbox import folder_of

@@ -12,9 +12,9 @@ import pytest
 import torch
 import yaml
 
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
-from fl_engine.core.plain import read_yaml
-from fl_engine.core.slicing import count_params
+from fl_engine.core.text import read_yaml
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier, simulated_seconds
 from fl_engine.remote.messages import Invitation, Probe

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError
-from fl_engine.core.samples import Metric
+from fl_engine.core.task import Metric
 from fl_engine.storage.store import sha256
 from fl_engine.tasks import TASKS
 from flexfleet.cli.runs import report as report_command

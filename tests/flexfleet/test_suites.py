@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from fl_engine.core.augmentation import Flip
+from fl_engine.core.augmentation import Compress, Flip, Hsv, MixUp, Scale, Shear
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.pictures import Compress, Hsv, MixUp, Scale, Shear
 from fl_engine.core.schedules import Cosine
 from flexfleet.config import flatten, load_config
 from flexfleet.config.comparison_runs import Entry

@@ -11,7 +11,7 @@ import pytest
 
 from fl_engine.algorithms import HeteroFL, ScaleFL
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.slicing import count_params
+from fl_engine.core.costs import count_params
 from fl_engine.fleet.devices import FLEETS, Tier, fleet
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18

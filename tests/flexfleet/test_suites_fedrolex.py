@@ -10,7 +10,7 @@ import pytest
 
 from fl_engine.algorithms import FedRolex
 from fl_engine.core.augmentation import Crop, Flip
-from fl_engine.core.slicing import count_params
+from fl_engine.core.costs import count_params
 from fl_engine.core.widths import prefix
 from fl_engine.fleet.devices import fleet
 from fl_engine.models.layers import Norm

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fl_engine.algorithms import FlexFL, HeteroFL, ScaleFL
-from fl_engine.core.slicing import count_params
+from fl_engine.core.costs import count_params
 from fl_engine.selection import ResourceTable
 from flexfleet.config import flatten, load_config
 from flexfleet.config.comparison_runs import Entry

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fl_engine.algorithms import FedAvg, FedRolex, HeteroFL, QuantizedFedAvg
+from fl_engine.core.contracts import Interval
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.search import Interval
 from fl_engine.core.types import FULL, Pool, PoolModel
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.testing.tiny import tiny_pool

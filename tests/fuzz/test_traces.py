@@ -18,7 +18,7 @@ from fl_engine.core.types import Device
 from fl_engine.fleet import trace_files
 from fl_engine.fleet.trace import Trace
 from fl_engine.fleet.trace_files import FedScale, TraceFile
-from fl_engine.fleet.traces import digest
+from fl_engine.fleet.trace_sources import digest
 from tests.fuzz.mutations import altered, answer, anything, damaged, json_like, law
 
 FLEET = tuple(Device(c, "t", 50.0, 0.0, speed=2e9 + c, bandwidth=3e6 + c) for c in range(4))

@@ -18,7 +18,7 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.selection import Oort
-from fl_engine.selection.memory import CLIENT
+from fl_engine.selection.oort_state import CLIENT
 from fl_engine.testing.tiny import SEED, paper_pool
 
 _, POOL = paper_pool()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.measures import ENCODING
+from fl_engine.core.clients import ENCODING
 from fl_engine.fleet.uniformity import MEASURED
 from tests.harness.processes import Done, marked
 from tests.harness.world import BUCKET, Place

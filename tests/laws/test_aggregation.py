@@ -20,9 +20,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fl_engine.aggregation import averaging, middle
-from fl_engine.aggregation.middle import Middle
+from fl_engine.aggregation import averaging, robust
 from fl_engine.aggregation.privacy import Private, Public
+from fl_engine.aggregation.robust import Middle
 from fl_engine.aggregation.rules import Aggregate, Mean, Median, TrimmedMean
 from fl_engine.aggregation.spool import Spool
 from fl_engine.algorithms import ALGORITHMS, DepthFL
@@ -197,8 +197,8 @@ def test_the_order_of_updates_does_not_matter_to_the_bit(given: list[Update], tr
 def test_chunks_and_the_file_change_no_bit(given: list[Update], rows: int) -> None:
     whole = middle_of(model(0), given, 0.2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(middle, "CHUNK_BYTES", 4 * rows)
-        patch.setattr(middle, "Spool", lambda: Spool(held_bytes=0))
+        patch.setattr(robust, "CHUNK_BYTES", 4 * rows)
+        patch.setattr(robust, "Spool", lambda: Spool(held_bytes=0))
         assert_same_bits(middle_of(model(0), given, 0.2), whole)
 
 

@@ -17,8 +17,8 @@ from fl_engine.aggregation import privacy
 from fl_engine.aggregation.privacy import Private
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.core.errors import ConfigError, Stopped
-from fl_engine.core.plain import read_yaml
 from fl_engine.core.slicing import take
+from fl_engine.core.text import read_yaml
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.data.held_out import LEAST, held_count, hold_out, split
 from fl_engine.exchange.client import execute

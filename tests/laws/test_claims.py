@@ -14,8 +14,8 @@ import torch
 from fl_engine.algorithms import FedAvg, FlexFL
 from fl_engine.backends import InProcess
 from fl_engine.core.contracts import Algorithm
+from fl_engine.core.costs import macs, steps
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan, TaskContext
-from fl_engine.core.workload import macs, steps
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import key_of, packed, signed

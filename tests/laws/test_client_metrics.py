@@ -16,12 +16,12 @@ from torch.nn.functional import cross_entropy
 
 from fl_engine.algorithms import CONTRACT, AllLarge
 from fl_engine.backends import InProcess, Processes
+from fl_engine.core.clients import FIGURES, OF_A_LINE, client_metrics
 from fl_engine.core.contracts import (
     ClientContext,
     ClientMetric,
 )
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.measures import FIGURES, OF_A_LINE, client_metrics
 from fl_engine.core.slicing import is_statistic, runnable
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.exchange.client import Site, execute

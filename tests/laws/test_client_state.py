@@ -17,7 +17,7 @@ from fl_engine.aggregation.privacy import Private
 from fl_engine.algorithms import CONTRACT, AllLarge
 from fl_engine.backends import InProcess, Processes
 from fl_engine.codecs import Half
-from fl_engine.core.client_state import apart, header, kept_by_clients, travelling
+from fl_engine.core.clients import apart, header, kept_by_clients, travelling
 from fl_engine.core.contracts import ClientContext
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.slicing import full_shapes, largest

@@ -15,10 +15,10 @@ import torch
 from fl_engine.algorithms import FlexFL
 from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.codecs import Half, Qsgd
-from fl_engine.core.client_state import travelling
+from fl_engine.core.clients import travelling
 from fl_engine.core.contracts import ClientContext, ModelFamily
-from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params, made_up, runnable, take
+from fl_engine.core.task import Task
 from fl_engine.core.types import (
     FULL,
     SGD,

@@ -12,7 +12,7 @@ from torch import nn
 
 from fl_engine.aggregation.averaging import Mean
 from fl_engine.backends.in_process import prepare_process
-from fl_engine.codecs.half import Half
+from fl_engine.codecs.casts import Half
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import FULL, Axis, ParamLayout, Slot
 from fl_engine.storage.overlapping import overlapped

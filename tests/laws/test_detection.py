@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fl_engine.core import boxes
 from fl_engine.core.errors import DataError, EnvironmentFailure, ModelError, PartitionError
-from fl_engine.core.samples import check_ready
+from fl_engine.core.task import check_ready
 from fl_engine.data import partitioning
 from fl_engine.tasks import Classification, Detection
 from fl_engine.tasks.detection import BOX_WEIGHT, DETECTIONS, PRIOR

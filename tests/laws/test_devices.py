@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.algorithms.pooled import prefix_pool
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.slicing import count_params
 from fl_engine.core.types import Device
 from fl_engine.core.widths import prefix
 from fl_engine.fleet.devices import DEFAULT, FLEETS, Tier, fleet, observe, quotas, simulated_seconds

@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-from fl_engine.core import heap
-from fl_engine.core.heap import LARGE_BLOCK, LARGE_MODEL, WORKING_BLOCK
+from fl_engine.core import system
+from fl_engine.core.system import LARGE_BLOCK, LARGE_MODEL, WORKING_BLOCK
 
-NAMES = {heap._MMAP_MAX: "blocks", heap._MMAP_THRESHOLD: "from"}
+NAMES = {system._MMAP_MAX: "blocks", system._MMAP_THRESHOLD: "from"}
 KEPT = [("blocks", 0)]
 
 
 def given_back(size: int) -> list[tuple[str, int]]:
-    return [("blocks", heap._MANY), ("from", size)]
+    return [("blocks", system._MANY), ("from", size)]
 
 
 @pytest.fixture
@@ -28,39 +28,39 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         if name == "malloc_trim" or arguments[0] in NAMES:
             found.append((NAMES.get(arguments[0], name), arguments[-1]))
 
-    monkeypatch.setattr(heap, "_call", call)
-    monkeypatch.setattr(heap, "_kept", False)
+    monkeypatch.setattr(system, "_call", call)
+    monkeypatch.setattr(system, "_kept", False)
     return found
 
 
 def test_a_large_model_gives_back_what_is_not_at_work(calls: list[tuple[str, int]]) -> None:
-    heap.keep_freed_memory()
-    with heap.at_work(LARGE_MODEL):
+    system.keep_freed_memory()
+    with system.at_work(LARGE_MODEL):
         assert calls == [*KEPT, *given_back(WORKING_BLOCK)]
     assert calls[3:] == [*given_back(LARGE_BLOCK), ("malloc_trim", 0)]
 
 
 def test_a_small_model_or_a_guest_changes_nothing(calls: list[tuple[str, int]]) -> None:
-    with heap.at_work(10 * LARGE_MODEL):
-        heap.give_back(10 * LARGE_MODEL)
+    with system.at_work(10 * LARGE_MODEL):
+        system.give_back(10 * LARGE_MODEL)
     assert calls == [], "a guest's heap is its host's"
-    heap.keep_freed_memory()
-    with heap.at_work(LARGE_MODEL - 1):
-        heap.give_back(LARGE_MODEL - 1)
+    system.keep_freed_memory()
+    with system.at_work(LARGE_MODEL - 1):
+        system.give_back(LARGE_MODEL - 1)
     assert calls == KEPT
 
 
 KEEPS = """
 from pathlib import Path
-from fl_engine.core import heap
+from fl_engine.core import system
 def held():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4
-heap.keep_freed_memory()
+system.keep_freed_memory()
 before = held()
 blocks = [b"x" * 100_000 for _ in range(2000)]
 del blocks[::2]
 blocks[:-1] = []
-print(held() - before, heap.trim() or held() - before)
+print(held() - before, system.trim() or held() - before)
 """
 
 

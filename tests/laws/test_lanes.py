@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from fl_engine.core.augmentation import Crop, Flip
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.costs import count_macs
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samplers import Balanced
 from fl_engine.core.schedules import Cosine
-from fl_engine.core.slicing import count_macs, initial_params, take
+from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import (
     FULL,
     SGD,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms import DepthFL, FlexFL, HeteroFL, ScaleFL
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.costs import macs_per_sample
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, take
@@ -29,7 +30,6 @@ from fl_engine.core.types import (
     SubmodelSpec,
 )
 from fl_engine.core.widths import prefix
-from fl_engine.core.workload import macs_per_sample
 from fl_engine.exchange.client import execute
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.traced import from_module

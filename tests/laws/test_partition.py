@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError
-from fl_engine.core.samples import Data, label_word
+from fl_engine.core.samples import Data
+from fl_engine.core.task import label_word
 from fl_engine.data import heat_map, rules
 from fl_engine.data import partition_files as files
 from fl_engine.data import partitioning as p

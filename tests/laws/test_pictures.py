@@ -17,9 +17,19 @@ from PIL import Image
 from torch import Tensor
 
 from fl_engine.core import boxes
-from fl_engine.core.augmentation import AUGMENTATIONS, Augmentation, CarriesBoxes, Crop, Flip
+from fl_engine.core.augmentation import (
+    AUGMENTATIONS,
+    Augmentation,
+    CarriesBoxes,
+    Compress,
+    Crop,
+    Flip,
+    Hsv,
+    MixUp,
+    Scale,
+    Shear,
+)
 from fl_engine.core.errors import ModelError
-from fl_engine.core.pictures import Compress, Hsv, MixUp, Scale, Shear
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, LocalTask
 from fl_engine.tasks import Classification, Detection

@@ -11,9 +11,9 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from fl_engine.aggregation.middle import Middle
 from fl_engine.aggregation.privacy import Private, Public
 from fl_engine.aggregation.protocol import Aggregate
+from fl_engine.aggregation.robust import Middle
 from fl_engine.aggregation.rules import AGGREGATIONS, Aggregation, Mean
 from fl_engine.aggregation.server_opt import SERVERS, Average, Server
 from fl_engine.algorithms import ALGORITHMS, CONTRACT, AllLarge, FedOpt, HeteroFL, pooled
@@ -22,7 +22,7 @@ from fl_engine.core.augmentation import Flip
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.fields import STRICT, Positive
-from fl_engine.core.samples import Task
+from fl_engine.core.task import Task
 from fl_engine.core.types import LocalTask, Outcome, ParamLayout, Params, Pool, RoundPlan, TaskContext, WorkOrder
 from fl_engine.rounds.server import ServerSite
 from fl_engine.selection import SELECTIONS, Uniform

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fl_engine.core import processor
+from fl_engine.core import system
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, ModelError
-from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params, made_up, runnable
+from fl_engine.core.task import Task
 from fl_engine.core.types import FULL, SGD, Distillation, LocalTask, Params
 from fl_engine.core.widths import prefix
 from fl_engine.models import MODELS
@@ -254,12 +254,12 @@ def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[st
     """Give this process another processor, by the text of its /proc/cpuinfo."""
 
     def forget() -> None:
-        processor.features.cache_clear()
-        processor.parts.cache_clear()
+        system.features.cache_clear()
+        system.parts.cache_clear()
 
     def be(text: str) -> None:
         (tmp_path / "cpuinfo").write_text(text)
-        monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr(system, "CPUINFO", tmp_path / "cpuinfo")
         forget()
 
     yield be

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fl_engine.algorithms import AllLarge
-from fl_engine.core import workload
+from fl_engine.core import costs
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samplers import SAMPLERS, Balanced, Sampler, Shuffle
-from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params
+from fl_engine.core.task import Task
 from fl_engine.core.types import FULL, SGD, ClientUpdate, LocalTask
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.manifest import Rejected, packed
@@ -118,9 +118,9 @@ def test_steps_and_samples_are_those_that_the_server_counts(sampler: Sampler, dr
         task = replace(TASK, sampler=sampler, drop_last=drop_last, batch_size=batch, epochs=3)
         y = torch.arange(count) % 4
         (found,) = train(TinyNet(), FOUR, [Job(task, initial_params(TinyNet(), 1), torch.zeros(count, 1, 4, 4), y)])
-        assert found.steps == workload.steps(task, count)
-        family, per_sample = TinyNet(), workload.macs_per_sample(TinyNet(), task)
-        assert found.samples * per_sample == workload.macs(family, task, count)
+        assert found.steps == costs.steps(task, count)
+        family, per_sample = TinyNet(), costs.macs_per_sample(TinyNet(), task)
+        assert found.samples * per_sample == costs.macs(family, task, count)
 
 
 @pytest.mark.parametrize("sampler", [kind() for kind in SAMPLERS.values()], ids=list(SAMPLERS))

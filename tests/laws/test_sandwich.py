@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fl_engine.core.costs import macs_per_sample
 from fl_engine.core.slicing import initial_params, is_statistic, take
 from fl_engine.core.types import FULL, SGD, LocalTask, Params, Sandwich, SubmodelSpec
 from fl_engine.core.widths import prefix
-from fl_engine.core.workload import macs_per_sample
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet, assert_same_bits

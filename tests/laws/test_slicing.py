@@ -11,18 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import (
-    contains,
-    count_macs,
-    count_params,
-    entries,
-    full_shapes,
-    initial_params,
-    runnable,
-    shapes,
-    take,
-)
+from fl_engine.core.slicing import contains, entries, full_shapes, initial_params, runnable, shapes, take
 from fl_engine.core.types import FULL, Axis, Keep, ParamLayout, Params, Slot, SubmodelSpec
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.testing.kinds import TinyLSTM

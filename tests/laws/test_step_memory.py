@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import memory
-from fl_engine.core.slicing import count_params
+from fl_engine.core.costs import count_params
 from fl_engine.core.types import SGD, Adam
 from fl_engine.models.aep_mlp import AepMLP
 from fl_engine.tasks import Regression

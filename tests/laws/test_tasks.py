@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.core.errors import DataError, ModelError, PartitionError
-from fl_engine.core.samples import Data, Task
+from fl_engine.core.samples import Data
+from fl_engine.core.task import Task
 from fl_engine.data import partition_files as files
 from fl_engine.data import partitioning as p
 from fl_engine.data.fingerprint import fingerprint

@@ -20,7 +20,7 @@ from fl_engine.core.types import Device
 from fl_engine.fleet.devices import Took, fleet, simulated_seconds
 from fl_engine.fleet.lognormal import LogNormal, efficiency
 from fl_engine.fleet.trace import Trace, Varying, online, took, trace_of
-from fl_engine.fleet.traces import TRACES
+from fl_engine.fleet.trace_sources import TRACES
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import count_macs, count_params, full_shapes, initial_params, runnable, shapes, take
+from fl_engine.core.slicing import full_shapes, initial_params, runnable, shapes, take
 from fl_engine.core.types import FULL, SGD, ExitLoss, LocalTask, SubmodelSpec
 from fl_engine.core.widths import choose_exits, exit_name, up_to
 from fl_engine.models import MODELS

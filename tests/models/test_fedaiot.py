@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.errors import ModelError
 from fl_engine.core.pool import UNMEASURED, measure_apoz
-from fl_engine.core.slicing import count_macs, count_params, initial_params, made_up, runnable, take
+from fl_engine.core.slicing import initial_params, made_up, runnable, take
 from fl_engine.core.types import FULL, SGD, LocalTask, SubmodelSpec
 from fl_engine.core.widths import prefix
 from fl_engine.datasets import uthar

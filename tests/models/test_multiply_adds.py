@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fl_engine.core.costs import count_macs
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import count_macs
 from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 
 

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fl_engine.core.contracts import ModelFamily, Nested
+from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import Data
-from fl_engine.core.slicing import contains, count_macs, count_params, runnable, take
+from fl_engine.core.slicing import contains, runnable, take
 from fl_engine.core.types import FULL, HEAD, Params, SubmodelSpec
 from fl_engine.models.export import check_onnx
 from fl_engine.models.har_cnn import HarCNN

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import count_macs, count_params, initial_params, made_up, runnable, take
+from fl_engine.core.slicing import initial_params, made_up, runnable, take
 from fl_engine.core.types import FULL, SubmodelSpec
 from fl_engine.models.point_detector import PointDetector
 from fl_engine.tasks import Detection

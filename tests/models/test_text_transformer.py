@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine.core import pool
+from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import count_macs, count_params, initial_params, made_up, runnable, take
+from fl_engine.core.slicing import initial_params, made_up, runnable, take
 from fl_engine.core.types import FULL, HEAD, SubmodelSpec
 from fl_engine.core.widths import prefix, rolling, window_start
 from fl_engine.models.text_transformer import EPSILON, Attention, TextTransformer

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import count_macs, count_params, full_shapes
+from fl_engine.core.slicing import full_shapes
 from fl_engine.core.types import FULL, SubmodelSpec
 from fl_engine.models import MODELS
 from fl_engine.models.mobilenetv2 import MobileNetV2

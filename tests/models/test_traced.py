@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from fl_engine.core.allowed import trust
 from fl_engine.core.contracts import ModelFamily, TakesTokens
+from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import count_macs, count_params, initial_params, runnable, take
+from fl_engine.core.slicing import initial_params, runnable, take
 from fl_engine.core.types import FULL, HEAD, Axis, SubmodelSpec
 from fl_engine.models.aep_mlp import AepMLP
 from fl_engine.models.build import build_model, model_kind

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from components import inventory
-from fl_engine.core import processor
+from fl_engine.core import system
 from fl_engine.core.errors import BadInput, IntegrityError
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def test_arm64_has_one_torch_which_every_message_names() -> None:
     (pinned,) = re.findall(
         r'^torch==(\S+); platform_machine == "aarch64"$', (ROOT / "constraints.txt").read_text(), re.M
     )
-    assert pinned == processor.FITTING
+    assert pinned == system.FITTING
 
 
 @pytest.mark.parametrize("lock", ["build", "flexfleet", "alone", "mlflow", "sbom"])

@@ -1,7 +1,6 @@
 """The vocabulary: what a model, a sub-model, an order and an update are. What can be plugged in: `core.contracts`."""
 
-from fl_engine.core.types.codecs import Codec, Codecs
-from fl_engine.core.types.pools import Pool, PoolModel, Prepared, Prunable
+from fl_engine.core.types.pools import Codec, Codecs, Pool, PoolModel, Prepared, Prunable
 from fl_engine.core.types.rounds import (
     ClientFailure,
     ClientUpdate,

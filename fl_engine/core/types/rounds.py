@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-from fl_engine.core.types.codecs import Codecs
-from fl_engine.core.types.pools import Pool
+from fl_engine.core.types.pools import Codecs, Pool
 from fl_engine.core.types.submodels import ParamLayout, Params, SubmodelSpec
 from fl_engine.core.types.training import LocalTask
 

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from fl_engine.core.drawing import drawing
+from fl_engine.core.costs import COUNTED
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import COUNTED, take
+from fl_engine.core.seeds import drawing
+from fl_engine.core.slicing import take
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Params, Prunable, Slot, SubmodelSpec
 from fl_engine.models.layers import check_spec
 from fl_engine.models.traced import errors, graph, skeleton, verify

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fl_engine.core.drawing import drawn
 from fl_engine.core.errors import ModelError
+from fl_engine.core.seeds import drawn
 from fl_engine.models.traced.errors import line_now, line_of_error, place_of, ways_out
 from fl_engine.models.traced.layers import is_torchs
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from fl_engine.core.costs import Bare
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import Bare, is_statistic
+from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import ParamLayout, SubmodelSpec
 from fl_engine.models.traced.graph import Traced, attribute
 from fl_engine.models.traced.layout import Sizes

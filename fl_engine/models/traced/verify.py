@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fl_engine.core.drawing import drawing
 from fl_engine.core.errors import ModelError, first_line
+from fl_engine.core.seeds import drawing
 from fl_engine.core.slicing import is_statistic, places, take
 from fl_engine.core.types import FULL, HEAD, ParamLayout, Params, SubmodelSpec
 from fl_engine.models.traced.errors import ways_out

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fl_engine.core.drawing import drawing
+from fl_engine.core.seeds import drawing
 from fl_engine.models.traced.graph import unused
 
 BITS = 62

@@ -20,8 +20,7 @@ from typing import Any
 import yaml
 
 from fl_engine.core.errors import ConfigError, did_you_mean
-from fl_engine.core.plain import read_yaml
-from fl_engine.core.quantities import quantity
+from fl_engine.core.text import quantity, read_yaml
 from fl_engine.core.types import Device
 from fl_engine.remote.settings import KubernetesConfig, NodePool
 

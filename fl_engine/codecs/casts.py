@@ -18,6 +18,20 @@ from fl_engine.core.types import Header, Params
 
 
 @dataclass(frozen=True)
+class Identity:
+    __pydantic_config__ = STRICT
+
+    def encode(self, tensors: Params, seed: int) -> Params:
+        return dict(tensors)
+
+    def decode(self, encoded: Params, header: Header) -> Params:
+        return dict(encoded)
+
+    def header(self, header: Header) -> Header:
+        return dict(header)
+
+
+@dataclass(frozen=True)
 class Half:
     __pydantic_config__ = STRICT
     bits: ClassVar[int] = 16

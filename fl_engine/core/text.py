@@ -1,13 +1,18 @@
-"""Plain data - mappings, lists, texts, numbers - and YAML as people read it."""
+"""Texts that users write: YAML, amounts such as 512Mi, addresses and paths."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from fl_engine.core.errors import ConfigError
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _BOOL, _TEXT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
@@ -108,3 +113,66 @@ def check_plain(value: Any) -> None:
                 raise ValueError(f"{here[:80]!r} is no text: it holds a null character, or bytes of no encoding")
         elif not isinstance(here, bool | int | float | None):
             raise ValueError(f"{here!r} is a {type(here).__name__}; where a text is meant, put it into quotes")
+
+
+NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:([numkMGTPE]|[KMGTPE]i)?|[eE]([+-]?[0-9]{1,2}))")
+UNITS = {"": Decimal(1)} | {unit: Decimal(1000) ** n for n, unit in zip(range(-3, 0), "num", strict=True)}
+UNITS |= {unit: Decimal(1000) ** n for n, unit in enumerate("kMGTPE", 1)}
+UNITS |= {f"{unit}i": Decimal(1024) ** n for n, unit in enumerate("KMGTPE", 1)}
+
+
+def quantity(text: str) -> Decimal:
+    """The number that an amount stands for. Raises ValueError for other text."""
+    found = NUMBER.fullmatch(text)
+    if found is None:
+        raise ValueError(f"an amount as Kubernetes writes it is expected (250m, 2, 1Gi), got {text!r}")
+    number, unit, exponent = found.groups()
+    return Decimal(number) * UNITS[unit or ""] * Decimal(10) ** int(exponent or 0)
+
+
+def need_plain(numbers: Iterable[str]) -> None:
+    """Raises ValueError for a number with an underscore, or with digits of another script: Python reads 0_5 as 5."""
+    if odd := next((number for number in numbers if "_" in number or not number.isascii()), None):
+        raise ValueError(f"{odd[:100]!r}, which is no number")
+
+
+SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:[/\\]|s3:|s3//", re.IGNORECASE)
+SERVER = re.compile(r"[a-z0-9.-]+:\d+(/|$)", re.IGNORECASE)
+"""How a text begins that somebody wrote as an address: a scheme and a slash (s3:/bucket, with one slash too few), or a
+server and its port. A folder of such a name (night-12:30) is given as a path (./night-12:30)."""
+
+
+def is_meant(text: str) -> bool:
+    """Whether the text is an address, or was meant as one; else it is the name of a folder."""
+    return "://" in text or any(how.match(text) for how in (SCHEME, SERVER))
+
+
+AT_HOME = re.compile(r"((?:sqlite(?:\+\w+)?:///|file:(?://)?)?)(~[^/]*)")
+"""A path that begins with a home folder, alone or in an address of a file."""
+
+
+def at_home(path: str) -> str:
+    """Replace `~` or `~user` at the beginning of a path, also of one in `sqlite:///` or `file://`, by the home folder.
+    Raises ConfigError if there is no such user."""
+    if (match := AT_HOME.match(path)) is None:
+        return path
+    scheme, name = match.groups()
+    if (home := os.path.expanduser(name)) == name:
+        raise ConfigError(f"{name} is not the home folder of a user of this machine, got {path!r}. Name it as ./{name}")
+    return f"{scheme}{home}{path[match.end() :]}"
+
+
+def path_of(text: str | os.PathLike[str]) -> Path:
+    """Return the path of an option or an argument, with the home folder for `~`. Raises ConfigError as `at_home`."""
+    return Path(at_home(os.fspath(text)))
+
+
+def folder_hint(text: str) -> str:
+    """For the error about a text that was meant as an address: how a folder is given whose name looks like a server and
+    its port; empty for any other text."""
+    is_server = SERVER.match(text) and not SCHEME.match(text)
+    return f" (a folder of that name is given as ./{text})" if is_server else ""
+
+
+PERCENT = ("accuracy", "accuracy_all", "top5")
+"""By name, as in histories, where they are between 0 and 1."""

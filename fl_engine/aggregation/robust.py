@@ -25,9 +25,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fl_engine.aggregation.averaging import Kind, Region, Regions
-from fl_engine.aggregation.clipping import clipped
 from fl_engine.aggregation.privacy import Public
-from fl_engine.aggregation.protocol import Aggregate
+from fl_engine.aggregation.protocol import Aggregate, clipped
 from fl_engine.aggregation.spool import Spool
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
