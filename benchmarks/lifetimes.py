@@ -31,7 +31,7 @@ import boto3.session
 
 from fl_engine.core.contracts import Tracker
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.places import open_store
+from fl_engine.storage.s3 import open_store
 from flexfleet.pipeline.federate import federate
 from flexfleet.pipeline.model_pool import model_pool
 from flexfleet.pipeline.partition import partition

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import Params
-from fl_engine.storage.pieces import bytes_of
+from fl_engine.storage.serialization import bytes_of
 
 IN_MEMORY_BYTES = 64 * 2**20
 """Bytes that stay in memory. It takes up to twice as much: the C library's heap does not put a large aligned block into

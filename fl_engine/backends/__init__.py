@@ -22,7 +22,7 @@ from fl_engine.remote.registry import Registry
 from fl_engine.remote.scheduler import Remote
 from fl_engine.remote.settings import LEASE_S, AgentsConfig, KubernetesConfig
 from fl_engine.storage import lease
-from fl_engine.storage.places import open_store
+from fl_engine.storage.s3 import open_store
 from fl_engine.training.memory import Peaks
 
 log = logging.getLogger("flexfleet")

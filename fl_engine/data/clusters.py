@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import EnvironmentFailure, PartitionError
-from fl_engine.data.npy import mapped
+from fl_engine.data.array_files import map_npy
 
 STARTS = 10
 
@@ -25,7 +25,7 @@ def features_of(path: Path, samples: int) -> NDArray[np.float32]:
     """(samples, F), a row of features for each training sample, from a .npy file; further axes are flattened. Raises
     PartitionError, which names the file."""
     try:
-        found = mapped(path)
+        found = map_npy(path)
     except ValueError as error:
         raise PartitionError(f"partition.features = {path}: an array of NumPy is expected, found {error}") from error
     if found.ndim < 2 or len(found) != samples or not math.prod(found.shape):

@@ -99,8 +99,8 @@ def made_wrong(
     held_out: Sequence[Ints] = (),
 ) -> LabelNoise:
     """The noise of all clients. `targets` (N_train,) are the right classes, `mistakes` comes from `likely_mistakes`,
-    `held_out` is what `held_out.hold_out` gives: by client the positions, among `clients`', of the samples that it does
-    not train on; empty: it trains on all. Each client has a random stream of its own."""
+    `held_out` is what `partition.hold_out` returns: for each client the samples, among its own, that it does not train
+    on; empty if clients train on all samples. Each client has a random stream of its own."""
     labels = []
     for client, indices in enumerate(clients):
         rng = seeds.rng(seed, "label noise", client=client)

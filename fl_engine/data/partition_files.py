@@ -24,10 +24,10 @@ from fl_engine.core.fields import Index
 from fl_engine.core.samples import Data
 from fl_engine.core.task import LABEL_WORD, class_count
 from fl_engine.data.files import replacing, sweep
-from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.label_noise import LabelNoise, NoiseFigures
 from fl_engine.data.partition import CLASS, Partition, labels_of, statistics
-from fl_engine.data.rules import Ints
+from fl_engine.data.partition_rules import Ints
+from fl_engine.data.transforms import fingerprint
 
 OPTIONAL = ("label", "clusters", "noise", "server_classes")
 TENSORS = "partition.safetensors"

@@ -15,9 +15,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data
 from fl_engine.data.files import absent, data_root
-from fl_engine.data.fingerprint import fingerprint
-from fl_engine.data.padding import pad
-from fl_engine.data.subsets import subset
+from fl_engine.data.transforms import fingerprint, pad, subset
 from fl_engine.datasets import (
     aep,
     casas,

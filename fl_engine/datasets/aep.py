@@ -27,7 +27,7 @@ from fl_engine.core.samples import Data
 from fl_engine.core.text import need_plain
 from fl_engine.data.files import read, require_by_hand
 from fl_engine.data.moments import moments
-from fl_engine.data.subsets import random_split
+from fl_engine.data.transforms import random_split
 from fl_engine.tasks import Regression
 
 ABOUT = "Appliances energy prediction, 18 features, the target a number (R2), 15,788 + 3,947; CC BY 4.0; 12 MB, by hand"

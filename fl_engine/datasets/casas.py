@@ -31,7 +31,7 @@ from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.core.text import need_plain
 from fl_engine.data.files import read, require_by_hand, warn_of_other_counts
-from fl_engine.data.subsets import random_split
+from fl_engine.data.transforms import random_split
 from fl_engine.tasks import Classification
 
 ABOUT = "CASAS, 2,000 tokens, 12 activities, 5 homes; no licence stated; about 230 MB, by hand"

@@ -18,7 +18,7 @@ import torch
 from fl_engine.core.samples import Data
 from fl_engine.data.downloads import Remote, download, extract
 from fl_engine.data.files import read, require
-from fl_engine.data.formats import check_labels, parse_records
+from fl_engine.data.image_files import check_labels, parse_records
 from fl_engine.tasks import Classification
 
 ABOUT = "CIFAR-100, 32x32 colour, 100 classes, 50,000 + 10,000; no licence stated, cite Krizhevsky 2009; 169 MB"

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from fl_engine.core import seeds
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.samples import Data
-from fl_engine.data.subsets import stratified
+from fl_engine.data.transforms import stratified
 from fl_engine.storage.store import sha256
 from fl_engine.tasks import Classification
 

@@ -21,7 +21,7 @@ from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.downloads import Remote, download, extract
 from fl_engine.data.files import require
-from fl_engine.data.idx import images_and_labels
+from fl_engine.data.image_files import images_and_labels
 from fl_engine.data.moments import byte_statistics
 from fl_engine.tasks import Classification
 

@@ -20,7 +20,7 @@ test segments are not published. FedAIoT's text has 40,175 test samples (Sec. 2.
 validation and test tables have together. A participant is the natural client.
 
 Computing the spectrograms takes about ten minutes, so they are stored in epic-sounds/packed (14 GB), by
-`fl_engine.data.packs`, and mapped into memory.
+`fl_engine.data.array_cache`, and mapped into memory.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
+from fl_engine.data.array_cache import packed
 from fl_engine.data.files import read, require_by_hand, warn_of_other_counts
-from fl_engine.data.packs import packed
 from fl_engine.tasks import Classification
 
 ABOUT = (

@@ -12,7 +12,7 @@ natural client.
 LEAF defines no split, so this one is fixed: n // 10 of every writer's n samples are for testing, drawn with a constant
 seed. `femnist_tff` reads TensorFlow Federated's files, which are made from LEAF's and have a split.
 
-Reading takes about four minutes, so the arrays are stored in femnist/packed (0.6 GB), by `fl_engine.data.packs`.
+Reading takes about four minutes, so the arrays are stored in femnist/packed (0.6 GB), by `fl_engine.data.array_cache`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from fl_engine.core import seeds
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
+from fl_engine.data.array_cache import packed
 from fl_engine.data.files import each_once, read, require_by_hand
 from fl_engine.data.moments import byte_statistics
-from fl_engine.data.packs import packed
 from fl_engine.tasks import Classification
 
 ABOUT = (

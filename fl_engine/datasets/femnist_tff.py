@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data import tff
+from fl_engine.data.array_files import tff_arrays, tff_examples
 from fl_engine.data.downloads import Remote, download, extract
 from fl_engine.data.files import require
 from fl_engine.data.moments import byte_statistics
@@ -93,10 +93,10 @@ def _part(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], list[str], 
 
 
 def _writers(path: Path) -> Iterator[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
-    with tff.examples(path, "femnist_tff") as examples:
+    with tff_examples(path, "femnist_tff") as examples:
         for name in sorted(examples):
             who = f"{path}: writer {name[:80]!r}"
-            yield name, *_samples(who, *tff.arrays(who, examples.get(name), ("pixels", "label")))
+            yield name, *_samples(who, *tff_arrays(who, examples.get(name), ("pixels", "label")))
 
 
 def _samples(who: str, pixels: Any, label: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

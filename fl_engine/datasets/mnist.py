@@ -13,7 +13,7 @@ from pathlib import Path
 from fl_engine.core.samples import Data
 from fl_engine.data.downloads import Remote, download
 from fl_engine.data.files import require
-from fl_engine.data.idx import images_and_labels
+from fl_engine.data.image_files import images_and_labels
 from fl_engine.tasks import Classification
 
 ABOUT = "MNIST, 28x28 grey, 10 classes, 60,000 + 10,000; licence CC BY-SA 3.0; 12 MB"

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data import tff
+from fl_engine.data.array_files import tff_arrays, tff_examples
 from fl_engine.data.downloads import Remote, download, extract
 from fl_engine.data.files import require
 from fl_engine.tasks import NextToken
@@ -111,10 +111,10 @@ def _part(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens (N, 20), the tokens that follow (N, 20), and the user of each sentence (N,)."""
     found: list[NDArray[np.int64]] = []
-    with tff.examples(path, "stackoverflow_tff") as examples:
+    with tff_examples(path, "stackoverflow_tff") as examples:
         for name in heapq.nsmallest(users, examples):
             who = f"{path}: user {name[:80]!r}"
-            (texts,) = tff.arrays(who, examples.get(name), ("tokens",))
+            (texts,) = tff_arrays(who, examples.get(name), ("tokens",))
             found.append(_sentences(who, texts, numbers, special, sentences))
     if not found:
         raise DataError(f"{path}: no user has a sentence; delete it and fetch again")

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
+from fl_engine.data.array_files import map_npy
 from fl_engine.data.files import require_by_hand
 from fl_engine.data.moments import moments
-from fl_engine.data.npy import mapped
 from fl_engine.tasks import Classification
 
 ABOUT = "UT-HAR, 1x250x90 maps of a Wi-Fi signal, 7 activities, 3,977 + 500; no licence stated; 854 MB, by hand"
@@ -94,7 +94,7 @@ def _array(path: Path, shape: tuple[int, ...]) -> NDArray[np.generic]:
     Raises DataError.
     """
     try:
-        found = mapped(path)
+        found = map_npy(path)
         if found.shape[:1] != shape[:1] or found.size != math.prod(shape):
             raise ValueError(f"{found.dtype} of {' x '.join(map(str, found.shape))}")
         return found.reshape(shape)

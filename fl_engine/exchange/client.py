@@ -35,7 +35,7 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.data.partition import Partition
-from fl_engine.data.rules import Ints
+from fl_engine.data.partition_rules import Ints
 from fl_engine.exchange import coding
 from fl_engine.exchange.manifest import Rejected
 from fl_engine.exchange.measuring import TrainedClient, evaluated
@@ -66,8 +66,8 @@ class Site:
     """By client, the samples that it holds out from training to evaluate on; empty: nobody does. `partition` has the
     others."""
     most: int | None = None
-    """The most samples that a client may say it holds, where the server does not know how many (`data.local`); None: it
-    knows."""
+    """The most samples that a client may report if the server does not know how many it holds (`data.local_data`);
+    None: the server knows."""
 
     def held_by(self, client: int) -> Ints:
         """The samples that a client holds out."""

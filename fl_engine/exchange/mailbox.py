@@ -29,10 +29,10 @@ from fl_engine.core.types import ClientFailure, Header, Outcome, Params, RoundPl
 from fl_engine.exchange import coding
 from fl_engine.exchange.manifest import KeyOf, Manifest, Rejected, manifest_bytes, manifest_of, packed, said_of, signed
 from fl_engine.exchange.updates import Rules, payload_bytes, update_of
-from fl_engine.storage import sums
+from fl_engine.storage import run_files
 from fl_engine.storage.overlapping import overlapped
-from fl_engine.storage.pieces import laid_out
-from fl_engine.storage.records import WAY_OUT, Record, parsed, round_folder
+from fl_engine.storage.run_files import WAY_OUT, Record, parsed, round_folder
+from fl_engine.storage.serialization import laid_out
 from fl_engine.storage.store import Store, canonical, decode, sha256, tensor_bytes
 
 log = logging.getLogger("flexfleet")
@@ -140,7 +140,7 @@ class Mailbox:
             unsaid |= set() if o.evaluates else {"evaluates"}
             value = order.model_dump_json(exclude=unsaid).encode()
             self.store.put(f"{folder}{o.client}.json", value)
-            self.order_sums[o.client] = sums.sum_of(value)
+            self.order_sums[o.client] = run_files.sum_of(value)
             names = (f"{o.client}.json", order.payload, order.memory)
             keys[o.client] = [folder + name for name in names if name is not None]
 
@@ -167,7 +167,7 @@ class Mailbox:
             if self._expected is None:
                 value = self.store.get(name)
             else:
-                value = sums.read(self.store, name, self._expected.get(client))
+                value = run_files.read_verified(self.store, name, self._expected.get(client))
             order = parsed(Order, value, self.store.uri(name))
             if (order.round, order.client, order.evaluates) != (round, client, evaluates):
                 raise IntegrityError(f"{self.store.uri(name)} is of round {order.round}, client {order.client}")

@@ -16,7 +16,7 @@ from fl_engine.core.clients import travelling
 from fl_engine.core.errors import IntegrityError, brief, printable
 from fl_engine.core.types import ClientFailure, Code, Outcome, Stage, WorkOrder
 from fl_engine.exchange import coding
-from fl_engine.storage.pieces import Pieces, laid_out, padded
+from fl_engine.storage.serialization import Pieces, laid_out, padded
 from fl_engine.storage.store import canonical, sha256
 
 MANIFEST_BYTES = 2**15

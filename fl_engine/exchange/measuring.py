@@ -15,7 +15,7 @@ from fl_engine.core.errors import ClientError, ModelError, memory_errors
 from fl_engine.core.samples import Data
 from fl_engine.core.task import Task
 from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, Outcome, Params, PoolModel, WorkOrder
-from fl_engine.data.rules import Ints
+from fl_engine.data.partition_rules import Ints
 from fl_engine.training.evaluation import evaluate, losses_of
 from fl_engine.training.local import Job
 

@@ -21,8 +21,7 @@ from fl_engine.remote.messages import (
 from fl_engine.remote.registry import Member, Registry
 from fl_engine.remote.settings import URL_S
 from fl_engine.storage.s3 import S3Store
-from fl_engine.storage.store import Store
-from fl_engine.storage.throughput import PROBE, PROBE_BYTES
+from fl_engine.storage.store import PROBE, PROBE_BYTES, Store
 from fl_engine.storage.urls import Upload, Verb
 
 

@@ -36,10 +36,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from fl_engine.core.errors import ConfigError, IntegrityError, brief, masked
 from fl_engine.core.fields import Index
-from fl_engine.data.local import FORM
-from fl_engine.storage.places import open_store
+from fl_engine.data.local_data import FORM
+from fl_engine.storage.run_files import Sum
+from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import Store, canonical
-from fl_engine.storage.sums import Sum
 from fl_engine.storage.urls import Upload, UrlStore
 from fl_engine.training.memory import Peaks
 

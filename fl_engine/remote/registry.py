@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import Device
-from fl_engine.data.local import natural
+from fl_engine.data.local_data import natural
 from fl_engine.remote.messages import Heartbeat, Hex, Name, Note, enrolled_key, short
-from fl_engine.storage.records import Record, parsed
+from fl_engine.storage.run_files import Record, parsed
 from fl_engine.storage.store import Store
 
 KEY_BYTES = 32

@@ -34,7 +34,7 @@ from fl_engine.remote.provisioner import Lost, Need, Provisioner
 from fl_engine.remote.registry import clients_of_devices
 from fl_engine.remote.workers import Held, Worker, Workers
 from fl_engine.storage.overlapping import overlapped
-from fl_engine.storage.records import round_folder
+from fl_engine.storage.run_files import round_folder
 from fl_engine.storage.store import canonical, sha256
 from fl_engine.training.memory import Peaks
 

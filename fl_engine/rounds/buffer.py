@@ -38,8 +38,8 @@ from fl_engine.rounds.flights import FOLDER, Flight
 from fl_engine.rounds.recorder import Record
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
-from fl_engine.storage.kept_files import KeptFiles
 from fl_engine.storage.store import tensor_bytes
+from fl_engine.storage.tensor_files import TensorFiles
 from fl_engine.training.evaluation import published
 
 AS_BROUGHT = "as brought/"
@@ -111,7 +111,7 @@ def check_plan(run: Run, state: Any, plan: RoundPlan, flying: Sequence[Flight]) 
 
 
 def due(
-    run: Run, state: Any, plan: RoundPlan, answers: Answers, flying: Sequence[Flight], clock: float, files: KeptFiles
+    run: Run, state: Any, plan: RoundPlan, answers: Answers, flying: Sequence[Flight], clock: float, files: TensorFiles
 ) -> Due:
     """The first updates of those that are there, old and new ones. `plan`, `answers`: of the clients that were asked in
     this round, at `clock`."""

@@ -13,7 +13,7 @@ from fl_engine.exchange.manifest import Rejected
 from fl_engine.exchange.updates import check_state
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.run import Run
-from fl_engine.storage.client_states import ClientStates
+from fl_engine.storage.tensor_files import ClientStates
 
 log = logging.getLogger("flexfleet")
 

@@ -15,7 +15,7 @@ from fl_engine.core.types import ClientFailure, Code, Outcome, RoundPlan, Stage
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.fleet.uniformity import Times
 from fl_engine.rounds.acceptance import Moved
-from fl_engine.storage.records import WAY_OUT, Record, parsed, round_folder
+from fl_engine.storage.run_files import WAY_OUT, Record, parsed, round_folder
 from fl_engine.storage.store import canonical, sha256
 
 

@@ -19,9 +19,8 @@ from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.closing import RoundMailbox
 from fl_engine.rounds.movement import Movements, size_sent
 from fl_engine.rounds.run import Run
-from fl_engine.storage.client_states import ClientStates
-from fl_engine.storage.kept_files import KeptFiles
 from fl_engine.storage.store import tensor_bytes
+from fl_engine.storage.tensor_files import ClientStates, TensorFiles
 
 log = logging.getLogger("flexfleet")
 
@@ -58,7 +57,7 @@ class Clients:
     should_stop: Callable[[], bool] = lambda: False
     states: ClientStates | None = None
     """Stores the clients' states; None: they have none."""
-    flights: KeptFiles | None = None
+    flights: TensorFiles | None = None
     """Stores updates that wait for their time; None: rounds are synchronous."""
     watcher: Watcher | None = None
     """Is shown each update that arrives."""

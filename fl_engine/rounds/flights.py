@@ -14,8 +14,8 @@ from fl_engine.core.fields import Index, NotNegative
 from fl_engine.core.types import ClientUpdate, SubmodelSpec, WorkOrder
 from fl_engine.fleet.uniformity import Times
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.kept_files import FILE, KeptFiles
-from fl_engine.storage.records import WAY_OUT, Record
+from fl_engine.storage.run_files import WAY_OUT, Record
+from fl_engine.storage.tensor_files import FILE, TensorFiles
 
 FOLDER = "flights/"
 KEY = "rounds/flying"
@@ -109,7 +109,7 @@ def _flight(w: Waiting) -> Flight:
     return Flight(order, update, w.times, w.finish, w.down, w.up, w.size, w.file)
 
 
-def check(files: KeptFiles, rest: Mapping[str, Any]) -> None:
+def check(files: TensorFiles, rest: Mapping[str, Any]) -> None:
     """Reads all files that a commit's JSON names, one at a time. Raises IntegrityError naming one that is missing or
     damaged."""
     for flight in read(rest):
@@ -119,5 +119,5 @@ def check(files: KeptFiles, rest: Mapping[str, Any]) -> None:
             raise IntegrityError(f"{error}. {WAY_OUT}") from error
 
 
-def files_in(checkpoints: Checkpoints) -> KeptFiles:
-    return KeptFiles(checkpoints, FOLDER, lambda rest: [flight.file for flight in read(rest)])
+def files_in(checkpoints: Checkpoints) -> TensorFiles:
+    return TensorFiles(checkpoints, FOLDER, lambda rest: [flight.file for flight in read(rest)])

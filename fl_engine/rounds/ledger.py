@@ -10,10 +10,9 @@ from fl_engine.exchange.updates import Rules
 from fl_engine.rounds import flights
 from fl_engine.rounds.closing import RoundMailbox
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.client_states import ClientStates
-from fl_engine.storage.kept_files import KeptFiles
 from fl_engine.storage.lease import Lease
 from fl_engine.storage.store import Store
+from fl_engine.storage.tensor_files import ClientStates, TensorFiles
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Ledger:
         return ClientStates(self.checkpoints)
 
     @cached_property
-    def flights(self) -> KeptFiles:
+    def flights(self) -> TensorFiles:
         """Updates that wait for their time, where rounds are asynchronous."""
         return flights.files_in(self.checkpoints)
 

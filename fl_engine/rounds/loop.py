@@ -30,7 +30,7 @@ from fl_engine.rounds.round import Progress, play
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Row
-from fl_engine.storage.client_states import FILES, KEY, named
+from fl_engine.storage.tensor_files import FILES, KEY, named
 from fl_engine.training.memory import resident_peak, restart_peak
 
 log = logging.getLogger("flexfleet")

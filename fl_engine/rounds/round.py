@@ -37,7 +37,7 @@ class Progress:
     clock: float = 0.0
     """Seconds that all rounds together took on the simulated clock."""
     states: Mapping[int, str] = field(default_factory=dict)
-    """By client, the file of what it keeps (`storage.client_states`)."""
+    """By client, the file of what it keeps (`storage.tensor_files`)."""
     flying: tuple[Flight, ...] = ()
     """Updates that wait for their time, where rounds are asynchronous."""
 

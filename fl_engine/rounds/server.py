@@ -14,7 +14,7 @@ from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ConfigError, Diverged
 from fl_engine.core.samples import Data
 from fl_engine.core.types import LocalTask, Params, SubmodelSpec
-from fl_engine.data.local import Unknown
+from fl_engine.data.local_data import Unknown
 from fl_engine.exchange.client import Site
 from fl_engine.training import local
 from fl_engine.training.evaluation import evaluate

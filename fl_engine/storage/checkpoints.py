@@ -30,8 +30,8 @@ from pydantic import field_validator
 from fl_engine.core.errors import IntegrityError, Stopped
 from fl_engine.core.types import Params
 from fl_engine.storage.lease import Lease
-from fl_engine.storage.pieces import Value, laid_out
-from fl_engine.storage.records import WAY_OUT, Record, json_of, parsed, round_folder
+from fl_engine.storage.run_files import WAY_OUT, Record, json_of, parsed, round_folder
+from fl_engine.storage.serialization import Value, laid_out
 from fl_engine.storage.store import Store, canonical, decode, sha256
 
 log = logging.getLogger("flexfleet")

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 
+from fl_engine.core.addresses import folder_hint, is_meant
 from fl_engine.core.errors import (
     Busy,
     ConfigError,
@@ -31,8 +32,8 @@ from fl_engine.core.errors import (
 )
 from fl_engine.storage import ending
 from fl_engine.storage.outage import waiting
-from fl_engine.storage.pieces import Value, in_parts
-from fl_engine.storage.store import check_size, sha256
+from fl_engine.storage.serialization import Value, in_parts
+from fl_engine.storage.store import FolderStore, Store, check_size, sha256
 from fl_engine.storage.urls import AT_ONCE, FIXED, READS, Upload, Verb, again, md5, whole
 
 if TYPE_CHECKING:
@@ -387,3 +388,22 @@ def _why(error: ClientError, uri: str) -> str:
     }
     hint = hints.get(code, "Check AWS_ENDPOINT_URL and the credentials")
     return f"{uri}: the server refuses {error.operation_name} with {said}. {hint}"
+
+
+def open_store(uri: str, hasty: bool = False, patience_s: float = 0.0) -> Store:
+    """`s3://bucket/prefix`, or a folder. `hasty`: does not wait long for a server that does not answer; `patience_s`:
+    waits so long for a server that is away. Raises
+    ConfigError for another address, and for a text that was meant as one: a folder of that name would be a place that
+    nobody looks at, and in a pod one that is gone with it."""
+    return S3Store(uri, hasty=hasty, patience_s=patience_s) if is_meant(uri) else FolderStore(uri)
+
+
+def check_place(name: str, uri: str | None) -> None:
+    """Raises ConfigError unless the parameter of this name says an address of a store, or nothing. Nobody is asked."""
+    if uri is not None and uri != uri.strip():
+        raise ConfigError(f"{name}: {masked(uri)!r} begins or ends with a blank, which would be a part of the address")
+    try:
+        open_store(uri or "")
+    except ConfigError:
+        got = masked(uri or "")
+        raise ConfigError(f"{name} is s3://bucket/prefix or a folder, got {got!r}{folder_hint(got)}") from None

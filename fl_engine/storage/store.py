@@ -11,6 +11,7 @@ import json
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from safetensors import SafetensorError
 
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError, TooLarge, first_line
 from fl_engine.core.types import Params
-from fl_engine.storage.pieces import Value, digest, laid_out, pieces_of
+from fl_engine.storage.serialization import Value, digest, laid_out, pieces_of
 
 TRIES = 100
 """How often a write is tried into a folder that others remove whenever it is empty."""
@@ -273,3 +274,24 @@ def decode(value: bytes, name: str) -> Params:
 def tensor_bytes(tensors: Params) -> int:
     """The bytes of these tensors, without a file's header."""
     return sum([t.nbytes for t in tensors.values()])
+
+
+PROBE = "probe"
+PROBE_BYTES = 4 * 2**20
+"""The value that goes there and back: large against what a request takes before its first byte."""
+LEAST_S, MOST_TURNS = 2.0, 8
+
+
+def bits_per_second(store: Store, key: str = PROBE, size: int = PROBE_BYTES) -> float:
+    """Writes `size` random bytes and reads them again, several times: all bits over all seconds, up and down, as the
+    simulated clock counts them. The value stays there. Raises what the store raises; IntegrityError where other bytes
+    come back."""
+    seconds, turns = 0.0, 0
+    while turns == 0 or (turns < MOST_TURNS and seconds < LEAST_S):
+        value, began = os.urandom(size), time.perf_counter()
+        store.put(key, value)
+        back = store.get(key, size)
+        seconds, turns = seconds + time.perf_counter() - began, turns + 1
+        if back != value:
+            raise IntegrityError(f"{store.uri(key)}: other bytes came back than were written")
+    return 2 * 8 * size * turns / seconds

@@ -20,7 +20,7 @@ import urllib3
 from pydantic import BaseModel, ConfigDict
 
 from fl_engine.core.errors import IntegrityError, TooLarge, Unreachable, device_hint, printable
-from fl_engine.storage.pieces import Pieces, Value, digest
+from fl_engine.storage.serialization import Pieces, Value, digest
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from fl_engine.core.samplers import Balanced
 from fl_engine.core.schedules import Cosine
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import ClientFailure, ClientUpdate, Codecs, Device, Outcome, Params, RoundPlan
-from fl_engine.data.held_out import hold_out
+from fl_engine.data.partition import hold_out
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, delivered, execute
 from fl_engine.models.small_cnn import SmallCNN

@@ -26,8 +26,8 @@ from fl_engine.exchange.updates import check_state
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
-from fl_engine.storage.client_states import named
 from fl_engine.storage.store import FolderStore
+from fl_engine.storage.tensor_files import named
 from fl_engine.testing import played
 from fl_engine.testing.played import copied
 from fl_engine.testing.tiny import (

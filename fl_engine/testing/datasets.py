@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fl_engine.core.samples import Data
-from fl_engine.data.fingerprint import fingerprint
+from fl_engine.data.transforms import fingerprint
 
 
 class DatasetSuite:

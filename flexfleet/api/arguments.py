@@ -21,7 +21,7 @@ from fl_engine.core.errors import ConfigError, nearest
 from fl_engine.core.fields import adapter
 from fl_engine.core.samples import Data
 from fl_engine.core.text import path_of
-from fl_engine.datasets import kept
+from fl_engine.datasets import stored_data
 from fl_engine.models.traced.family import ModuleFamily
 from fl_engine.tasks import TASKS
 from flexfleet.config import Config, load_config, set_path
@@ -198,7 +198,7 @@ def _dataset(value: Any, store: str) -> dict[str, Any]:
         return {"dataset.name": str(value)}
     if isinstance(value, Data):
         root = (Path(store) / OWN_DATA).resolve()
-        return {"dataset.name": kept.keep(value, root, TASKS), "dataset.root": str(root)}
+        return {"dataset.name": stored_data.store(value, root, TASKS), "dataset.root": str(root)}
     hint = ""
     if isinstance(value, tuple) or hasattr(value, "shape"):
         hint = ": flexfleet.from_arrays(x, y)"
@@ -214,10 +214,10 @@ def with_own_data(config: Config, folder: Path) -> Config:
     began, but in the store in which the run is now, as after a move of the whole store, it names these. (The data's
     name is their fingerprint, which no other samples have.)"""
     name, root = config.dataset.name, config.dataset.root
-    if not kept.is_kept(name) or (root is not None and kept.holds(Path(root), name)):
+    if not stored_data.is_stored(name) or (root is not None and stored_data.exists(Path(root), name)):
         return config
     stores = folder.parents  # more than one: a run of a comparison or a study lies deeper in its store
-    found = next((store / OWN_DATA for store in stores if kept.holds(store / OWN_DATA, name)), None)
+    found = next((store / OWN_DATA for store in stores if stored_data.exists(store / OWN_DATA, name)), None)
     if found is None:
         return config
     return config.model_copy(update={"dataset": config.dataset.model_copy(update={"root": str(found)})})
@@ -295,7 +295,7 @@ def check_reach(config: Config, jobs: int = 1) -> None:
         where = f"{jobs} processes side by side"
     if where and (own := cells(config.model_dump(mode="json"))):
         raise ConfigError(to_a_file(own[0], where))
-    if config.run.apart and kept.is_kept(config.dataset.name):
+    if config.run.apart and stored_data.is_stored(config.dataset.name):
         raise ConfigError(
             f"the data lie in {config.dataset.root} on this machine, which {where} cannot reach: put that folder "
             "where they find it (a volume, a copy), and run with dataset.root"

@@ -31,7 +31,7 @@ from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data, are_bytes
 from fl_engine.core.task import Task
 from fl_engine.data.moments import byte_statistics, moments
-from fl_engine.data.subsets import stratified
+from fl_engine.data.transforms import stratified
 from fl_engine.tasks import Classification, Regression
 from flexfleet.api.to_numpy import Array, array_of, as_int64, readable, targets_of
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fl_engine.core.errors import ConfigError, kind_of, nearest, together
 from fl_engine.core.text import check_plain, in_line, write_yaml
-from fl_engine.storage.places import check_place
+from fl_engine.storage.s3 import check_place
 from flexfleet.config import Config, pair_of, parse, public, set_path
 from flexfleet.config.comparison_runs import Entry, by_label, entries, labels_of, seeds_of
 from flexfleet.config.form_fields import LISTED, REMOTE, SHORT, STUDY, no_passwords, place, platform_uri

@@ -11,7 +11,7 @@ from typing import Any
 
 from fl_engine.core.registry import resolve
 from fl_engine.core.text import check_plain
-from fl_engine.datasets import kept
+from fl_engine.datasets import stored_data
 from fl_engine.storage import code
 from fl_engine.storage.store import sha256
 from flexfleet.config.schema import Config
@@ -33,7 +33,7 @@ def _names(value: Any, key: str = "") -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _names(each, key)
-    elif isinstance(value, str) and key in ("name", "objective", "optimizer") and not kept.is_kept(value):
+    elif isinstance(value, str) and key in ("name", "objective", "optimizer") and not stored_data.is_stored(value):
         module, sign, attribute = value.partition(":")
         if sign and attribute.isidentifier() and all(part.isidentifier() for part in module.split(".")):
             yield value

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError
-from fl_engine.storage.places import open_store
+from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import FolderStore, Store
 from flexfleet.config import Config
 from flexfleet.config.comparison_runs import Entry

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import ConfigError, IntegrityError
-from fl_engine.data.local import LOCAL
+from fl_engine.data.local_data import LOCAL
 from flexfleet.config import Config
 from flexfleet.config.comparison_runs import Entry
 from flexfleet.config.form import hand_over

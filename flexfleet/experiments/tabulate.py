@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fl_engine.datasets import kept
+from fl_engine.datasets import stored_data
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config
@@ -71,7 +71,7 @@ def tabulate(
 
 def called(entries: Sequence[Entry]) -> dict[str, str]:
     names = {(e.config.dataset.name, e.config.dataset.root) for e in entries}
-    return {name: said for name, root in names if (said := kept.called(name, root)) != name}
+    return {name: said for name, root in names if (said := stored_data.display_name(name, root)) != name}
 
 
 def title(c: Comparison) -> str:

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, Stopped
-from fl_engine.data.fingerprint import fingerprint
+from fl_engine.data.transforms import fingerprint
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.places import open_store
+from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.config import Config, algorithm, flatten
 from flexfleet.config.comparison_runs import Entry, folder_of, varied

@@ -25,7 +25,7 @@ from fl_engine.core.fields import LeavesOut
 from fl_engine.core.types import Codecs, Params, Pool, PoolModel, SubmodelSpec
 from fl_engine.preparation.apoz import ApozLayer, ApozScores
 from fl_engine.storage.checkpoints import Row
-from fl_engine.storage.pieces import Pieces
+from fl_engine.storage.serialization import Pieces
 from fl_engine.storage.store import FolderStore, at_once, decode, sha256
 from fl_engine.training.evaluation import OWNERS
 

@@ -95,7 +95,7 @@ def _ledgers(store_uri: str, name: str, cases: Sequence[str] | None) -> Look | N
     if "://" not in store_uri and not (Path(store_uri).is_absolute() and Path(store_uri).is_dir()):
         return None
     from fl_engine.storage.checkpoints import Checkpoints
-    from fl_engine.storage.places import open_store
+    from fl_engine.storage.s3 import open_store
     from fl_engine.storage.store import Store
 
     store: Store = open_store(store_uri)

@@ -29,8 +29,8 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityErro
 from fl_engine.core.fields import Moves
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, Adam, LocalTask, Params
-from fl_engine.data.fingerprint import fingerprint
-from fl_engine.data.local import LOCAL
+from fl_engine.data.local_data import LOCAL
+from fl_engine.data.transforms import fingerprint
 from fl_engine.models.build import build_model
 from fl_engine.rounds.loop import AUTO_COMMIT_S, told_how_to_go_on
 from fl_engine.storage.checkpoints import Checkpoints, Row

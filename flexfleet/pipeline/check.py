@@ -29,8 +29,7 @@ from fl_engine.rounds import at_clients, buffer
 from fl_engine.rounds.checks import check_begun
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
-from fl_engine.storage.places import check_place
-from fl_engine.storage.s3 import endpoint_of, http_address
+from fl_engine.storage.s3 import check_place, endpoint_of, http_address
 from fl_engine.training import user_code
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import settled

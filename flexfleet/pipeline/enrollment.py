@@ -12,8 +12,7 @@ from fl_engine.core.errors import ConfigError, IntegrityError, nearest, printabl
 from fl_engine.remote.mailboxes import Mailboxes
 from fl_engine.remote.registry import Registry
 from fl_engine.storage import probe
-from fl_engine.storage.places import open_store
-from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.s3 import S3Store, open_store
 from fl_engine.storage.store import FolderStore, Store
 from flexfleet.config import Config
 from flexfleet.pipeline import keys

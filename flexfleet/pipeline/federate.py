@@ -13,7 +13,7 @@ from fl_engine.aggregation import privacy
 from fl_engine.backends import BACKENDS, Remote, Surroundings
 from fl_engine.core.contracts import Backend, Tracker, Watcher
 from fl_engine.core.errors import IntegrityError, Replaced
-from fl_engine.data.local import FORM, Form
+from fl_engine.data.local_data import FORM, Form
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.manifest import key_of
 from fl_engine.remote.kubernetes.provisioner import check_reach
@@ -23,9 +23,9 @@ from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.storage import lease
 from fl_engine.storage.code import Wheel, store_key
-from fl_engine.storage.pieces import laid_out
+from fl_engine.storage.run_files import sum_of
+from fl_engine.storage.serialization import laid_out
 from fl_engine.storage.store import FolderStore, Store, sha256
-from fl_engine.storage.sums import sum_of
 from fl_engine.training.evaluation import published
 from fl_engine.training.numerics import describe, describe_noise, differing
 from flexfleet import config as configs

@@ -23,11 +23,11 @@ from fl_engine.core.errors import PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.data import clusters, npy
-from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.label_noise import likely_mistakes, made_wrong
 from fl_engine.data.partition import Partition
+from fl_engine.data.partition_rules import Ints
 from fl_engine.data.partitioning import BY_LABEL
-from fl_engine.data.rules import Ints
+from fl_engine.data.transforms import fingerprint
 from fl_engine.models.build import build_model
 from fl_engine.preparation import confusion
 from fl_engine.preparation.confusion import Confusion, measure_confusion

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import DataError, PartitionError
-from fl_engine.data import heat_map, local, partition_files, partitioning
-from fl_engine.data.fingerprint import fingerprint
-from fl_engine.data.held_out import hold_out
-from fl_engine.data.manual import owners
-from fl_engine.data.partition import Partition
-from fl_engine.data.rules import Ints
+from fl_engine.data import heat_map, local_data, partition_files, partitioning
+from fl_engine.data.partition import Partition, hold_out
+from fl_engine.data.partition_files import read_map
+from fl_engine.data.partition_rules import Ints
+from fl_engine.data.transforms import fingerprint
 from fl_engine.exchange.client import Site
 from fl_engine.rounds.server import LazyServer, ServerSite
 from fl_engine.storage.store import canonical, sha256
@@ -38,7 +37,7 @@ def partition(resolved: Resolved, out: Path) -> Path:
             config.partition.rule,
         )
     parts = cut(resolved)
-    if parts.rule == local.LOCAL:
+    if parts.rule == local_data.LOCAL:
         return partition_files.save(parts, out)
     if parts.clusters is not None:
         keep_clusters(resolved.config, resolved.data, parts.clusters)
@@ -52,15 +51,15 @@ def partition(resolved: Resolved, out: Path) -> Path:
 def cut(resolved: Resolved) -> Partition:
     """The configured partition of the data, without the noise. Raises PartitionError if it is impossible."""
     p = resolved.config.partition
-    if p.rule == local.LOCAL:
-        return local.of_server(resolved.data, p.clients, cut_seed(resolved.config))
+    if p.rule == local_data.LOCAL:
+        return local_data.of_server(resolved.data, p.clients, cut_seed(resolved.config))
     if p.proxy_shared and resolved.config.noise.labels:
         raise PartitionError(
             "partition.proxy_shared gives clients the proxy's samples, and with noise.labels = "
             f"{resolved.config.noise.labels:g} these would have two labels, a wrong one there and the right one on the "
             "server: set partition.proxy_shared=false, or noise.labels=0"
         )
-    owner = owners(Path(p.map), len(resolved.data.train_y)) if p.rule == "manual" and p.map is not None else None
+    owner = read_map(Path(p.map), len(resolved.data.train_y)) if p.rule == "manual" and p.map is not None else None
     return partitioning.partition(
         resolved.data,
         p.rule,
@@ -85,7 +84,7 @@ def site_of(resolved: Resolved, parts: Partition) -> Site:
 
 def most_of(config: Config) -> int | None:
     """The most samples that a client may say it holds; None: the server knows how many."""
-    return config.partition.most if config.partition.rule == local.LOCAL else None
+    return config.partition.most if config.partition.rule == local_data.LOCAL else None
 
 
 def reads(config: Config, root: str | None) -> Config:
@@ -100,16 +99,16 @@ def simulated(resolved: Resolved, site: Site) -> Site:
     it is where their data are not their own, or are on other machines. Raises DataError and PartitionError."""
     config = resolved.config
     p = config.partition
-    if p.rule != local.LOCAL or p.folders is None or config.run.apart:
+    if p.rule != local_data.LOCAL or p.folders is None or config.run.apart:
         return site
-    form, parts = local.Form.of(site.data), []
-    for folder in local.folders(Path(p.folders), p.clients):
+    form, parts = local_data.Form.of(site.data), []
+    for folder in local_data.folders(Path(p.folders), p.clients):
         try:
             own = Resolved(reads(config, str(folder)), resolved.algorithm).data
         except DataError as error:
             raise DataError(str(error) if str(folder) in str(error) else f"{folder}: {error}") from error
         parts.append(form.normalises(own, str(folder), p.most))
-    data, partition = local.joined(site.data, site.partition, parts)
+    data, partition = local_data.joined(site.data, site.partition, parts)
     partition, held = held_out(config, partition)
     return replace(site, data=data, partition=partition, held=held)
 

@@ -24,7 +24,7 @@ from fl_engine.core.errors import (
     masked,
     together,
 )
-from fl_engine.storage.places import check_place, open_store
+from fl_engine.storage.s3 import check_place, open_store
 from flexfleet.config.form_fields import no_passwords, place, platform_store, platform_uri
 from flexfleet.config.schema import Config
 from flexfleet.tracking import databases

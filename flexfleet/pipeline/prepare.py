@@ -29,8 +29,8 @@ from fl_engine.core.samples import Data
 from fl_engine.core.slicing import made_up
 from fl_engine.core.task import check_ready, has_boxes, has_sequences
 from fl_engine.core.types import FULL, HEAD, Params
-from fl_engine.data.rules import Ints
-from fl_engine.datasets import DATASETS, kept, pad, source_of, subset
+from fl_engine.data.partition_rules import Ints
+from fl_engine.datasets import DATASETS, pad, source_of, stored_data, subset
 from fl_engine.models.build import build_model, model_kind
 from fl_engine.models.traced.family import ModuleFamily
 from fl_engine.preparation import assumed
@@ -194,8 +194,8 @@ def _found(config: Config) -> Data:
     """The data set as it was published, or given. Raises DataError where a reader of one's own fails,
     EnvironmentFailure where the system does and names no file."""
     name, root = config.dataset.name, data_repository.folder_of(config.dataset.root)
-    if kept.is_kept(name):
-        return kept.read(root, name, TASKS)
+    if stored_data.is_stored(name):
+        return stored_data.read(root, name, TASKS)
     source = source_of(name)
     try:
         found: Any = source.load(root)

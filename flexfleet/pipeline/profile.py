@@ -21,9 +21,8 @@ from fl_engine.core.text import write_yaml
 from fl_engine.core.types import Pool
 from fl_engine.fleet.devices import Tier
 from fl_engine.remote.messages import Invitation
-from fl_engine.storage.places import open_store
-from fl_engine.storage.store import FolderStore
-from fl_engine.storage.throughput import PROBE, bits_per_second
+from fl_engine.storage.s3 import open_store
+from fl_engine.storage.store import PROBE, FolderStore, bits_per_second
 from fl_engine.storage.urls import UrlStore
 from fl_engine.training import cgroup, memory, pace, power
 from fl_engine.training.memory import Peaks, Trial

@@ -14,7 +14,7 @@ from fl_engine.models.build import INIT
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.loop import check_end
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.places import open_store
+from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import FolderStore, Store, encode, sha256
 from fl_engine.training.numerics import differing
 from flexfleet import config as configs

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fl_engine.core.errors import Busy, ConfigError, FlexfleetError, Unreachable
 from fl_engine.storage.checkpoints import Checkpoints, Row
-from fl_engine.storage.places import open_store
+from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import FolderStore
 from flexfleet import config as configs
 from flexfleet.config import Config

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fl_engine.data.rules import Ints
+from fl_engine.data.partition_rules import Ints
 
 MOST_POINTS = 1000
 """The most points that are drawn of a curve. A longer one is cut into half as many parts, and the lowest and the

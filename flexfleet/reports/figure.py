@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from fl_engine.core.errors import EnvironmentFailure
-from fl_engine.data import figures
+from fl_engine.data import heat_map
 
 LABEL_CHARS = 48
 LINE_CHARS = 78 / 6.4
@@ -62,7 +62,7 @@ def drawing(name: str, alt: str, height: float, paint: Callable[[Any], None], wi
         figure = Figure(figsize=(width, height), layout="constrained")
         paint(figure)
         out = io.StringIO()
-        figures.save(figure, out, "svg")
+        heat_map.save_figure(figure, out, "svg")
     return inline(out.getvalue(), name, alt)
 
 

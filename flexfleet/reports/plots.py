@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fl_engine.data import figures, heat_map
+from fl_engine.data import heat_map
 from fl_engine.rounds.at_clients import PREFIX
 from fl_engine.storage.checkpoints import Row
 from flexfleet.files.artifacts import Apoz, PoolFile
@@ -359,7 +359,7 @@ def partition_map(counts: Sequence[Sequence[int]], name: str = "partition", labe
     """Label x client heat map; `counts` has a row for each label and a column for each client."""
     with style(PLAIN):
         out = io.StringIO()
-        figures.save(heat_map.heat_map(np.array(counts, dtype=np.int64), label), out, "svg")
+        heat_map.save_figure(heat_map.heat_map(np.array(counts, dtype=np.int64), label), out, "svg")
         return inline(out.getvalue(), name, f"How many samples of each {label} each client holds")
 
 

@@ -22,7 +22,7 @@ from fl_engine.core.errors import ConfigError, IntegrityError, brief, masked
 from fl_engine.core.fields import Moves
 from fl_engine.core.text import path_of
 from fl_engine.data.partition_files import Manifest, read_manifest
-from fl_engine.datasets import kept
+from fl_engine.datasets import stored_data
 from fl_engine.models.onnx_comparison import Precisions
 from fl_engine.rounds.at_clients import PREFIX
 from fl_engine.rounds.phases import means, waste
@@ -104,7 +104,7 @@ class Run:
     @property
     def dataset(self) -> str:
         """What a person calls the data."""
-        return kept.called(str(self.config.get("dataset.name", "?")), self.config.get("dataset.root"))
+        return stored_data.display_name(str(self.config.get("dataset.name", "?")), self.config.get("dataset.root"))
 
     @property
     def measure(self) -> Measure:

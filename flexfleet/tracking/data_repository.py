@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fl_engine.core.errors import DataError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
+from fl_engine.data.array_cache import INDEX, Seen, seen
 from fl_engine.data.files import replacing
-from fl_engine.data.packs import INDEX, Seen, seen
 from fl_engine.datasets import data_root
 from flexfleet.files.made_once import Taken, made_once
 from flexfleet.tracking.versioned import checksum, md5

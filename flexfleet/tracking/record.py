@@ -26,7 +26,7 @@ from urllib.parse import quote
 import fl_engine
 import flexfleet
 from fl_engine.core.errors import ConfigError, masked
-from fl_engine.datasets import kept
+from fl_engine.datasets import stored_data
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.config import Config
 from flexfleet.files.artifacts import RunFile
@@ -43,9 +43,9 @@ def experiment(config: Config, at: Platform | None = None) -> str:
     fingerprint behind their name, which others may have too."""
     c = config
     given = c.tracking.experiment or (at.experiment if at else None)
-    data = kept.called(c.dataset.name, c.dataset.root)
+    data = stored_data.display_name(c.dataset.name, c.dataset.root)
     if data != c.dataset.name:
-        data = f"{data}-{c.dataset.name.removeprefix(kept.PREFIX)[:8]}"
+        data = f"{data}-{c.dataset.name.removeprefix(stored_data.PREFIX)[:8]}"
     return given or f"{data}-{c.model['name']}-{c.partition.rule}"
 
 
@@ -281,7 +281,7 @@ def _ui(config: Config) -> str:
 def card(config: Config, run_id: str, store_uri: str) -> str:
     """Markdown: what has begun, and where to see it."""
     c, at = config, masked(config.tracking.ui or config.tracking.mlflow or "")
-    data = kept.called(c.dataset.name, c.dataset.root)
+    data = stored_data.display_name(c.dataset.name, c.dataset.root)
     tracked = f"{at} (the task of the federated rounds begins the run)"
     if c.tracking.mlflow is None:
         tracked = "off: no `mlflow_uri`, and none of Kubeflow's"

@@ -23,8 +23,7 @@ import yaml
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
 from fl_engine.core.system import hashed
 from fl_engine.core.text import read_yaml
-from fl_engine.storage.places import check_place
-from fl_engine.storage.s3 import setting
+from fl_engine.storage.s3 import check_place, setting
 
 LIST = ".dir"
 """How the sum of a folder, which is that of the list of its files, ends in DVC."""

@@ -18,13 +18,13 @@ from fl_engine.core.allowed import check_wheel
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief, masked
 from fl_engine.core.types import Outcome, Pool, RoundPlan
-from fl_engine.data import local, partition_files
+from fl_engine.data import local_data, partition_files
 from fl_engine.data.partition import as_told
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, accept_all, train
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.remote.messages import Assignment, Lease, result_key, site_files
-from fl_engine.storage import code, sums
+from fl_engine.storage import code, run_files
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.store import Store, tensor_bytes
 from fl_engine.training import memory
@@ -122,7 +122,7 @@ def _carry_out(
 def _prepared(given: Assignment, store: Store, pod: bool) -> Prepared:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "run.json").write_bytes(sums.read(store, "site/run.json", given.site.get("run.json")))
+        (folder / "run.json").write_bytes(run_files.read_verified(store, "site/run.json", given.site.get("run.json")))
         run = RunFile.read(folder / "run.json")
         _import_code(given, run, store, pod)
         stored_config, algorithm = configs.parse_with_algorithm(own_code.stored(run), stored=not pod)
@@ -130,15 +130,17 @@ def _prepared(given: Assignment, store: Store, pod: bool) -> Prepared:
         config, most = resolved.config, most_of(resolved.config)
         for file in site_files(most is not None):
             if file != "run.json":
-                (folder / file).write_bytes(sums.read(store, f"site/{file}", given.site.get(file)))
+                (folder / file).write_bytes(run_files.read_verified(store, f"site/{file}", given.site.get(file)))
         if most is None:
             parts = partition_files.load(folder, resolved.data)
             data = as_told(resolved.data, parts)
         else:
             if "FLEXFLEET_DATA" not in os.environ:
                 raise ClientError("clients of this run have their own data: set FLEXFLEET_DATA to this device's folder")
-            data = local.Form.read(folder / local.FORM).normalises(resolved.data, "this device's folder", most)
-            parts = local.of_client(data, config.partition.clients, given.clients[0])
+            data = local_data.Form.read(folder / local_data.FORM).normalises(
+                resolved.data, "this device's folder", most
+            )
+            parts = local_data.of_client(data, config.partition.clients, given.clients[0])
         parts, held = held_out(config, parts)
         pool = PoolFile.read(folder / "pool.json").pool()
     numerics = _numerics(run)

@@ -37,7 +37,7 @@ from fl_engine.remote.messages import (
     read_message,
     short,
 )
-from fl_engine.storage.places import open_store
+from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256
 from fl_engine.storage.urls import Upload, UrlStore, patient_pool, why
 

@@ -18,7 +18,7 @@ from fl_engine.remote.kubernetes import jobs, status
 from fl_engine.remote.kubernetes.cluster import Cluster
 from fl_engine.rounds.run import Run
 from fl_engine.storage.checkpoints import Checkpoints, Row
-from fl_engine.storage.places import open_store
+from fl_engine.storage.s3 import open_store
 from fl_engine.training.memory import Peaks
 from flexfleet.config import Config, load_config
 

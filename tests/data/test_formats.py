@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
-from fl_engine.data import downloads, files, subsets
+from fl_engine.data import downloads, files, transforms
 from fl_engine.data.downloads import Remote
 from fl_engine.datasets import DATASETS, cifar10, data_root, digits, fashion_mnist, fingerprint, pad, subset
 from fl_engine.tasks import Classification
@@ -479,7 +479,7 @@ def test_subset_is_a_function_of_the_seed() -> None:
 
 def test_subset_rounds_by_largest_remainder() -> None:
     labels = np.array([0] * 5 + [1] * 3 + [2] * 2)
-    chosen = subsets.stratified(labels, 4, np.random.default_rng(0))
+    chosen = transforms.stratified(labels, 4, np.random.default_rng(0))
     assert np.bincount(labels[chosen]).tolist() == [2, 1, 1]  # 2.0, 1.2, 0.8
 
 

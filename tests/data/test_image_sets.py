@@ -20,8 +20,8 @@ from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data import moments
 from fl_engine.data.downloads import Remote
-from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.moments import byte_statistics
+from fl_engine.data.transforms import fingerprint
 from fl_engine.datasets import cifar100, data_root, emnist, femnist, mnist, tiny_imagenet
 from fl_engine.testing.datasets import DatasetSuite
 from tests.data import made

@@ -15,9 +15,8 @@ import torch
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.moments import moments
-from fl_engine.data.subsets import random_split
+from fl_engine.data.transforms import fingerprint, random_split
 from fl_engine.datasets import DATASETS, aep, casas, data_root, epic_sounds, uthar, visdrone, widar, wisdm
 from fl_engine.tasks import Regression
 from fl_engine.testing.datasets import DatasetSuite

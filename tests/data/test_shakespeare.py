@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.downloads import Remote
-from fl_engine.data.fingerprint import fingerprint
+from fl_engine.data.transforms import fingerprint
 from fl_engine.datasets import DATASETS, data_root, shakespeare
 from fl_engine.tasks import NextToken
 from tests.data import made

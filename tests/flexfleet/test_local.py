@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fl_engine.core.errors import ClientError, ConfigError, IntegrityError
-from fl_engine.data.local import FORM
+from fl_engine.data.local_data import FORM
 from fl_engine.datasets import digits
 from fl_engine.fleet.devices import fleet
 from fl_engine.remote.messages import Lease

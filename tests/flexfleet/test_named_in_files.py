@@ -23,7 +23,7 @@ from fl_engine.core.allowed import ALLOWED
 from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError
 from fl_engine.core.registry import resolve
 from fl_engine.core.types import FULL
-from fl_engine.datasets import kept
+from fl_engine.datasets import stored_data
 from fl_engine.models import export
 from fl_engine.preparation import preparation
 from fl_engine.storage import code
@@ -79,7 +79,7 @@ def data() -> Any:
 
 @pytest.mark.parametrize("name", [*CALLABLES, f"{NAME}:Task"])
 def test_task_in_data_json_is_not_called(name: str, tmp_path: Path, flexfleet: Any, quiet: Any) -> None:
-    named = kept.keep(data(), tmp_path / "data", TASKS)
+    named = stored_data.store(data(), tmp_path / "data", TASKS)
     change(tmp_path / "data" / named.removeprefix("sha256:") / "data.json", ["task"], {"name": name, "command": "x"})
     done = flexfleet("check", sets=[f"dataset.name={named}", f"dataset.root={tmp_path / 'data'}"])
     assert done.code == 2
@@ -218,13 +218,13 @@ def net():
 def test_own_task_works_once_its_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f"{NAME}.py").write_text(OWN)
     module = importlib.import_module(NAME)
-    named = kept.keep(replace(data(), task=module.Task(4)), tmp_path / "data", TASKS)
-    assert type(kept.read(tmp_path / "data", named, TASKS).task) is module.Task
+    named = stored_data.store(replace(data(), task=module.Task(4)), tmp_path / "data", TASKS)
+    assert type(stored_data.read(tmp_path / "data", named, TASKS).task) is module.Task
     sys.modules.pop(NAME)
     with pytest.raises(ConfigError):
-        kept.read(tmp_path / "data", named, TASKS)
+        stored_data.read(tmp_path / "data", named, TASKS)
     monkeypatch.setenv(ALLOWED, NAME)
-    assert type(kept.read(tmp_path / "data", named, TASKS).task).__name__ == "Task"
+    assert type(stored_data.read(tmp_path / "data", named, TASKS).task).__name__ == "Task"
 
 
 def test_own_network_loads_once_its_module_is_imported(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.core.errors import ConfigError, PartitionError, holds_password
 from fl_engine.core.text import in_line, read_yaml, write_yaml
-from fl_engine.storage.places import check_place, open_store
+from fl_engine.storage.s3 import check_place, open_store
 from flexfleet.config import Config, flatten, load_config, pair_of, parse
 from flexfleet.config.form import (
     MOST_RUNS,

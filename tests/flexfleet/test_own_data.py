@@ -16,8 +16,8 @@ from PIL import Image
 import flexfleet as ff
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.samples import Data
-from fl_engine.data.fingerprint import fingerprint
-from fl_engine.datasets import kept
+from fl_engine.data.transforms import fingerprint
+from fl_engine.datasets import stored_data
 from fl_engine.tasks import TASKS, Classification, Regression
 from flexfleet.config import parse
 from flexfleet.config.sources import named
@@ -442,7 +442,7 @@ def test_labels_that_are_ids_become_classes_with_names(ids: tuple[int, ...], cap
 def test_ids_are_kept_with_the_data_and_numbers_stay_numbers(tmp_path: Path) -> None:
     data = ff.from_arrays(NUMBERS, np.array([5, 9, -7])[LABELS])
     named = Classification(3, names=("-7", "5", "9"))
-    assert kept.read(tmp_path, kept.keep(data, tmp_path, TASKS), TASKS).task == named
+    assert stored_data.read(tmp_path, stored_data.store(data, tmp_path, TASKS), TASKS).task == named
     assert fingerprint(data) != fingerprint(replace(data, task=Classification(3)))
     numbers = ff.from_arrays(NUMBERS, np.array([1e6, -7.0, 9.0])[LABELS])
     assert numbers.task == Regression(1) and set(numbers.train_y.flatten().tolist()) == {1e6, -7.0, 9.0}
@@ -499,7 +499,7 @@ def test_a_partition_that_passes_over_the_clients_of_the_data_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = ff.from_clients([(NUMBERS, LABELS), (NUMBERS, LABELS)])
-    name, root = kept.keep(data, tmp_path, TASKS), str(tmp_path)
+    name, root = stored_data.store(data, tmp_path, TASKS), str(tmp_path)
     for rule, told in (("iid", 1), ("natural", 0)):
         caplog.clear()
         values = {"dataset": {"name": name, "root": root}, "partition": {"clients": 2, "rule": rule, "minimum": 2}}
@@ -517,54 +517,58 @@ def test_clients_whose_samples_are_all_held_out_are_told(caplog: pytest.LogCaptu
 # ------------------------------------------------------------------------------------------------------------ kept
 def test_data_are_kept_once_and_read_back_whole(tmp_path: Path) -> None:
     data = ff.from_clients([(BYTES, LABELS), (BYTES, LABELS)])
-    name = kept.keep(data, tmp_path, TASKS)
+    name = stored_data.store(data, tmp_path, TASKS)
     (folder,) = tmp_path.iterdir()
-    before = (folder / kept.TENSORS).stat().st_mtime_ns
-    assert kept.keep(data, tmp_path, TASKS) == name and (folder / kept.TENSORS).stat().st_mtime_ns == before
-    back = kept.read(tmp_path, name, TASKS)
+    before = (folder / stored_data.TENSORS).stat().st_mtime_ns
+    assert (
+        stored_data.store(data, tmp_path, TASKS) == name and (folder / stored_data.TENSORS).stat().st_mtime_ns == before
+    )
+    back = stored_data.read(tmp_path, name, TASKS)
     assert back.natural_client is not None and torch.equal(back.natural_client, data.natural_client)  # type: ignore[arg-type]
     assert (back.name, back.task, back.mean, back.std) == (data.name, data.task, data.mean, data.std)
     with pytest.raises(ff.DataError, match="does not exist: these are data that were given in Python"):
-        kept.read(tmp_path / "elsewhere", name, TASKS)
+        stored_data.read(tmp_path / "elsewhere", name, TASKS)
     with pytest.raises(ff.ConfigError, match="64 digits"):
-        kept.read(tmp_path, "sha256:../../etc", TASKS)
-    about = json.loads((folder / kept.ABOUT).read_text())
-    (folder / kept.ABOUT).write_text(json.dumps({**about, "mean": [0.9]}))
+        stored_data.read(tmp_path, "sha256:../../etc", TASKS)
+    about = json.loads((folder / stored_data.ABOUT).read_text())
+    (folder / stored_data.ABOUT).write_text(json.dumps({**about, "mean": [0.9]}))
     with pytest.raises(IntegrityError, match="is damaged"):
-        kept.read(tmp_path, name, TASKS)
+        stored_data.read(tmp_path, name, TASKS)
     for text in ("[]", "[" * 100_000, *(json.dumps({**about, "task": task}) for task in (None, [], {"name": None}))):
-        (folder / kept.ABOUT).write_text(text)
+        (folder / stored_data.ABOUT).write_text(text)
         with pytest.raises(IntegrityError, match="holds no data"):
-            kept.read(tmp_path, name, TASKS)
+            stored_data.read(tmp_path, name, TASKS)
 
 
 def test_equal_arrays_with_another_task_or_name_are_other_data(tmp_path: Path) -> None:
     first = Data("first", Classification(10), *[torch.arange(40.0).view(20, 2), torch.arange(20) % 10] * 2)
     second, third = replace(first, name="second", task=Classification(10, top5=True)), replace(first, name="third")
-    names = [kept.keep(data, tmp_path, TASKS) for data in (first, second, third)]
-    assert len(set(names)) == 3 and names == [kept.keep(data, tmp_path, TASKS) for data in (first, second, third)]
+    names = [stored_data.store(data, tmp_path, TASKS) for data in (first, second, third)]
+    assert len(set(names)) == 3 and names == [
+        stored_data.store(data, tmp_path, TASKS) for data in (first, second, third)
+    ]
     assert names[0] == f"sha256:{fingerprint(first)}", "as ever"
     for name, data in zip(names, (first, second, third), strict=True):
-        assert kept.is_kept(name)
-        back = kept.read(tmp_path, name, TASKS)
+        assert stored_data.is_stored(name)
+        back = stored_data.read(tmp_path, name, TASKS)
         assert (back.name, back.task) == (data.name, data.task) and fingerprint(back) == fingerprint(first)
     with pytest.raises(ff.ConfigError, match="64 digits"):
-        kept.read(tmp_path, f"{names[1]}/..", TASKS)
+        stored_data.read(tmp_path, f"{names[1]}/..", TASKS)
 
 
 def test_data_that_an_earlier_version_kept_are_the_same_data(tmp_path: Path) -> None:
     """Whose task had fewer options."""
     data = ff.from_arrays(NUMBERS, LABELS)
-    name = kept.keep(data, tmp_path, TASKS)
-    path = tmp_path / name.removeprefix(kept.PREFIX) / kept.ABOUT
+    name = stored_data.store(data, tmp_path, TASKS)
+    path = tmp_path / name.removeprefix(stored_data.PREFIX) / stored_data.ABOUT
     about = json.loads(path.read_text())
     del about["task"]["top5"]
     path.write_text(json.dumps(about, indent=1))
-    assert kept.keep(data, tmp_path, TASKS) == name
+    assert stored_data.store(data, tmp_path, TASKS) == name
     path.write_text("damaged")
-    assert kept.keep(data, tmp_path, TASKS) == name
+    assert stored_data.store(data, tmp_path, TASKS) == name
     with pytest.raises(IntegrityError, match="holds no data"):
-        kept.read(tmp_path, name, TASKS)
+        stored_data.read(tmp_path, name, TASKS)
 
 
 def test_a_second_run_of_equal_arrays_measures_what_its_own_task_does(
@@ -643,7 +647,7 @@ def test_people_read_the_name_that_data_were_given_with(tmp_path: Path, monkeypa
     assert "<h1>both: small_cnn on my digits, 3 clients" in page and "<h1>my digits · small_cnn</h1>" in report
     assert "fedavg on my digits (3 classes" in report
     config = parse(json.loads((found.folder / "fedavg-s0/run.json").read_text())["config"])
-    digits = config.dataset.name.removeprefix(kept.PREFIX)[:8]
+    digits = config.dataset.name.removeprefix(stored_data.PREFIX)[:8]
     assert name_of(config) == f"my-digits-{digits}-small_cnn-dirichlet-fedavg"
     (tmp_path / "runs").rename(tmp_path / "moved")
     assert experiment(config) == f"{config.dataset.name}-small_cnn-dirichlet", "its name is not known any more"

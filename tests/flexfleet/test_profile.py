@@ -18,7 +18,7 @@ from fl_engine.core.text import read_yaml
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier, simulated_seconds
 from fl_engine.remote.messages import Invitation, Probe
-from fl_engine.storage import throughput
+from fl_engine.storage import store as stores
 from fl_engine.storage.urls import Upload
 from fl_engine.training import memory, pace
 from fl_engine.training.memory import Trial
@@ -244,9 +244,9 @@ class Slow(MemoryStore):
 def test_bandwidth_is_all_bits_over_all_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 million bits there in 1 s and back in 3 s: 4 million a second."""
     store = Slow()
-    monkeypatch.setattr(throughput, "time", store)
-    assert throughput.bits_per_second(store, size=10**6) == pytest.approx(4e6)
+    monkeypatch.setattr(stores, "time", store)
+    assert stores.bits_per_second(store, size=10**6) == pytest.approx(4e6)
     assert len(store.files["probe"]) == 10**6
     monkeypatch.setattr(MemoryStore, "get", lambda *_: b"x")
     with pytest.raises(IntegrityError, match="other bytes came back"):
-        throughput.bits_per_second(store)
+        stores.bits_per_second(store)

@@ -22,8 +22,8 @@ from fl_engine.remote.mailboxes import Mailboxes
 from fl_engine.remote.messages import HEARTBEAT, MESSAGE, Assignment, Heartbeat, Lease, Message
 from fl_engine.remote.registry import Registry
 from fl_engine.storage import code
+from fl_engine.storage.run_files import sum_of
 from fl_engine.storage.store import FolderStore
-from fl_engine.storage.sums import sum_of
 from fl_engine.training import cgroup
 from flexfleet.cli.main import dispatch
 from flexfleet.files.artifacts import RunFile

@@ -22,8 +22,8 @@ from hypothesis.strategies import SearchStrategy
 
 from fl_engine.core.errors import ClientError, EnvironmentFailure, IntegrityError
 from fl_engine.remote.messages import Assignment
+from fl_engine.storage.run_files import sum_of
 from fl_engine.storage.store import FolderStore
-from fl_engine.storage.sums import sum_of
 from flexfleet.cli import main as cli
 from flexfleet.config import Config, flatten
 from flexfleet.experiments import regress as regress_module

@@ -17,7 +17,7 @@ from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
 from fl_engine.data.downloads import extract
 from fl_engine.data.files import read
-from fl_engine.data.formats import parse_idx
+from fl_engine.data.image_files import parse_idx
 from fl_engine.datasets import cifar10, digits, fashion_mnist
 from fl_engine.storage.store import sha256
 from tests.fuzz.mutations import answer, damaged, law

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fl_engine.core.errors import PartitionError
 from fl_engine.data.clusters import features_of
-from fl_engine.data.manual import owners
+from fl_engine.data.partition_files import read_map
 from tests.fuzz.mutations import answer, damaged, json_like, law
 
 SAMPLES = 12
@@ -23,7 +23,7 @@ MAP = {"clients": [[0, 3, 6, 9], [1, 4], [2, 5, 7, 8, 10, 11]]}
 def test_a_map_says_whose_each_sample_is(tmp_path: Path) -> None:
     path = tmp_path / "map.json"
     path.write_text(json.dumps(MAP))
-    assert owners(path, SAMPLES).tolist() == [0, 1, 2, 0, 1, 2, 0, 2, 2, 0, 2, 2]
+    assert read_map(path, SAMPLES).tolist() == [0, 1, 2, 0, 1, 2, 0, 2, 2, 0, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ def test_what_is_no_map_is_told_in_a_line(text: str, said: str, tmp_path: Path) 
     path = tmp_path / "map.json"
     path.write_text(text)
     with pytest.raises(PartitionError, match=f"map.json: .*{said}"):
-        owners(path, SAMPLES)
+        read_map(path, SAMPLES)
     with pytest.raises(PartitionError, match=r"partition\.map = .*none\.json cannot be read: No such file"):
-        owners(tmp_path / "none.json", SAMPLES)
+        read_map(tmp_path / "none.json", SAMPLES)
     with pytest.raises(PartitionError, match=r"partition\.map = .*no\\x00ne\.json cannot be read: embedded null"):
-        owners(tmp_path / "no\0ne.json", SAMPLES)
+        read_map(tmp_path / "no\0ne.json", SAMPLES)
 
 
 @law(60)
@@ -60,7 +60,7 @@ def test_what_is_no_map_is_told_in_a_line(text: str, said: str, tmp_path: Path) 
 def test_a_map_is_whole_or_its_file_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "map.json"
     path.write_bytes(content)
-    found = answer(lambda: owners(path, SAMPLES), "map.json", kind=PartitionError)
+    found = answer(lambda: read_map(path, SAMPLES), "map.json", kind=PartitionError)
     if found is not None:
         assert found.shape == (SAMPLES,) and found.min() == 0
         assert set(found.tolist()) == set(range(found.max() + 1))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
-from fl_engine.data import figures
+from fl_engine.data import heat_map
 
 
 def titles_alone(figure: Any, to: Path | IO[str], kind: str, dpi: float | str = "figure") -> None:
@@ -41,5 +41,5 @@ def _texts(figure: Any) -> Iterator[Any]:
 @contextmanager
 def not_drawn() -> Iterator[None]:
     """Within it figures of this process are written by `titles_alone`."""
-    with mock.patch.object(figures, "save", titles_alone):
+    with mock.patch.object(heat_map, "save_figure", titles_alone):
         yield

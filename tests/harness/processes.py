@@ -201,7 +201,7 @@ def prepared(scratch: Path) -> dict[str, Callable[[list[str]], int]]:
     no figures. Returns `mains`."""
     import numpy
 
-    from fl_engine.data import figures, heat_map
+    from fl_engine.data import heat_map
     from flexfleet.reports import figure, page, report
     from flexfleet.tracking import record
     from tests.harness.pictures import titles_alone
@@ -210,7 +210,7 @@ def prepared(scratch: Path) -> dict[str, Callable[[list[str]], int]]:
     # The list of installed packages is the same in every command, and takes half a second: read it once.
     record.environment = functools.cache(record.environment)
     record.environment()
-    figures.save = titles_alone  # type: ignore[assignment]
+    heat_map.save_figure = titles_alone  # type: ignore[assignment]
     with figure.style(figure.STYLE):
         heat_map.draw(numpy.ones((2, 2), dtype=int), scratch / "nothing.svg")  # imports matplotlib
     page.template("flexfleet.reports", "report.html", tuple(report.FILTERS.items()))

@@ -17,7 +17,7 @@ import yaml
 
 from fl_engine.remote.kubernetes.jobs import TEMPLATE
 from fl_engine.storage.checkpoints import Checkpoints, Row
-from fl_engine.storage.places import open_store
+from fl_engine.storage.s3 import open_store
 from fl_engine.training.memory import Peaks
 from flexfleet.files.artifacts import PoolFile
 from flexfleet.pipeline.federate import federate

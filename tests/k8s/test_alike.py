@@ -15,9 +15,9 @@ import torch
 
 from fl_engine.remote.kubernetes.provisioner import Pods
 from fl_engine.storage.checkpoints import Checkpoints, Row
-from fl_engine.storage.client_states import ClientStates, named
-from fl_engine.storage.places import open_store
+from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import FolderStore, Store
+from fl_engine.storage.tensor_files import ClientStates, named
 from fl_engine.testing.tiny import assert_same_bits, measured_alike
 from tests.k8s.pods import LIFETIMES, Killed, Pod, Remote, Rounds, failures, jobs_of, killed, model
 

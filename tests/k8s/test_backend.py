@@ -29,7 +29,7 @@ from fl_engine.remote.kubernetes import controller
 from fl_engine.remote.kubernetes.provisioner import Pods
 from fl_engine.remote.messages import Message
 from fl_engine.remote.settings import KubernetesConfig
-from fl_engine.storage.places import open_store
+from fl_engine.storage.s3 import open_store
 from fl_engine.testing.tiny import tiny_fleet, tiny_site
 from fl_engine.training import memory
 from fl_engine.training.memory import Peaks

@@ -25,9 +25,9 @@ from fl_engine.core.types import RoundPlan, SubmodelSpec, WorkOrder
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.remote.messages import SITE_FILES, Assignment, Lease
 from fl_engine.storage import code
-from fl_engine.storage.places import open_store
+from fl_engine.storage.run_files import sum_of
+from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import MemoryStore, Store, check_size
-from fl_engine.storage.sums import sum_of
 from fl_engine.testing.own_package import SETS, write
 from fl_engine.testing.tiny import tiny_site
 from fl_engine.training import memory

@@ -20,7 +20,7 @@ from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.slicing import take
 from fl_engine.core.text import read_yaml
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
-from fl_engine.data.held_out import LEAST, held_count, hold_out, split
+from fl_engine.data.partition import LEAST_HELD_OUT, held_count, hold_out, split_held_out
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import Manifest, key_of, order_sum, signed
@@ -67,13 +67,13 @@ ORDER = PLAN.orders[0]
 # ------------------------------------------------------------------------------------------------ what is held out
 @given(st.integers(0, 60), st.floats(0.01, 0.99), st.integers(0, 5), st.integers(0, 5))
 def test_held_out_samples_and_the_others_are_all_samples(n: int, share: float, seed: int, client: int) -> None:
-    train, held = split(n, share, seed, client)
+    train, held = split_held_out(n, share, seed, client)
     assert sorted([*train, *held]) == list(range(n)) and list(train) == sorted(train) and list(held) == sorted(held)
     assert len(held) == held_count(n, share)
-    if n < 2 * LEAST:
+    if n < 2 * LEAST_HELD_OUT:
         assert not len(held)
     else:
-        assert min(len(train), len(held)) >= LEAST and abs(len(held) - share * n) <= LEAST
+        assert min(len(train), len(held)) >= LEAST_HELD_OUT and abs(len(held) - share * n) <= LEAST_HELD_OUT
 
 
 def test_counts_that_can_be_checked_by_hand() -> None:

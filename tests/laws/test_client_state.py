@@ -46,8 +46,8 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage import lease
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.client_states import KEY, ClientStates, named
 from fl_engine.storage.store import FolderStore, encode, tensor_bytes
+from fl_engine.storage.tensor_files import KEY, ClientStates, named
 from fl_engine.testing.personal import PersonalHeads
 from fl_engine.testing.tiny import (
     SEED,

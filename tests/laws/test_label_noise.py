@@ -18,9 +18,8 @@ from fl_engine.core.samples import Data
 from fl_engine.data import label_noise as noise
 from fl_engine.data import partition_files as files
 from fl_engine.data import partitioning as p
-from fl_engine.data.held_out import hold_out
 from fl_engine.data.label_noise import LabelNoise, NoiseFigures
-from fl_engine.data.partition import Partition, as_told
+from fl_engine.data.partition import Partition, as_told, hold_out
 from fl_engine.preparation.confusion import check_classes, measure_confusion
 from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import TinyMLP, tiny_table

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as arrays
 from fl_engine.core.pool import member
 from fl_engine.core.slicing import initial_params, runnable, take
 from fl_engine.core.types import FULL, SubmodelSpec
-from fl_engine.data.rules import Ints
+from fl_engine.data.partition_rules import Ints
 from fl_engine.testing.tiny import TinyNet, tiny_data
 from fl_engine.training.evaluation import evaluate_pool
 from fl_engine.training.local_accuracy import NOBODY, Local, LocalAccuracy, deal

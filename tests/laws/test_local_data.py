@@ -18,7 +18,7 @@ from fl_engine.core.errors import DataError, IntegrityError, PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome
 from fl_engine.data import partition_files
-from fl_engine.data.local import FORM, Form, Unknown, folders, joined, natural, of_client, of_server
+from fl_engine.data.local_data import FORM, Form, Unknown, folders, joined, natural, of_client, of_server
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import Manifest, key_of, signed

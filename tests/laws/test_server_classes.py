@@ -22,8 +22,8 @@ from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL
 from fl_engine.data import partition_files as files
+from fl_engine.data import partition_rules
 from fl_engine.data import partitioning as p
-from fl_engine.data import rules
 from fl_engine.data.partition import Partition, statistics
 from fl_engine.rounds.collect import Clients
 from fl_engine.rounds.round import Progress, play
@@ -134,8 +134,8 @@ def test_classes_that_cannot_be_meant_are_refused(owned: tuple[int, ...], said: 
 def test_a_single_sample_is_no_proxy() -> None:
     labels = np.array([0, 1, 1, 2, 2])
     with pytest.raises(PartitionError, match=r"the classes \[0\] have 1 training samples, but one to train and one to"):
-        rules.split_classes(labels, (0,), 3, seeds.rng(0, "proxy"))
-    train, test, rest = rules.split_classes(labels, (1,), 3, seeds.rng(0, "proxy"))
+        partition_rules.split_classes(labels, (0,), 3, seeds.rng(0, "proxy"))
+    train, test, rest = partition_rules.split_classes(labels, (1,), 3, seeds.rng(0, "proxy"))
     assert (len(train), len(test), rest.tolist()) == (1, 1, [0, 3, 4])
 
 

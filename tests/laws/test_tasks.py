@@ -17,8 +17,7 @@ from fl_engine.core.samples import Data
 from fl_engine.core.task import Task
 from fl_engine.data import partition_files as files
 from fl_engine.data import partitioning as p
-from fl_engine.data.fingerprint import fingerprint
-from fl_engine.data.subsets import subset
+from fl_engine.data.transforms import fingerprint, subset
 from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.kinds import tiny_table
 from fl_engine.training.losses import self_distillation

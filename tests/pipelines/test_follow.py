@@ -17,7 +17,7 @@ import torch
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.storage.checkpoints import Row
-from fl_engine.storage.places import open_store
+from fl_engine.storage.s3 import open_store
 from flexfleet.kubeflow import follow as following
 from flexfleet.kubeflow.submit import submit
 from flexfleet.tracking.trackers import MLflow

@@ -21,8 +21,8 @@ from botocore.loaders import JSONFileLoader
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, InUse, Unreachable
 from fl_engine.storage import lease, s3
-from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.serialization import laid_out
 from fl_engine.storage.urls import Upload, UrlStore, Verb
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.whole import run

@@ -1,18 +1,47 @@
-"""The HDF5 files of TensorFlow Federated: a group `examples` with a group for each client, whose arrays have a row for
-each sample. Needs h5py: `pip install 'flexfleet[hdf5]'`."""
+"""Arrays from NumPy's .npy files, and from the HDF5 files of TensorFlow Federated."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError, EnvironmentFailure
 
+HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+"""Readers of the header, by the format's version. Version 3.0 is for named fields, which arrays of numbers do not
+have."""
+
+DAMAGE = (
+    OSError, ValueError, TypeError, LookupError, SyntaxError, TokenError, MemoryError, RecursionError, OverflowError,
+)  # fmt: skip
+"""What a file that is no array makes NumPy raise."""
+
+
+def map_npy(path: Path) -> NDArray[np.generic]:
+    """The numbers of a .npy file, mapped into memory: they stay on disk until they are used, so a false size in the
+    header allocates nothing. Raises ValueError, which says what was found instead of numbers."""
+    try:
+        with path.open("rb") as file:
+            shape, fortran, dtype = HEADERS[np.lib.format.read_magic(file)](file)
+            start = file.tell()
+        if dtype.kind not in "iuf":
+            raise ValueError(f"{dtype} of {' x '.join(map(str, shape))}")
+        if (size := path.stat().st_size - start) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{size} bytes of numbers")
+        return np.memmap(path, dtype, "r", start, shape, "F" if fortran else "C")
+    except DAMAGE as error:
+        raise ValueError(str(error)[:300]) from error
+
 
 @contextmanager
-def examples(path: Path, data_set: str) -> Iterator[Any]:
+def tff_examples(path: Path, data_set: str) -> Iterator[Any]:
     """The group `examples` of a file, open as long as the context. Raises DataError for a file without it, and for all
     that h5py raises in the context; EnvironmentFailure if h5py is not installed."""
     try:
@@ -36,7 +65,7 @@ def examples(path: Path, data_set: str) -> Iterator[Any]:
         raise DataError(f"{path}: cannot be read as HDF5 ({error}); delete it and fetch again") from error
 
 
-def arrays(who: str, client: Any, names: tuple[str, ...]) -> list[Any]:
+def tff_arrays(who: str, client: Any, names: tuple[str, ...]) -> list[Any]:
     """These arrays of a client's group, not read yet. Raises DataError, which begins with `who`, if one is missing."""
     import h5py
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.core.types import Params
-from fl_engine.storage import pieces
-from fl_engine.storage.pieces import RANKS, Pieces, digest, in_parts, laid_out
+from fl_engine.storage import serialization
+from fl_engine.storage.serialization import RANKS, Pieces, digest, in_parts, laid_out
 from fl_engine.storage.store import FolderStore, encode, sha256
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(lambda n: n != "__metadata__")
@@ -69,7 +69,7 @@ def test_a_slice_is_written_as_its_copy_and_one_memory_under_two_names_twice() -
 def test_parts_are_all_bytes_in_order(size: int, piece: int, given: Params) -> None:
     value = laid_out(given)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE", piece)
+        patch.setattr(serialization, "PIECE", piece)
         parts = list(in_parts(value, size))
     assert b"".join(parts) == bytes(value)
     assert all(len(part) == size for part in parts[:-1]) and all(parts)

@@ -1,4 +1,4 @@
-"""Parsers of what files of images hold: gzip, idx, the records of CIFAR, and their labels."""
+"""Parsers of image files: gzip, idx (MNIST and data sets modelled on it), and the binary records of CIFAR."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import gzip
 import io
 import math
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
+from fl_engine.data.files import read
 
 
 def gunzip(path: Path, content: bytes, most: int) -> bytes:
@@ -78,3 +81,34 @@ def check_labels(path: Path, labels: NDArray[np.uint8], classes: int) -> None:
             f"{path}: expected labels 0..{classes - 1}, found {labels[wrong[0]]} at sample {wrong[0]} "
             f"({wrong.size} such samples); the file is damaged, delete it and fetch again"
         )
+
+
+HEADER = 16
+"""Bytes of the header of an image file."""
+
+
+def images_and_labels(
+    images_path: Path, labels_path: Path, checksums: Mapping[str, str], most: int, side: int, classes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images (N, 1, side, side) uint8, row by row as in the file, and labels (N,) int64, with N at most `most`.
+
+    A file without an entry in `checksums` is not checked. Raises DataError for a file that has another checksum or is
+    not a gzipped idx file, for images of another size, for another number of labels than images, and for labels outside
+    0 .. classes - 1.
+    """
+    most_bytes = HEADER + most * side * side  # the size that the file declares is not trusted
+
+    def idx(path: Path, axes: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        return parse_idx(path, gunzip(path, read(path, checksums.get(path.name)), most_bytes), axes)
+
+    images, labels = idx(images_path, 3), idx(labels_path, 1)
+    height, width = images.shape[1:]
+    if (height, width) != (side, side):
+        raise DataError(f"{images_path}: expected images of {side} x {side}, found {height} x {width}; fetch it again")
+    if len(images) != len(labels):
+        raise DataError(
+            f"{labels_path}: expected {len(images)} labels, one for each image in {images_path.name}, "
+            f"found {len(labels)}; fetch both again"
+        )
+    check_labels(labels_path, labels, classes)
+    return torch.from_numpy(images[:, None].copy()), torch.from_numpy(labels.astype(np.int64))

@@ -23,9 +23,9 @@ from fl_engine.core import seeds
 from fl_engine.core.errors import DataError, IntegrityError, PartitionError, brief
 from fl_engine.core.samples import Data
 from fl_engine.core.task import label_word
-from fl_engine.data.fingerprint import fingerprint
 from fl_engine.data.partition import Partition
-from fl_engine.data.rules import Ints, split_proxy
+from fl_engine.data.partition_rules import Ints, split_proxy
+from fl_engine.data.transforms import fingerprint
 
 LOCAL = "local"
 FORM = "data.json"

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from fl_engine.core.errors import IntegrityError
+from pydantic import Field, TypeAdapter, ValidationError
+
+from fl_engine.core.errors import IntegrityError, brief
 from fl_engine.core.types import Params
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.pieces import laid_out
+from fl_engine.storage.serialization import laid_out
 from fl_engine.storage.store import decode, sha256
 
 FILE = re.compile(r"(?:([1-9][0-9]{0,17})-)?([0-9a-f]{64})\.safetensors")
 
 
-class KeptFiles:
+class TensorFiles:
     """`folder` ends with a slash. `named` gives the files that a commit's JSON names, or raises IntegrityError."""
 
     def __init__(
@@ -72,3 +74,24 @@ class KeptFiles:
         matches = ((key, FILE.fullmatch(key.removeprefix(self._folder))) for key in files)
         ours = [key for key, found in matches if found and (lease is None or int(found[1] or 0) <= lease.number)]
         store.delete(*(key for key in ours if key.removeprefix(self._folder) not in keep))
+
+
+FOLDER = "states/"
+KEY = "rounds/client_states"
+"""Key of a commit's JSON, beside the fields of the algorithm's state: the name of each client's file."""
+
+Files = dict[int, Annotated[str, Field(pattern=f"^{FILE.pattern}$")]]
+FILES = TypeAdapter(Files)
+
+
+def named(rest: Mapping[str, Any]) -> dict[int, str]:
+    """By client, the file that a commit names. Raises IntegrityError where that is none."""
+    try:
+        return FILES.validate_python(rest.get(KEY, {}))
+    except ValidationError as error:
+        raise IntegrityError(f"stored state: {KEY!r} does not name files of clients: {brief(error)}") from error
+
+
+class ClientStates(TensorFiles):
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        super().__init__(checkpoints, FOLDER, lambda rest: named(rest).values())

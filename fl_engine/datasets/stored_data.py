@@ -20,7 +20,7 @@ from fl_engine.core.errors import ConfigError, DataError, FlexfleetError, Integr
 from fl_engine.core.registry import Contract
 from fl_engine.core.samples import Data
 from fl_engine.core.task import Task
-from fl_engine.data.fingerprint import fingerprint
+from fl_engine.data.transforms import fingerprint
 from fl_engine.storage.store import FolderStore, canonical, decode, encode, sha256
 
 PREFIX = "sha256:"

@@ -1,7 +1,8 @@
-"""Which samples are taken: a split where none is published, and smaller data sets for quick runs."""
+"""What is done with a data set in memory: its fingerprint, smaller subsets, and images padded with black."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import replace
 
@@ -9,9 +10,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_engine.core import seeds
+from fl_engine.core import boxes, seeds
 from fl_engine.core.errors import DataError
-from fl_engine.core.samples import Data
+from fl_engine.core.samples import Data, has_boxes
+
+
+def fingerprint(data: Data) -> str:
+    """SHA-256 (hex) over everything that a result depends on: shapes, types, bytes, task, normalisation.
+
+    Equal data have equal fingerprints on every machine. Caches use it as a key; a partition names its data by it.
+    """
+    digest = hashlib.sha256(repr((data.task.identity, data.mean, data.std)).encode())
+    for tensor in (data.train_x, data.train_y, data.test_x, data.test_y, data.natural_client):
+        if tensor is None:
+            digest.update(b"none")
+            continue
+        digest.update(repr((str(tensor.dtype), tuple(tensor.shape))).encode())
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -69,3 +85,32 @@ def _choose(data: Data, part: str, targets: torch.Tensor, samples: int | None, s
         )
     labels = data.task.labels(targets) if data.task.label_count else np.zeros(len(targets), dtype=np.int64)
     return torch.from_numpy(stratified(labels, samples, seeds.rng(seed, f"subset/{part}")))
+
+
+LARGEST_SIDE = 1024
+"""The largest side of a padded image, in pixels."""
+
+
+def pad(data: Data, side: int) -> Data:
+    """Centres all images on black squares of side x side; if a margin is odd, the larger half is right or below.
+    Targets that are boxes stay around what they are about.
+
+    For networks that need larger images (`TakesImages.min_hw`). Raises DataError for images larger than `side`, for a
+    side above LARGEST_SIDE, and for samples that are not images.
+    """
+    if not data.has_images:
+        raise DataError(f"{data.name} holds no images, and only images can be padded: set dataset.pad=none")
+    _, height, width = data.input_shape
+    down, right = side - height, side - width
+    if down < 0 or right < 0 or side > LARGEST_SIDE:
+        raise DataError(
+            f"{data.name}: images of {height} x {width} cannot be padded to {side} x {side} "
+            f"(at most {LARGEST_SIDE} x {LARGEST_SIDE})"
+        )
+    margins = (right // 2, right - right // 2, down // 2, down - down // 2)
+    train_x, test_x = (torch.nn.functional.pad(x, margins) for x in (data.train_x, data.test_x))
+    train_y, test_y = data.train_y, data.test_y
+    if has_boxes(data.task):
+        shares = torch.tensor([[width, 0, right // 2], [0, height, down // 2]], dtype=torch.float64) / side
+        train_y, test_y = (boxes.moved(y.double(), shares.expand(len(y), 2, 3)).to(y) for y in (train_y, test_y))
+    return replace(data, train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)

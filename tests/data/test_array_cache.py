@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fl_engine.core.errors import DataError
-from fl_engine.data import packs
-from fl_engine.data.packs import packed
+from fl_engine.data import array_cache
+from fl_engine.data.array_cache import packed
 
 
 class Reader:
@@ -51,8 +51,8 @@ def test_it_is_read_once(reader: Reader) -> None:
 def test_files_that_nobody_wrote_to_are_not_read_again(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     load(reader)
     digests: list[Path] = []
-    whole = packs.digest
-    monkeypatch.setattr(packs, "digest", lambda path: digests.append(path) or whole(path))
+    whole = array_cache.digest
+    monkeypatch.setattr(array_cache, "digest", lambda path: digests.append(path) or whole(path))
     load(reader)
     assert digests == []
     (touched := reader.inputs[0]).touch()
@@ -192,14 +192,14 @@ def test_a_pack_that_another_process_has_just_moved_away_is_read_anew(
     reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(reader)
-    damaged = packs._damaged
+    damaged = array_cache._damaged
 
-    def moved(folder: Path, index: packs.Index) -> str | None:
+    def moved(folder: Path, index: array_cache.Index) -> str | None:
         found = damaged(folder, index)
         folder.rename(tmp_path / "away")
         return found
 
-    monkeypatch.setattr(packs, "_damaged", moved)
+    monkeypatch.setattr(array_cache, "_damaged", moved)
     assert bytes(load(reader)["x"].tolist()) == b"aaaaabbbbb" and reader.times == 2
 
 
@@ -236,5 +236,5 @@ def test_a_pack_is_never_in_two_places(reader: Reader, tmp_path: Path, monkeypat
     monkeypatch.setattr(Path, "rename", raced)
     load(reader)
     assert (quicker.times, reader.times) == (1, 1)
-    assert packs._index(tmp_path / "packed") is not None
+    assert array_cache._index(tmp_path / "packed") is not None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt", "packed"]

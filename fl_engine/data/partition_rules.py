@@ -11,7 +11,7 @@
     disjoint_labels       every client holds L labels ("quantity-based label imbalance", #C = L, of Li et al.)
     natural               by the writer or user whom the data set names
     manual                by a map that is given
-    local                 nothing is dealt: each client has data of its own (`fl_engine.data.local`)
+    local                 nothing is dealt: each client has data of its own (`fl_engine.data.local_data`)
 
 Below, "class" means label. Every sample has one client, or is the server's where it shares none.
 """
