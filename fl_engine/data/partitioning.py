@@ -3,7 +3,7 @@
 The proxy is a share of all samples, or all samples of the classes that the server alone owns. It is cut from the
 training data before any client gets a sample, so the server measures on data that no client trains on; test samples
 reach neither. Where it is shared (`proxy_shared`), its samples are dealt to the clients too. For one seed the proxy is
-the same under every rule, shared or not. The rules by which clients get their samples are in `fl_engine.data.partition_rules`.
+the same under every rule, shared or not. The rules that deal samples to clients are in `data.partition_rules`.
 
 The task of the data defines the labels: the class, or the quantile bin of a number. If a task has no labels, rules that
 deal by labels need clusters of the samples instead (`fl_engine.data.clusters`).
@@ -42,7 +42,7 @@ from fl_engine.data.transforms import fingerprint
 Dealing = Literal["iid", "dirichlet", "dirichlet_per_client", "quantity", "disjoint_labels", "natural", "manual"]
 Rule = Literal[Dealing, "local"]
 RULES: tuple[str, ...] = get_args(Dealing)
-"""Those that deal samples to clients; under `local` each client has its own (`data.local`)."""
+"""Those that deal samples to clients; under `local` each client has its own (`data.local_data`)."""
 BY_LABEL = ("dirichlet", "dirichlet_per_client", "disjoint_labels")
 CLUSTER = "cluster"
 
@@ -133,9 +133,7 @@ def _own_parameters(rule: str, alpha: float | None, labels_per_client: int | Non
         case "iid" | "natural" | "manual":
             return {}
         case "local":
-            raise PartitionError(
-                "the rule local deals nothing: clients have data of their own (fl_engine.data.local_data)"
-            )
+            raise PartitionError("partition.rule=local deals no samples, because clients have data of their own")
         case _:
             raise PartitionError(f"no partition rule {rule!r}{nearest(rule, RULES)}")
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from fl_engine.core import boxes, seeds
 from fl_engine.core.errors import DataError
-from fl_engine.core.samples import Data, has_boxes
+from fl_engine.core.samples import Data
+from fl_engine.core.task import has_boxes
 
 
 def fingerprint(data: Data) -> str:

@@ -31,15 +31,15 @@ HEX, MORE = 64, 12
 NAME = re.compile(rf"([0-9a-f]{{{HEX}}})(-[0-9a-f]{{{MORE}}})?")
 
 
-def is_kept(name: str) -> bool:
+def is_stored(name: str) -> bool:
     """Whether a data set's name in a configuration is that of kept data."""
     return name.startswith(PREFIX)
 
 
-def called(name: str, root: Any) -> str:
+def display_name(name: str, root: Any) -> str:
     """What a person reads for a data set's name in a configuration: of kept data the name that they were given with;
     the other name where it is not known, as where they no longer lie below `root`."""
-    if not is_kept(name) or root is None:
+    if not is_stored(name) or root is None:
         return name
     try:
         return str(json.loads((Path(root) / name.removeprefix(PREFIX) / ABOUT).read_bytes())["name"])
@@ -47,12 +47,12 @@ def called(name: str, root: Any) -> str:
         return name
 
 
-def holds(root: Path, name: str) -> bool:
+def exists(root: Path, name: str) -> bool:
     """Whether the data of this name lie below `root`."""
     return (root / name.removeprefix(PREFIX) / ABOUT).is_file()
 
 
-def keep(data: Data, root: Path, tasks: dict[str, type]) -> str:
+def store(data: Data, root: Path, tasks: dict[str, type]) -> str:
     """Writes the data below `root` if they are not there; returns their name. `tasks`: by name, those that need no
     module. Raises DataError for a task that cannot be written down."""
     found = fingerprint(data)
@@ -84,13 +84,13 @@ def _says(stored: bytes, data: Data, tasks: dict[str, type]) -> bool:
 
 
 def read(root: Path, name: str, tasks: dict[str, type]) -> Data:
-    """The data that `keep` named. Raises DataError where there are none, IntegrityError where they are damaged."""
+    """The data that `store` named. Raises DataError where there are none, IntegrityError where they are damaged."""
     wanted = name.removeprefix(PREFIX)
     form = NAME.fullmatch(wanted)
     if form is None:
         raise ConfigError(f"dataset.name = {name!r}: after {PREFIX} the {HEX} digits of a fingerprint are expected")
     path = root / wanted
-    if not holds(root, name):
+    if not exists(root, name):
         raise DataError(
             f"{path} does not exist: these are data that were given in Python. Give them again, or set dataset.root to "
             "the folder .data of the store where they were given (flexfleet.load also finds it in the store of the run)"

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 import urllib3
 
-from fl_engine.core.addresses import folder_hint, is_meant
 from fl_engine.core.errors import (
     Busy,
     ConfigError,
@@ -30,6 +29,7 @@ from fl_engine.core.errors import (
     certificate_hint,
     masked,
 )
+from fl_engine.core.text import folder_hint, is_meant
 from fl_engine.storage import ending
 from fl_engine.storage.outage import waiting
 from fl_engine.storage.serialization import Value, in_parts

@@ -23,8 +23,9 @@ from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.core.task import label_word
-from fl_engine.data import heat_map, rules
+from fl_engine.data import heat_map
 from fl_engine.data import partition_files as files
+from fl_engine.data import partition_rules as rules
 from fl_engine.data import partitioning as p
 from fl_engine.data.partition import Partition, statistics
 from fl_engine.tasks import Classification, Regression
