@@ -30,7 +30,7 @@ import torch
 from benchmarks import pools
 from benchmarks.workloads import count
 from fl_engine.algorithms import FlexFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.training import Training
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import ClientFailure, Params, WorkOrder

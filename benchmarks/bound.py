@@ -30,7 +30,7 @@ from fl_engine.rounds.movement import movement, size_sent
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import NORM_BOUND
 from fl_engine.storage.store import FolderStore
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import Memory
 from flexfleet.pipeline.model_pool import model_pool
 from flexfleet.pipeline.partition import partition
 from flexfleet.pipeline.prepare import Resolved

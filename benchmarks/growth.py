@@ -34,8 +34,8 @@ import torch
 from benchmarks import large, tracking
 from benchmarks.networks import family_of
 from benchmarks.workloads import MEAN, STD, WORKLOADS
-from fl_engine.algorithms import AllLarge, FlexFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms import FedAvg, FlexFL
+from fl_engine.algorithms.training import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.samples import Data
@@ -52,16 +52,15 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Oort
 from fl_engine.storage.store import FolderStore
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import tiny_pool
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import Memory, tiny_pool
 from fl_engine.training import strategy
 from fl_engine.training.memory import resident_peak
 
 ROOT = Path(__file__).parents[1]
 ROUNDS, LONG = 6, 10_000
 SELECTIONS: Mapping[str, Callable[[Training], Algorithm]] = {
-    "uniform": lambda t: AllLarge(training=t),
-    "oort": lambda t: AllLarge(training=t, selection=Oort()),
+    "uniform": lambda t: FedAvg(training=t),
+    "oort": lambda t: FedAvg(training=t, selection=Oort()),
     "flexfl": lambda t: FlexFL(training=t, use_apoz=False, kd_weight=0.0),
 }
 POINTS: Mapping[str, Sequence[tuple[str, int, int]]] = {

@@ -21,7 +21,8 @@ from fl_engine.aggregation.robust import Median
 from fl_engine.aggregation.rules import Mean
 from fl_engine.aggregation.server_opt import Adam
 from fl_engine.algorithms import FedAvg
-from fl_engine.algorithms.pooled import PooledState, Training
+from fl_engine.algorithms.pooled import PooledState
+from fl_engine.algorithms.training import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.backends.processes import Processes
 from fl_engine.codecs import Half, Qsgd
@@ -30,14 +31,12 @@ from fl_engine.core.costs import count_params
 from fl_engine.core.types import FULL, Axis, Codecs, Outcome, ParamLayout, Prunable, RoundPlan, SubmodelSpec
 from fl_engine.models.layers import FREE, linear_slots
 from fl_engine.rounds import loop as rounds
-from fl_engine.rounds.closing import RoundMailbox
-from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.ledger import Ledger, RoundMailbox
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore
-from fl_engine.testing.tiny import start_of, tiny_data, tiny_fleet, tiny_site
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import Memory, start_of, tiny_data, tiny_fleet, tiny_site
 from fl_engine.training.memory import resident_peak, restart_peak
 
 INNER = 5

@@ -29,8 +29,8 @@ import torch
 from benchmarks.workloads import count
 from fl_engine.aggregation.rules import Median
 from fl_engine.algorithms import FlexFL
-from fl_engine.algorithms.full_model import AllLarge
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.fedavg import FedAvg
+from fl_engine.algorithms.training import Training
 from fl_engine.backends import InProcess
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.contracts import Algorithm
@@ -42,8 +42,7 @@ from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
-from fl_engine.testing.tiny import TRAINING, TinyNet, start_of, tiny_data, tiny_fleet, tiny_partition, tiny_site
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import TRAINING, Memory, TinyNet, start_of, tiny_data, tiny_fleet, tiny_partition, tiny_site
 from fl_engine.training.memory import resident_peak
 from fl_engine.training.numerics import Numerics
 
@@ -85,7 +84,7 @@ def of_updates(count: int, way: Way, robust: bool, folder: str) -> dict[str, flo
     """One round of `count` updates of 10 MB: the MB that it added to the process's peak memory, and its seconds."""
     prepare_process(("cpu",))
     training = replace(TRAINING, fraction=1.0)
-    algorithm = AllLarge(training, eligible="all", **({"aggregation": Median()} if robust else {}))
+    algorithm = FedAvg(training, eligible="all", **({"aggregation": Median()} if robust else {}))
     site = site_of(algorithm, TEN_MB, count)
     before, started = resident_peak(), time.monotonic()
     ledger = ledger_in(FolderStore(folder), rules=site.rules)

@@ -19,8 +19,9 @@ import torch
 from benchmarks.gate import Gate
 from benchmarks.networks import family_of
 from benchmarks.workloads import MEAN, STD, Workload, chosen, normalised
-from fl_engine.algorithms import AdaptiveFL, AllLarge, FlexFL
-from fl_engine.algorithms.pooled import Training, learned
+from fl_engine.algorithms import AdaptiveFL, FedAvg, FlexFL
+from fl_engine.algorithms.pooled import learned
+from fl_engine.algorithms.training import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.core.contracts import Algorithm, Backend
 from fl_engine.core.samples import Data
@@ -37,8 +38,7 @@ from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.tasks import Classification, Regression
-from fl_engine.testing.tiny import tiny_pool
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import Memory, tiny_pool
 from fl_engine.training import strategy
 from fl_engine.training.numerics import Numerics, settled
 
@@ -52,7 +52,7 @@ def algorithm_of(w: Workload) -> Algorithm:
     )  # fmt: skip
     if w.algorithm.startswith("flexfl"):
         return FlexFL(training=training, use_apoz=False, kd_weight=0.0 if w.algorithm.endswith("no-kd") else 10.0)
-    return AdaptiveFL(training=training) if w.algorithm == "adaptivefl" else AllLarge(training=training)
+    return AdaptiveFL(training=training) if w.algorithm == "adaptivefl" else FedAvg(training=training)
 
 
 def site_of(name: str, w: Workload, numerics: Numerics = Numerics()) -> tuple[Algorithm, Site]:  # noqa: B008

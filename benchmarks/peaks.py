@@ -26,7 +26,7 @@ import torch
 from benchmarks import pools
 from benchmarks.workloads import count
 from fl_engine.algorithms import FlexFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.training import Training
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.samples import Data

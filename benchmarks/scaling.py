@@ -27,8 +27,8 @@ import torch
 
 from benchmarks.networks import BinaryMLP
 from benchmarks.workloads import MEAN, STD, WORKLOADS
-from fl_engine.algorithms import AdaptiveFL, AllLarge
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms import AdaptiveFL, FedAvg
+from fl_engine.algorithms.training import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm, ModelFamily
@@ -50,8 +50,7 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Oort
 from fl_engine.storage.store import FolderStore
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import tiny_pool
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import Memory, tiny_pool
 from fl_engine.training import strategy
 
 STRONG = (Tier("strong", 1.0, 110.0, (0.0,)),)
@@ -106,7 +105,7 @@ def training(fraction: float, batch: int = 10) -> Training:
 def clients_per_round() -> list[Point]:
     w, family = WORKLOADS["W3"], BinaryMLP(WORKLOADS["W3"].shape)
     counts = (10, 30, 100, 300, 1000)
-    return [measure(AllLarge(training=training(k / 2000)), family, 2000, w.samples, 25, k) for k in counts]
+    return [measure(FedAvg(training=training(k / 2000)), family, 2000, w.samples, 25, k) for k in counts]
 
 
 def pool_size() -> list[Point]:
@@ -117,13 +116,13 @@ def pool_size() -> list[Point]:
 
 def model_size() -> list[Point]:
     families = [SmallCNN((1, 8, 8), 10, width=width) for width in (0.5, 1.0, 2.0, 4.0, 8.0)]
-    return [measure(AllLarge(training=training(0.1)), f, 100, 40, 15, count_params(f) / 1e6) for f in families]
+    return [measure(FedAvg(training=training(0.1)), f, 100, 40, 15, count_params(f) / 1e6) for f in families]
 
 
 def number_of_rounds() -> list[Point]:
     """Runs of more and more rounds: a round must not take longer when more rounds are committed in the ledger."""
     family = BinaryMLP(WORKLOADS["W3"].shape)
-    return [measure(AllLarge(training=training(0.1)), family, 100, 40, stop, stop) for stop in (50, 200, 800, 2000)]
+    return [measure(FedAvg(training=training(0.1)), family, 100, 40, stop, stop) for stop in (50, 200, 800, 2000)]
 
 
 def selection(clients: int, asked: int, rounds: int = 7) -> tuple[float, float]:

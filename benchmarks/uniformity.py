@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads import count
-from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.algorithms.multibranch import MultiBranch, in_tiers
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Selector
@@ -97,7 +97,7 @@ def correlated(r: float) -> LogNormal:
 def pools() -> tuple[Pool, Pool]:
     """Of ResNet34 alone, and of MB-ResNet34."""
     family, branches = ResNet34((3, 32, 32), 10), MultiBranch()
-    return tiny_pool(AllLarge(), family), tiny_pool(branches, branches.network(family))
+    return tiny_pool(FedAvg(), family), tiny_pool(branches, branches.network(family))
 
 
 def simulated(

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from fl_engine.algorithms import FlexFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.training import Training
 from fl_engine.backends import InProcess
 from fl_engine.core import allowed, seeds
 from fl_engine.core.contracts import Algorithm, Tracker
@@ -46,8 +46,7 @@ from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import MemoryStore as MemoryStore
 from fl_engine.storage.store import Store, encode, sha256
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import measured_alike, tiny_pool
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import Memory, measured_alike, tiny_pool
 from fl_engine.training.isolation import set_repeatable
 from flexfleet.cli import main as cli
 from flexfleet.files import terminal

@@ -5,13 +5,13 @@ from fl_engine.algorithms.adaptivefl import AdaptiveFL
 from fl_engine.algorithms.dadaquant import DAdaQuant
 from fl_engine.algorithms.decoupled import Decoupled
 from fl_engine.algorithms.depthfl import DepthFL
+from fl_engine.algorithms.fedavg import FedAvg, FedOpt, FedProx
 from fl_engine.algorithms.federated_dropout import FederatedDropout
 from fl_engine.algorithms.fedrolex import FedRolex
 from fl_engine.algorithms.fedsgd import FedSGD
 from fl_engine.algorithms.fedx import FedX, FedXLarge, FedXMedium, FedXSmall
 from fl_engine.algorithms.fjord import FjORD
 from fl_engine.algorithms.flexfl import FlexFL
-from fl_engine.algorithms.full_model import AllLarge, FedAvg, FedOpt, FedProx
 from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.algorithms.multibranch import MultiBranch
 from fl_engine.algorithms.quantized_fedavg import QuantizedFedAvg
@@ -22,7 +22,7 @@ from fl_engine.core.registry import Contract
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "adagq": AdaGQ,
     "adaptivefl": AdaptiveFL,
-    "all_large": AllLarge,
+    "all_large": FedAvg,
     "dadaquant": DAdaQuant,
     "decoupled": Decoupled,
     "depthfl": DepthFL,
@@ -58,7 +58,6 @@ __all__ = [
     "CONTRACT",
     "AdaGQ",
     "AdaptiveFL",
-    "AllLarge",
     "DAdaQuant",
     "Decoupled",
     "DepthFL",

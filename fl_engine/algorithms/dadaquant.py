@@ -50,8 +50,9 @@ from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import nested, pooled, terms
 from fl_engine.algorithms.fine_tuning import FineTuning
 from fl_engine.algorithms.nested import WIDTHS, Widths
-from fl_engine.algorithms.pooled import PooledState, TooSmall, Training
+from fl_engine.algorithms.pooled import PooledState, TooSmall
 from fl_engine.algorithms.terms import StaticBN, Terms
+from fl_engine.algorithms.training import Training
 from fl_engine.codecs.qsgd import MOST_LEVELS, Qsgd
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError

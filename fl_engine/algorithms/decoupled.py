@@ -23,7 +23,6 @@ from fl_engine.algorithms import pooled, terms
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
-    Training,
     asked,
     learned,
     needs_room,
@@ -34,6 +33,7 @@ from fl_engine.algorithms.pooled import (
     wanted,
 )
 from fl_engine.algorithms.terms import Terms, local_task, weight_of
+from fl_engine.algorithms.training import Training
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction

@@ -35,11 +35,11 @@ from fl_engine.algorithms import pooled, terms
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
-    Training,
     exit_pool,
     largest_fitting,
 )
 from fl_engine.algorithms.terms import Terms, Weighting, local_task
+from fl_engine.algorithms.training import Training
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Count, NotNegative, Positive

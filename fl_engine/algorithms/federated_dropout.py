@@ -20,7 +20,6 @@ from fl_engine.algorithms import pooled, terms
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
-    Training,
     largest_fitting,
     order_for,
     prefix_pool,
@@ -28,6 +27,7 @@ from fl_engine.algorithms.pooled import (
     wanted,
 )
 from fl_engine.algorithms.terms import StaticBN, Terms, Weighting, local_task
+from fl_engine.algorithms.training import Training
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction

@@ -32,7 +32,6 @@ from fl_engine.algorithms import pooled, terms
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
-    Training,
     cutter,
     largest_fitting,
     order_for,
@@ -41,6 +40,7 @@ from fl_engine.algorithms.pooled import (
     wanted,
 )
 from fl_engine.algorithms.terms import StaticBN, Terms, Weighting, local_task
+from fl_engine.algorithms.training import Training
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.types import (

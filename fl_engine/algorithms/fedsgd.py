@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fl_engine.algorithms import pooled
-from fl_engine.algorithms.full_model import FedAvg
+from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.algorithms.pooled import PooledState
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Count

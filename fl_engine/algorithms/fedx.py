@@ -35,8 +35,9 @@ from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import pooled, terms
 from fl_engine.algorithms.fine_tuning import FineTuning
 from fl_engine.algorithms.nested import Bits, tuned
-from fl_engine.algorithms.pooled import PooledState, TooSmall, Training
+from fl_engine.algorithms.pooled import PooledState, TooSmall
 from fl_engine.algorithms.terms import StaticBN, Terms, Weighting
+from fl_engine.algorithms.training import Training
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around

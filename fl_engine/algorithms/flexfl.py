@@ -29,8 +29,9 @@ from typing import ClassVar, Literal
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import pooled, terms
-from fl_engine.algorithms.pooled import TooSmall, Training, largest_fitting
+from fl_engine.algorithms.pooled import TooSmall, largest_fitting
 from fl_engine.algorithms.terms import Terms, local_task
+from fl_engine.algorithms.training import Training
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around
 from fl_engine.core.costs import count_params

@@ -21,8 +21,9 @@ from typing import ClassVar
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import pooled, terms
-from fl_engine.algorithms.pooled import TooSmall, Training, largest_fitting, prefix_pool
+from fl_engine.algorithms.pooled import TooSmall, largest_fitting, prefix_pool
 from fl_engine.algorithms.terms import StaticBN, Terms, local_task
+from fl_engine.algorithms.training import Training
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.types import LocalTask, Pool, Prepared, TaskContext, WorkOrder

@@ -59,8 +59,9 @@ from fl_engine.aggregation.privacy import check_draw
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import pooled, terms
-from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, needs_room
+from fl_engine.algorithms.pooled import PooledState, TooSmall, needs_room
 from fl_engine.algorithms.terms import Terms, local_task
+from fl_engine.algorithms.training import Training
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around
 from fl_engine.core.costs import count_params, macs_of

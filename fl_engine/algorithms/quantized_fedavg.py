@@ -19,8 +19,9 @@ from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import nested, pooled, terms
 from fl_engine.algorithms.nested import WIDTHS, Bits, Widths
-from fl_engine.algorithms.pooled import Training, needs_room
+from fl_engine.algorithms.pooled import needs_room
 from fl_engine.algorithms.terms import StaticBN, Terms, local_task
+from fl_engine.algorithms.training import Training
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
 from fl_engine.core.fields import STRICT, Count

@@ -23,8 +23,9 @@ from typing import ClassVar
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import pooled, terms
-from fl_engine.algorithms.pooled import TooSmall, Training, exit_pool, largest_fitting
+from fl_engine.algorithms.pooled import TooSmall, exit_pool, largest_fitting
 from fl_engine.algorithms.terms import Terms, local_task
+from fl_engine.algorithms.training import Training
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction, Index, NotNegative, Positive
 from fl_engine.core.types import ExitLoss, LocalTask, Pool, Prepared, TaskContext, WorkOrder

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 from fl_engine.algorithms import pooled
-from fl_engine.algorithms.pooled import PooledState, TooSmall, Training
+from fl_engine.algorithms.pooled import PooledState, TooSmall
+from fl_engine.algorithms.training import Training
 from fl_engine.core import costs
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError

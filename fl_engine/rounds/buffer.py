@@ -34,7 +34,7 @@ from fl_engine.core.types import ClientUpdate, ParamLayout, Params, RoundPlan, W
 from fl_engine.exchange import coding
 from fl_engine.rounds import phases, recorder
 from fl_engine.rounds.answers import Answers
-from fl_engine.rounds.flights import FOLDER, Flight
+from fl_engine.rounds.pending import FOLDER, Flight
 from fl_engine.rounds.recorder import Record
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig

@@ -16,7 +16,7 @@ from fl_engine.fleet.uniformity import Times
 from fl_engine.rounds import acceptance, faulty
 from fl_engine.rounds.acceptance import Arrival, History, Moved
 from fl_engine.rounds.answers import Answers
-from fl_engine.rounds.closing import RoundMailbox
+from fl_engine.rounds.ledger import RoundMailbox
 from fl_engine.rounds.movement import Movements, size_sent
 from fl_engine.rounds.run import Run
 from fl_engine.storage.store import tensor_bytes

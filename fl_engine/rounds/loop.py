@@ -21,7 +21,7 @@ from fl_engine.core.contracts import Backend, Tracker, Watcher
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped, brief
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import Params
-from fl_engine.rounds import flights
+from fl_engine.rounds import pending
 from fl_engine.rounds.acceptance import History
 from fl_engine.rounds.checks import check_begun
 from fl_engine.rounds.collect import Clients, Heard, nobody_listens
@@ -175,7 +175,7 @@ def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Progre
     progress, rest = committed(initial, ledger, last)
     if not discard_damaged:  # else `last_good` has looked
         ledger.checkpoints.rows(lines=False)  # raises where they are damaged
-        flights.check(ledger.flights, rest)
+        pending.check(ledger.flights, rest)
     ledger.checkpoints.tidy()  # only after all was checked: without `discard_damaged`, damaged files stay as they are
     if last is None:
         return progress, 0
@@ -184,7 +184,7 @@ def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Progre
 
 
 def _last_good(ledger: Ledger) -> int | None:
-    return ledger.checkpoints.last_good(partial(flights.check, ledger.flights))
+    return ledger.checkpoints.last_good(partial(pending.check, ledger.flights))
 
 
 def committed(initial: Any, ledger: Ledger, last: int | None) -> tuple[Progress, dict[str, Any]]:
@@ -193,7 +193,7 @@ def committed(initial: Any, ledger: Ledger, last: int | None) -> tuple[Progress,
     if last is None:
         return Progress(initial), {}
     tensors, rest = ledger.checkpoints.read(last)
-    return Progress(unpack(initial, tensors, rest), _history(rest), _clock(rest), named(rest), flights.read(rest)), rest
+    return Progress(unpack(initial, tensors, rest), _history(rest), _clock(rest), named(rest), pending.read(rest)), rest
 
 
 def _packed(progress: Progress, terms: RoundsConfig) -> tuple[Params, dict[str, Any]]:
@@ -202,7 +202,7 @@ def _packed(progress: Progress, terms: RoundsConfig) -> tuple[Params, dict[str, 
     if terms.bound is not None:
         rest[HISTORY] = HISTORIES.dump_python(progress.history, mode="json")
     if progress.flying:
-        rest[flights.KEY] = flights.said(progress.flying)
+        rest[pending.KEY] = pending.said(progress.flying)
     if progress.states:
         rest[KEY] = FILES.dump_python(dict(progress.states), mode="json")
     return tensors, rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -9,19 +10,25 @@ from statistics import fmean
 from typing import Any
 
 from fl_engine.aggregation import privacy
+from fl_engine.core.clients import travelling
+from fl_engine.core.errors import IntegrityError
 from fl_engine.core.system import at_work
-from fl_engine.core.types import RoundContext, RoundPlan
+from fl_engine.core.types import Header, Params, RoundContext, RoundPlan
 from fl_engine.exchange import coding
-from fl_engine.rounds import at_clients, buffer, client_states
+from fl_engine.exchange.manifest import Rejected
+from fl_engine.exchange.updates import check_state
+from fl_engine.rounds import at_clients, buffer
 from fl_engine.rounds.acceptance import History
+from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.checks import check_finite, check_merged, check_planned
 from fl_engine.rounds.collect import Clients, collect
-from fl_engine.rounds.flights import Flight
+from fl_engine.rounds.pending import Flight
 from fl_engine.rounds.phases import Stopwatch
 from fl_engine.rounds.recorder import recorded
 from fl_engine.rounds.run import Run
 from fl_engine.selection.capacity import eligible, level_of
 from fl_engine.storage.checkpoints import Row
+from fl_engine.storage.client_states import ClientStates
 from fl_engine.storage.store import tensor_bytes
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool, published
 
@@ -61,7 +68,7 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     state = run.algorithm.merge(before.state, plan if due is None else due.plan, answers, run.server)
     check_merged(run.algorithm, before.state, state)
     check_finite(run.algorithm, before.state, state, round)
-    states = client_states.taken_in(before.states, answers, clients.states)
+    states = taken_in(before.states, answers, clients.states)
     record = recorded(run, plan, answers, begin) if due is None else buffer.recorded(run, plan, due, begin)
     metrics = record.metrics
     if run.trace is not None:
@@ -95,7 +102,7 @@ def asked(run: Run, before: Progress, context: RoundContext, clients: Clients, w
     plan = coding.sent(plan, run.site.pool, run.codecs, run.site.seed)
     watch.ends("encode" if any(order.encoded is not None for order in plan.orders) else "plan")
     plan = replace(plan, noise_seed=privacy.noise_seed(run.noise_key, context.round))
-    plan = client_states.handed_out(run, plan, before.states, clients.states)
+    plan = handed_out(run, plan, before.states, clients.states)
     watch.ends("plan")
     return plan
 
@@ -121,3 +128,38 @@ def _of_devices(run: Run, scores: Mapping[str, Score]) -> dict[str, float]:
     if len(scores) < 2 or any(pool[level].name not in scores for level in own):
         return {}
     return {f"{run.site.data.task.metric.name}_devices": fmean(scores[pool[level].name].value for level in own)}
+
+
+log = logging.getLogger("flexfleet")
+
+
+def handed_out(run: Run, plan: RoundPlan, files: Mapping[int, str], states: ClientStates | None) -> RoundPlan:
+    """Each order with the state of its own client. A client whose file is missing or damaged begins like one that has
+    not taken part yet."""
+    if states is None:
+        return plan
+    orders = []
+    for order in plan.orders:
+        state: Params = {}
+        if order.client in files:
+            state = _read(states, files[order.client], run.client_state, plan.round, order.client)
+        orders.append(replace(order, memory={**order.memory, **travelling(state)}))
+    return replace(plan, orders=tuple(orders))
+
+
+def _read(states: ClientStates, file: str, expected: Header, round: int, client: int) -> Params:
+    try:
+        state = states.get(file)
+        check_state(state, expected)
+    except (IntegrityError, Rejected) as error:
+        said = "what it keeps is lost, it begins as one that has not taken part yet"
+        log.warning("round %d, client %d: %s: %s (states/%s)", round + 1, client, said, error, file)
+        return {}
+    return state
+
+
+def taken_in(files: Mapping[int, str], answers: Answers, states: ClientStates | None) -> Mapping[int, str]:
+    """By client, the file of its state after the round."""
+    if states is None:
+        return files
+    return {**files, **{client: states.put(state, files.get(client)) for client, state in answers.states()}}

@@ -6,6 +6,7 @@ import pytest
 pytest.register_assert_rewrite(
     "fl_engine.testing.algorithms",
     "fl_engine.testing.backends",
+    "fl_engine.testing.checks",
     "fl_engine.testing.client_state",
     "fl_engine.testing.codecs",
     "fl_engine.testing.datasets",

@@ -51,6 +51,7 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
 from fl_engine.selection.capacity import round_size
 from fl_engine.storage.store import FolderStore, decode, encode
+from fl_engine.testing.checks import check_search, check_silent
 from fl_engine.testing.kinds import KINDS
 from fl_engine.testing.models import kept_mask
 from fl_engine.testing.played import (
@@ -69,8 +70,6 @@ from fl_engine.testing.played import (
     task_or_none,
     train_loss,
 )
-from fl_engine.testing.searches import check_search
-from fl_engine.testing.selections import check_silent
 from fl_engine.testing.tiny import (
     SEED,
     TinyNet,

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from fl_engine.algorithms import AllLarge, DepthFL, FlexFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms import DepthFL, FedAvg, FlexFL
+from fl_engine.algorithms.training import Training
 from fl_engine.codecs import Half
 from fl_engine.core.augmentation import Crop, Flip
 from fl_engine.core.clients import travelling
@@ -36,7 +36,7 @@ from fl_engine.models.vgg16 import VGG16
 from fl_engine.rounds.server import ServerSite
 from fl_engine.storage.store import tensor_bytes
 from fl_engine.testing.kinds import KINDS
-from fl_engine.testing.personal import PersonalHeads
+from fl_engine.testing.plugins import PersonalHeads
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
@@ -163,7 +163,7 @@ class BackendSuite:
     @pytest.mark.parametrize("numerics", [SINGLE, Numerics("batched", 2)], ids=["single", "batched"])
     def test_denormal_weights_are_zero(self, make: Make, numerics: Numerics) -> None:
         """A backend calls `prepare_process` in each process that trains."""
-        algorithm = AllLarge(training=replace(TRAINING, epochs=1, batch_size=100, fraction=1.0), eligible="all")
+        algorithm = FedAvg(training=replace(TRAINING, epochs=1, batch_size=100, fraction=1.0), eligible="all")
         site = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 110.0, 0.0) for c in range(4)))
         site = replace(site, numerics=numerics)
         start = initial_params(site.family, SEED)
@@ -182,7 +182,7 @@ class BackendSuite:
 
     def test_the_bits_hold_for_a_vgg16_with_a_single_image(self, make: Make) -> None:
         """Thirteen batch norms and two dropouts: whatever can go astray between threads."""
-        algorithm = AllLarge(training=replace(TRAINING, epochs=1, fraction=1.0), eligible="all")
+        algorithm = FedAvg(training=replace(TRAINING, epochs=1, fraction=1.0), eligible="all")
         family = VGG16((3, 32, 32), 4, fc=(64, 64), width=0.05)
         fleet = tuple(Device(c, "strong", 110.0, 0.0) for c in range(3))
         site = tiny_site(algorithm, family, sizes=(1, 5, 2), fleet=fleet)
@@ -204,7 +204,7 @@ class BackendSuite:
     @pytest.mark.parametrize("devices", DEVICES, ids="-".join)
     def test_failures_are_outcomes_like_any_other(self, make: Make, devices: Sequence[str]) -> None:
         """One client has no samples, one a loss that is not finite, and both stay their own business."""
-        algorithm = AllLarge(training=replace(TRAINING, fraction=1.0), eligible="all")
+        algorithm = FedAvg(training=replace(TRAINING, fraction=1.0), eligible="all")
         fleet = tiny_fleet(5)
         site = tiny_site(algorithm, sizes=(8, 0, 8, 8, 8), fleet=fleet)
         plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
@@ -221,7 +221,7 @@ class BackendSuite:
     @pytest.mark.parametrize("devices", DEVICES, ids="-".join)
     def test_a_device_that_cannot_fails_in_pruning(self, make: Make, devices: Sequence[str]) -> None:
         fleet = tuple(Device(c, "strong", 100.5, 40.0) for c in range(6))
-        algorithm = AllLarge(training=replace(TRAINING, fraction=1.0, epochs=1), eligible="capable")
+        algorithm = FedAvg(training=replace(TRAINING, fraction=1.0, epochs=1), eligible="capable")
         site = tiny_site(algorithm, fleet=fleet)
         plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
         found = list(make(site, devices).run(algorithm, plan))

@@ -37,8 +37,7 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, Store
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import SEED, assert_same_bits, brought, context_of, start_of, update_of
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import SEED, Memory, assert_same_bits, brought, context_of, start_of, update_of
 from fl_engine.training.evaluation import evaluate, published, weights_of
 
 LARGEST_R = 200.0

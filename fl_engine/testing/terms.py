@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from fl_engine.algorithms import terms
-from fl_engine.algorithms.pooled import Training
 from fl_engine.algorithms.terms import Weighting
+from fl_engine.algorithms.training import Training
 from fl_engine.backends import InProcess
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.training import Training
 from fl_engine.core import seeds
 from fl_engine.core.clients import ENCODING
 from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, Selector
@@ -323,3 +323,21 @@ def assert_same_bits(left: Params, right: Params) -> None:
         assert (a.shape, a.dtype) == (b.shape, b.dtype), name
         # Compared as bytes: 0.0 and -0.0 are different bits, and a NaN is equal to itself.
         assert a.numpy().tobytes() == b.numpy().tobytes(), name
+
+
+class Memory:
+    """Keeps everything, for tests and notebooks."""
+
+    def __init__(self) -> None:
+        self.logged_params: dict[str, Any] = {}
+        self.rows: dict[int, dict[str, float]] = {}
+        self.status: str | None = None
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        self.logged_params.update(values)
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        self.rows.update({step: dict(values) for step, values in rows})
+
+    def finish(self, status: str) -> None:
+        self.status = status

@@ -18,7 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from fl_engine.algorithms import ALGORITHMS
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.training import Training
 from fl_engine.core.allowed import check_wheel, trust, trusted
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, holds_password, masked

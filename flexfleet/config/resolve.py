@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from fl_engine.aggregation import privacy
 from fl_engine.algorithms import ALGORITHMS, CONTRACT
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.training import Training
 from fl_engine.codecs import codec_of
 from fl_engine.core.allowed import trust
 from fl_engine.core.clients import client_metrics

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.training import Training
 from fl_engine.core.augmentation import Augmenting
 from fl_engine.core.errors import masked
 from fl_engine.core.fields import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.training import Training
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm, ModelFamily

@@ -12,9 +12,9 @@ import torch
 
 from fl_engine.aggregation.rules import Mean
 from fl_engine.algorithms import (
-    AllLarge,
     Decoupled,
     DepthFL,
+    FedAvg,
     FederatedDropout,
     FedProx,
     FedRolex,
@@ -423,11 +423,11 @@ def test_decoupled_cannot_prune_on_the_device() -> None:
 
 # ------------------------------------------------------------------------------------------------ the full model
 def test_fedprox_is_all_large_with_mu() -> None:
-    site = tiny_site(AllLarge(training=TRAINING))
+    site = tiny_site(FedAvg(training=TRAINING))
     device = Device(0, "strong", 110.0, 0.0)
     order = WorkOrder(3, 0, FULL, {}, 5, 0)
     ctx = TaskContext(site.family.layout(), site.pool, device, 105.0)
-    plain = AllLarge(training=TRAINING).task(order, ctx)
+    plain = FedAvg(training=TRAINING).task(order, ctx)
     assert FedProx(training=TRAINING, mu=0.3).task(order, ctx) == replace(plain, proximal=0.3)
     assert FedProx(training=TRAINING, mu=0.0).task(order, ctx) == plain
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fl_engine.algorithms import FederatedDropout, FedRolex
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.training import Training
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ClientError, PoolError
 from fl_engine.core.slicing import take

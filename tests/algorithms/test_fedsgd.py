@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fl_engine.algorithms import ALGORITHMS, AllLarge, FedAvg, FedSGD
+from fl_engine.algorithms import ALGORITHMS, FedAvg, FedSGD
 from fl_engine.backends import InProcess
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.samplers import Balanced
@@ -104,7 +104,7 @@ def test_a_client_with_too_many_samples_for_one_step_is_refused_before_it_trains
 
 
 def test_fedavg_is_all_large_on_every_device() -> None:
-    fedavg, same = FedAvg(training=PLAIN), AllLarge(training=PLAIN, eligible="all")
+    fedavg, same = FedAvg(training=PLAIN), FedAvg(training=PLAIN, eligible="all")
     site = site_of(fedavg)
     one, two = (algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)) for algorithm in (fedavg, same))
     assert [order.client for order in one.orders] == [order.client for order in two.orders] == list(range(10))

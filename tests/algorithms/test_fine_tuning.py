@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fl_engine.algorithms import AdaGQ, AllLarge, DAdaQuant
+from fl_engine.algorithms import AdaGQ, DAdaQuant, FedAvg
 from fl_engine.algorithms.fine_tuning import FineTuning, fine_tuned
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ConfigError, ModelError
@@ -66,7 +66,7 @@ def server(numerics: Numerics | None = None) -> ServerContext:
     x = torch.tensor([sample for sample, _ in SAMPLES] * 2)
     y = torch.tensor([[wanted] for _, wanted in SAMPLES] * 2)
     data = Data("line", Regression(bins=0), x, y, x, y)
-    site = tiny_site(AllLarge(TRAINING), Line(), sizes=(2, 2), fleet=tiny_site(AllLarge(TRAINING)).fleet[:2], data=data)
+    site = tiny_site(FedAvg(TRAINING), Line(), sizes=(2, 2), fleet=tiny_site(FedAvg(TRAINING)).fleet[:2], data=data)
     parts = replace(site.partition, proxy_train=site.partition.clients[0][:1], proxy_test=site.partition.clients[0][1:])
     return ServerSite(replace(site, partition=parts, numerics=numerics or site.numerics))
 
@@ -159,7 +159,7 @@ def test_the_order_of_the_samples_follows_from_the_seed() -> None:
 @pytest.mark.parametrize("strategy", ["single", "batched"])
 def test_the_order_of_the_names_changes_no_bit(norm: str, strategy: str) -> None:
     """A file does not keep it, and the norm is a sum over all parameters."""
-    site = tiny_site(AllLarge(TRAINING))
+    site = tiny_site(FedAvg(TRAINING))
     own = replace(site.partition, proxy_train=site.partition.clients[0][:7], proxy_test=site.partition.clients[0][7:])
     numerics = Numerics(strategy)  # type: ignore[arg-type]
     here = ServerSite(replace(site, partition=own, numerics=numerics))
@@ -174,7 +174,7 @@ def test_the_order_of_the_names_changes_no_bit(norm: str, strategy: str) -> None
 
 def test_lanes_are_pulled_each_by_its_own_norm() -> None:
     """Side by side with another client, a lane keeps its bits, and agrees with training alone up to rounding."""
-    family, goal = TinyNet(), tiny_site(AllLarge(TRAINING)).data.task
+    family, goal = TinyNet(), tiny_site(FedAvg(TRAINING)).data.task
     task = LocalTask(FULL, SGD(0.1), 2, 4, True, 1, proximal=0.9, proximal_squared=False)
     x, y = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
     start, near, far = (initial_params(family, seed) for seed in (1, 2, 3))
@@ -192,7 +192,7 @@ def test_lanes_are_pulled_each_by_its_own_norm() -> None:
 
 def test_running_statistics_are_not_pulled() -> None:
     family = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
-    site = tiny_site(AllLarge(TRAINING), family)
+    site = tiny_site(FedAvg(TRAINING), family)
     own = replace(site.partition, proxy_train=site.partition.clients[0][:4], proxy_test=site.partition.clients[0][4:])
     here = ServerSite(replace(site, partition=own))
     aggregate, previous = (initial_params(family, seed) for seed in (1, 2))
@@ -226,7 +226,7 @@ def test_the_command_says_that_the_server_has_no_data(flexfleet: Any) -> None:
 
 
 def test_what_cannot_be_tuned_is_refused() -> None:
-    nobody = ServerSite(tiny_site(AllLarge(TRAINING)))
+    nobody = ServerSite(tiny_site(FedAvg(TRAINING)))
     start = initial_params(TinyNet(), 1)
     with pytest.raises(ConfigError, match="the algorithm asks for data on the server"):
         fine_tuned(FineTuning(), nobody, start, start, 0)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fl_engine.algorithms import FlexFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.training import Training
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ClientError
 from fl_engine.core.slicing import initial_params

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.algorithms import AllLarge
+from fl_engine.algorithms import FedAvg
 from fl_engine.core import seeds
 from fl_engine.core.clients import LARGEST_LOSS
 from fl_engine.core.types import (
@@ -62,7 +62,7 @@ def test_the_server_multiplies_it_by_the_samples_that_it_knows() -> None:
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_weights_without_a_loss_make_a_client_fail(loss: float) -> None:
-    algorithm = AllLarge(training=TRAINING, eligible="all", selection=Oort(model="largest"))
+    algorithm = FedAvg(training=TRAINING, eligible="all", selection=Oort(model="largest"))
     site = tiny_site(algorithm)
     order = algorithm.plan(start_of(algorithm, site), context_of(site, 0)).orders[0]
     broken = replace(order, payload={name: torch.full_like(t, loss) for name, t in order.payload.items()})

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fl_engine.aggregation.rules import Private
-from fl_engine.algorithms import ALGORITHMS, AllLarge, FlexFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms import ALGORITHMS, FedAvg, FlexFL
+from fl_engine.algorithms.training import Training
 from fl_engine.core import seeds
 from fl_engine.core.clients import LARGEST_LOSS
 from fl_engine.core.costs import draws
@@ -80,7 +80,7 @@ def test_a_time_is_estimated_for_the_model_that_is_sent_until_it_is_measured() -
 def test_the_estimate_is_what_the_simulated_clock_measures(memory_store: Any) -> None:
     for drop_last in (False, True):
         training = Training(fraction=1.0, epochs=2, batch_size=3, lr=0.05, drop_last=drop_last)
-        algorithm = AllLarge(training=training, eligible="all", selection=Oort(model="largest"))
+        algorithm = FedAvg(training=training, eligible="all", selection=Oort(model="largest"))
         site = tiny_site(algorithm, sizes=[4 + c % 9 for c in range(20)])
         run = Run(algorithm, site, RoundsConfig(stop=1))
         expected = times(Oort(), Oort().init(site.fleet, site.pool), run.context(0, 0.0))
@@ -98,8 +98,8 @@ def test_the_server_knows_what_clients_train() -> None:
     training = Training(epochs=3, batch_size=5, drop_last=True)
     assert [draws(training, n) for n in (0, 3, 5, 9, 10)] == [0, 9, 15, 15, 30]
     assert [draws(replace(training, drop_last=False), n) for n in (0, 3, 9)] == [0, 9, 27]
-    site = tiny_site(AllLarge(training=TRAINING))
-    found = Run(AllLarge(training=TRAINING), site, RoundsConfig()).context(0, 0.0)
+    site = tiny_site(FedAvg(training=TRAINING))
+    found = Run(FedAvg(training=TRAINING), site, RoundsConfig()).context(0, 0.0)
     assert found.samples == (SAMPLES,) * 20 and found.draws == (2 * SAMPLES,) * 20
 
 
@@ -112,8 +112,8 @@ class TestFlexFLWithOort(AlgorithmSuite):
 
 class TestAllLargeWithOort(AlgorithmSuite):
     @pytest.fixture
-    def algorithm(self) -> AllLarge:
-        return AllLarge(training=TRAINING, eligible="all", selection=Oort(model="largest", preferred=0.5))
+    def algorithm(self) -> FedAvg:
+        return FedAvg(training=TRAINING, eligible="all", selection=Oort(model="largest", preferred=0.5))
 
     def promises_to_fit(self, algorithm: Any) -> bool:
         return False  # sends all the largest model
@@ -142,7 +142,7 @@ def test_every_algorithm_takes_it(name: str, memory_store: Any) -> None:
 
 def test_over_provision_is_its_over_commitment(memory_store: Any) -> None:
     """Six of 20 are asked for five updates; the slowest comes too late, and is known afterwards."""
-    algorithm = AllLarge(training=TRAINING, eligible="all", selection=Oort(model="largest"))
+    algorithm = FedAvg(training=TRAINING, eligible="all", selection=Oort(model="largest"))
     federated(algorithm, memory_store, 2, over_provision=1.3)
     (row, _) = Checkpoints(memory_store).rows()
     assert len(row.clients) == 6 and row.metrics["clients_late"] == 1.0
@@ -154,7 +154,7 @@ def test_over_provision_is_its_over_commitment(memory_store: Any) -> None:
 
 
 def test_what_is_learned_survives_being_stored_and_decides_who_is_asked() -> None:
-    algorithm = AllLarge(training=TRAINING, eligible="all", selection=Oort(model="largest"))
+    algorithm = FedAvg(training=TRAINING, eligible="all", selection=Oort(model="largest"))
     site = tiny_site(algorithm)
     state = fresh = start_of(algorithm, site)
     for round in range(4):
@@ -173,7 +173,7 @@ def test_what_is_learned_survives_being_stored_and_decides_who_is_asked() -> Non
 def test_a_run_that_is_killed_anywhere_asks_the_same_clients(
     new_store: Any, dying: Any, killed: type[BaseException], timeless: Callable[[Any], Sequence[Any]]
 ) -> None:
-    algorithm = AllLarge(training=TRAINING, eligible="all", selection=Oort(model="largest", pacer_step=1))
+    algorithm = FedAvg(training=TRAINING, eligible="all", selection=Oort(model="largest", pacer_step=1))
     rounds, terms = 5, {"over_provision": 1.3}
     undisturbed = new_store()
     expected = federated(algorithm, undisturbed, rounds, **terms)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_engine.algorithms import AllLarge, FlexFL, pooled
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms import FedAvg, FlexFL, pooled
+from fl_engine.algorithms.training import Training
 from fl_engine.core.errors import ClientError, ConfigError
 from fl_engine.core.types import FULL, Device, LocalTask, SubmodelSpec, TaskContext, WorkOrder
 from fl_engine.selection import ByCapacity, Curiosity, Oort, ResourceTable, Uniform
@@ -205,7 +205,7 @@ def test_the_plan_asks_for_f_of_the_fleet() -> None:
 
 # ==================================================================================================== All-Large
 def all_large(eligible: Any, fleet: tuple[Device, ...]) -> list[WorkOrder]:
-    algorithm = AllLarge(training=Training(fraction=0.5), eligible=eligible)
+    algorithm = FedAvg(training=Training(fraction=0.5), eligible=eligible)
     site = tiny_site(algorithm, fleet=fleet)
     state = start_of(algorithm, site)
     return [order for round in range(30) for order in algorithm.plan(state, context_of(site, round, SEED)).orders]
@@ -228,16 +228,16 @@ def test_all_large_keeps_to_the_capable_where_asked() -> None:
 
 @pytest.mark.parametrize(("free", "fits"), [(100.0, False), (99.0, False), (100.1, True), (110.0, True)])
 def test_all_large_does_not_adapt(free: float, fits: bool) -> None:
-    pool = tiny_pool(AllLarge(), TINY)
+    pool = tiny_pool(FedAvg(), TINY)
     context = TaskContext(TINY.layout(), pool, Device(0, "strong", 110.0, 8.0), free)
     order = WorkOrder(7, 0, FULL, {}, 5, 0)
-    task = AllLarge(eligible="all").task(order, context)
+    task = FedAvg(eligible="all").task(order, context)
     assert (task.spec, task.distillation, task.optimizer.lr) == (FULL, None, pytest.approx(0.01 * 0.998**7))
     if fits:
-        assert AllLarge(eligible="capable").task(order, context) == task
+        assert FedAvg(eligible="capable").task(order, context) == task
     else:
         with pytest.raises(ClientError, match=f"{free:.1f} %"):
-            AllLarge(eligible="capable").task(order, context)
+            FedAvg(eligible="capable").task(order, context)
 
 
 @pytest.mark.parametrize("model", ["capacity", "random", "largest"])

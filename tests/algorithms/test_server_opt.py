@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fl_engine.aggregation.server_opt import Adagrad, Adam, Average, Server, Yogi
 from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, Decoupled, FedOpt
-from fl_engine.algorithms.pooled import PooledState, Training
+from fl_engine.algorithms.pooled import PooledState
+from fl_engine.algorithms.training import Training
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from fl_engine.algorithms import AllLarge, FedX
+from fl_engine.algorithms import FedAvg, FedX
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
@@ -48,7 +48,7 @@ def server_for(family: ModelFamily, **changes: Any) -> PreparingServer:
     """Owns 80 samples of 160; each client holds 4 or 12."""
     data = tiny_data(family.input_shape, family.outputs)  # type: ignore[arg-type]
     sizes = [4 if i % 2 else 12 for i in range(CLIENTS // 2)] + [8] * (CLIENTS // 2)
-    site = tiny_site(AllLarge(TRAINING), family, sizes=sizes, data=data)
+    site = tiny_site(FedAvg(TRAINING), family, sizes=sizes, data=data)
     own = np.arange(80, 160)
     clients = site.partition.clients[: CLIENTS // 2]
     parts = replace(site.partition, clients=clients, proxy_train=own[:60], proxy_test=own[60:])

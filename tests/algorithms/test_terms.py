@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms import (
     AdaptiveFL,
-    AllLarge,
     DAdaQuant,
     Decoupled,
     DepthFL,
+    FedAvg,
     FlexFL,
     HeteroFL,
     MultiBranch,
@@ -219,7 +219,7 @@ def test_check_refuses_masks_where_there_are_no_classes() -> None:
 
 
 # ----------------------------------------------------------------------------------------------- the statistics
-@pytest.mark.parametrize("kind", [AllLarge, DepthFL, MultiBranch])
+@pytest.mark.parametrize("kind", [FedAvg, DepthFL, MultiBranch])
 def test_static_statistics_are_means_and_variances_of_what_training_samples_give(kind: Any) -> None:
     """All training samples are one batch here: at every batch norm, the mean and the unbiased variance of its input,
     where the layers before it take the batch's own (biased) ones."""
@@ -282,7 +282,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("weighting", EXPECTED)
-@pytest.mark.parametrize("kind", [HeteroFL, ScaleFL, AllLarge, Decoupled], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", [HeteroFL, ScaleFL, FedAvg, Decoupled], ids=lambda k: k.__name__)
 def test_the_five_weightings(kind: Any, weighting: Any) -> None:
     more = {"widths": (0.5, 1.0), "targets": (99.0, 100.0), "exits": ("fc",)} if kind is ScaleFL else {}
     more = {"widths": (0.5, 1.0)} if kind in (HeteroFL, Decoupled) else more

@@ -30,8 +30,7 @@ from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import MemoryStore
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import context_of, tiny_pool
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import Memory, context_of, tiny_pool
 from fl_engine.training import networks as trained
 from fl_engine.training.losses import self_distillation
 from fl_engine.training.numerics import Numerics

@@ -11,10 +11,10 @@ from fl_engine.aggregation.rules import Aggregation
 from fl_engine.algorithms import (
     ALGORITHMS,
     AdaptiveFL,
-    AllLarge,
     DAdaQuant,
     Decoupled,
     DepthFL,
+    FedAvg,
     FederatedDropout,
     FedRolex,
     FedX,
@@ -26,8 +26,8 @@ from fl_engine.core.allowed import trust
 from fl_engine.core.contracts import Algorithm
 from fl_engine.exchange.client import Site
 from fl_engine.testing.algorithms import AlgorithmSuite
-from fl_engine.testing.own import OBJECTIVE, OPTIMIZER
-from fl_engine.testing.searches import check_search
+from fl_engine.testing.checks import check_search
+from fl_engine.testing.plugins import OBJECTIVE, OPTIMIZER
 from fl_engine.testing.tiny import TRAINING, TinyNet, on_devices_alone
 
 
@@ -37,7 +37,7 @@ class TestAlgorithms(AlgorithmSuite):
         return on_devices_alone(ALGORITHMS[request.param](training=TRAINING))  # type: ignore[no-any-return]
 
     def promises_to_fit(self, algorithm: Algorithm) -> bool:
-        return not isinstance(algorithm, AdaptiveFL | AllLarge)  # their servers do not ask for capacities
+        return not isinstance(algorithm, AdaptiveFL | FedAvg)  # their servers do not ask for capacities
 
     def with_aggregation(self, algorithm: Algorithm, aggregation: Aggregation) -> Algorithm:
         if isinstance(algorithm, DepthFL):
@@ -62,7 +62,7 @@ def test_a_search_begins_with_what_is_configured(name: str) -> None:
 class TestAllLargeOnCapableDevices(AlgorithmSuite):
     @pytest.fixture
     def algorithm(self) -> Algorithm:
-        return AllLarge(training=TRAINING, eligible="capable")
+        return FedAvg(training=TRAINING, eligible="capable")
 
 
 class TestFedXWithASubNetworkForEachTier(AlgorithmSuite):

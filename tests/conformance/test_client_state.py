@@ -12,7 +12,7 @@ from fl_engine.core.contracts import Algorithm, KeepsClientState
 from fl_engine.core.types import FULL, WorkOrder
 from fl_engine.testing.algorithms import AlgorithmSuite
 from fl_engine.testing.client_state import ClientStateSuite, with_state
-from fl_engine.testing.personal import PersonalHeads
+from fl_engine.testing.plugins import PersonalHeads
 from fl_engine.testing.tiny import TRAINING
 
 KEEPING = [PersonalHeads, *(kind for _, kind in sorted(ALGORITHMS.items()) if issubclass(kind, KeepsClientState))]

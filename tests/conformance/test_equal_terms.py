@@ -8,9 +8,9 @@ import pytest
 
 from fl_engine.algorithms import (
     ALGORITHMS,
-    AllLarge,
     Decoupled,
     DepthFL,
+    FedAvg,
     FedXLarge,
     FjORD,
     MultiBranch,
@@ -32,4 +32,4 @@ class TestTerms(TermsSuite):
         return not isinstance(algorithm, FjORD)
 
     def scales(self, algorithm: Any) -> bool:  # what these send has the full width
-        return not isinstance(algorithm, AllLarge | DepthFL | MultiBranch | FedXLarge | QuantizedFedAvg)
+        return not isinstance(algorithm, FedAvg | DepthFL | MultiBranch | FedXLarge | QuantizedFedAvg)

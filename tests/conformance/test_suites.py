@@ -23,7 +23,7 @@ from fl_engine.testing.backends import BackendSuite
 from fl_engine.testing.codecs import CodecSuite
 from fl_engine.testing.datasets import DatasetSuite
 from fl_engine.testing.models import ModelSuite
-from fl_engine.testing.personal import PersonalHeads
+from fl_engine.testing.plugins import PersonalHeads
 from fl_engine.testing.tiny import TinyNet
 
 

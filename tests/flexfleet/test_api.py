@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import flexfleet as ff
-from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
 from flexfleet.api import results
@@ -29,7 +29,7 @@ TWO_ROUNDS: dict[str, Any] = {**SMALL, "rounds": 2}
 
 
 @dataclass(frozen=True)
-class Ours(AllLarge):
+class Ours(FedAvg):
     boost: float = 1.0
 
 
@@ -169,7 +169,7 @@ def test_a_round_of_devices_that_look_at_their_memory_is_not_computed_again(resu
 
 
 def test_an_algorithm_of_ones_own_is_a_class_or_an_object(store: Path) -> None:
-    plain = ff.run(algorithm=AllLarge, **TWO_ROUNDS)
+    plain = ff.run(algorithm=FedAvg, **TWO_ROUNDS)
     assert plain.config["algorithm"]["name"] == "all_large"
     ours = ff.run(algorithm=Ours(boost=2.0), **TWO_ROUNDS)
     assert ours.config["algorithm"]["name"] == f"{__name__}:Ours" and ours.config["algorithm"]["boost"] == 2.0
@@ -297,10 +297,10 @@ def test_progress_is_lines_a_bar_in_a_notebook_or_nothing(
 CELL = """\
 from dataclasses import dataclass
 import flexfleet as ff
-from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.algorithms.fedavg import FedAvg
 print("top")
 @dataclass(frozen=True)
-class Mine(AllLarge):
+class Mine(FedAvg):
     boost: float = 1.0
 common = dict(clients=4, rounds=1, local_epochs=1, progress=False)
 options = {options!r}

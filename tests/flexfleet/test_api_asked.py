@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flexfleet as ff
-from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.algorithms.fedavg import FedAvg
 from flexfleet.api.arguments import Default, config_of, name_of
 from flexfleet.api.errors import in_python
 from flexfleet.api.errors import told as in_a_call
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
-class Ours(AllLarge):
+class Ours(FedAvg):
     boost: float = 1.0
 
 
@@ -47,7 +47,7 @@ def test_options_of_what_a_keyword_names_are_kept(tmp_path: Path, monkeypatch: p
     assert found.algorithm == {"name": "fedprox", "mu": 5.0}
     found = config_of(None, {"algorithm": {"on_too_small": "fail"}}, {"algorithm": "heterofl"})
     assert found.algorithm == {"name": "heterofl", "on_too_small": "fail"}
-    found = config_of(None, {"model.norm": "bn"}, {"model": "small_cnn", "algorithm": AllLarge})
+    found = config_of(None, {"model.norm": "bn"}, {"model": "small_cnn", "algorithm": FedAvg})
     assert found.model == {"name": "small_cnn", "norm": "bn"} and found.algorithm == {"name": "all_large"}
     with pytest.raises(ff.ConfigError, match="width"):
         config_of(None, {"algorithm.widths": [0.5, 1.0]}, {"algorithm": "fedprox"})
@@ -106,7 +106,7 @@ def test_data_with_owners_stay_with_their_clients(tmp_path: Path, monkeypatch: p
         ({"learning_rate": 0.1}, {}, r"unknown parameter 'learning_rate': its dotted name is training\.lr$"),
         (None, {"algorithm": 3}, "a name, a class or an object"),
         (None, {"algorithm": dict}, "a dataclass is expected"),
-        (None, {"algorithm": Ours(training=AllLarge.training.__class__(lr=7.0))}, "shared by all algorithms"),
+        (None, {"algorithm": Ours(training=FedAvg.training.__class__(lr=7.0))}, "shared by all algorithms"),
     ],
 )
 def test_what_cannot_be_meant_is_one_line(options: Any, keywords: Any, said: str) -> None:

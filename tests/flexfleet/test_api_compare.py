@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import flexfleet as ff
-from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.core.errors import IntegrityError
 from fl_engine.data import heat_map
 from flexfleet.api.comparison_arguments import entries_of
@@ -32,7 +32,7 @@ SETS += ["partition.clients=4", "rounds.stop=1", "training.epochs=1"]
 
 
 @dataclass(frozen=True)
-class Ours(AllLarge):
+class Ours(FedAvg):
     boost: float = 1.0
 
 
@@ -52,11 +52,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def cell(monkeypatch: pytest.MonkeyPatch) -> type[AllLarge]:
+def cell(monkeypatch: pytest.MonkeyPatch) -> type[FedAvg]:
     """A class as a notebook's cell defines it."""
 
     @dataclass(frozen=True)
-    class FromACell(AllLarge):
+    class FromACell(FedAvg):
         boost: float = 1.0
 
     FromACell.__module__, FromACell.__qualname__ = "__main__", "FromACell"
@@ -134,7 +134,7 @@ def test_resume_makes_what_is_missing(both: ff.Comparison) -> None:
 
 
 # --------------------------------------------------------------------------------------------- code of a cell
-def test_what_a_cell_defines_runs_in_this_process(cell: type[AllLarge], store: Path) -> None:
+def test_what_a_cell_defines_runs_in_this_process(cell: type[FedAvg], store: Path) -> None:
     found = ff.compare({"mine": cell(boost=2.0), "all_large": "all_large"}, seeds=(0,), id="cell", **SMALL)
     assert found.runs["mine", 0].config["algorithm"]["boost"] == 2.0
     assert found.runs["mine", 0].model_sha256 == found.runs["all_large", 0].model_sha256
@@ -175,13 +175,13 @@ def test_a_label_that_diverges_is_told_and_the_others_end(store: Path) -> None:
             id="wild", **{**SMALL, "options": options},
         )  # fmt: skip
     said = (store / "wild" / "wild-s0.log").read_text()
-    assert "error: the model has diverged: AllLarge.merge (aggregation mean, server adam) gave " in said
+    assert "error: the model has diverged: FedAvg.merge (aggregation mean, server adam) gave " in said
     assert (store / "wild" / "calm-s0" / "result.json").is_file()
 
 
 # ------------------------------------------------------------------------------------------------ what is asked
 def test_labels_come_from_names_classes_and_objects() -> None:
-    found = asked(["fedrolex", AllLarge, Ours(boost=3.0)])
+    found = asked(["fedrolex", FedAvg, Ours(boost=3.0)])
     assert list(found) == ["fedrolex", "all_large", "Ours"]
     assert found["Ours"]["algorithm.name"] == f"{__name__}:Ours"
     assert found["Ours"]["algorithm.boost"] == 3.0

@@ -417,8 +417,8 @@ def test_a_run_without_a_name_gets_one_without_a_colon(flexfleet: Any, monkeypat
 
     monkeypatch.setattr("flexfleet.pipeline.whole.run", stopped)
     monkeypatch.setattr("time.strftime", lambda _: "now")
-    assert flexfleet("run", "--algorithm", "fl_engine.algorithms.full_model:AllLarge").code == 3
-    assert named[0].startswith("fl_engine.algorithms.full_model.AllLarge-s0-now-")
+    assert flexfleet("run", "--algorithm", "fl_engine.algorithms.fedavg:FedAvg").code == 3
+    assert named[0].startswith("fl_engine.algorithms.fedavg.FedAvg-s0-now-")
 
 
 def test_a_resume_that_finds_nothing_says_so_and_begins(

@@ -165,11 +165,11 @@ def test_a_comparison_is_made_by_one_process_at_a_time(compared: Compared, flexf
 BREAKS = """
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fl_engine.algorithms import AllLarge
+from fl_engine.algorithms import FedAvg
 from fl_engine.core.errors import DataError
 
 @dataclass(frozen=True)
-class Breaks(AllLarge):
+class Breaks(FedAvg):
     def merge(self, state, plan, answers, server):
         if plan.round == 1:
             raise DataError("no merge of the second round")

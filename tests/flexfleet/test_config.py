@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from fl_engine.aggregation.server_opt import Yogi
-from fl_engine.algorithms import AllLarge, FlexFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms import FedAvg, FlexFL
+from fl_engine.algorithms.training import Training
 from fl_engine.core.errors import ConfigError, ModelError, masked
 from fl_engine.core.fields import Moves
 from fl_engine.fleet.devices import FLEETS, Tier
@@ -194,7 +194,7 @@ def test_the_configured_things_are_what_was_configured() -> None:
     assert found == FlexFL(config.training, targets=(50.0, 100.0))
     assert config.training == Training(fraction=0.3, epochs=5, batch_size=10, lr=0.1)
     other = load_config(None, ["algorithm.name=all_large", "algorithm.eligible=all"])
-    assert configs.algorithm(other) == AllLarge(other.training, "all")
+    assert configs.algorithm(other) == FedAvg(other.training, "all")
     vgg = Resolved.load(None, ["model.name=vgg16", "model.fc=[64, 64]", "model.width=0.25"])
     assert vgg.network((3, 32, 32), 10) == VGG16((3, 32, 32), 10, fc=(64, 64), width=0.25)
     assert config.fleet.tiers[0] == Tier("weak", 0.4, 35.0, (5.0, 8.0, 10.0), speed=2.0)
@@ -256,7 +256,7 @@ def test_what_is_wrong_inside_an_algorithm_is_said_by_its_name(sets: list[str], 
 
 
 @dataclass(frozen=True)
-class Odd(AllLarge):
+class Odd(FedAvg):
     def __post_init__(self) -> None:
         raise ValueError("low is to be below high")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import flexfleet as ff
-from fl_engine.algorithms import AllLarge, HeteroFL
+from fl_engine.algorithms import FedAvg, HeteroFL
 from fl_engine.data import heat_map
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.selection import Uniform
@@ -91,7 +91,7 @@ def test_every_option_of_a_row_is_looked_at() -> None:
 
 
 @dataclass(frozen=True)
-class Tabled(AllLarge):
+class Tabled(FedAvg):
     """An algorithm of one's own, with an option that JSON does not have."""
 
     table: Path = Path("x.csv")

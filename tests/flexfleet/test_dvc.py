@@ -18,7 +18,7 @@ from dvc.repo import Repo
 
 import fl_engine
 from fl_engine.algorithms import FlexFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.training import Training
 from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.fields import Moves
 from fl_engine.models import SmallCNN

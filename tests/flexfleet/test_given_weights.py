@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from fl_engine.algorithms import AllLarge
+from fl_engine.algorithms import FedAvg
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, PreparationContext, ServerContext
 from fl_engine.core.errors import ConfigError, IntegrityError, ModelError
@@ -66,7 +66,7 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Warm(AllLarge):
+class Warm(FedAvg):
     """FedAvg from weights that the server has trained."""
 
     preparations: ClassVar[tuple[str, ...]] = (f"{HERE}:Train",)

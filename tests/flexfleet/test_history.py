@@ -17,7 +17,7 @@ from fl_engine.core.errors import IntegrityError
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.store import FolderStore
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import Memory
 from flexfleet.files.artifacts import BareHistory, History, history_of, rows_of
 from flexfleet.pipeline.federate import _finish
 from flexfleet.tracking.trackers import MLflow

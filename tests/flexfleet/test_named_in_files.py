@@ -29,11 +29,11 @@ from fl_engine.preparation import preparation
 from fl_engine.storage import code
 from fl_engine.storage.store import sha256
 from fl_engine.tasks import TASKS
-from fl_engine.testing.own_package import SETS, write
 from fl_engine.training import user_code
 from flexfleet.config import parse_with_algorithm
 from flexfleet.experiments import suite as nightly
 from flexfleet.files.artifacts import PoolFile
+from tests.harness.own_package import SETS, write
 
 NAME = "strangers23"
 TEXT = """

@@ -17,7 +17,6 @@ from fl_engine.core.allowed import ALLOWED
 from fl_engine.core.errors import ClientError
 from fl_engine.storage import code
 from fl_engine.storage.store import sha256
-from fl_engine.testing.own_package import NAME, SETS, write
 from flexfleet.config import pair_of
 from flexfleet.files.artifacts import RunFile
 from flexfleet.pipeline import gather, resumable
@@ -26,6 +25,7 @@ from flexfleet.pipeline.model_pool import model_pool
 from flexfleet.pipeline.partition import partition
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import pretrain
+from tests.harness.own_package import NAME, SETS, write
 
 
 @pytest.fixture(autouse=True)

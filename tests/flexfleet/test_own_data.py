@@ -631,7 +631,7 @@ def test_data_are_found_in_a_store_that_was_moved(tmp_path: Path, monkeypatch: p
 
 
 def test_the_name_of_kept_data_is_not_taken_for_code() -> None:
-    code = "fl_engine.algorithms.full_model:AllLarge"
+    code = "fl_engine.algorithms.fedavg:FedAvg"
     config = parse({"dataset": {"name": f"sha256:a{'0' * 63}"}, "algorithm": {"name": code}})
     assert named(config) == (code,)
 

@@ -11,7 +11,7 @@ import pytest
 
 from fl_engine.algorithms import HeteroFL
 from fl_engine.core.types import LocalTask, TaskContext, WorkOrder
-from fl_engine.testing.own import OBJECTIVE, OPTIMIZER
+from fl_engine.testing.plugins import OBJECTIVE, OPTIMIZER
 from flexfleet.files.artifacts import RunFile
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")

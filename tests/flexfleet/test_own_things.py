@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fl_engine.algorithms import AllLarge
-from fl_engine.algorithms.pooled import PooledState, Training
+from fl_engine.algorithms import FedAvg
+from fl_engine.algorithms.pooled import PooledState
+from fl_engine.algorithms.training import Training
 from fl_engine.datasets import Source
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.core.types import FULL
@@ -34,7 +35,7 @@ class Mine:
     preparations = ()
 
     def _other(self):
-        return AllLarge(self.training, eligible="all")
+        return FedAvg(self.training, eligible="all")
 
     def pool(self, family, prepared, server):
         return self._other().pool(family, prepared, server)
@@ -58,7 +59,7 @@ class Remembered(PooledState):
 
 
 @dataclass(frozen=True)
-class Remembers(AllLarge):
+class Remembers(FedAvg):
     def init(self, params, layout, fleet, pool, server):
         return Remembered(**vars(super().init(params, layout, fleet, pool, server)))
 

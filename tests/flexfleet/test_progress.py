@@ -287,7 +287,7 @@ def test_the_loop_tells_how_many_have_answered(job: Any, memory_store: Any) -> N
     from fl_engine.rounds.ledger import ledger_in
     from fl_engine.rounds.run import Run
     from fl_engine.rounds.terms import RoundsConfig
-    from fl_engine.testing.tracker import Memory
+    from fl_engine.testing.tiny import Memory
 
     heard: list[tuple[int, int, int]] = []
     run = Run(job.algorithm, job.site, RoundsConfig(stop=2, evaluate_every=2))

@@ -22,7 +22,7 @@ from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import Memory
 from flexfleet.config import Config, flatten
 from flexfleet.files.artifacts import RunFile
 from flexfleet.pipeline import publish

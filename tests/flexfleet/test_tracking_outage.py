@@ -20,7 +20,7 @@ from mlflow.exceptions import MlflowException
 
 from fl_engine.core.errors import Refused, Replaced, Unreachable
 from fl_engine.storage import outage
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import Memory
 from flexfleet.tracking import server
 from flexfleet.tracking import trackers as tracking
 from flexfleet.tracking.server import Patient

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from fl_engine.core.errors import BadInput, ConfigError, Diverged, PartitionError, Stopped, Unreachable
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import Memory
 from flexfleet.config import Config, load_config
 from flexfleet.config.form import write_config
 from flexfleet.experiments import outcome, runs, space, storage, tracked, trials

@@ -38,7 +38,7 @@ TESTS = {
     "exchange/mailbox": ("laws/test_ledger", "laws/test_updates", "laws/test_resume"),
     "exchange/updates": ("laws/test_updates", "fuzz/test_ledger"),
     "rounds/acceptance": ("laws/test_acceptance",),
-    "rounds/closing": ("laws/test_ledger", "laws/test_updates"),
+    "rounds/ledger": ("laws/test_ledger", "laws/test_updates"),
     "storage/checkpoints": ("laws/test_ledger", "laws/test_packing", "laws/test_lease", "laws/test_resume"),
     "storage/lease": ("laws/test_lease",),
 }

@@ -45,8 +45,8 @@ WAYS: dict[str, tuple[str, ...]] = {
         "pretrain.epochs=2",
     ),
     "own objective and optimizer": (
-        "algorithm.kd_weight=0.0", "training.objective=fl_engine.testing.own:loss",
-        "training.optimizer=fl_engine.testing.own:sgd",
+        "algorithm.kd_weight=0.0", "training.objective=fl_engine.testing.plugins:loss",
+        "training.optimizer=fl_engine.testing.plugins:sgd",
     ),
     "qsgd": ("codec.down.name=qsgd", "codec.down.bits=9", "codec.up.name=qsgd", "codec.up.coding=elias"),
 }  # fmt: skip
@@ -89,8 +89,8 @@ def heads(store: Store) -> dict[int, Any]:
 
 
 PERSONAL = (
-    "algorithm.name=fl_engine.testing.personal:PersonalHeads",
-    "algorithm.selection={name: fl_engine.testing.utility:LargestUtility}",
+    "algorithm.name=fl_engine.testing.plugins:PersonalHeads",
+    "algorithm.selection={name: fl_engine.testing.plugins:LargestUtility}",
 )
 BUFFERED = ("rounds.mode=buffered", "rounds.buffer=1")
 

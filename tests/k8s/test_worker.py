@@ -28,7 +28,6 @@ from fl_engine.storage import code
 from fl_engine.storage.run_files import sum_of
 from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import MemoryStore, Store, check_size
-from fl_engine.testing.own_package import SETS, write
 from fl_engine.testing.tiny import tiny_site
 from fl_engine.training import memory
 from fl_engine.training.memory import Peaks
@@ -41,6 +40,7 @@ from flexfleet.worker import __main__ as program
 from flexfleet.worker import execute as execution
 from flexfleet.worker import server
 from flexfleet.worker.execute import Prepared, execute, prepare
+from tests.harness.own_package import SETS, write
 from tests.k8s.pods import Pod, Remote, model
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fl_engine.aggregation import privacy
 from fl_engine.aggregation.privacy import Private
-from fl_engine.algorithms import AllLarge, FlexFL
+from fl_engine.algorithms import FedAvg, FlexFL
 from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.slicing import take
 from fl_engine.core.text import read_yaml
@@ -33,10 +33,11 @@ from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import EvaluateConfig, RoundsConfig
 from fl_engine.storage.store import Store, encode, sha256
-from fl_engine.testing.personal import PersonalHeads
+from fl_engine.testing.plugins import PersonalHeads
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
+    Memory,
     TinyNet,
     assert_same_bits,
     context_of,
@@ -44,7 +45,6 @@ from fl_engine.testing.tiny import (
     tiny_fleet,
     tiny_site,
 )
-from fl_engine.testing.tracker import Memory
 from fl_engine.training.evaluation import evaluate
 from tests.conftest import MemoryStore
 
@@ -106,7 +106,7 @@ def test_each_client_is_sent_its_level_of_the_global_model() -> None:
 
 @pytest.mark.parametrize(("eligible", "tiers"), [("all", {"weak", "medium", "strong"}), ("capable", {"strong"})])
 def test_evaluation_asks_the_clients_that_train(eligible: Any, tiers: set[str]) -> None:
-    algorithm = AllLarge(training=replace(TRAINING, fraction=1.0), eligible=eligible)
+    algorithm = FedAvg(training=replace(TRAINING, fraction=1.0), eligible=eligible)
     site = replace(site_of(algorithm), fleet=tiny_fleet())
     run = Run(algorithm, site, RoundsConfig(), evaluation=EvaluateConfig(on="clients"))
     state = start_of(algorithm, site)
@@ -139,7 +139,7 @@ def test_a_client_scores_its_model_as_the_server_would_on_these_samples() -> Non
 
 
 def test_static_batch_norm_collects_its_statistics_on_the_clients_own_samples() -> None:
-    algorithm = AllLarge(training=TRAINING, static_bn=True, eligible="all")
+    algorithm = FedAvg(training=TRAINING, static_bn=True, eligible="all")
     site = site_of(algorithm, family=SmallCNN((1, 8, 8), 4, width=0.5))
     assert site.pool[0].static_bn
     run = Run(algorithm, site, RoundsConfig(), evaluation=EvaluateConfig(on="clients"))
@@ -317,7 +317,7 @@ def test_clients_that_keep_a_part_of_the_model_are_refused() -> None:
 
 
 def test_a_private_run_does_not_tell_what_single_clients_measure() -> None:
-    private = AllLarge(training=TRAINING, aggregation=Private())
+    private = FedAvg(training=TRAINING, aggregation=Private())
     with pytest.raises(ConfigError, match=r"evaluate\.on=server"):
         privacy.check_evaluation(private, on_clients=True)
     privacy.check_evaluation(private, on_clients=False)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fl_engine.algorithms import AllLarge
+from fl_engine.algorithms import FedAvg
 from fl_engine.core.augmentation import AUGMENTATIONS, Augmentation, Crop, Flip
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import initial_params
@@ -127,7 +127,7 @@ class Recorded:
 def test_every_training_batch_is_augmented_and_nothing_else() -> None:
     recorded = Recorded(([],))
     training = replace(TRAINING, augment=(recorded,))
-    algorithm = AllLarge(training=training, eligible="all")
+    algorithm = FedAvg(training=training, eligible="all")
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
     plan = algorithm.plan(state, context_of(site, 0, SEED))
@@ -158,7 +158,7 @@ def test_a_crop_that_might_leave_nothing_is_refused() -> None:
     Crop(padding=3).check(torch.zeros(2, 1, 9, 4))
     with pytest.raises(ModelError, match=r"pads 4 pixels, and a side of the samples has 4.*a padding of at most 3"):
         Crop().check(torch.zeros(2, 1, 9, 4))
-    algorithm = AllLarge(training=replace(TRAINING, augment=(Crop(),)), eligible="all")
+    algorithm = FedAvg(training=replace(TRAINING, augment=(Crop(),)), eligible="all")
     site = tiny_site(algorithm)
     order = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders[0]
     found = execute(algorithm, order, site)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fl_engine.aggregation.privacy import Private
-from fl_engine.algorithms import ALGORITHMS, AllLarge, Decoupled, DepthFL, FlexFL, HeteroFL
+from fl_engine.algorithms import ALGORITHMS, Decoupled, DepthFL, FedAvg, FlexFL, HeteroFL
 from fl_engine.backends import InProcess, Processes
 from fl_engine.codecs import Half
 from fl_engine.core.errors import ConfigError, IntegrityError
@@ -20,7 +20,7 @@ from fl_engine.core.types import ClientUpdate, Codecs
 from fl_engine.exchange.client import execute
 from fl_engine.fleet.trace import Trace, trace_of
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.rounds import buffer, flights, loop
+from fl_engine.rounds import buffer, loop, pending
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
@@ -28,9 +28,8 @@ from fl_engine.selection.oort import Oort
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore, decode, encode
 from fl_engine.testing import played
-from fl_engine.testing.personal import PersonalHeads
-from fl_engine.testing.tiny import TRAINING, assert_same_bits, on_devices_alone, start_of, tiny_fleet, tiny_site
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.plugins import PersonalHeads
+from fl_engine.testing.tiny import TRAINING, Memory, assert_same_bits, on_devices_alone, start_of, tiny_fleet, tiny_site
 
 ASKED = replace(TRAINING, fraction=0.6, epochs=1)
 FLEET = tuple(replace(d, bandwidth=d.bandwidth / (1 + 3 * d.client)) for d in tiny_fleet(8))
@@ -59,7 +58,7 @@ def lines(store: Any) -> list[dict[int, dict[str, Any]]]:
 # ------------------------------------------------------------------------------------------- by hand
 def test_it_is_fedbuff_computed_step_by_step(memory_store: Any) -> None:
     """A global weight moves by the mean of the changes, each as much less as it is stale."""
-    algorithm = AllLarge(training=ASKED, eligible="all")
+    algorithm = FedAvg(training=ASKED, eligible="all")
     site = tiny_site(algorithm, fleet=FLEET)
     run = Run(algorithm, site, RoundsConfig(stop=5, **TERMS))
     state = start_of(algorithm, site)
@@ -100,7 +99,7 @@ def test_it_is_fedbuff_computed_step_by_step(memory_store: Any) -> None:
 
 
 def test_slow_clients_hold_nobody_up(new_store: Any) -> None:
-    algorithm = AllLarge(training=ASKED, eligible="all")
+    algorithm = FedAvg(training=ASKED, eligible="all")
     spent = {}
     for mode in ("synchronous", "buffered"):
         store = new_store()
@@ -139,10 +138,10 @@ def _seconds(line: dict[str, Any]) -> dict[str, Any]:
 
 
 SOME = {
-    "all_large": AllLarge(training=ASKED, eligible="all"),
+    "all_large": FedAvg(training=ASKED, eligible="all"),
     "flexfl": FlexFL(training=ASKED, use_apoz=False),
     "heterofl": HeteroFL(training=ASKED),
-    "oort": AllLarge(training=ASKED, eligible="all", selection=Oort(model="largest")),
+    "oort": FedAvg(training=ASKED, eligible="all", selection=Oort(model="largest")),
 }
 
 
@@ -199,7 +198,7 @@ def test_worker_processes_give_the_same(new_store: Any, tmp_path: Path) -> None:
 
 def test_variances_that_a_network_stores_stay_above_zero(memory_store: Any, tmp_path: Path) -> None:
     """Else its scores are no numbers, and clients that bring such a variance back are refused by a store alone."""
-    algorithm = AllLarge(training=replace(ASKED, epochs=8), eligible="all")
+    algorithm = FedAvg(training=replace(ASKED, epochs=8), eligible="all")
     site = tiny_site(algorithm, SmallCNN((1, 8, 8), 3, width=0.25, norm="static"), fleet=FLEET)
     terms = RoundsConfig(stop=6, **TERMS | {"buffer": 1, "staleness": 0.0})
     run, finals, failed = Run(algorithm, site, terms), [], []
@@ -217,7 +216,7 @@ def test_variances_that_a_network_stores_stay_above_zero(memory_store: Any, tmp_
 
 
 @dataclass(frozen=True)
-class Strict(AllLarge):
+class Strict(FedAvg):
     """Takes only what is of one round."""
 
     def merge(self, state: Any, plan: Any, answers: Any, server: Any) -> Any:
@@ -263,15 +262,15 @@ def test_what_waits_is_deleted_when_it_has_been_merged(memory_store: Any) -> Non
     federated(SOME["all_large"], memory_store, 9)
     checkpoints = Checkpoints(memory_store)
     wanted = {
-        flights.FOLDER + flight.file for r in checkpoints.with_state() for flight in flights.read(checkpoints.rest(r))
+        pending.FOLDER + flight.file for r in checkpoints.with_state() for flight in pending.read(checkpoints.rest(r))
     }
-    assert set(memory_store.list(flights.FOLDER)) == wanted and 2 <= len(wanted) <= 4
+    assert set(memory_store.list(pending.FOLDER)) == wanted and 2 <= len(wanted) <= 4
 
 
 # ----------------------------------------------------------------------------------------------- refusals
 def test_a_damaged_file_is_named(memory_store: Any) -> None:
     federated(SOME["all_large"], memory_store, 3)
-    for key in memory_store.list(flights.FOLDER):
+    for key in memory_store.list(pending.FOLDER):
         memory_store.put(key, encode({"a": torch.zeros(1)}))
     with pytest.raises(IntegrityError, match=r"flights/.* is damaged"):
         federated(SOME["all_large"], memory_store, 6)
@@ -283,9 +282,9 @@ def test_a_run_whose_waiting_updates_are_lost_goes_on_only_when_told_to(
     memory_store: Any, new_store: Any, caplog: pytest.LogCaptureFixture, good: int, how: str
 ) -> None:
     federated(SOME["all_large"], memory_store, 4)
-    named = [[flight.file for flight in flights.read(Checkpoints(memory_store).rest(round))] for round in (2, 3)]
+    named = [[flight.file for flight in pending.read(Checkpoints(memory_store).rest(round))] for round in (2, 3)]
     lost = [file for file in named[1] if file not in named[0]] if good else named[0] + named[1]
-    for key in {flights.FOLDER + file for file in lost}:
+    for key in {pending.FOLDER + file for file in lost}:
         if how == "missing":
             memory_store.delete(key)
         else:
@@ -309,7 +308,7 @@ def test_a_change_of_other_weights_is_refused() -> None:
     assert isinstance(update, ClientUpdate)
     times = run.times(update, order, 0.0)
     assert times is not None
-    flight = flights.Flight(order, update, times, 1.0, 1, 1, 2, "x")
+    flight = pending.Flight(order, update, times, 1.0, 1, 1, 2, "x")
     name = next(iter(state.params))
     for wrong in ({"a": torch.zeros(1)}, {name: torch.zeros(1)}, {buffer.AS_BROUGHT + name: state.params[name]}):
         with pytest.raises(IntegrityError, match=r"flights/x is not the change of client"):
@@ -319,19 +318,19 @@ def test_a_change_of_other_weights_is_refused() -> None:
 @pytest.mark.parametrize("wrong", [[{}], 7, [{"client": 1}]])
 def test_a_commit_that_does_not_say_what_waits_is_refused(wrong: Any) -> None:
     with pytest.raises(IntegrityError, match="does not say which updates wait"):
-        flights.read({flights.KEY: wrong})
+        pending.read({pending.KEY: wrong})
 
 
 def test_what_is_said_is_read_again(memory_store: Any) -> None:
     federated(SOME["flexfl"], memory_store, 3)
     rest = Checkpoints(memory_store).rest(2)
-    assert flights.said(flights.read(rest)) == rest[flights.KEY] and len(rest[flights.KEY]) == 2
-    change = decode(memory_store.get(flights.FOLDER + flights.read(rest)[0].file), "here")
+    assert pending.said(pending.read(rest)) == rest[pending.KEY] and len(rest[pending.KEY]) == 2
+    change = decode(memory_store.get(pending.FOLDER + pending.read(rest)[0].file), "here")
     assert change and all(tensor.abs().max() < 1 for tensor in change.values())
 
 
 @dataclass(frozen=True)
-class Greedy(AllLarge):
+class Greedy(FedAvg):
     def plan(self, state: Any, context: Any) -> Any:
         return super().plan(state, replace(context, slots=None, available=context.fleet))
 
@@ -362,7 +361,7 @@ def test_an_algorithm_that_asks_more_than_are_free_is_refused(memory_store: Any)
         (SOME["all_large"], {"deadline_s": 3.0, "quorum": 0.5}, r"set rounds\.deadline_s=null, rounds\.quorum=0$"),
         (SOME["all_large"], {"mode": "synchronous"}, r"rounds\.buffer = 2 is for rounds\.mode=buffered"),
         (PersonalHeads(training=ASKED), {}, "clients of PersonalHeads keep something"),
-        (AllLarge(training=ASKED, aggregation=Private(clip=1.0)), {}, "a private aggregation counts"),
+        (FedAvg(training=ASKED, aggregation=Private(clip=1.0)), {}, "a private aggregation counts"),
         (DepthFL(training=ASKED), {}, "the server of DepthFL remembers how far each client moved what it was sent"),
     ],
 )

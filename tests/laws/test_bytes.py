@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fl_engine.algorithms import AllLarge, FlexFL
+from fl_engine.algorithms import FedAvg, FlexFL
 from fl_engine.backends import InProcess
 from fl_engine.codecs import Half
 from fl_engine.core.contracts import Algorithm
@@ -27,8 +27,17 @@ from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore, tensor_bytes
-from fl_engine.testing.tiny import SEED, TRAINING, context_of, failure_of, start_of, tiny_fleet, tiny_site, update_of
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import (
+    SEED,
+    TRAINING,
+    Memory,
+    context_of,
+    failure_of,
+    start_of,
+    tiny_fleet,
+    tiny_site,
+    update_of,
+)
 
 ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))
 
@@ -92,7 +101,7 @@ def test_a_round_s_bytes_are_the_pool_s(tmp_path: Path, keep_updates: bool) -> N
 
 @pytest.mark.parametrize("keep_updates", [False, True], ids=["streamed", "stored"])
 def test_a_failure_costs_its_way_down_only(tmp_path: Path, keep_updates: bool) -> None:
-    algorithm = AllLarge(training=replace(TRAINING, fraction=1.0, epochs=1), eligible="all")
+    algorithm = FedAvg(training=replace(TRAINING, fraction=1.0, epochs=1), eligible="all")
     site = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 110.0, 0.0) for c in range(4)))
     _, ledger = federate(site, tmp_path, algorithm, keep_updates=keep_updates, failing=(1, 2))
     whole = 4 * 2324
@@ -105,7 +114,7 @@ def test_a_failure_costs_its_way_down_only(tmp_path: Path, keep_updates: bool) -
 
 def test_all_large_moves_the_full_model_both_ways(tmp_path: Path) -> None:
     """The sheet's check of FlexFL's Table X: rounds x clients x the full model, here 3 x 4 x 2,324 parameters."""
-    algorithm = AllLarge(training=replace(TRAINING, fraction=1.0, epochs=1), eligible="all")
+    algorithm = FedAvg(training=replace(TRAINING, fraction=1.0, epochs=1), eligible="all")
     site = tiny_site(algorithm, fleet=tiny_fleet(4))
     _, ledger = federate(site, tmp_path, algorithm)
     for way in ("bytes_down", "bytes_up"):
@@ -113,7 +122,7 @@ def test_all_large_moves_the_full_model_both_ways(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Told(AllLarge):
+class Told(FedAvg):
     """Every client is told what the server computed, as in SCAFFOLD, and from round 2 on something of its own, too."""
 
     def plan(self, state: Any, context: RoundContext) -> RoundPlan:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fl_engine.algorithms import CONTRACT, AllLarge
+from fl_engine.algorithms import CONTRACT, FedAvg
 from fl_engine.backends import InProcess, Processes
 from fl_engine.core.clients import FIGURES, OF_A_LINE, client_metrics
 from fl_engine.core.contracts import (
@@ -34,6 +34,7 @@ from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore, encode
 from fl_engine.testing import played
 from fl_engine.testing.algorithms import AlgorithmSuite
+from fl_engine.testing.plugins import MOST, LargestUtility, utility
 from fl_engine.testing.tiny import (
     CLASSES,
     SEED,
@@ -45,18 +46,17 @@ from fl_engine.testing.tiny import (
     start_of,
     tiny_site,
 )
-from fl_engine.testing.utility import MOST, LargestUtility, utility
 from fl_engine.training.numerics import Numerics
 from flexfleet import config as configs
 from flexfleet.config import load_config
 
 HERE = __name__
-ASKING = AllLarge(training=TRAINING, eligible="all", selection=LargestUtility())
+ASKING = FedAvg(training=TRAINING, eligible="all", selection=LargestUtility())
 
 
 class TestASelectionThatAsksItsClients(AlgorithmSuite):
     @pytest.fixture
-    def algorithm(self) -> AllLarge:
+    def algorithm(self) -> FedAvg:
         return ASKING
 
     def promises_to_fit(self, algorithm: Any) -> bool:
@@ -77,8 +77,8 @@ class Declares(Uniform):
         return tuple(ClientMetric(*each) for each in self.metrics)
 
 
-def asking(*metrics: tuple[Any, ...]) -> AllLarge:
-    return AllLarge(training=TRAINING, eligible="all", selection=Declares(model="largest", metrics=metrics))
+def asking(*metrics: tuple[Any, ...]) -> FedAvg:
+    return FedAvg(training=TRAINING, eligible="all", selection=Declares(model="largest", metrics=metrics))
 
 
 def work(algorithm: Any, **site: Any) -> tuple[Site, RoundPlan]:
@@ -142,9 +142,9 @@ def test_a_configuration_that_names_one_is_refused() -> None:
 
 
 def test_who_declares_none_has_the_engines_figures_alone() -> None:
-    assert client_metrics(AllLarge(training=TRAINING)) == ()
-    site, plan = work(AllLarge(training=TRAINING, eligible="all"))
-    outcome = execute(AllLarge(training=TRAINING, eligible="all"), plan.orders[0], site)
+    assert client_metrics(FedAvg(training=TRAINING)) == ()
+    site, plan = work(FedAvg(training=TRAINING, eligible="all"))
+    outcome = execute(FedAvg(training=TRAINING, eligible="all"), plan.orders[0], site)
     assert isinstance(outcome, ClientUpdate) and outcome.metrics.keys() == FIGURES.keys()
 
 
@@ -203,7 +203,7 @@ def spoil(client: ClientContext) -> float:
 
 @pytest.mark.parametrize("numerics", [Numerics(), Numerics("batched", 3)], ids=["single", "batched"])
 def test_measuring_moves_no_bit_of_training(numerics: Numerics) -> None:
-    plain = AllLarge(training=TRAINING, eligible="all", selection=Uniform(model="largest"))
+    plain = FedAvg(training=TRAINING, eligible="all", selection=Uniform(model="largest"))
     site, plan = work(plain, numerics=numerics)
     before = {name: tensor.clone() for name, tensor in plan.orders[0].payload.items()}
     bare = by_client(InProcess(site).run(plain, plan))

@@ -14,7 +14,7 @@ import torch
 
 from fl_engine.aggregation import privacy
 from fl_engine.aggregation.privacy import Private
-from fl_engine.algorithms import CONTRACT, AllLarge
+from fl_engine.algorithms import CONTRACT, FedAvg
 from fl_engine.backends import InProcess, Processes
 from fl_engine.codecs import Half
 from fl_engine.core.clients import apart, header, kept_by_clients, travelling
@@ -40,18 +40,18 @@ from fl_engine.exchange.manifest import packed
 from fl_engine.exchange.updates import payload_bytes
 from fl_engine.fleet.devices import simulated_seconds
 from fl_engine.rounds import loop
-from fl_engine.rounds.closing import RoundMailbox
-from fl_engine.rounds.ledger import Ledger, ledger_in
+from fl_engine.rounds.ledger import Ledger, RoundMailbox, ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage import lease
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore, encode, tensor_bytes
 from fl_engine.storage.tensor_files import KEY, ClientStates, named
-from fl_engine.testing.personal import PersonalHeads
+from fl_engine.testing.plugins import PersonalHeads
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
+    Memory,
     TinyNet,
     assert_same_bits,
     assert_same_outcomes,
@@ -60,7 +60,6 @@ from fl_engine.testing.tiny import (
     tiny_fleet,
     tiny_site,
 )
-from fl_engine.testing.tracker import Memory
 from fl_engine.training.numerics import Numerics
 from flexfleet import config as configs
 from flexfleet.config import load_config
@@ -114,20 +113,20 @@ class BeginsOtherwise(PersonalHeads):
 
 
 def test_a_configuration_names_one_and_a_misfit_is_refused() -> None:
-    name = "fl_engine.testing.personal:PersonalHeads"
+    name = "fl_engine.testing.plugins:PersonalHeads"
     assert isinstance(configs.algorithm(load_config(None, [f"algorithm.name={name}"])), PersonalHeads)
     assert CONTRACT.misfits(BeginsOtherwise)[0].startswith("its begin(self, state")
 
 
 @dataclass(frozen=True)
-class Forgets(AllLarge):
+class Forgets(FedAvg):
     def client_state(self, family: Any, pool: Any) -> Mapping[str, tuple[int, ...]]:
         return {"a": (1,)}
 
 
 def test_one_that_declares_a_state_and_does_nothing_with_it_is_refused(memory_store: Any) -> None:
     algorithm = Forgets(training=TRAINING, eligible="all")
-    site = tiny_site(AllLarge(training=TRAINING, eligible="all"))
+    site = tiny_site(FedAvg(training=TRAINING, eligible="all"))
     run, start = Run(algorithm, site, RoundsConfig(stop=1)), start_of(algorithm, site)
     with pytest.raises(ConfigError, match=r"Forgets declares what clients keep .* lacks begin or keep"):
         loop.federate(run, start, InProcess(site), ledger_in(memory_store), Memory())
@@ -135,7 +134,7 @@ def test_one_that_declares_a_state_and_does_nothing_with_it_is_refused(memory_st
 
 
 def test_who_declares_nothing_keeps_nothing() -> None:
-    assert kept_by_clients(AllLarge(training=TRAINING), SITE.family, SITE.pool) == {}
+    assert kept_by_clients(FedAvg(training=TRAINING), SITE.family, SITE.pool) == {}
 
 
 def test_private_aggregation_refuses_it() -> None:
@@ -155,11 +154,11 @@ def test_a_head_begins_as_it_was_left_and_is_not_sent_as_weights() -> None:
     first = update_of()
     assert first.state.keys() == DECLARED.keys() == {"classifier.weight", "classifier.bias"}
     assert first.payload.keys() == ORDER.payload.keys() - DECLARED.keys()
-    bare = update_of(algorithm=AllLarge(training=HEADS.training, eligible="all"))
+    bare = update_of(algorithm=FedAvg(training=HEADS.training, eligible="all"))
     assert_same_bits({**first.payload, **first.state}, bare.payload)  # the first time it starts from the global head
     again = update_of(replace(ORDER, memory=travelling(first.state)))
     own = replace(ORDER, payload={**ORDER.payload, **first.state})
-    assert_same_bits({**again.payload, **again.state}, update_of(own, AllLarge(HEADS.training, eligible="all")).payload)
+    assert_same_bits({**again.payload, **again.state}, update_of(own, FedAvg(HEADS.training, eligible="all")).payload)
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ def test_a_variate_is_a_linear_term_as_the_servers_is(numerics: Numerics) -> Non
     """With SCAFFOLD's kind of state as with what the server computes; clients with and without side by side."""
     site, pushed = replace(SITE, numerics=numerics), Pushed(training=HEADS.training)
     g = {name: torch.full(shape, 0.01) for name, shape in DECLARED.items()}
-    bare = AllLarge(training=HEADS.training, eligible="all")
+    bare = FedAvg(training=HEADS.training, eligible="all")
     for index in range(len(PLAN.orders)):
         kept, told = list(PLAN.orders), list(PLAN.orders)
         kept[index], told[index] = (replace(ORDER_OF[index], memory=memory) for memory in (travelling(g), g))
@@ -267,7 +266,7 @@ def test_each_lie_about_a_state_has_its_code(lie: str, tmp_path: Path) -> None:
 def test_a_head_that_comes_as_weights_is_refused_and_so_is_a_state_that_nobody_asked_for(tmp_path: Path) -> None:
     outcome = received(tmp_path, STATE, {**update_of().payload, **STATE})
     assert isinstance(outcome, ClientFailure) and outcome.code == "names"
-    bare = AllLarge(training=HEADS.training, eligible="all")
+    bare = FedAvg(training=HEADS.training, eligible="all")
     mailbox = Mailbox(FolderStore(tmp_path / "bare"), replace(SITE.rules, algorithm=bare))
     mailbox.put_outcome(PLAN, replace(update_of(algorithm=bare), state=STATE))
     outcome = mailbox.receive(PLAN, ORDER.client)

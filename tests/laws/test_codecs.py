@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fl_engine.aggregation.rules import Mean, Private
-from fl_engine.algorithms import AllLarge, FlexFL, HeteroFL
+from fl_engine.algorithms import FedAvg, FlexFL, HeteroFL
 from fl_engine.backends import InProcess
 from fl_engine.codecs import Half, Identity, Qsgd, codec_of, codecs_of, section_of, sections_of
 from fl_engine.core.contracts import Algorithm
@@ -487,7 +487,7 @@ def test_a_clip_acts_on_what_was_decoded(tmp_path: Path) -> None:
     """The change from the server's own weights, with whatever the codecs made of it."""
     clip = 1e-3
     for aggregation in (Mean(clip=clip), Private(clip=clip, noise_multiplier=1e-9)):
-        algorithm = AllLarge(
+        algorithm = FedAvg(
             training=replace(TRAINING, fraction=0.05, lr=0.5), eligible="all", aggregation=aggregation,
             selection=Uniform(model="largest"),
         )  # fmt: skip

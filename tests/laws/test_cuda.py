@@ -40,7 +40,7 @@ from fl_engine.models.widar_resnet18 import WidarResNet18
 from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.tasks import Classification, Detection, NextToken, Regression
 from fl_engine.testing.kinds import KINDS
-from fl_engine.testing.personal import PersonalHeads
+from fl_engine.testing.plugins import PersonalHeads
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,

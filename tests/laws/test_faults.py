@@ -24,7 +24,7 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import encode
 from fl_engine.testing import played
-from fl_engine.testing.personal import PersonalHeads
+from fl_engine.testing.plugins import PersonalHeads
 from fl_engine.testing.tiny import TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
 
 ALL = "drop=0.2,slow=0.1x5,nan=0.1,scale=0.1x100,flip=0.1,corrupt=0.1"

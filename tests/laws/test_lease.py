@@ -25,7 +25,7 @@ from fl_engine.storage import lease
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.lease import Holder, Lease
 from fl_engine.storage.store import FolderStore, Store, encode
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import Memory
 from tests.harness.stores import Writing
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_engine.algorithms import AllLarge, FlexFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms import FedAvg, FlexFL
+from fl_engine.algorithms.training import Training
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import initial_params
@@ -276,10 +276,10 @@ def test_teachers_leave_the_running_statistics_alone(training: bool) -> None:
 
 
 # ------------------------------------------------------------------------------------------ a client's order
-PLAIN = AllLarge(training=Training(fraction=1.0, epochs=2, batch_size=4, lr=0.05), eligible="all")
+PLAIN = FedAvg(training=Training(fraction=1.0, epochs=2, batch_size=4, lr=0.05), eligible="all")
 
 
-def outcome(algorithm: AllLarge | FlexFL, client: int = 0, **site: object) -> ClientUpdate | ClientFailure:
+def outcome(algorithm: FedAvg | FlexFL, client: int = 0, **site: object) -> ClientUpdate | ClientFailure:
     place = tiny_site(algorithm, fleet=tiny_fleet(4), **site)  # type: ignore[arg-type]
     plan = algorithm.plan(start_of(algorithm, place), context_of(place, 2, SEED))
     (order,) = (o for o in plan.orders if o.client == client)

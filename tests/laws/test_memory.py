@@ -19,8 +19,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.algorithms import AllLarge, FedX, FjORD, FlexFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms import FedAvg, FedX, FjORD, FlexFL
+from fl_engine.algorithms.training import Training
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
@@ -188,9 +188,9 @@ def test_a_process_that_dies_is_told_with_its_level() -> None:
 CNN, SAMPLES = SmallCNN((3, 32, 32), 10), 3000
 
 
-def site_of_one_client(numerics: Numerics) -> tuple[Site, AllLarge]:
+def site_of_one_client(numerics: Numerics) -> tuple[Site, FedAvg]:
     training = Training(fraction=1.0, epochs=2, batch_size=10, drop_last=False)
-    algorithm = AllLarge(training=training, eligible="all")
+    algorithm = FedAvg(training=training, eligible="all")
     site = tiny_site(algorithm, CNN, data=images(SAMPLES), sizes=(SAMPLES,), fleet=tiny_fleet(1))
     return replace(site, numerics=numerics), algorithm
 

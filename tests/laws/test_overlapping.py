@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.algorithms import AllLarge
+from fl_engine.algorithms import FedAvg
 from fl_engine.backends.in_process import InProcess
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError, Stopped
@@ -157,7 +157,7 @@ def test_a_round_that_is_stopped_leaves_no_request_behind(tmp_path: Path) -> Non
             finally:
                 closed.append(True)
 
-    algorithm = AllLarge(training=TRAINING, eligible="all")
+    algorithm = FedAvg(training=TRAINING, eligible="all")
     site = tiny_site(algorithm)
     state = algorithm.init(initial_params(site.family, 0), site.layout, site.fleet, site.pool, ServerSite(site))
     run = Run(algorithm, site, RoundsConfig(stop=1))

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_engine.algorithms import AllLarge, DepthFL, FjORD, FlexFL, HeteroFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms import DepthFL, FedAvg, FjORD, FlexFL, HeteroFL
+from fl_engine.algorithms.training import Training
 from fl_engine.core.allowed import trust
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, ModelError
@@ -31,7 +31,7 @@ from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import TinyLSTM
-from fl_engine.testing.own import OBJECTIVE, OPTIMIZER, sgd
+from fl_engine.testing.plugins import OBJECTIVE, OPTIMIZER, sgd
 from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, context_of, start_of, tiny_site
 from fl_engine.training import user_code
 from fl_engine.training.local import Job, Trained, can_share, train
@@ -239,7 +239,7 @@ def test_what_it_draws_follows_from_the_clients_seed_in_threads_too() -> None:
 def test_clients_train_one_at_a_time() -> None:
     for task in (own_of(PLAIN, optimiser=None), own_of(PLAIN, objective=None)):
         assert not can_share(task)
-    algorithm = AllLarge(training=Training(fraction=0.5, batch_size=4, objective=OBJECTIVE))
+    algorithm = FedAvg(training=Training(fraction=0.5, batch_size=4, objective=OBJECTIVE))
     site = replace(tiny_site(algorithm), numerics=Numerics("batched", 4))
     plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0))
     groups_of, failed = accept_all(algorithm, plan.orders, site)
@@ -317,7 +317,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_wrong_objective_is_its_clients_failure(name: str) -> None:
-    algorithm = AllLarge(training=Training(fraction=0.5, batch_size=4, objective=f"{HERE}:{name}"))
+    algorithm = FedAvg(training=Training(fraction=0.5, batch_size=4, objective=f"{HERE}:{name}"))
     site = tiny_site(algorithm)
     order = algorithm.plan(start_of(algorithm, site), context_of(site, 0)).orders[0]
     outcome = execute(algorithm, order, replace(site, free=200.0))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.codecs import Half
 from fl_engine.core.types import Codecs, Header, Params
 from fl_engine.exchange.coding import PLAIN
@@ -24,7 +24,7 @@ from fl_engine.storage.store import FolderStore
 from fl_engine.testing import played
 from fl_engine.testing.tiny import TRAINING, tiny_fleet, tiny_site
 
-ALGORITHM = AllLarge(training=replace(TRAINING, fraction=0.25), eligible="all")
+ALGORITHM = FedAvg(training=replace(TRAINING, fraction=0.25), eligible="all")
 FLEET = tuple(
     replace(d, memory=200.0, speed=1e6 * (1 + d.client), bandwidth=1e6 / (1 + d.client)) for d in tiny_fleet()
 )
@@ -107,7 +107,7 @@ def test_a_round_that_was_closed_before_a_kill_is_decoded_again_and_says_so(
 ) -> None:
     codecs = Codecs(Half(), Slow())
     whole = federate(tmp_path / "whole", codecs, keep_updates=True)
-    merge: Callable[..., Any] = AllLarge.merge
+    merge: Callable[..., Any] = FedAvg.merge
 
     def killed(self: Any, state: Any, plan: Any, *more: Any) -> Any:
         if plan.round == 1:
@@ -115,7 +115,7 @@ def test_a_round_that_was_closed_before_a_kill_is_decoded_again_and_says_so(
         return merge(self, state, plan, *more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(AllLarge, "merge", killed)
+        patched.setattr(FedAvg, "merge", killed)
         with pytest.raises(Dies):
             federate(tmp_path / "killed", codecs, keep_updates=True)
     rows = federate(tmp_path / "killed", codecs, keep_updates=True)

@@ -16,8 +16,9 @@ from fl_engine.aggregation.protocol import Aggregate
 from fl_engine.aggregation.robust import Middle
 from fl_engine.aggregation.rules import AGGREGATIONS, Aggregation, Mean
 from fl_engine.aggregation.server_opt import SERVERS, Average, Server
-from fl_engine.algorithms import ALGORITHMS, CONTRACT, AllLarge, FedOpt, HeteroFL, pooled
-from fl_engine.algorithms.pooled import PooledState, Training, local_task
+from fl_engine.algorithms import ALGORITHMS, CONTRACT, FedAvg, FedOpt, HeteroFL, pooled
+from fl_engine.algorithms.pooled import PooledState, local_task
+from fl_engine.algorithms.training import Training
 from fl_engine.core.augmentation import Flip
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError, ModelError
@@ -122,7 +123,7 @@ def test_every_algorithm_takes_ones_own(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class ByLoss(AllLarge):
+class ByLoss(FedAvg):
     def merge(self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext) -> Any:
         return pooled.merge(self, state, plan, answers, server, lambda u: u.num_examples * u.metrics["loss"])
 
@@ -222,7 +223,7 @@ class Own:
     server: ClassVar[Server] = Average()
 
     def pool(self, family: ModelFamily, prepared: Any, server: Any, *more: Any) -> Pool:
-        return AllLarge().pool(family, prepared, server)
+        return FedAvg().pool(family, prepared, server)
 
     selector, init, plan = pooled.selector, pooled.init, pooled.plan
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from fl_engine.aggregation import privacy
 from fl_engine.aggregation.privacy import NoisySum, Private, Public, epsilon
-from fl_engine.algorithms import AllLarge, FedRolex, FlexFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms import FedAvg, FedRolex, FlexFL
+from fl_engine.algorithms.training import Training
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.core.slicing import take
 from fl_engine.core.types import FULL, Axis, Device, ParamLayout, Params, PoolModel, Slot, SubmodelSpec
@@ -357,7 +357,7 @@ def test_secret_uniform_selection_amplifies_and_nothing_else_does() -> None:
     assert spent(flexfl(2.0, secret=True), 20) < 0.7 * plain
     for selection in (ResourceTable(), Curiosity()):
         assert spent(flexfl(2.0, selection, secret=True), 20) == plain
-    unnamed = AllLarge(training=Training(fraction=0.1), aggregation=flexfl(2.0, secret=True).aggregation)
+    unnamed = FedAvg(training=Training(fraction=0.1), aggregation=flexfl(2.0, secret=True).aggregation)
     assert unnamed.selection is None and spent(unnamed, 20) == plain, "drawn uniformly, but not named"
     assert spent(flexfl(2.0, secret=True, fraction=1.0), 20) == plain, "everybody takes part"
 
@@ -368,7 +368,7 @@ def test_the_sample_is_of_those_that_can_take_part() -> None:
     assert privacy._sampled(flexfl(selection=ByCapacity()), FLEET, POOL) == (10, 90)
     for model in ("capacity", "largest"):
         assert privacy._sampled(flexfl(selection=Uniform(model=model)), FLEET, POOL) == (10, 100)
-    capable = AllLarge(training=Training(fraction=0.1), eligible="capable", selection=Uniform())
+    capable = FedAvg(training=Training(fraction=0.1), eligible="capable", selection=Uniform())
     assert privacy._sampled(capable, FLEET, POOL) == (10, 90)
 
 

@@ -36,6 +36,7 @@ from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
+    Memory,
     assert_same_bits,
     context_of,
     failure_of,
@@ -46,7 +47,6 @@ from fl_engine.testing.tiny import (
     tiny_site,
     update_of,
 )
-from fl_engine.testing.tracker import Memory
 from fl_engine.training.evaluation import published
 from flexfleet.config import load_config
 

@@ -18,8 +18,7 @@ from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import Store
-from fl_engine.testing.tiny import context_of
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import Memory, context_of
 
 Make = Callable[[], Store]
 Rows = Callable[[Store], list[Any]]

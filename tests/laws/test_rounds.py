@@ -14,7 +14,7 @@ import torch
 
 from fl_engine.aggregation.server_opt import Adam, Average
 from fl_engine.algorithms.decoupled import Decoupled
-from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.core.errors import ConfigError, Diverged, IntegrityError, ModelError
 from fl_engine.core.types import FULL, ClientFailure, ClientUpdate, LocalTask
 from fl_engine.data.partition import Partition
@@ -38,7 +38,7 @@ def federate(algorithm: Any, site: Any, folder: Path, backend: Any = None, **ter
 
 # ------------------------------------------------------------------------------------------------ what is told
 @dataclass(frozen=True)
-class Forgetful(AllLarge):
+class Forgetful(FedAvg):
     """Looks at no answer."""
 
     def merge(self, state: Any, plan: Any, answers: Any, server: Any) -> Any:
@@ -55,7 +55,7 @@ def test_clients_train_whatever_merge_does_with_their_answers(tmp_path: Path) ->
 
 
 @dataclass(frozen=True)
-class Twice(AllLarge):
+class Twice(FedAvg):
     """Reads the answers twice, and notes what plan and merge are told."""
 
     clocks: list[float] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Listening(Uniform):
 def test_a_selector_hears_of_every_order_failures_included(tmp_path: Path) -> None:
     """In client order, with the seconds of the simulated clock."""
     selection = Listening(model="largest")
-    algorithm = AllLarge(training=TRAINING, eligible="capable", selection=selection)
+    algorithm = FedAvg(training=TRAINING, eligible="capable", selection=selection)
     site = tiny_site(algorithm)
     _, (row,) = federate(algorithm, site, tmp_path, stop=1)
     expected = [(c["client"], "failure" in c, c.get("seconds_simulated", 0.0)) for c in row.clients]
@@ -119,7 +119,7 @@ def test_a_selector_hears_of_every_order_failures_included(tmp_path: Path) -> No
 
 
 def test_a_round_takes_as_many_updates_as_the_plan_wants(tmp_path: Path) -> None:
-    algorithm = AllLarge(training=TRAINING, eligible="all")
+    algorithm = FedAvg(training=TRAINING, eligible="all")
     site = tiny_site(algorithm)
     plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED, over_provision=2.0))
     assert (len(plan.orders), plan.wanted, plan.enough) == (10, 5, 5)
@@ -128,7 +128,7 @@ def test_a_round_takes_as_many_updates_as_the_plan_wants(tmp_path: Path) -> None
 
 
 def test_fewer_that_can_be_asked_are_all_wanted() -> None:
-    algorithm = AllLarge(training=replace(TRAINING, fraction=0.5), eligible="all")
+    algorithm = FedAvg(training=replace(TRAINING, fraction=0.5), eligible="all")
     site = tiny_site(algorithm, fleet=tiny_fleet(20))
     state = start_of(algorithm, site)
     few = replace(context_of(site, 0, over_provision=2.0), available=site.fleet[:8])
@@ -138,7 +138,7 @@ def test_fewer_that_can_be_asked_are_all_wanted() -> None:
 
 # ------------------------------------------------------------------------------------------------ the server
 @dataclass(frozen=True)
-class FineTuned(AllLarge):
+class FineTuned(FedAvg):
     """A server that trains what was averaged on samples of its own."""
 
     def merge(self, state: Any, plan: Any, answers: Any, server: Any) -> Any:
@@ -156,7 +156,7 @@ def with_proxy(site: Any) -> Any:
 
 @pytest.mark.parametrize("keep_updates", [False, True], ids=["in memory", "through the ledger"])
 def test_a_server_that_trains_is_resumed_bit_for_bit(tmp_path: Path, keep_updates: bool) -> None:
-    plain, algorithm = (kind(training=TRAINING, eligible="all") for kind in (AllLarge, FineTuned))
+    plain, algorithm = (kind(training=TRAINING, eligible="all") for kind in (FedAvg, FineTuned))
     site = with_proxy(tiny_site(algorithm))
     whole, _ = federate(algorithm, site, tmp_path / "whole", stop=3, keep_updates=keep_updates)
     for stop in (1, 2, 3):
@@ -167,7 +167,7 @@ def test_a_server_that_trains_is_resumed_bit_for_bit(tmp_path: Path, keep_update
 
 
 def test_the_server_evaluates_on_its_own_samples() -> None:
-    algorithm = AllLarge(training=TRAINING, eligible="all")
+    algorithm = FedAvg(training=TRAINING, eligible="all")
     site = with_proxy(tiny_site(algorithm))
     server, params = ServerSite(site), start_of(algorithm, site).params
     own = torch.from_numpy(site.partition.proxy_train)
@@ -177,7 +177,7 @@ def test_the_server_evaluates_on_its_own_samples() -> None:
 
 
 def test_a_server_without_samples_says_so() -> None:
-    algorithm = AllLarge(training=TRAINING, eligible="all", server=Average())
+    algorithm = FedAvg(training=TRAINING, eligible="all", server=Average())
     server = ServerSite(tiny_site(algorithm))
     with pytest.raises(ConfigError, match=r"asks for data on the server, and partition\.proxy leaves it none"):
         _ = server.data
@@ -185,7 +185,7 @@ def test_a_server_without_samples_says_so() -> None:
 
 # ------------------------------------------------------------------------------------ what plan and merge may give
 @dataclass(frozen=True)
-class Merging(AllLarge):
+class Merging(FedAvg):
     """Gives what `into` makes of the merged weights."""
 
     into: Any = None
@@ -230,7 +230,7 @@ def test_a_merge_that_gives_other_tensors_than_the_state_had_is_refused_by_name(
 
 
 @dataclass(frozen=True)
-class Diverging(AllLarge):
+class Diverging(FedAvg):
     """From the third round on one weight is `value`."""
 
     value: float = math.nan
@@ -269,20 +269,20 @@ def test_round_whose_scores_are_not_finite_says_diverged(tmp_path: Path) -> None
     def grown(state: Any) -> Any:
         return replace(state, params={name: 9e8 * torch.sign(t) for name, t in state.params.items()})
 
-    _, (row,) = federate(Merging(TRAINING, into=grown), tiny_site(AllLarge(TRAINING)), tmp_path, stop=1)
+    _, (row,) = federate(Merging(TRAINING, into=grown), tiny_site(FedAvg(TRAINING)), tmp_path, stop=1)
     assert "loss/full" not in row.metrics and row.metrics["diverged"] == 1
 
 
 def test_a_server_s_optimiser_that_diverges_is_named(tmp_path: Path) -> None:
     """Where its step is what leaves the range; in the first round there is no commit to end with."""
-    algorithm = AllLarge(training=TRAINING, eligible="all", server=Adam(lr=1e30))
+    algorithm = FedAvg(training=TRAINING, eligible="all", server=Adam(lr=1e30))
     with pytest.raises(Diverged, match=r"\(aggregation mean, server adam\).* in round 1, .*aggregation\.clip$"):
         federate(algorithm, tiny_site(algorithm), tmp_path, stop=2)
     assert not ledger_in(FolderStore(tmp_path)).checkpoints.commits()
 
 
 @dataclass(frozen=True)
-class Asking(AllLarge):
+class Asking(FedAvg):
     """Plans what `into` makes of the plan."""
 
     into: Any = None
@@ -343,13 +343,13 @@ class Picking(Uniform):
 
 @pytest.mark.parametrize("pick", [3, (3,), (3, "full"), (3, 1), (3, -1), "30"])
 def test_picks_that_are_no_clients_with_their_levels_are_refused(tmp_path: Path, pick: Any) -> None:
-    algorithm = AllLarge(training=TRAINING, selection=Picking(picks=((2, 0), pick)))
+    algorithm = FedAvg(training=TRAINING, selection=Picking(picks=((2, 0), pick)))
     said = f"Picking.pick gave {pick!r}, where (client, level) is expected, the level of 0 to 0"
     with pytest.raises(ModelError, match=re.escape(said)):
         federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
 
 
-@pytest.mark.parametrize("kind", [AllLarge, Decoupled])
+@pytest.mark.parametrize("kind", [FedAvg, Decoupled])
 def test_no_picks_at_all_are_refused_by_whoever_selects(tmp_path: Path, kind: Any) -> None:
     algorithm = kind(training=TRAINING, selection=Picking(picks=None))
     with pytest.raises(ModelError, match=re.escape("Picking.pick gave None, where a list of (client, level)")):
@@ -357,7 +357,7 @@ def test_no_picks_at_all_are_refused_by_whoever_selects(tmp_path: Path, kind: An
 
 
 @dataclass(frozen=True)
-class Idle(AllLarge):
+class Idle(FedAvg):
     """Gives a client nothing to do."""
 
     def task(self, order: Any, ctx: Any) -> Any:

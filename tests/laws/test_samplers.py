@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_engine.algorithms import AllLarge
+from fl_engine.algorithms import FedAvg
 from fl_engine.core import costs
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samplers import SAMPLERS, Balanced, Sampler, Shuffle
@@ -125,7 +125,7 @@ def test_steps_and_samples_are_those_that_the_server_counts(sampler: Sampler, dr
 
 @pytest.mark.parametrize("sampler", [kind() for kind in SAMPLERS.values()], ids=list(SAMPLERS))
 def test_an_honest_client_is_believed_and_one_that_says_a_step_more_is_not(sampler: Sampler) -> None:
-    algorithm = AllLarge(training=replace(TRAINING, fraction=1.0, sampler=sampler), eligible="all")
+    algorithm = FedAvg(training=replace(TRAINING, fraction=1.0, sampler=sampler), eligible="all")
     site = tiny_site(algorithm, fleet=tiny_fleet(3), sizes=(8, 11, 5))
     rules = replace(site.rules, algorithm=algorithm)
     for order in algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fl_engine.algorithms import AllLarge
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms import FedAvg
+from fl_engine.algorithms.training import Training
 from fl_engine.backends import BACKENDS, Surroundings
 from fl_engine.core.errors import EnvironmentFailure, Replaced, Stopped
 from fl_engine.core.types import ClientFailure, Device, RoundPlan
@@ -165,7 +165,7 @@ def test_device_with_own_data_that_fails_is_named(scene_of: Scenes, monkeypatch:
 def test_prune_failure_counts_only_if_it_follows_from_the_order() -> None:
     """With simulated memory the coordinator knows which clients an order does not fit; otherwise only they know."""
     fleet = tuple(Device(c, "strong", 120.0, 40.0) for c in range(6))
-    algorithm = AllLarge(training=Training(fraction=1.0), eligible="capable")
+    algorithm = FedAvg(training=Training(fraction=1.0), eligible="capable")
     site = tiny_site(algorithm, fleet=fleet)
     plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, 0))
     fails = {order.client: isinstance(accept(algorithm, order, site), ClientFailure) for order in plan.orders}

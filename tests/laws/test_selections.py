@@ -6,9 +6,9 @@ import pytest
 
 from fl_engine.core.contracts import Selector
 from fl_engine.selection import SELECTIONS, ByCapacity, Curiosity, Oort, ResourceTable, Uniform
-from fl_engine.testing.selections import check_silent, times_asked
+from fl_engine.testing.checks import check_silent, times_asked
+from fl_engine.testing.plugins import LargestUtility
 from fl_engine.testing.tiny import paper_pool, tiny_fleet
-from fl_engine.testing.utility import LargestUtility
 
 _, POOL = paper_pool()
 EACH: list[Selector] = [

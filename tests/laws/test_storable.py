@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.algorithms.pooled import PooledState
 from fl_engine.core.errors import IntegrityError, ModelError
 from fl_engine.core.state import constant, pack, unpack
@@ -207,7 +207,7 @@ class Counting(PooledState):
 
 
 @dataclass(frozen=True)
-class Counts(AllLarge):
+class Counts(FedAvg):
     """Begins with `begins` and gives what `merged` makes of the merged state."""
 
     begins: Any = None

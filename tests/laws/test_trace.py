@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Device
 from fl_engine.fleet.devices import Took, fleet, simulated_seconds
@@ -298,7 +298,7 @@ def test_the_seed_says_it_all() -> None:
 
 # --------------------------------------------------------------------------------------------------- in rounds
 @dataclass(frozen=True)
-class Noting(AllLarge):
+class Noting(FedAvg):
     """Notes when each round begins, and who could be asked."""
 
     noted: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
@@ -319,7 +319,7 @@ def alike(*, speed: float = 1e9, bandwidth: float = 1e6) -> tuple[bool, float, f
     return (True, speed, bandwidth)
 
 
-ALGORITHM = AllLarge(training=TRAINING, eligible="all")
+ALGORITHM = FedAvg(training=TRAINING, eligible="all")
 SITE = tiny_site(ALGORITHM)
 CLIENTS = len(SITE.fleet)
 

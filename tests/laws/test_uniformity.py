@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.backends import InProcess
 from fl_engine.core import measures
 from fl_engine.core.errors import IntegrityError
 from fl_engine.fleet.uniformity import MEASURED, NAMES, Times, measured, uniformity
-from fl_engine.rounds.closing import Closed
+from fl_engine.rounds.ledger import Closed
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
@@ -26,7 +26,7 @@ from fl_engine.testing import played
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, tiny_fleet, tiny_site
 from fl_engine.training.numerics import Numerics
 
-ALGORITHM = AllLarge(training=replace(TRAINING, fraction=0.5), eligible="all")
+ALGORITHM = FedAvg(training=replace(TRAINING, fraction=0.5), eligible="all")
 FLEET = tuple(
     replace(d, memory=200.0, speed=1e6 * (1 + d.client), bandwidth=1e6 / (1 + d.client)) for d in tiny_fleet()
 )
@@ -206,7 +206,7 @@ class Dies(Exception):
 
 def killed_when_round_2_was_closed(folder: Path, monkeypatch: pytest.MonkeyPatch, **terms: Any) -> Path:
     """The run is killed before the merge; its record of the round's answers."""
-    merge: Callable[..., Any] = AllLarge.merge
+    merge: Callable[..., Any] = FedAvg.merge
 
     def killed(self: Any, state: Any, plan: Any, *more: Any) -> Any:
         if plan.round == 1:
@@ -214,7 +214,7 @@ def killed_when_round_2_was_closed(folder: Path, monkeypatch: pytest.MonkeyPatch
         return merge(self, state, plan, *more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(AllLarge, "merge", killed)
+        patched.setattr(FedAvg, "merge", killed)
         with pytest.raises(Dies):
             federate(folder, keep_updates=True, **terms)
     (closed,) = folder.rglob("closed.json")

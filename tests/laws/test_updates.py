@@ -29,7 +29,7 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import Manifest, key_of, manifest_bytes, order_sum, packed, signed
 from fl_engine.exchange.updates import payload_bytes
 from fl_engine.rounds.acceptance import Moved
-from fl_engine.rounds.closing import RoundMailbox
+from fl_engine.rounds.ledger import RoundMailbox
 from fl_engine.storage.serialization import laid_out, padded
 from fl_engine.storage.store import MemoryStore, canonical, decode, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, context_of, start_of, tiny_site

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from fl_engine.aggregation.privacy import Private
 from fl_engine.algorithms import FlexFL, HeteroFL
-from fl_engine.algorithms.pooled import Training
+from fl_engine.algorithms.training import Training
 from fl_engine.backends import InProcess
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.slicing import take
@@ -29,8 +29,7 @@ from fl_engine.rounds import run as rounds_run
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.terms import NORM_BOUND, RoundsConfig
 from fl_engine.storage.store import MemoryStore
-from fl_engine.testing.tiny import SEED, context_of, start_of, tiny_site
-from fl_engine.testing.tracker import Memory
+from fl_engine.testing.tiny import SEED, Memory, context_of, start_of, tiny_site
 from flexfleet.pipeline import model_pool, partition, pretrain
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.site import initial_state, site_of

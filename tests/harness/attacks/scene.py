@@ -15,7 +15,7 @@ from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import Manifest, key_of, signed
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.rounds.closing import Closed, RoundMailbox
+from fl_engine.rounds.ledger import Closed, RoundMailbox
 from fl_engine.storage.store import MemoryStore, Store, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, context_of, start_of, tiny_site
 

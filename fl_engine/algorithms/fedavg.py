@@ -26,8 +26,9 @@ from typing import ClassVar, Literal
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Adam, Average, Server
 from fl_engine.algorithms import pooled, terms
-from fl_engine.algorithms.pooled import Training, needs_room
+from fl_engine.algorithms.pooled import needs_room
 from fl_engine.algorithms.terms import Terms, local_task
+from fl_engine.algorithms.training import Training
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
 from fl_engine.core.fields import STRICT, NotNegative
@@ -36,8 +37,8 @@ from fl_engine.selection import Selection, Uniform
 
 
 @dataclass(frozen=True)
-class AllLarge(Terms):
-    """FedAvg of the full model on every selected client (McMahan et al., AISTATS 2017)."""
+class FedAvg(Terms):
+    """FedAvg: every selected client trains the full model, whatever it can hold (McMahan et al., AISTATS 2017)."""
 
     __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
@@ -69,12 +70,7 @@ class AllLarge(Terms):
 
 
 @dataclass(frozen=True)
-class FedAvg(AllLarge):
-    """FedAvg: every selected client trains the full model, whatever it can hold (McMahan et al., AISTATS 2017)."""
-
-
-@dataclass(frozen=True)
-class FedProx(AllLarge):
+class FedProx(FedAvg):
     """FedProx: FedAvg with a proximal term that holds clients close to the model they were sent (Li et al., MLSys
     2020)."""
 
@@ -82,7 +78,7 @@ class FedProx(AllLarge):
 
 
 @dataclass(frozen=True)
-class FedOpt(AllLarge):
+class FedOpt(FedAvg):
     """FedOpt: FedAvg whose server steps with Adam, Yogi or Adagrad (Reddi et al., ICLR 2021)."""
 
     server: Server = Adam()

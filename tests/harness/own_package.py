@@ -11,13 +11,13 @@ FILES = {
     "mine.py": '''
 from dataclasses import dataclass, replace
 
-from fl_engine.algorithms import AllLarge
+from fl_engine.algorithms import FedAvg
 
 from theirs23.rates import factor
 
 
 @dataclass(frozen=True)
-class Mine(AllLarge):
+class Mine(FedAvg):
     """FedAvg with another learning rate."""
 
     def task(self, order, ctx):
