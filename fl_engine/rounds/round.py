@@ -28,8 +28,8 @@ from fl_engine.rounds.recorder import recorded
 from fl_engine.rounds.run import Run
 from fl_engine.selection.capacity import eligible, level_of
 from fl_engine.storage.checkpoints import Row
-from fl_engine.storage.client_states import ClientStates
 from fl_engine.storage.store import tensor_bytes
+from fl_engine.storage.tensor_files import ClientStates
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool, published
 
 
