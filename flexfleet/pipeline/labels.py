@@ -22,7 +22,7 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
-from fl_engine.data import clusters
+from fl_engine.data import array_files, clusters
 from fl_engine.data.label_noise import likely_mistakes, made_wrong
 from fl_engine.data.partition import Partition
 from fl_engine.data.partition_rules import Ints
