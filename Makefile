@@ -23,7 +23,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
 	@# Of an editable installation setuptools warns at length, of nothing that is wrong here.
 	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[all,dev]'
-	@$(BIN)/python -c 'import dvc.repo, flexfleet.pipeline.whole, kfp, matplotlib.pyplot, optuna, sklearn'
+	@$(BIN)/python -c 'import dvc.repo, flexfleet.pipeline.run, kfp, matplotlib.pyplot, optuna, sklearn'
 	@$(BIN)/python -c 'import mlflow.store.tracking.sqlalchemy_store'
 	@$(BIN)/python -m components.torch_build
 	touch $@

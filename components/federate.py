@@ -24,8 +24,8 @@ def federate(
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.task_end import ending, patiently
     from flexfleet.pipeline.prepare import Resolved
-    from flexfleet.pipeline.resumable import federate_in
-    from flexfleet.pipeline.resumed import store_of
+    from flexfleet.pipeline.resume import store_of
+    from flexfleet.pipeline.retry import federate_in
     from flexfleet.tracking import record as track
 
     with ending("run_id"):

@@ -21,10 +21,10 @@ def model_pool(
     from flexfleet.kubeflow.task_end import ending
     from flexfleet.pipeline.model_pool import model_pool as step
     from flexfleet.pipeline.prepare import Resolved
-    from flexfleet.tracking import versioned
+    from flexfleet.tracking import dvc_remote
 
     with ending("run_id"):
         resolved = Resolved.load(config.path)
         step(resolved, Path(apoz.path), Path(pool.path))
         pool.metadata.update(metadata.of_pool(Path(pool.path)))
-        versioned.hand_on(Path(pool.path), "pool", resolved.config.publish.dvc, Path(dvc_pointer.path))
+        dvc_remote.hand_on(Path(pool.path), "pool", resolved.config.publish.dvc, Path(dvc_pointer.path))

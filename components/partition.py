@@ -38,12 +38,12 @@ def partition(
     from flexfleet.config import form
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.pipeline import check, places
+    from flexfleet.pipeline import check, reachable
     from flexfleet.pipeline.partition import partition as step
     from flexfleet.pipeline.prepare import Resolved
-    from flexfleet.pipeline.resumed import check_begun, store_of
+    from flexfleet.pipeline.resume import check_begun, store_of
+    from flexfleet.tracking import dvc_remote
     from flexfleet.tracking import record as track
-    from flexfleet.tracking import versioned
 
     given = locals()
 
@@ -55,7 +55,7 @@ def partition(
         return resolved, name
 
     with ending("run_id", given):
-        resolved, name = places.check_form(given, checked)
+        resolved, name = reachable.check_form(given, checked)
         asked = resolved.config
         folder = form.run_folder(asked, name)
         store = store_of(asked, name, folder)
@@ -65,5 +65,5 @@ def partition(
         Path(links.path).write_text(track.card(asked, name, store.uri()), encoding="utf-8")
         step(resolved, Path(parts.path))
         parts.metadata.update(metadata.of_partition(Path(parts.path)))
-        versioned.hand_on(Path(parts.path), "partition", asked.publish.dvc, Path(dvc_pointer.path))
+        dvc_remote.hand_on(Path(parts.path), "partition", asked.publish.dvc, Path(dvc_pointer.path))
         return {"run": name}

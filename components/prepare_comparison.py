@@ -37,7 +37,7 @@ def prepare(
     from flexfleet.config.comparison_runs import Entry
     from flexfleet.experiments.graph import prepare as step
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.pipeline import places
+    from flexfleet.pipeline import reachable
 
     given = locals()
     name = comparison_id or f"compare-{job_id}"
@@ -47,5 +47,5 @@ def prepare(
         return form.comparison_from(parameters, advanced, algorithms, seeds, name)
 
     with ending("comparison_id", given):
-        runs = places.check_form(given, checked)
+        runs = reachable.check_form(given, checked)
         return step(runs, name, Path(shared.path), Path(pairs.path), job_id)

@@ -27,7 +27,7 @@ def prepare(
     from flexfleet.experiments import regress
     from flexfleet.experiments.night import Night
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.pipeline import places
+    from flexfleet.pipeline import reachable
 
     given = locals()
 
@@ -35,5 +35,5 @@ def prepare(
         return regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
 
     with ending("night_id", given):
-        night = places.check_form(given, checked)
+        night = reachable.check_form(given, checked)
         return regress.hand_over(night, Path(shared.path), Path(pairs.path), job_id)

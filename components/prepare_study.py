@@ -36,7 +36,7 @@ def prepare(
     from flexfleet.config.form_fields import SHORT, STUDY
     from flexfleet.experiments.study import prepare as step
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.pipeline import places
+    from flexfleet.pipeline import reachable
 
     given = locals()
 
@@ -46,6 +46,6 @@ def prepare(
         return form.config_from(asked, advanced)
 
     with ending("study_id", given):
-        config = places.check_form(given, checked)
+        config = reachable.check_form(given, checked)
         name = form.run_name(study_id, f"tune-{job_id}", config)
         return step(config, name, Path(prepared.path), job_id)

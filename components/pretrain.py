@@ -12,12 +12,13 @@ Artifact = dsl.Artifact
 def pretrain(config: dsl.Input[Artifact], parts: dsl.Input[Artifact], apoz: dsl.Output[Artifact]) -> None:
     from pathlib import Path
 
-    from flexfleet.files import no_preparation
     from flexfleet.kubeflow.task_end import ending
 
     with ending("run_id"):
         if config.metadata.get("preparations") == "none":
-            no_preparation.write(Path(apoz.path))
+            index = Path(apoz.path) / "prepared.json"
+            index.parent.mkdir(parents=True, exist_ok=True)
+            index.write_text('{"schema_version": 1, "made": {}}', encoding="utf-8")
             return
         from flexfleet.pipeline.prepare import Resolved  # imports torch, for two seconds
         from flexfleet.pipeline.pretrain import pretrain as step

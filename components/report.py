@@ -26,8 +26,8 @@ def report(
     from flexfleet.config import load_config
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.task_end import ending, patiently
-    from flexfleet.pipeline.gather import finish
-    from flexfleet.tracking.pushed import POINTERS
+    from flexfleet.pipeline.report import finish
+    from flexfleet.tracking.dvc_runs import POINTERS
 
     with ending("run_id"):
         folders = [Path(given.path) for given in (run, parts, apoz, pool, evaluation, run_folder)]

@@ -50,7 +50,7 @@ from fl_engine.testing.tiny import Memory, measured_alike, tiny_pool
 from fl_engine.training.isolation import set_repeatable
 from flexfleet.cli import main as cli
 from flexfleet.files import terminal
-from flexfleet.pipeline import whole as run_module
+from flexfleet.pipeline import run as run_module
 from tests.harness.comparisons import compared as compared  # a fixture, as the next two
 from tests.harness.comparisons import compared_template as compared_template
 from tests.harness.comparisons import quick_comparisons as quick_comparisons

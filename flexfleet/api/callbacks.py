@@ -26,7 +26,7 @@ from flexfleet.config import Config
 from flexfleet.config.run_names import new_name
 from flexfleet.config.run_names import plain as plain_name
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.whole import run as run_all
+from flexfleet.pipeline.run import run as run_all
 from flexfleet.tracking.trackers import Several
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from flexfleet.files.live import hidden
+from flexfleet.files.progress import hidden
 from flexfleet.tracking.console import brief
 
 log = logging.getLogger("flexfleet")

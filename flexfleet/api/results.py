@@ -40,13 +40,13 @@ from flexfleet.config.sources import sources
 from flexfleet.files import manifest
 from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile
 from flexfleet.files.artifacts import Result as ResultFile
-from flexfleet.files.begun import check_looked_into
 from flexfleet.files.measure import measure_in
-from flexfleet.files.tally import Tally, tally_of
+from flexfleet.files.run_folder import check_is_folder
+from flexfleet.files.run_status import Tally, tally_of
 from flexfleet.pipeline import own_code
 from flexfleet.pipeline.partition import folders_sum, simulated
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.resumed import devices_decide, store_of
+from flexfleet.pipeline.resume import devices_decide, store_of
 from flexfleet.pipeline.site import given_weights, initial_state, site_of, trace_of
 from flexfleet.pipeline.status import OF_STUDY, status_of
 
@@ -72,7 +72,7 @@ class Result:
         file has changed since the run finished."""
         self.folder = path_of(folder).absolute()  # a notebook may change its folder
         self._made: Resolved | None = None
-        check_looked_into(self.folder)
+        check_is_folder(self.folder)
         if not (self.folder / "run.json").is_file():
             if (self.folder / "central.json").is_file():
                 raise ConfigError(f"{self.folder} holds a central training, not a federated run")

@@ -49,7 +49,7 @@ def _fetch(args: argparse.Namespace) -> int:
 
 def fetch_run(args: argparse.Namespace) -> int:
     from flexfleet.pipeline.prepare import config_of
-    from flexfleet.tracking.pushed import fetch_run as bring
+    from flexfleet.tracking.dvc_runs import fetch_run as bring
 
     config = config_of(args)
     if config.tracking.mlflow is None:
@@ -79,7 +79,7 @@ def doctor(args: argparse.Namespace) -> int:
         state = f"missing {missing}: pip install 'flexfleet[{extra}]'" if missing else "installed"
         show(f"  {extra:10} {state}\n             {about['enables']}")
     if args.measure:
-        from flexfleet.files.half_speed import said
+        from flexfleet.files.half_precision import said
 
         show(f"  the processor multiplies bfloat16 with: {', '.join(report['cpu_bf16']) or 'nothing of its own'}")
         for device, seconds in report["seconds_a_step"].items():

@@ -23,7 +23,7 @@ log = logging.getLogger("flexfleet")
 def run(args: argparse.Namespace) -> int:
     from flexfleet.config.run_names import new_name
     from flexfleet.pipeline.prepare import resolved_of
-    from flexfleet.pipeline.whole import run as run_all
+    from flexfleet.pipeline.run import run as run_all
 
     resumes_by_name(args)
     resolved = resolved_of(args)
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         shared=args.shared,
         tags=tags_of(args.tag),
     )
-    from flexfleet.files.tally import tally_in
+    from flexfleet.files.run_status import tally_in
 
     tally = tally_in(out := Path(config.run.store) / run_id)
     if args.json:
@@ -93,7 +93,7 @@ def central(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    from flexfleet.files.live import kept_warnings
+    from flexfleet.files.progress import kept_warnings
     from flexfleet.pipeline.check import check as examine
     from flexfleet.pipeline.prepare import resolved_of
 

@@ -22,11 +22,11 @@ from flexfleet.experiments.comparison import Comparison
 from flexfleet.experiments.tabulate import tabulate
 from flexfleet.experiments.whole import begin, check_all, in_one_experiment, sharing, tags, to_share
 from flexfleet.files.artifacts import Artifact, Result, RunFile
-from flexfleet.files.tally import tally_in
+from flexfleet.files.run_status import tally_in
 from flexfleet.pipeline import keys
 from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.run import run
 from flexfleet.pipeline.share import share
-from flexfleet.pipeline.whole import run
 from flexfleet.tracking import record as track
 from flexfleet.tracking.trackers import MLflow
 

@@ -24,15 +24,14 @@ from flexfleet.experiments.figures import PROCESSES, Folders, measure
 from flexfleet.experiments.gate import Check
 from flexfleet.experiments.night import KIND, Night, check_commit, keep_commit
 from flexfleet.experiments.suite import Figures
-from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import Artifact, BareHistory, RunFile
-from flexfleet.files.begun import check_free, failures_tell, go_on
 from flexfleet.files.measure import Measure
+from flexfleet.files.run_folder import check_free, failures_tell, folder_lock, go_on
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.pipeline import publish
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.whole import need_packages
+from flexfleet.pipeline.run import need_packages
 from flexfleet.reports import plots
 from flexfleet.reports.page import Drawing, render
 from flexfleet.tracking import record as track
@@ -98,7 +97,7 @@ def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
     `compare` raises, GateFailed if a run diverged or merged no update, and ConfigError if another process has the
     night."""
     take_folder(night, resume)
-    with alone(night.folder), stopping_at_once(go_on(night.id)):
+    with folder_lock(night.folder), stopping_at_once(go_on(night.id)):
         with failures_tell(night.id):
             mlflow = begin(night, {})
         with ending(mlflow):
@@ -115,7 +114,7 @@ def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
 def update(night: Night, *, jobs: int = 1, resume: bool = False) -> Figures:
     """Runs at least 20 seeds and writes the suite's reference."""
     take_folder(night, resume)
-    with alone(night.folder), stopping_at_once(go_on(night.id)):
+    with folder_lock(night.folder), stopping_at_once(go_on(night.id)):
         figures = measure(night, make(night, jobs, resume), REFERENCE_TURNS)
         figures.write(night.path.with_suffix(".json"))
         return figures

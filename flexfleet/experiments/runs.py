@@ -15,8 +15,8 @@ from flexfleet.files.artifacts import BareHistory, PoolFile
 from flexfleet.pipeline.federate import federate
 from flexfleet.pipeline.model_pool import model_pool
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.resumable import name_in
-from flexfleet.pipeline.resumed import known_run
+from flexfleet.pipeline.resume import known_run
+from flexfleet.pipeline.retry import name_in
 from flexfleet.pipeline.share import adopt, fits, share
 
 

@@ -20,7 +20,7 @@ from typing import TextIO
 
 from fl_engine.core import allowed
 from fl_engine.core.errors import FlexfleetError, Stopped
-from flexfleet.files.live import Live
+from flexfleet.files.progress import Live
 from flexfleet.files.signals import stopping
 
 log = logging.getLogger("flexfleet")

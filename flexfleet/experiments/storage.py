@@ -21,7 +21,7 @@ from fl_engine.core.errors import (
 )
 from fl_engine.core.text import at_home
 from flexfleet.config import Config
-from flexfleet.files.begun import go_on
+from flexfleet.files.run_folder import go_on
 from flexfleet.tracking import databases
 
 LOCKED_S = 60

@@ -27,13 +27,12 @@ from flexfleet.experiments.outcome import Tuned, markdown
 from flexfleet.experiments.side_by_side import Command, side_by_side, told_failures
 from flexfleet.experiments.whole import RunsFailed
 from flexfleet.experiments.worker import work
-from flexfleet.files.alone import alone
-from flexfleet.files.begun import check_free, check_same, go_on
+from flexfleet.files.run_folder import check_free, check_same, folder_lock, go_on
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.run import need_packages
 from flexfleet.pipeline.share import share
-from flexfleet.pipeline.whole import need_packages
 from flexfleet.tracking.record import of_job
 from flexfleet.tracking.trackers import MLflow, ending
 
@@ -50,7 +49,7 @@ def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
     folder = Path(config.run.store) / plain(id, "a study's id")
     check_free(folder, resume, "--id")
     _examine(config)
-    with alone(folder), storage.told_how_to_go_on(id), stopping_at_once(), storage.answering(config):
+    with folder_lock(folder), storage.told_how_to_go_on(id), stopping_at_once(), storage.answering(config):
         study = storage.open_study(config, folder, id)  # before anything trains
         runs.prepare_default(config, folder)
         with ending(_begin(config, folder, study, folder, {})):
@@ -187,7 +186,7 @@ def report(prepared: Path, id: str, workers: Sequence[Path], out: Path, text: Pa
     `workers`: the folder that `work_in_graph` wrote for each worker."""
     config = load_config(prepared / "config.yaml")
     folder = Path(config.run.store) / id
-    with alone(folder), storage.answering(config):
+    with folder_lock(folder), storage.answering(config):
         study = storage.open_study(config, workers[0], id, begun=True)
         with ending(tracked.parent(config, study, {})):
             tuned = conclude(config, study, folder, prepared)

@@ -29,17 +29,16 @@ from flexfleet.experiments.comparison import Comparison
 from flexfleet.experiments.side_by_side import Command, side_by_side, told_failures
 from flexfleet.experiments.tabulate import FILES, tabulate
 from flexfleet.files import manifest
-from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, Result, row_of
-from flexfleet.files.begun import check_free, failures_tell, go_on
+from flexfleet.files.run_folder import check_free, failures_tell, folder_lock, go_on
+from flexfleet.files.run_status import tally_in
 from flexfleet.files.signals import stopping_at_once
-from flexfleet.files.tally import tally_in
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.own_code import check_sources
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.resumed import known_run, store_of
+from flexfleet.pipeline.resume import known_run, store_of
+from flexfleet.pipeline.run import need_packages, run
 from flexfleet.pipeline.share import fits, settings, share
-from flexfleet.pipeline.whole import need_packages, run
 from flexfleet.tracking import record as track
 from flexfleet.tracking.server import PARENT, platform_of
 from flexfleet.tracking.trackers import TOKEN, MLflow, ending
@@ -95,7 +94,7 @@ def compare(
     runs = in_one_experiment(runs)
     track.prepare(runs[0].config)
     try:
-        with failures_tell(goes_on_as or id), alone(folder), stopping_at_once(goes_on):
+        with failures_tell(goes_on_as or id), folder_lock(folder), stopping_at_once(goes_on):
             mlflow = begin(runs, id, {PARENT: night} if night else {})
             with ending(mlflow):
                 parent = mlflow.root if mlflow else None

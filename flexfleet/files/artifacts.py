@@ -36,7 +36,7 @@ __all__ = [
 
 A = TypeVar("A", bound="Artifact")
 Status = Literal["finished", "diverged", "nothing_merged"]
-"""How a run ended (`files.tally`)."""
+"""How a run ended (`files.run_status`)."""
 WEIGHTS = "weights.safetensors"
 """Beside pool.json: the weights of the whole network that the rounds start from, where a preparation gives them."""
 
@@ -447,7 +447,7 @@ class Result(Artifact):
     (`fl_engine.rounds.phases`): means over the rounds; label_noise: the share of clients' labels that are wrong, where
     noise.labels asks for some; precision{level: {precision: figures of its ONNX file, or {refused: why}}}, where
     publish.precision asks for more than fp32; updates{merged, failed, reasons{reason: count}}: how many updates of all
-    rounds were merged and how many failed, with the reasons (`files.tally`), the most frequent first."""
+    rounds were merged and how many failed, with the reasons (`files.run_status`), the most frequent first."""
     bytes: dict[str, int]
     """down, up."""
     waste: float

@@ -36,8 +36,8 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 def examine(measure: bool = False) -> dict[str, Any]:
     """Versions, extras with what they lack, usable torch devices, what the processor multiplies bfloat16 with, and
     which data sets are there: none where that cannot be said. With `measure`, seconds of a training step by device and
-    precision (`half_speed`), which takes some seconds for each kind of device. Raises EnvironmentFailure if that needs
-    what is not installed."""
+    precision (`half_precision`), which takes some seconds for each kind of device. Raises EnvironmentFailure if
+    the engine is not installed."""
     extras = {
         name: {"missing": [m for m in modules if find_spec(m) is None], "enables": enables}
         for name, (modules, enables) in EXTRAS.items()
@@ -57,7 +57,7 @@ def examine(measure: bool = False) -> dict[str, Any]:
         devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         bf16 = cpu_bf16()
         if measure:
-            from flexfleet.files.half_speed import seconds_a_step
+            from flexfleet.files.half_precision import seconds_a_step
 
             steps = {device: seconds_a_step(device) for device in ("cpu", *devices[1:2])}
         try:

@@ -15,7 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.system import hashed
-from flexfleet.files.artifacts import Artifact
+from fl_engine.storage.store import sha256
+from flexfleet.files import prepared
+from flexfleet.files.artifacts import Artifact, RunFile
 
 MANIFEST = "manifest.json"
 FILES = ("*.json", "model.safetensors", "partition/**/*", "pretrain/**/*", "pool/**/*", "code/*")
@@ -54,6 +56,30 @@ def check(folder: Path) -> bool:
                 f"({expected.size} bytes), found {found.sha256} ({found.size} bytes). {_way_out(path)}"
             )
     return True
+
+
+def check_inputs(folder: Path, run: RunFile) -> None:
+    """Raise IntegrityError if partition, APoZ scores or pool in a run's folder are missing, or not those of its
+    rounds."""
+    scores = prepared.index(folder / "pretrain").get("apoz")
+    for name, expected in (
+        ("partition/partition.json", run.partition_sha256),
+        ("pretrain/apoz.json", None if scores is None else scores.sha256),
+        ("pool/pool.json", run.pool_sha256),
+    ):
+        if expected is None:
+            continue
+        try:
+            actual = sha256((folder / name).read_bytes())
+        except OSError as error:
+            raise IntegrityError(
+                f"{folder / name} cannot be read ({error.strerror}). Restore it, or run again"
+            ) from error
+        if actual != expected:
+            raise IntegrityError(
+                f"{folder / name} is not the file that the run used: its sha256 is {actual[:16]}, expected "
+                f"{expected[:16]}. Restore the right file, or run again"
+            )
 
 
 def _way_out(path: Path) -> str:

@@ -42,16 +42,15 @@ from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.config.run_names import plain
 from flexfleet.config.sources import sources
-from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import Artifact, ConfusionFile, EvaluationFile, History, Result
-from flexfleet.files.begun import check_free, check_same
 from flexfleet.files.manifest import MANIFEST, manifest_of
 from flexfleet.files.measure import Measure
+from flexfleet.files.run_folder import check_free, check_same, folder_lock
 from flexfleet.files.signals import stop_on_signals, stopping_at_once
 from flexfleet.pipeline import own_code, warm_start
 from flexfleet.pipeline.evaluate import told
 from flexfleet.pipeline.prepare import Resolved, check_fits
-from flexfleet.pipeline.whole import highest_of, need_packages
+from flexfleet.pipeline.run import highest_of, need_packages
 from flexfleet.reports import plots
 from flexfleet.tracking import record as track
 from flexfleet.tracking.trackers import TOKEN, MLflow, ending, log_outcome
@@ -115,7 +114,7 @@ def central(
     data, family = resolved.data, _network(resolved)
     device = config.run.devices[0]
     check_device(device)
-    with alone(out), stopping_at_once("the same command with --resume goes on"):
+    with folder_lock(out), stopping_at_once("the same command with --resume goes on"):
         before = CentralFile.read(out / "central.json").numerics if (out / "central.json").exists() else None
         precision = settled(config.run.precision, (device,), before)
         numerics = Numerics(precision=precision)

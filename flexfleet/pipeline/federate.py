@@ -33,17 +33,17 @@ from flexfleet.config import Config
 from flexfleet.config.run_names import plain
 from flexfleet.config.sources import sources
 from flexfleet.files import terminal
-from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import RunFile, history_of
-from flexfleet.files.live import counted_warnings
 from flexfleet.files.manifest import MANIFEST
+from flexfleet.files.progress import counted_warnings
+from flexfleet.files.run_folder import folder_lock
+from flexfleet.files.run_status import tally_in, tally_of
 from flexfleet.files.signals import stop_on_signals
-from flexfleet.files.tally import tally_in, tally_of
 from flexfleet.pipeline import enrollment, keys, own_code
+from flexfleet.pipeline.level_memory import peaks_of
 from flexfleet.pipeline.partition import folders_sum, simulated
-from flexfleet.pipeline.peaks import peaks_of
 from flexfleet.pipeline.prepare import Resolved, resolved_of
-from flexfleet.pipeline.resumed import (
+from flexfleet.pipeline.resume import (
     began_with,
     check_recorded,
     devices_decide,
@@ -92,7 +92,7 @@ def federate(
     store = store_of(config, run_id, out)
     if config.run.backend == "kubernetes":
         check_reach(store.uri())
-    lock = nullcontext() if locked else alone(out)
+    lock = nullcontext() if locked else folder_lock(out)
     with lock, nullcontext() if config.run.remote is None else lease.held(store) as held:
         known = _known(config, store, out, run_id, resume)
         config = config.settled(began_with(known, out / "run.json") if known else None)

@@ -34,7 +34,7 @@ from fl_engine.preparation.confusion import Confusion, measure_confusion
 from fl_engine.storage.store import sha256
 from fl_engine.training import evaluation
 from flexfleet.config import Config, cut_seed
-from flexfleet.files import kept
+from flexfleet.files import cache
 from flexfleet.pipeline import own_code
 
 log = logging.getLogger("flexfleet")
@@ -63,7 +63,7 @@ def clusters_for(config: Config, data: Data) -> Ints | None:
     if p.features is None or p.rule not in BY_LABEL:
         return None
     samples, inputs = len(data.train_y), _inputs(config, data)
-    known = kept.find(_store(config), "clusters", inputs, list[int])
+    known = cache.find(_store(config), "clusters", inputs, list[int])
     if known is not None and len(known) == samples and min(known) >= 0 and max(known) < p.clusters:
         return np.array(known, dtype=np.int64)
     if (digest := sha256(json.dumps(inputs, sort_keys=True).encode())) not in _COMPUTED:
@@ -87,7 +87,7 @@ def _computed(config: Config, data: Data) -> Ints:
 
 def keep_clusters(config: Config, data: Data, found: Ints) -> None:
     """Keeps the clusters for the next run with the same features."""
-    kept.keep(_store(config), "clusters", _inputs(config, data), list[int], found.tolist())
+    cache.keep(_store(config), "clusters", _inputs(config, data), list[int], found.tolist())
 
 
 def _inputs(config: Config, data: Data) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def noisy(config: Config, data: Data, parts: Partition, held_out: Sequence[Ints]
         prepare_process((device,))
         return measure_confusion(family, data, seed, n.epochs, n.lr, n.batch_size, device)
 
-    found = kept.kept(_store(config), "confusion", inputs, Confusion, measured)
+    found = cache.kept(_store(config), "confusion", inputs, Confusion, measured)
     mistakes = likely_mistakes(found.matrix, n.sure, parts.server_classes)
     noise = made_wrong(data.train_y.numpy(), parts.clients, mistakes, n.labels, seed, held_out)
     level = logging.INFO if noise.reached >= n.labels / 2 else logging.WARNING

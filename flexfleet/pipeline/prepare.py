@@ -40,7 +40,7 @@ from fl_engine.training import batches
 from flexfleet import config as configs
 from flexfleet.config import Config, cut_seed, flatten, min_side, moves
 from flexfleet.config.read import Files
-from flexfleet.files.begun import told_changes
+from flexfleet.files.run_folder import changes
 from flexfleet.pipeline import warm_start
 from flexfleet.pipeline.labels import clusters_for, feature_network
 from flexfleet.tracking import data_repository
@@ -159,7 +159,7 @@ def check_unchanged(args: argparse.Namespace, config: Config) -> None:
     def counts(key: str) -> bool:
         return moves(key) not in (Moves.EXECUTION, Moves.PLACE) or key.startswith("publish.")
 
-    if changed := told_changes(flatten(config), flatten(config_of(args)), counts):
+    if changed := changes(flatten(config), flatten(config_of(args)), counts):
         raise ConfigError(
             f"the configuration has changed while this ran ({changed}); {args.out} is of the values before: start it "
             "again"

@@ -31,9 +31,8 @@ from fl_engine.rounds.server import PreparingServer
 from fl_engine.storage.store import FolderStore, encode, sha256
 from flexfleet import config as configs
 from flexfleet.files import prepared, terminal
-from flexfleet.files.artifacts import Apoz
-from flexfleet.files.live import LOG_S, span, told_while
 from flexfleet.files.prepared import Index
+from flexfleet.files.progress import LOG_S, span, told_while
 from flexfleet.pipeline import own_code
 from flexfleet.pipeline.partition import site_of
 from flexfleet.pipeline.prepare import Resolved, unchanged
@@ -48,7 +47,7 @@ SILENT_S = LOG_S
 def pretrain(resolved: Resolved, partition: Path, out: Path, known: Path | None = None) -> Path:
     """Writes `<name>.json` for each of the algorithm's preparations into `out`, `<name>.safetensors` for the one that
     gives weights, and prepared.json. What is there, or in the folder `known`, is taken over where its inputs are the
-    same. Gives the path of apoz.json, which is empty where the algorithm does not ask for it.
+    same. Returns the path of prepared.json.
 
     Raises IntegrityError naming a file that is damaged, PartitionError where the server holds no data to prepare with,
     ConfigError where two preparations give weights, or one gives such as do not fit the network.
@@ -78,9 +77,7 @@ def pretrain(resolved: Resolved, partition: Path, out: Path, known: Path | None 
         Index(made=made).write(out / prepared.INDEX)
     if not names:
         log.info("pretrain: %s asks for no preparation, nothing to do", resolved.config.algorithm["name"])
-    if "apoz" not in names:  # the report reads it of every run
-        Apoz(layers=()).write(out / "apoz.json")
-    return out / "apoz.json"
+    return out / prepared.INDEX
 
 
 def is_known(resolved: Resolved, partition: Path, known: Path) -> bool:

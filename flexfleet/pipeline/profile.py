@@ -29,8 +29,8 @@ from fl_engine.training.memory import Peaks, Trial
 from flexfleet.config import Config
 from flexfleet.pipeline.check import first_round
 from flexfleet.pipeline.enrollment import MAILBOXES
+from flexfleet.pipeline.level_memory import trials_of
 from flexfleet.pipeline.partition import cut
-from flexfleet.pipeline.peaks import trials_of
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.site import numerics_of, training_of
 

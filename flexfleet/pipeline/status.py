@@ -1,8 +1,7 @@
-"""Reads from their ledgers how far runs are."""
+"""How far runs are, read from their ledgers."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,20 +13,24 @@ from fl_engine.storage.store import FolderStore
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.files.artifacts import BareHistory, Result, RunFile, Status, row_of
-from flexfleet.files.begun import check_looked_into
 from flexfleet.files.manifest import MANIFEST
 from flexfleet.files.measure import measure_in
-from flexfleet.files.tally import tally_of
-from flexfleet.pipeline.resumed import place_of
+from flexfleet.files.run_folder import check_is_folder
+from flexfleet.files.run_status import tally_of
+from flexfleet.pipeline.resume import place_of
 
 
 def describe(run: Path) -> dict[str, Any]:
-    """status: that of a run that has ended (`files.artifacts.Status`), or `unfinished` (running or killed: no file says
-    which, and resuming is safe). stop: after how many rounds the run ends; at most so many, where
-    `rounds.stop_simulated_s` may end it before. metric: accuracy if that is the metric of avg and full, else null.
-    run_id: the folder's name, with which the run goes on, also where it began with another one; with a ledger in
-    `run.remote` the name that the ledger has. Raises Unreachable soon where the ledger's server does not answer."""
-    check_looked_into(run)
+    """Describe how far a run is.
+
+    `status` is that of a run that has ended (`files.artifacts.Status`), or `unfinished` (running or killed; resuming is
+    safe). `stop` is the round after which the run ends, at most that if `rounds.stop_simulated_s` may end it before.
+    `metric` is `accuracy` if avg and full are accuracies, else null. `run_id` is the folder's name, with which the run
+    is resumed; with `run.remote` the name of its ledger.
+
+    Raises Unreachable soon if the ledger's server does not answer.
+    """
+    check_is_folder(run)
     if not (run / "run.json").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")
@@ -56,16 +59,15 @@ OF_STUDY = (TRIALS, "held-out")
 
 
 def _of_ended_trial(run: Path) -> list[Row]:
-    """The rounds of a study's trial whose ledger was deleted when it ended; none of any other run."""
+    """The rounds of a study's trial whose ledger was deleted when it ended; empty for other runs."""
     if run.resolve().parent.name != TRIALS or not (run / "history.json").is_file():
         return []
     return [row_of(each) for each in BareHistory.read(run / "history.json").rounds]
 
 
 def status_of(config: Config, run: Path, rows: Sequence[Row]) -> Status | Literal["unfinished"]:
-    """How the run has ended; `unfinished` unless the ledger's `rows` are all that the configuration asks for, and the
-    results in the folder are of all of them. A run that got more rounds has the results of fewer until its end. Raises
-    IntegrityError for a result that is damaged."""
+    """How the run has ended; `unfinished` unless the ledger's `rows` are all that the configuration asks for and the
+    results in the folder are of all of them."""
     if config.rounds.end(row.metrics for row in rows) is None or not (run / "history.json").is_file():
         return "unfinished"
     history = BareHistory.read(run / "history.json")
@@ -83,45 +85,33 @@ def status_of(config: Config, run: Path, rows: Sequence[Row]) -> Status | Litera
 
 
 def list_runs(store: Path) -> list[dict[str, Any]]:
-    """All runs of a store, by name of their folder, also those of comparisons (so of nights) and studies (`runs_in`);
-    one that cannot be read with status `unreadable`, and why. None where there is no store yet. Raises as
-    `check_looked_into` does."""
-    try:
-        os.lstat(store)
-    except FileNotFoundError:
+    """Describe all runs of a store, by the name of their folder, and those of its comparisons and studies (`runs_in`).
+    A run that cannot be read has the status `unreadable` and the reason. Empty if the store does not exist."""
+    if not store.exists():
         return []
-    except OSError:  # as of a folder below a file
-        pass
-    check_looked_into(store)
+    check_is_folder(store)
     folders = sorted(store.glob("*"))
     return _described(run for each in folders for run in ([(each, each.name)] if _is_run(each) else _placed(each)))
 
 
 def runs_in(folder: Path) -> list[dict[str, Any]]:
-    """The runs of the comparison or the study in this folder, each with its place in the store as `run_id`:
-    `<comparison>/<label>-s<seed>`. None where it holds none, or is a run's own folder."""
+    """Describe the runs of the comparison or study in this folder, each with its place in the store as `run_id`:
+    `<comparison>/<label>-s<seed>`. Empty if it holds none, or is a run's own folder."""
     return [] if _is_run(folder) else _described(_placed(folder))
 
 
 def _placed(folder: Path) -> list[tuple[Path, str]]:
-    """The folders of the runs in a comparison or a study, each with its place in the store."""
-    found = [each.parent for at in ("", *OF_STUDY) for each in _inside(folder / at)]
+    """The folders of the runs in a comparison or study, each with its place in the store."""
+    found = [each.parent for at in ("", *OF_STUDY) for each in sorted((folder / at).glob("*/run.json"))]
     return [(run, f"{folder.resolve().name}/{run.relative_to(folder).as_posix()}") for run in found]
 
 
-def _inside(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.glob("*/run.json"))
-    except PermissionError:  # what may not be looked into hides no other run
-        return []
-
-
 def _is_run(folder: Path) -> bool:
-    return any(folder.glob("run.json"))  # no error of a folder that may not be looked into
+    return (folder / "run.json").exists()
 
 
 def _described(runs: Iterable[tuple[Path, str]]) -> list[dict[str, Any]]:
-    """A server that has not answered for one run is not asked for the others: each would wait as long."""
+    """Asks no server again that did not answer for an earlier run, because each would wait as long."""
     rows, gone = [], ""
     for run, place in runs:
         try:

@@ -41,10 +41,10 @@ from flexfleet.files.artifacts import (
     RunFile,
     rows_of,
 )
-from flexfleet.files.begun import check_looked_into
-from flexfleet.files.inputs import check_inputs
+from flexfleet.files.manifest import check_inputs
 from flexfleet.files.measure import Measure, decimals
-from flexfleet.files.tally import Tally, tally_of
+from flexfleet.files.run_folder import check_is_folder
+from flexfleet.files.run_status import Tally, tally_of
 from flexfleet.reports import plots, precisions
 from flexfleet.reports.local_accuracy import Shown, local_accuracy
 from flexfleet.reports.page import Drawing, render
@@ -55,7 +55,6 @@ NEEDED = {
     "evaluation.json": "its final model is not evaluated: run the evaluate step, or `flexfleet run --resume`",
     "pool/pool.json": "put the model_pool step's output into the run's folder pool/",
     "partition/partition.json": "put the partition step's output into the run's folder partition/",
-    "pretrain/apoz.json": "put the pretrain step's output into the run's folder pretrain/",
 }
 """Files of a finished run, and what to do where one is missing."""
 
@@ -128,9 +127,9 @@ class Run:
 
 # ----------------------------------------------------------------------------------------------- reading
 def load(folder: Path) -> Run:
-    """Reads a finished run. Raises as `check_looked_into` does; IntegrityError naming the file that is
+    """Reads a finished run. Raises as `check_is_folder` does; IntegrityError naming the file that is
     missing (and what to do), damaged, or of another run."""
-    check_looked_into(folder)
+    check_is_folder(folder)
     manifest.check(folder)
     for name, remedy in NEEDED.items():
         if not (folder / name).is_file():
@@ -138,6 +137,7 @@ def load(folder: Path) -> Run:
     file, history = RunFile.read(folder / "run.json"), BareHistory.read(folder / "history.json")
     evaluation = EvaluationFile.read(folder / "evaluation.json")
     check_inputs(folder, file)
+    scores = folder / "pretrain" / "apoz.json"
     rows = _rows(folder / "history.json", history)
     config = {k: masked(v) if isinstance(v, str) else v for k, v in _flat(file.config)}
     _check_all(folder, config, rows)
@@ -152,7 +152,7 @@ def load(folder: Path) -> Run:
         rows=rows,
         history=history,
         pool=PoolFile.read(folder / "pool" / "pool.json"),
-        apoz=Apoz.read(folder / "pretrain" / "apoz.json"),
+        apoz=Apoz.read(scores) if scores.is_file() else Apoz(layers=()),
         partition=read_manifest(folder / "partition" / "partition.json"),
         evaluation=evaluation,
         precisions=precisions.of_run(folder, list(evaluation.levels), history.model_sha256),
@@ -200,7 +200,7 @@ def load_all(folders: Sequence[Path]) -> list[Run]:
     if not folders:
         raise ConfigError("no run given: name at least one run folder")
     for folder in folders:
-        check_looked_into(folder)
+        check_is_folder(folder)
     twice = [str(f) for f, n in Counter(f.resolve() for f in folders).items() if n > 1]
     if twice:
         raise ConfigError(f"given more than once: {', '.join(twice)}")

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from flexfleet.files.live import TERMINAL_S, Live, span
 from flexfleet.files.measure import measure_in
+from flexfleet.files.progress import TERMINAL_S, Live, span
 
 log = logging.getLogger("flexfleet")
 

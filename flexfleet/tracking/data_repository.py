@@ -17,8 +17,7 @@ from fl_engine.core.errors import DataError, EnvironmentFailure, FlexfleetError,
 from fl_engine.data.array_cache import INDEX, Seen, seen
 from fl_engine.data.files import replacing
 from fl_engine.datasets import data_root
-from flexfleet.files.made_once import Taken, made_once
-from flexfleet.tracking.versioned import checksum, md5
+from flexfleet.tracking.dvc_remote import Taken, checksum, made_once, md5
 
 REV = re.compile(r"(?P<repo>.+)@(?P<rev>[^@:]+):(?P<path>[^:]+)")
 

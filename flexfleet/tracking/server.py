@@ -29,7 +29,7 @@ from fl_engine.core.errors import (
 )
 from fl_engine.storage.outage import LONGEST_PAUSE_S, Outage
 from flexfleet.config.form_fields import platform_uri
-from flexfleet.files.live import span, told_while
+from flexfleet.files.progress import span, told_while
 from flexfleet.tracking import databases
 
 log = logging.getLogger("flexfleet")

@@ -12,7 +12,7 @@ import pytest
 import flexfleet as ff
 from fl_engine.data import heat_map
 from flexfleet.experiments import outcome
-from flexfleet.pipeline import whole
+from flexfleet.pipeline import run as run_module
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "python-compare.md"
 OPTIONS = {"tracking.mlflow": None, "pretrain.epochs": 1, "dataset.train_samples": 240, "dataset.test_samples": 60}
@@ -29,7 +29,7 @@ def smaller(call: Callable[..., Any], **less: Any) -> Callable[..., Any]:
 def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(heat_map, "draw", lambda *_: None)
-    monkeypatch.setattr(whole, "report", lambda runs, out: out.write_text("<html></html>") and out)
+    monkeypatch.setattr(run_module, "report", lambda runs, out: out.write_text("<html></html>") and out)
     monkeypatch.setattr(outcome.plots, "study", lambda *_, **__: [])
     monkeypatch.setattr(ff, "compare", smaller(ff.compare))
     monkeypatch.setattr(ff, "tune", smaller(ff.tune, trials=2, held_out=(7,)))

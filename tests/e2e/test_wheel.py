@@ -72,7 +72,7 @@ def test_it_works_beside_components_and_pipelines_of_a_project(
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    where = command("-c", "import flexfleet; from flexfleet.pipeline.whole import run; print(flexfleet.__path__[0])")
+    where = command("-c", "import flexfleet; from flexfleet.pipeline.run import run; print(flexfleet.__path__[0])")
     assert where.strip() == str(installed / "flexfleet")
     script = str(installed / "bin" / "flexfleet")
     assert "--follow" in command(script, "submit", "--help")

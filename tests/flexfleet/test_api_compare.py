@@ -24,7 +24,7 @@ from flexfleet.config.comparison_runs import crossed, factors_of
 from flexfleet.experiments import suites, whole
 from flexfleet.experiments.side_by_side import BEGINS, one_by_one
 from flexfleet.experiments.suites import Suite
-from flexfleet.pipeline import whole as run_module
+from flexfleet.pipeline import run as run_module
 from tests.harness.from_python import OPTIONS, SMALL
 
 SETS = [f"{key}={json.dumps(value)}" for key, value in OPTIONS.items()]

@@ -20,7 +20,7 @@ import fl_engine
 from fl_engine.datasets import DATASETS, Source, fashion_mnist
 from flexfleet.cli import common, host
 from flexfleet.files import terminal
-from flexfleet.files.live import Live
+from flexfleet.files.progress import Live
 from flexfleet.reports import report
 from tests.harness.processes import refused
 

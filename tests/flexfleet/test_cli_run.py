@@ -19,7 +19,8 @@ from fl_engine.storage.store import sha256
 from fl_engine.training.numerics import flushes_now
 from flexfleet.api.results import load
 from flexfleet.files.artifacts import RunFile
-from flexfleet.pipeline import evaluate, federate, whole
+from flexfleet.pipeline import evaluate, federate
+from flexfleet.pipeline import run as run_module
 from flexfleet.pipeline.prepare import Resolved
 from tests.harness.processes import refused
 
@@ -324,7 +325,7 @@ def test_a_run_that_is_killed_before_its_results_is_not_finished(
     def killed(*_: Any, **__: Any) -> None:
         raise Stopped("as by a kill")
 
-    name, module = ("a" if more else "b"), {"federate": federate}.get(where, whole)
+    name, module = ("a" if more else "b"), {"federate": federate}.get(where, run_module)
     argv, sets = ("--run-id", name, *(["--resume"] if more else [])), [*quick, f"rounds.stop={4 if more else 1}"]
     with monkeypatch.context() as patch:
         patch.setattr(module, "_finish" if where == "federate" else where, killed)
@@ -415,7 +416,7 @@ def test_a_run_without_a_name_gets_one_without_a_colon(flexfleet: Any, monkeypat
         named.append(run_id)
         raise Stopped("stopped")
 
-    monkeypatch.setattr("flexfleet.pipeline.whole.run", stopped)
+    monkeypatch.setattr("flexfleet.pipeline.run.run", stopped)
     monkeypatch.setattr("time.strftime", lambda _: "now")
     assert flexfleet("run", "--algorithm", "fl_engine.algorithms.fedavg:FedAvg").code == 3
     assert named[0].startswith("fl_engine.algorithms.fedavg.FedAvg-s0-now-")

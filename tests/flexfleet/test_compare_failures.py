@@ -154,9 +154,9 @@ def test_shared_work_of_other_settings_is_not_taken_over(compared: Compared, fle
 
 
 def test_a_comparison_is_made_by_one_process_at_a_time(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
-    from flexfleet.files.alone import alone
+    from flexfleet.files.run_folder import folder_lock
 
-    with alone(compared.folder):
+    with folder_lock(compared.folder):
         text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=sets))
     assert "another process" in text
 

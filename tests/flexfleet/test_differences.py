@@ -20,7 +20,7 @@ from flexfleet.config import Config, algorithm, load_config
 from flexfleet.experiments import tabulate
 from flexfleet.experiments.comparison import Comparison
 from flexfleet.experiments.differences import TITLE, as_rows, differences, options_of
-from flexfleet.pipeline import whole as run_module
+from flexfleet.pipeline import run as run_module
 from flexfleet.reports.report import NONE
 
 FAMILY = SmallCNN((1, 8, 8), 10)

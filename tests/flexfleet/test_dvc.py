@@ -26,7 +26,7 @@ from fl_engine.preparation import PREPARATIONS
 from fl_engine.rounds import loop
 from flexfleet.config import Config, flatten, load_config, moves
 from flexfleet.files.artifacts import History
-from flexfleet.pipeline import model_pool, partition, pretrain, resumable, share
+from flexfleet.pipeline import model_pool, partition, pretrain, retry, share
 from flexfleet.pipeline.prepare import Resolved
 from tests.harness.imports import ROOT, reach
 
@@ -240,31 +240,29 @@ def test_an_interrupted_run_goes_on_and_another_configuration_does_not_meet_it(
 ) -> None:
     config, parts, pool = job
     out, unfinished = tmp_path / "federate", tmp_path / "federate.unfinished"
-    whole = History.read(
-        resumable.federate_for_dvc(Resolved.of(config), parts, pool, tmp_path / "whole") / "history.json"
-    )
+    whole = History.read(retry.federate_for_dvc(Resolved.of(config), parts, pool, tmp_path / "whole") / "history.json")
 
     with monkeypatch.context() as patch:
         interrupt_after(patch, 2)
         with pytest.raises(Stopped):
-            resumable.federate_for_dvc(Resolved.of(config), parts, pool, out)
+            retry.federate_for_dvc(Resolved.of(config), parts, pool, out)
     (left,) = unfinished.iterdir()
     assert not out.exists() and not (left / "history.json").exists()
 
     other = config.model_copy(update={"training": Training(fraction=0.5, epochs=1, lr=0.02)})
     lower = config.model_copy(update={"rounds": config.rounds.model_copy(update={"stop": 1})})
     for changed_config, stop in ((other, 3), (lower, 1)):
-        found = resumable.federate_for_dvc(Resolved.of(changed_config), parts, pool, tmp_path / "federate")
+        found = retry.federate_for_dvc(Resolved.of(changed_config), parts, pool, tmp_path / "federate")
         assert len(History.read(found / "history.json").rounds) == stop
         assert list(unfinished.iterdir()) == [left]
         shutil.rmtree(out)  # as DVC does before it runs a stage
 
     with monkeypatch.context() as patch:
         interrupt_after(patch, 1)  # one is all that is missing
-        found = resumable.federate_for_dvc(Resolved.of(config), parts, pool, out)
+        found = retry.federate_for_dvc(Resolved.of(config), parts, pool, out)
     assert History.read(found / "history.json").model_sha256 == whole.model_sha256
     assert not unfinished.exists()
-    assert sorted(p.name for p in out.iterdir()) == sorted(resumable.OUTCOME)
+    assert sorted(p.name for p in out.iterdir()) == sorted(retry.OUTCOME)
 
 
 @pytest.mark.parametrize("changes", ["parameters", "code"])
@@ -280,10 +278,10 @@ def test_rounds_are_kept_if_what_they_depend_on_changed_while_they_ran(
         patch.setattr(fl_engine, "__file__", str(tmp_path / "engine" / "__init__.py"))
 
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="changed while"):
-        resumable.federate_for_dvc(Resolved.of(config), parts, pool, tmp_path / "federate", changed)
+        retry.federate_for_dvc(Resolved.of(config), parts, pool, tmp_path / "federate", changed)
     shutil.rmtree(tmp_path / "federate")  # as DVC does before it runs a stage
     interrupt_after(monkeypatch, 0)
-    resumable.federate_for_dvc(Resolved.of(config), parts, pool, tmp_path / "federate")
+    retry.federate_for_dvc(Resolved.of(config), parts, pool, tmp_path / "federate")
 
 
 @pytest.mark.parametrize("files", [0, 3])
@@ -302,10 +300,10 @@ def test_a_kill_while_the_rounds_are_deleted_leaves_nothing_that_is_in_the_way(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(Stopped):
-            resumable.federate_for_dvc(Resolved.of(config), parts, pool, out)
+            retry.federate_for_dvc(Resolved.of(config), parts, pool, out)
     first = History.read(out / "history.json").model_sha256
     shutil.rmtree(out)  # as DVC does before it runs a stage
-    found = resumable.federate_for_dvc(Resolved.of(config), parts, pool, out)
+    found = retry.federate_for_dvc(Resolved.of(config), parts, pool, out)
     assert History.read(found / "history.json").model_sha256 == first
     assert not unfinished.exists()
 
@@ -314,7 +312,7 @@ def test_the_identity_depends_on_what_decides_the_model(job: tuple[Config, Path,
     config, parts, pool = job
 
     def name(**changes: Any) -> str:
-        return resumable.identity(Resolved.of(config.model_copy(update=changes)), parts, pool)
+        return retry.identity(Resolved.of(config.model_copy(update=changes)), parts, pool)
 
     elsewhere = config.tracking.model_copy(update={"mlflow": "http://here:5000"})
     quicker = config.rounds.model_copy(update={"commit_every": 7})
@@ -333,11 +331,11 @@ def test_the_identity_depends_on_what_draws_the_noise_and_on_who_decides_what_is
     private = "algorithm.aggregation={name: private, noise_multiplier: 0.1}", "rounds.norm_bound=null"
 
     def name(*sets: str) -> str:
-        return resumable.identity(Resolved.load(ROOT / "params.yaml", [*quick, *sets]), parts, pool)
+        return retry.identity(Resolved.load(ROOT / "params.yaml", [*quick, *sets]), parts, pool)
 
     with monkeypatch.context() as patch:
         before = name(), name(*private)
-        patch.setattr(resumable, "describe_noise", lambda: {"numpy": "another"})
+        patch.setattr(retry, "describe_noise", lambda: {"numpy": "another"})
         assert name() == before[0] and name(*private) != before[1]
     assert name("run.backend=agents", "rounds.norm_bound=null") == name()
     assert name("run.backend=agents", "agents.observe=cgroup") != name("agents.observe=cgroup")
@@ -354,7 +352,7 @@ def test_the_identity_depends_on_the_content_of_files_and_code_that_are_named(
     _, parts, pool = job
 
     def name(*sets: str) -> str:
-        return resumable.identity(Resolved.load(ROOT / "params.yaml", [*quick, *sets]), parts, pool)
+        return retry.identity(Resolved.load(ROOT / "params.yaml", [*quick, *sets]), parts, pool)
 
     for file, line, given in (
         (trace, "0,0,1\n", f"fleet.trace={trace}"),

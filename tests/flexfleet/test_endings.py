@@ -15,9 +15,9 @@ import flexfleet as ff
 from fl_engine.core.errors import Diverged, NothingMerged
 from flexfleet.config import load_config
 from flexfleet.experiments.whole import RunsFailed
-from flexfleet.files.tally import Tally, tally_of
+from flexfleet.files.run_status import Tally, tally_of
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.resumable import federate_in
+from flexfleet.pipeline.retry import federate_in
 from tests.harness.from_python import SMALL
 
 WILD = ("algorithm.name=all_large", "training.lr=1e6")

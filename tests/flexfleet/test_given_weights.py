@@ -32,7 +32,7 @@ from flexfleet.pipeline.model_pool import model_pool
 from flexfleet.pipeline.partition import partition
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import pretrain
-from flexfleet.pipeline.resumable import federate_in
+from flexfleet.pipeline.retry import federate_in
 from flexfleet.pipeline.site import given_weights, initial_state, site_of
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
@@ -213,7 +213,7 @@ def test_an_algorithm_without_them_leaves_none(of: Any, tmp_path: Path) -> None:
     with_weights = json.loads((tmp_path / "pool/pool.json").read_bytes())
     assert with_weights["weights_sha256"] == sha256((tmp_path / "pool/weights.safetensors").read_bytes())
     steps(tmp_path, of("all_large"))
-    assert sorted(p.name for p in (tmp_path / "pretrain").iterdir()) == ["apoz.json", "prepared.json"]
+    assert sorted(p.name for p in (tmp_path / "pretrain").iterdir()) == ["prepared.json"]
     assert [p.name for p in (tmp_path / "pool").iterdir()] == ["pool.json"]
     assert "weights_sha256" not in json.loads((tmp_path / "pool/pool.json").read_bytes())
 

@@ -10,9 +10,9 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError
 from flexfleet.config import Config
-from flexfleet.files import kept
+from flexfleet.files import cache
 from flexfleet.files.artifacts import BareHistory, History, RunFile
-from flexfleet.pipeline.resumed import known_run
+from flexfleet.pipeline.resume import known_run
 
 SUMS = {"pool_sha256": "0" * 64, "partition_sha256": "1" * 64}
 LATER = "Perhaps a later version of flexfleet wrote it: take that one"
@@ -55,14 +55,14 @@ def test_a_run_with_a_parameter_of_a_later_version_says_whose_parameter_it_is(tm
 
 def test_what_another_user_keeps_for_himself_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """(Root, who often runs tests, may read everything.)"""
-    kept.keep(tmp_path, "x", {"a": 1}, int, 3)
-    assert kept.find(tmp_path, "x", {"a": 1}, int) == 3
+    cache.keep(tmp_path, "x", {"a": 1}, int, 3)
+    assert cache.find(tmp_path, "x", {"a": 1}, int) == 3
 
     def refused(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
     (tmp_path / "file").write_text("")
-    assert kept.find(tmp_path / "file", "x", {"a": 1}, int) is None
+    assert cache.find(tmp_path / "file", "x", {"a": 1}, int) is None
     monkeypatch.setattr(Path, "read_bytes", refused)
-    assert kept.find(tmp_path, "x", {"a": 1}, int) is None
-    assert kept.kept(tmp_path, "x", {"a": 1}, int, lambda: 4) == 4
+    assert cache.find(tmp_path, "x", {"a": 1}, int) is None
+    assert cache.kept(tmp_path, "x", {"a": 1}, int, lambda: 4) == 4

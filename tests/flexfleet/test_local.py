@@ -29,7 +29,7 @@ from flexfleet.pipeline.model_pool import model_pool
 from flexfleet.pipeline.partition import partition
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import pretrain
-from flexfleet.pipeline.resumable import identity
+from flexfleet.pipeline.retry import identity
 from flexfleet.worker.execute import execute, prepare
 from tests.harness.played import Act, Played, played_clock
 

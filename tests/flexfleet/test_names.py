@@ -17,11 +17,12 @@ from flexfleet.config.form import run_name
 from flexfleet.config.run_names import LONGEST, new_name, plain
 from flexfleet.experiments.regress import prepare
 from flexfleet.experiments.study import tune
-from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import RunFile
-from flexfleet.pipeline import federate, whole
+from flexfleet.files.run_folder import folder_lock
+from flexfleet.pipeline import federate
+from flexfleet.pipeline import run as run_module
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.whole import run
+from flexfleet.pipeline.run import run
 
 GOOD = ("a", "flexfl-s0-20261122-101010", "my run", "größe", "package.module:NAME-s0", "a" * LONGEST, "_x", "a.b")
 BAD = (
@@ -92,60 +93,19 @@ def test_the_command_line_refuses_it_too(
 
 
 # ------------------------------------------------------------------------------------------------------ the lock
-def test_a_link_in_the_place_of_the_lock_is_refused_and_its_target_is_left_alone(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("keep me")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".lock").symlink_to(precious)
-    refused = pytest.raises(ConfigError, match=r"\.lock is a link to .*precious, a file is expected")
-    with refused, alone(tmp_path / "run"):
-        pass
-    assert precious.read_text() == "keep me"
-    (tmp_path / "run" / ".lock").unlink()
-    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="is a link to"), alone(tmp_path / "run"):
-        pass
-    assert not (tmp_path / "nowhere").exists(), "nor is it made"
+def test_a_file_in_the_place_of_a_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("keep me")
+    for folder in ("file/run", "file"):
+        with pytest.raises(EnvironmentFailure, match="file"), folder_lock(tmp_path / folder):
+            pass
+    assert (tmp_path / "file").read_text() == "keep me"
 
 
-@pytest.mark.parametrize("folder", ["way/run", "way"])
-def test_what_is_in_the_way_of_a_folder_is_named(folder: str, tmp_path: Path) -> None:
-    way = tmp_path / "way"
-    way.write_text("keep me")
-    with (
-        pytest.raises(EnvironmentFailure, match=rf"{folder} cannot be made: .*way is a file"),
-        alone(tmp_path / folder),
-    ):
+def test_a_folder_has_one_lock(tmp_path: Path) -> None:
+    with folder_lock(tmp_path), pytest.raises(ConfigError, match="another process"), folder_lock(tmp_path):
         pass
-    assert way.read_text() == "keep me"
-    way.unlink()
-    way.symlink_to(tmp_path / "nowhere")
-    told = rf"{folder} cannot be made: .*way is a link to .*nowhere, which is "
-    with pytest.raises(EnvironmentFailure, match=f"{told}not there"), alone(tmp_path / folder):
+    with folder_lock(tmp_path):
         pass
-    (tmp_path / "nowhere").write_text("keep me")
-    with pytest.raises(EnvironmentFailure, match=f"{told}a file"), alone(tmp_path / folder):
-        pass
-
-
-def test_a_lock_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """As on a full disk."""
-    resource = pytest.importorskip("resource")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(EnvironmentFailure, match=r"run.\.lock: File too large"), alone(tmp_path / "run"):
-            pytest.fail("it went on")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_the_lock_says_who_holds_it(tmp_path: Path) -> None:
-    refused = pytest.raises(ConfigError, match=r"is being run by another process: \d+ on")
-    with alone(tmp_path), refused, alone(tmp_path):
-        pass
-    with alone(tmp_path):
-        assert len((tmp_path / ".lock").read_text().splitlines()) == 1, "of the last holder alone"
 
 
 @pytest.mark.parametrize("step", ["pretrain", "federate", "evaluate", "conclude"])
@@ -157,15 +117,15 @@ def test_two_runs_of_one_folder_do_not_mix(
     mine, other = (
         Resolved.load(None, [*quick, "rounds.stop=1", f"partition.rule={rule}"]) for rule in ("iid", "dirichlet")
     )
-    before = getattr(whole, step)
+    before = getattr(run_module, step)
 
     def meanwhile(*given: Any, **more: Any) -> Any:
-        monkeypatch.setattr(whole, step, before)
-        with pytest.raises(ConfigError, match=r"runs/a is being run by another process: .*: wait for it, or stop it"):
+        monkeypatch.setattr(run_module, step, before)
+        with pytest.raises(ConfigError, match="runs/a is being run by another process"):
             run(other, "a", resume=True)
         return before(*given, **more)
 
-    monkeypatch.setattr(whole, step, meanwhile)
+    monkeypatch.setattr(run_module, step, meanwhile)
     assert run(mine, "a").status == "finished"
     assert RunFile.read(Path("runs/a/run.json")).config["partition"]["rule"] == "iid"
     assert read_manifest(Path("runs/a/partition/partition.json")).rule == "iid"

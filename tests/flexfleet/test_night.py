@@ -24,7 +24,7 @@ from flexfleet.experiments.night import Night, keep_commit
 from flexfleet.experiments.side_by_side import Command
 from flexfleet.experiments.suite import Figures, OfLabel
 from flexfleet.experiments.whole import RunsFailed
-from flexfleet.files.alone import alone
+from flexfleet.files.run_folder import folder_lock
 from flexfleet.tracking import record
 from flexfleet.tracking.record import RUN_KEY
 
@@ -127,7 +127,7 @@ def test_a_night_is_one_process_s_also_while_it_is_judged(
     monkeypatch.setattr(regress, "make", lambda *_: pytest.fail("it begins"))
     night = regress.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True)
     regress.take_folder(night, resume=False)
-    with alone(night.folder), pytest.raises(ConfigError, match="n is being run by another process"):
+    with folder_lock(night.folder), pytest.raises(ConfigError, match="n is being run by another process"):
         work(night, resume=True)
 
 

@@ -14,7 +14,7 @@ import flexfleet as ff
 from fl_engine.core.errors import ConfigError
 from flexfleet.config import load_config
 from flexfleet.files.artifacts import RunFile
-from flexfleet.pipeline.resumed import known_run
+from flexfleet.pipeline.resume import known_run
 
 SIZES = (1, 2, 3, 10, 50, 300, 3000)
 """Samples of each client."""

@@ -19,7 +19,7 @@ from fl_engine.storage import code
 from fl_engine.storage.store import sha256
 from flexfleet.config import pair_of
 from flexfleet.files.artifacts import RunFile
-from flexfleet.pipeline import gather, resumable
+from flexfleet.pipeline import report, retry
 from flexfleet.pipeline.evaluate import evaluate
 from flexfleet.pipeline.model_pool import model_pool
 from flexfleet.pipeline.partition import partition
@@ -93,9 +93,9 @@ def test_steps_that_write_folders_of_their_own_hand_on_the_wheel(
     partition(resolved, parts)
     pretrain(resolved, parts, before)
     model_pool(resolved, before, pool)
-    run = resumable.federate_for_dvc(resolved, parts, pool, tmp_path / "federate")
+    run = retry.federate_for_dvc(resolved, parts, pool, tmp_path / "federate")
     evaluate(resolved, run, parts, pool, scores)
-    found = gather.finish(resolved.config, run, parts, before, pool, scores, tmp_path / "whole")
+    found = report.finish(resolved.config, run, parts, before, pool, scores, tmp_path / "whole")
     assert found.status == "finished"
     (wheel,) = (tmp_path / "whole" / "code").iterdir()
     assert wheel.name == f"{code.pack(package).sha256}.whl"

@@ -17,8 +17,8 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Faults, Refused, Unreachable
 from fl_engine.storage.s3 import S3Store
-from flexfleet.pipeline import places
-from flexfleet.pipeline.places import check_form, unusable
+from flexfleet.pipeline import reachable
+from flexfleet.pipeline.reachable import check_form, unusable
 from tests.harness.moto_server import moto
 
 
@@ -91,7 +91,7 @@ def test_all_unusable_places_are_reported(bucket: str) -> None:
 
 
 def test_silent_server_is_given_up_at_the_deadline(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "DEADLINE_S", 1.0)
+    monkeypatch.setattr(reachable, "DEADLINE_S", 1.0)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")

@@ -19,8 +19,8 @@ from fl_engine.core.contracts import ModelFamily, PreparationContext, ServerCont
 from fl_engine.core.errors import ConfigError, PartitionError, PoolError
 from fl_engine.core.types import Pool, Prepared
 from fl_engine.preparation import CONTRACT, PREPARATIONS, preparation
-from flexfleet.files import no_preparation, prepared
-from flexfleet.files.artifacts import Apoz, PoolFile
+from flexfleet.files import prepared
+from flexfleet.files.artifacts import PoolFile
 from flexfleet.pipeline import model_pool, pretrain
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.partition import cut, server_of
@@ -56,7 +56,6 @@ def test_what_is_found_decides_the_pool(flexfleet: Any, sets: list[str]) -> None
         enough = [width for width in scores if scores[width] >= max(scores.values()) - tolerance]
         widths[tolerance] = found["width"]
         assert found["width"] == min(enough)
-        assert Apoz.read(Path("runs", run_id, "pretrain", "apoz.json")).layers == ()
     assert widths[1e9] == 0.25
 
 
@@ -283,12 +282,3 @@ def test_what_the_file_cannot_hold_is_refused(sets: list[str], tmp_path: Path, m
 def test_the_registered_ones_fit_their_contract(name: str) -> None:
     assert CONTRACT.kind(name) is PREPARATIONS[name]
     assert type(preparation(name)) is PREPARATIONS[name]
-
-
-def test_files_without_preparations_are_those_of_the_step(tmp_path: Path) -> None:
-    step, quick = tmp_path / "step", tmp_path / "quick"
-    pretrain.pretrain(Resolved.load(None, ["algorithm.name=fedavg"]), tmp_path, step)
-    no_preparation.write(quick)
-    assert [(file.name, file.read_bytes()) for file in sorted(step.iterdir())] == [
-        (file.name, file.read_bytes()) for file in sorted(quick.iterdir())
-    ]

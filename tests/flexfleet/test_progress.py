@@ -17,7 +17,7 @@ import pytest
 from fl_engine.training import numerics
 from flexfleet.api.progress import shown as shown_in_python
 from flexfleet.experiments import side_by_side
-from flexfleet.files.live import CLEAR, Live, counted_warnings, span
+from flexfleet.files.progress import CLEAR, Live, counted_warnings, span
 from flexfleet.files.terminal import settle
 from flexfleet.tracking.console import Console, brief, told
 
@@ -45,7 +45,7 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     """A terminal as stderr, to which the log goes as well."""
     screen = Terminal()
-    monkeypatch.setattr("flexfleet.files.live.sys", SimpleNamespace(stderr=screen))
+    monkeypatch.setattr("flexfleet.files.progress.sys", SimpleNamespace(stderr=screen))
     monkeypatch.setenv("COLUMNS", "100")
     handler = logging.StreamHandler(screen)
     root = logging.getLogger()

@@ -38,8 +38,8 @@ from flexfleet.files.artifacts import EvaluationFile, PoolFile, Result
 from flexfleet.pipeline import publish
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.whole import conclude, run
-from flexfleet.tracking import pushed, versioned
+from flexfleet.pipeline.run import conclude, run
+from flexfleet.tracking import dvc_remote, dvc_runs
 from flexfleet.tracking.server import Patient, client_of
 
 
@@ -325,7 +325,7 @@ def asks(name: str, ran: Ran, out: Path) -> Any:
     if name == "promote":
         return publish.promote(client, "f" * 32, ran.result.model_sha256)
     if name == "fetch":
-        return pushed.fetch_run(NOBODY, "f" * 32, out)
+        return dvc_runs.fetch_run(NOBODY, "f" * 32, out)
     runs = suite.runs_of(suite.load(DIGITS), "digits", (0, 1, 2), [f"tracking.mlflow={NOBODY}"], "n")
     night = regress.Night(DIGITS, suite.load(DIGITS), "n", runs)
     tracked: Any = SimpleNamespace(uri=NOBODY, client=client, run_id="f" * 32, experiment_id="1")
@@ -386,19 +386,19 @@ def test_a_run_comes_back_by_its_pointers(ran: Ran, flexfleet: Any, tmp_path: Pa
     done = flexfleet("fetch", ran.result.mlflow_run_id, "--out", str(tmp_path / "back"), "--json",
                      sets=[f"tracking.mlflow={ran.uri}"])  # fmt: skip
     assert done.code == 0, done.err
-    assert {Path(path).name for path in done.json["files"]} == set(pushed.OF_RUN)
+    assert {Path(path).name for path in done.json["files"]} == set(dvc_runs.OF_RUN)
     for name in ("model.safetensors", "report.html", "pool/pool.json", "partition/partition.safetensors"):
         assert (tmp_path / "back" / name).read_bytes() == (ran.out / name).read_bytes()
     tags = ran.client.get_run(ran.result.mlflow_run_id).data.tags
-    assert tags["dvc.model.safetensors"] == versioned.md5(ran.out / "model.safetensors")
-    assert tags["dvc.partition"] == versioned.md5(ran.out / "partition")
+    assert tags["dvc.model.safetensors"] == dvc_remote.md5(ran.out / "model.safetensors")
+    assert tags["dvc.partition"] == dvc_remote.md5(ran.out / "partition")
 
 
 def test_a_fetch_into_a_folder_that_another_one_has_made_meanwhile_is_refused(
     ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one may be of another run: nothing of it is told as this run's files."""
-    pull, out = versioned.pull, tmp_path / "back"
+    pull, out = dvc_remote.pull, tmp_path / "back"
 
     def slow(pointers: Any, remote: str, part: Path) -> list[Path]:
         brought = pull(pointers, remote, part)
@@ -406,23 +406,23 @@ def test_a_fetch_into_a_folder_that_another_one_has_made_meanwhile_is_refused(
         (out / "model.safetensors").write_bytes(b"of another run")
         return brought
 
-    monkeypatch.setattr(pushed, "pull", slow)
+    monkeypatch.setattr(dvc_runs, "pull", slow)
     with pytest.raises(ConfigError, match=r"back was made by another process meanwhile: give another --out"):
-        pushed.fetch_run(ran.uri, ran.result.mlflow_run_id, out)
+        dvc_runs.fetch_run(ran.uri, ran.result.mlflow_run_id, out)
     assert [path.name for path in tmp_path.iterdir()] == ["back"], "nothing is left beside it"
     assert (out / "model.safetensors").read_bytes() == b"of another run"
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
-        pushed.fetch_run(ran.uri, ran.result.mlflow_run_id, tmp_path / "file" / "back")
+        dvc_runs.fetch_run(ran.uri, ran.result.mlflow_run_id, tmp_path / "file" / "back")
 
 
 @pytest.mark.parametrize("name", ["pool", "model.safetensors"])
 def test_a_pointer_that_mlflow_has_lost_is_told(ran: Ran, tmp_path: Path, name: str) -> None:
-    kept = Path(ran.client.get_run(ran.result.mlflow_run_id).info.artifact_uri) / pushed.POINTERS / f"{name}.dvc"
+    kept = Path(ran.client.get_run(ran.result.mlflow_run_id).info.artifact_uri) / dvc_runs.POINTERS / f"{name}.dvc"
     away = kept.rename(tmp_path / kept.name)
     try:
         with pytest.raises(IntegrityError, match=rf"the run pushed {re.escape(name)} too, .* lost the pointer"):
-            pushed.fetch_run(ran.uri, ran.result.mlflow_run_id, tmp_path / "back")
+            dvc_runs.fetch_run(ran.uri, ran.result.mlflow_run_id, tmp_path / "back")
     finally:
         away.rename(kept)
     assert not (tmp_path / "back").exists()
@@ -431,30 +431,30 @@ def test_a_pointer_that_mlflow_has_lost_is_told(ran: Ran, tmp_path: Path, name: 
 def test_what_the_remote_has_lost_or_changed_is_told(ran: Ran, tmp_path: Path) -> None:
     remote, value = tmp_path / "remote", b"a model"
     (tmp_path / "m.bin").write_bytes(value)
-    pointers = versioned.push({"m.bin": tmp_path / "m.bin"}, str(remote))
+    pointers = dvc_remote.push({"m.bin": tmp_path / "m.bin"}, str(remote))
     (kept,) = (p for p in remote.rglob("*") if p.is_file() and p.read_bytes() == value)
     kept.chmod(0o644)
     kept.write_bytes(b"another")
     with pytest.raises(IntegrityError, match=r"DVC at .*remote: m\.bin is damaged there: push it again$"):
-        versioned.pull(pointers, str(remote), tmp_path / "back")
+        dvc_remote.pull(pointers, str(remote), tmp_path / "back")
     assert not (tmp_path / "back").exists()
     with pytest.raises(ConfigError, match=r"not a \.dvc pointer: 'nothing'"):
-        versioned.pull({"m.bin": "nothing"}, str(remote), tmp_path / "back")
+        dvc_remote.pull({"m.bin": "nothing"}, str(remote), tmp_path / "back")
 
 
 def test_a_damaged_list_of_a_folders_files_is_told_and_how_it_is_mended(tmp_path: Path) -> None:
     folder, remote = tmp_path / "pool", tmp_path / "remote"
     folder.mkdir()
     (folder / "pool.json").write_text("{}")
-    pointers = versioned.push({"pool": folder}, str(remote))
+    pointers = dvc_remote.push({"pool": folder}, str(remote))
     (listed,) = remote.rglob("*.dir")
     listed.chmod(0o644)
     listed.write_bytes(listed.read_bytes()[:20])
-    said = rf"DVC at .*remote: object {versioned.md5(folder)} is corrupted; push it again"
+    said = rf"DVC at .*remote: object {dvc_remote.md5(folder)} is corrupted; push it again"
     with pytest.raises(IntegrityError, match=said):
-        versioned.pull(pointers, str(remote), tmp_path / "back")
-    assert versioned.push({"pool": folder}, str(remote)) == pointers
-    versioned.pull(pointers, str(remote), tmp_path / "back")
+        dvc_remote.pull(pointers, str(remote), tmp_path / "back")
+    assert dvc_remote.push({"pool": folder}, str(remote)) == pointers
+    dvc_remote.pull(pointers, str(remote), tmp_path / "back")
 
 
 @pytest.mark.parametrize("mode", [0o444, 0o644])  # DVC believes that what nobody may write is whole
@@ -467,7 +467,7 @@ def test_what_a_remote_has_damaged_or_lost_is_sent_again(
     for name in ("pool.json", "weights.safetensors", "m.bin"):
         (folder / name).write_text(f"of {name}")
     parts = {"pool": folder, "m.bin": folder / "m.bin"}
-    pointers = versioned.push(parts, str(remote))
+    pointers = dvc_remote.push(parts, str(remote))
     for kept in [path for path in remote.rglob("*") if path.is_file() and path.suffix != ".dir"][:2]:
         kept.unlink()
         if content is not None:
@@ -476,14 +476,14 @@ def test_what_a_remote_has_damaged_or_lost_is_sent_again(
     if content is None:
         said = r"DVC at .*remote does not have ((pool/[a-z.]+|m\.bin)(, )?){2,3}: push it again$"
         with pytest.raises(IntegrityError, match=said):
-            versioned.pull(pointers, str(remote), tmp_path / "back")
-    assert versioned.push(parts, str(remote)) == pointers
-    versioned.pull(pointers, str(remote), tmp_path / "back")
+            dvc_remote.pull(pointers, str(remote), tmp_path / "back")
+    assert dvc_remote.push(parts, str(remote)) == pointers
+    dvc_remote.pull(pointers, str(remote), tmp_path / "back")
     assert (tmp_path / "back" / "pool" / "pool.json").read_text() == "of pool.json"
     told = [record.getMessage() for record in caplog.records if "is damaged there" in record.getMessage()]
     assert len(told) == (0 if content is None else 2)
     before = {path: path.stat().st_mtime_ns for path in remote.rglob("*")}
-    assert versioned.push(parts, str(remote)) == pointers
+    assert dvc_remote.push(parts, str(remote)) == pointers
     assert {path: path.stat().st_mtime_ns for path in remote.rglob("*")} == before, "what is whole stays as it is"
 
 
@@ -495,15 +495,15 @@ def test_a_push_that_ends_half_way_leaves_what_others_have_pushed(
     (folder / "pool.json").write_text("both have it")
     for name in ("one", "other"):
         (tmp_path / name).write_text(name)
-    pointers = versioned.push({"pool": folder, "model": tmp_path / "one"}, remote)
+    pointers = dvc_remote.push({"pool": folder, "model": tmp_path / "one"}, remote)
 
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("dvc.repo.Repo.push", killed)
-        versioned.push({"pool": folder, "model": tmp_path / "other"}, remote)
-    versioned.pull(pointers, remote, tmp_path / "back")
+        dvc_remote.push({"pool": folder, "model": tmp_path / "other"}, remote)
+    dvc_remote.pull(pointers, remote, tmp_path / "back")
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -512,7 +512,7 @@ def test_why_a_remote_does_not_take_or_give_is_said_and_is_no_damage(
 ) -> None:
     """DVC raises how many files failed, and logs why."""
     (tmp_path / "m.bin").write_bytes(b"a model")
-    pointers = versioned.push({"m.bin": tmp_path / "m.bin"}, str(tmp_path / "remote"))
+    pointers = dvc_remote.push({"m.bin": tmp_path / "m.bin"}, str(tmp_path / "remote"))
 
     def failing(source: str, target: str, **more: Any) -> None:
         if str(tmp_path) in f"{source} {target}":
@@ -521,9 +521,9 @@ def test_why_a_remote_does_not_take_or_give_is_said_and_is_no_damage(
 
     monkeypatch.setattr("dvc_objects.fs.local.copyfile", failing)
     with pytest.raises(EnvironmentFailure, match=rf"DVC at .*full: OSError: .*{os.strerror(code)}"):
-        versioned.push({"m.bin": tmp_path / "m.bin"}, str(tmp_path / "full"))
+        dvc_remote.push({"m.bin": tmp_path / "m.bin"}, str(tmp_path / "full"))
     with pytest.raises(EnvironmentFailure, match=rf"DVC at .*remote: OSError: .*{os.strerror(code)}"):
-        versioned.pull(pointers, str(tmp_path / "remote"), tmp_path / "back")
+        dvc_remote.pull(pointers, str(tmp_path / "remote"), tmp_path / "back")
     assert capfd.readouterr() == ("", "")
 
 
@@ -537,7 +537,7 @@ def test_a_full_temporary_folder_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(f"dvc.repo.Repo.{where}", full)
     (tmp_path / "m.bin").write_bytes(b"a model")
     with pytest.raises(EnvironmentFailure, match=r"^DVC cannot write into the temporary folder .*: .* disk is full"):
-        versioned.push({"m.bin": tmp_path / "m.bin"}, str(tmp_path / "remote"))
+        dvc_remote.push({"m.bin": tmp_path / "m.bin"}, str(tmp_path / "remote"))
 
 
 def test_a_remote_in_a_folder_is_found_from_any_other(
@@ -545,18 +545,18 @@ def test_a_remote_in_a_folder_is_found_from_any_other(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ran.out, "run", ignore=shutil.ignore_patterns("rounds", "export"))
-    tags = pushed.push_run(Path("run"), "remote")
+    tags = dvc_runs.push_run(Path("run"), "remote")
     assert Path(tags["dvc.remote"]) == tmp_path.resolve() / "remote"
-    pointers = {path.stem: path.read_text() for path in Path("run", pushed.POINTERS).iterdir()}
+    pointers = {path.stem: path.read_text() for path in Path("run", dvc_runs.POINTERS).iterdir()}
     Path("elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    brought = versioned.pull(pointers, tags["dvc.remote"], tmp_path / "back")
-    assert {path.name for path in brought} == set(pushed.OF_RUN)
+    brought = dvc_remote.pull(pointers, tags["dvc.remote"], tmp_path / "back")
+    assert {path.name for path in brought} == set(dvc_runs.OF_RUN)
     here = re.escape(str(tmp_path.resolve() / "elsewhere" / "remote"))
     with pytest.raises(ConfigError, match=rf"DVC remote, {here}, is not there \(remote counts from the folder where"):
-        versioned.pull(pointers, "remote", tmp_path / "again")  # as the tags of earlier versions have it
+        dvc_remote.pull(pointers, "remote", tmp_path / "again")  # as the tags of earlier versions have it
     with pytest.raises(ConfigError, match=rf"DVC remote, {here}, is not there: fetch"):
-        versioned.pull(pointers, str(tmp_path.resolve() / "elsewhere" / "remote"), tmp_path / "again")
+        dvc_remote.pull(pointers, str(tmp_path.resolve() / "elsewhere" / "remote"), tmp_path / "again")
 
 
 def test_a_run_that_pushed_nothing_and_one_that_is_not_there(ran: Ran, flexfleet: Any) -> None:

@@ -24,11 +24,11 @@ from flexfleet.config import load_config, parse
 from flexfleet.files.artifacts import Apoz, EvaluationFile, History, PoolFile, RunFile
 from flexfleet.pipeline import evaluate as evaluate_module
 from flexfleet.pipeline import federate as federate_module
-from flexfleet.pipeline import gather as gather_module
 from flexfleet.pipeline import model_pool as model_pool_module
 from flexfleet.pipeline import partition as partition_module
 from flexfleet.pipeline import pretrain as pretrain_module
-from flexfleet.pipeline import resumable as resumable_module
+from flexfleet.pipeline import report as gathering
+from flexfleet.pipeline import retry as retry_module
 from flexfleet.pipeline import share as share_module
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.reports import report as report_module
@@ -42,8 +42,8 @@ STEPS = [
     federate_module,
     evaluate_module,
     share_module,
-    resumable_module,
-    gather_module,
+    retry_module,
+    gathering,
 ]
 
 
@@ -81,7 +81,7 @@ def chained(step: Step, quick: Sequence[str], folder: Path) -> dict[str, Any]:
     ("name", "written"),
     [
         ("partition", "partition/partition.json"),
-        ("pretrain", "pretrain/apoz.json"),
+        ("pretrain", "pretrain/prepared.json"),
         ("model_pool", "pool/pool.json"),
         ("federate", "run/history.json"),
         ("evaluate", "evaluate/evaluation.json"),
@@ -226,7 +226,7 @@ def test_the_last_step_publishes_what_it_is_asked_for(
     argv = [f"--{option}={path}" for option, path in (*given, ("run", folder / "run"))]
     argv += [f"--evaluation={folder / 'evaluate'}", f"--out={tmp_path / 'whole'}"]
     sets = [*quick, "publish.models=true", "publish.onnx=false", "seed=7"]
-    done = step(gather_module.main, *argv, sets=sets)
+    done = step(gathering.main, *argv, sets=sets)
     assert done.code == 0, done.err
     assert sorted(path.name for path in (tmp_path / "whole" / "export").iterdir()) == ["M1", "M2", "M3"]
     kept = parse(RunFile.read(tmp_path / "whole" / "run.json").config)
@@ -336,7 +336,7 @@ def test_the_control_needs_no_pretraining(
     t = str(tmp_path)
     done = step(pretrain_module.main, "--partition", str(folder / "partition"), "--out", t, sets=sets)
     assert done.code == 0
-    assert Apoz.read(tmp_path / "apoz.json").layers == ()
+    assert [file.name for file in tmp_path.iterdir()] == ["prepared.json"]
     done = step(model_pool_module.main, "--pretrain", t, "--out", t, sets=sets)
     assert done.code == 0
     (level,) = PoolFile.read(tmp_path / "pool.json").levels

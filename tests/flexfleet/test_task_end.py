@@ -32,10 +32,10 @@ from flexfleet.config import form, load_config
 from flexfleet.files.artifacts import History, RunFile
 from flexfleet.kubeflow import task_end
 from flexfleet.kubeflow.task_end import ending, patiently
-from flexfleet.pipeline import resumed
+from flexfleet.pipeline import resume
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.resumable import federate_in
-from flexfleet.pipeline.whole import run
+from flexfleet.pipeline.retry import federate_in
+from flexfleet.pipeline.run import run
 
 RETRY = "choose Retry of this run in Kubeflow's UI, or start another run with the same run_id."
 CORRECT = "A retry does not help. Correct the form, and start another run."
@@ -305,7 +305,7 @@ def test_rounds_go_on_from_the_last_commit_when_their_store_is_back(
     whole = run(Resolved.load(None, sets), "whole")
     resolved = Resolved.load(None, [*sets, f"run.remote=file://{tmp_path}/there"])
     monkeypatch.setattr(Outage, "clock", clock, raising=False)
-    monkeypatch.setattr(resumed, "open_store", lambda uri, **_: Outage(tmp_path / "there"))
+    monkeypatch.setattr(resume, "open_store", lambda uri, **_: Outage(tmp_path / "there"))
     steps = [tmp_path / "runs" / "whole" / name for name in ("partition", "pool")]
     out = patiently(lambda: federate_in(tmp_path / "pod" / "a", resolved, *steps, tmp_path / "out"))
     assert clock.slept == list(task_end.WAITS_S[:2]), "gone for two tries"

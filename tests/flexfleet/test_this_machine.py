@@ -25,7 +25,7 @@ from fl_engine.training import numerics
 from flexfleet.cli import main as cli
 from flexfleet.config import Config, load_config, parse
 from flexfleet.config.read import _tell_untracked
-from flexfleet.files import half_speed, terminal
+from flexfleet.files import half_precision, terminal
 from flexfleet.files.artifacts import RunFile
 from flexfleet.files.doctor import EXTRAS
 from flexfleet.pipeline.site import tell_unused
@@ -109,21 +109,21 @@ def test_central_training_takes_auto_too(
 
 
 def test_doctor_measures_half_precision(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_speed.seconds_a_step, "__defaults__", (("fp32", "bf16"), 2))
+    monkeypatch.setattr(half_precision.seconds_a_step, "__defaults__", (("fp32", "bf16"), 2))
     done = flexfleet("doctor", "--measure")
     assert done.code == 0, done.err
     assert re.search(r"^  bf16: \d+\.\d x fp32 here \(cpu: ", done.out, re.MULTILINE)
     seconds = flexfleet("doctor", "--measure", "--json").json["seconds_a_step"]["cpu"]
     assert 0 < seconds["fp32"] < 60 and 0 < seconds["bf16"] < 60
-    assert half_speed.said({"fp32": 1.9, "bf16": 1.0}) == ["bf16: 1.9 x fp32 here"]
+    assert half_precision.said({"fp32": 1.9, "bf16": 1.0}) == ["bf16: 1.9 x fp32 here"]
     assert "seconds_a_step" not in flexfleet("doctor", "--json").json
 
 
 def test_the_measured_network_is_the_benchmarks() -> None:
-    ours, theirs = half_speed.McMahanCNN(), networks.McMahanCNN((3, 32, 32), 10)
+    ours, theirs = half_precision.McMahanCNN(), networks.McMahanCNN((3, 32, 32), 10)
     states = [family.module().state_dict() for family in (ours, theirs)]
     assert [(n, t.shape) for n, t in states[0].items()] == [(n, t.shape) for n, t in states[1].items()]
-    assert WORKLOADS["W1"].batch == half_speed.BATCH and ours.layout().slots.keys() == theirs.layout().slots.keys()
+    assert WORKLOADS["W1"].batch == half_precision.BATCH and ours.layout().slots.keys() == theirs.layout().slots.keys()
 
 
 # ------------------------------------------------------------------------------------------- what is installed

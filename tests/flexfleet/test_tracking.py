@@ -463,7 +463,7 @@ def test_a_signal_after_the_rounds_stops_the_run_which_says_how_to_go_on(
         pytest.fail("it went on")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flexfleet.pipeline.whole.conclude", killed)
+    monkeypatch.setattr("flexfleet.pipeline.run.conclude", killed)
     stopped = flexfleet("run", "--run-id", "a", sets=[*quick, "rounds.stop=1"])
     assert stopped.code == 3 and "stopped on request: the same command with --resume goes on" in stopped.err
 
@@ -475,7 +475,7 @@ def test_what_fails_after_the_rounds_says_how_to_go_on(
         raise EnvironmentFailure("MLflow does not answer")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flexfleet.pipeline.whole.conclude", gone)
+    monkeypatch.setattr("flexfleet.pipeline.run.conclude", gone)
     stopped = flexfleet("run", "--run-id", "a", sets=[*quick, "rounds.stop=1"])
     assert stopped.code == 6 and "does not answer. What was committed stays" in stopped.err
     assert stopped.err.count("--resume") == 1

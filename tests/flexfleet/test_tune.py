@@ -25,7 +25,7 @@ from flexfleet.experiments.conclude import _held_out, conclude
 from flexfleet.experiments.outcome import Tuned
 from flexfleet.experiments.study import tune
 from flexfleet.files.artifacts import History, RunFile
-from flexfleet.pipeline import whole
+from flexfleet.pipeline import run as run_module
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.status import runs_in
 from flexfleet.tracking.trackers import MLflow
@@ -267,7 +267,7 @@ def test_trial_0_is_the_run_of_the_configuration(done: tuple[Tuned, Path, Config
         "run": config.run.model_copy(update={"store": str(tmp_path)}),
         "tracking": config.tracking.model_copy(update={"mlflow": None}),
     }
-    run = whole.run(Resolved.of(config.model_copy(update=own)), "plain")
+    run = run_module.run(Resolved.of(config.model_copy(update=own)), "plain")
     assert History.read(folder / "trials" / "0-s0" / "history.json").model_sha256 == run.model_sha256
 
 

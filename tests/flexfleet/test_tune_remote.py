@@ -21,7 +21,7 @@ from flexfleet.experiments import study as steps
 from flexfleet.files.artifacts import BareHistory, RunFile
 from flexfleet.kubeflow import task_end
 from flexfleet.pipeline import federate as federation
-from flexfleet.pipeline import resumable
+from flexfleet.pipeline import retry
 from flexfleet.pipeline.federate import federate
 from flexfleet.pipeline.status import describe as describe_run
 
@@ -111,7 +111,7 @@ def test_a_study_trains_again_where_another_machine_computes_other_bits(
 ) -> None:
     """No machine of its kind could go on with the rounds in the bucket."""
     pod()
-    for module in (federation, resumable):
+    for module in (federation, retry):
         here: Any = module
         monkeypatch.setattr(here, "describe", lambda *given: {**describe(*given), "torch": "another"})
     pod()

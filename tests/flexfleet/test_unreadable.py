@@ -11,7 +11,7 @@ from fl_engine.core.errors import EnvironmentFailure
 from flexfleet.config import load_with_algorithm
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import inputs_of
-from flexfleet.pipeline.resumable import digest_of
+from flexfleet.pipeline.retry import digest_of
 
 BROKEN = Path("/proc/self/mem")
 """Reading it from its beginning fails as a broken disk does: EIO, which names no file."""

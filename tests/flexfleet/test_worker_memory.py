@@ -22,7 +22,7 @@ from flexfleet.pipeline.model_pool import model_pool
 from flexfleet.pipeline.partition import partition
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import pretrain
-from flexfleet.pipeline.resumed import known_run
+from flexfleet.pipeline.resume import known_run
 from flexfleet.worker.mailbox import WorkerMailbox, device_of
 from flexfleet.worker.server import Server
 

@@ -58,11 +58,12 @@ from flexfleet.files.artifacts import (
     row_of,
 )
 from flexfleet.files.prepared import Entry, Index
-from flexfleet.pipeline import gather, status
+from flexfleet.pipeline import report as gathering
+from flexfleet.pipeline import status
 from flexfleet.pipeline.evaluate import told
 from flexfleet.pipeline.model_pool import build
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.resumed import known_run
+from flexfleet.pipeline.resume import known_run
 from flexfleet.pipeline.share import Shared
 from flexfleet.reports import precisions, report
 from tests.fuzz.mutations import altered, answer, damaged, in_time, json_like, law
@@ -392,7 +393,7 @@ def test_a_run_folder_is_told_of_or_the_file_is_named(
             lambda: report.differences([report.load(folder)]),
             lambda: status.describe(folder),
             lambda: known_run(Config(), folder, resume=True),
-            lambda: gather.parse_with_algorithm(RunFile.read(folder / "run.json").config),
+            lambda: gathering.parse_with_algorithm(RunFile.read(folder / "run.json").config),
         )
         named = (str(folder), name, "run.json", *Config.model_fields, "unknown parameter", "the configuration")
         for one in tell:

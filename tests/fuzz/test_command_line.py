@@ -30,8 +30,8 @@ from flexfleet.experiments import regress as regress_module
 from flexfleet.experiments import study as tune_module
 from flexfleet.experiments import whole as compare_module
 from flexfleet.kubeflow import submit as submit_module
-from flexfleet.pipeline import whole as run_module
-from flexfleet.tracking import pushed as pushed_module
+from flexfleet.pipeline import run as run_module
+from flexfleet.tracking import dvc_runs as pushed_module
 from flexfleet.tracking import server as tracking_module
 from flexfleet.worker.execute import prepare
 from tests.fuzz.mutations import anything, in_time, json_like, law, texts

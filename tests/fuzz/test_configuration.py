@@ -23,7 +23,7 @@ from flexfleet.config import Config, flatten, load_config, parse
 from flexfleet.config.comparison_runs import accuracies_of, entries_for, labels_of, seeds_of
 from flexfleet.config.form import comparison_from, config_from, form_of, parameters_of, sets_of, write_config
 from flexfleet.experiments import suite
-from flexfleet.tracking import data_repository, versioned
+from flexfleet.tracking import data_repository, dvc_remote
 from flexfleet.tracking.server import connect
 from tests.fuzz.mutations import altered, answer, anything, damaged, law, nested, texts
 
@@ -240,7 +240,7 @@ POINTER = "outs:\n- md5: d41d8cd98f00b204e9800998ecf8427e.dir\n  size: 12\n  has
 @example(b"outs:\n- md5: ../../etc/passwd\n")
 def test_a_pointer_names_a_checksum_or_is_refused(tmp_path: Path, content: bytes) -> None:
     text = content.decode(errors="replace")
-    found = answer(lambda: versioned.checksum(text), "not a .dvc pointer", kind=ConfigError)
+    found = answer(lambda: dvc_remote.checksum(text), "not a .dvc pointer", kind=ConfigError)
     if found is not None:
         digest, _, rest = found.partition(".")
         assert len(bytes.fromhex(digest)) == 16 and rest in ("", "dir")

@@ -16,8 +16,8 @@ from flexfleet.cli import main as cli
 from flexfleet.experiments import whole as compare_module
 from flexfleet.experiments.side_by_side import BEGINS, Command
 from flexfleet.files import terminal
+from flexfleet.pipeline import run as run_module
 from flexfleet.pipeline import share
-from flexfleet.pipeline import whole as run_module
 
 LABELS, SEEDS = ("flexfl", "all_large"), (0, 1)
 TWO = ("--algorithms", ",".join(LABELS), "--seeds", "0,1")

@@ -180,7 +180,7 @@ def mains() -> dict[str, Callable[[list[str]], int]]:
     import flexfleet.pipeline.model_pool
     import flexfleet.pipeline.partition
     import flexfleet.pipeline.pretrain
-    import flexfleet.pipeline.whole
+    import flexfleet.pipeline.run
     import flexfleet.reports.report
     import flexfleet.worker.__main__
     import flexfleet.worker.server

@@ -14,7 +14,7 @@ import pytest
 
 from flexfleet.config.form import config_from
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.whole import run
+from flexfleet.pipeline.run import run
 
 IMAGE = os.environ.get("FLEXFLEET_TEST_IMAGE", "")
 

@@ -40,8 +40,8 @@ from fl_engine.training.local import Job, opened
 from fl_engine.training.memory import Peaks, Trial
 from fl_engine.training.numerics import SINGLE, Numerics
 from fl_engine.training.step_memory import counted
-from flexfleet.pipeline import peaks
-from flexfleet.pipeline.peaks import check_prunes, trials_of
+from flexfleet.pipeline import level_memory
+from flexfleet.pipeline.level_memory import check_prunes, trials_of
 
 FLEXFL = FlexFL(training=TRAINING)
 POOL = tiny_site(FLEXFL).pool
@@ -239,14 +239,14 @@ def test_a_trial_has_what_a_client_has_or_a_few_batches_where_the_server_does_no
         asked.append(count)
         return Peaks(0, (1,) * len(found))
 
-    monkeypatch.setattr(peaks, "level_peaks", measured)
+    monkeypatch.setattr(level_memory, "level_peaks", measured)
     algorithm = FlexFL(training=replace(TRAINING, batch_size=4))
     site = tiny_site(algorithm)
     held = () if most is not None else range(6)
     site = replace(site, most=most, partition=replace(site.partition, clients=(np.asarray(held, dtype=np.int64),) * 4))
     run = Run(algorithm, site, RoundsConfig(stop=7))
     initial = algorithm.init(initial_params(site.family, 0), site.layout, site.fleet, site.pool, run.server)
-    peaks.peaks_of(run, initial)
+    level_memory.peaks_of(run, initial)
     assert asked == [samples]
 
 

@@ -20,7 +20,7 @@ from flexfleet.files.artifacts import EvaluationFile, History, Result
 from flexfleet.kubeflow.retarget import documents
 from flexfleet.pipeline.federate import federate
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.whole import run
+from flexfleet.pipeline.run import run
 from pipelines.compile import COMPILED
 from pipelines.train import train
 
@@ -150,15 +150,15 @@ def test_federate_begins_the_mlflow_run_and_links_to_it(ran: Ran) -> None:
 
 
 def test_publishing_tasks_hand_on_pointers(ran: Ran, tmp_path: Path) -> None:
-    from flexfleet.tracking import pushed, versioned
+    from flexfleet.tracking import dvc_remote, dvc_runs
 
     pointers = {path.stem: path.read_text() for path in (ran.tasks / "report" / "dvc_pointers").iterdir()}
-    assert set(pointers) == set(pushed.OF_RUN)
+    assert set(pointers) == set(dvc_runs.OF_RUN)
     for task, name, out in (("partition", "partition", "parts"), ("model-pool", "pool", "pool")):
         assert (ran.tasks / task / "dvc_pointer").read_text() == pointers[name]
-        assert versioned.checksum(pointers[name]) == versioned.md5(ran.tasks / task / out)
+        assert dvc_remote.checksum(pointers[name]) == dvc_remote.md5(ran.tasks / task / out)
     name, remote = "model.safetensors", str(ran.store.parents[1] / "remote")
-    (model,) = versioned.pull({name: pointers[name]}, remote, tmp_path)
+    (model,) = dvc_remote.pull({name: pointers[name]}, remote, tmp_path)
     assert model.read_bytes() == (ran.direct / "model.safetensors").read_bytes()
 
 

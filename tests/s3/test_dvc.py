@@ -11,7 +11,7 @@ import boto3.session
 import pytest
 
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError
-from flexfleet.tracking import versioned
+from flexfleet.tracking import dvc_remote
 
 
 def test_what_repro_has_made_is_pushed_and_pulled(server: str, checkout: Any) -> None:
@@ -36,27 +36,27 @@ def test_a_task_pushes_and_another_machine_pulls(server: str, tmp_path: Path) ->
     remote = f"s3://runs/{prefix}"
     (tmp_path / "pool").mkdir()
     (tmp_path / "pool" / "pool.json").write_text("{}")
-    versioned.hand_on(tmp_path / "pool", "pool", remote, tmp_path / "out" / "pointer")
+    dvc_remote.hand_on(tmp_path / "pool", "pool", remote, tmp_path / "out" / "pointer")
     pointer = (tmp_path / "out" / "pointer").read_text()
-    (back,) = versioned.pull({"pool": pointer}, remote, tmp_path / "there")
-    assert (back / "pool.json").read_text() == "{}" and versioned.checksum(pointer) == versioned.md5(back)
+    (back,) = dvc_remote.pull({"pool": pointer}, remote, tmp_path / "there")
+    assert (back / "pool.json").read_text() == "{}" and dvc_remote.checksum(pointer) == dvc_remote.md5(back)
 
     client = boto3.session.Session(region_name="us-east-1").client("s3")
     kept = client.list_objects_v2(Bucket="runs", Prefix=f"{prefix}/")["Contents"]
     (value,) = (o["Key"] for o in kept if not o["Key"].endswith(".dir"))
     client.put_object(Bucket="runs", Key=value, Body=b"[]")
     with pytest.raises(IntegrityError):
-        versioned.pull({"pool": pointer}, remote, tmp_path / "again")
-    versioned.push({"pool": tmp_path / "pool"}, remote)
+        dvc_remote.pull({"pool": pointer}, remote, tmp_path / "again")
+    dvc_remote.push({"pool": tmp_path / "pool"}, remote)
     assert client.get_object(Bucket="runs", Key=value)["Body"].read() == b"{}"
     client.delete_object(Bucket="runs", Key=value)
     with pytest.raises(
         IntegrityError, match=r"DVC at s3://runs/Möbel 中 x.* does not have pool/pool\.json: push it again"
     ):
-        versioned.pull({"pool": pointer}, remote, tmp_path / "again")
+        dvc_remote.pull({"pool": pointer}, remote, tmp_path / "again")
     assert not (tmp_path / "again").exists()
-    versioned.push({"pool": tmp_path / "pool"}, remote)
-    versioned.pull({"pool": pointer}, remote, tmp_path / "again")
+    dvc_remote.push({"pool": tmp_path / "pool"}, remote)
+    dvc_remote.pull({"pool": pointer}, remote, tmp_path / "again")
 
 
 def test_a_wrong_secret_and_a_missing_bucket_are_said(
@@ -64,9 +64,9 @@ def test_a_wrong_secret_and_a_missing_bucket_are_said(
 ) -> None:
     (tmp_path / "m").write_text("m")
     with pytest.raises(EnvironmentFailure, match=r"DVC at s3://nowhere/x: FileNotFoundError"):
-        versioned.push({"m": tmp_path / "m"}, "s3://nowhere/x")
+        dvc_remote.push({"m": tmp_path / "m"}, "s3://nowhere/x")
     if server == "radosgw":  # moto takes any secret
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
         with pytest.raises(EnvironmentFailure, match="DVC at s3://runs/x") as told:
-            versioned.push({"m": tmp_path / "m"}, "s3://runs/x")
+            dvc_remote.push({"m": tmp_path / "m"}, "s3://runs/x")
         assert "wrong" not in str(told.value)

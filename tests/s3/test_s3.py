@@ -25,7 +25,7 @@ from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.serialization import laid_out
 from fl_engine.storage.urls import Upload, UrlStore, Verb
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.whole import run
+from flexfleet.pipeline.run import run
 
 BUCKET = "runs"
 

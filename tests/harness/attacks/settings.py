@@ -19,7 +19,7 @@ from fl_engine.remote.settings import KubernetesConfig
 from fl_engine.testing.tiny import tiny_site
 from flexfleet.cli import main as cli
 from flexfleet.config import load_config
-from flexfleet.files.alone import alone
+from flexfleet.files.run_folder import folder_lock
 from flexfleet.pipeline import check
 from flexfleet.pipeline.prepare import Resolved
 from tests.harness.attacks.scene import ALGORITHM
@@ -66,7 +66,7 @@ def a_lock_that_is_a_link() -> str | None:
         target.write_text("precious")
         out.mkdir()
         (out / ".lock").symlink_to(target)
-        with contextlib.suppress(FlexfleetError, OSError), alone(out):
+        with contextlib.suppress(FlexfleetError, OSError), folder_lock(out):
             pass
         return None if target.read_text() == "precious" else "overwrote what the link points to"
 

@@ -23,6 +23,7 @@ import yaml
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
 from fl_engine.core.system import hashed
 from fl_engine.core.text import read_yaml
+from fl_engine.data.files import part_of, remove, sweep
 from fl_engine.storage.s3 import check_place, setting
 
 LIST = ".dir"
@@ -260,3 +261,28 @@ def _heard() -> Iterator[list[BaseException]]:
         for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
             logger.setLevel(level)
             logger.propagate, logger.handlers = propagate, handlers
+
+
+# ------------------------------------------------------------------------------------------------ created once
+class Taken(Exception):
+    """Another process was quicker."""
+
+
+@contextmanager
+def made_once(path: Path) -> Iterator[Path]:
+    """Yield a path to write, which is renamed to `path` if no error is raised inside. Raises Taken if a folder that is
+    not empty has that name by then; a file or an empty folder is replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep([path])
+    part = part_of(path)
+    try:
+        yield part
+        try:
+            part.rename(path)
+        except OSError as error:
+            if not path.exists():
+                raise
+            raise Taken from error
+    finally:
+        with suppress(OSError):  # it was renamed
+            remove(part)

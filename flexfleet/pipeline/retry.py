@@ -29,12 +29,12 @@ from flexfleet.config import flatten, moves
 from flexfleet.config.sources import sources
 from flexfleet.files import terminal
 from flexfleet.files.artifacts import RunFile
-from flexfleet.files.tally import tally_in
+from flexfleet.files.run_status import tally_in
 from flexfleet.pipeline.federate import federate
 from flexfleet.pipeline.own_code import sha256_of
 from flexfleet.pipeline.partition import folders_sum, simulated
 from flexfleet.pipeline.prepare import Resolved, check_unchanged, resolved_of
-from flexfleet.pipeline.resumed import devices_decide
+from flexfleet.pipeline.resume import devices_decide
 from flexfleet.pipeline.site import site_of
 
 OUTCOME = ("run.json", "history.json", "model.safetensors")

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, IntegrityError, masked
 from fl_engine.storage.store import sha256
-from flexfleet.files.made_once import Taken, made_once
+from flexfleet.tracking.dvc_remote import Taken, checksum, made_once, place_of, pull, push
 from flexfleet.tracking.server import Patient, answering
-from flexfleet.tracking.versioned import checksum, place_of, pull, push
 
 OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
 """The parts of a run's folder that are pushed."""

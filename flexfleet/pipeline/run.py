@@ -20,15 +20,13 @@ from fl_engine.rounds import phases
 from fl_engine.rounds.loop import told_how_to_go_on
 from fl_engine.storage.store import Store
 from flexfleet.config.run_names import plain
-from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import BareHistory, EvaluationFile, Result, RunFile
-from flexfleet.files.begun import check_free
-from flexfleet.files.inputs import check_inputs
-from flexfleet.files.live import kept_warnings, told_before
-from flexfleet.files.manifest import MANIFEST, manifest_of
+from flexfleet.files.manifest import MANIFEST, check_inputs, manifest_of
 from flexfleet.files.measure import SHARES, highest
+from flexfleet.files.progress import kept_warnings, told_before
+from flexfleet.files.run_folder import check_free, folder_lock
+from flexfleet.files.run_status import Tally, tally_in
 from flexfleet.files.signals import stopping_at_once
-from flexfleet.files.tally import Tally, tally_in
 from flexfleet.files.terminal import missing
 from flexfleet.pipeline import keys
 from flexfleet.pipeline.check import check, check_loadable
@@ -39,12 +37,12 @@ from flexfleet.pipeline.partition import partition
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import pretrain
 from flexfleet.pipeline.publish import publish
-from flexfleet.pipeline.resumed import check_recorded, known_run, store_of
+from flexfleet.pipeline.resume import check_recorded, known_run, store_of
 from flexfleet.pipeline.share import adopt
 from flexfleet.reports import precisions
 from flexfleet.reports.precisions import EXPORT
 from flexfleet.reports.report import report
-from flexfleet.tracking import pushed
+from flexfleet.tracking import dvc_runs
 from flexfleet.tracking import record as track
 
 log = logging.getLogger("flexfleet")
@@ -69,7 +67,7 @@ def run(
 
     `shared`: the folder of a `share` step, whose files are used instead of computed again. `tags`: of the MLflow run.
     `observer` and `watcher` look on at the rounds (`federate`). A run that merged no update has a result too, whose
-    `status` says so (`files.tally`): nothing of it is published.
+    `status` says so (`files.run_status`): nothing of it is published.
     """
     config = resolved.config
     need_packages(resolved)
@@ -85,7 +83,7 @@ def run(
         with kept_warnings() as told:
             check(resolved)
         _reach(resolved, run_id, out)
-    with alone(out), told_before(told), stopping_at_once("the same command with --resume goes on"):
+    with folder_lock(out), told_before(told), stopping_at_once("the same command with --resume goes on"):
         if (out / "run.json").exists():
             if (known := known_run(config, out, resume)) is not None:
                 check_inputs(out, known)
@@ -160,7 +158,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
     outcome = result(out, page, store.uri(), tally)
     tags = {"model_sha256": outcome.model_sha256}
     if useful and config.publish.dvc is not None:
-        tags |= pushed.push_run(out, config.publish.dvc)
+        tags |= dvc_runs.push_run(out, config.publish.dvc)
     with tempfile.TemporaryDirectory() as scratch:
         written = outcome.write(Path(scratch) / "result.json")
         if config.tracking.mlflow is not None and outcome.mlflow_run_id is not None:
@@ -173,7 +171,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
             metrics |= {f"final/local/{name}": of["mean"] for name, of in outcome.metrics.get("local", {}).items()}
             metrics |= of_clients(outcome.metrics)
             files = [str(page), str(out / "pool" / "pool.json"), str(written)]
-            pointers = out / pushed.POINTERS if useful and config.publish.dvc else None
+            pointers = out / dvc_runs.POINTERS if useful and config.publish.dvc else None
             metrics = metrics if useful else {}  # else a search by final/avg would find the run
             client = Patient(config.tracking.mlflow, config.run.patience_s)
             log_outcome(client, outcome.mlflow_run_id, metrics, tags, files, pointers)

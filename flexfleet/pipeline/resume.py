@@ -20,7 +20,7 @@ from fl_engine.training.numerics import differing
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.files.artifacts import PoolFile, RunFile
-from flexfleet.files.begun import check_same
+from flexfleet.files.run_folder import check_same
 from flexfleet.pipeline import own_code, warm_start
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.tracking import record as track

@@ -12,11 +12,11 @@ from pathlib import Path
 from flexfleet.config import PRIVATE, Config, parse_with_algorithm, public
 from flexfleet.files import terminal
 from flexfleet.files.artifacts import Result, RunFile
-from flexfleet.files.tally import tally_in
+from flexfleet.files.run_status import tally_in
 from flexfleet.pipeline import own_code
 from flexfleet.pipeline.prepare import Resolved, unchanged
-from flexfleet.pipeline.resumed import store_of
-from flexfleet.pipeline.whole import conclude
+from flexfleet.pipeline.resume import store_of
+from flexfleet.pipeline.run import conclude
 from flexfleet.reports.report import table
 
 
