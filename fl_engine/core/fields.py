@@ -31,7 +31,7 @@ Index = Annotated[int, Field(ge=0)]
 
 
 def user_path(text: str) -> str:
-    """`at_home` for pydantic. Raises ValueError."""
+    """Return `at_home(text)`. Raises ValueError, as pydantic expects."""
     try:
         return at_home(text)
     except ConfigError as error:
@@ -39,17 +39,17 @@ def user_path(text: str) -> str:
 
 
 UserPath = Annotated[str, AfterValidator(user_path)]
-"""A path, or an address that may hold one, as a user writes it: `~` becomes the home folder."""
+"""A path, or an address that contains one. `~` becomes the home folder."""
 
 
 def is_model(kind: Any) -> TypeGuard[type[BaseModel]]:
-    """Whether an annotation is a model of pydantic's. (In Python 3.10 `list[int]` passes as a type.)"""
+    """Return whether an annotation is a pydantic model. (In Python 3.10 `list[int]` passes as a type.)"""
     return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 class Moves(Enum):
-    """What another value of a parameter moves. It stands in the annotation of the parameter's field, or of a section's
-    for all of it; without one it is RESULT. Every list of parameters of one kind is derived from this."""
+    """What changes if a parameter changes. Annotates a field, or a section for all its fields; the default is
+    RESULT."""
 
     RESULT = "the model"
     LENGTH = "how far a run goes"
@@ -60,18 +60,17 @@ class Moves(Enum):
 
 
 class Unseen:
-    """Annotates a section that clients are not told: its addresses may hold passwords."""
+    """Annotates a section that clients do not receive, because its addresses may contain passwords."""
 
 
 class Section(BaseModel):
-    """A section of the configuration: nothing unknown, nothing converted, never changed."""
+    """A section of the configuration: strict and frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class LeavesOut(BaseModel):
-    """Leaves empty ones of these fields out of a file: it then has the same bytes as before the fields existed, and so
-    the checksum that other files hold of it."""
+    """Omits these fields from the file if they are empty, so that they do not change the file's checksum."""
 
     left_out: ClassVar[tuple[str, ...]]
 
@@ -82,16 +81,16 @@ class LeavesOut(BaseModel):
 
 
 MOST_KINDS = 512
-"""Classes that are defined again and again, as in a notebook, are forgotten in time."""
+"""Bounds the caches below, because a notebook may define a class again and again."""
 _adapter = lru_cache(MOST_KINDS)(TypeAdapter)
 _hints = lru_cache(MOST_KINDS)(get_type_hints)
 
 
 def adapter(kind: Any) -> TypeAdapter[Any]:
-    """`pydantic.TypeAdapter` of a class or annotation."""
+    """Return the cached `pydantic.TypeAdapter` of a class or annotation. Making one takes milliseconds."""
     return _adapter(kind)
 
 
 def hints(kind: Any) -> dict[str, Any]:
-    """`typing.get_type_hints` of a class; not to be changed."""
+    """Return the cached `typing.get_type_hints` of a class. Do not change the result."""
     return _hints(kind)

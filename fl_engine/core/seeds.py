@@ -1,7 +1,7 @@
 """Randomness as a function of (seed, purpose, round, client).
 
-Nothing draws from a global generator. The same four values give the same stream in every process, on every
-machine and after every restart, because they pass through SHA-256 and never through `hash(str)`.
+Nothing draws from a global generator. The four values pass through SHA-256, never through `hash(str)`, so they give
+the same stream in every process, on every machine and after every restart.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 
 
 def derive(seed: int, purpose: str, round: int = -1, client: int = -1) -> int:
-    """A 63-bit seed for `torch.Generator.manual_seed` and the like."""
+    """Return a seed of 63 bits, as `torch.Generator.manual_seed` takes it."""
     return int.from_bytes(_digest(seed, purpose, round, client)[:8], "little") >> 1
 
 
 def rng(seed: int, purpose: str, round: int = -1, client: int = -1) -> np.random.Generator:
-    """A generator of its own for every purpose, so that drawing more in one place moves nothing elsewhere.
+    """Return a generator for one purpose, so that drawing more in one place changes nothing elsewhere.
 
-    A seed of more than 128 bits is a secret (`privacy.plan_seed`). 63 bits could be searched through, so all 128 bits
-    of the generator's key follow from it.
+    A seed above 128 bits is a secret (`privacy.plan_seed`). All 128 bits of the generator's key then follow from it,
+    because 63 bits could be searched through.
     """
     if seed >= 2**128:
         key = int.from_bytes(_digest(seed, purpose, round, client)[:16], "little")
@@ -37,12 +37,13 @@ def _digest(seed: int, purpose: str, round: int, client: int) -> bytes:
     return hashlib.sha256(f"flexfleet/{seed}/{purpose}/{round}/{client}".encode()).digest()
 
 
+# ------------------------------------------------------------------- code of the user's that draws globally
 _ONE = threading.RLock()
-"""The random states below are of the whole process, not of a thread."""
+"""Guards the global random states, which belong to the whole process."""
 
 
 def drawn() -> dict[str, object]:
-    """By name, the states of three generators; a draw changes one. Compare by ==."""
+    """Return the states of the three global generators by name. Compare two results by == to detect a draw."""
     _, keys, *place = np.random.get_state()
     return {
         "torch": torch.get_rng_state().numpy().tobytes(),
@@ -53,8 +54,8 @@ def drawn() -> dict[str, object]:
 
 @contextmanager
 def drawing(seed: int, device: torch.device) -> Iterator[None]:
-    """What torch, numpy and `random` draw without a generator of their own follows from `seed`; afterwards their states
-    are as before. Other threads wait."""
+    """Seed the global generators of torch, numpy and `random`, and restore their states afterwards. Other threads
+    wait."""
     cuda = [device] if device.type == "cuda" else []
     with _ONE, torch.random.fork_rng(cuda):
         before = np.random.get_state(), random.getstate()

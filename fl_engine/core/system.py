@@ -1,4 +1,4 @@
-"""The process and its machine: the processor, new processes, and freed memory."""
+"""The process and its machine: the processor, new processes, and freed memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ H = TypeVar("H", bound="hashlib._Hash")
 
 
 def hashed(path: Path, hash: H) -> H:
-    """`hash`, fed with the file's content in pieces, as `hashlib.file_digest` does from Python 3.11 on. Raises
-    OSError."""
+    """Feed `hash` with the file's content and return it (`hashlib.file_digest` needs Python 3.11). Raises OSError."""
     with path.open("rb") as file:
         while piece := file.read(2**20):
             hash.update(piece)
@@ -30,21 +29,19 @@ def hashed(path: Path, hash: H) -> H:
 
 
 def of_posix(module: str) -> Any:
-    """A module of Python's that is there on Linux and macOS. Raises EnvironmentFailure where the system has none."""
+    """Import a standard module that only Linux and macOS have. Raises EnvironmentFailure on other systems."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise EnvironmentFailure(
-            f"training needs Linux or macOS, and this is {sys.platform}, whose Python has no {module}: on Windows "
-            "install WSL (wsl --install) and flexfleet in it. Here init, params, list, check and report work"
+            f"training needs Linux or macOS, got {sys.platform}, whose Python has no {module}. On Windows install WSL "
+            "(wsl --install) and flexfleet in it"
         ) from error
 
 
 @contextmanager
 def without_main() -> Iterator[None]:
-    """Around the start of a process. It would import the main module of the process that starts it: a script would run
-    again in each worker, unless its author has guarded it. Workers need nothing of it: what a cell or a script itself
-    defines is refused before."""
+    """Keep a new process from importing the parent's main module, which would run an unguarded script again."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -54,13 +51,13 @@ def without_main() -> Iterator[None]:
 
 
 GROWN = 100_000
-"""Objects that come to be between two searches for cycles; Python's own number is 700."""
+"""New objects between two garbage collections; Python's default is 700."""
 
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Around work whose objects stay until its end, such as imports, a run's history and its drawings: to search among
-    them for cycles again and again takes a seventh of the time of a report."""
+    """Collect garbage seldom while objects stay alive anyway, as in imports and reports. Saves a seventh of a report's
+    time."""
     young, *older = gc.get_threshold()
     gc.set_threshold(GROWN, *older)
     try:
@@ -70,17 +67,18 @@ def seldom_collected() -> Iterator[None]:
 
 
 def told_exit(exit_code: int | None) -> str:
-    """How a process of multiprocessing has ended."""
+    """Return how a multiprocessing process ended, for an error message."""
     return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
 
 
+# ---------------------------------------------------------------------------------------------- the processor
 CPUINFO = Path("/proc/cpuinfo")
 BROKEN, FITTING = "2.10.", "2.9.1"
-"""On arm64, torch 2.10 contains LSE atomics in code that every processor runs. 2.9.1 does not."""
+"""On arm64, torch 2.10 executes LSE atomics on every processor. 2.9.1 does not."""
 
 
 def _values(*names: str) -> list[str]:
-    """The values of the lines of CPUINFO with these names; empty if the system is not Linux."""
+    """Return the values of CPUINFO's lines with these names; empty if the system is not Linux."""
     try:
         lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -91,13 +89,13 @@ def _values(*names: str) -> list[str]:
 
 @cache
 def features() -> frozenset[str]:
-    """Names of the processor's instruction sets: `flags` on x86, `Features` on Arm."""
+    """Return the names of the processor's instruction sets (`flags` on x86, `Features` on Arm)."""
     return frozenset(" ".join(_values("flags", "Features")).split())
 
 
 @cache
 def parts() -> tuple[str, ...]:
-    """Types of the cores, e.g. `0x41 0xd08` (Arm, Cortex-A72); empty except on Arm."""
+    """Return the types of the cores, e.g. `0x41 0xd08` (Arm, Cortex-A72); empty except on Arm."""
     return tuple(sorted(set(map(" ".join, zip(_values("CPU implementer"), _values("CPU part"), strict=False)))))
 
 
@@ -118,21 +116,25 @@ def check_torch() -> None:
         )
 
 
+# ------------------------------------------------------------------------------------------------- the C heap
+# Every training step allocates the same blocks again, and each fresh page costs a page fault: up to a fifth of a
+# step's time. So glibc keeps freed blocks. But freed models leave holes that aligned blocks of the same size do not
+# fit into: with all of them kept, a coordinator held ten times its model. So large blocks go back outside of training.
 LARGE_MODEL = 2**26
-"""Bytes. A round of such a model takes seconds, beside which the page faults outside training count for nothing."""
+"""Bytes. A round of a model of this size takes seconds, so page faults outside of training do not matter."""
 WORKING_BLOCK, LARGE_BLOCK = 2**25, 2**20
-"""Bytes. With a large model, larger blocks go back when they are freed: in training and evaluation (the largest number
-that glibc takes), and outside of them."""
+"""Bytes. With a large model, blocks above these sizes return to the system when they are freed: during training and
+evaluation (the largest value that glibc accepts), and outside of them."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _MANY = 2**16
-"""Blocks that go back; more than a process has."""
+"""Maximal number of mapped blocks; more than a process has."""
 _kept = False
-"""Whether `keep_freed_memory` was called: else the heap is somebody else's, who has settings of his own."""
+"""Whether `keep_freed_memory` was called. Otherwise the process belongs to the user, and its heap stays as it is."""
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep freed blocks. Does nothing with other C libraries."""
+    """Let glibc keep freed blocks. Does nothing with other C libraries."""
     global _kept
     _kept = True
     _call("mallopt", _MMAP_MAX, 0)
@@ -141,31 +143,29 @@ def keep_freed_memory() -> None:
 
 
 def give_back(size: int) -> None:
-    """Where a model of `size` bytes is large: gives freed memory back to the system, now and later."""
+    """If a model of `size` bytes is large, return freed memory to the system, now and from now on."""
     if _kept and size >= LARGE_MODEL:
-        _goes_back(LARGE_BLOCK)
+        _map_blocks_from(LARGE_BLOCK)
         trim()
 
 
 def trim() -> None:
-    """Gives freed memory back to the system, once. Does nothing with other C libraries."""
+    """Return freed memory to the system, once. Does nothing with other C libraries."""
     _call("malloc_trim", 0)
 
 
 @contextmanager
 def at_work(size: int) -> Iterator[None]:
-    """Around training or evaluating a model of `size` bytes: freed memory is kept meanwhile, as far as the model's size
-    allows."""
+    """Keep freed memory while a model of `size` bytes is trained or evaluated, as far as its size allows."""
     if _kept and size >= LARGE_MODEL:
-        _goes_back(WORKING_BLOCK)
+        _map_blocks_from(WORKING_BLOCK)
     yield
     give_back(size)
 
 
-def _goes_back(block: int) -> None:
-    """Larger blocks than this, when they are freed."""
+def _map_blocks_from(size: int) -> None:
     _call("mallopt", _MMAP_MAX, _MANY)
-    _call("mallopt", _MMAP_THRESHOLD, block)
+    _call("mallopt", _MMAP_THRESHOLD, size)
 
 
 def _call(name: str, *arguments: int) -> None:

@@ -14,18 +14,21 @@ import yaml
 
 from fl_engine.core.errors import ConfigError
 
+PERCENT = ("accuracy", "accuracy_all", "top5")
+"""Metrics between 0 and 1 that logs, tables and pages show in %."""
+
+# ------------------------------------------------------------------------------------------------------- YAML
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _BOOL, _TEXT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
 MOST_VALUES, DEEPEST = 100_000, 50
-"""The most values in a file of parameters, and the deepest one inside others: a few lines of YAML's aliases can stand
-for more than fits into memory."""
+"""Maximal number of values in a configuration, and maximal depth. A few lines of YAML aliases can expand to more than
+fits into memory."""
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML as people read it: 1e-3 is a number and 012 is twelve (PyYAML follows YAML 1.1: a string, and ten); the
-    key `on` is text (PyYAML: true); a key given twice is an error, where the second would silently win."""
+    """Reads 1e-3 as a number, 012 as twelve and the key `on` as text, unlike YAML 1.1. Refuses duplicate keys."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - that is how PyYAML has it
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML declares it
         first: [(tag, pattern) for tag, pattern in pairs if tag not in (_INT, _FLOAT)]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -36,14 +39,13 @@ class _Yaml(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
             seen |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
-        for key, _ in node.value:
             if key.tag == _BOOL:
                 key.tag = _TEXT
         return super().construct_mapping(node, deep)
 
 
 class _Writer(yaml.SafeDumper):
-    """Quotes a text that is something else for `_Yaml` or for YAML 1.1, as others read it."""
+    """Quotes a text that `_Yaml` or YAML 1.1 would read as another type."""
 
 
 class _Line(_Writer):
@@ -62,20 +64,20 @@ _Yaml.add_constructor(_INT, lambda loader, node: int(node.value, 10))
 
 
 def read_yaml(text: str) -> Any:
-    """YAML as `params.yaml` and `--set` have it. Raises yaml.YAMLError."""
+    """Read YAML as in `params.yaml` and `--set`. Raises yaml.YAMLError."""
     try:
         value = yaml.load(text, _Yaml)  # noqa: S506 - a SafeLoader
         check_plain(value)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        # A tag that lies, a number of 5000 digits.
+        # For example a tag that does not fit its value, or a number of 5000 digits.
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
-    except yaml.YAMLError as error:  # which names the text as if it were a file
+    except yaml.YAMLError as error:
         raise yaml.YAMLError(str(error).replace('in "<unicode string>", ', "in ")) from error
     return value
 
 
 def comment_of(text: str) -> str:
-    """The first comment in YAML; empty: it has none. Raises yaml.YAMLError."""
+    """Return the first comment of a YAML text, or an empty text. Raises yaml.YAMLError."""
     end = 0
     for token in yaml.scan(text, _Yaml):
         between = text[end : token.start_mark.index]
@@ -86,35 +88,36 @@ def comment_of(text: str) -> str:
 
 
 def write_yaml(value: Any, *, sort_keys: bool = False) -> str:
-    """Plain data as YAML, from which `read_yaml` reads the same."""
+    """Write plain data as YAML that `read_yaml` reads back."""
     return yaml.dump(value, Dumper=_Writer, sort_keys=sort_keys)
 
 
 def in_line(value: Any) -> str:
-    """Plain data as `--set` has them after the sign: `write_yaml` in one line."""
+    """Write plain data as YAML in one line, as `--set` takes it."""
     text = yaml.dump(value, Dumper=_Line, default_flow_style=True, width=math.inf, sort_keys=False)
     return text.removesuffix("...\n").strip()
 
 
 def check_plain(value: Any) -> None:
-    """Raises ValueError for what a configuration cannot hold: what JSON cannot say, texts that no file or program
-    takes, more than MOST_VALUES (those that aliases repeat counted each time) or deeper ones than DEEPEST."""
+    """Raise ValueError for a value that a configuration cannot hold: another type than JSON's, a text with null
+    characters or surrogates, more than MOST_VALUES values, or a nesting deeper than DEEPEST."""
     left, count = [(value, 0)], 0
     while left:
         (here, depth), count = left.pop(), count + 1
         if count > MOST_VALUES or depth > DEEPEST:
-            raise ValueError(f"more than {MOST_VALUES:,} values, or one inside another {DEEPEST} deep")
+            raise ValueError(f"more than {MOST_VALUES:,} values, or a nesting deeper than {DEEPEST}")
         if isinstance(here, Mapping):
             left += [(inner, depth + 1) for pair in here.items() for inner in pair]
         elif isinstance(here, list | tuple):
             left += [(inner, depth + 1) for inner in here]
         elif isinstance(here, str):
             if "\0" in here or any("\ud800" <= character <= "\udfff" for character in here):
-                raise ValueError(f"{here[:80]!r} is no text: it holds a null character, or bytes of no encoding")
+                raise ValueError(f"{here[:80]!r} contains a null character or invalid Unicode")
         elif not isinstance(here, bool | int | float | None):
-            raise ValueError(f"{here!r} is a {type(here).__name__}; where a text is meant, put it into quotes")
+            raise ValueError(f"{here!r} is a {type(here).__name__}. Put a text into quotes")
 
 
+# ---------------------------------------------------------------------------------------------------- amounts
 NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:([numkMGTPE]|[KMGTPE]i)?|[eE]([+-]?[0-9]{1,2}))")
 UNITS = {"": Decimal(1)} | {unit: Decimal(1000) ** n for n, unit in zip(range(-3, 0), "num", strict=True)}
 UNITS |= {unit: Decimal(1000) ** n for n, unit in enumerate("kMGTPE", 1)}
@@ -122,38 +125,36 @@ UNITS |= {f"{unit}i": Decimal(1024) ** n for n, unit in enumerate("KMGTPE", 1)}
 
 
 def quantity(text: str) -> Decimal:
-    """The number that an amount stands for. Raises ValueError for other text."""
+    """Return the number of a Kubernetes amount such as 250m, 2 or 512Mi. Raises ValueError."""
     found = NUMBER.fullmatch(text)
     if found is None:
-        raise ValueError(f"an amount as Kubernetes writes it is expected (250m, 2, 1Gi), got {text!r}")
+        raise ValueError(f"expected a Kubernetes amount (250m, 2, 1Gi), got {text!r}")
     number, unit, exponent = found.groups()
     return Decimal(number) * UNITS[unit or ""] * Decimal(10) ** int(exponent or 0)
 
 
 def need_plain(numbers: Iterable[str]) -> None:
-    """Raises ValueError for a number with an underscore, or with digits of another script: Python reads 0_5 as 5."""
+    """Raise ValueError for a number with an underscore or with digits of another script, which Python would accept."""
     if odd := next((number for number in numbers if "_" in number or not number.isascii()), None):
-        raise ValueError(f"{odd[:100]!r}, which is no number")
+        raise ValueError(f"{odd[:100]!r} is not a number")
 
 
+# ------------------------------------------------------------------------------------------ addresses and paths
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:[/\\]|s3:|s3//", re.IGNORECASE)
 SERVER = re.compile(r"[a-z0-9.-]+:\d+(/|$)", re.IGNORECASE)
-"""How a text begins that somebody wrote as an address: a scheme and a slash (s3:/bucket, with one slash too few), or a
-server and its port. A folder of such a name (night-12:30) is given as a path (./night-12:30)."""
+"""Beginnings of a text that was meant as an address: a scheme with a slash (also s3:/bucket), or a server with its
+port. A folder of such a name is given as a path (./night-12:30)."""
+AT_HOME = re.compile(r"((?:sqlite(?:\+\w+)?:///|file:(?://)?)?)(~[^/]*)")
 
 
 def is_meant(text: str) -> bool:
-    """Whether the text is an address, or was meant as one; else it is the name of a folder."""
+    """Return whether a text is an address, or was meant as one. Otherwise it names a folder."""
     return "://" in text or any(how.match(text) for how in (SCHEME, SERVER))
 
 
-AT_HOME = re.compile(r"((?:sqlite(?:\+\w+)?:///|file:(?://)?)?)(~[^/]*)")
-"""A path that begins with a home folder, alone or in an address of a file."""
-
-
 def at_home(path: str) -> str:
-    """Replace `~` or `~user` at the beginning of a path, also of one in `sqlite:///` or `file://`, by the home folder.
-    Raises ConfigError if there is no such user."""
+    """Replace `~` or `~user` at the beginning of a path, also after `sqlite:///` or `file://`, by the home folder.
+    Raises ConfigError if the user does not exist."""
     if (match := AT_HOME.match(path)) is None:
         return path
     scheme, name = match.groups()
@@ -163,16 +164,11 @@ def at_home(path: str) -> str:
 
 
 def path_of(text: str | os.PathLike[str]) -> Path:
-    """Return the path of an option or an argument, with the home folder for `~`. Raises ConfigError as `at_home`."""
+    """Return a path with the home folder for `~`. Raises ConfigError as `at_home` does."""
     return Path(at_home(os.fspath(text)))
 
 
 def folder_hint(text: str) -> str:
-    """For the error about a text that was meant as an address: how a folder is given whose name looks like a server and
-    its port; empty for any other text."""
+    """Return how to name a folder whose name looks like a server with its port; empty for any other text."""
     is_server = SERVER.match(text) and not SCHEME.match(text)
     return f" (a folder of that name is given as ./{text})" if is_server else ""
-
-
-PERCENT = ("accuracy", "accuracy_all", "top5")
-"""By name, as in histories, where they are between 0 and 1."""
