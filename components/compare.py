@@ -22,8 +22,8 @@ def compare(
     import shutil
     from pathlib import Path
 
-    from flexfleet.experiments.graph import PairsFile, collect
-    from flexfleet.experiments.tabulate import metrics as figures
+    from flexfleet.experiments.comparison_report import metrics as figures
+    from flexfleet.experiments.comparison_tasks import PairsFile, collect
     from flexfleet.kubeflow.task_end import ending, patiently
 
     with ending("comparison_id"):

@@ -30,22 +30,22 @@ def gate(
 
     from flexfleet.config.form import sets_of
     from flexfleet.config.form_fields import platform_store
-    from flexfleet.experiments import regress
-    from flexfleet.experiments.figures import TASKS
-    from flexfleet.experiments.graph import PairsFile
+    from flexfleet.experiments import nightly
+    from flexfleet.experiments.comparison_tasks import PairsFile
+    from flexfleet.experiments.nightly_figures import TASKS
     from flexfleet.kubeflow.task_end import ending, patiently
 
     with ending("night_id", locals()):
         store = store_uri or platform_store() or ""
-        asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store, advanced))
+        asked = nightly.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store, advanced))
         file, out = PairsFile.read(Path(pairs.path)), Path(night.path)
-        regress.check_pairs(asked, file)
-        folders = regress.folders_of(asked, [Path(run.path) for run in run_folders])
-        found = patiently(lambda: regress.settle(asked, folders, out, TASKS, file.mlflow))
+        nightly.check_pairs(asked, file)
+        folders = nightly.folders_of(asked, [Path(run.path) for run in run_folders])
+        found = patiently(lambda: nightly.settle(asked, folders, out, TASKS, file.mlflow))
         shutil.copyfile(out / "regression.html", page.path)
-        Path(verdict.path).write_text(regress.card(found), encoding="utf-8")
+        Path(verdict.path).write_text(nightly.card(found), encoding="utf-8")
         metrics.log_metric("passed", int(found.passed))
         for check in found.checks:
             metrics.log_metric(f"{check.metric}/{check.label}", check.now)
-        seen = found.model_copy(update={"report": regress.where(asked, found, job_id)})
-        return "" if found.passed else regress.told(seen)
+        seen = found.model_copy(update={"report": nightly.where(asked, found, job_id)})
+        return "" if found.passed else nightly.told(seen)

@@ -35,7 +35,7 @@ def prepare(
 
     from flexfleet.config import form
     from flexfleet.config.comparison_runs import Entry
-    from flexfleet.experiments.graph import prepare as step
+    from flexfleet.experiments.comparison_tasks import prepare as step
     from flexfleet.kubeflow.task_end import ending
     from flexfleet.pipeline import reachable
 

@@ -24,16 +24,16 @@ def prepare(
     from pathlib import Path
 
     from flexfleet.config.form import sets_of
-    from flexfleet.experiments import regress
-    from flexfleet.experiments.night import Night
+    from flexfleet.experiments import nightly
+    from flexfleet.experiments.nightly_run import Night
     from flexfleet.kubeflow.task_end import ending
     from flexfleet.pipeline import reachable
 
     given = locals()
 
     def checked(store_uri: str) -> Night:
-        return regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
+        return nightly.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
 
     with ending("night_id", given):
         night = reachable.check_form(given, checked)
-        return regress.hand_over(night, Path(shared.path), Path(pairs.path), job_id)
+        return nightly.hand_over(night, Path(shared.path), Path(pairs.path), job_id)

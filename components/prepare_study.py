@@ -34,7 +34,7 @@ def prepare(
 
     from flexfleet.config import Config, form
     from flexfleet.config.form_fields import SHORT, STUDY
-    from flexfleet.experiments.study import prepare as step
+    from flexfleet.experiments.tune import prepare as step
     from flexfleet.kubeflow.task_end import ending
     from flexfleet.pipeline import reachable
 

@@ -22,7 +22,7 @@ def report(
 ) -> None:
     from pathlib import Path
 
-    from flexfleet.experiments.study import report as step
+    from flexfleet.experiments.tune import report as step
     from flexfleet.kubeflow.task_end import ending, patiently
 
     with ending("study_id"):

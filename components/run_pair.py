@@ -22,7 +22,7 @@ def run(
     import shutil
     from pathlib import Path
 
-    from flexfleet.experiments.graph import PairsFile, run_pair
+    from flexfleet.experiments.comparison_tasks import PairsFile, run_pair
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.task_end import ending, patiently
 

@@ -18,7 +18,7 @@ def search(
 ) -> None:
     from pathlib import Path
 
-    from flexfleet.experiments.study import work_in_graph
+    from flexfleet.experiments.tune import work_in_graph
     from flexfleet.kubeflow.task_end import ending, patiently
 
     with ending("study_id"):

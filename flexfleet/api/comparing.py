@@ -20,12 +20,12 @@ from flexfleet.api.results import Result, in_store
 from flexfleet.api.tables import table, to_html
 from flexfleet.config.comparison_runs import accuracies_of, run_name, seeds_of
 from flexfleet.config.run_names import dated
-from flexfleet.experiments import tables, tabulate
-from flexfleet.experiments.comparison import Comparison as ComparisonFile
-from flexfleet.experiments.comparison import OneRun, figure_of
-from flexfleet.experiments.first import TITLES
-from flexfleet.experiments.side_by_side import one_by_one
-from flexfleet.experiments.whole import compare as compare_all
+from flexfleet.experiments import comparison_report, comparison_tables
+from flexfleet.experiments.compare import run_comparison as compare_all
+from flexfleet.experiments.comparison_file import ComparisonFile as ComparisonFile
+from flexfleet.experiments.comparison_file import OneRun, figure_of
+from flexfleet.experiments.executor import one_by_one
+from flexfleet.experiments.ranking import TITLES
 
 FIGURES = tuple(name for name, field in OneRun.model_fields.items() if field.annotation in (float, float | None))
 FIGURES += tuple(name for name in TITLES if name not in FIGURES)
@@ -57,7 +57,7 @@ def compare(
     defines; with more, each is a process of its own. `id`: the name of the comparison's folder in the store (default:
     the time); `resume`: go on with the comparison of this id.
 
-    Raises ConfigError before anything trains; `flexfleet.experiments.whole.RunsFailed` if runs failed with an expected
+    Raises ConfigError before anything trains; RunsFailed if runs failed with an expected
     error, after all others ended. With one job an error of own code ends the comparison at once, with a note that names
     label and seed.
     """
@@ -127,12 +127,12 @@ class Comparison:
 
     def __str__(self) -> str:
         """The tables of the terminal."""
-        return tabulate.text(self._file)
+        return comparison_report.text(self._file)
 
     def _repr_html_(self) -> str:
-        first = tables.tables(self._file)[0]
+        first = comparison_tables.tables(self._file)[0]
         page = f'<p><a href="{html.escape(str(self.report))}">report</a></p>'
-        return f"<p>{html.escape(tabulate.title(self._file))}</p>{to_html(first.head, first.rows)}{page}"
+        return f"<p>{html.escape(comparison_report.title(self._file))}</p>{to_html(first.head, first.rows)}{page}"
 
     @cached_property
     def _file(self) -> ComparisonFile:
@@ -159,7 +159,7 @@ class Comparison:
         """`label`, `algorithm`, the parameters that differ, and the figures by the names that MLflow has: `avg` and
         `full` of the last round, `best_avg`, `mb_down`, `seconds`, ...; `_std` is the deviation. A figure that a label
         does not have is missing."""
-        figures = tabulate.metrics(self._file)
+        figures = comparison_report.metrics(self._file)
         rows = []
         for label, found in self._file.results.items():
             own = {name.removesuffix(f"/{label}"): v for name, v in figures.items() if name.endswith(f"/{label}")}

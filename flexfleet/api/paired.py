@@ -8,7 +8,7 @@ from itertools import combinations, count
 from statistics import fmean
 
 from fl_engine.core.errors import ConfigError, nearest
-from flexfleet.experiments.paired import LEVEL, holm, tested
+from flexfleet.experiments.ranking import LEVEL, holm, tested
 
 EXACT = 1e-12
 """A smaller p is said as being below."""

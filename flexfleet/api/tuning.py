@@ -23,10 +23,10 @@ from flexfleet.config.form import PARAMETERS
 from flexfleet.config.read import leaves, read_file
 from flexfleet.config.run_names import dated
 from flexfleet.config.run_names import plain as plain_name
-from flexfleet.experiments import outcome
-from flexfleet.experiments.outcome import Tuned
-from flexfleet.experiments.space import configured
-from flexfleet.experiments.study import tune as tune_all
+from flexfleet.experiments import tune_report
+from flexfleet.experiments.tune import tune as tune_all
+from flexfleet.experiments.tune_report import Tuned
+from flexfleet.experiments.tune_space import configured
 from flexfleet.files.terminal import missing
 
 BOUNDS = 2
@@ -165,16 +165,16 @@ class Study:
             )
 
     def __repr__(self) -> str:
-        return f"<flexfleet.Study {self.id}: {outcome.headline(self._tuned)}>"
+        return f"<flexfleet.Study {self.id}: {tune_report.headline(self._tuned)}>"
 
     def __str__(self) -> str:
         """The summary of the terminal."""
-        return outcome.told(self._tuned, self.folder)
+        return tune_report.told(self._tuned, self.folder)
 
     def _repr_html_(self) -> str:
         page = f'<p><a href="{html.escape(str(self.report))}">report</a></p>'
-        lines = to_html(("seed", "default", "best", "gain"), outcome.held_out(self._tuned))
-        return f"<p>{html.escape(outcome.headline(self._tuned))}</p>{lines}{page}"
+        lines = to_html(("seed", "default", "best", "gain"), tune_report.held_out(self._tuned))
+        return f"<p>{html.escape(tune_report.headline(self._tuned))}</p>{lines}{page}"
 
     @cached_property
     def _tuned(self) -> Tuned:

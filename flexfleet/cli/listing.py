@@ -152,9 +152,9 @@ def fleets() -> dict[str, str]:
 
 def suites() -> dict[str, str]:
     """Which command runs it, and what it shows: the first comment of a night's file."""
-    from flexfleet.experiments.suite import names as of_nights
-    from flexfleet.experiments.suite import path_of
-    from flexfleet.experiments.suites import listed
+    from flexfleet.experiments.nightly_suite import names as of_nights
+    from flexfleet.experiments.nightly_suite import path_of
+    from flexfleet.experiments.published_suites import listed
 
     found = {one.name: f"compare --suite: {one.shows}" for one in listed()}
     return found | {name: f"regress --suite: {_comment(path_of(name).read_text('utf-8'))}" for name in of_nights()}

@@ -24,7 +24,7 @@ def compare(args: argparse.Namespace) -> int:
     from flexfleet.config.comparison_runs import Entry
     from flexfleet.config.read import trust_given
     from flexfleet.config.run_names import dated
-    from flexfleet.experiments import suites
+    from flexfleet.experiments import published_suites
     from flexfleet.pipeline.prepare import config_of
 
     if args.suites:
@@ -39,18 +39,22 @@ def compare(args: argparse.Namespace) -> int:
     name = dated("compare") if args.id is None else args.id
     references: list[Entry] = []
     if args.suite is not None:
-        suite, read = suites.load(args.suite), partial(load_config, args.config, stored=True)
+        suite, read = published_suites.load(args.suite), partial(load_config, args.config, stored=True)
         trust_given(args.config, args.set)  # not what the suite names, which is somebody else's file
         to = to or suite.to
-        runs = suites.entries_of(suite, args.algorithms, args.seeds, args.set, read, name, args.over)
-        references = [] if args.central else suites.central_of(suite, args.algorithms, args.seeds, args.set, read, name)
+        runs = published_suites.entries_of(suite, args.algorithms, args.seeds, args.set, read, name, args.over)
+        references = (
+            []
+            if args.central
+            else published_suites.central_of(suite, args.algorithms, args.seeds, args.set, read, name)
+        )
     elif args.algorithms is not None:
         runs = comparison_runs.entries_for(args.algorithms, args.seeds, args.set, load, name, args.over)
     else:
         raise ConfigError("compare needs --algorithms, e.g. --algorithms flexfl,all_large, or --suite")
 
-    from flexfleet.experiments.tabulate import text as table
-    from flexfleet.experiments.whole import compare as compare_all
+    from flexfleet.experiments.compare import run_comparison as compare_all
+    from flexfleet.experiments.comparison_report import text as table
 
     options = [f"--{o.replace('_', '-')}" for o in ("discard_damaged", "accept_numerics") if getattr(args, o)]
     comparison = compare_all(
@@ -77,9 +81,9 @@ def list_suites(args: argparse.Namespace) -> int:
     """Prints the suites that come with flexfleet: a small one below the one that it stands for."""
     from dataclasses import asdict
 
-    from flexfleet.experiments import suites
+    from flexfleet.experiments import published_suites
 
-    found = {one.name: one for one in suites.listed()}
+    found = {one.name: one for one in published_suites.listed()}
     if args.json:
         show(json.dumps({"suites": [asdict(one) for one in found.values()]}))
         return 0
@@ -104,8 +108,8 @@ def tune(args: argparse.Namespace) -> int:
     name = dated("tune") if args.id is None else args.id
     config = config_of(args)
 
-    from flexfleet.experiments.outcome import told
-    from flexfleet.experiments.study import tune as search
+    from flexfleet.experiments.tune import tune as search
+    from flexfleet.experiments.tune_report import told
 
     tuned = search(config, name, resume=args.resume)
     show(tuned.model_dump_json() if args.json else told(tuned, Path(config.run.store) / name))
@@ -115,9 +119,9 @@ def tune(args: argparse.Namespace) -> int:
 def regress(args: argparse.Namespace) -> int:
     from fl_engine.core.errors import GateFailed
     from flexfleet.config.run_names import dated
-    from flexfleet.experiments import regress as step
+    from flexfleet.experiments import nightly as step
     from flexfleet.experiments import webhook
-    from flexfleet.experiments.whole import check_jobs
+    from flexfleet.experiments.compare import check_jobs
 
     id = dated("night") if args.id is None else args.id
     check_jobs(args.jobs)

@@ -16,27 +16,28 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.rounds import phases
 from fl_engine.training.numerics import differing
+from flexfleet.config import moves
 from flexfleet.config.comparison_runs import run_name
-from flexfleet.experiments.alike import is_shared, other_code, other_data, other_partitions, unequal
-from flexfleet.experiments.comparison import (
+from flexfleet.experiments.comparison_curves import Runs, default_targets, reached, simulated
+from flexfleet.experiments.comparison_file import (
     BY_OWNER,
     LOCAL,
     MB,
-    Comparison,
+    ComparisonFile,
     Highest,
+    LabelScore,
     LocalSpread,
     OneRun,
-    Score,
     Spread,
     Summary,
     by_seed,
     cases_of,
     spread,
 )
-from flexfleet.experiments.curves import Runs, default_targets, reached, simulated
-from flexfleet.experiments.first import firsts
+from flexfleet.experiments.ranking import firsts
 from flexfleet.files.measure import SHARES, highest
-from flexfleet.reports.report import Run, load
+from flexfleet.pipeline import share
+from flexfleet.reports.report import COMPARED, NONE, FinishedRun, load, plain
 
 
 def read(labels: Sequence[str], seeds: Sequence[int], folders: Mapping[str, Path], varied: Sequence[str] = ()) -> Runs:
@@ -70,7 +71,7 @@ def summarise(
     to: Sequence[float] = (),
     varied: Sequence[str] = (),
     at: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Comparison:
+) -> ComparisonFile:
     """Computes the figures. `to`: accuracies to reach, default `default_targets`; `varied`: parameters in which labels
     are to differ; `at`: the labels' values of the factors."""
     any_run = next(iter(runs.values()))[0]
@@ -85,7 +86,7 @@ def summarise(
         for label, of_label in runs.items()
     }
     cases = cases_of(results)
-    return Comparison(
+    return ComparisonFile(
         id=id,
         labels=tuple(runs),
         seeds=tuple(seeds),
@@ -118,7 +119,7 @@ def local_work(runs: Runs) -> dict[str, str]:
 
 def _summary(
     seeds: Sequence[int],
-    runs: Sequence[Run],
+    runs: Sequence[FinishedRun],
     targets: Sequence[float],
     varied: Sequence[str],
     at: Mapping[str, Any],
@@ -133,12 +134,12 @@ def _summary(
         varied={key: runs[0].settings.get(key) for key in varied},
         at=dict(at),
         levels=tuple(statistics.fmean(sizes) for sizes in zip(*map(_sizes, runs), strict=True)),
-        last=Score(
+        last=LabelScore(
             round=_sure([len(run.rows) for run in runs]),
             avg=spread([one.avg for one in each]),
             full=_sure([one.full for one in each]),
         ),
-        best=Score(
+        best=LabelScore(
             round=_sure([run.best.round + 1 for run in runs]),
             avg=spread([b["avg"] for b in best]),
             full=_sure([run.best.metrics["full"] for run in runs]),
@@ -161,7 +162,7 @@ def _summary(
     )
 
 
-def _one(seed: int, run: Run) -> OneRun:
+def _one(seed: int, run: FinishedRun) -> OneRun:
     local, metrics = run.evaluation.local, [row.metrics for row in run.rows]
     return OneRun(
         seed=seed,
@@ -192,7 +193,7 @@ def _one(seed: int, run: Run) -> OneRun:
     )
 
 
-def _by_owner(run: Run) -> dict[str, float | None]:
+def _by_owner(run: FinishedRun) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for metric, levels in run.evaluation.by_owner.items():
         owner = metric.removeprefix("accuracy_")
@@ -218,7 +219,7 @@ def _phases(runs: Sequence[OneRun]) -> dict[str, Spread]:
     return {name: each for name, each in found.items() if each is not None}
 
 
-def _highest(runs: Sequence[Run]) -> Iterator[Highest]:
+def _highest(runs: Sequence[FinishedRun]) -> Iterator[Highest]:
     rounds = [[row.metrics for row in run.rows] for run in runs]
     avg = [{} if run.single else highest(each, "avg") for run, each in zip(runs, rounds, strict=True)]
     full = [highest(each, "full") for each in rounds]
@@ -230,7 +231,7 @@ def _highest(runs: Sequence[Run]) -> Iterator[Highest]:
         )
 
 
-def _sizes(run: Run) -> list[float]:
+def _sizes(run: FinishedRun) -> list[float]:
     return [100 * level.share for level in run.pool.levels if level.reported]
 
 
@@ -238,3 +239,63 @@ def _sure(values: Sequence[float]) -> Spread:
     known = spread(values)
     assert known is not None, "a comparison has at least one seed"
     return known
+
+
+def is_shared(key: str) -> bool:
+    """Whether all runs of a comparison must have the same value of this parameter."""
+    return key != "seed" and moves(key) in COMPARED
+
+
+def unequal(runs: Mapping[str, FinishedRun], varied: Sequence[str] = (), *, algorithm: bool = True) -> list[str]:
+    """A line for each parameter in which runs differ but must not. They may differ in the `varied` parameters, the
+    algorithm's (unless `algorithm` is false), the seed, and parameters that change only the last bits."""
+    shared = (key for run in runs.values() for key in run.config if is_shared(key) and key not in varied)
+    keys = dict.fromkeys(key for key in shared if not (algorithm and key.startswith("algorithm")))
+    lines = []
+    for key in keys:
+        values = {name: plain(run.settings.get(key)) for name, run in runs.items()}
+        if len(set(values.values())) > 1:
+            lines.append(f"{key}: " + ", ".join(f"{value} ({name})" for name, value in values.items()))
+    return lines
+
+
+def other_partitions(runs: Mapping[str, FinishedRun]) -> list[str]:
+    """A line for each group of runs that have the same partition settings and still different partitions."""
+    settings = {name: sorted(share.settings(run.settings).items()) for name, run in runs.items()}
+    return _apart("the partition itself", {name: run.file.partition_sha256 for name, run in runs.items()}, settings)
+
+
+def other_data(runs: Mapping[str, FinishedRun]) -> list[str]:
+    """A line for each group of runs that have the same settings of the data and still different data."""
+
+    def settings(run: FinishedRun) -> list[Any]:
+        of_run = run.settings
+        own = {key: of_run[key] for key in sorted(of_run) if key.startswith("dataset.") and is_shared(key)}
+        is_cut = own.get("dataset.train_samples") or own.get("dataset.test_samples")
+        # A seed draws the samples of a cut, and images are padded to what the network takes.
+        by = ("model.name", *(("seed", "partition.seed") if is_cut else ()))
+        return [own, *(of_run.get(key) for key in by)]
+
+    digests = {name: run.partition.data_sha256 for name, run in runs.items()}
+    return _apart("the data", digests, {name: settings(run) for name, run in runs.items()})
+
+
+def other_code(runs: Mapping[str, FinishedRun]) -> list[str]:
+    """A line for each piece of code of one's own that is another one in some of the runs."""
+    lines = _apart("the code of run.code", {name: run.file.code_sha256 or NONE for name, run in runs.items()})
+    for source in dict.fromkeys(source for run in runs.values() for source in run.file.sources):
+        known = {name: run.file.sources for name, run in runs.items()}
+        lines += _apart(f"the source of {source}", {name: of[source] for name, of in known.items() if source in of})
+    return lines
+
+
+def _apart(what: str, digests: Mapping[str, str], settings: Mapping[str, object] | None = None) -> list[str]:
+    """A line for each group of runs that have the same settings and different digests."""
+    groups: dict[str, dict[str, str]] = {}
+    for name, digest in digests.items():
+        groups.setdefault(repr((settings or {}).get(name)), {})[name] = digest[:12]
+    return [
+        f"{what} (sha256): " + ", ".join(f"{digest} ({name})" for name, digest in group.items())
+        for group in groups.values()
+        if len(set(group.values())) > 1
+    ]

@@ -24,7 +24,7 @@ FIGURES = ("avg", "full", "train_loss", "clients_trained", "clients_pruned", "cl
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundLine:
     run: str
     """Name of the run in a comparison, a nightly regression run or a study; empty if the pipeline is one run."""
     number: int
@@ -32,7 +32,7 @@ class Round:
     metrics: Mapping[str, float]
 
 
-Look = Callable[[], list[Round]]
+Look = Callable[[], list[RoundLine]]
 """Returns the rounds that are new since its last call. Raises EnvironmentFailure if they cannot be read."""
 
 
@@ -81,9 +81,9 @@ def rounds_of(parameters: Mapping[str, Any], job_id: str, report: Callable[[str]
 
 def _cases(name: str) -> list[str]:
     """Return the cases of a suite; empty if only the tasks' image has the suite."""
-    from flexfleet.experiments import suite
+    from flexfleet.experiments import nightly_suite
 
-    return list(suite.load(suite.path_of(name)).cases) if name in suite.names() else []
+    return list(nightly_suite.load(nightly_suite.path_of(name)).cases) if name in nightly_suite.names() else []
 
 
 def _ledgers(store_uri: str, name: str, cases: Sequence[str] | None) -> Look | None:
@@ -105,7 +105,7 @@ def _ledgers(store_uri: str, name: str, cases: Sequence[str] | None) -> Look | N
     marks: dict[str, list[str]] = {}
     last: dict[str, int] = {}
 
-    def look() -> list[Round]:
+    def look() -> list[RoundLine]:
         seen: dict[str, list[str]] = {}
         keys = (key for prefix in prefixes for key in store.list(prefix))
         for commit in filter(None, map(COMMITTED.fullmatch, keys)):
@@ -121,7 +121,7 @@ def _ledgers(store_uri: str, name: str, cases: Sequence[str] | None) -> Look | N
                 continue
             marks[folder] = commits
             run = folder.removeprefix(name).strip("/-")
-            new += [Round(run, row.round + 1, row.metrics) for row in rows if row.round > last.get(folder, -1)]
+            new += [RoundLine(run, row.round + 1, row.metrics) for row in rows if row.round > last.get(folder, -1)]
             last[folder] = max((row.round for row in rows), default=-1)
         return new
 
@@ -164,7 +164,7 @@ def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
     def history(id: str, figure: str) -> dict[int, float]:
         return {int(each.step): float(each.value) for each in client.get_metric_history(id, figure)}
 
-    def look() -> list[Round]:
+    def look() -> list[RoundLine]:
         new = []
         with asking():
             for run in runs():
@@ -173,7 +173,7 @@ def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
                 figures = {figure: history(id, figure) for figure in FIGURES} if seconds else {}
                 for step, value in sorted(seconds.items()):
                     metrics = {figure: values[step] for figure, values in figures.items() if step in values}
-                    new.append(Round("" if label == name else label, step, {**metrics, "seconds_round": value}))
+                    new.append(RoundLine("" if label == name else label, step, {**metrics, "seconds_round": value}))
                 last[id] = max(seconds, default=last.get(id, 0))
         return new
 

@@ -286,14 +286,14 @@ def _check_values(name: str, values: Mapping[str, Any]) -> None:
 
 
 def _check_night(name: str, id: str, sets: list[str]) -> None:
-    from flexfleet.experiments import suite
-    from flexfleet.experiments.regress import prepare
+    from flexfleet.experiments import nightly_suite
+    from flexfleet.experiments.nightly import prepare
 
-    suite.path_of(name)  # raises for an unknown name
-    if name not in suite.names():
+    nightly_suite.path_of(name)  # raises for an unknown name
+    if name not in nightly_suite.names():
         raise ConfigError(
-            f"suite must be one that comes with flexfleet ({', '.join(suite.names())}), got {name!r}, because the "
-            "image has no files of this machine. Start a suite of your own image in Kubeflow's UI, or run it on this "
-            "machine with `flexfleet regress`"
+            f"suite must be one that comes with flexfleet ({', '.join(nightly_suite.names())}), got {name!r}, because "
+            "the image has no files of this machine. Start a suite of your own image in Kubeflow's UI, or run it on "
+            "this machine with `flexfleet regress`"
         )
     prepare(name, id or "night", [*sets, "tracking.mlflow=null"])

@@ -18,8 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.data import heat_map
+from fl_engine.data.partition_rules import Ints
 
 LABEL_CHARS = 48
 LINE_CHARS = 78 / 6.4
@@ -143,3 +146,36 @@ def shortened(label: str) -> str:
     """Without what is too much in its middle: labels that begin alike, as run ids often do, differ at their ends."""
     half = LABEL_CHARS // 2
     return label if len(label) <= LABEL_CHARS else f"{label[: half - 1]}…{label[-half:]}"
+
+
+MOST_POINTS = 1000
+"""The most points that are drawn of a curve. A longer one is cut into half as many parts, and the lowest and the
+highest point of each part are drawn: on a page nobody sees the difference."""
+
+
+def _parts(points: int) -> Ints:
+    """Where each of MOST_POINTS / 2 parts of a curve begins."""
+    return np.unique(np.linspace(0, points, MOST_POINTS // 2, endpoint=False).astype(np.int64))
+
+
+def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """A curve for drawing: itself, or of more than MOST_POINTS points the lowest and the highest of each part, in their
+    order."""
+    if len(x) <= MOST_POINTS:
+        return x, y
+    starts, values = _parts(len(x)), np.asarray(y, dtype=np.float64)
+    ends = [*starts[1:], len(x)]
+    parts = [(a, values[a:b]) for a, b in zip(starts, ends, strict=True)]
+    kept = sorted({int(a + found) for a, part in parts for found in (part.argmin(), part.argmax())})
+    return [x[i] for i in kept], [y[i] for i in kept]
+
+
+def band(
+    x: Sequence[float], low: Sequence[float], high: Sequence[float]
+) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
+    """A band for drawing: itself, or of more than MOST_POINTS points the lowest low and the highest high of each
+    part."""
+    if len(x) <= MOST_POINTS:
+        return x, low, high
+    starts = _parts(len(x))
+    return [x[i] for i in starts], list(np.minimum.reduceat(low, starts)), list(np.maximum.reduceat(high, starts))

@@ -22,8 +22,19 @@ from fl_engine.rounds.at_clients import PREFIX
 from fl_engine.storage.checkpoints import Row
 from flexfleet.files.artifacts import Apoz, PoolFile
 from flexfleet.files.measure import ACCURACY, Measure
-from flexfleet.reports.curves import MOST_POINTS, band, thinned
-from flexfleet.reports.figure import PLAIN, drawing, inline, line, name_axes, put_legend, style, whole
+from flexfleet.reports.figure import (
+    MOST_POINTS,
+    PLAIN,
+    band,
+    drawing,
+    inline,
+    line,
+    name_axes,
+    put_legend,
+    style,
+    thinned,
+    whole,
+)
 
 Series = tuple[str, Sequence[Row]]
 """A run's label and its rounds."""

@@ -45,7 +45,7 @@ def metrics(found: Precisions) -> Mapping[str, float]:
 
 
 @dataclass(frozen=True)
-class Row:
+class PrecisionRow:
     """A line of the table, every cell as text."""
 
     level: str
@@ -60,7 +60,7 @@ class Row:
     share: str
 
 
-def rows(found: Sequence[Precisions], none: str) -> list[Row]:
+def rows(found: Sequence[Precisions], none: str) -> list[PrecisionRow]:
     return [
         _row(each, name, figures, each.precisions["fp32"], none)
         for each in found
@@ -68,8 +68,8 @@ def rows(found: Sequence[Precisions], none: str) -> list[Row]:
     ]
 
 
-def _row(of: Precisions, name: OnnxPrecision, figures: Figures, fp32: Figures, none: str) -> Row:
-    return Row(
+def _row(of: Precisions, name: OnnxPrecision, figures: Figures, fp32: Figures, none: str) -> PrecisionRow:
+    return PrecisionRow(
         level=of.level,
         precision=name,
         value=Measure(of.metric).said(figures.value),

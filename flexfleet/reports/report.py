@@ -69,7 +69,7 @@ NONE = "\N{EN DASH}"
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """What a run folder says. `best` is the row with the best avg; bytes and clients are sums over all rounds."""
 
     file: RunFile
@@ -126,7 +126,7 @@ class Run:
 
 
 # ----------------------------------------------------------------------------------------------- reading
-def load(folder: Path) -> Run:
+def load(folder: Path) -> FinishedRun:
     """Reads a finished run. Raises as `check_is_folder` does; IntegrityError naming the file that is
     missing (and what to do), damaged, or of another run."""
     check_is_folder(folder)
@@ -146,7 +146,7 @@ def load(folder: Path) -> Run:
             f"{folder / 'evaluation.json'} is of round {evaluation.rounds}, history.json has {len(rows)} rounds: "
             "run the evaluate step again"
         )
-    return Run(
+    return FinishedRun(
         file=file,
         config=config,
         rows=rows,
@@ -194,7 +194,7 @@ def _check_all(folder: Path, config: Mapping[str, Any], rows: Sequence[Row]) -> 
         )
 
 
-def load_all(folders: Sequence[Path]) -> list[Run]:
+def load_all(folders: Sequence[Path]) -> list[FinishedRun]:
     """Finished runs to be shown together. Raises as `load` does; ConfigError for no run, for one that is given more
     than once, and for runs with different metrics."""
     if not folders:
@@ -209,7 +209,7 @@ def load_all(folders: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def measure_of(runs: Sequence[Run]) -> Measure:
+def measure_of(runs: Sequence[FinishedRun]) -> Measure:
     """The metric that the runs have in common. Raises ConfigError where they have not one."""
     metrics = {run.evaluation.metric: run.file.run_id for run in runs}
     if len(metrics) > 1:
@@ -226,7 +226,7 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
+def labels(runs: Sequence[FinishedRun]) -> list[str]:
     """The algorithm where that tells all runs apart, else the run id, numbered where even that does not."""
     names = [r.pool.algorithm for r in runs]
     if len(set(names)) < len(names):
@@ -237,11 +237,11 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return out
 
 
-def differences(runs: Sequence[Run]) -> list[str]:
+def differences(runs: Sequence[FinishedRun]) -> list[str]:
     """What the runs do not have in common though a comparison assumes it: one line for each parameter."""
     names, lines = labels(runs), []
 
-    def compare(what: str, value: Callable[[Run], str]) -> None:
+    def compare(what: str, value: Callable[[FinishedRun], str]) -> None:
         held: dict[str, list[str]] = {}
         for name, run in zip(names, runs, strict=True):
             held.setdefault(value(run), []).append(name)
@@ -264,7 +264,7 @@ def table(runs: Sequence[Path]) -> str:
     return table_of(load_all(runs))
 
 
-def table_of(loaded: Sequence[Run]) -> str:
+def table_of(loaded: Sequence[FinishedRun]) -> str:
     """`table` of runs that have been read."""
     unit = f" {loaded[0].measure.unit}".rstrip()
     scored = (f"avg{unit}", f"full{unit}", f"best avg/full{unit} (round)")
@@ -305,11 +305,11 @@ def plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _avg(run: Run, value: float) -> str:
+def _avg(run: FinishedRun, value: float) -> str:
     return NONE if run.single else run.measure.said(value)
 
 
-def _best(run: Run) -> str:
+def _best(run: FinishedRun) -> str:
     m = run.best.metrics
     return f"{_avg(run, m['avg'])}/{run.measure.said(m['full'])} ({run.best.round + 1})"
 
@@ -324,7 +324,7 @@ def report(runs: Sequence[Path], out: Path) -> Path:
     return report_of(load_all(runs), out)
 
 
-def report_of(loaded: Sequence[Run], out: Path) -> Path:
+def report_of(loaded: Sequence[FinishedRun], out: Path) -> Path:
     """`report` of runs that have been read."""
     _check_ending(out)
     FolderStore(out.parent).put(out.name, _page(loaded).encode())
@@ -340,7 +340,7 @@ FILTERS = {"percent": percent, "mb": mb, "plain": plain, "short_seconds": short_
 """The functions that the page's template calls by name."""
 
 
-def _page(runs: Sequence[Run]) -> str:
+def _page(runs: Sequence[FinishedRun]) -> str:
     names, measure = labels(runs), measure_of(runs)
     series = [(name, run.rows) for name, run in zip(names, runs, strict=True)]
     first_with: dict[str, str] = {}
@@ -409,7 +409,7 @@ def _local(evaluation: EvaluationFile, colours: Mapping[str, str], name: str) ->
     return local_accuracy([("", {level: each}) for level, each in shown.items()], name) if shown else None
 
 
-def _confusion(run: Run) -> list[tuple[str, list[list[tuple[int, float]]]]]:
+def _confusion(run: FinishedRun) -> list[tuple[str, list[list[tuple[int, float]]]]]:
     """By the level's title, the largest first: of each class's samples how many were taken for which, and as a share of
     them."""
     levels = {} if run.confusion is None or run.pool.classes > CLASSES else run.confusion.levels

@@ -39,17 +39,17 @@ QUICK = (
 FEW_SEEDS = """
 from flexfleet.cli import main as cli
 from flexfleet.files import terminal
-from flexfleet.experiments import regress
-regress.REFERENCE_SEEDS, regress.REFERENCE_TURNS, regress.TURNS = (0, 1, 2), 2, 2
+from flexfleet.experiments import nightly
+nightly.REFERENCE_SEEDS, nightly.REFERENCE_TURNS, nightly.TURNS = (0, 1, 2), 2, 2
 terminal.run_main(cli.dispatch)
 """
 WHOLE_SUITE = """
 import sys
 from flexfleet.cli import main as cli
 from flexfleet.files import terminal
-from flexfleet.experiments import regress
+from flexfleet.experiments import nightly
 args = cli.parser().parse_args(sys.argv[1:])
-terminal.run_main(lambda _: 0 if regress.prepare(args.suite, args.id, args.set) else 1)
+terminal.run_main(lambda _: 0 if nightly.prepare(args.suite, args.id, args.set) else 1)
 """
 KNOWN_KUBECTL = (
     "apply", "create", "delete", "get", "label", "logs", "patch", "port-forward", "replace", "rollout", "taint", "wait"

@@ -29,8 +29,8 @@ import pytest
 
 from benchmarks import evidence
 from benchmarks.uniformity import told
-from flexfleet.experiments.comparison import Comparison, by_seed
-from flexfleet.experiments.first import firsts, rows
+from flexfleet.experiments.comparison_file import ComparisonFile, by_seed
+from flexfleet.experiments.ranking import firsts, rows
 from flexfleet.files.measure import Measure
 from flexfleet.reports.report import NONE
 
@@ -123,7 +123,7 @@ def cell_of(cell: str, expected: list[list[Value] | None]) -> bool:
 
 def behind(id: str, label: str, figure: str) -> str:
     """What the comparison's table "Behind the highest" prints of a label, computed from its runs."""
-    comparison = Comparison.model_validate(RESULTS[id]["comparison"])
+    comparison = ComparisonFile.model_validate(RESULTS[id]["comparison"])
     found = firsts(by_seed(comparison.results))
     assert found is not None, f"{id} has too few seeds"
     return rows({figure: found[figure]}, [label], Measure(comparison.metric))[0][1]

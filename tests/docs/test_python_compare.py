@@ -11,7 +11,7 @@ import pytest
 
 import flexfleet as ff
 from fl_engine.data import heat_map
-from flexfleet.experiments import outcome
+from flexfleet.experiments import tune_report
 from flexfleet.pipeline import run as run_module
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "python-compare.md"
@@ -30,7 +30,7 @@ def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(heat_map, "draw", lambda *_: None)
     monkeypatch.setattr(run_module, "report", lambda runs, out: out.write_text("<html></html>") and out)
-    monkeypatch.setattr(outcome.plots, "study", lambda *_, **__: [])
+    monkeypatch.setattr(tune_report.plots, "study", lambda *_, **__: [])
     monkeypatch.setattr(ff, "compare", smaller(ff.compare))
     monkeypatch.setattr(ff, "tune", smaller(ff.tune, trials=2, held_out=(7,)))
     monkeypatch.setattr(ff, "run", smaller(ff.run))

@@ -21,9 +21,9 @@ from fl_engine.data import heat_map
 from flexfleet.api.comparison_arguments import entries_of
 from flexfleet.config import flatten, load_config
 from flexfleet.config.comparison_runs import crossed, factors_of
-from flexfleet.experiments import suites, whole
-from flexfleet.experiments.side_by_side import BEGINS, one_by_one
-from flexfleet.experiments.suites import Suite
+from flexfleet.experiments import compare, published_suites
+from flexfleet.experiments.executor import BEGINS, one_by_one
+from flexfleet.experiments.published_suites import PaperSuite
 from flexfleet.pipeline import run as run_module
 from tests.harness.from_python import OPTIONS, SMALL
 
@@ -146,15 +146,15 @@ def test_what_a_cell_defines_runs_in_this_process(cell: type[FedAvg], store: Pat
 
 
 def test_what_fails_is_told_and_the_others_end(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = whole.run
+    before = compare.run
 
     def damaged(resolved: Any, name: str, **given: Any) -> Any:
         if name == "heterofl-s0":
             raise IntegrityError("a file is damaged")
         return before(resolved, name, **given)
 
-    monkeypatch.setattr(whole, "run", damaged)
-    with pytest.raises(whole.RunsFailed, match=r"1 of 2 runs are finished, failed: heterofl-s0") as failed:
+    monkeypatch.setattr(compare, "run", damaged)
+    with pytest.raises(compare.RunsFailed, match=r"1 of 2 runs are finished, failed: heterofl-s0") as failed:
         ff.compare(["heterofl", "all_large"], seeds=(0,), id="failed", **SMALL)
     assert failed.value.exit_code == IntegrityError.exit_code
     assert (store / "failed" / "heterofl-s0.log").read_text().endswith("error: a file is damaged\n")
@@ -169,7 +169,7 @@ def test_a_label_that_diverges_is_told_and_the_others_end(store: Path) -> None:
     numbers = ff.from_arrays(x, x[:, 0])
     options = {"tracking.mlflow": None, "partition.rule": "iid", "partition.minimum": 1}
     wild = {"algorithm": "all_large", "algorithm.server": {"name": "adam", "lr": 1e30}}
-    with pytest.raises(whole.RunsFailed, match=r"1 of 2 runs are finished, failed: wild-s0 "):
+    with pytest.raises(compare.RunsFailed, match=r"1 of 2 runs are finished, failed: wild-s0 "):
         ff.compare(
             {"wild": wild, "calm": "all_large"}, dataset=numbers, model="fl_engine.testing.kinds:TinyMLP", seeds=(0,),
             id="wild", **{**SMALL, "options": options},
@@ -371,19 +371,23 @@ def test_the_labels_of_factors() -> None:
 
 def test_a_factor_takes_the_place_of_what_a_suite_says() -> None:
     rows: Any = {"a": {"algorithm": "heterofl"}, "b": {"algorithm": "heterofl", "training.lr": 0.5}}
-    suite = Suite(seeds=(3,), settings={"training.lr": 0.9, "training.momentum": 0.1}, rows=rows)
+    suite = PaperSuite(seeds=(3,), settings={"training.lr": 0.9, "training.momentum": 0.1}, rows=rows)
     section = suite.model_copy(update={"settings": {"training": {"lr": 0.9, "momentum": 0.1}}})
     for each in (suite, section):
-        found = suites.entries_of(each, None, None, [], partial(load_config, None), "asked", ["training.lr=0.1,0.2"])
+        found = published_suites.entries_of(
+            each, None, None, [], partial(load_config, None), "asked", ["training.lr=0.1,0.2"]
+        )
         rates = {entry.label: (entry.config.training.lr, entry.config.training.momentum) for entry in found}
         assert rates == {f"{label}-lr{lr}": (lr, 0.1) for label in "ab" for lr in (0.1, 0.2)}
     for given in ("training.lr=1", "training={lr: 1}", "a:training={lr: 1}"):
         with pytest.raises(ff.ConfigError, match="say it once"):
-            suites.entries_of(suite, "a", None, [given], partial(load_config, None), "asked", ["training.lr=0.1"])
+            published_suites.entries_of(
+                suite, "a", None, [given], partial(load_config, None), "asked", ["training.lr=0.1"]
+            )
 
 
 def test_factors_are_columns_of_the_tables(store: Path, flexfleet: Callable[..., Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr(whole, "side_by_side", one_by_one)
+    monkeypatch.setattr(compare, "side_by_side", one_by_one)
     argv = ("--algorithms", "all_large", "--over", "training.lr=0.01,0.1", "--id", "over", "--json")
     done = flexfleet("compare", *argv, sets=SETS)
     assert done.code == 0, done.err

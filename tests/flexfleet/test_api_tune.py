@@ -22,7 +22,7 @@ from fl_engine.data import heat_map
 from flexfleet.api import tuning
 from flexfleet.api.tuning import study_of
 from flexfleet.config import TuneConfig
-from flexfleet.experiments import outcome
+from flexfleet.experiments import tune_report
 from tests.harness.from_python import OPTIONS, SMALL
 
 SPACE = {"learning_rate": {"low": 0.01, "high": 0.5, "log": True}, "training.batch_size": [10, 20]}
@@ -35,7 +35,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
         patch.setattr(heat_map, "draw", lambda *_: None)
-        patch.setattr(outcome.plots, "study", lambda *_, **__: [])  # drawings have tests of their own
+        patch.setattr(tune_report.plots, "study", lambda *_, **__: [])  # drawings have tests of their own
         yield here / "runs"
 
 

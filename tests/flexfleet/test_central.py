@@ -27,8 +27,8 @@ from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.central import train_centrally
 from fl_engine.training.numerics import flushes_now
 from flexfleet.config import load_config
-from flexfleet.experiments import reference
-from flexfleet.experiments.comparison import Spread
+from flexfleet.experiments import central_reference
+from flexfleet.experiments.comparison_file import Spread
 from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, Result
 from flexfleet.pipeline import central as runs_central
 from flexfleet.pipeline.central import CentralFile, task_of
@@ -223,7 +223,7 @@ def test_regression_has_its_own_figures(flexfleet: Any) -> None:
     found = Result.read(Path("runs/a/result.json"))
     assert found.metrics["further"] == {"mae": {"full": mae, "levels": {"full": mae}}}
     settings = CentralFile.read(Path("runs/a/central.json")).config
-    assert reference.read([Path("runs/a")], settings, ()).further == {"mae": Spread(mean=mae, std=None)}
+    assert central_reference.read([Path("runs/a")], settings, ()).further == {"mae": Spread(mean=mae, std=None)}
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
 from flexfleet.config import Config, comparison_runs, load_config
-from flexfleet.experiments import tabulate
-from flexfleet.experiments import whole as compare_module
-from flexfleet.experiments.comparison import Comparison
+from flexfleet.experiments import compare as compare_module
+from flexfleet.experiments import comparison_report
+from flexfleet.experiments.comparison_file import ComparisonFile
 from flexfleet.files.artifacts import Apoz, Result
 from flexfleet.reports import report
 from flexfleet.tracking.record import experiment
@@ -107,7 +107,7 @@ def test_json_is_one_object_and_is_comparison_json(compared: Compared) -> None:
     assert compared.json == json.loads((compared.folder / "comparison.json").read_text())
     assert compared.json["schema_version"] == 1
     assert (compared.json["id"], compared.json["labels"], compared.json["seeds"]) == ("both", list(LABELS), list(SEEDS))
-    assert Comparison.model_validate(compared.json).rounds == 3
+    assert ComparisonFile.model_validate(compared.json).rounds == 3
     assert compared.json["settings"]["partition.clients"] == 6
     assert {path.name for path in compared.folder.iterdir() if path.is_dir()} == {
         "flexfl-s0", "flexfl-s1", "all_large-s0", "all_large-s1", "shared-s0", "shared-s1"
@@ -220,15 +220,15 @@ def test_the_page_leads_to_each_part_and_shows_the_curves_early(compared: Compar
 
 
 def test_the_tables_say_the_same_everywhere(compared: Compared) -> None:
-    found = Comparison.read(compared.folder / "comparison.json")
-    text, markdown = tabulate.text(found), (compared.folder / "comparison.md").read_text()
+    found = ComparisonFile.read(compared.folder / "comparison.json")
+    text, markdown = comparison_report.text(found), (compared.folder / "comparison.md").read_text()
     page = (compared.folder / "comparison.html").read_text()
     flexfl = found.results["flexfl"]
     assert flexfl.last.avg is not None and flexfl.last.avg.std is not None
     avg = f"{100 * flexfl.last.avg.mean:.2f} ± {100 * flexfl.last.avg.std:.2f}"
     for shown in (text, markdown.replace("\\", ""), page):
         assert avg in shown
-        for table in tabulate.tables(found):
+        for table in comparison_report.tables(found):
             assert table.title in shown
             assert all(value in shown for row in table.rows for value in row)
     (line,) = [line for line in text.splitlines() if line.startswith("  all_large") and "±" in line][:1]
@@ -240,7 +240,7 @@ def test_the_tables_say_the_same_everywhere(compared: Compared) -> None:
 
 
 def test_local_accuracies_and_both_rounds_are_those_of_the_runs(compared: Compared) -> None:
-    found = Comparison.read(compared.folder / "comparison.json")
+    found = ComparisonFile.read(compared.folder / "comparison.json")
     for label, summary in found.results.items():
         told = [
             json.loads((compared.folder / f"{label}-s{one.seed}" / "result.json").read_text()) for one in summary.runs
@@ -300,7 +300,7 @@ def test_variants_of_one_algorithm(flexfleet: Any, sets: list[str]) -> None:
     plain = flexfleet("run", "--json", "--run-id", "a-plain", sets=given)
     shas = [results[label]["runs"][0]["model_sha256"] for label in ("flexfl", "no_kd")]
     assert shas[1] == plain.json["model_sha256"] != shas[0]
-    assert "no_kd: flexfl, kd_weight = 0" in tabulate.text(Comparison.model_validate(found))
+    assert "no_kd: flexfl, kd_weight = 0" in comparison_report.text(ComparisonFile.model_validate(found))
 
 
 def test_labels_may_vary_any_parameter(flexfleet: Any, sets: list[str]) -> None:
@@ -309,7 +309,7 @@ def test_labels_may_vary_any_parameter(flexfleet: Any, sets: list[str]) -> None:
     own = ["skewed:partition.alpha=0.1", "rough:partition.alpha=0.1", "rough:run.precision=bf16"]
     done = flexfleet("compare", *argv, sets=[*sets, "rounds.stop=2", *own])
     assert done.code == 0, done.err
-    found, folder = Comparison.model_validate(done.json), Path("runs/a")
+    found, folder = ComparisonFile.model_validate(done.json), Path("runs/a")
     assert found.varied == ("partition.alpha", "run.precision")
     assert "partition.alpha" not in found.settings and found.settings["partition.clients"] > 0
     alphas = {"even": 0.6, "skewed": 0.1, "rough": 0.1}
@@ -328,7 +328,7 @@ def test_labels_may_vary_any_parameter(flexfleet: Any, sets: list[str]) -> None:
     shas = {label: r.runs[1].model_sha256 for label, r in found.results.items()}
     assert shas["skewed"] == plain.json["model_sha256"] and len(set(shas.values())) == 3
     # The terminal, the table and the page name what differs.
-    for said in (tabulate.text(found), (folder / "comparison.md").read_text().replace("\\_", "_")):
+    for said in (comparison_report.text(found), (folder / "comparison.md").read_text().replace("\\_", "_")):
         assert "even: flexfl, partition.alpha = 0.6, run.precision = fp32" in said
         assert "The labels differ in partition.alpha, run.precision, as said with each" in said
     page = (folder / "comparison.html").read_text()
@@ -363,11 +363,11 @@ def test_labels_that_are_measured_by_different_metrics_are_refused() -> None:
 
 
 def test_a_title_names_the_data_sets_that_labels_have(compared: Compared) -> None:
-    found = Comparison.read(compared.folder / "comparison.json")
+    found = ComparisonFile.read(compared.folder / "comparison.json")
     results = {
         label: r.model_copy(update={"varied": {"model.name": name}})
         for (label, r), name in zip(found.results.items(), ("small_cnn", "vgg16"), strict=True)
     }
     settings = {k: v for k, v in found.settings.items() if k != "model.name"}
     found = found.model_copy(update={"varied": ("model.name",), "results": results, "settings": settings})
-    assert "small_cnn or vgg16 on digits" in tabulate.title(found)
+    assert "small_cnn or vgg16 on digits" in comparison_report.title(found)

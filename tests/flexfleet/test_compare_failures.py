@@ -16,8 +16,8 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.storage.store import sha256
-from flexfleet.experiments import side_by_side, summarise, tabulate
-from flexfleet.experiments import whole as compare_module
+from flexfleet.experiments import compare as compare_module
+from flexfleet.experiments import comparison_report, executor, summarise
 from flexfleet.files.artifacts import Apoz, RunFile
 from flexfleet.pipeline import share
 from tests.harness.comparisons import LABELS, SEEDS, TWO, Compared
@@ -57,7 +57,7 @@ def test_resume_makes_what_is_missing_and_keeps_the_rest(compared: Compared, fle
         now, then = done.json["results"][label]["runs"], compared.json["results"][label]["runs"]
         assert [one["model_sha256"] for one in now] == [one["model_sha256"] for one in then]
         assert done.json["results"][label]["last"] == compared.json["results"][label]["last"]
-    assert "pretrain" not in (compared.folder / "shared-s0.log").read_text().split(side_by_side.BEGINS)[2:]
+    assert "pretrain" not in (compared.folder / "shared-s0.log").read_text().split(executor.BEGINS)[2:]
 
 
 def test_resume_with_more_rounds_algorithms_and_seeds(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
@@ -82,11 +82,11 @@ def test_changed_settings_are_refused(compared: Compared, flexfleet: Any, sets: 
 
 
 def test_fewer_rounds_are_refused_before_anything_trains(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
-    before = {name: (compared.folder / name).read_bytes() for name in tabulate.FILES}
+    before = {name: (compared.folder / name).read_bytes() for name in comparison_report.FILES}
     text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=[*sets, "rounds.stop=2"]))
     assert "flexfl, seed 0: rounds.stop = 2, but 3 rounds of runs/both/flexfl-s0 are committed" in text
     assert "rounds.stop=3 or more, or choose another --id" in text
-    assert {name: (compared.folder / name).read_bytes() for name in tabulate.FILES} == before
+    assert {name: (compared.folder / name).read_bytes() for name in comparison_report.FILES} == before
 
 
 def test_old_results_go_before_a_run_changes_and_stay_where_none_can(
@@ -96,12 +96,12 @@ def test_old_results_go_before_a_run_changes_and_stay_where_none_can(
     argv, given = ("compare", *TWO, "--id", "both", "--resume"), [*sets, "rounds.stop=4"]
     there, log = list[bool](), compared.folder / "flexfl-s0.log"
 
-    def look(jobs: Sequence[side_by_side.Command], at_once: int) -> dict[str, int]:
-        there.append(all((compared.folder / name).exists() for name in tabulate.FILES))
+    def look(jobs: Sequence[executor.Command], at_once: int) -> dict[str, int]:
+        there.append(all((compared.folder / name).exists() for name in comparison_report.FILES))
         return {job.name: IntegrityError.exit_code for job in jobs}
 
-    def shares(groups: dict[str, Any], *_: Any) -> list[side_by_side.Command]:
-        return [side_by_side.Command(name, "fails", (), log) for name in groups]
+    def shares(groups: dict[str, Any], *_: Any) -> list[executor.Command]:
+        return [executor.Command(name, "fails", (), log) for name in groups]
 
     monkeypatch.setattr(compare_module, "side_by_side", look)
     with monkeypatch.context() as patch:
@@ -109,7 +109,7 @@ def test_old_results_go_before_a_run_changes_and_stay_where_none_can(
         refused(flexfleet(*argv, sets=given), IntegrityError.exit_code)
     assert there == [True, True]
     refused(flexfleet(*argv, sets=given), IntegrityError.exit_code)
-    assert there[2:] == [True, False] and not any((compared.folder / name).exists() for name in tabulate.FILES)
+    assert there[2:] == [True, False] and not any((compared.folder / name).exists() for name in comparison_report.FILES)
 
 
 def test_changed_code_is_refused_before_anything_trains(
@@ -342,7 +342,7 @@ def test_other_numerics_are_noted(compared: Compared) -> None:
         compared.folder / "flexfl-s0" / "run.json"
     )
     found = summarise.summarise("a", (0,), summarise.read(LABELS, (0,), folders))
-    assert "numerics" in tabulate.text(found)
+    assert "numerics" in comparison_report.text(found)
 
 
 # ----------------------------------------------------------------------------------------------- real processes

@@ -11,8 +11,8 @@ import mlflow
 import pytest
 
 from fl_engine.core.errors import Stopped, Unreachable
-from flexfleet.experiments import side_by_side, tabulate
-from flexfleet.experiments import whole as compare_module
+from flexfleet.experiments import compare as compare_module
+from flexfleet.experiments import comparison_report, executor
 from flexfleet.files.artifacts import RunFile
 from flexfleet.tracking.record import token_of
 from flexfleet.tracking.server import PARENT
@@ -56,7 +56,7 @@ def test_mlflow_groups_the_runs_and_has_the_comparison_itself(compared_template:
         one.data.metrics["final/uniformity"] == compared_template.json["results"]["all_large"]["runs"][0]["uniformity"]
     )
     assert "avg/all_large" not in summary.data.metrics and "avg/flexfl" in summary.data.metrics
-    assert {file.path for file in client.list_artifacts(summary.info.run_id)} == set(tabulate.FILES)
+    assert {file.path for file in client.list_artifacts(summary.info.run_id)} == set(comparison_report.FILES)
     assert {run.data.tags[PARENT] for run in runs} == {summary.info.run_id}
     assert PARENT not in summary.data.tags, "one level of nesting"
 
@@ -103,7 +103,7 @@ def test_the_mlflow_run_of_a_comparison_is_there_before_its_runs_and_says_how_it
 ) -> None:
     client, seen = mlflow.MlflowClient(mlflow_uri), []
 
-    def stopped(jobs: Sequence[side_by_side.Command], at_once: int) -> dict[str, int]:
+    def stopped(jobs: Sequence[executor.Command], at_once: int) -> dict[str, int]:
         seen.extend((run.info.run_name, run.info.status) for run in client.search_runs(["1"]))
         raise Stopped("")
 
@@ -153,7 +153,7 @@ def test_what_fails_at_its_end_says_how_it_goes_on(
     def gone(*_: Any) -> None:
         raise Unreachable("MLflow does not take measurements any more")
 
-    monkeypatch.setattr(tabulate, "log_outcome", gone)
+    monkeypatch.setattr(comparison_report, "log_outcome", gone)
     given, argv = [*sets, f"tracking.mlflow={compared.uri}"], ("compare", *TWO, "--id", "both", "--resume")
     failed = flexfleet(*argv, sets=given)
     assert failed.code == 6

@@ -9,9 +9,18 @@ import pytest
 
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.storage.checkpoints import Row
-from flexfleet.experiments import curves, tabulate
-from flexfleet.experiments.comparison import Central, Comparison, LocalSpread, OneRun, Score, Spread, Summary, spread
-from flexfleet.experiments.tables import cell, fine, seconds
+from flexfleet.experiments import comparison_curves, comparison_report
+from flexfleet.experiments.comparison_file import (
+    Central,
+    ComparisonFile,
+    LabelScore,
+    LocalSpread,
+    OneRun,
+    Spread,
+    Summary,
+    spread,
+)
+from flexfleet.experiments.comparison_tables import cell, fine, seconds
 from flexfleet.files.measure import highest
 from flexfleet.reports import plots, report
 
@@ -47,7 +56,7 @@ def test_the_highest_value_until_half_of_the_rounds_four_fifths_and_all() -> Non
 
 def test_rounds_mb_and_seconds_to_an_accuracy() -> None:
     """SLOW reaches 40 % in round 2 after 2 MB, FAST in round 1 after 2 MB."""
-    found = curves.reached((0, 1), (SLOW, FAST), 0.4)
+    found = comparison_curves.reached((0, 1), (SLOW, FAST), 0.4)
     assert (found.accuracy, found.seeds) == (0.4, (0, 1))
     assert near(found.rounds, 1.5, 0.5**0.5)
     assert near(found.mb, 2, 0)
@@ -56,23 +65,25 @@ def test_rounds_mb_and_seconds_to_an_accuracy() -> None:
 
 
 def test_an_accuracy_that_some_seeds_reach_or_none() -> None:
-    some = curves.reached((5, 7), (SLOW, FAST), 0.55)
+    some = comparison_curves.reached((5, 7), (SLOW, FAST), 0.55)
     assert (some.seeds, some.rounds, some.mb) == ((7,), Spread(mean=3, std=None), Spread(mean=6, std=None))
-    none = curves.reached((5, 7), (SLOW, FAST), 0.8)
+    none = comparison_curves.reached((5, 7), (SLOW, FAST), 0.8)
     assert (none.seeds, none.rounds, none.mb, none.seconds, none.seconds_simulated) == ((), None, None, None, None)
     # What is not evaluated is not known: round 3 of SLOW may have been there, round 4 is the first that is.
-    assert curves.reached((0,), (SLOW,), 0.45).rounds == Spread(mean=4, std=None)
-    assert curves.reached((0,), (SLOW,), 0.5).rounds == Spread(mean=4, std=None), "the accuracy itself counts"
+    assert comparison_curves.reached((0,), (SLOW,), 0.45).rounds == Spread(mean=4, std=None)
+    assert comparison_curves.reached((0,), (SLOW,), 0.5).rounds == Spread(mean=4, std=None), (
+        "the accuracy itself counts"
+    )
 
 
 def test_the_simulated_clock_is_optional() -> None:
-    assert curves.simulated(SLOW) == 50
+    assert comparison_curves.simulated(SLOW) == 50
     untimed = rows((0.5, 1), (0.6, 1), simulated=False)
-    assert curves.simulated(untimed) is None
-    assert curves.simulated((*SLOW[:1], *untimed)) is None, "a part of the rounds is no sum"
-    assert curves.reached((0,), (untimed,), 0.5).seconds_simulated is None
+    assert comparison_curves.simulated(untimed) is None
+    assert comparison_curves.simulated((*SLOW[:1], *untimed)) is None, "a part of the rounds is no sum"
+    assert comparison_curves.reached((0,), (untimed,), 0.5).seconds_simulated is None
     idle = untimed[0].model_copy(update={"metrics": untimed[0].metrics | {"clients_trained": 0.0}})
-    assert curves.simulated((*SLOW[:1], idle)) == 10, "nobody trained: nobody was waited for"
+    assert comparison_curves.simulated((*SLOW[:1], idle)) == 10, "nobody trained: nobody was waited for"
 
 
 @pytest.mark.parametrize(
@@ -91,12 +102,12 @@ def test_the_accuracies_to_reach_where_none_are_given(best: float, targets: tupl
         rows: tuple[Row, ...]
 
     runs: Any = {"a": [Fake(rows((best / 2, 1)))], "b": [Fake(rows((best, 1), (best / 3, 1)))]}
-    assert curves.default_targets(runs) == targets
+    assert comparison_curves.default_targets(runs) == targets
 
 
 def test_names_are_one_cell_of_a_markdown_table() -> None:
-    assert tabulate.escaped(r"a\|b_c*d") == r"a\\\|b\_c\*d"
-    assert tabulate.escaped("`a`\nb<c") == r"\`a\` b&lt;c"
+    assert comparison_report.escaped(r"a\|b_c*d") == r"a\\\|b\_c\*d"
+    assert comparison_report.escaped("`a`\nb<c") == r"\`a\` b&lt;c"
 
 
 def test_means_and_sample_standard_deviations() -> None:
@@ -122,7 +133,7 @@ def test_what_a_small_network_takes_is_not_told_as_nothing() -> None:
 def summary(runs: tuple[tuple[Row, ...], ...], to: tuple[float, ...], even: float | None = None) -> Summary:
     """Of runs with the seeds 0, 1, ..."""
     nothing, seeds = Spread(mean=0.0, std=None), tuple(range(len(runs)))
-    score = Score(round=nothing, avg=None, full=nothing)
+    score = LabelScore(round=nothing, avg=None, full=nothing)
     return Summary(
         algorithm="all_large",
         settings={},
@@ -133,22 +144,22 @@ def summary(runs: tuple[tuple[Row, ...], ...], to: tuple[float, ...], even: floa
         mb_up=nothing,
         waste=nothing,
         seconds=nothing,
-        seconds_simulated=spread([curves.simulated(each) for each in runs]),
+        seconds_simulated=spread([comparison_curves.simulated(each) for each in runs]),
         uniformity=None if even is None else Spread(mean=even, std=0.25),
-        reached=tuple(curves.reached(seeds, runs, target) for target in to),
-        reached_avg=tuple(curves.reached(seeds, runs, target, "avg") for target in to),
+        reached=tuple(comparison_curves.reached(seeds, runs, target) for target in to),
+        reached_avg=tuple(comparison_curves.reached(seeds, runs, target, "avg") for target in to),
         runs=(),
     )
 
 
-def compared(**results: Summary) -> Comparison:
-    return Comparison(id="x", labels=tuple(results), seeds=(0, 1), rounds=5, settings={}, results=results)
+def compared(**results: Summary) -> ComparisonFile:
+    return ComparisonFile(id="x", labels=tuple(results), seeds=(0, 1), rounds=5, settings={}, results=results)
 
 
 def test_rounds_simulated_time_and_mb_to_accuracies_have_a_table_each() -> None:
     """By hand: 40 % after (2, 1) rounds of 10 s and (2, 2) MB; 60 % in the second seed alone, after 3; 80 % never."""
     c = compared(a=summary((SLOW, FAST), (0.4, 0.6, 0.8)))
-    *_, both, rounds, clock, mb = tabulate.tables(c)
+    *_, both, rounds, clock, mb = comparison_report.tables(c)
     assert both.title == "MB down / up to reach an accuracy with the full model"
     assert both.rows == (("a", "1.50 ± 0.00 / 0.50 ± 0.00", "4.50 / 1.50 (1/2)", report.NONE),)
     assert rounds.title == "Rounds to reach an accuracy with the full model"
@@ -157,7 +168,7 @@ def test_rounds_simulated_time_and_mb_to_accuracies_have_a_table_each() -> None:
     assert clock.title == "Simulated s to reach an accuracy with the full model"
     assert clock.rows == (("a", "15.0 ± 7.1", "30.0 (1/2)", report.NONE),)
     assert mb.rows == (("a", "2.00 ± 0.00", "6.00 (1/2)", report.NONE),)
-    found = tabulate.metrics(c)
+    found = comparison_report.metrics(c)
     assert [found[f"seeds_to_{to}/a"] for to in ("0.4", "0.6", "0.8")] == [2, 1, 0]
     assert (found["rounds_to_0.4/a"], found["seconds_simulated_to_0.4/a"]) == (1.5, 15)
     assert found["seconds_simulated_to_0.4_std/a"] == pytest.approx(50**0.5)
@@ -168,89 +179,93 @@ def test_rounds_simulated_time_and_mb_to_accuracies_have_a_table_each() -> None:
 def test_avg_is_a_target_too() -> None:
     """avg is .1 below full: SLOW never exceeds 40 %, FAST has 40 % after 2 rounds of 2 MB, 75 % of them down."""
     c = compared(a=summary((SLOW, FAST), (0.4, 0.6)))
-    tables = {t.title: t for t in tabulate.tables(c) if t.title.endswith("to reach an accuracy with avg")}
+    tables = {t.title: t for t in comparison_report.tables(c) if t.title.endswith("to reach an accuracy with avg")}
     both, rounds, clock, mb = tables.values()
     assert [title.split(" to reach")[0] for title in tables] == ["MB down / up", "Rounds", "Simulated s", "MB"]
     assert rounds.rows == (("a", "3.0 ± 1.4", "3.0 (1/2)"),)
     assert clock.rows == (("a", "30.0 ± 14.1", "30.0 (1/2)"),)
     assert mb.rows == (("a", "4.00 ± 0.00", "6.00 (1/2)"),)
     assert both.rows == (("a", "3.00 ± 0.00 / 1.00 ± 0.00", "4.50 / 1.50 (1/2)"),)
-    found = tabulate.metrics(c)
+    found = comparison_report.metrics(c)
     assert (found["mb_down_to_0.4/a"], found["mb_up_to_0.4/a"]) == (1.5, 0.5), "with the full model"
 
 
 def test_a_label_without_avg_has_no_row_in_its_tables() -> None:
     alone = summary((SLOW,), (0.4,)).model_copy(update={"reached_avg": ()})
-    found = [t for t in tabulate.tables(compared(a=alone)) if "to reach" in t.title]
+    found = [t for t in comparison_report.tables(compared(a=alone)) if "to reach" in t.title]
     assert len(found) == 4 and all("the full model" in t.title for t in found)
     both = compared(a=alone, b=summary((FAST,), (0.4,)))
-    assert [row[0] for t in tabulate.tables(both) if "with avg" in t.title for row in t.rows] == ["b"] * 4
+    assert [row[0] for t in comparison_report.tables(both) if "with avg" in t.title for row in t.rows] == ["b"] * 4
 
 
 def test_without_a_simulated_clock_the_table_has_real_seconds() -> None:
     untimed = rows((0.5, 1), (0.6, 1), simulated=False)
-    *_, clock, _ = tabulate.tables(compared(a=summary((SLOW,), (0.5,)), b=summary((untimed,), (0.5,))))
+    *_, clock, _ = comparison_report.tables(compared(a=summary((SLOW,), (0.5,)), b=summary((untimed,), (0.5,))))
     assert clock.title == "Real s to reach an accuracy with the full model"
     assert [row[1] for row in clock.rows] == ["8.000 (1/2)", "2.000 (1/2)"]
 
 
 def test_uniformity_has_a_table_where_a_run_says_it() -> None:
     old = compared(a=summary((SLOW,), ()))
-    assert not any("Uniformity" in table.title for table in tabulate.tables(old))
-    assert not any("niformity" in name for name in tabulate.metrics(old))
+    assert not any("Uniformity" in table.title for table in comparison_report.tables(old))
+    assert not any("niformity" in name for name in comparison_report.metrics(old))
     both = compared(a=summary((SLOW,), ()), b=summary((SLOW,), (), even=2.5))
-    (table,) = [table for table in tabulate.tables(both) if "Uniformity" in table.title]
+    (table,) = [table for table in comparison_report.tables(both) if "Uniformity" in table.title]
     assert [row[:3] for row in table.rows] == [("a", report.NONE, report.NONE), ("b", "2.500 ± 0.250", report.NONE)]
-    assert (found := tabulate.metrics(both))["uniformity/b"] == 2.5 and found["uniformity_std/b"] == 0.25
+    assert (found := comparison_report.metrics(both))["uniformity/b"] == 2.5 and found["uniformity_std/b"] == 0.25
     kept = both.model_dump(mode="json", exclude={"results": {"a": set(NAMES), "b": set(NAMES)}})
-    assert Comparison.model_validate(kept).results["b"].uniformity is None, "an older version's file"
+    assert ComparisonFile.model_validate(kept).results["b"].uniformity is None, "an older version's file"
 
 
 def test_phases_have_a_table_where_a_run_says_them() -> None:
     """Seconds, and Mbit; what a run does not say is left out, and an older version's file is still read."""
     old = compared(a=summary((SLOW,), ()))
-    assert not any(table.title == "Phases of a round" for table in tabulate.tables(old))
+    assert not any(table.title == "Phases of a round" for table in comparison_report.tables(old))
     told = {"seconds_encode": Spread(mean=2.5, std=0.25), "bits_up": Spread(mean=4.5e6, std=None)}
     both = compared(a=summary((SLOW,), ()), b=summary((SLOW,), ()).model_copy(update={"phases": told}))
-    (table,) = [table for table in tabulate.tables(both) if table.title == "Phases of a round"]
+    (table,) = [table for table in comparison_report.tables(both) if table.title == "Phases of a round"]
     cells = {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
     assert cells["b"]["encode s"] == "2.500 ± 0.250" and cells["b"]["Mbit up"] == "4.500"
     assert cells["b"]["train s"] == cells["a"]["encode s"] == cells["a"]["Mbit up"] == report.NONE
-    found = tabulate.metrics(both)
+    found = comparison_report.metrics(both)
     assert found["seconds_encode/b"] == 2.5 and found["seconds_encode_std/b"] == 0.25 and found["bits_up/b"] == 4.5e6
     assert not any(name.endswith("/a") for name in found if name.startswith(("seconds_encode", "bits_up")))
     kept = both.model_dump(mode="json", exclude={"results": {"a": {"phases"}}})
-    assert Comparison.model_validate(kept) == both
-    assert "Phases: means over the rounds" in tabulate.text(both) and "Phases" not in tabulate.text(old)
+    assert ComparisonFile.model_validate(kept) == both
+    assert "Phases: means over the rounds" in comparison_report.text(both) and "Phases" not in comparison_report.text(
+        old
+    )
 
 
 def test_local_accuracies_have_columns_and_a_table_where_a_run_has_them() -> None:
     """Two seeds: a level's mean is that of the seeds' means, and so is its deviation over the clients."""
     old = compared(a=summary((SLOW,), ()))
-    assert not any("ocal" in table.title or "local" in table.head for table in tabulate.tables(old))
-    assert not any("local" in name for name in tabulate.metrics(old)) and "local:" not in tabulate.text(old)
+    assert not any("ocal" in table.title or "local" in table.head for table in comparison_report.tables(old))
+    assert not any(
+        "local" in name for name in comparison_report.metrics(old)
+    ) and "local:" not in comparison_report.text(old)
     mean, sd, clients = (spread(each) for each in ([0.8, 0.9], [0.05, 0.15], [10, 12]))
     assert mean is not None and sd is not None and clients is not None
     told = {"local": {"M1": LocalSpread(mean=mean, sd=sd, clients=clients)}, "local_full": mean}
     both = compared(a=summary((SLOW,), ()), b=summary((SLOW,), ()).model_copy(update=told))
-    (table,) = [table for table in tabulate.tables(both) if "Local" in table.title]
+    (table,) = [table for table in comparison_report.tables(both) if "Local" in table.title]
     assert table.rows == (("b", "M1", "85.00 ± 10.00", "11 ± 1"),)
-    first = tabulate.tables(both)[0]
+    first = comparison_report.tables(both)[0]
     cells = {row[0]: dict(zip(first.head, row, strict=True)) for row in first.rows}
     assert (cells["b"]["local avg"], cells["b"]["local full"]) == (report.NONE, "85.00 ± 7.07")
     assert cells["a"]["local full"] == report.NONE
-    found = tabulate.metrics(both)
+    found = comparison_report.metrics(both)
     assert found["local_full/b"] == found["local/M1/b"] == pytest.approx(0.85)
     assert found["local_sd/M1/b"] == pytest.approx(0.1) and "local_avg/b" not in found
     kept = both.model_dump(mode="json", exclude={"results": {"a": {"local", "local_avg", "local_full"}}})
-    assert Comparison.model_validate(kept) == both, "an older version's file"
+    assert ComparisonFile.model_validate(kept) == both, "an older version's file"
 
 
 def test_further_metrics_have_a_column_where_a_run_has_them() -> None:
     """Two seeds: that of the full model, the last level, is 2 and 4."""
     alone, beside = summary((SLOW,), ()), summary((SLOW, FAST), ())
-    assert "full mae" not in tabulate.tables(compared(a=alone))[0].head
-    assert "mae" not in tabulate.text(compared(a=alone))
+    assert "full mae" not in comparison_report.tables(compared(a=alone))[0].head
+    assert "mae" not in comparison_report.text(compared(a=alone))
     runs = [
         OneRun.model_construct(levels={"M1": {"accuracy": 0.1, "mae": 9.0}, "M2": {"accuracy": 0.2, **more}})
         for more in ({"mae": 2.0, "top5": 0.5}, {"mae": 4.0, "top5": 0.75})
@@ -261,28 +276,29 @@ def test_further_metrics_have_a_column_where_a_run_has_them() -> None:
         seconds=nothing, further={"mae": Spread(mean=0.5, std=None)},
     )  # fmt: skip
     both = compared(a=alone, b=beside.model_copy(update={"runs": tuple(runs)})).model_copy(update={"central": central})
-    table = tabulate.tables(both)[0]
+    table = comparison_report.tables(both)[0]
     assert table.head[-2:] == ("full mae", "full top5 %")
     assert {row[0]: row[-2:] for row in table.rows} == {
         "a": (report.NONE, report.NONE), "b": ("3.0000 ± 1.4142", "62.50 ± 17.68"),
         "central training": ("0.5000", report.NONE),
     }  # fmt: skip
-    assert "full mae (better when lower), full top5: of the largest model, after the last round." in tabulate.notes(
-        both
+    assert (
+        "full mae (better when lower), full top5: of the largest model, after the last round."
+        in comparison_report.notes(both)
     )
-    assert tabulate.metrics(both)["full_mae/b"] == 3 and "full_mae/a" not in tabulate.metrics(both)
+    assert comparison_report.metrics(both)["full_mae/b"] == 3 and "full_mae/a" not in comparison_report.metrics(both)
     assert "further" not in central.model_copy(update={"further": {}}).model_dump()
 
 
 def test_the_best_and_the_last_round_are_named() -> None:
-    score = Score(round=Spread(mean=3, std=None), avg=None, full=Spread(mean=0.5, std=None))
+    score = LabelScore(round=Spread(mean=3, std=None), avg=None, full=Spread(mean=0.5, std=None))
     last = score.model_copy(update={"round": Spread(mean=5, std=None), "full": Spread(mean=0.3, std=None)})
     c = compared(a=summary((SLOW,), ()).model_copy(update={"best": score, "last": last}))
-    table = tabulate.tables(c)[0]
+    table = comparison_report.tables(c)[0]
     row = dict(zip(table.head, table.rows[0], strict=True))
     assert (row["full last"], row["last round"]) == ("30.00", "5.0")
     assert (row["full at best"], row["best round"]) == ("50.00", "3.0")
-    assert "avg and full both of the round with the highest avg" in tabulate.text(c)
+    assert "avg and full both of the round with the highest avg" in comparison_report.text(c)
 
 
 def test_the_drawing_has_the_simulated_time_where_there_is_one() -> None:
@@ -302,6 +318,6 @@ def test_the_clock_of_a_curve_is_the_mean_over_the_seeds() -> None:
         rows: tuple[Row, ...]
 
     runs: Any = [Fake(SLOW), Fake(later)]
-    assert curves.clock(runs, "full") == [15, 30, 60, 75]
+    assert comparison_curves.clock(runs, "full") == [15, 30, 60, 75]
     untimed: Any = [Fake(rows((0.5, 1), simulated=False))]
-    assert curves.clock(untimed, "full") == []
+    assert comparison_curves.clock(untimed, "full") == []

@@ -20,8 +20,8 @@ from optuna.exceptions import StorageInternalError
 
 from fl_engine.core.errors import ConfigError, Refused, Unreachable, UnreachableAddress
 from flexfleet.config import Config
-from flexfleet.experiments import runs, space, storage
-from flexfleet.experiments import study as steps
+from flexfleet.experiments import tune as steps
+from flexfleet.experiments import tune_space, tune_storage, tune_worker
 from flexfleet.tracking import databases, server
 from tests.harness.outages import FIRST, interrupted_and_resumed, opened
 from tests.harness.outages import asked_anew as asked_anew  # a fixture, as the next
@@ -123,7 +123,7 @@ def test_what_the_database_of_a_study_says_once_it_has_begun_is_an_outage_or_a_r
     verb = "refuses" if what is Refused else "does not answer"
     with (
         pytest.raises(what, match=rf"^the study's database \(file\) {verb}: .*{re.escape(said)}$") as found,
-        storage.answering(Config()),
+        tune_storage.answering(Config()),
     ):
         try:
             raise kind("INSERT INTO x", {"a": "Connection refused", "b": "authentication failed"}, Exception(said))
@@ -195,9 +195,9 @@ def test_a_new_study_opens_its_database_once(monkeypatch: pytest.MonkeyPatch, tm
         (steps, "_examine", None),
         (steps, "_work_all", None),
         (steps, "conclude", "concluded"),
-        (runs, "prepare_default", None),
-        (runs, "searched", ({}, None)),
-        (space, "defaults", {}),
+        (tune_worker, "prepare_default", None),
+        (tune_worker, "searched", ({}, None)),
+        (tune_space, "defaults", {}),
     ):
         monkeypatch.setattr(module, name, lambda *_, found=found: found)
     config = Config(run={"store": str(tmp_path)}, tracking={"mlflow": None}, tune={"storage": "sqlite:///study.db"})
@@ -209,7 +209,7 @@ def test_a_new_study_opens_its_database_once(monkeypatch: pytest.MonkeyPatch, tm
     finally:
         sqlalchemy.event.remove(sqlalchemy.engine.Engine, "connect", count)
     assert len(connects) == 2 * once
-    assert len(storage.open_study(config, tmp_path, "a").trials) == 1
+    assert len(tune_storage.open_study(config, tmp_path, "a").trials) == 1
 
 
 def test_a_study_s_database_that_is_away_stops_the_worker_and_costs_the_trial_no_try(

@@ -17,9 +17,9 @@ from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.selection import Uniform
 from fl_engine.testing.tiny import tiny_pool
 from flexfleet.config import Config, algorithm, load_config
-from flexfleet.experiments import tabulate
-from flexfleet.experiments.comparison import Comparison
-from flexfleet.experiments.differences import TITLE, as_rows, differences, options_of
+from flexfleet.experiments import comparison_report
+from flexfleet.experiments.comparison_file import ComparisonFile
+from flexfleet.experiments.row_differences import TITLE, as_rows, differences, options_of
 from flexfleet.pipeline import run as run_module
 from flexfleet.reports.report import NONE
 
@@ -144,14 +144,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_json_tables_and_page_tell_it(made: Path) -> None:
-    comparison = Comparison.read(made / "comparison.json")
+    comparison = ComparisonFile.read(made / "comparison.json")
     assert json.loads((made / "comparison.json").read_text())["differences"] == comparison.differences
     assert comparison.differences["algorithm.static_bn"] == {"heterofl": True, "masked": False}
     assert "algorithm.mask_labels" not in comparison.differences, "both rows have masks"
-    (table,) = tabulate.differing(comparison)
+    (table,) = comparison_report.differing(comparison)
     markdown = (made / "comparison.md").read_text().replace("\\", "")
     page = (made / "comparison.html").read_text()
-    for told in (tabulate.text(comparison), markdown, page):
+    for told in (comparison_report.text(comparison), markdown, page):
         assert TITLE in told
         assert all(cell in told for row in table.rows for cell in row)
     assert "| algorithm.static_bn | true | false |" in markdown
@@ -161,6 +161,6 @@ def test_json_tables_and_page_tell_it(made: Path) -> None:
 def test_a_comparison_of_an_older_version_has_none(made: Path) -> None:
     told = json.loads((made / "comparison.json").read_text())
     del told["differences"]
-    older = Comparison.of(json.dumps(told).encode(), "comparison.json")
-    assert tabulate.differing(older) == []
-    assert TITLE not in tabulate.text(older)
+    older = ComparisonFile.of(json.dumps(told).encode(), "comparison.json")
+    assert comparison_report.differing(older) == []
+    assert TITLE not in comparison_report.text(older)

@@ -14,7 +14,7 @@ import pytest
 import flexfleet as ff
 from fl_engine.core.errors import Diverged, NothingMerged
 from flexfleet.config import load_config
-from flexfleet.experiments.whole import RunsFailed
+from flexfleet.experiments.compare import RunsFailed
 from flexfleet.files.run_status import Tally, tally_of
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.retry import federate_in

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexfleet.experiments import comparison, tabulate
-from flexfleet.experiments.comparison import Comparison, OneRun, Score, Spread, Summary
-from flexfleet.experiments.first import FEWEST, TITLES, First, firsts, notes, rows
+from flexfleet.experiments import comparison_file, comparison_report
+from flexfleet.experiments.comparison_file import ComparisonFile, LabelScore, OneRun, Spread, Summary
+from flexfleet.experiments.ranking import FEWEST, TITLES, First, firsts, notes, rows
 from flexfleet.files.measure import Measure
 from flexfleet.reports.report import NONE
 
@@ -115,7 +115,7 @@ def test_the_order_of_rows_and_seeds_does_not_matter(values: list[list[float]], 
 
 
 # ------------------------------------------------------------------------------------------- in a comparison
-def compared(**full: list[float]) -> Comparison:
+def compared(**full: list[float]) -> ComparisonFile:
     """Labels of one level: each has full, and no avg. The best round's is .1 above the last one's."""
     nothing = Spread(mean=0.0, std=None)
 
@@ -125,7 +125,7 @@ def compared(**full: list[float]) -> Comparison:
         about = {"run_id": f"r{seed}", "model_sha256": "0" * 64, "mlflow_run_id": None, "seconds_simulated": None}
         return OneRun(seed=seed, avg=None, full=value, best=best, **zero, **about)
 
-    score = Score(round=nothing, avg=None, full=nothing)
+    score = LabelScore(round=nothing, avg=None, full=nothing)
     costs = dict.fromkeys(("mb_down", "mb_up", "waste", "seconds"), nothing)
     results = {
         label: Summary(
@@ -135,8 +135,10 @@ def compared(**full: list[float]) -> Comparison:
         for label, values in full.items()
     }  # fmt: skip
     seeds = tuple(range(len(next(iter(full.values())))))
-    first = firsts(comparison.by_seed(results))
-    return Comparison(id="x", labels=tuple(results), seeds=seeds, rounds=5, settings={}, results=results, first=first)
+    first = firsts(comparison_file.by_seed(results))
+    return ComparisonFile(
+        id="x", labels=tuple(results), seeds=seeds, rounds=5, settings={}, results=results, first=first
+    )
 
 
 SCALED = {name: [value / 100 for value in each] for name, each in {"a": A, "near": NEAR, "far": FAR}.items()}
@@ -144,16 +146,16 @@ SCALED = {name: [value / 100 for value in each] for name, each in {"a": A, "near
 
 def test_the_table_names_the_first_and_who_is_not_told_apart() -> None:
     c = compared(**SCALED)
-    (table,) = [table for table in tabulate.tables(c) if table.title.startswith("Behind the highest")]
+    (table,) = [table for table in comparison_report.tables(c) if table.title.startswith("Behind the highest")]
     assert table.title == "Behind the highest, % points: paired over the seeds 0, 1, 2"
     assert table.head == ("algorithm", "full last", "full at best"), "no label has avg or local accuracies"
     assert table.rows[0] == ("a", "highest", "highest")
     assert table.rows[1][1] == "2.00 ± 1.00, p 0.074" and table.rows[2][1] == "10.00 ± 0.10, p < 0.001"
-    for said in (tabulate.text(c), tabulate.markdown(c), tabulate.page(c, "<svg/>")):
+    for said in (comparison_report.text(c), comparison_report.markdown(c), comparison_report.page(c, "<svg/>")):
         assert "full last: a is highest, but not told apart from near." in said
     clear = compared(a=SCALED["a"], far=SCALED["far"])
-    (table,) = [table for table in tabulate.tables(clear) if table.title.startswith("Behind the highest")]
-    assert table.rows[0] == ("a", "first", "first") and "full last: a is first." in tabulate.text(clear)
+    (table,) = [table for table in comparison_report.tables(clear) if table.title.startswith("Behind the highest")]
+    assert table.rows[0] == ("a", "first", "first") and "full last: a is first." in comparison_report.text(clear)
 
 
 def test_labels_are_compared_within_a_case() -> None:
@@ -166,10 +168,10 @@ def test_labels_are_compared_within_a_case() -> None:
         alone=[0.1] * 3,
     )
 
-    def varied(*of: dict[str, Any], at: bool = False) -> Comparison:
+    def varied(*of: dict[str, Any], at: bool = False) -> ComparisonFile:
         told = zip(base.results.items(), of, strict=True)
         results = {n: r.model_copy(update={"varied": each, "at": each if at else {}}) for (n, r), each in told}
-        cases = comparison.cases_of(results)
+        cases = comparison_file.cases_of(results)
         return base.model_copy(update={"results": results, "cases": cases, "first": None if cases else base.first})
 
     c = varied(hard, hard, easy, easy, {"partition.alpha": 9.0})
@@ -177,29 +179,29 @@ def test_labels_are_compared_within_a_case() -> None:
         (hard, ("a", "far")), (easy, ("a2", "far2")), ({"partition.alpha": 9.0}, ("alone",))
     ]  # fmt: skip
     assert c.cases[0].first == firsts({f: {n: v for n, v in by.items() if n in ("a", "far")}
-                                       for f, by in comparison.by_seed(base.results).items()})  # fmt: skip
+                                       for f, by in comparison_file.by_seed(base.results).items()})  # fmt: skip
     assert c.cases[1].first["full"].first and c.cases[1].first["full"].highest == "a2" and c.cases[2].first == {}
-    tables = [table for table in tabulate.tables(c) if table.title.startswith("Behind the highest")]
+    tables = [table for table in comparison_report.tables(c) if table.title.startswith("Behind the highest")]
     assert [table.title for table in tables] == [
         f"Behind the highest, % points, with partition.alpha {alpha}: paired over the seeds 0, 1, 2"
         for alpha in (0.1, 1.0)
     ]
     assert [row[0] for row in tables[1].rows] == ["a2", "far2"] and tables[1].rows[0][1] == "first"
-    assert "full last with partition.alpha 0.1: a is first." in tabulate.text(c)
+    assert "full last with partition.alpha 0.1: a is first." in comparison_report.text(c)
     apart = [{"noise.labels": i / 10} for i in range(5)]
     assert varied(*apart) == base.model_copy(update={"results": varied(*apart).results}), "noise is what is compared"
     fleets = [{"fleet.tiers": each} for each in "aabbb"]
     assert varied(*fleets) == base.model_copy(update={"results": varied(*fleets).results}), "a row may have its fleet"
     assert [case.labels for case in varied(*fleets, at=True).cases] == [("a", "far"), ("a2", "far2", "alone")]
-    assert Comparison.model_validate_json(c.model_dump_json()) == c and "cases" not in base.model_dump()
+    assert ComparisonFile.model_validate_json(c.model_dump_json()) == c and "cases" not in base.model_dump()
 
 
 def test_two_seeds_and_one_label_make_no_claim() -> None:
     few = compared(**{name: each[:2] for name, each in SCALED.items()})
-    assert few.first is None and not any("Behind" in table.title for table in tabulate.tables(few))
-    assert "no row is called first" in tabulate.text(few)
+    assert few.first is None and not any("Behind" in table.title for table in comparison_report.tables(few))
+    assert "no row is called first" in comparison_report.text(few)
     alone = compared(a=SCALED["a"])
-    assert alone.first == {} and "first" not in " ".join(tabulate.notes(alone)).replace("first evaluated", "")
+    assert alone.first == {} and "first" not in " ".join(comparison_report.notes(alone)).replace("first evaluated", "")
 
 
 def test_the_json_says_the_same(tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ def test_the_json_says_the_same(tmp_path: Path) -> None:
     assert (full["highest"], full["first"], full["not_told_apart"]) == ("a", False, ["near"])
     assert set(full["behind"]["near"]) == {"mean", "std", "p", "p_holm"}
     del found["first"]
-    assert Comparison.model_validate(found).first is None, "an older version's file"
+    assert ComparisonFile.model_validate(found).first is None, "an older version's file"
 
 
 def test_a_figure_of_a_task_without_a_unit_and_labels_without_it() -> None:

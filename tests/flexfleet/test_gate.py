@@ -11,23 +11,25 @@ import numpy as np
 import pytest
 
 from fl_engine.core.errors import ConfigError
-from flexfleet.experiments import figures, regress, suite
-from flexfleet.experiments.gate import PASSED, REFERENCE, Check, Z, judge, pooled_spread
-from flexfleet.experiments.pace import machine
-from flexfleet.experiments.suite import Figures, OfLabel
+from flexfleet.experiments import nightly, nightly_figures, nightly_suite
+from flexfleet.experiments.nightly_figures import machine
+from flexfleet.experiments.nightly_gate import PASSED, REFERENCE, Check, Z, judge, pooled_spread
+from flexfleet.experiments.nightly_suite import NightFigures, OfLabel
 from flexfleet.files.artifacts import History
 
-DIGITS = suite.path_of("digits")
-THRESHOLDS = suite.load(DIGITS).thresholds
+DIGITS = nightly_suite.path_of("digits")
+THRESHOLDS = nightly_suite.load(DIGITS).thresholds
 HERE, THERE = {"cpu": "here"}, {"cpu": "there"}
 Values = Mapping[str, Sequence[float]]
 
 
-def made(values: Values, machine: Mapping[str, str] = HERE, label: str = "x", metric: str = "accuracy") -> Figures:
+def made(values: Values, machine: Mapping[str, str] = HERE, label: str = "x", metric: str = "accuracy") -> NightFigures:
     """Figures of one label with seeds 0, 1, 2, ..."""
     seeds = tuple(range(max((len(each) for name, each in values.items() if name != "pace"), default=3)))
     of = OfLabel(task="t", values={name: tuple(each) for name, each in values.items()}, curve=(), metric=metric)
-    return Figures(suite="s", id="n", when="now", commit=None, machine=dict(machine), seeds=seeds, labels={label: of})
+    return NightFigures(
+        suite="s", id="n", when="now", commit=None, machine=dict(machine), seeds=seeds, labels={label: of}
+    )
 
 
 def one(now: Sequence[float], reference: Sequence[float], metric: str = "full", *passed: Sequence[float]) -> Check:
@@ -72,7 +74,7 @@ def test_gate_takes_the_threshold_when_runs_repeat_exactly() -> None:
 def test_row_names_the_unit_and_the_smallest_regression(measured: str, what: str, figure: str, smallest: str) -> None:
     values = {"full": [0.80, 0.81, 0.82], "mb": [3.0, 3.0, 3.3], "rounds": [0.0, 0, 0]}
     now = made(values, metric=measured)
-    full, rounds, mb = (regress.row(check) for check in judge(now, now, [], THRESHOLDS))
+    full, rounds, mb = (nightly.row(check) for check in judge(now, now, [], THRESHOLDS))
     assert full[1:5] == (what, figure, REFERENCE, figure) and full[-1] == smallest
     assert mb[1:3] == (f"MB sent to the {measured}", "3.1") and mb[-1] == f"x {1 + THRESHOLDS['mb']:.2f}"
     assert rounds[-1] == "+0"
@@ -96,7 +98,7 @@ def test_gate_compares_only_what_both_sides_have() -> None:
 
 def test_a_slow_decline_stops_at_the_reference() -> None:
     """Each run is a little worse than those that passed, not enough to fail; the reference does not move."""
-    reference, passed = made({"full": [0.9, 0.91, 0.92]}), list[Figures]()
+    reference, passed = made({"full": [0.9, 0.91, 0.92]}), list[NightFigures]()
     while True:
         lost = 0.004 * (len(passed) + 1)
         now = made({"full": [0.9 - lost, 0.91 - lost, 0.92 - lost]})
@@ -109,49 +111,54 @@ def test_a_slow_decline_stops_at_the_reference() -> None:
 # -------------------------------------------------------------------------------------------- the digits suite
 def test_a_label_with_another_partition_has_another_task() -> None:
     """Its figures are not compared with those of before; what an algorithm is set to is what is measured."""
-    asked = suite.load(DIGITS)
-    before = suite.task_of(asked, "uneven", "all_large")
+    asked = nightly_suite.load(DIGITS)
+    before = nightly_suite.task_of(asked, "uneven", "all_large")
     for key, same in (("all_large:training.lr", False), ("all_large:algorithm.eligible", True)):
         case = asked.cases["uneven"]
         changed = case.model_copy(update={"settings": {**case.settings, key: "another"}})
         cases = asked.model_copy(update={"cases": {"uneven": changed}})
-        assert (suite.task_of(cases, "uneven", "all_large") == before) is same
-        assert suite.task_of(cases, "uneven", "flexfl") == before
+        assert (nightly_suite.task_of(cases, "uneven", "all_large") == before) is same
+        assert nightly_suite.task_of(cases, "uneven", "flexfl") == before
 
 
 def test_a_label_with_another_algorithm_has_another_task() -> None:
-    asked = suite.load(DIGITS)
-    before = suite.task_of(asked, "skewed", "flexfl")
+    asked = nightly_suite.load(DIGITS)
+    before = nightly_suite.task_of(asked, "skewed", "flexfl")
     for algorithms, same in (("flexfl=flexfl", True), ("flexfl=heterofl", False)):
         case = asked.cases["skewed"].model_copy(update={"algorithms": algorithms})
         cases = asked.model_copy(update={"cases": {"skewed": case}})
-        assert (suite.task_of(cases, "skewed", "flexfl") == before) is same
+        assert (nightly_suite.task_of(cases, "skewed", "flexfl") == before) is same
 
 
 @pytest.fixture(scope="module")
-def reference() -> Figures:
-    return Figures.read(DIGITS.with_suffix(".json"))
+def reference() -> NightFigures:
+    return NightFigures.read(DIGITS.with_suffix(".json"))
 
 
-def test_the_reference_is_of_this_suite_and_of_20_seeds(reference: Figures) -> None:
-    asked = suite.load(DIGITS)
-    runs = suite.runs_of(asked, "digits", asked.seeds, [], "x")
+def test_the_reference_is_of_this_suite_and_of_20_seeds(reference: NightFigures) -> None:
+    asked = nightly_suite.load(DIGITS)
+    runs = nightly_suite.runs_of(asked, "digits", asked.seeds, [], "x")
     labels = {f"{case}/{entry.label}" for case, entries in runs.items() for entry in entries}
     assert labels == set(reference.labels) and len(reference.seeds) >= 20
     for label, of in reference.labels.items():
-        assert of.task == suite.task_of(asked, *label.split("/", 1))
+        assert of.task == nightly_suite.task_of(asked, *label.split("/", 1))
         assert all(len(values) >= 20 for values in of.values.values())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", ["skewed", "uneven"])
 def test_the_reference_is_of_this_code(
-    flexfleet: Any, no_drawings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Figures, case: str
+    flexfleet: Any,
+    no_drawings: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reference: NightFigures,
+    case: str,
 ) -> None:
     """A whole run of its first seed: what costs accuracy is not to wait for a night to be seen. Another processor's
     last bits move it by less than this."""
     monkeypatch.chdir(tmp_path)
-    asked = suite.load(DIGITS)
+    asked = nightly_suite.load(DIGITS)
     given = {key: value for key, value in (asked.settings | asked.cases[case].settings).items() if ":" not in key}
     sets = ["tracking.mlflow=null", f"seed={asked.seeds[0]}", *(f"{key}={value}" for key, value in given.items())]
     done = flexfleet("run", "--run-id", "a", "--json", sets=sets)
@@ -164,15 +171,15 @@ def test_the_reference_is_of_this_code(
 
 
 @pytest.mark.parametrize("backend", ["in_process", "processes"])
-def test_memory_is_compared_with_the_same_backend_only(reference: Figures, backend: str) -> None:
+def test_memory_is_compared_with_the_same_backend_only(reference: NightFigures, backend: str) -> None:
     """The memory that is measured is the coordinator's."""
-    asked = suite.load(DIGITS)
+    asked = nightly_suite.load(DIGITS)
     before = reference.model_copy(
-        update={"machine": {**machine(), "runs in": figures.PROCESSES, "backend": "in_process"}}
+        update={"machine": {**machine(), "runs in": nightly_figures.PROCESSES, "backend": "in_process"}}
     )
-    runs = suite.runs_of(asked, "digits", asked.seeds, [f"run.backend={backend}"], "x")
-    night = regress.Night(DIGITS, asked, "x", runs)
-    now = before.model_copy(update={"machine": figures._machine(night, figures.PROCESSES)})
+    runs = nightly_suite.runs_of(asked, "digits", asked.seeds, [f"run.backend={backend}"], "x")
+    night = nightly.Night(DIGITS, asked, "x", runs)
+    now = before.model_copy(update={"machine": nightly_figures._machine(night, nightly_figures.PROCESSES)})
     checks = judge(now, before, [], THRESHOLDS)
     assert ("pace" in {check.metric for check in checks}) is (backend == "in_process")
 
@@ -185,7 +192,7 @@ OTHER_BITS = {"avg": 0.003, "full": 0.006, "rounds": 0.07, "mb": 0.07}
 the others (measured on 8 seeds of `skewed`, with two versions of the code)."""
 
 
-def tonight(reference: Figures, rng: np.random.Generator, other_bits: bool = False) -> Figures:
+def tonight(reference: NightFigures, rng: np.random.Generator, other_bits: bool = False) -> NightFigures:
     """A nightly regression run of 3 seeds with unchanged code, on the reference's machine. Its seeds give the
     reference's figures again, unless bits differ; turns of pace are drawn from the reference's turns."""
     labels = {}
@@ -194,18 +201,18 @@ def tonight(reference: Figures, rng: np.random.Generator, other_bits: bool = Fal
         for metric, each in of.values.items():
             again = np.array(each[:3])
             if metric == "pace":
-                again = rng.choice(each, regress.TURNS)
+                again = rng.choice(each, nightly.TURNS)
             elif metric == "peak_mb_rounds":
                 again = again * rng.normal(1, MEMORY_NOISE, 3)
             elif other_bits and metric in OTHER_BITS:
-                scale = 1.0 if metric in suite.HIGHER else again
+                scale = 1.0 if metric in nightly_suite.HIGHER else again
                 again = again + scale * rng.normal(0, OTHER_BITS[metric], 3)
             values[metric] = tuple(again.tolist())
         labels[label] = of.model_copy(update={"values": values})
     return reference.model_copy(update={"seeds": reference.seeds[:3], "labels": labels})
 
 
-def worse(figures: Figures, label: str, metric: str) -> Figures:
+def worse(figures: NightFigures, label: str, metric: str) -> NightFigures:
     """The regression that must be caught."""
     factor, shift = {"full": (1, -0.02), "avg": (1, -0.02), "rounds": (1.3, 0), "mb": (1.3, 0)}.get(metric, (1.5, 0))
     of = figures.labels[label]
@@ -214,7 +221,7 @@ def worse(figures: Figures, label: str, metric: str) -> Figures:
 
 
 @pytest.fixture(scope="module")
-def measured(reference: Figures) -> Figures:
+def measured(reference: NightFigures) -> NightFigures:
     """The digits suite's reference, with memory for each seed."""
     labels = {}
     for label, of in reference.labels.items():
@@ -224,10 +231,10 @@ def measured(reference: Figures) -> Figures:
 
 
 @pytest.mark.parametrize("other_bits", [False, True])
-def test_gate_passes_20_unchanged_nightly_runs(measured: Figures, other_bits: bool) -> None:
+def test_gate_passes_20_unchanged_nightly_runs(measured: NightFigures, other_bits: bool) -> None:
     failed = 0
     for seed in range(10):
-        rng, passed = np.random.default_rng(seed), list[Figures]()
+        rng, passed = np.random.default_rng(seed), list[NightFigures]()
         for _ in range(20):
             now = tonight(measured, rng, other_bits)
             good = not any(check.failed for check in judge(now, measured, passed, THRESHOLDS))
@@ -236,8 +243,8 @@ def test_gate_passes_20_unchanged_nightly_runs(measured: Figures, other_bits: bo
     assert failed == 0
 
 
-@pytest.mark.parametrize("metric", suite.METRICS)
-def test_gate_fails_each_regression_after_one_passed_run(measured: Figures, metric: str) -> None:
+@pytest.mark.parametrize("metric", nightly_suite.METRICS)
+def test_gate_fails_each_regression_after_one_passed_run(measured: NightFigures, metric: str) -> None:
     """Memory x 1.5, rounds and MB x 1.3, accuracy - 2 points, pace x 1.5; the champion has 3 seeds."""
     for label in (label for label, of in measured.labels.items() if metric in of.values):
         for seed in range(20):
@@ -267,15 +274,15 @@ GOOD = DIGITS.read_text()
 def test_a_file_that_is_no_suite(tmp_path: Path, text: str, path: str) -> None:
     (tmp_path / "own.yaml").write_text(text)
     with pytest.raises(ConfigError) as told:
-        suite.load(tmp_path / "own.yaml")
+        nightly_suite.load(tmp_path / "own.yaml")
     assert path in str(told.value)
 
 
 @pytest.mark.parametrize("sets", [["publish.models=true"], []])
 def test_runs_of_refuse_to_publish_before_the_gate(sets: list[str]) -> None:
-    asked = suite.load(DIGITS)
+    asked = nightly_suite.load(DIGITS)
     if not sets:
         asked = asked.model_copy(update={"settings": {**asked.settings, "publish.models": True}})
     with pytest.raises(ConfigError) as told:
-        suite.runs_of(asked, "digits", asked.seeds, sets, "x")
+        nightly_suite.runs_of(asked, "digits", asked.seeds, sets, "x")
     assert "publish.models" in str(told.value)

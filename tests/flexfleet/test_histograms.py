@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexfleet.experiments import histograms
-from flexfleet.experiments.first import Case
+from flexfleet.experiments import comparison_curves
+from flexfleet.experiments.ranking import RankedCase
 from flexfleet.files.artifacts import LocalScore
 from flexfleet.reports import plots
 from flexfleet.reports.local_accuracy import (
@@ -98,34 +98,42 @@ def run(mean: float, sd: float, histogram: dict[int, int] | None) -> Any:
 
 def test_a_label_is_the_mean_over_its_seeds() -> None:
     two = [run(0.5, 0.1, {50: 1, 60: 2}), run(0.75, 0.3, {60: 1, 99: 2})]
-    assert histograms.of_full(two, "red") == Shown("red", 0.625, 0.2, {50: 0.5, 60: 1.5, 99: 1.0})
-    assert histograms.of_full([two[0], run(0.75, 0.3, None)], "red") == Shown("red", 0.625, 0.2, {})
-    assert histograms.of_full([two[0], run(-1, 0.3, None)], "red") is None
+    assert comparison_curves.of_full(two, "red") == Shown("red", 0.625, 0.2, {50: 0.5, 60: 1.5, 99: 1.0})
+    assert comparison_curves.of_full([two[0], run(0.75, 0.3, None)], "red") == Shown("red", 0.625, 0.2, {})
+    assert comparison_curves.of_full([two[0], run(-1, 0.3, None)], "red") is None
 
 
 def test_cases_get_panels_and_older_runs_no_bars() -> None:
     new, old, none = [run(0.5, 0.1, {50: 9})], [run(0.5, 0.1, None)], [run(-1, 0, None)]
     colours = dict(zip("abcd", plots.PALETTE, strict=False))
-    assert histograms.draw({"a": old, "b": none}, [], colours) is None, "nothing that the table does not say"
-    drawing = histograms.draw({"a": new, "b": old, "c": none}, [], colours)
+    assert comparison_curves.draw_histograms({"a": old, "b": none}, [], colours) is None, (
+        "nothing that the table does not say"
+    )
+    drawing = comparison_curves.draw_histograms({"a": new, "b": old, "c": none}, [], colours)
     assert drawing is not None and drawing.count("opacity: 0.35") == 1
     assert ">a</text>" in drawing and ">b</text>" in drawing and ">c</text>" not in drawing
     groups = (("a", "b"), ("c", "d"), ("e",))
-    cases = [Case(settings={"partition.alpha": i}, labels=each, first={}) for i, each in enumerate(groups)]
-    drawing = histograms.draw(dict.fromkeys("abcd", new) | {"e": none}, cases, colours | {"e": "black"})
+    cases = [RankedCase(settings={"partition.alpha": i}, labels=each, first={}) for i, each in enumerate(groups)]
+    drawing = comparison_curves.draw_histograms(
+        dict.fromkeys("abcd", new) | {"e": none}, cases, colours | {"e": "black"}
+    )
     assert drawing is not None and drawing.count("opacity: 0.35") == 4
     assert all(f">partition.alpha {i}</text>" in drawing for i in (0, 1)) and "alpha 2" not in drawing
 
 
 def test_a_page_has_so_many_panels_at_most_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(histograms, "MOST", 4)
+    monkeypatch.setattr(comparison_curves, "MOST", 4)
     of_five = {str(i): shown(plots.PALETTE[i]) for i in range(5)}
-    monkeypatch.setattr(histograms, "of_full", lambda runs, colour: of_five[runs])
-    drawing = histograms.draw(dict(zip(of_five, of_five, strict=True)), [], dict.fromkeys(of_five, "black"))
+    monkeypatch.setattr(comparison_curves, "of_full", lambda runs, colour: of_five[runs])
+    drawing = comparison_curves.draw_histograms(
+        dict(zip(of_five, of_five, strict=True)), [], dict.fromkeys(of_five, "black")
+    )
     assert drawing is not None and drawing.count("opacity: 0.35") == 4
     assert drawing.endswith("<p>The first 4 of 5 panels; the reports of the runs have the others.</p>")
-    monkeypatch.setattr(histograms, "MOST", 5)
-    whole = histograms.draw(dict(zip(of_five, of_five, strict=True)), [], dict.fromkeys(of_five, "black"))
+    monkeypatch.setattr(comparison_curves, "MOST", 5)
+    whole = comparison_curves.draw_histograms(
+        dict(zip(of_five, of_five, strict=True)), [], dict.fromkeys(of_five, "black")
+    )
     assert whole is not None and whole.endswith("</svg>")
 
 

@@ -11,7 +11,7 @@ import flexfleet as ff
 from fl_engine.core.errors import ConfigError, DataError
 from fl_engine.core.text import at_home
 from flexfleet.config import flatten, load_config
-from flexfleet.experiments import storage
+from flexfleet.experiments import tune_storage
 from flexfleet.worker.mailbox import folder_of
 
 PATHS = {
@@ -77,7 +77,7 @@ def test_variables_with_tilde_name_the_home_folder(home: Path, monkeypatch: pyte
     monkeypatch.setenv("STATE_DIRECTORY", "~/state")
     monkeypatch.setenv("FLEXFLEET_TUNE_STORAGE", "sqlite:///~/study.db")
     assert folder_of("a") == home / "state"
-    assert storage.address(load_config(None)) == f"sqlite:///{home}/study.db"
+    assert tune_storage.address(load_config(None)) == f"sqlite:///{home}/study.db"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from fl_engine.storage.store import sha256
 from fl_engine.tasks import TASKS
 from fl_engine.training import user_code
 from flexfleet.config import parse_with_algorithm
-from flexfleet.experiments import suite as nightly
+from flexfleet.experiments import nightly_suite as nightly
 from flexfleet.files.artifacts import PoolFile
 from tests.harness.own_package import SETS, write
 

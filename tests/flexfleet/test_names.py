@@ -15,8 +15,8 @@ from flexfleet.config import Config
 from flexfleet.config.comparison_runs import entries
 from flexfleet.config.form import run_name
 from flexfleet.config.run_names import LONGEST, new_name, plain
-from flexfleet.experiments.regress import prepare
-from flexfleet.experiments.study import tune
+from flexfleet.experiments.nightly import prepare
+from flexfleet.experiments.tune import tune
 from flexfleet.files.artifacts import RunFile
 from flexfleet.files.run_folder import folder_lock
 from flexfleet.pipeline import federate

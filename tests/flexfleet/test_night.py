@@ -18,12 +18,12 @@ import fl_engine
 from components.gate import gate
 from fl_engine.core.errors import ConfigError, GateFailed, Stopped
 from flexfleet.config import form
-from flexfleet.experiments import graph, regress, whole
-from flexfleet.experiments.graph import PairsFile
-from flexfleet.experiments.night import Night, keep_commit
-from flexfleet.experiments.side_by_side import Command
-from flexfleet.experiments.suite import Figures, OfLabel
-from flexfleet.experiments.whole import RunsFailed
+from flexfleet.experiments import compare, comparison_tasks, nightly
+from flexfleet.experiments.compare import RunsFailed
+from flexfleet.experiments.comparison_tasks import PairsFile
+from flexfleet.experiments.executor import Command
+from flexfleet.experiments.nightly_run import Night, keep_commit
+from flexfleet.experiments.nightly_suite import NightFigures, OfLabel
 from flexfleet.files.run_folder import folder_lock
 from flexfleet.tracking import record
 from flexfleet.tracking.record import RUN_KEY
@@ -56,7 +56,7 @@ def night(request: pytest.FixtureRequest, tmp_path: Path, suite: Path) -> Nights
         where = [f"run.store={tmp_path}/volume"]
         if request.param == "remote":
             where = [f"run.store={tmp_path}/pod{next(pods)}", f"run.remote={tmp_path}/remote"]
-        return regress.prepare(str(suite), "n", ["tracking.mlflow=null", *where], update=True)
+        return nightly.prepare(str(suite), "n", ["tracking.mlflow=null", *where], update=True)
 
     return in_a_pod
 
@@ -71,12 +71,12 @@ def test_a_night_is_resumed_by_the_commit_that_began_it_alone(night: Nights, cod
     code("bbbb")
     before = files(tmp_path)
     with pytest.raises(ConfigError, match=OTHER):
-        regress.hand_over(night(), tmp_path / "shared", tmp_path / "pairs", "job")
+        nightly.hand_over(night(), tmp_path / "shared", tmp_path / "pairs", "job")
     with pytest.raises(ConfigError, match=OTHER):
-        regress.take_folder(asked := night(), resume=True)
+        nightly.take_folder(asked := night(), resume=True)
     assert files(tmp_path) == before, "what is refused leaves nothing"
     code("aaaa")
-    regress.take_folder(asked, resume=True)
+    nightly.take_folder(asked, resume=True)
 
 
 @pytest.mark.parametrize("stop", [Stopped, KeyboardInterrupt, RunsFailed])
@@ -93,14 +93,14 @@ def test_a_night_that_is_interrupted_names_its_own_id(
         return {job.name: 1 for job in jobs}
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(regress, "REFERENCE_SEEDS", ())
-    monkeypatch.setattr(whole, "side_by_side", interrupted)
+    monkeypatch.setattr(nightly, "REFERENCE_SEEDS", ())
+    monkeypatch.setattr(compare, "side_by_side", interrupted)
     with pytest.raises(stop) as found:
-        regress.update(regress.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True))
+        nightly.update(nightly.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True))
     assert "the same command with --id n --resume goes on" in str(found.value)
 
 
-@pytest.mark.parametrize("work", [regress.regress, regress.update])
+@pytest.mark.parametrize("work", [nightly.regress, nightly.update])
 def test_a_signal_while_a_night_is_judged_stops_it_and_says_how_to_go_on(
     suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[Night], object]
 ) -> None:
@@ -109,24 +109,24 @@ def test_a_signal_while_a_night_is_judged_stops_it_and_says_how_to_go_on(
         pytest.fail("it went on")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(regress, "REFERENCE_SEEDS", ())
-    monkeypatch.setattr(regress, "make", lambda *_: {})
-    monkeypatch.setattr(regress, "measure", killed)
+    monkeypatch.setattr(nightly, "REFERENCE_SEEDS", ())
+    monkeypatch.setattr(nightly, "make", lambda *_: {})
+    monkeypatch.setattr(nightly, "measure", killed)
     with pytest.raises(Stopped, match="stopped on request: the same command with --id n --resume goes on"):
-        work(regress.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True))
+        work(nightly.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True))
 
 
-@pytest.mark.parametrize("work", [regress.regress, regress.update])
+@pytest.mark.parametrize("work", [nightly.regress, nightly.update])
 def test_a_night_is_one_process_s_also_while_it_is_judged(
     suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[..., object]
 ) -> None:
     """Then no comparison of it is at work, whose folder would be locked: two would judge it, and promote it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(regress, "REFERENCE_SEEDS", ())
-    monkeypatch.setattr(regress, "begin", lambda *_: pytest.fail("MLflow is told of it"))
-    monkeypatch.setattr(regress, "make", lambda *_: pytest.fail("it begins"))
-    night = regress.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True)
-    regress.take_folder(night, resume=False)
+    monkeypatch.setattr(nightly, "REFERENCE_SEEDS", ())
+    monkeypatch.setattr(nightly, "begin", lambda *_: pytest.fail("MLflow is told of it"))
+    monkeypatch.setattr(nightly, "make", lambda *_: pytest.fail("it begins"))
+    night = nightly.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True)
+    nightly.take_folder(night, resume=False)
     with folder_lock(night.folder), pytest.raises(ConfigError, match="n is being run by another process"):
         work(night, resume=True)
 
@@ -138,7 +138,7 @@ def test_what_is_not_a_night_is_not_resumed_as_one(night: Nights, code: Code, tm
     night().store.put(kept, b"")
     before = files(tmp_path)
     with pytest.raises(ConfigError, match=rf"n belongs to something else, not to a night: it holds {kept}\. .* --id"):
-        regress.take_folder(night(), resume=True)
+        nightly.take_folder(night(), resume=True)
     with pytest.raises(ConfigError, match="belongs to something else"):
         keep_commit(night())
     assert files(tmp_path) == before, "what is refused leaves nothing"
@@ -167,11 +167,11 @@ def test_a_night_that_its_checks_refuse_is_not_begun(
 
     code("aaaa")
     with monkeypatch.context() as patch:
-        patch.setattr(graph, "check_all", refuse)
+        patch.setattr(comparison_tasks, "check_all", refuse)
         with pytest.raises(ConfigError, match="no such algorithm"):
-            regress.hand_over(night(), tmp_path / "shared", tmp_path / "pairs", "job")
+            nightly.hand_over(night(), tmp_path / "shared", tmp_path / "pairs", "job")
     code("bbbb")
-    regress.hand_over(night(), tmp_path / "shared", tmp_path / "pairs", "job")
+    nightly.hand_over(night(), tmp_path / "shared", tmp_path / "pairs", "job")
     assert PairsFile.read(tmp_path / "pairs").commit == "bbbb"
 
 
@@ -183,7 +183,7 @@ def test_a_night_with_more_runs_than_a_pipeline_can_gather_is_refused_before_it_
     count = sum(map(len, asked.runs.values()))
     monkeypatch.setattr(form, "MOST_RUNS", count - 1)
     with pytest.raises(ConfigError, match=rf"those of the suite .* are {count} runs, and a pipeline makes at most"):
-        regress.hand_over(asked, tmp_path / "shared", tmp_path / "pairs", "job")
+        nightly.hand_over(asked, tmp_path / "shared", tmp_path / "pairs", "job")
     assert not asked.folder.exists() and not (tmp_path / "shared").exists()
 
 
@@ -206,13 +206,13 @@ def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_the
 ) -> None:
     """One pod may get another image of the same name than the first task's."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(regress, "reference_of", lambda _: None)
+    monkeypatch.setattr(nightly, "reference_of", lambda _: None)
     code("aaaa")
-    asked = regress.prepare(str(suite), "n", ["tracking.mlflow=null"])
+    asked = nightly.prepare(str(suite), "n", ["tracking.mlflow=null"])
     path = tmp_path / "pairs"
-    (first, *_) = regress.hand_over(asked, tmp_path / "shared", path, "job")
+    (first, *_) = nightly.hand_over(asked, tmp_path / "shared", path, "job")
     pairs = PairsFile.read(path)
-    regress.check_pairs(asked, pairs)
+    nightly.check_pairs(asked, pairs)
 
     def judge(pairs: PairsFile) -> str:
         pairs.write(path)
@@ -225,7 +225,7 @@ def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_the
 
     code("bbbb")
     with pytest.raises(ConfigError, match=f"n-quick {OTHER}"):
-        graph.run_pair(pairs, first, tmp_path / "shared", tmp_path / "out", "job")
+        comparison_tasks.run_pair(pairs, first, tmp_path / "shared", tmp_path / "out", "job")
     assert not list((tmp_path / "runs").rglob("run.json")) and not (tmp_path / "out").exists()
     assert f"n {OTHER}" in judge(pairs)
     assert f"n {EARLIER}" in judge(pairs.model_copy(update={"commit": None})), (
@@ -233,11 +233,11 @@ def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_the
     )
 
 
-def figures_of(night: Night) -> Figures:
+def figures_of(night: Night) -> NightFigures:
     labels = {
         name: OfLabel(task=task, values={"full": (0.5, 0.6, 0.7)}, curve=()) for name, task in night.tasks.items()
     }
-    return Figures(suite=night.name, id="n", when="now", commit=None, machine={}, seeds=(0, 1, 2), labels=labels)
+    return NightFigures(suite=night.name, id="n", when="now", commit=None, machine={}, seeds=(0, 1, 2), labels=labels)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_prepare_refuses_what_the_reference_does_not_have(
     def prepared(cases: dict[str, str], seeds: list[int], update: bool = False) -> Night:
         asked = {case: {"algorithms": algorithms, "to": 0.2} for case, algorithms in cases.items()}
         suite.write_text(yaml.safe_dump({**tiny_suite, "cases": asked, "seeds": seeds}))
-        return regress.prepare(str(suite), "n", ["tracking.mlflow=null"], update)
+        return nightly.prepare(str(suite), "n", ["tracking.mlflow=null"], update)
 
     figures_of(prepared({"quick": "all_large,mine=flexfl"}, [0, 1, 2], update=True)).write(suite.with_suffix(".json"))
     with contextlib.nullcontext() if fine else pytest.raises(ConfigError):
@@ -278,14 +278,14 @@ def test_regress_fails_the_gate_if_a_run_diverged(
         return {job.name: 7 for job in jobs}
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(whole, "side_by_side", diverged)
+    monkeypatch.setattr(compare, "side_by_side", diverged)
     sets = [f"tracking.mlflow={mlflow_uri}", "publish.onnx=false"]
-    figures_of(regress.prepare(str(suite), "n", sets, update=True)).write(suite.with_suffix(".json"))
+    figures_of(nightly.prepare(str(suite), "n", sets, update=True)).write(suite.with_suffix(".json"))
     with pytest.raises(GateFailed):
-        regress.regress(regress.prepare(str(suite), "n", sets))
+        nightly.regress(nightly.prepare(str(suite), "n", sets))
     client = mlflow.MlflowClient(mlflow_uri)
     (experiment,) = client.search_experiments(filter_string="name = 'regression-tiny'")
     runs = client.search_runs([experiment.experiment_id])
     assert {run.info.status for run in runs} == {"FAILED"}
-    assert not any(regress.PASSED in run.data.tags for run in runs)
+    assert not any(nightly.PASSED in run.data.tags for run in runs)
     assert client.search_registered_models() == []

@@ -27,7 +27,7 @@ from flexfleet.config.form import (
     whole,
     write_config,
 )
-from flexfleet.experiments import study
+from flexfleet.experiments import tune
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.prepare import Resolved
 
@@ -289,10 +289,10 @@ def test_a_comparison_has_no_more_runs_than_a_pipeline_can_gather() -> None:
 def test_a_study_has_no_more_workers_than_a_pipeline_can_gather(tmp_path: Path) -> None:
     most = config_from({}, {"tune.workers": MOST_RUNS + 1})
     with pytest.raises(ConfigError, match=r"tune.workers is 81, and a pipeline has at most 80: "):
-        study.prepare(most, "a", tmp_path, "job")
+        tune.prepare(most, "a", tmp_path, "job")
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=r"set tune\.storage"):  # the next thing that is checked
-        study.prepare(config_from({}, {"tune.workers": MOST_RUNS}), "a", tmp_path, "job")
+        tune.prepare(config_from({}, {"tune.workers": MOST_RUNS}), "a", tmp_path, "job")
 
 
 @pytest.mark.parametrize(

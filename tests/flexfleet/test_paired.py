@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fl_engine.core.errors import ConfigError
 from flexfleet.api.paired import Paired, paired, seeds_for, smallest_p
-from flexfleet.experiments.paired import LEVEL, holm, t_quantile, two_sided
+from flexfleet.experiments.ranking import LEVEL, holm, t_quantile, two_sided
 
 PRINTED = {  # two-sided 5 % and 1 %: Student's t in any book's table
     1: (12.706, 63.657), 2: (4.303, 9.925), 3: (3.182, 5.841), 4: (2.776, 4.604), 5: (2.571, 4.032), 9: (2.262, 3.250),

@@ -21,7 +21,7 @@ from fl_engine.models import MODELS
 from flexfleet.cli import main as cli
 from flexfleet.config import Config, flatten, load_config
 from flexfleet.config.parameters import OWN_MODULE, Parameter, everything, found, in_use
-from flexfleet.experiments import suites
+from flexfleet.experiments import published_suites
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -169,7 +169,7 @@ def test_options_of_an_algorithm_of_ones_own(flexfleet: Any) -> None:
         ("models", set(MODELS)),
         ("datasets", set(DATASETS)),
         ("fleets", set(FLEETS)),
-        ("suites", {*suites.names(), "digits"}),
+        ("suites", {*published_suites.names(), "digits"}),
     ],
 )
 def test_lists(flexfleet: Any, what: str, names: set[str]) -> None:

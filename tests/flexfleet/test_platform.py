@@ -14,7 +14,7 @@ from fl_engine.core.errors import ConfigError, Unreachable
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config, comparison_runs, load_config
 from flexfleet.config.form import config_from, sets_of
-from flexfleet.experiments import regress, whole
+from flexfleet.experiments import compare, nightly
 from flexfleet.files.artifacts import RunFile
 from flexfleet.pipeline import publish
 from flexfleet.tracking import record as track
@@ -165,7 +165,7 @@ def test_a_first_task_that_is_tried_again_goes_on_with_the_mlflow_run_that_it_ha
     runs = comparison_runs.entries_for("flexfl,all_large", "0", ["tracking.mlflow=null"], lambda _: config, "c")
     begun = []
     for job in ("first", "first", "second"):
-        comparison = whole.begin(runs, "c", {"kfp.job_id": job})
+        comparison = compare.begin(runs, "c", {"kfp.job_id": job})
         assert comparison is not None
         begun.append(comparison.run_id)
         shutil.rmtree("runs/c")
@@ -189,26 +189,25 @@ def test_a_night_is_flat_below_the_pipeline(at: Platform, tiny_suite: dict[str, 
     import yaml
 
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_suite))
-    night = regress.prepare(str(tmp_path / "tiny.yaml"), "n", sets_of("", "runs", {}), update=True)
-    mlflow = regress.begin(night, {})
+    night = nightly.prepare(str(tmp_path / "tiny.yaml"), "n", sets_of("", "runs", {}), update=True)
+    mlflow = nightly.begin(night, {})
     assert mlflow is not None and (mlflow.experiment_id, mlflow.parent) == (at.experiment, at.pipeline)
     runs = next(iter(night.runs.values()))
-    ours = whole.begin(runs, "n-quick", {PARENT: mlflow.root})
+    ours = compare.begin(runs, "n-quick", {PARENT: mlflow.root})
     assert ours is not None and (ours.experiment_id, ours.parent) == (at.experiment, at.pipeline)
-    again = regress.begin(night, {}, mlflow.run_id), regress.begin(night, {})
+    again = nightly.begin(night, {}, mlflow.run_id), nightly.begin(night, {})
     assert {each.run_id for each in again if each} == {mlflow.run_id}
     assert len(at.ours()) == 2 and at.untouched()
     tried = []
     for job in ("a", "a", "b"):  # a first task in a new pod
         shutil.rmtree(night.folder)
-        begun = regress.begin(night, {"kfp.job_id": job})
+        begun = nightly.begin(night, {"kfp.job_id": job})
         tried.append(begun and begun.run_id)
     assert tried[0] == tried[1] != tried[2] and len(at.ours()) == 4
 
 
 def test_a_study_is_flat_below_the_pipeline(at: Platform) -> None:
-    from flexfleet.experiments.storage import open_study
-    from flexfleet.experiments.tracked import PARENT, parent, tags
+    from flexfleet.experiments.tune_storage import PARENT, open_study, parent, tags
 
     begun = open_study(form(), Path("runs/a"), "a")
     study = parent(form(), begun, {"kfp.job_id": "job"})
@@ -228,7 +227,7 @@ def test_the_token_of_a_comparison_lasts_and_one_of_an_earlier_version_is_its_ru
     sets = [s for s in quick if "algorithm.name" not in s]
     load: Callable[[list[str]], Config] = lambda given: load_config(None, [*sets, *given])  # noqa: E731
     runs = comparison_runs.entries_for("flexfl,all_large", "0", [f"run.store={tmp_path}"], load, "c")
-    here, stores = FolderStore(tmp_path / "c"), whole.stores_of(runs)
+    here, stores = FolderStore(tmp_path / "c"), compare.stores_of(runs)
     for entry, token in zip(runs, ("a", "b"), strict=True):
         file = RunFile(run_id=entry.name, token=token, config={}, numerics={}, pool_sha256="", partition_sha256="")
         file.write(tmp_path / "c" / entry.name / "run.json")
@@ -266,8 +265,8 @@ def test_a_token_of_another_night_is_no_verdict_on_this_one(at: Platform, tmp_pa
         file = RunFile(run_id=name, token=name, config={}, numerics={}, pool_sha256="", partition_sha256="")
         file.write(tmp_path / name / "run.json")
     one, both = ({("quick", name): tmp_path / name for name in names} for names in ("a", "ab"))
-    mlflow = track.tracker(form(), "n", {TOKEN: "t", regress.PASSED: "True", regress.JUDGED: regress._digest(one)})
+    mlflow = track.tracker(form(), "n", {TOKEN: "t", nightly.PASSED: "True", nightly.JUDGED: nightly._digest(one)})
     assert mlflow is not None
-    assert regress._judged(both, tmp_path / "out", mlflow) is None
+    assert nightly._judged(both, tmp_path / "out", mlflow) is None
     with pytest.raises(Exception, match=r"figures\.json"):  # it is asked for what it had been given
-        regress._judged(one, tmp_path / "out", mlflow)
+        nightly._judged(one, tmp_path / "out", mlflow)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flexfleet.reports import curves, plots
+from flexfleet.reports import figure, plots
 from flexfleet.reports.figure import use_font_cache
 from tests.harness.run_folders import FLEXFL, rows
 
@@ -60,13 +60,13 @@ def test_bands_of_many_algorithms_are_left_out_as_they_hide_each_other(drawn: li
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every figure that is drawn."""
     found: list[Any] = []
-    save = plots.figures.save
+    save = plots.heat_map.save
 
     def keep(figure: Any, *told: Any) -> None:
         save(figure, *told)
         found.append(figure)
 
-    monkeypatch.setattr(plots.figures, "save", keep)
+    monkeypatch.setattr(plots.heat_map, "save", keep)
     return found
 
 
@@ -108,11 +108,11 @@ def test_a_run_looks_as_in_the_legend_and_like_no_other(drawn: list[Any], points
     plots.learning_curves(series)
     plots.bytes_to_accuracy(series)
     plots.comparison([(f"run {i}", [], curve_of(n)) for i, n in enumerate(counts)])
-    for figure in drawn:
-        shown = [(h.get_color(), h.get_marker(), h.get_linewidth()) for h in figure.legends[0].legend_handles]
+    for each in drawn:
+        shown = [(h.get_color(), h.get_marker(), h.get_linewidth()) for h in each.legends[0].legend_handles]
         shown = shown[: len(counts)]
         assert len(set(shown)) == len(shown)
-        for axes in figure.axes:
+        for axes in each.axes:
             lines = [line for line in axes.get_lines() if len(line.get_xdata())]
             assert {(line.get_color(), line.get_marker()) for line in lines} == {
                 look[:2] for look, n in zip(shown, counts, strict=True) if n
@@ -123,14 +123,14 @@ def test_a_run_looks_as_in_the_legend_and_like_no_other(drawn: list[Any], points
 def test_a_long_curve_keeps_its_lowest_and_highest_points() -> None:
     x, y = list(range(10_000)), [math.sin(i / 900) for i in range(10_000)]
     y[1234], y[8765] = -9.0, 9.0
-    few, kept = curves.thinned(x, y)
-    assert len(few) <= curves.MOST_POINTS and list(few) == sorted(set(few))
+    few, kept = figure.thinned(x, y)
+    assert len(few) <= figure.MOST_POINTS and list(few) == sorted(set(few))
     assert [y[i] for i in few] == list(kept) and {-9.0, 9.0} <= set(kept)
-    assert max(b - a for a, b in itertools.pairwise(few)) < 2 * 10_000 // (curves.MOST_POINTS // 2)
-    _, low, high = curves.band(x, y, [v + 1 for v in y])
-    assert min(low) == -9.0 and max(high) == 10.0 and len(low) == len(high) == curves.MOST_POINTS // 2
-    short = x[: curves.MOST_POINTS]
-    assert curves.thinned(short, short)[0] is short and curves.band(short, short, short)[2] is short
+    assert max(b - a for a, b in itertools.pairwise(few)) < 2 * 10_000 // (figure.MOST_POINTS // 2)
+    _, low, high = figure.band(x, y, [v + 1 for v in y])
+    assert min(low) == -9.0 and max(high) == 10.0 and len(low) == len(high) == figure.MOST_POINTS // 2
+    short = x[: figure.MOST_POINTS]
+    assert figure.thinned(short, short)[0] is short and figure.band(short, short, short)[2] is short
 
 
 def test_the_page_of_ten_thousand_rounds_is_small() -> None:

@@ -13,7 +13,7 @@ import optuna
 import pytest
 
 from fl_engine.core.errors import ConfigError, Unreachable, UnreachableAddress
-from flexfleet.experiments import trials
+from flexfleet.experiments import tune_trials
 from flexfleet.tracking import server
 from flexfleet.tracking.trackers import MLflow
 from tests.harness import postgres
@@ -124,12 +124,14 @@ def test_what_a_study_logs_of_an_outage_shows_no_password(
     pg: Postgres, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
-    monkeypatch.setattr(trials, "BEAT_S", 0.01)
+    monkeypatch.setattr(tune_trials, "BEAT_S", 0.01)
     trial, told = opened(pg.url()).ask(), threading.Event()
-    monkeypatch.setattr(trials.log, "warning", lambda *said, warn=trials.log.warning: (warn(*said), told.set()))
+    monkeypatch.setattr(
+        tune_trials.log, "warning", lambda *said, warn=tune_trials.log.warning: (warn(*said), told.set())
+    )
     optuna.logging.enable_propagation()
     try:
-        with trials.beating(trial):
+        with tune_trials.beating(trial):
             pg.stop()
             assert told.wait(postgres.WAIT_S)
     finally:

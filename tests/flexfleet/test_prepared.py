@@ -17,7 +17,7 @@ from fl_engine.data.partition_files import TENSORS
 from fl_engine.storage import code
 from flexfleet.config import load_config
 from flexfleet.config.comparison_runs import Entry
-from flexfleet.experiments import graph
+from flexfleet.experiments import comparison_tasks
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import Apoz
 from flexfleet.pipeline import keys, labels, share
@@ -411,9 +411,9 @@ def test_a_comparison_searches_once(sets: list[str], tmp_path: Path) -> None:
     own = {"a": "training.lr=0.05", "b": "training.lr=0.01", "wide": "algorithm.candidates=[0.75]"}
     runs = [Entry(label, 0, load_config(None, [*sets, "rounds.stop=1", more])) for label, more in own.items()]
     inputs, path = {}, tmp_path / "pairs"
-    for number in graph.hand_over(graph.pairs_of(runs, "c", tmp_path / "shared"), None, path):
-        label = (file := graph.PairsFile.read(path)).pair(number).label
-        graph.run_pair(file, number, tmp_path / "shared", tmp_path / "out" / label, "")
+    for number in comparison_tasks.hand_over(comparison_tasks.pairs_of(runs, "c", tmp_path / "shared"), None, path):
+        label = (file := comparison_tasks.PairsFile.read(path)).pair(number).label
+        comparison_tasks.run_pair(file, number, tmp_path / "shared", tmp_path / "out" / label, "")
         inputs[label] = prepared.index(tmp_path / "out" / label / "pretrain")["searched:Search"].inputs
     (shared,) = (tmp_path / "shared" / "c").iterdir()
     assert prepared.index(shared / "pretrain")["searched:Search"].inputs == inputs["a"] == inputs["b"] != inputs["wide"]
@@ -422,8 +422,12 @@ def test_a_comparison_searches_once(sets: list[str], tmp_path: Path) -> None:
 def test_the_key_of_a_private_run_stays_in_its_store(quick: Sequence[str], tmp_path: Path) -> None:
     private = ["algorithm.aggregation={name: private, noise_multiplier: 0.1}", "rounds.norm_bound=null"]
     runs = [Entry("a", 0, load_config(None, [*quick, "algorithm.name=all_large", "rounds.stop=1", *private]))]
-    (number,) = graph.hand_over(graph.pairs_of(runs, "c", tmp_path / "shared"), None, tmp_path / "pairs")
-    graph.run_pair(graph.PairsFile.read(tmp_path / "pairs"), number, tmp_path / "shared", tmp_path / "out", "")
+    (number,) = comparison_tasks.hand_over(
+        comparison_tasks.pairs_of(runs, "c", tmp_path / "shared"), None, tmp_path / "pairs"
+    )
+    comparison_tasks.run_pair(
+        comparison_tasks.PairsFile.read(tmp_path / "pairs"), number, tmp_path / "shared", tmp_path / "out", ""
+    )
     assert (Path(runs[0].config.run.store) / runs[0].name / keys.IN_RUN).is_file()
     assert (tmp_path / "out/result.json").is_file()
     assert not (tmp_path / "out" / keys.IN_RUN).parent.exists()

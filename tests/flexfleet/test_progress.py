@@ -16,7 +16,7 @@ import pytest
 
 from fl_engine.training import numerics
 from flexfleet.api.progress import shown as shown_in_python
-from flexfleet.experiments import side_by_side
+from flexfleet.experiments import executor
 from flexfleet.files.progress import CLEAR, Live, counted_warnings, span
 from flexfleet.files.terminal import settle
 from flexfleet.tracking.console import Console, brief, told
@@ -198,9 +198,9 @@ def test_python_shows_lines_after_basic_config_too(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_by_one_says_which_run_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    jobs = [side_by_side.Command(n, "m", (), tmp_path / f"{n}.log", call=lambda: None) for n in ("a-s0", "b-s0")]
+    jobs = [executor.Command(n, "m", (), tmp_path / f"{n}.log", call=lambda: None) for n in ("a-s0", "b-s0")]
     with caplog.at_level(logging.INFO, "flexfleet"):
-        side_by_side.one_by_one(jobs)
+        executor.one_by_one(jobs)
     assert [line for line in caplog.messages if "begins" in line] == ["a-s0 begins (1 of 2)", "b-s0 begins (2 of 2)"]
 
 
@@ -208,9 +208,9 @@ def test_an_error_of_own_code_names_its_run(tmp_path: Path) -> None:
     def fail() -> None:
         raise ZeroDivisionError("of somebody's own")
 
-    job = side_by_side.Command("mine-s0", "m", (), tmp_path / "a.log", call=fail)
+    job = executor.Command("mine-s0", "m", (), tmp_path / "a.log", call=fail)
     with pytest.raises(ZeroDivisionError) as told:
-        side_by_side.one_by_one([job])
+        executor.one_by_one([job])
     assert told.value.__notes__ == ["in mine-s0 (1 of 1); what was made before it is kept"]
 
 
@@ -336,14 +336,14 @@ def test_a_run_counts_its_warnings(flexfleet: Any, quick: list[str], tmp_path: P
 
 # ------------------------------------------------------------------------------------------- side by side
 def test_runs_side_by_side_show_how_far_they_are(tmp_path: Path, terminal: Terminal) -> None:
-    jobs = [side_by_side.Command(name, "m", (), tmp_path / f"{name}.log") for name in ("a-s0", "b-s0", "c-s0")]
+    jobs = [executor.Command(name, "m", (), tmp_path / f"{name}.log") for name in ("a-s0", "b-s0", "c-s0")]
     jobs[0].log.write_text(
         "$ python -m m\n12:00:00 round 9/9  avg 99.0 %\n$ python -m m\n"
         "12:00:01 round 1/40  avg 11.5 % (M1 1.0, M2 2.0)  loss 1.0\n12:00:01 round 12/40  avg 81.3 % (M1 70.0)  loss\n"
     )
     jobs[1].log.write_text("$ python -m m\n12:00:00 round 3/40  full 0.512  loss 0.3\n")
     jobs[2].log.write_text("$ python -m m --rounds 5\n12:00:00 pretrain: 57 samples\n")
-    assert [side_by_side._progress(job) for job in jobs] == [
+    assert [executor._progress(job) for job in jobs] == [
         "a-s0 round 12/40 avg 81.3 %", "b-s0 round 3/40 full 0.512", "c-s0 begins"
     ]  # fmt: skip
 
@@ -354,8 +354,8 @@ def test_a_running_process_is_shown_live(tmp_path: Path, terminal: Terminal, mon
         "for i in range(1, 5):\n    print(f'12:00:00 round {i}/4  avg {i}.0 %', flush=True)\n    time.sleep(0.4)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    job = side_by_side.Command("x-s1", "slow_job", (), tmp_path / "x.log")
-    assert side_by_side.side_by_side([job], 1) == {"x-s1": 0}
+    job = executor.Command("x-s1", "slow_job", (), tmp_path / "x.log")
+    assert executor.side_by_side([job], 1) == {"x-s1": 0}
     shown = re.findall(r"0 of 1 done; x-s1 (?:begins|round \d/4 avg \d.0 %)", terminal.getvalue())
     assert 2 <= len(shown) <= 8 and any("round" in line for line in shown)
     *_, last, empty = seen(terminal)

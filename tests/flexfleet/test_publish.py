@@ -33,7 +33,7 @@ from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import tiny_pool
 from fl_engine.training.evaluation import weights_of
 from flexfleet.config import Config, load_config
-from flexfleet.experiments import regress, suite
+from flexfleet.experiments import nightly, nightly_suite
 from flexfleet.files.artifacts import EvaluationFile, PoolFile, Result
 from flexfleet.pipeline import publish
 from flexfleet.pipeline.check import check
@@ -70,7 +70,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, quick: tuple[str, ...]) -> Ran
 
 
 NAME = "digits-small_cnn-dirichlet-flexfl"
-DIGITS = suite.path_of("digits")
+DIGITS = nightly_suite.path_of("digits")
 
 
 # ------------------------------------------------------------------------------------------------- export
@@ -326,16 +326,16 @@ def asks(name: str, ran: Ran, out: Path) -> Any:
         return publish.promote(client, "f" * 32, ran.result.model_sha256)
     if name == "fetch":
         return dvc_runs.fetch_run(NOBODY, "f" * 32, out)
-    runs = suite.runs_of(suite.load(DIGITS), "digits", (0, 1, 2), [f"tracking.mlflow={NOBODY}"], "n")
-    night = regress.Night(DIGITS, suite.load(DIGITS), "n", runs)
+    runs = nightly_suite.runs_of(nightly_suite.load(DIGITS), "digits", (0, 1, 2), [f"tracking.mlflow={NOBODY}"], "n")
+    night = nightly.Night(DIGITS, nightly_suite.load(DIGITS), "n", runs)
     tracked: Any = SimpleNamespace(uri=NOBODY, client=client, run_id="f" * 32, experiment_id="1")
     if name == "passed":
-        return regress.passed_since(night, tracked)
+        return nightly.passed_since(night, tracked)
     if name == "judged":
-        return regress._judged({}, out, tracked)
+        return nightly._judged({}, out, tracked)
     verdict: Any = SimpleNamespace(passed=True)
     figures: Any = SimpleNamespace(labels={})
-    return regress._record(night, {}, out, verdict, tracked, figures)
+    return nightly._record(night, {}, out, verdict, tracked, figures)
 
 
 @pytest.mark.parametrize("forbidden", [False, True])
@@ -372,7 +372,7 @@ def test_a_server_that_does_not_answer_is_asked_again_later(
     """It is told as what a task tries again, and not as a bug or as a run that does not exist."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(publish, "_pyfunc", lambda *_: tmp_path)
-    monkeypatch.setattr(regress, "log_outcome", lambda *_: None)
+    monkeypatch.setattr(nightly, "log_outcome", lambda *_: None)
     with pytest.raises(Unreachable, match=f"MLflow at {NOBODY} does not "):
         asks(name, ran, tmp_path / "out")
 

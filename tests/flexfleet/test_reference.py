@@ -11,8 +11,8 @@ import pytest
 
 from flexfleet.config import flatten, load_config
 from flexfleet.config.comparison_runs import Entry
-from flexfleet.experiments.comparison import Comparison
-from flexfleet.experiments.reference import commands, read
+from flexfleet.experiments.central_reference import commands, read
+from flexfleet.experiments.comparison_file import ComparisonFile
 
 SETS = ("dataset.train_samples=300", "dataset.test_samples=100", "model.width=0.5", "tracking.mlflow=null")
 SHORT = ("central.epochs=2", "central.lr=0.05")
@@ -37,7 +37,7 @@ def test_it_is_a_row_of_the_tables(flexfleet: Any, trained: list[dict[str, Any]]
     words = ("compare", "--algorithms", "all_large", "--id", "both", "--central", "runs/c0", "runs/c1")
     done = flexfleet(*words, sets=[*SETS, *ROUNDS])
     assert done.code == 0, done.err
-    found = Comparison.read(Path("runs/both/comparison.json")).central
+    found = ComparisonFile.read(Path("runs/both/comparison.json")).central
     assert found is not None and found.seeds == (0, 1) and found.settings["central.epochs"] == 2
     a, b = (each["metrics"]["full"] for each in trained)
     assert found.full.mean == pytest.approx((a + b) / 2)

@@ -19,11 +19,11 @@ import yaml
 from fl_engine.core.errors import IntegrityError, Unreachable
 from fl_engine.rounds.run import Run
 from flexfleet.config import load_config
-from flexfleet.experiments import regress, suite
-from flexfleet.experiments.gate import PASSED, REFERENCE
-from flexfleet.experiments.pace import pace
-from flexfleet.experiments.regress import Verdict
-from flexfleet.experiments.suite import Figures
+from flexfleet.experiments import nightly, nightly_suite
+from flexfleet.experiments.nightly import Verdict
+from flexfleet.experiments.nightly_figures import pace
+from flexfleet.experiments.nightly_gate import PASSED, REFERENCE
+from flexfleet.experiments.nightly_suite import NightFigures
 from flexfleet.tracking.trackers import MLflow
 from tests.harness.warm import warm
 
@@ -88,7 +88,7 @@ class Place:
 def _other_work_on_the_machine_is_not_measured() -> Iterator[None]:
     """Pace is what this process computes, not what it waits for a core."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flexfleet.experiments.pace.time", SimpleNamespace(perf_counter=time.process_time))
+        patch.setattr("flexfleet.experiments.nightly_figures.time", SimpleNamespace(perf_counter=time.process_time))
         yield
 
 
@@ -115,8 +115,8 @@ def first(place: Place) -> Verdict:
     done = place.night(path, "base")
     assert done.code == 2 and "--update" in done.err
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flexfleet.experiments.regress.REFERENCE_SEEDS", (0, 1, 2))
-        patch.setattr("flexfleet.experiments.regress.REFERENCE_TURNS", 9)
+        patch.setattr("flexfleet.experiments.nightly.REFERENCE_SEEDS", (0, 1, 2))
+        patch.setattr("flexfleet.experiments.nightly.REFERENCE_TURNS", 9)
         done = place.night(path, "reference", "--update")
     assert done.code == 0, done.err
     done = place.night(path, "first", "--json")
@@ -152,7 +152,7 @@ def test_in_mlflow_a_night_has_its_runs_and_their_comparison_below_it(place: Pla
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is planted takes the place of FlexFL's code, of which a suite knows the name alone."""
-    monkeypatch.setattr("flexfleet.experiments.suite.labels_of", lambda algorithms: {})
+    monkeypatch.setattr("flexfleet.experiments.nightly_suite.labels_of", lambda algorithms: {})
 
 
 @pytest.mark.usefixtures("planted")
@@ -161,7 +161,7 @@ def test_what_costs_more_fails_the_night(
     place: Place, first: Verdict, kind: str, reasons: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "Sleeping":
-        monkeypatch.setattr("flexfleet.experiments.pace.time", time)
+        monkeypatch.setattr("flexfleet.experiments.nightly_figures.time", time)
     before = place.aliases("tiny-quick-flexfl")
     night = place.suite(f"{kind}/tiny", cases={"quick": {"algorithms": f"flexfl=planted:{kind}", "to": 0.9}})
     night.with_suffix(".json").write_text((place.folder / "tiny.json").read_text())
@@ -179,7 +179,7 @@ def test_what_costs_more_fails_the_night(
     assert mlflow.MlflowClient(tracking_uri=place.uri).get_run(str(verdict.mlflow_run_id)).info.status == "FAILED"
 
 
-DIGITS = suite.path_of("digits")
+DIGITS = nightly_suite.path_of("digits")
 
 
 @pytest.mark.usefixtures("warm_starts", "planted")
@@ -230,7 +230,7 @@ def test_a_night_that_fails_as_it_is_judged_says_how_it_goes_on(
     def gone(*_: Any) -> None:
         raise Unreachable("MLflow does not give the verdict")
 
-    monkeypatch.setattr(regress, "settle", gone)
+    monkeypatch.setattr(nightly, "settle", gone)
     done = place.night(place.folder / "tiny.yaml", "first", "--resume")
     assert done.code == 6 and done.err.rstrip().endswith("verdict: the same command with --id first --resume goes on")
 
@@ -266,7 +266,7 @@ def test_regress_ends_with_6_if_mlflow_lists_no_passed_runs(
     search = mlflow.MlflowClient.search_runs
 
     def refuse(self: Any, experiments: Any, filter_string: str = "", *given: Any, **more: Any) -> Any:
-        if regress.REFERENCE in filter_string:
+        if nightly.REFERENCE in filter_string:
             raise MlflowException("no answer", error_code=13)  # TEMPORARILY_UNAVAILABLE and the like
         return search(self, experiments, filter_string, *given, **more)
 
@@ -276,20 +276,20 @@ def test_regress_ends_with_6_if_mlflow_lists_no_passed_runs(
 
 
 @pytest.fixture
-def night(mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> regress.Night:
+def night(mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nightly.Night:
     """A nightly regression run of the suite digits, which trains nothing."""
     monkeypatch.chdir(tmp_path)  # MLflow puts artifacts under ./mlruns
     for ending in (".yaml", ".json"):
         (tmp_path / f"digits{ending}").write_text(DIGITS.with_suffix(ending).read_text())
-    asked = suite.load(DIGITS)
-    runs = suite.runs_of(asked, "digits", asked.seeds, [f"tracking.mlflow={mlflow_uri}"], "n")
-    return regress.Night(tmp_path / "digits.yaml", asked, "n", runs)
+    asked = nightly_suite.load(DIGITS)
+    runs = nightly_suite.runs_of(asked, "digits", asked.seeds, [f"tracking.mlflow={mlflow_uri}"], "n")
+    return nightly.Night(tmp_path / "digits.yaml", asked, "n", runs)
 
 
-FIGURES = Figures(suite="digits", id="n", when="now", commit=None, machine={}, seeds=(0, 1, 2), labels={})
+FIGURES = NightFigures(suite="digits", id="n", when="now", commit=None, machine={}, seeds=(0, 1, 2), labels={})
 
 
-def judged(night: regress.Night, name: str, passed: bool = True) -> MLflow:
+def judged(night: nightly.Night, name: str, passed: bool = True) -> MLflow:
     """The MLflow run of a nightly regression run that has a verdict."""
     uri = str(night.config.tracking.mlflow)
     tracked, out = MLflow(uri, "nights", name, {}), night.path.parent / name
@@ -300,11 +300,11 @@ def judged(night: regress.Night, name: str, passed: bool = True) -> MLflow:
     figures.write(out / "figures.json")
     verdict.write(out / "regression.json")
     (out / "regression.html").write_text("<html></html>")
-    regress._record(night, {}, out, verdict, tracked, figures)
+    nightly._record(night, {}, out, verdict, tracked, figures)
     return tracked
 
 
-def test_passed_since_gives_the_newest_of_this_reference(night: regress.Night, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passed_since_gives_the_newest_of_this_reference(night: nightly.Night, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = night.path.with_suffix(".json")
     own = MLflow(str(night.config.tracking.mlflow), "nights", "own", {})
     now = reference.read_text()
@@ -313,46 +313,46 @@ def test_passed_since_gives_the_newest_of_this_reference(night: regress.Night, m
     reference.write_text(now)
     for name, passed in (("a", True), ("b", True), ("bad", False), ("c", True)):
         judged(night, name, passed)
-    assert [figures.id for figures in regress.passed_since(night, own)] == ["c", "b", "a"]
-    monkeypatch.setattr(regress, "HISTORY", 2)
-    assert [figures.id for figures in regress.passed_since(night, own)] == ["c", "b"]
+    assert [figures.id for figures in nightly.passed_since(night, own)] == ["c", "b", "a"]
+    monkeypatch.setattr(nightly, "HISTORY", 2)
+    assert [figures.id for figures in nightly.passed_since(night, own)] == ["c", "b"]
 
 
-def test_damaged_earlier_figures_are_an_error(night: regress.Night, tmp_path: Path) -> None:
+def test_damaged_earlier_figures_are_an_error(night: nightly.Night, tmp_path: Path) -> None:
     uri = str(night.config.tracking.mlflow)
     before, own = judged(night, "before"), MLflow(uri, "nights", "own", {})
     mlflow.MlflowClient(uri).log_text(before.run_id, "{", "figures.json")
     with pytest.raises(IntegrityError) as told:
-        regress.passed_since(night, own)
+        nightly.passed_since(night, own)
     assert before.run_id in str(told.value)
     night.path.with_suffix(".json").write_text("{")
     with pytest.raises(IntegrityError) as told:
-        regress.reference_of(night)
+        nightly.reference_of(night)
     assert "digits.json" in str(told.value)
 
 
 def test_a_killed_publication_is_finished_by_the_same_verdict(
-    night: regress.Night, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    night: nightly.Night, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kill comes after the verdict, and the resumed run publishes without judging again."""
     tracked, published = judged(night, "n"), list[Path]()
-    monkeypatch.setattr(regress, "begin", lambda *_: tracked)
-    monkeypatch.setattr(regress, "measure", lambda *_: pytest.fail("it is judged again"))
-    monkeypatch.setattr(regress, "_publish", lambda night, folders, out, uri: published.append(out))
+    monkeypatch.setattr(nightly, "begin", lambda *_: tracked)
+    monkeypatch.setattr(nightly, "measure", lambda *_: pytest.fail("it is judged again"))
+    monkeypatch.setattr(nightly, "_publish", lambda night, folders, out, uri: published.append(out))
     (out := tmp_path / "resumed").mkdir()
-    assert regress.settle(night, {}, out).passed and published == [out]
+    assert nightly.settle(night, {}, out).passed and published == [out]
 
 
 @pytest.mark.parametrize("passed", [False, True])
 def test_settle_publishes_only_after_a_good_verdict(
-    night: regress.Night, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool
+    night: nightly.Night, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool
 ) -> None:
     """When the models are registered, MLflow has the verdict already, so a kill leaves no candidate without it."""
     uri, seen = str(night.config.tracking.mlflow), list[str]()
     tracked, verdict = MLflow(uri, "nights", "n", {}), None
 
     def publish(*_: Any) -> None:
-        seen.append(mlflow.MlflowClient(uri).get_run(tracked.run_id).data.tags[regress.PASSED])
+        seen.append(mlflow.MlflowClient(uri).get_run(tracked.run_id).data.tags[nightly.PASSED])
 
     def decide(*_: Any) -> Verdict:
         nonlocal verdict
@@ -362,11 +362,11 @@ def test_settle_publishes_only_after_a_good_verdict(
         (tmp_path / "regression.html").write_text("<html></html>")
         return verdict
 
-    monkeypatch.setattr(regress, "begin", lambda *_: tracked)
-    monkeypatch.setattr(regress, "measure", lambda *_: FIGURES)
-    monkeypatch.setattr(regress, "_verdict", decide)
-    monkeypatch.setattr(regress, "_publish", publish)
-    assert regress.settle(night, {}, tmp_path) == verdict
+    monkeypatch.setattr(nightly, "begin", lambda *_: tracked)
+    monkeypatch.setattr(nightly, "measure", lambda *_: FIGURES)
+    monkeypatch.setattr(nightly, "_verdict", decide)
+    monkeypatch.setattr(nightly, "_publish", publish)
+    assert nightly.settle(night, {}, tmp_path) == verdict
     assert seen == (["True"] if passed else [])
     status = mlflow.MlflowClient(uri).get_run(tracked.run_id).info.status
     assert status == ("FINISHED" if passed else "FAILED")
@@ -395,7 +395,7 @@ def test_pace_is_measured_on_the_plan_that_a_run_has(
         runs.append(Run(*given, **more))
         return runs[-1]
 
-    monkeypatch.setattr("flexfleet.experiments.pace.Run", seen)
+    monkeypatch.setattr("flexfleet.experiments.nightly_figures.Run", seen)
     assert len(pace(config, finished[0], 1)) == 1
     (run,) = runs
     wanted = (config.fleet.trace is not None, PRIVATE in sets, 1000)
@@ -403,7 +403,7 @@ def test_pace_is_measured_on_the_plan_that_a_run_has(
 
 
 def test_figures_have_what_was_measured(place: Place, first: Verdict) -> None:
-    found = Figures.read(place.folder / "runs" / "first" / "figures.json")
+    found = NightFigures.read(place.folder / "runs" / "first" / "figures.json")
     folders = [place.folder / "runs" / "first-quick" / f"flexfl-s{seed}" for seed in range(3)]
     runs = [json.loads((folder / "result.json").read_text()) for folder in folders]
     of = found.labels["quick/flexfl"]

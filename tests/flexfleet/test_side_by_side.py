@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import IntegrityError, Stopped
-from flexfleet.experiments import side_by_side
+from flexfleet.experiments import executor
 
 JOB = """
 import os, signal, sys, time
@@ -34,34 +34,34 @@ sys.exit(int(code))
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., side_by_side.Command]:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., executor.Command]:
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "one_job.py").write_text(JOB)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
 
-    def make(name: str, seconds: float = 0, code: Any = 0) -> side_by_side.Command:
-        return side_by_side.Command(name, "one_job", (name, str(seconds), str(code)), tmp_path / "logs" / f"{name}.log")
+    def make(name: str, seconds: float = 0, code: Any = 0) -> executor.Command:
+        return executor.Command(name, "one_job", (name, str(seconds), str(code)), tmp_path / "logs" / f"{name}.log")
 
     return make
 
 
 def test_jobs_end_with_their_own_codes_and_logs(job: Any) -> None:
     jobs = [job("a"), job("b", code=7), job("c", code=0)]
-    assert side_by_side.side_by_side(jobs, 2) == {"a": 0, "b": 7, "c": 0}
-    side_by_side.side_by_side(jobs[1:2], 1)
+    assert executor.side_by_side(jobs, 2) == {"a": 0, "b": 7, "c": 0}
+    executor.side_by_side(jobs[1:2], 1)
     log = jobs[1].log.read_text()
     assert log.count("$ python -m one_job b 0 7\n") == log.count("b begins 1") == 2, "a second attempt is added"
-    assert side_by_side.last_words(jobs[1].log) == "b says why"
+    assert executor.last_words(jobs[1].log) == "b says why"
     with open(jobs[1].log, "a") as file:
-        file.write(f"{side_by_side.BEGINS}again\nKilled")
-    assert side_by_side.last_words(jobs[1].log) == "Killed", "not what an earlier attempt said"
-    assert side_by_side.side_by_side([], 3) == {}
+        file.write(f"{executor.BEGINS}again\nKilled")
+    assert executor.last_words(jobs[1].log) == "Killed", "not what an earlier attempt said"
+    assert executor.side_by_side([], 3) == {}
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 9])
 def test_so_many_at_once_and_no_more(job: Any, at_once: int) -> None:
     jobs = [job(f"{i}", 0.5) for i in range(4)]
-    side_by_side.side_by_side(jobs, at_once)
+    executor.side_by_side(jobs, at_once)
     times = [[float(t) for t in re.findall(r"at ([\d.]+)", one.log.read_text())] for one in jobs]
     together = [sum(begin <= start < end for begin, end in times) for start, _ in times]
     assert max(together) == min(at_once, 4)
@@ -91,15 +91,15 @@ def test_a_signal_is_passed_on_and_nothing_else_starts(job: Any, number: signal.
     logs = [str(one.log) for one in jobs[:2]]
     killer = subprocess.Popen([sys.executable, "-c", watch, str(os.getpid()), str(int(number)), *logs])
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Stopped):
-        side_by_side.side_by_side(jobs, 2)
+        executor.side_by_side(jobs, 2)
     assert killer.wait() == 0
     assert not jobs[2].log.exists()
     assert signal.getsignal(number) == before, "the caller's again (ignored in a background shell)"
 
 
 # -------------------------------------------------------------------------------------------- in this process
-def calls(tmp_path: Path, **each: Callable[[], object]) -> list[side_by_side.Command]:
-    made = side_by_side.Command
+def calls(tmp_path: Path, **each: Callable[[], object]) -> list[executor.Command]:
+    made = executor.Command
     return [made(name, "some.module", ("--a", "b c"), tmp_path / f"{name}.log", call=c) for name, c in each.items()]
 
 
@@ -113,12 +113,12 @@ def fail(error: BaseException) -> Callable[[], object]:
 
 def test_one_by_one_a_failure_is_a_code_and_the_last_words_of_its_log(tmp_path: Path) -> None:
     done: list[int] = []
-    codes = side_by_side.one_by_one(calls(tmp_path, a=fail(IntegrityError("it is\ndamaged")), b=lambda: done.append(1)))
+    codes = executor.one_by_one(calls(tmp_path, a=fail(IntegrityError("it is\ndamaged")), b=lambda: done.append(1)))
     assert codes == {"a": IntegrityError.exit_code, "b": 0} and done == [1]
     lines = (tmp_path / "a.log").read_text().splitlines()
     assert lines[0] == "$ python -m some.module --a 'b c'"
     assert lines[1].endswith("begins") and lines[2] == "error: it is damaged"
-    assert side_by_side.last_words(tmp_path / "a.log") == "it is damaged"
+    assert executor.last_words(tmp_path / "a.log") == "it is damaged"
     assert "begins" not in (tmp_path / "b.log").read_text()
 
 
@@ -126,6 +126,6 @@ def test_one_by_one_a_failure_is_a_code_and_the_last_words_of_its_log(tmp_path: 
 def test_one_by_one_a_stop_and_an_error_of_own_code_come_through(tmp_path: Path, error: BaseException) -> None:
     done, before = list[int](), list(logging.getLogger("flexfleet").handlers)
     with pytest.raises(type(error)) as raised:
-        side_by_side.one_by_one(calls(tmp_path, a=fail(error), b=lambda: done.append(1)))
+        executor.one_by_one(calls(tmp_path, a=fail(error), b=lambda: done.append(1)))
     assert raised.value is error and done == []
     assert logging.getLogger("flexfleet").handlers == before

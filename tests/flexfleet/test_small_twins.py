@@ -14,14 +14,14 @@ import pytest
 
 from fl_engine.datasets import DATASETS, cifar10, cifar100, femnist, tiny_imagenet, widar
 from flexfleet.config import Config, flatten, load_config
-from flexfleet.experiments import suites
-from flexfleet.experiments.side_by_side import one_by_one
-from flexfleet.experiments.tabulate import escaped
-from flexfleet.experiments.whole import compare
+from flexfleet.experiments import published_suites
+from flexfleet.experiments.compare import run_comparison
+from flexfleet.experiments.comparison_report import escaped
+from flexfleet.experiments.executor import one_by_one
 from flexfleet.reports import report
 from tests.data import made, sensors
 
-SMALL = [name for name in suites.names() if name.endswith(suites.SMALL)]
+SMALL = [name for name in published_suites.names() if name.endswith(published_suites.SMALL)]
 AT_MOST = {
     "dataset.train_samples": 200,
     "dataset.test_samples": 40,
@@ -101,8 +101,10 @@ def smaller(config: Config) -> dict[str, Any]:
 
 
 def test_every_large_suite_of_flexfl_has_a_small_twin() -> None:
-    flexfl = {name for name in suites.names() if name.startswith("flexfl/")}
-    assert {name for name in flexfl if f"{name}{suites.SMALL}" not in flexfl} == {n for n in flexfl if n in SMALL}
+    flexfl = {name for name in published_suites.names() if name.startswith("flexfl/")}
+    assert {name for name in flexfl if f"{name}{published_suites.SMALL}" not in flexfl} == {
+        n for n in flexfl if n in SMALL
+    }
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -111,16 +113,16 @@ def test_a_small_twin_runs(name: str, root: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("FLEXFLEET_DATA", str(root))
     monkeypatch.setattr(report, "_page", lambda runs: "")  # of each run; what takes longest here, and has its own tests
     monkeypatch.setattr(sensors, "widar_lines", cache(sensors.widar_lines))
-    suite, read = suites.load(name), partial(load_config, None)
-    given = suites.entries_of(suite, None, "0", (), read, "twin")
+    suite, read = published_suites.load(name), partial(load_config, None)
+    given = published_suites.entries_of(suite, None, "0", (), read, "twin")
     for data in {entry.config.dataset.name for entry in given} & set(FILES):
         load, files = reader(data, root), ()
         monkeypatch.setitem(DATASETS, data, replace(DATASETS[data], load=load, files=files))
     sets = [f"{e.label}:{path}={'null' if v is None else v}" for e in given for path, v in smaller(e.config).items()]
     # To choose a strategy takes longer than to train so little.
     sets += ["rounds.stop=2", "run.strategy=single", "tracking.mlflow=null"]
-    runs = suites.entries_of(suite, None, "0", sets, read, "twin")
-    found = compare(runs, "twin", to=suite.to, carry_out=one_by_one)
+    runs = published_suites.entries_of(suite, None, "0", sets, read, "twin")
+    found = run_comparison(runs, "twin", to=suite.to, carry_out=one_by_one)
     assert set(found.results) == set(suite.made()) and found.rounds == 2
     table = Path("runs/twin/comparison.md").read_text()
     assert all(f"| {escaped(label)} |" in table for label in suite.made())

@@ -14,7 +14,7 @@ import pytest
 
 from flexfleet import load
 from flexfleet.config import load_config
-from flexfleet.experiments.whole import finished
+from flexfleet.experiments.compare import finished
 from flexfleet.files.artifacts import History
 from flexfleet.tracking.console import Console
 from flexfleet.tracking.record import card

@@ -16,9 +16,9 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.schedules import Cosine
 from flexfleet.config import flatten, load_config
 from flexfleet.config.comparison_runs import Entry
-from flexfleet.experiments import suites
-from flexfleet.experiments import whole as compare_module
-from flexfleet.experiments.comparison import Comparison
+from flexfleet.experiments import compare as compare_module
+from flexfleet.experiments import published_suites
+from flexfleet.experiments.comparison_file import ComparisonFile
 from flexfleet.files.artifacts import Result
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.prepare import Resolved
@@ -27,7 +27,7 @@ from tests.harness.comparisons import in_this_process
 
 Write = Callable[[str, str], str]
 
-FEDAIOT = [name for name in suites.names() if name.startswith("fedaiot/")]
+FEDAIOT = [name for name in published_suites.names() if name.startswith("fedaiot/")]
 BASE = """
 seeds: [0, 1]
 settings: {rounds.stop: 3, training.lr: 0.1}
@@ -48,7 +48,9 @@ def write(tmp_path: Path) -> Write:
 
 
 def runs(name: str, only: str | None = None, seeds: str | None = None, *sets: str) -> dict[str, Entry]:
-    found = suites.entries_of(suites.load(name), only, seeds, sets, partial(load_config, None), "id")
+    found = published_suites.entries_of(
+        published_suites.load(name), only, seeds, sets, partial(load_config, None), "id"
+    )
     return {entry.name: entry for entry in found}
 
 
@@ -63,25 +65,25 @@ def setting(entry: Entry, path: str) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- those that come
-@pytest.mark.parametrize("name", suites.names())
+@pytest.mark.parametrize("name", published_suites.names())
 def test_every_row_is_a_configuration(name: str) -> None:
-    suite, found = suites.load(name), all_runs(name)
+    suite, found = published_suites.load(name), all_runs(name)
     assert {entry.label for entry in found.values()} == set(suite.made()) and len(found) > 1
     assert {entry.seed for entry in found.values()} == {7} and suite.seeds
-    suites.central_of(suite, None, None, (), partial(load_config, None), "id")
+    published_suites.central_of(suite, None, None, (), partial(load_config, None), "id")
 
 
-@pytest.mark.parametrize("name", suites.names())
+@pytest.mark.parametrize("name", published_suites.names())
 def test_every_head_says_what_the_suite_is(name: str) -> None:
-    suite = suites.load(name)
+    suite = published_suites.load(name)
     assert suite.paper and suite.shows and suite.cost
-    if name.endswith(suites.SMALL):
-        assert suite.lacks and name.removesuffix(suites.SMALL) in suites.names()
+    if name.endswith(published_suites.SMALL):
+        assert suite.lacks and name.removesuffix(published_suites.SMALL) in published_suites.names()
 
 
 @pytest.mark.parametrize("name", FEDAIOT)
 def test_rows_of_fedaiot(name: str) -> None:
-    suite = suites.load(name)
+    suite = published_suites.load(name)
     assert suite.seeds == (0, 1, 2) and suite.central
     assert {"fedavg-low", "fedopt-low", "fedavg-high", "fedopt-high", "fedavg-30", "fp16"} <= set(suite.made())
 
@@ -216,8 +218,8 @@ def test_every_row_of_fedaiot_is_that_of_its_table(name: str) -> None:
 
 @pytest.mark.parametrize("name", FEDAIOT)
 def test_centralised_training_of_fedaiot(name: str) -> None:
-    suite = suites.load(name)
-    made = suites.central_of(suite, None, None, (), partial(load_config, None), "id")
+    suite = published_suites.load(name)
+    made = published_suites.central_of(suite, None, None, (), partial(load_config, None), "id")
     assert [entry.seed for entry in made] == [0, 1, 2]
     for entry in made:
         central = entry.config.central
@@ -260,13 +262,13 @@ def test_a_factors_name_drops_the_options_of_another(
 ) -> None:
     row = "rows: {a: {algorithm: heterofl}}"
     for text in (f"seeds: [0]\nsettings: {settings}\n{row}", f"seeds: [0]\n{row[:-2]}, {settings[1:-1]}}}}}"):
-        suite, over = suites.load(write("named", text)), [f"{path}.name={','.join(names)}"]
-        found = suites.entries_of(suite, None, None, [], partial(load_config, None), "id", over)
+        suite, over = published_suites.load(write("named", text)), [f"{path}.name={','.join(names)}"]
+        found = published_suites.entries_of(suite, None, None, [], partial(load_config, None), "id", over)
         assert [setting(each, f"{path}.name") for each in found] == list(names)
         assert [flatten(each.config).get(f"{path}.{option}") for each in found] == list(names.values())
         with pytest.raises(ConfigError, match="say it once"):
             given = [f"{path}={{name: {next(iter(names))}}}"]
-            suites.entries_of(suite, None, None, given, partial(load_config, None), "id", over)
+            published_suites.entries_of(suite, None, None, given, partial(load_config, None), "id", over)
 
 
 def test_the_command_line_picks_rows_and_changes_them(write: Write) -> None:
@@ -279,7 +281,7 @@ def test_like_several_of_which_later_ones_win(write: Write) -> None:
     base = write("base", f"paper: One\nshows: it\ncost: an hour\nto: [0.5]\n{BASE}")
     small = write("small", "seeds: [0]\nsettings: {rounds.stop: 2}\nrows: {large: {training.epochs: 1}}\n")
     name = write("own", f"like: [{base}, {small}]\nlacks: the rest\n")
-    found, suite = runs(name), suites.load(name)
+    found, suite = runs(name), published_suites.load(name)
     assert list(found) == ["large-s0", "flex-s0"]
     assert [setting(found[run], "rounds.stop") for run in ("large-s0", "flex-s0")] == [2, 2]
     assert [setting(found[run], "training.epochs") for run in ("large-s0", "flex-s0")] == [1, 5]
@@ -313,7 +315,7 @@ def test_what_is_set_for_all_replaces_what_rows_and_cases_say(write: Write) -> N
     assert {setting(entry, "partition.rule") for entry in found.values()} == {"natural"}
 
 
-@pytest.mark.parametrize("name", suites.names())
+@pytest.mark.parametrize("name", published_suites.names())
 def test_devices_are_those_of_this_machine(name: str) -> None:
     assert all("auto" not in entry.config.run.devices for entry in all_runs(name).values())
 
@@ -381,7 +383,7 @@ def test_a_suite_with_its_reference_in_one_table(
     argv = ("compare", "--suite", name, "--algorithms", "large,central", "--id", "one", "--jobs", "2", "--json")
     done = flexfleet(*argv, sets=sets)
     assert done.code == 0, done.err
-    found = Comparison.model_validate(done.json)
+    found = ComparisonFile.model_validate(done.json)
     assert found.labels == ("large",) and found.seeds == (0, 1) and found.central is not None
     last = [Result.read(Path(f"runs/one/central-s{seed}/result.json")).metrics["full"] for seed in (0, 1)]
     assert found.central.settings["central.epochs"] == 2 and found.central.full.mean == pytest.approx(sum(last) / 2)
@@ -395,8 +397,10 @@ def test_a_suite_with_its_reference_in_one_table(
 
 def test_the_reference_is_picked_like_a_row(write: Write) -> None:
     name = write("mine", f"central: true\n{BASE}")
-    suite, load = suites.load(name), partial(load_config, None)
-    picked = {only: suites.central_of(suite, only, "4", [], load, "id") for only in (None, "flex", "flex,central")}
+    suite, load = published_suites.load(name), partial(load_config, None)
+    picked = {
+        only: published_suites.central_of(suite, only, "4", [], load, "id") for only in (None, "flex", "flex,central")
+    }
     assert {only: [entry.name for entry in found] for only, found in picked.items()} == {
         None: ["central-s4"],
         "flex": [],
@@ -425,7 +429,7 @@ def test_the_list_of_suites(flexfleet: Any) -> None:
     done = flexfleet("compare", "--suites", "--json")
     assert done.code == 0, done.err
     found = {one["name"]: one for one in done.json["suites"]}
-    assert list(found) == suites.names() and all(
+    assert list(found) == published_suites.names() and all(
         one["paper"] and one["shows"] and one["cost"] for one in found.values()
     )
     assert {name for name in found if name.endswith("-small")} == {one["small"] for one in found.values()} - {None}
@@ -448,5 +452,5 @@ def test_the_accuracies_of_a_suite(
     argv = ("compare", "--suite", name, "--algorithms", "large", "--seeds", "0", "--json")
     done = flexfleet(*argv, "--id", "a", sets=sets)
     assert done.code == 0, done.err
-    found = Comparison.model_validate(done.json)
+    found = ComparisonFile.model_validate(done.json)
     assert [one.accuracy for one in found.results["large"].reached] == [0.05, 0.99]

@@ -18,7 +18,7 @@ from fl_engine.models.resnet import ResNet18
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.selection.capacity import level_of, round_size
 from flexfleet.config.comparison_runs import Entry
-from flexfleet.experiments import suites
+from flexfleet.experiments import published_suites
 from tests.flexfleet.test_suites import runs
 
 LARGE = ("table2", "table3", "table4", "figure4", "figure5", "figure6")
@@ -158,7 +158,7 @@ def test_figure_6_has_the_devices_of_table_5() -> None:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_small_twins_are_what_two_cores_finish(name: str) -> None:
-    large, small = suites.load(f"adaptivefl/{name}"), suites.load(f"adaptivefl/{name}-small")
+    large, small = published_suites.load(f"adaptivefl/{name}"), published_suites.load(f"adaptivefl/{name}-small")
     assert set(small.made()) <= set(large.made()) and small.seeds == (0,)
     for entry in rows(f"{name}-small").values():
         config = entry.config

@@ -17,11 +17,17 @@ from fl_engine.models.layers import Norm
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.selection.capacity import level_of, round_size
 from flexfleet.config.comparison_runs import Entry
-from flexfleet.experiments import suites
+from flexfleet.experiments import published_suites
 from tests.flexfleet.test_suites import runs
 
-LARGE = [name for name in suites.names() if name.startswith("fedrolex/") and not name.endswith(suites.SMALL)]
-SMALL = [name for name in suites.names() if name.startswith("fedrolex/") and name.endswith(suites.SMALL)]
+LARGE = [
+    name
+    for name in published_suites.names()
+    if name.startswith("fedrolex/") and not name.endswith(published_suites.SMALL)
+]
+SMALL = [
+    name for name in published_suites.names() if name.startswith("fedrolex/") and name.endswith(published_suites.SMALL)
+]
 FIVE = (0.0625, 0.125, 0.25, 0.5, 1.0)
 WINDOWS = ("fedrolex", "heterofl", "federated_dropout")
 BOUNDS = ("smallest", "largest")
@@ -62,7 +68,7 @@ def test_all_rows_train_on_equal_terms(name: str) -> None:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_what_tables_3_7_and_3_8_say_of_each_data_set(name: str) -> None:
-    assert suites.load(name).seeds == (0, 1, 2, 3, 4), "five seeds (section 3.3)"
+    assert published_suites.load(name).seeds == (0, 1, 2, 3, 4), "five seeds (section 3.3)"
     for entry in rows(name.removeprefix("fedrolex/")).values():
         config = entry.config
         t, partition = config.training, config.partition
@@ -194,7 +200,7 @@ def test_figure_3_6_has_overlaps_from_none_to_all_but_one_channel() -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_small_twins_are_what_two_cores_finish(name: str) -> None:
-    large, small = suites.load(name.removesuffix(suites.SMALL)), suites.load(name)
+    large, small = published_suites.load(name.removesuffix(published_suites.SMALL)), published_suites.load(name)
     assert set(small.made()) <= set(large.made()) and small.seeds == (0,)
     for label, entry in rows(name.removeprefix("fedrolex/")).items():
         config = entry.config

@@ -13,14 +13,20 @@ from fl_engine.selection import ResourceTable
 from flexfleet.config import flatten, load_config
 from flexfleet.config.comparison_runs import Entry
 from flexfleet.config.resolve import algorithm
-from flexfleet.experiments import suites
+from flexfleet.experiments import published_suites
 from flexfleet.pipeline.prepare import Resolved
 
-LARGE = [name for name in suites.names() if name.startswith("flexfl/") and not name.endswith(suites.SMALL)]
+LARGE = [
+    name
+    for name in published_suites.names()
+    if name.startswith("flexfl/") and not name.endswith(published_suites.SMALL)
+]
 
 
 def runs(name: str, only: str | None = None) -> dict[str, Entry]:
-    found = suites.entries_of(suites.load(f"flexfl/{name}"), only, "0", (), partial(load_config, None), "id")
+    found = published_suites.entries_of(
+        published_suites.load(f"flexfl/{name}"), only, "0", (), partial(load_config, None), "id"
+    )
     return {entry.label: entry for entry in found}
 
 
@@ -105,7 +111,7 @@ def test_tables_3_to_7() -> None:
 
 
 def test_table_10() -> None:
-    assert suites.load("flexfl/table10").to == (0.7, 0.75, 0.8, 0.85)
+    assert published_suites.load("flexfl/table10").to == (0.7, 0.75, 0.8, 0.85)
     assert set(runs("table10")) == {"flexfl", "no-kd", "scalefl", "heterofl", "all-large"}
 
 

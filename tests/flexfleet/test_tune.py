@@ -19,11 +19,11 @@ from fl_engine.core.errors import BadInput, ConfigError, Diverged, PartitionErro
 from fl_engine.testing.tiny import Memory
 from flexfleet.config import Config, load_config
 from flexfleet.config.form import write_config
-from flexfleet.experiments import outcome, runs, space, storage, tracked, trials
-from flexfleet.experiments import study as steps
-from flexfleet.experiments.conclude import _held_out, conclude
-from flexfleet.experiments.outcome import Tuned
-from flexfleet.experiments.study import tune
+from flexfleet.experiments import tune as steps
+from flexfleet.experiments import tune_report, tune_space, tune_storage, tune_trials, tune_worker
+from flexfleet.experiments.tune import tune
+from flexfleet.experiments.tune_conclusion import _held_out, conclude
+from flexfleet.experiments.tune_report import Tuned
 from flexfleet.files.artifacts import History, RunFile
 from flexfleet.pipeline import run as run_module
 from flexfleet.pipeline.prepare import Resolved
@@ -35,23 +35,23 @@ FEW = ("tune.trials=4", "tune.held_out=[7]", "rounds.stop=2", "algorithm.epsilon
 
 # ------------------------------------------------------------------------------------------------- pruning
 def test_a_trial_behind_the_others_is_pruned_at_that_round(tmp_path: Path) -> None:
-    study = storage.open_study(load_config(None, ("rounds.stop=8",)), tmp_path, "a")
+    study = tune_storage.open_study(load_config(None, ("rounds.stop=8",)), tmp_path, "a")
     for value in (0.8, 0.82, 0.84, 0.86, 0.88):
         trial = study.ask()
-        trials.Reporter(trial, "avg").metrics([(i, {"avg": value}) for i in range(1, 9)])
+        tune_trials.Reporter(trial, "avg").metrics([(i, {"avg": value}) for i in range(1, 9)])
         study.tell(trial, value)
-    slow = trials.Reporter(study.ask(), "avg")
+    slow = tune_trials.Reporter(study.ask(), "avg")
     trained = {"clients_trained": 1.0}
     slow.metrics([(1, {"avg": 0.1, **trained}), (2, {"full": 0.1})])  # a quarter of the rounds is for warming up
-    with pytest.raises(trials.Pruned, match="after round 4"):
+    with pytest.raises(tune_trials.Pruned, match="after round 4"):
         slow.metrics([(3, {}), (4, {"avg": 0.2})])
     with pytest.raises(Diverged):  # no update was merged: the trial is not only behind the others
-        trials.Reporter(study.ask(), "avg").metrics([(4, {"avg": 0.2})])
+        tune_trials.Reporter(study.ask(), "avg").metrics([(4, {"avg": 0.2})])
 
 
 def test_stopped_is_what_pruned_is() -> None:
     """The rounds then commit and tell the tracker as they do when they are stopped."""
-    assert issubclass(trials.Pruned, Stopped)
+    assert issubclass(tune_trials.Pruned, Stopped)
 
 
 # ------------------------------------------------------------------------------------------------- a study
@@ -69,7 +69,7 @@ def test_the_default_is_the_first_trial_and_the_best_is_no_worse(done: tuple[Tun
     assert sum(found.trials.values()) == 4
     assert found.default["algorithm.kd_weight"] == 10.0
     assert found.default_value is not None and found.best_value >= found.default_value
-    study = storage.open_study(config, folder, "a")
+    study = tune_storage.open_study(config, folder, "a")
     assert study.trials[0].params == pytest.approx(found.default)
     assert study.trials[found.best_trial].value == found.best_value
     assert all(v <= 0 for v in study.trials[found.best_trial].constraints.values())
@@ -134,8 +134,8 @@ def test_a_study_that_ends_early_does_not_run_for_ever_in_mlflow(
     monkeypatch.setattr(steps, name, end)
     with pytest.raises(type(error)):
         ends(config, folder, tmp_path)[name]()
-    study = storage.open_study(config, folder, "a")
-    run = mlflow.MlflowClient(config.tracking.mlflow).get_run(study.user_attrs[tracked.PARENT])
+    study = tune_storage.open_study(config, folder, "a")
+    run = mlflow.MlflowClient(config.tracking.mlflow).get_run(study.user_attrs[tune_storage.PARENT])
     assert run.info.status == status
 
 
@@ -150,8 +150,8 @@ def test_a_study_whose_mlflow_goes_away_as_its_run_begins_goes_on_in_that_run(
     config = config.model_copy(update={"tracking": tracking})
     with monkeypatch.context() as patch, pytest.raises(Unreachable):
         patch.setattr(mlflow.MlflowClient, "get_metric_history", gone)
-        steps._begin(config, tmp_path, storage.open_study(config, tmp_path, "a"), folder, {})
-    steps._begin(config, tmp_path, storage.open_study(config, tmp_path, "a"), folder, {})
+        steps._begin(config, tmp_path, tune_storage.open_study(config, tmp_path, "a"), folder, {})
+    steps._begin(config, tmp_path, tune_storage.open_study(config, tmp_path, "a"), folder, {})
     client = mlflow.MlflowClient(mlflow_uri)
     assert len(client.search_runs([e.experiment_id for e in client.search_experiments()])) == 1
 
@@ -166,7 +166,7 @@ def test_a_held_out_run_whose_mlflow_goes_away_at_its_end_is_ended_there_by_a_re
     folder = shutil.copytree(before, tmp_path / "a", ignore=shutil.ignore_patterns("held-out"))
     tracking = config.tracking.model_copy(update={"mlflow": mlflow_uri})
     config = config.model_copy(update={"tracking": tracking})
-    study = storage.open_study(config, folder, "a")
+    study = tune_storage.open_study(config, folder, "a")
     with monkeypatch.context() as patch, pytest.raises(Unreachable):
         patch.setattr(MLflow, "table", gone)
         patch.setattr(MLflow, "finish", gone)
@@ -185,20 +185,20 @@ def test_runs_of_trials_that_were_given_up_while_mlflow_was_away_are_ended_by_a_
 
     class Behind(Memory):
         def metrics(self, rows: Any) -> None:
-            raise trials.Pruned("pruned")
+            raise tune_trials.Pruned("pruned")
 
     _, before, config = done
     place = shutil.copytree(before.parent, tmp_path / "copy")
     tracking = config.tracking.model_copy(update={"mlflow": f"sqlite:///{place / 'mlflow.db'}"})
     run = config.run.model_copy(update={"store": str(place)})
     config = config.model_copy(update={"tracking": tracking, "run": run})
-    study, client = storage.open_study(config, place / "a", "a"), mlflow.MlflowClient(config.tracking.mlflow)
-    parent = client.get_run(study.user_attrs[tracked.PARENT])
-    with monkeypatch.context() as patch, pytest.raises(trials.Pruned):
+    study, client = tune_storage.open_study(config, place / "a", "a"), mlflow.MlflowClient(config.tracking.mlflow)
+    parent = client.get_run(study.user_attrs[tune_storage.PARENT])
+    with monkeypatch.context() as patch, pytest.raises(tune_trials.Pruned):
         patch.setattr(MLflow, "finish", gone)
         out = place / "a" / "trials" / "9-s0"
-        runs.prepare(resolved := runs.resolved(config, 0, out), place / "a", out)
-        runs.rounds(resolved, out, tracked.tags(study, trial="9"), Behind())
+        tune_worker.prepare(resolved := tune_worker.resolved(config, 0, out), place / "a", out)
+        tune_worker.rounds(resolved, out, tune_storage.tags(study, trial="9"), Behind())
 
     def running() -> list[Any]:
         return client.search_runs([parent.info.experiment_id], "attributes.status = 'RUNNING'")
@@ -215,19 +215,19 @@ def test_a_finished_study_has_nothing_left_to_do(done: tuple[Tuned, Path, Config
     with pytest.raises(ConfigError, match="exists already: go on with --resume"):
         tune(config, "a")
     assert tune(config, "a", resume=True) == found
-    assert len(storage.open_study(config, folder, "a").trials) == 4
+    assert len(tune_storage.open_study(config, folder, "a").trials) == 4
 
 
 def test_a_new_best_has_held_out_figures_of_its_own(
     done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More trials on a resume may find a better setting than the one that ran on the held-out seeds."""
-    monkeypatch.setattr(outcome.plots, "study", lambda *_, **__: [])
+    monkeypatch.setattr(tune_report.plots, "study", lambda *_, **__: [])
     _, before, config = done
     folder = shutil.copytree(before, tmp_path / "a")
     untracked = config.tracking.model_copy(update={"mlflow": None})
     config = config.model_copy(update={"tracking": untracked})
-    study = storage.open_study(config, folder, "a")
+    study = tune_storage.open_study(config, folder, "a")
     first, better = study.trials[0], {**study.trials[0].params, "algorithm.kd_weight": 0.5}
     study.add_trial(optuna.trial.create_trial(params=better, distributions=first.distributions, value=1.0))
     found = conclude(config, study, folder, folder)
@@ -243,12 +243,12 @@ def test_params_yaml_has_the_best_values_only_if_better(
     done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float | None, better: bool
 ) -> None:
     """The default, which is outside of this space, has a value or was pruned."""
-    monkeypatch.setattr(outcome.plots, "study", lambda *_, **__: [])
+    monkeypatch.setattr(tune_report.plots, "study", lambda *_, **__: [])
     sets = ("tune.space={training.lr: {low: 0.1, high: 1.0}}", "tune.held_out=[]", "tracking.mlflow=null")
     config = load_config(None, sets)
-    study = storage.open_study(config, tmp_path, "a")
+    study = tune_storage.open_study(config, tmp_path, "a")
     state = optuna.trial.TrialState.PRUNED if value is None else optuna.trial.TrialState.COMPLETE
-    study.add_trial(optuna.trial.create_trial(state=state, value=value, user_attrs={trials.DEFAULT: []}))
+    study.add_trial(optuna.trial.create_trial(state=state, value=value, user_attrs={tune_trials.DEFAULT: []}))
     space = {"training.lr": optuna.distributions.FloatDistribution(0.1, 1.0)}
     study.add_trial(optuna.trial.create_trial(params={"training.lr": 0.3}, distributions=space, value=0.6))
     found = conclude(config, study, tmp_path, done[1])
@@ -273,17 +273,17 @@ def test_trial_0_is_the_run_of_the_configuration(done: tuple[Tuned, Path, Config
 
 def test_results_of_other_values_are_not_taken(done: tuple[Tuned, Path, Config]) -> None:
     _, folder, config = done
-    changed = space.applied(config, {"algorithm.kd_weight": 0.5})
+    changed = tune_space.applied(config, {"algorithm.kd_weight": 0.5})
     said = r"held-out/default-s7 was started with another configuration \(algorithm\.kd_weight: .*choose another --id"
     with pytest.raises(ConfigError, match=said):
-        runs.rounds(runs.resolved(changed, 7), folder / "held-out" / "default-s7", {})
+        tune_worker.rounds(tune_worker.resolved(changed, 7), folder / "held-out" / "default-s7", {})
 
 
 def test_a_trial_that_goes_on_is_told_the_rounds_of_a_run_that_was_over(done: tuple[Tuned, Path, Config]) -> None:
     """Other trials are pruned by them."""
     tuned, folder, config = done
     seen = Memory()
-    value = runs.rounds(runs.resolved(config, 7), folder / "held-out" / "default-s7", {}, seen)
+    value = tune_worker.rounds(tune_worker.resolved(config, 7), folder / "held-out" / "default-s7", {}, seen)
     assert [*seen.rows] == [*range(1, config.rounds.stop + 1)]
     assert value == seen.rows[config.rounds.stop][tuned.metric] == tuned.held_out["default"][0]
 
@@ -296,7 +296,7 @@ def test_a_study_that_knows_nothing_of_its_trials_does_not_go_on(
     other = config.tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'other.db'}"})
     with pytest.raises(ConfigError, match=r"holds trials that the study in sqlite:.*other\.db does not know"):
         config = config.model_copy(update={"tune": other})
-        steps._begin(config, folder, storage.open_study(config, folder, "a"), folder, {})
+        steps._begin(config, folder, tune_storage.open_study(config, folder, "a"), folder, {})
 
 
 def test_a_killed_study_goes_on_and_workers_share_it(nursery: Any, quick: tuple[str, ...], tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_killed_study_goes_on_and_workers_share_it(nursery: Any, quick: tuple[
     states = [t.state.name for t in study.trials]
     assert states[0] == "FAIL" and "RUNNING" not in states
     (again,) = (t for t in study.trials[1:] if t.params == study.trials[0].params)
-    assert trials.runs_of(again) == 0 and not (tmp_path / f"runs/a/trials/{again.number}-s0").exists()
+    assert tune_trials.runs_of(again) == 0 and not (tmp_path / f"runs/a/trials/{again.number}-s0").exists()
     assert {row["status"] for row in runs_in(tmp_path / "runs/a")} == {"finished"}, "also the killed trial's run"
 
 
@@ -334,16 +334,16 @@ def test_held_out_seeds_are_of_the_data_of_the_trials(
     _, folder, config = done
     monkeypatch.setattr("fl_engine.data.partition_files.fingerprint", lambda data: "f" * 64)
     with pytest.raises(PartitionError, match=r"cut from other data .* give those data again, or begin anew"):
-        conclude(config, storage.open_study(config, folder, "a"), folder, folder)
+        conclude(config, tune_storage.open_study(config, folder, "a"), folder, folder)
 
 
 def test_a_study_without_a_trial_that_can_win_is_refused(done: tuple[Tuned, Path, Config], tmp_path: Path) -> None:
     _, folder, config = done
-    study = storage.open_study(config, tmp_path, "a")
-    over = optuna.trial.create_trial(value=0.9, user_attrs={trials.DEFAULT: []})
+    study = tune_storage.open_study(config, tmp_path, "a")
+    over = optuna.trial.create_trial(value=0.9, user_attrs={tune_trials.DEFAULT: []})
     over.set_constraint("size/weak", 1.0)
     study.add_trial(over)
-    why = {trials.INFEASIBLE: "sizes that cross"}
+    why = {tune_trials.INFEASIBLE: "sizes that cross"}
     study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.PRUNED, user_attrs=why))
     with pytest.raises(BadInput, match=r"sizes that cross"):
         conclude(config, study, tmp_path, folder)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flexfleet.config import Range
-from flexfleet.experiments.conclude import beats
-from flexfleet.experiments.outcome import Tuned, gained, markdown, page, told
+from flexfleet.experiments.tune_conclusion import beats
+from flexfleet.experiments.tune_report import Tuned, gained, markdown, page, told
 
 FOUND = Tuned(
     id="a", metric="avg", trials={"complete": 3, "pruned": 1, "infeasible": 0, "diverged": 2},

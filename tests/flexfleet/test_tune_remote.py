@@ -16,8 +16,8 @@ from fl_engine.training.numerics import describe
 from flexfleet import load
 from flexfleet.config import Config, load_config
 from flexfleet.config.form import write_config
-from flexfleet.experiments import runs, space, storage
-from flexfleet.experiments import study as steps
+from flexfleet.experiments import tune as steps
+from flexfleet.experiments import tune_space, tune_storage, tune_worker
 from flexfleet.files.artifacts import BareHistory, RunFile
 from flexfleet.kubeflow import task_end
 from flexfleet.pipeline import federate as federation
@@ -47,7 +47,7 @@ def pod(config: Config, tmp_path: Path) -> Callable[[], Any]:
         shutil.rmtree(tmp_path / "pod", ignore_errors=True)
         out = next(outs)
         task_end.patiently(lambda: steps.work_in_graph(tmp_path / "prepared", "s", 0, out, "job"))
-        return storage.open_study(config, out, "s", begun=True)
+        return tune_storage.open_study(config, out, "s", begun=True)
 
     return work
 
@@ -86,7 +86,7 @@ def test_a_study_that_draws_other_values_under_the_same_numbers_trains_them(
         return federate(*given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "federate", flaky)
+        patch.setattr(tune_worker, "federate", flaky)
         first = values(pod())
     assert (sorted(first), len(trained)) == ([0, 2, 3], 3)
     four = config.model_copy(update={"tune": config.tune.model_copy(update={"trials": 4})})
@@ -124,9 +124,9 @@ def test_of_runs_with_the_same_name_each_has_a_ledger_of_its_own(
     """On held-out seeds, in the last task, the best trial of two studies may have the same number."""
     out, scores = tmp_path / "pod" / "s" / "held-out" / "best-t2-s7", []
     for lr in (0.02, 0.1, 0.02):
-        run = runs.resolved(space.applied(config, {"training.lr": lr}), 7, out)
-        runs.prepare(run, tmp_path / "prepared", out)
-        scores.append(runs.rounds(run, out, {}))
+        run = tune_worker.resolved(tune_space.applied(config, {"training.lr": lr}), 7, out)
+        tune_worker.prepare(run, tmp_path / "prepared", out)
+        scores.append(tune_worker.rounds(run, out, {}))
         assert describe_run(out)["run_id"] == RunFile.read(out / "run.json").run_id, "the ledger has that name"
         with pytest.raises(ConfigError, match="is a run of the study s, and goes on with it alone"):
             load(out).resume(2)
@@ -138,12 +138,14 @@ def test_a_run_that_an_earlier_version_began_keeps_its_ledger(config: Config, tm
     """Its name there was that of its folder alone."""
     out = tmp_path / "pod" / "s" / "held-out" / "default-s7"
     begun, longer = (
-        runs.resolved(config.model_copy(update={"rounds": config.rounds.model_copy(update={"stop": stop})}), 7, out)
+        tune_worker.resolved(
+            config.model_copy(update={"rounds": config.rounds.model_copy(update={"stop": stop})}), 7, out
+        )
         for stop in (1, 2)
     )
-    runs.prepare(begun, tmp_path / "prepared", out)
+    tune_worker.prepare(begun, tmp_path / "prepared", out)
     federate(begun, out / "partition", out / "pool", out)
     (out / "history.json").unlink()  # as a kill within its rounds leaves it
-    runs.rounds(longer, out, {})
+    tune_worker.rounds(longer, out, {})
     assert len(BareHistory.read(out / "history.json").rounds) == 2
     assert ledgers(tmp_path, "held-out") == [RunFile.read(out / "run.json").run_id] == ["default-s7"]

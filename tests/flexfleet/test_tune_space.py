@@ -18,8 +18,8 @@ from fl_engine.core.types import FULL, Pool, PoolModel
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.testing.tiny import tiny_pool
 from flexfleet.config import Config, Range, load_config
-from flexfleet.experiments import outcome, space, storage, trials
-from flexfleet.experiments.study import tune
+from flexfleet.experiments import tune_report, tune_space, tune_storage, tune_trials
+from flexfleet.experiments.tune import tune
 from flexfleet.pipeline.partition import server_of
 from flexfleet.pipeline.prepare import Resolved
 
@@ -51,7 +51,7 @@ POOL: Pool = (member("M1", 0.3, 1.0), member("M2", 0.5, 1.21), member("M3", 1.0,
 
 
 def test_flexfl_is_searched_in_gamma_lambda_and_big_gamma_without_being_told() -> None:
-    found = space.space_of(Config(), POOL)
+    found = tune_space.space_of(Config(), POOL)
     assert list(found) == [
         "algorithm.gammas.0", "algorithm.gammas.1", "algorithm.kd_weight", "algorithm.adaptive_size"
     ]  # fmt: skip
@@ -64,22 +64,22 @@ def test_flexfl_is_searched_in_gamma_lambda_and_big_gamma_without_being_told() -
     assert (points.low, points.high, points.log) == (2.0, 20.0, False)
     expected = {"algorithm.gammas.0": 1.0, "algorithm.gammas.1": 1.21}
     expected |= {"algorithm.kd_weight": 10.0, "algorithm.adaptive_size": 10.0}
-    assert space.defaults(Config(), found, POOL) == expected
-    told = outcome.said(expected, space.symbols(Config(), found))
+    assert tune_space.defaults(Config(), found, POOL) == expected
+    told = tune_report.said(expected, tune_space.symbols(Config(), found))
     gamma = "\N{GREEK SMALL LETTER GAMMA}"
     assert told == f"{gamma} (gammas.0) 1, {gamma} (gammas.1) 1.21, λ (kd_weight) 10, Γ (adaptive_size) 10"
 
 
 def test_an_option_that_the_paper_has_no_symbol_for_has_its_name_alone() -> None:
     other = load_config(None, ("algorithm.name=scalefl",))
-    assert space.symbols(other, ["algorithm.kd_weight"]) == {}, "FlexFL's symbols are FlexFL's"
-    assert space.symbols(Config(), ["training.lr", "algorithm.temperature"]) == {}
+    assert tune_space.symbols(other, ["algorithm.kd_weight"]) == {}, "FlexFL's symbols are FlexFL's"
+    assert tune_space.symbols(Config(), ["training.lr", "algorithm.temperature"]) == {}
 
 
 def test_other_algorithms_have_to_be_told() -> None:
     config = load_config(None, ("algorithm.name=heterofl",))
     with pytest.raises(ConfigError, match=r"tune\.space is empty, and heterofl declares no search space"):
-        space.space_of(config, POOL)
+        tune_space.space_of(config, POOL)
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,16 @@ class Swept(HeteroFL):
 def test_an_algorithm_of_ones_own_declares_its_search_space() -> None:
     """`widths` is (0.5, 0.71, 1.0); `rate` is null, and the algorithm then makes 0.3 of a pool of three."""
     config = load_config(None, (f"algorithm.name={__name__}:Swept",))
-    found = space.space_of(config, POOL)
+    found = tune_space.space_of(config, POOL)
     assert found == {
         "algorithm.rate": Range(low=0.1, high=1.0, log=True), "algorithm.widths.0": Range(low=0.3, high=0.6),
         "algorithm.weighting": Range(choices=("examples", "uniform")),
     }  # fmt: skip
     weighting = {"algorithm.weighting": "examples"}
-    start = space.defaults(config, found, POOL)
+    start = tune_space.defaults(config, found, POOL)
     assert start == weighting | {"algorithm.rate": 0.3, "algorithm.widths.0": 0.5}
     given = load_config(None, (f"algorithm.name={__name__}:Swept", "algorithm.rate=0.7", "algorithm.widths=[0.2,1.0]"))
-    assert space.defaults(given, found, POOL) == weighting | {"algorithm.rate": 0.7}, "0.2 is not in the space"
+    assert tune_space.defaults(given, found, POOL) == weighting | {"algorithm.rate": 0.7}, "0.2 is not in the space"
 
 
 @dataclass(frozen=True)
@@ -121,21 +121,21 @@ def test_a_declared_range_that_is_none_is_said() -> None:
     config = load_config(None, (f"algorithm.name={__name__}:Halved",))
     said = r"tune\.space, algorithm\.widths\.0: low and high are whole numbers where whole is true, got \[0\.5"
     with pytest.raises(ConfigError, match=said):
-        space.space_of(config, POOL)
+        tune_space.space_of(config, POOL)
 
 
 def test_any_dotted_name_can_be_searched_and_defaults_outside_the_space_are_drawn() -> None:
     given = '{"training.lr": {low: 0.1, high: 1.0}, "algorithm.kd_weight": {choices: [0.0, 10.0]}}'
     config = load_config(None, (f"tune.space={given}",))
-    found = space.space_of(config, POOL)
-    assert space.defaults(config, found, POOL) == {"algorithm.kd_weight": 10.0}  # lr = 0.05 is none of them
+    found = tune_space.space_of(config, POOL)
+    assert tune_space.defaults(config, found, POOL) == {"algorithm.kd_weight": 10.0}  # lr = 0.05 is none of them
 
 
 def test_values_go_to_their_places_and_lists_are_whole() -> None:
-    found = space.applied(Config(), {"algorithm.gammas.1": 1.5, "algorithm.gammas.0": 0.9, "training.lr": 0.1})
+    found = tune_space.applied(Config(), {"algorithm.gammas.1": 1.5, "algorithm.gammas.0": 0.9, "training.lr": 0.1})
     assert (found.algorithm["gammas"], found.training.lr) == ([0.9, 1.5], 0.1)
     with pytest.raises(ConfigError, match=r"of algorithm\.gammas \[1\] are searched"):
-        space.applied(Config(), {"algorithm.gammas.1": 1.5})
+        tune_space.applied(Config(), {"algorithm.gammas.1": 1.5})
 
 
 @pytest.mark.parametrize(
@@ -185,9 +185,9 @@ def test_a_search_that_would_not_mean_anything_is_refused(
 
 def test_names_that_need_each_other_may_be_searched() -> None:
     given = "{algorithm.name: {choices: [flexfl, heterofl]}, algorithm.kd_weight: {low: 0, high: 1}}"
-    space.check_names(load_config(None, ("algorithm.name=heterofl", f"tune.space={given}")))
+    tune_space.check_names(load_config(None, ("algorithm.name=heterofl", f"tune.space={given}")))
     given = given.replace("[flexfl, heterofl]", "[heterofl, flexfl, all_large]")  # whatever the order of the choices
-    space.check_names(load_config(None, ("algorithm.name=heterofl", f"tune.space={given}")))
+    tune_space.check_names(load_config(None, ("algorithm.name=heterofl", f"tune.space={given}")))
 
 
 # ------------------------------------------------------------------------------------------------- the first trial
@@ -206,17 +206,17 @@ def test_the_first_trial_has_what_is_configured_and_what_is_switched_off_stays_o
 ) -> None:
     config, pool = flexfl(*sets)
     gammas = {f"algorithm.gammas.{i}": m.gamma for i, m in enumerate(m for m in pool if m.dispatched) if m.gamma}
-    found = space.space_of(config, pool)
+    found = tune_space.space_of(config, pool)
     assert len(gammas) == 2
     expected = gammas | {f"algorithm.{name}": value for name, value in searched.items()}
     assert list(found) == list(expected)
-    assert space.defaults(config, found, pool) == expected
+    assert tune_space.defaults(config, found, pool) == expected
 
 
 def test_the_full_model_alone_has_nothing_to_search() -> None:
     config, pool = flexfl("algorithm.targets=[100.0]")
     with pytest.raises(Exception, match="flexfl declares no search space of its own as it is configured: say what to"):
-        space.space_of(config, pool)
+        tune_space.space_of(config, pool)
 
 
 def test_the_log_names_configured_values_outside_the_space(
@@ -225,33 +225,33 @@ def test_the_log_names_configured_values_outside_the_space(
     given = "{training.lr: {low: 0.1, high: 1.0}, algorithm.kd_weight: {low: 1, high: 20}}"
     config = load_config(None, (f"tune.space={given}",))
     with caplog.at_level(logging.INFO):
-        assert space.defaults(config, config.tune.space, of_shares(1.0)) == {"algorithm.kd_weight": 10.0}
+        assert tune_space.defaults(config, config.tune.space, of_shares(1.0)) == {"algorithm.kd_weight": 10.0}
     (said,) = (r.getMessage() for r in caplog.records)
     assert said.endswith("training.lr (0.05)")
     caplog.clear()
     inside = load_config(None, (f"tune.space={given}", "training.lr=0.2"))
     with caplog.at_level(logging.INFO):
-        assert space.defaults(inside, inside.tune.space, of_shares(1.0)).keys() == inside.tune.space.keys()
+        assert tune_space.defaults(inside, inside.tune.space, of_shares(1.0)).keys() == inside.tune.space.keys()
     assert caplog.records == []
 
 
 # ------------------------------------------------------------------------------------------------- sizes
 def test_a_level_has_to_fit_its_tier() -> None:
     """Tiers of 35, 60 and 110 %. A device needs more than the size of a model, and no search shrinks the full one."""
-    assert space.excess(of_shares(0.3, 0.5, 1.0), Config(), FAMILY) == {
+    assert tune_space.excess(of_shares(0.3, 0.5, 1.0), Config(), FAMILY) == {
         "size/weak": pytest.approx(-5), "size/medium": pytest.approx(-10)
     }  # fmt: skip
-    assert space.excess(of_shares(0.3, 0.6, 0.9), Config(), FAMILY) == {
+    assert tune_space.excess(of_shares(0.3, 0.6, 0.9), Config(), FAMILY) == {
         "size/weak": pytest.approx(-5), "size/medium": pytest.approx(1e-9), "size/strong": pytest.approx(-20)
     }  # fmt: skip
     chosen = load_config(None, (tiers(small=35.0, middle=60.0, large=110.0),))
-    assert space.excess(of_shares(0.4, 1.0), chosen, FAMILY) == {"size/small": pytest.approx(5)}
+    assert tune_space.excess(of_shares(0.4, 1.0), chosen, FAMILY) == {"size/small": pytest.approx(5)}
 
 
 def test_a_tier_that_has_no_client_counts_too() -> None:
     """Two clients cannot be of three tiers."""
     few = load_config(None, ("partition.clients=2",))
-    assert space.excess(of_shares(0.3, 0.7, 1.0), few, FAMILY) == {
+    assert tune_space.excess(of_shares(0.3, 0.7, 1.0), few, FAMILY) == {
         "size/weak": pytest.approx(-5), "size/medium": pytest.approx(10)
     }  # fmt: skip
 
@@ -259,13 +259,13 @@ def test_a_tier_that_has_no_client_counts_too() -> None:
 def test_a_full_model_that_no_tier_holds_does_not_make_every_trial_impossible() -> None:
     """It is never sent: devices of exactly 100 % are sent the next smaller one."""
     config = load_config(None, (tiers(small=35.0, middle=60.0, large=100.0),))
-    assert space.excess(of_shares(0.3, 0.5, 1.0), config, FAMILY).keys() == {"size/small", "size/middle"}
+    assert tune_space.excess(of_shares(0.3, 0.5, 1.0), config, FAMILY).keys() == {"size/small", "size/middle"}
 
 
 def test_tiers_with_limits_hold_what_they_have_at_most() -> None:
     """AdaptiveFL's: 23.8 % on average and 32.7 at most, 47.6 and 56.5. FlexFL's models take 25 and 50 %."""
     config, pool = flexfl("fleet.tiers=adaptivefl")
-    found = space.excess(pool, config, FAMILY)
+    found = tune_space.excess(pool, config, FAMILY)
     assert found == {"size/weak": pytest.approx(-7.96, abs=0.5), "size/medium": pytest.approx(-6.25, abs=0.5)}
 
 
@@ -273,13 +273,13 @@ def test_tiers_with_limits_hold_what_they_have_at_most() -> None:
 def test_a_model_that_is_sent_alone_has_no_tier(algorithm: Any) -> None:
     pool = tiny_pool(algorithm, FAMILY)
     assert pool[0].share > 0.35, "the weak tier cannot hold it"
-    assert space.excess(pool, Config(), FAMILY) == {}
+    assert tune_space.excess(pool, Config(), FAMILY) == {}
 
 
 def test_a_tier_of_a_width_holds_what_that_takes_of_the_network() -> None:
     """1/16 of the small CNN on the digits takes more than 1/256 of its parameters."""
     config = load_config(None, ("algorithm.name=fedrolex", "fleet.tiers=real_world"))
-    found = space.excess(tiny_pool(FedRolex(widths=(1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.99)), FAMILY), config, FAMILY)
+    found = tune_space.excess(tiny_pool(FedRolex(widths=(1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.99)), FAMILY), config, FAMILY)
     assert len(found) == 5 and all(points < 0 for points in found.values())
 
 
@@ -305,25 +305,29 @@ def test_a_study_of_the_full_model_finds_a_best_also_without_proc(quick: tuple[s
     config = load_config(None, (*given, *sets, *more))
     found = tune(config, "a")
     assert found.trials["complete"] == 2 and found.default_value is not None
-    assert storage.open_study(config, tmp_path / "a", "a").trials[0].params == {"training.lr": config.training.lr}
+    assert tune_storage.open_study(config, tmp_path / "a", "a").trials[0].params == {"training.lr": config.training.lr}
 
 
 @pytest.mark.usefixtures("without_proc")
 def test_without_proc_a_worker_of_this_machine_is_known_by_its_beat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study, seen, clock = storage.open_study(Config(), tmp_path, "a"), dict[int, Any](), [0.0]
-    monkeypatch.setattr(trials.time, "monotonic", lambda: clock[0])
+    study, seen, clock = tune_storage.open_study(Config(), tmp_path, "a"), dict[int, Any](), [0.0]
+    monkeypatch.setattr(tune_trials.time, "monotonic", lambda: clock[0])
     mine, beating, silent = (study.ask() for _ in range(3))
     host = os.uname().nodename
-    for trial, worker in ((mine, trials.me()), (beating, f"{host}:1:of-another"), (silent, f"{host}:2:of-another")):
-        trial.set_user_attr(trials.WORKER, worker)
+    for trial, worker in (
+        (mine, tune_trials.me()),
+        (beating, f"{host}:1:of-another"),
+        (silent, f"{host}:2:of-another"),
+    ):
+        trial.set_user_attr(tune_trials.WORKER, worker)
         trial.suggest_float("training.lr", 0.1, 1.0)
-    assert trials.me() == f"{host}:{os.getpid()}:{trials.TOKEN}", "no process has the name of an earlier one"
+    assert tune_trials.me() == f"{host}:{os.getpid()}:{tune_trials.TOKEN}", "no process has the name of an earlier one"
     gone = []
     for i in range(3):
         for trial in (mine, beating):
-            trial.set_user_attr(trials.BEAT, i)
-        gone.append(trials.clear_stale(study, tmp_path, seen))
-        clock[0] += trials.SILENT_S / 2
+            trial.set_user_attr(tune_trials.BEAT, i)
+        gone.append(tune_trials.clear_stale(study, tmp_path, seen))
+        clock[0] += tune_trials.SILENT_S / 2
     assert gone == [[], [], [silent.number]]

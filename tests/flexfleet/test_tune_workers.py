@@ -29,12 +29,12 @@ from fl_engine.core.errors import (
 )
 from flexfleet.cli import main as cli
 from flexfleet.config import Config, load_config
-from flexfleet.experiments import outcome, runs, space, storage, trials, worker
-from flexfleet.experiments import study as steps
-from flexfleet.experiments.side_by_side import Command
-from flexfleet.experiments.study import tune
-from flexfleet.experiments.whole import RunsFailed
-from flexfleet.experiments.worker import work
+from flexfleet.experiments import tune as steps
+from flexfleet.experiments import tune_report, tune_space, tune_storage, tune_trials, tune_worker
+from flexfleet.experiments.compare import RunsFailed
+from flexfleet.experiments.executor import Command
+from flexfleet.experiments.tune import tune
+from flexfleet.experiments.tune_worker import work
 from flexfleet.files.signals import stop_on_signals, stopping_at_once
 from flexfleet.tracking.server import answering
 
@@ -44,14 +44,14 @@ def prepared(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -
     """A folder with partition and pool for the workers of a study of four trials, and its configuration."""
     folder = tmp_path_factory.mktemp("tune")
     config = load_config(None, (*quick, "tune.trials=4", "algorithm.epsilon=8", "tracking.mlflow=null"))
-    runs.prepare_default(config, folder)
+    tune_worker.prepare_default(config, folder)
     return folder, config
 
 
 def default(prepared: tuple[Path, Config]) -> dict[str, Any]:
     """What the first trial draws."""
     folder, config = prepared
-    return space.defaults(config, *runs.searched(config, folder))
+    return tune_space.defaults(config, *tune_worker.searched(config, folder))
 
 
 @pytest.fixture
@@ -61,17 +61,17 @@ def untrained(prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest
     def trial(config: Config, study: Any, trial: Any, ready: Any) -> float:
         return float(trial.params["algorithm.kd_weight"]) / 100
 
-    monkeypatch.setattr(worker, "_pools", lambda *_: [])
-    monkeypatch.setattr(worker, "_trial", trial)
-    monkeypatch.setattr(worker, "POLL_S", 0.02)
+    monkeypatch.setattr(tune_worker, "_pools", lambda *_: [])
+    monkeypatch.setattr(tune_worker, "_trial", trial)
+    monkeypatch.setattr(tune_worker, "POLL_S", 0.02)
     shared = prepared[1].tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'study.db'}"})
     config = prepared[1].model_copy(update={"tune": shared})
-    steps._begin(config, tmp_path, storage.open_study(config, tmp_path, "a"), prepared[0], {})
+    steps._begin(config, tmp_path, tune_storage.open_study(config, tmp_path, "a"), prepared[0], {})
     return config
 
 
 def drawn(config: Config, folder: Path) -> list[dict[str, Any]]:
-    return [t.params for t in storage.open_study(config, folder, "a").trials if t.state.name == "COMPLETE"]
+    return [t.params for t in tune_storage.open_study(config, folder, "a").trials if t.state.name == "COMPLETE"]
 
 
 def test_trials_are_those_of_all_workers_together(
@@ -84,12 +84,12 @@ def test_trials_are_those_of_all_workers_together(
 
 
 def test_of_two_workers_that_both_find_the_last_trial_missing_one_leaves_it(tmp_path: Path) -> None:
-    study = storage.open_study(Config(), tmp_path, "a")
+    study = tune_storage.open_study(Config(), tmp_path, "a")
     first, second, third = (study.ask() for _ in range(3))
-    assert [trials.surplus(study, t, 2) for t in (first, second, third)] == [False, False, True]
-    trials.drop(study, third)
-    trials.give_back(study, study.trials[0], died=False, goes_on=True)
-    assert not trials.surplus(study, study.ask(), 2), "one that ended early leaves its place to another"
+    assert [tune_trials.surplus(study, t, 2) for t in (first, second, third)] == [False, False, True]
+    tune_trials.drop(study, third)
+    tune_trials.give_back(study, study.trials[0], died=False, goes_on=True)
+    assert not tune_trials.surplus(study, study.ask(), 2), "one that ended early leaves its place to another"
 
 
 def test_a_worker_that_is_started_again_does_not_draw_the_same(
@@ -103,54 +103,54 @@ def test_a_worker_that_is_started_again_does_not_draw_the_same(
 
 
 def test_trials_of_a_worker_that_is_gone_are_tried_again(tmp_path: Path) -> None:
-    study = storage.open_study(Config(), tmp_path, "a")
+    study = tune_storage.open_study(Config(), tmp_path, "a")
     mine, gone, elsewhere = (study.ask() for _ in range(3))
-    for trial, held_by in ((mine, trials.me()), (gone, f"{os.uname().nodename}:1:0"), (elsewhere, "other:1:0")):
-        trial.set_user_attr(trials.WORKER, held_by)
+    for trial, held_by in ((mine, tune_trials.me()), (gone, f"{os.uname().nodename}:1:0"), (elsewhere, "other:1:0")):
+        trial.set_user_attr(tune_trials.WORKER, held_by)
         trial.suggest_float("training.lr", 0.1, 1.0)
-    assert trials.clear_stale(study, tmp_path) == [gone.number]
+    assert tune_trials.clear_stale(study, tmp_path) == [gone.number]
     again = study.ask()
     assert again.suggest_float("training.lr", 0.1, 1.0) == gone.params["training.lr"]
-    assert trials.runs_of(again) == gone.number, "and with its runs"
+    assert tune_trials.runs_of(again) == gone.number, "and with its runs"
 
 
 def test_a_worker_takes_up_the_trials_of_one_elsewhere_that_gives_no_sign(
     untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials, "SILENT_S", 0.2)
-    lost = storage.open_study(untrained, tmp_path, "a").ask()
-    lost.set_user_attr(trials.WORKER, "other:1:0")
+    monkeypatch.setattr(tune_trials, "SILENT_S", 0.2)
+    lost = tune_storage.open_study(untrained, tmp_path, "a").ask()
+    lost.set_user_attr(tune_trials.WORKER, "other:1:0")
     weight = lost.suggest_float("algorithm.kd_weight", 0.1, 100.0, log=True)
     mine = work(untrained, tmp_path, "a", 0, prepared[0])
     assert len(mine) == 4 and lost.number not in mine
-    again = [t for t in storage.open_study(untrained, tmp_path, "a").trials if trials.TRIED in t.user_attrs]
+    again = [t for t in tune_storage.open_study(untrained, tmp_path, "a").trials if tune_trials.TRIED in t.user_attrs]
     assert [t.params["algorithm.kd_weight"] for t in again] == [weight] and again[0].number in mine
-    assert trials.runs_of(again[0]) == again[0].number, "the silent one may still write into its own"
+    assert tune_trials.runs_of(again[0]) == again[0].number, "the silent one may still write into its own"
 
 
 def test_who_gives_signs_is_not_gone_and_silence_is_measured_by_ones_own_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study, seen, clock = storage.open_study(Config(), tmp_path, "a"), dict[int, Any](), [0.0]
-    monkeypatch.setattr(trials.time, "monotonic", lambda: clock[0])
+    study, seen, clock = tune_storage.open_study(Config(), tmp_path, "a"), dict[int, Any](), [0.0]
+    monkeypatch.setattr(tune_trials.time, "monotonic", lambda: clock[0])
     alive, silent = study.ask(), study.ask()
     for trial in (alive, silent):
-        trial.set_user_attr(trials.WORKER, "other:1:0")
+        trial.set_user_attr(tune_trials.WORKER, "other:1:0")
         trial.suggest_float("training.lr", 0.1, 1.0)
     gone = []
     for i in range(4):
-        alive.set_user_attr(trials.BEAT, i)
-        gone.append(trials.clear_stale(study, tmp_path, seen))
-        clock[0] += trials.SILENT_S / 2
+        alive.set_user_attr(tune_trials.BEAT, i)
+        gone.append(tune_trials.clear_stale(study, tmp_path, seen))
+        clock[0] += tune_trials.SILENT_S / 2
     assert gone == [[], [], [silent.number], []]
 
 
 def test_a_running_trial_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "BEAT_S", 0.01)
-    study = storage.open_study(Config(), tmp_path, "a")
+    monkeypatch.setattr(tune_trials, "BEAT_S", 0.01)
+    study = tune_storage.open_study(Config(), tmp_path, "a")
     trial, end = study.ask(), time.monotonic() + 10
-    with trials.beating(trial):
-        while study.trials[0].user_attrs.get(trials.BEAT, 0) < 3:
+    with tune_trials.beating(trial):
+        while study.trials[0].user_attrs.get(tune_trials.BEAT, 0) < 3:
             assert time.monotonic() < end
             time.sleep(0.01)
         study.tell(trial.number, state=optuna.trial.TrialState.FAIL)  # signs of what has ended are refused: no error
@@ -159,16 +159,16 @@ def test_a_running_trial_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest
 def test_values_that_no_worker_survives_are_left_and_only_one_worker_gives_them_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    study = storage.open_study(Config(), tmp_path, "a")
+    study = tune_storage.open_study(Config(), tmp_path, "a")
     study.enqueue_trial({"training.lr": 0.5})
-    for _ in range(trials.MOST_TRIED):
+    for _ in range(tune_trials.MOST_TRIED):
         trial = study.ask()  # ended before it took its values
-        assert trials.give_back(study, study.trials[trial.number], died=True, goes_on=True)
-        assert not trials.give_back(study, study.trials[trial.number], died=True, goes_on=True)
+        assert tune_trials.give_back(study, study.trials[trial.number], died=True, goes_on=True)
+        assert not tune_trials.give_back(study, study.trials[trial.number], died=True, goes_on=True)
     states = [t.state.name for t in study.trials]
-    assert states == ["FAIL"] * trials.MOST_TRIED
+    assert states == ["FAIL"] * tune_trials.MOST_TRIED
     assert "4 workers have died on these values, which are not tried again: {'training.lr': 0.5}" in caplog.text
-    assert [t.system_attrs["fixed_params"] for t in study.trials] == [{"training.lr": 0.5}] * trials.MOST_TRIED
+    assert [t.system_attrs["fixed_params"] for t in study.trials] == [{"training.lr": 0.5}] * tune_trials.MOST_TRIED
 
 
 def test_a_worker_whose_trial_was_given_to_another_goes_on_with_the_next(
@@ -178,12 +178,12 @@ def test_a_worker_whose_trial_was_given_to_another_goes_on_with_the_next(
 
     def silent(config: Config, study: Any, trial: Any, ready: Any) -> float:
         if trial.number in (0, 1):
-            trials.give_back(study, study.trials[trial.number], died=True, goes_on=False)
+            tune_trials.give_back(study, study.trials[trial.number], died=True, goes_on=False)
         if trial.number == 0:
-            trials.Reporter(trial, "avg").metrics([(1, {"avg": 0.5})])
+            tune_trials.Reporter(trial, "avg").metrics([(1, {"avg": 0.5})])
         return 0.5
 
-    monkeypatch.setattr(worker, "_trial", silent)
+    monkeypatch.setattr(tune_worker, "_trial", silent)
     mine = work(untrained, tmp_path, "a", 0, prepared[0])
     assert len(mine) == 4 and not {0, 1} & set(mine)
     assert len(drawn(untrained, tmp_path)) == 4
@@ -196,7 +196,7 @@ def test_a_trial_that_ends_its_worker_is_tried_again(
         raise OSError("no space left")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-        patch.setattr(worker, "_trial", broken)
+        patch.setattr(tune_worker, "_trial", broken)
         work(untrained, tmp_path, "a", 0, prepared[0])
     assert work(untrained, tmp_path, "a", 0, prepared[0]) == [1, 2, 3, 4]
     assert drawn(untrained, tmp_path)[0] == pytest.approx(default(prepared))
@@ -205,7 +205,7 @@ def test_a_trial_that_ends_its_worker_is_tried_again(
 def test_values_are_not_left_for_a_server_that_is_gone_or_refuses_a_full_disk_or_a_stop(
     untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials, "MOST_TRIED", 1)
+    monkeypatch.setattr(tune_trials, "MOST_TRIED", 1)
     told = EnvironmentFailure("the store: no space left")
     told.__cause__ = full = OSError(errno.ENOSPC, "no space left")
     for error in (Unreachable("S3 is gone"), full, told, MlflowException("the run is deleted"), Stopped("asked to")):
@@ -215,7 +215,7 @@ def test_values_are_not_left_for_a_server_that_is_gone_or_refuses_a_full_disk_or
                 raise error
 
         with monkeypatch.context() as patch, pytest.raises(Exception, match=re.escape(str(error))):
-            patch.setattr(worker, "_trial", broken)
+            patch.setattr(tune_worker, "_trial", broken)
             work(untrained, tmp_path, "a", 0, prepared[0])
     one = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"trials": 1})})
     work(one, tmp_path, "a", 0, prepared[0])
@@ -242,27 +242,27 @@ def test_what_may_be_the_fault_of_values_counts_and_what_may_be_that_of_runs_beg
     def broken(*_: Any) -> float:
         raise error
 
-    monkeypatch.setattr(worker, "_trial", broken)
+    monkeypatch.setattr(tune_worker, "_trial", broken)
     with pytest.raises(type(error)):
         work(untrained, tmp_path, "a", 0, prepared[0])
-    again = storage.open_study(untrained, tmp_path, "a").trials[1]
-    assert (again.user_attrs[trials.TRIED], trials.runs_of(again)) == (counts, 0 if goes_on else 1)
+    again = tune_storage.open_study(untrained, tmp_path, "a").trials[1]
+    assert (again.user_attrs[tune_trials.TRIED], tune_trials.runs_of(again)) == (counts, 0 if goes_on else 1)
 
 
 @pytest.fixture
 def begun(untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Continues the study `a` of `untrained`, whose next trial does what the test says while it is prepared."""
     shutil.copytree(prepared[0] / "default", tmp_path / "a" / "default")
-    monkeypatch.setattr(runs, "prepare_default", lambda *_: None)
+    monkeypatch.setattr(tune_worker, "prepare_default", lambda *_: None)
     monkeypatch.setattr(steps, "_examine", lambda *_: None)
     config = untrained.model_copy(update={"run": untrained.run.model_copy(update={"store": str(tmp_path)})})
 
     def go_on(prepares: Callable[..., Any]) -> Any:
-        monkeypatch.setattr(worker, "_pools", prepares)
+        monkeypatch.setattr(tune_worker, "_pools", prepares)
         try:
             tune(config, "a", resume=True)
         finally:
-            begun.append(storage.open_study(config, tmp_path, "a").trials[-1])
+            begun.append(tune_storage.open_study(config, tmp_path, "a").trials[-1])
 
     begun = list[Any]()
     return go_on, begun
@@ -285,7 +285,7 @@ def test_a_study_that_is_stopped_while_a_trial_is_prepared_says_how_it_goes_on(b
         assert signal.getsignal(number) is nobody
     finally:
         signal.signal(number, before)
-    assert (left[0].state.name, left[0].user_attrs[trials.TRIED]) == ("WAITING", 0)
+    assert (left[0].state.name, left[0].user_attrs[tune_trials.TRIED]) == ("WAITING", 0)
 
 
 @pytest.mark.parametrize("told", ["", ". What was committed stays: mend the cause, then go on with --resume"])
@@ -328,9 +328,9 @@ def test_a_trial_whose_training_on_the_server_diverges_is_an_outcome(
             raise Diverged("training on the server diverged")
         return 0.5
 
-    monkeypatch.setattr(worker, "_trial", first_diverges)
+    monkeypatch.setattr(tune_worker, "_trial", first_diverges)
     assert work(untrained, tmp_path, "a", 0, prepared[0]) == [0, 1, 2, 3]
-    first, *others = (outcome.tried(t) for t in storage.open_study(untrained, tmp_path, "a").trials)
+    first, *others = (tune_report.tried(t) for t in tune_storage.open_study(untrained, tmp_path, "a").trials)
     assert (first.outcome, first.value, first.why) == ("diverged", None, "training on the server diverged")
     assert {each.outcome for each in others} == {"complete"}
 
@@ -341,22 +341,22 @@ def test_what_is_wrong_with_a_run_is_no_property_of_its_values(
     def busy(*_: Any) -> float:
         raise ConfigError("is being run by another process")
 
-    monkeypatch.setattr(worker, "_trial", busy)
+    monkeypatch.setattr(tune_worker, "_trial", busy)
     with pytest.raises(ConfigError, match="another process"):
         work(untrained, tmp_path, "a", 0, prepared[0])
-    assert not any("infeasible" in t.user_attrs for t in storage.open_study(untrained, tmp_path, "a").trials)
+    assert not any("infeasible" in t.user_attrs for t in tune_storage.open_study(untrained, tmp_path, "a").trials)
 
 
 def test_a_waiting_trial_is_given_to_one_worker_alone(tmp_path: Path) -> None:
     """SQLite locks no row: of four workers that asked at once, two got the same trial."""
     config = Config(tune={"storage": f"sqlite:///{tmp_path / 'study.db'}"})
-    study, many = storage.open_study(config, tmp_path, "a"), 40
+    study, many = tune_storage.open_study(config, tmp_path, "a"), 40
     for i in range(many):
         study.enqueue_trial({"x": i})
-    workers, given = [storage.open_study(config, tmp_path, "a", begun=True) for _ in range(4)], list[int]()
+    workers, given = [tune_storage.open_study(config, tmp_path, "a", begun=True) for _ in range(4)], list[int]()
 
     def ask(worker: Any) -> None:
-        given.extend(worker.ask().number for _ in range(many // 4))
+        given.extend(tune_worker.ask().number for _ in range(many // 4))
 
     threads = [Thread(target=ask, args=(worker,)) for worker in workers]
     for thread in threads:
@@ -385,15 +385,15 @@ def test_a_data_base_that_does_not_answer_is_waited_for(
         return 0.5
 
     with monkeypatch.context() as patch, pytest.raises(Unreachable, match=r"study's database \(sqlite.* not answer: "):
-        patch.setattr(worker, "_trial", cut_off)
-        with storage.answering(untrained):
+        patch.setattr(tune_worker, "_trial", cut_off)
+        with tune_storage.answering(untrained):
             work(untrained, tmp_path, "a", 0, prepared[0])
-    with pytest.raises(Unreachable), storage.answering(untrained):
+    with pytest.raises(Unreachable), tune_storage.answering(untrained):
         work(untrained, tmp_path, "a", 0, prepared[0])
     here.rmdir()
     away.rename(here)
-    monkeypatch.setattr(trials, "SILENT_S", 0.2)
-    with storage.answering(untrained):
+    monkeypatch.setattr(tune_trials, "SILENT_S", 0.2)
+    with tune_storage.answering(untrained):
         assert work(untrained, tmp_path, "a", 0, prepared[0]) == [1, 2, 3, 4]
 
 
@@ -411,12 +411,12 @@ def test_the_command_line_has_as_many_workers_as_the_parameter_says(
 
     monkeypatch.setattr(steps, "side_by_side", side_by_side)
     three = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"workers": 3})})
-    steps._work_all(three, tmp_path, storage.open_study(three, tmp_path, "a"))
+    steps._work_all(three, tmp_path, tune_storage.open_study(three, tmp_path, "a"))
     assert [job.argv[-2:] for job in started] == [("--worker", "0"), ("--worker", "1"), ("--worker", "2")]
     more = three.model_copy(update={"tune": three.tune.model_copy(update={"trials": 9})})
     (tmp_path / "worker0.log").write_text("\n$ a\nerror: no space left\n")
     with pytest.raises(RunsFailed, match="workers ended before the study was done: worker0") as failed:
-        steps._work_all(more, tmp_path, storage.open_study(more, tmp_path, "a"))
+        steps._work_all(more, tmp_path, tune_storage.open_study(more, tmp_path, "a"))
     assert failed.value.exit_code == 137
 
 
@@ -452,7 +452,7 @@ def test_a_database_that_cannot_be_used_is_told_before_anything_trains(
     config = Config(
         run={"store": str(tmp_path / "runs")}, tune={"storage": f"sqlite:///{tmp_path / 'file' / 'study.db'}"}
     )
-    for module, name in ((runs, "prepare_default"), (steps, "share")):
+    for module, name in ((tune_worker, "prepare_default"), (steps, "share")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("it trains"))
     with pytest.raises(ConfigError, match=r"tune\.storage = sqlite:.* cannot be used: .*unable to open database file"):
         steps.tune(config, "a") if where == "here" else steps.prepare(config, "a", tmp_path / "out", "job")

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import ConfigError, Stopped, UnreachableAddress
-from flexfleet.experiments import regress, webhook
-from flexfleet.experiments.whole import RunsFailed
+from flexfleet.experiments import nightly, webhook
+from flexfleet.experiments.compare import RunsFailed
 
 
 @pytest.fixture
@@ -159,8 +159,8 @@ def test_a_night_that_ends_without_a_verdict_tells_why(
     def ends(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(regress, "prepare", lambda *_, **__: SimpleNamespace(folder="runs/n"))
-    monkeypatch.setattr(regress, name, ends)
+    monkeypatch.setattr(nightly, "prepare", lambda *_, **__: SimpleNamespace(folder="runs/n"))
+    monkeypatch.setattr(nightly, name, ends)
     with suppress(ZeroDivisionError):
         assert flexfleet("regress", "--id", "n").code == getattr(error, "exit_code", None)
     ((_, _, posted),) = listener["posted"]
@@ -174,7 +174,7 @@ def test_whoever_stops_a_night_is_not_told(
     def ends(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(regress, "prepare", ends)
+    monkeypatch.setattr(nightly, "prepare", ends)
     with suppress(KeyboardInterrupt):
         flexfleet("regress", "--id", "n")
     assert listener["posted"] == []
@@ -186,6 +186,6 @@ def test_a_reference_is_no_night(
     def ends(*_: Any, **__: Any) -> None:
         raise ConfigError("no such suite")
 
-    monkeypatch.setattr(regress, "prepare", ends)
+    monkeypatch.setattr(nightly, "prepare", ends)
     assert flexfleet("regress", "--id", "n", "--update").code == 2
     assert listener["posted"] == []

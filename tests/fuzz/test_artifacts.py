@@ -38,9 +38,9 @@ from fl_engine.testing.tiny import TRAINING, tiny_pool, tiny_site
 from fl_engine.training.evaluation import Score
 from fl_engine.training.memory import Peaks
 from flexfleet.config import Config, algorithm, load_config
-from flexfleet.experiments.gate import Check
-from flexfleet.experiments.regress import Verdict
-from flexfleet.experiments.suite import Figures, OfLabel
+from flexfleet.experiments.nightly import Verdict
+from flexfleet.experiments.nightly_gate import Check
+from flexfleet.experiments.nightly_suite import NightFigures, OfLabel
 from flexfleet.files.artifacts import (
     Apoz,
     ApozLayer,
@@ -102,7 +102,7 @@ ARTIFACTS: dict[str, Artifact] = {
         model_sha256="2" * 64, store_uri="runs/a", mlflow_run_id=None, report="runs/a/report.html",
     ),
     "shared.json": Shared(settings={"seed": 0}),
-    "figures.json": Figures(
+    "figures.json": NightFigures(
         suite="digits", id="night", when="2026-01-01", commit=None, machine={"cpu": "x"}, seeds=(0, 1),
         labels={"quick/flexfl": OfLabel(task="0", values={"full": (0.5, 0.6)}, curve=((1, 0.5, (0.5,), (0.6,)),))},
     ),

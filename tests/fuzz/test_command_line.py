@@ -26,9 +26,9 @@ from fl_engine.storage.run_files import sum_of
 from fl_engine.storage.store import FolderStore
 from flexfleet.cli import main as cli
 from flexfleet.config import Config, flatten
-from flexfleet.experiments import regress as regress_module
-from flexfleet.experiments import study as tune_module
-from flexfleet.experiments import whole as compare_module
+from flexfleet.experiments import compare as compare_module
+from flexfleet.experiments import nightly as regress_module
+from flexfleet.experiments import tune as tune_module
 from flexfleet.kubeflow import submit as submit_module
 from flexfleet.pipeline import run as run_module
 from flexfleet.tracking import dvc_runs as pushed_module

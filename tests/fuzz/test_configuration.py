@@ -22,7 +22,7 @@ from fl_engine.training import cgroup
 from flexfleet.config import Config, flatten, load_config, parse
 from flexfleet.config.comparison_runs import accuracies_of, entries_for, labels_of, seeds_of
 from flexfleet.config.form import comparison_from, config_from, form_of, parameters_of, sets_of, write_config
-from flexfleet.experiments import suite
+from flexfleet.experiments import nightly_suite
 from flexfleet.tracking import data_repository, dvc_remote
 from flexfleet.tracking.server import connect
 from tests.fuzz.mutations import altered, answer, anything, damaged, law, nested, texts
@@ -219,13 +219,13 @@ ODD_SUITES = (
 def test_a_suite_is_read_or_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(content)
-    found = answer(lambda: suite.load(path), "mine.yaml", kind=ConfigError)
+    found = answer(lambda: nightly_suite.load(path), "mine.yaml", kind=ConfigError)
     if found is not None:
         settings = [*found.settings, *(key for case in found.cases.values() for key in case.settings)]
         named = (*words(*settings), "--set", "algorithms", "seeds", "id", "label", "mine", *settings)
-        runs = answer(lambda: suite.runs_of(found, "mine", found.seeds, [], "night"), *named, kind=ConfigError)
+        runs = answer(lambda: nightly_suite.runs_of(found, "mine", found.seeds, [], "night"), *named, kind=ConfigError)
         for case in runs or ():
-            assert len(suite.task_of(found, case, "flexfl")) == 16
+            assert len(nightly_suite.task_of(found, case, "flexfl")) == 16
 
 
 # ---------------------------------------------------------------------------------------------------- pointers

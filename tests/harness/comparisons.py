@@ -13,8 +13,8 @@ import pytest
 
 from fl_engine.data import heat_map
 from flexfleet.cli import main as cli
-from flexfleet.experiments import whole as compare_module
-from flexfleet.experiments.side_by_side import BEGINS, Command
+from flexfleet.experiments import compare as compare_module
+from flexfleet.experiments.executor import BEGINS, Command
 from flexfleet.files import terminal
 from flexfleet.pipeline import run as run_module
 from flexfleet.pipeline import share

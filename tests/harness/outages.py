@@ -11,14 +11,14 @@ import pytest
 
 from fl_engine.core.errors import Unreachable
 from flexfleet.config import Config
-from flexfleet.experiments import storage, trials, worker
+from flexfleet.experiments import tune_storage, tune_trials, tune_worker
 from flexfleet.tracking import databases
 from flexfleet.tracking.trackers import MLflow
 
 
 def opened(url: str, begun: bool = False) -> Any:
     """The study `a` at this address."""
-    return storage.open_study(Config(tune={"storage": url}), Path("folder"), "a", begun=begun)
+    return tune_storage.open_study(Config(tune={"storage": url}), Path("folder"), "a", begun=begun)
 
 
 FIRST: dict[str, Callable[[str], Any]] = {"MLflow": lambda url: MLflow(url, "e", "name", {}), "a study": opened}
@@ -48,25 +48,25 @@ def interrupted_and_resumed(
     """The database goes away within a study's trial, and is back when the study is resumed: the trial goes on, and no
     worker has died on its values."""
     config = Config(tune={"storage": url, "trials": 1})
-    monkeypatch.setattr(worker.runs, "searched", lambda *_: ({}, None))
-    monkeypatch.setattr(worker, "_pools", lambda *_: [])
-    monkeypatch.setattr(trials, "MOST_TRIED", 1)
-    storage.open_study(config, folder, "outage").enqueue_trial({"training.lr": 0.5})
+    monkeypatch.setattr(tune_worker, "searched", lambda *_: ({}, None))
+    monkeypatch.setattr(tune_worker, "_pools", lambda *_: [])
+    monkeypatch.setattr(tune_trials, "MOST_TRIED", 1)
+    tune_storage.open_study(config, folder, "outage").enqueue_trial({"training.lr": 0.5})
 
     def cut_off(config: Config, study: Any, trial: Any, ready: Any) -> float:
         leave()
-        trials.Reporter(trial, "avg").metrics([(1, {"avg": 0.5})])
+        tune_trials.Reporter(trial, "avg").metrics([(1, {"avg": 0.5})])
         pytest.fail("the database took it")
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_trial", cut_off)
+        patch.setattr(tune_worker, "_trial", cut_off)
         with pytest.raises(Unreachable, match=r"^the study's database \(.*\) does not answer: \(") as error:
-            worker.work(config, folder, "outage")
+            tune_worker.work(config, folder, "outage")
     assert "pl4nted" not in str(error.value)
     come_back()
-    monkeypatch.setattr(worker, "_trial", lambda *_: 0.5)
-    assert worker.work(config, folder, "outage") == [1]
-    (first, again) = storage.open_study(config, folder, "outage").trials
+    monkeypatch.setattr(tune_worker, "_trial", lambda *_: 0.5)
+    assert tune_worker.work(config, folder, "outage") == [1]
+    (first, again) = tune_storage.open_study(config, folder, "outage").trials
     assert (first.state.name, again.state.name) == ("FAIL", "COMPLETE")
     assert again.system_attrs["fixed_params"] == {"training.lr": 0.5}
-    assert (again.user_attrs[trials.TRIED], trials.runs_of(again)) == (0, 0)
+    assert (again.user_attrs[tune_trials.TRIED], tune_trials.runs_of(again)) == (0, 0)

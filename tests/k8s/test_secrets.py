@@ -22,7 +22,7 @@ import pytest
 from fl_engine.aggregation import privacy
 from fl_engine.core.errors import masked
 from flexfleet.config import load_config, public
-from flexfleet.experiments import side_by_side
+from flexfleet.experiments import executor
 from flexfleet.files import terminal as common
 from flexfleet.tracking import record as track
 from tests.harness import postgres
@@ -267,8 +267,8 @@ def test_an_address_is_shown_without_its_password_however_it_is_written(address:
 
 
 def test_a_process_is_told_on_its_stdin_alone(scratch: Path) -> None:
-    job = side_by_side.Command("echo", "fl_engine.testing", (), scratch / "log", PASSWORD)
-    assert side_by_side.side_by_side([job], 1)["echo"] != 0  # a package is no program
+    job = executor.Command("echo", "fl_engine.testing", (), scratch / "log", PASSWORD)
+    assert executor.side_by_side([job], 1)["echo"] != 0  # a package is no program
     assert not found_in(files_of(scratch))
 
 

@@ -21,7 +21,7 @@ import websocket
 
 from fl_engine.remote.kubernetes.cluster import Cluster, _connect
 from flexfleet.config.form import PARAMETERS, config_from
-from flexfleet.experiments import regress, suite
+from flexfleet.experiments import nightly, nightly_suite
 from flexfleet.kubeflow.client import connected, pages, without_links
 from flexfleet.kubeflow.follow import Followed, follow, terminate
 from flexfleet.kubeflow.progress import rounds_of
@@ -265,7 +265,7 @@ def passed_raised(uri: str, by: float) -> Iterator[None]:
     afterwards."""
     client = mlflow.MlflowClient(uri)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    passed, newest = f"tags.`{regress.PASSED}` = 'True'", ["attributes.start_time DESC"]
+    passed, newest = f"tags.`{nightly.PASSED}` = 'True'", ["attributes.start_time DESC"]
     (run,) = client.search_runs(experiments, passed, max_results=1, order_by=newest)
     run_id = run.info.run_id
     before = figures_of(run_id, uri)
@@ -273,7 +273,7 @@ def passed_raised(uri: str, by: float) -> Iterator[None]:
     for label in raised["labels"].values():
         for metric in label["values"].keys() & {"avg", "full"}:  # an algorithm with one level has no avg
             label["values"][metric] = [value + by for value in label["values"][metric]]
-    suite.Figures.model_validate(raised)
+    nightly_suite.NightFigures.model_validate(raised)
     client.log_dict(run_id, raised, "figures.json")
     try:
         yield

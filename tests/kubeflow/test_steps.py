@@ -16,7 +16,7 @@ import mlflow
 import pytest
 
 from fl_engine.remote.kubernetes.cluster import Cluster
-from flexfleet.experiments import regress, suite
+from flexfleet.experiments import nightly, nightly_suite
 from flexfleet.kubeflow import follow as following
 from flexfleet.kubeflow.schedule import schedule
 from flexfleet.kubeflow.submit import submit
@@ -168,11 +168,13 @@ def passed(mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     of = {"task": "t", "values": VALUES, "curve": []}
     about = {"suite": "digits", "id": "n", "when": "now", "commit": None, "machine": {}, "seeds": [0, 1]}
-    figures = suite.Figures.model_validate({**about, "labels": {"skewed/flexfl": of}}).model_dump(mode="json")
+    figures = nightly_suite.NightFigures.model_validate({**about, "labels": {"skewed/flexfl": of}}).model_dump(
+        mode="json"
+    )
     client = mlflow.MlflowClient(mlflow_uri)
     run_id: str = client.create_run(client.create_experiment("nights")).info.run_id
     client.log_dict(run_id, figures, "figures.json")
-    client.set_tag(run_id, regress.PASSED, "True")
+    client.set_tag(run_id, nightly.PASSED, "True")
     return run_id
 
 

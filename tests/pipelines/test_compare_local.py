@@ -18,8 +18,8 @@ import pytest
 
 from flexfleet.cli import main as cli
 from flexfleet.config import form
-from flexfleet.experiments import whole as compare_module
-from flexfleet.experiments.comparison import Comparison
+from flexfleet.experiments import compare as compare_module
+from flexfleet.experiments.comparison_file import ComparisonFile
 from flexfleet.files.artifacts import RunFile
 from pipelines.compare import comparison
 from tests.harness import graphs
@@ -71,8 +71,8 @@ def ran(scratch: Path) -> Ran:
 
 
 def test_the_models_are_bit_identical_to_those_of_the_command_line(ran: Ran) -> None:
-    direct = Comparison.read(ran.direct / "comparison.json")
-    graph = Comparison.read(ran.tasks / "compare" / "comparison" / "comparison.json")
+    direct = ComparisonFile.read(ran.direct / "comparison.json")
+    graph = ComparisonFile.read(ran.tasks / "compare" / "comparison" / "comparison.json")
     assert (graph.id, graph.labels, graph.seeds) == (direct.id, direct.labels, direct.seeds)
     shas = [[one.model_sha256 for r in found.results.values() for one in r.runs] for found in (direct, graph)]
     assert shas[0] == shas[1]
@@ -117,7 +117,7 @@ def test_the_last_task_has_the_page_the_table_and_the_figures(ran: Ran) -> None:
         assert (task / name).read_text() == (task / "comparison" / file).read_text()
     assert "<svg" in (task / "page").read_text()
     told = json.loads((task / "executor_output.json").read_text())["artifacts"]["metrics"]["artifacts"][0]["metadata"]
-    found = Comparison.read(task / "comparison" / "comparison.json")
+    found = ComparisonFile.read(task / "comparison" / "comparison.json")
     assert told["full/flexfl"] == found.results["flexfl"].last.full.mean
     assert "avg/all_large" not in told
 
@@ -146,7 +146,7 @@ def test_mlflow_groups_the_runs_of_the_graph(ran: Ran, scratch: Path) -> None:
     for run in runs:
         assert run.data.tags["kfp.run"] == f"http://kubeflow/#/runs/details/{run.data.tags['kfp.job_id']}"
         assert run.data.tags.get("mlflow.parentRunId") == (None if run is whole else whole.info.run_id)
-    found = Comparison.read(ran.tasks / "compare" / "comparison" / "comparison.json")
+    found = ComparisonFile.read(ran.tasks / "compare" / "comparison" / "comparison.json")
     assert found.mlflow_run_id == whole.info.run_id and "full/flexfl" in whole.data.metrics
 
 

@@ -18,9 +18,9 @@ import yaml
 from mlflow import MlflowClient
 
 from components.gate import gate
-from flexfleet.experiments import regress
-from flexfleet.experiments.gate import REFERENCE
-from flexfleet.experiments.regress import Verdict
+from flexfleet.experiments import nightly as step
+from flexfleet.experiments.nightly import Verdict
+from flexfleet.experiments.nightly_gate import REFERENCE
 from pipelines.nightly import nightly
 
 pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping to run a task that uses custom:RuntimeWarning")
@@ -42,10 +42,10 @@ def ran(scratch: Path, untimed_suite: dict[str, Any], python: Path) -> Ran:
     path = scratch / "tiny.yaml"
     path.write_text(yaml.safe_dump(untimed_suite))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regress, "REFERENCE_SEEDS", (0, 1, 2))
-        patch.setattr(regress, "REFERENCE_TURNS", 3)
+        patch.setattr(step, "REFERENCE_SEEDS", (0, 1, 2))
+        patch.setattr(step, "REFERENCE_TURNS", 3)
         patch.setattr(sys, "executable", str(python))
-        regress.update(regress.prepare(str(path), "reference", ["tracking.mlflow=null"], update=True), jobs=2)
+        step.update(step.prepare(str(path), "reference", ["tracking.mlflow=null"], update=True), jobs=2)
     mlflow = f"sqlite:///{scratch}/mlflow.db"
     given = {"suite": str(path), "mlflow_uri": mlflow, "store_uri": "store", "night_id": "one"}
     posted: list[str] = []

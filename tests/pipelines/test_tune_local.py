@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from flexfleet.config import Config, form
-from flexfleet.experiments import storage, trials
-from flexfleet.experiments.outcome import Tuned
+from flexfleet.experiments import tune_storage, tune_trials
+from flexfleet.experiments.tune_report import Tuned
 from pipelines.tune import tuning
 from tests.harness import graphs
 
@@ -53,10 +53,10 @@ def test_a_study_as_a_pipeline(scratch: Path, monkeypatch: pytest.MonkeyPatch, t
     again."""
     base = scratch / "pl4nted-secret.db"
     monkeypatch.setenv("FLEXFLEET_TUNE_STORAGE", f"sqlite:///{base}")
-    begun = storage.open_study(Config(), scratch, "a")
-    begun.enqueue_trial({"algorithm.kd_weight": 10.0}, user_attrs={trials.DEFAULT: ["algorithm.kd_weight"]})
+    begun = tune_storage.open_study(Config(), scratch, "a")
+    begun.enqueue_trial({"algorithm.kd_weight": 10.0}, user_attrs={tune_trials.DEFAULT: ["algorithm.kd_weight"]})
     lost = begun.ask()
-    lost.set_user_attr(trials.WORKER, f"{socket.gethostname()}:1:0")
+    lost.set_user_attr(tune_trials.WORKER, f"{socket.gethostname()}:1:0")
     with graphs.commands() as commands:
         tuning(**QUICK, study_id="a", trials=3, advanced=FEW | {"tune.workers": 2})
     (last,) = filter(None, (graphs.given_to("report", each) for each in commands))

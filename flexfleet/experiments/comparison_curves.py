@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from statistics import fmean
 
 from fl_engine.storage.checkpoints import Row
-from flexfleet.experiments.comparison import MB, Reached, spread
-from flexfleet.reports.report import Run
+from flexfleet.experiments.comparison_file import MB, Reached, spread
+from flexfleet.experiments.ranking import RankedCase
+from flexfleet.reports.local_accuracy import Shown, local_accuracy, over_each_other
+from flexfleet.reports.report import FinishedRun
 
-Runs = Mapping[str, Sequence[Run]]
+Runs = Mapping[str, Sequence[FinishedRun]]
 """The runs of each label, in the order of the seeds."""
 STEPS = 20
 """The accuracies to reach, where none are given, are multiples of 1 / STEPS."""
@@ -70,7 +74,7 @@ def _clock(rows: Sequence[Row]) -> list[float]:
     return totals
 
 
-def curve(runs: Sequence[Run], key: str) -> list[tuple[int, float, list[float]]]:
+def curve(runs: Sequence[FinishedRun], key: str) -> list[tuple[int, float, list[float]]]:
     """For every round in which all runs were scored: its number from 1, mean MB sent so far, and each run's
     accuracy. Where the simulated clock ended some runs before others, up to the shortest run's last round."""
     totals = [list(accumulate(sent(run.rows))) for run in runs]
@@ -82,7 +86,7 @@ def curve(runs: Sequence[Run], key: str) -> list[tuple[int, float, list[float]]]
     return points
 
 
-def clock(runs: Sequence[Run], key: str) -> list[float]:
+def clock(runs: Sequence[FinishedRun], key: str) -> list[float]:
     """Beside each point of `curve`: the mean seconds on the simulated clock so far; empty if a run has no such
     clock."""
     totals = [_clock(run.rows) for run in runs]
@@ -93,3 +97,34 @@ def clock(runs: Sequence[Run], key: str) -> list[float]:
 
 def _scored(rows: Sequence[Row]) -> Iterator[Row]:
     return (row for row in rows if "full" in row.metrics)
+
+
+MOST = 24
+"""Panels in a page: each takes a tenth of a second and 10 kB."""
+
+
+def draw_histograms(runs: Runs, cases: Sequence[RankedCase], colours: Mapping[str, str]) -> str | None:
+    """The full models', since labels have other levels: a panel for each case (without cases: one), or for each label
+    where they could not be told apart. `colours`: by label. None where no label has a histogram."""
+    shown = {label: each for label, own in runs.items() if (each := of_full(own, colours[label])) is not None}
+    if not any(each.histogram for each in shown.values()):
+        return None
+    groups = [(str(case), case.labels) for case in cases] or [("", tuple(runs))]
+    panels = [(title, {label: shown[label] for label in labels if label in shown}) for title, labels in groups]
+    apart = over_each_other([(title, panel) for title, panel in panels if panel])
+    told = f"<p>The first {MOST} of {len(apart)} panels; the reports of the runs have the others.</p>"
+    return local_accuracy(apart[:MOST], columns=2) + (told if len(apart) > MOST else "")
+
+
+def of_full(runs: Sequence[FinishedRun], colour: str) -> Shown | None:
+    """Means over the seeds; None where a run has no local accuracies, and without a histogram where one has none."""
+    full = [(run.pool.levels[-1].name, run.evaluation) for run in runs]
+    scores = [evaluation.local[name] for name, evaluation in full if evaluation.local]
+    histograms = [evaluation.local_histogram[name] for name, evaluation in full if evaluation.local_histogram]
+    if len(scores) < len(runs):
+        return None
+    counted: Counter[int] = Counter()
+    for each in histograms if len(histograms) == len(runs) else ():
+        counted.update(each)
+    mean, sd = fmean(score.mean for score in scores), fmean(score.sd for score in scores)
+    return Shown(colour, mean, sd, {percent: clients / len(runs) for percent, clients in counted.items()})

@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict
 from fl_engine.core.errors import IntegrityError
 from flexfleet.config import parse
 from flexfleet.config.comparison_runs import Entry
-from flexfleet.experiments.comparison import Comparison
-from flexfleet.experiments.tabulate import tabulate
-from flexfleet.experiments.whole import begin, check_all, in_one_experiment, sharing, tags, to_share
+from flexfleet.experiments.compare import begin, check_all, in_one_experiment, sharing, tags, to_share
+from flexfleet.experiments.comparison_file import ComparisonFile
+from flexfleet.experiments.comparison_report import tabulate
 from flexfleet.files.artifacts import Artifact, Result, RunFile
 from flexfleet.files.run_status import tally_in
 from flexfleet.pipeline import keys
@@ -122,7 +122,7 @@ def run_pair(file: PairsFile, number: str, shared: Path, out: Path, job_id: str)
     return result
 
 
-def collect(file: PairsFile, folders: Sequence[Path], out: Path) -> Comparison:
+def collect(file: PairsFile, folders: Sequence[Path], out: Path) -> ComparisonFile:
     """The comparison of the finished runs in `folders`, in any order, written into `out`."""
     by_name = {RunFile.read(folder / "run.json").run_id: folder for folder in folders}
     id, runs = file.pairs[0].comparison, [pair.entry for pair in file.pairs]

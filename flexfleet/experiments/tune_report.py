@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from flexfleet.experiments.paired import tested
-from flexfleet.experiments.tabulate import escaped
-from flexfleet.experiments.trials import DIVERGED, INFEASIBLE
+from flexfleet.experiments.comparison_report import escaped
+from flexfleet.experiments.ranking import tested
+from flexfleet.experiments.tune_trials import DIVERGED, INFEASIBLE
 from flexfleet.files.artifacts import Artifact
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from fl_engine.core.errors import (
 from fl_engine.core.text import at_home
 from flexfleet.config import Config
 from flexfleet.files.run_folder import go_on
-from flexfleet.tracking import databases
+from flexfleet.tracking import databases, server
+from flexfleet.tracking.record import tracker
+from flexfleet.tracking.trackers import TOKEN, MLflow
 
 LOCKED_S = 60
 """Seconds that a worker waits for the others' transactions on an SQLite file."""
@@ -133,3 +136,34 @@ def sampler(seed: int) -> Any:
     import optuna
 
     return optuna.samplers.TPESampler(seed=seed % 2**32)
+
+
+PARENT = "mlflow-run"
+"""Attribute of the study: the MLflow run that is the parent of the trials' runs."""
+
+
+def parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | None:
+    """The study's MLflow run, begun or continued. `given`: more tags. The study keeps a token before the MLflow run
+    exists, so that a resumed study finds one that began as MLflow went away."""
+    id, known = study.study_name, study.user_attrs.get(PARENT)
+    if known is None and TOKEN not in study.user_attrs:
+        study.set_user_attr(TOKEN, uuid.uuid4().hex)
+    token = study.user_attrs.get(TOKEN, "")
+    tags = {"flexfleet.study": id, "algorithm": str(config.algorithm["name"]), TOKEN: token, **given}
+    return tracker(config, f"study {id}", tags, known)
+
+
+def end_left(of: MLflow, study: Any) -> None:
+    """Ends what is left running of trials, once they are all over: MLflow did not answer as their runs ended. `of`: the
+    study's MLflow run."""
+    with server.answering(of.uri, "does not end the runs of trials that are over"):
+        running = f"attributes.status = 'RUNNING' and tags.`flexfleet.study` = '{study.study_name}'"
+        for run in of.client.search_runs([of.experiment_id], running):
+            if run.data.tags.get(server.PARENT) == of.root and "flexfleet.trial" in run.data.tags:
+                of.client.set_terminated(run.info.run_id, "KILLED")
+
+
+def tags(study: Any, **more: str) -> dict[str, str]:
+    parent = study.user_attrs.get(PARENT)
+    of = {} if parent is None else {server.PARENT: str(parent)}
+    return {**of, "flexfleet.study": study.study_name, **{f"flexfleet.{key}": value for key, value in more.items()}}

@@ -24,10 +24,10 @@ from flexfleet.config import Config, algorithm, flatten
 from flexfleet.config.comparison_runs import Entry, folder_of, varied
 from flexfleet.config.form import hand_over
 from flexfleet.config.sources import sources
-from flexfleet.experiments import reference
-from flexfleet.experiments.comparison import Comparison
-from flexfleet.experiments.side_by_side import Command, side_by_side, told_failures
-from flexfleet.experiments.tabulate import FILES, tabulate
+from flexfleet.experiments import central_reference
+from flexfleet.experiments.comparison_file import ComparisonFile
+from flexfleet.experiments.comparison_report import FILES, tabulate
+from flexfleet.experiments.executor import Command, side_by_side, told_failures
 from flexfleet.files import manifest
 from flexfleet.files.artifacts import BareHistory, Result, row_of
 from flexfleet.files.run_folder import check_free, failures_tell, folder_lock, go_on
@@ -58,7 +58,7 @@ class RunsFailed(FlexfleetError):
         self.exit_code = exit_code
 
 
-def compare(
+def run_comparison(
     runs: Sequence[Entry],
     id: str,
     *,
@@ -71,7 +71,7 @@ def compare(
     central: Sequence[Path] = (),
     references: Sequence[Entry] = (),
     carry_out: CarryOut | None = None,
-) -> Comparison:
+) -> ComparisonFile:
     """Makes the runs that are not finished, `at_once` at a time, and writes the comparison. `options` are passed to
     each run (`--discard-damaged`). `night`: the id of the MLflow run of the nightly job that the comparison belongs to.
     `goes_on_as`: the id by which the user's command goes on, default `id`: a night's comparisons have ids of their own.
@@ -89,7 +89,7 @@ def compare(
     check_free(folder, resume, "--id")
     if central:
         done = all(finished(entry.config, folder / entry.name) for entry in runs)
-        reference.read(central, flatten(runs[0].config), varied(runs), None if done else partial(_data, runs))
+        central_reference.read(central, flatten(runs[0].config), varied(runs), None if done else partial(_data, runs))
     check_all(runs)
     runs = in_one_experiment(runs)
     track.prepare(runs[0].config)
@@ -100,7 +100,7 @@ def compare(
                 parent = mlflow.root if mlflow else None
                 _run(runs, id, folder, at_once, options, parent, references, carry_out or side_by_side, goes_on)
                 central = [*central, *(folder / entry.name for entry in references)]
-                trained = reference.read(central, flatten(runs[0].config), varied(runs)) if central else None
+                trained = central_reference.read(central, flatten(runs[0].config), varied(runs)) if central else None
                 made = {entry.name: folder / entry.name for entry in runs}
                 return tabulate(id, runs, made, folder, to, mlflow, trained)
     except Stopped:
@@ -211,7 +211,7 @@ def _run(
     if len(left) < len(runs):
         log.info("%d of %d runs are finished", len(runs) - len(left), len(runs))
     about = {"flexfleet.comparison": id, **({PARENT: parent} if parent else {})}
-    central = reference.commands(references, folder, options, about)
+    central = central_reference.commands(references, folder, options, about)
     if not left and not central:
         return
     given = {entry.name: hand_over(entry.config, folder / f"{entry.name}.yaml") for entry in left}

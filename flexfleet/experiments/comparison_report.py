@@ -15,19 +15,19 @@ from fl_engine.fleet.uniformity import NAMES
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config
 from flexfleet.config.comparison_runs import Entry, varied
-from flexfleet.experiments import first, histograms
-from flexfleet.experiments.comparison import (
+from flexfleet.experiments import comparison_curves, ranking
+from flexfleet.experiments.comparison_curves import Runs, clock, curve
+from flexfleet.experiments.comparison_file import (
     BY_OWNER,
     LOCAL,
     Central,
-    Comparison,
+    ComparisonFile,
     by_case,
     further,
 )
-from flexfleet.experiments.curves import Runs, clock, curve
-from flexfleet.experiments.differences import differences
+from flexfleet.experiments.comparison_tables import REFERENCE, differing, factors, tables
+from flexfleet.experiments.row_differences import differences
 from flexfleet.experiments.summarise import read, summarise
-from flexfleet.experiments.tables import REFERENCE, differing, factors, tables
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
 from flexfleet.reports.page import Drawing, render
@@ -47,7 +47,7 @@ def tabulate(
     to: Sequence[float] = (),
     mlflow: MLflow | None = None,
     central: Central | None = None,
-) -> Comparison:
+) -> ComparisonFile:
     """Writes FILES into `out` (`folders`: the finished run folders by run id; `central`: the reference), then logs them
     to the comparison's MLflow run, if there is one. Raises what `summarise.read` raises."""
     labels, seeds = list(dict.fromkeys(e.label for e in entries)), list(dict.fromkeys(e.seed for e in entries))
@@ -61,7 +61,7 @@ def tabulate(
     comparison = comparison.model_copy(update={"central": central, "differences": apart, "called": called(entries)})
     store, drawing = FolderStore(out), draw(runs, central)
     at = "" if mlflow is None else curves_in_mlflow(comparison, entries[0].config, mlflow.experiment_id)
-    local = histograms.draw(runs, by_case(comparison.results), colours(comparison))
+    local = comparison_curves.draw_histograms(runs, by_case(comparison.results), colours(comparison))
     store.put("comparison.md", markdown(comparison, at).encode())
     store.put("comparison.svg", (drawing + "\n").encode())
     store.put("comparison.html", page(comparison, drawing, local, at).encode())
@@ -74,7 +74,7 @@ def called(entries: Sequence[Entry]) -> dict[str, str]:
     return {name: said for name, root in names if (said := stored_data.display_name(name, root)) != name}
 
 
-def title(c: Comparison) -> str:
+def title(c: ComparisonFile) -> str:
     def of(settings: Mapping[str, object], key: str) -> str:
         said = plain(settings.get(key, NONE))
         return c.called.get(said, said)
@@ -90,7 +90,7 @@ def title(c: Comparison) -> str:
     return f"{c.id}: {model} on {dataset}, {clients} clients ({rule}), {length}"
 
 
-def common(c: Comparison) -> str:
+def common(c: ComparisonFile) -> str:
     """A sentence on what the runs of a seed have in common."""
     if not c.varied:
         return "All runs of a seed have the same data, partition, fleet and training."
@@ -101,7 +101,7 @@ def common(c: Comparison) -> str:
     )
 
 
-def notes(c: Comparison) -> list[str]:
+def notes(c: ComparisonFile) -> list[str]:
     """Lines that explain the figures of the tables."""
     seeds = ", ".join(map(str, c.seeds))
     many = len(c.seeds) > 1
@@ -117,7 +117,7 @@ def notes(c: Comparison) -> list[str]:
     if beside := [Measure(name) for name in further(c)]:
         told = ", ".join(f"full {each.name}{each.direction}" for each in beside)
         lines.append(f"{told}: of the largest model, after the last round.")
-    lines += first.notes(c.first, len(c.seeds), c.cases) if len(c.labels) > 1 else []
+    lines += ranking.notes(c.first, len(c.seeds), c.cases) if len(c.labels) > 1 else []
     if over := factors(c):
         said = "; ".join(f"{path}: {', '.join(map(plain, values))}" for path, values in over.items())
         lines.append(f"Each algorithm was run with every combination of {said}.")
@@ -155,7 +155,7 @@ def notes(c: Comparison) -> list[str]:
     return lines + [f"Note: {note}." for note in c.notes]
 
 
-def variants(c: Comparison) -> list[str]:
+def variants(c: ComparisonFile) -> list[str]:
     """A line for each label that is more than its algorithm with the common settings."""
     lines = []
     for label, r in c.results.items():
@@ -165,7 +165,7 @@ def variants(c: Comparison) -> list[str]:
     return lines
 
 
-def text(c: Comparison) -> str:
+def text(c: ComparisonFile) -> str:
     """The tables as text for the terminal."""
     lines = [title(c)]
     for table in (*tables(c), *differing(c)):
@@ -177,7 +177,7 @@ def text(c: Comparison) -> str:
     return "\n".join([*lines, "", *variants(c), *notes(c)])
 
 
-def markdown(c: Comparison, mlflow: str = "") -> str:
+def markdown(c: ComparisonFile, mlflow: str = "") -> str:
     """Return the tables and the notes. `mlflow`: the address of the runs' curves in MLflow."""
     lines = [f"## {escaped(title(c))}"]
     for table in (*tables(c), *differing(c)):
@@ -204,12 +204,12 @@ def draw(runs: Runs, central: Central | None = None) -> str:
     )
 
 
-def colours(c: Comparison) -> dict[str, str]:
+def colours(c: ComparisonFile) -> dict[str, str]:
     """By label, its colour in the drawings and the tables."""
     return {label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)}
 
 
-def page(c: Comparison, drawing: str, local: str | None = None, mlflow: str = "") -> str:
+def page(c: ComparisonFile, drawing: str, local: str | None = None, mlflow: str = "") -> str:
     """One HTML page that loads nothing from elsewhere. `local`: what `histograms.draw` gives. `mlflow`: the address of
     the runs' curves in MLflow."""
     return render(
@@ -233,7 +233,7 @@ def page(c: Comparison, drawing: str, local: str | None = None, mlflow: str = ""
 
 
 # ------------------------------------------------------------------------------------------------- MLflow
-def curves_in_mlflow(c: Comparison, config: Config, experiment_id: str) -> str:
+def curves_in_mlflow(c: ComparisonFile, config: Config, experiment_id: str) -> str:
     """Return the address of the page where MLflow draws the comparison's metrics of all runs; empty if there is no
     server."""
     ids = [run.mlflow_run_id for r in c.results.values() for run in r.runs if run.mlflow_run_id]
@@ -241,7 +241,7 @@ def curves_in_mlflow(c: Comparison, config: Config, experiment_id: str) -> str:
     return link_to_curves(config, experiment_id, ids, chosen)
 
 
-def track(c: Comparison, mlflow: MLflow, out: Path) -> Comparison:
+def track(c: ComparisonFile, mlflow: MLflow, out: Path) -> ComparisonFile:
     """Logs the figures and FILES to the comparison's own small MLflow run, and makes all runs its children."""
     tracked = c.model_copy(update={"mlflow_run_id": mlflow.run_id})
     tracked.write(out / "comparison.json")
@@ -251,7 +251,7 @@ def track(c: Comparison, mlflow: MLflow, out: Path) -> Comparison:
     return tracked
 
 
-def metrics(c: Comparison) -> dict[str, float]:
+def metrics(c: ComparisonFile) -> dict[str, float]:
     """Metrics like `full/flexfl`: means over the seeds, accuracies as shares; `_std` if there are several seeds.
     `full_mae/flexfl` is one of the task's further metrics.
     `rounds_to_0.6/flexfl`, `seconds_simulated_to_0.6/flexfl`, `mb_down_to_0.6/flexfl` and `mb_up_to_0.6/flexfl` are

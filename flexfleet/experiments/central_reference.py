@@ -13,8 +13,8 @@ from fl_engine.data.local_data import LOCAL
 from flexfleet.config import Config
 from flexfleet.config.comparison_runs import Entry
 from flexfleet.config.form import hand_over
-from flexfleet.experiments.comparison import Central, Highest, Spread, spread
-from flexfleet.experiments.side_by_side import Command
+from flexfleet.experiments.comparison_file import Central, Highest, Spread, spread
+from flexfleet.experiments.executor import Command
 from flexfleet.files import manifest
 from flexfleet.files.artifacts import History, Result
 from flexfleet.pipeline.central import CentralFile, deciding

@@ -21,12 +21,12 @@ from fl_engine.core.fields import Moves
 from flexfleet.config import Config, flatten, load_config, moves, shown
 from flexfleet.config.form import check_workers, hand_over, write_config
 from flexfleet.config.run_names import plain
-from flexfleet.experiments import runs, space, storage, tracked, trials
-from flexfleet.experiments.conclude import FILES, conclude
-from flexfleet.experiments.outcome import Tuned, markdown
-from flexfleet.experiments.side_by_side import Command, side_by_side, told_failures
-from flexfleet.experiments.whole import RunsFailed
-from flexfleet.experiments.worker import work
+from flexfleet.experiments import tune_space, tune_storage, tune_trials, tune_worker
+from flexfleet.experiments.compare import RunsFailed
+from flexfleet.experiments.executor import Command, side_by_side, told_failures
+from flexfleet.experiments.tune_conclusion import FILES, conclude
+from flexfleet.experiments.tune_report import Tuned, markdown
+from flexfleet.experiments.tune_worker import work
 from flexfleet.files.run_folder import check_free, check_same, folder_lock, go_on
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.pipeline.check import check
@@ -49,9 +49,9 @@ def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
     folder = Path(config.run.store) / plain(id, "a study's id")
     check_free(folder, resume, "--id")
     _examine(config)
-    with folder_lock(folder), storage.told_how_to_go_on(id), stopping_at_once(), storage.answering(config):
-        study = storage.open_study(config, folder, id)  # before anything trains
-        runs.prepare_default(config, folder)
+    with folder_lock(folder), tune_storage.told_how_to_go_on(id), stopping_at_once(), tune_storage.answering(config):
+        study = tune_storage.open_study(config, folder, id)  # before anything trains
+        tune_worker.prepare_default(config, folder)
         with ending(_begin(config, folder, study, folder, {})):
             _work_all(config, folder, study)
             return conclude(config, study, folder, folder)
@@ -63,8 +63,8 @@ def _examine(config: Config) -> None:
     clash = sorted(path for path in config.tune.space if path == "seed" or moves(path) not in searched)
     if clash:
         raise ConfigError(f"tune.space: {', '.join(clash)} cannot be searched")
-    space.check_names(config)
-    space.check_whole(config.tune.space)
+    tune_space.check_names(config)
+    tune_space.check_whole(config.tune.space)
     if not config.tune.seeds:
         raise ConfigError("tune.seeds is empty: name at least one seed for the trials' runs, e.g. [0]")
     for name, seeds in (("seeds", config.tune.seeds), ("held_out", config.tune.held_out)):
@@ -85,19 +85,19 @@ def _begin(config: Config, folder: Path, study: Any, prepared: Path, tags: Mappi
     the MLflow run. Raises ConfigError for a study that was begun with another configuration or in another storage."""
     new = not study.get_trials(deepcopy=False)
     if new and (folder / "trials").exists():  # numbers begin at 0 again: new trials would take the results of old ones
-        where = masked(storage.address(config) or str(folder / "study.log"))
+        where = masked(tune_storage.address(config) or str(folder / "study.log"))
         raise ConfigError(
             f"{folder / 'trials'} holds trials that the study in {where} does not know: give the tune.storage that "
             "the study was begun with, or choose another --id"
         )
     _check_same(study, config, folder)
-    trials.clear_stale(study, folder)
+    tune_trials.clear_stale(study, folder)
     if new:
-        first = space.defaults(config, *runs.searched(config, prepared))
-        study.enqueue_trial(first, user_attrs={trials.DEFAULT: [*first]})
-    parent = tracked.parent(config, study, tags)
+        first = tune_space.defaults(config, *tune_worker.searched(config, prepared))
+        study.enqueue_trial(first, user_attrs={tune_trials.DEFAULT: [*first]})
+    parent = tune_storage.parent(config, study, tags)
     if parent is not None:
-        study.set_user_attr(tracked.PARENT, parent.run_id)
+        study.set_user_attr(tune_storage.PARENT, parent.run_id)
         parent.params(shown(config))
     return parent
 
@@ -127,12 +127,12 @@ def _work_all(config: Config, folder: Path, study: Any) -> None:
         return
     asked = ("--config", given, "--study", str(folder), "--id", id, "--worker")
     workers = [
-        Command(f"worker{i}", "flexfleet.experiments.worker", (*asked, str(i)), folder / f"worker{i}.log", stdin)
+        Command(f"worker{i}", "flexfleet.experiments.tune_worker", (*asked, str(i)), folder / f"worker{i}.log", stdin)
         for i in range(many)
     ]
     codes = side_by_side(workers, many)
     failed = [code for code in codes.values() if code]
-    if failed and len(trials.done(study)) < config.tune.trials:
+    if failed and len(tune_trials.done(study)) < config.tune.trials:
         ended = told_failures(codes, {each.name: each.log for each in workers})
         raise RunsFailed(f"workers ended before the study was done: {ended}; {go_on(id)}", failed[0])
 
@@ -143,18 +143,18 @@ def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, s
     mapping for each worker. All values are texts, since a graph may turn numbers into floats."""
     many = config.tune.workers
     check_workers(many)
-    if many > 1 and storage.address(config) is None:
+    if many > 1 and tune_storage.address(config) is None:
         raise ConfigError(
             f"tune.workers is {many}, and pods share a study by a database alone: set tune.storage to its address, or "
             "put the address into the Secret flexfleet-tune (FLEXFLEET_TUNE_SECRET names another) as "
             "FLEXFLEET_TUNE_STORAGE; or set tune.workers to 1"
         )
     _examine(config)
-    study = None if storage.address(config) is None else storage.open_study(config, out, id)
+    study = None if tune_storage.address(config) is None else tune_storage.open_study(config, out, id)
     write_config(config, out / "config.yaml")
     for seed in config.tune.seeds:
-        share(runs.resolved(config, seed), out / f"shared-s{seed}")
-    runs.prepare_default(config, out)
+        share(tune_worker.resolved(config, seed), out / f"shared-s{seed}")
+    tune_worker.prepare_default(config, out)
     if study is not None:
         _begin(config, out, study, out, of_job(config, job_id))
     return [{"study": id, "worker": str(i)} for i in range(many)]
@@ -166,13 +166,13 @@ def work_in_graph(prepared: Path, id: str, worker: int, out: Path, job_id: str) 
     config = load_config(prepared / "config.yaml")
     folder = Path(config.run.store) / id
     out.mkdir(parents=True, exist_ok=True)
-    alone_with_it = storage.address(config) is None
-    with stopping_at_once(), storage.answering(config):
+    alone_with_it = tune_storage.address(config) is None
+    with stopping_at_once(), tune_storage.answering(config):
         if alone_with_it:
-            study = storage.open_study(config, folder, id)
+            study = tune_storage.open_study(config, folder, id)
             parent = _begin(config, folder, study, prepared, of_job(config, job_id))
         else:
-            parent = tracked.parent(config, storage.open_study(config, folder, id, begun=True), {})
+            parent = tune_storage.parent(config, tune_storage.open_study(config, folder, id, begun=True), {})
         with ending(parent):
             mine = work(config, folder, id, worker, prepared)
     (out / "trials.json").write_text(json.dumps(mine), encoding="utf-8")
@@ -186,9 +186,9 @@ def report(prepared: Path, id: str, workers: Sequence[Path], out: Path, text: Pa
     `workers`: the folder that `work_in_graph` wrote for each worker."""
     config = load_config(prepared / "config.yaml")
     folder = Path(config.run.store) / id
-    with folder_lock(folder), storage.answering(config):
-        study = storage.open_study(config, workers[0], id, begun=True)
-        with ending(tracked.parent(config, study, {})):
+    with folder_lock(folder), tune_storage.answering(config):
+        study = tune_storage.open_study(config, workers[0], id, begun=True)
+        with ending(tune_storage.parent(config, study, {})):
             tuned = conclude(config, study, folder, prepared)
     out.mkdir(parents=True, exist_ok=True)
     for name in FILES:

@@ -16,8 +16,8 @@ from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import FolderStore, Store
 from flexfleet.config import Config
 from flexfleet.config.comparison_runs import Entry
-from flexfleet.experiments.suite import Suite, task_of
-from flexfleet.experiments.whole import stores_of
+from flexfleet.experiments.compare import stores_of
+from flexfleet.experiments.nightly_suite import NightlySuite, task_of
 from flexfleet.tracking import record as track
 
 log = logging.getLogger("flexfleet")
@@ -34,7 +34,7 @@ class Night:
     """A night to run: its suite, its runs and its reference."""
 
     path: Path
-    suite: Suite
+    suite: NightlySuite
     id: str
     runs: Mapping[str, Sequence[Entry]]
     """By case, seed by seed."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from flexfleet.experiments.suite import HIGHER, METRICS, OF_MACHINE, Figures
+from flexfleet.experiments.nightly_suite import HIGHER, METRICS, OF_MACHINE, NightFigures
 
 Z = 4.0
 """Noise alone exceeds so many standard errors in 1 of 30,000 comparisons, so it fails about 1 of 1,000 nightly
@@ -56,14 +56,16 @@ class Check(BaseModel):
     failed: bool
 
 
-def judge(now: Figures, reference: Figures, passed: Sequence[Figures], thresholds: Mapping[str, float]) -> list[Check]:
+def judge(
+    now: NightFigures, reference: NightFigures, passed: Sequence[NightFigures], thresholds: Mapping[str, float]
+) -> list[Check]:
     """Return all possible comparisons in the order of the labels. Memory and pace are only compared between equal
     machines."""
     checks = []
     for label, of in now.labels.items():
         for metric in METRICS:
 
-            def values(*runs: Figures, label: str = label, metric: str = metric) -> Groups:
+            def values(*runs: NightFigures, label: str = label, metric: str = metric) -> Groups:
                 comparable = [run for run in runs if metric not in OF_MACHINE or run.machine == now.machine]
                 return _by_seed(comparable, label, metric)
 
@@ -95,7 +97,7 @@ def pooled_spread(groups: Iterable[Sequence[float]]) -> float:
     return math.sqrt(squares / sum(len(values) - 1 for values in many)) if many else 0.0
 
 
-def _by_seed(runs: Sequence[Figures], label: str, metric: str) -> dict[int, list[float]]:
+def _by_seed(runs: Sequence[NightFigures], label: str, metric: str) -> dict[int, list[float]]:
     found: dict[int, list[float]] = {}
     for run in runs:
         values = run.labels[label].values.get(metric, ()) if label in run.labels else ()

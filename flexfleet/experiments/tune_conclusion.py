@@ -19,11 +19,21 @@ from fl_engine.data import partition_files
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config, algorithm, public, set_path
 from flexfleet.config.form import write_config
-from flexfleet.experiments import runs, tracked
-from flexfleet.experiments.outcome import Figures, Outcome, Tuned, finite, importance, outcome_of, page, tried, why_none
-from flexfleet.experiments.paired import LEVEL, tested
-from flexfleet.experiments.space import applied, symbols, unchanged
-from flexfleet.experiments.trials import done, is_default
+from flexfleet.experiments import tune_storage, tune_worker
+from flexfleet.experiments.ranking import LEVEL, tested
+from flexfleet.experiments.tune_report import (
+    Figures,
+    Outcome,
+    Tuned,
+    finite,
+    importance,
+    outcome_of,
+    page,
+    tried,
+    why_none,
+)
+from flexfleet.experiments.tune_space import applied, symbols, unchanged
+from flexfleet.experiments.tune_trials import done, is_default
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.tracking.trackers import log_outcome
 
@@ -37,9 +47,11 @@ def conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
     """Runs the best setting and the default on the held-out seeds, and writes FILES into `folder`."""
     from optuna.trial import TrialState
 
-    space, pool = runs.searched(config, prepared)
+    space, pool = tune_worker.searched(config, prepared)
     if config.tune.held_out:  # raises where they are other data than the trials had
-        partition_files.load(prepared / "default" / "partition", runs.resolved(config, config.tune.seeds[0]).data)
+        partition_files.load(
+            prepared / "default" / "partition", tune_worker.resolved(config, config.tune.seeds[0]).data
+        )
     ended = done(study)
     complete = [t for t in ended if t.state == TrialState.COMPLETE]
     counts = Counter(map(outcome_of, ended))
@@ -86,9 +98,9 @@ def conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
     trials = [(t.number, t.value, t.params) for t in sorted(complete, key=lambda t: t.number)]
     FolderStore(folder).put("study.html", page(tuned, trials).encode())
     tuned.write(folder / "tune.json")
-    parent = tracked.parent(config, study, {})
+    parent = tune_storage.parent(config, study, {})
     if parent is not None:
-        tracked.end_left(parent, study)
+        tune_storage.end_left(parent, study)
         figures = {f"best/{tuned.metric}": tuned.best_value}
         figures |= {} if tuned.gain is None else {"held_out/gain": tuned.gain}
         log_outcome(parent.client, parent.run_id, figures, {}, [str(folder / name) for name in FILES])
@@ -138,11 +150,11 @@ def _held_out(config: Config, setting: Config, study: Any, folder: Path, name: s
     values: Figures = []
     for seed in config.tune.held_out:
         out = folder / "held-out" / f"{of}-s{seed}"
-        run = runs.resolved(setting, seed, out)
+        run = tune_worker.resolved(setting, seed, out)
         try:
             if not (out / "history.json").exists():
-                runs.prepare(run, folder, out)
-            values.append(runs.rounds(run, out, tracked.tags(study, held_out=name)))
+                tune_worker.prepare(run, folder, out)
+            values.append(tune_worker.rounds(run, out, tune_storage.tags(study, held_out=name)))
         except Diverged as error:
             log.warning("the %s setting diverged on the held-out seed %d: %s", name, seed, error)
             values.append(None)

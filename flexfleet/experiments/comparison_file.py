@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fl_engine.core.fields import LeavesOut
 from fl_engine.training.evaluation import OWNERS
-from flexfleet.experiments.first import TITLES, Case, First, firsts
+from flexfleet.experiments.ranking import TITLES, First, RankedCase, firsts
 from flexfleet.files.artifacts import Artifact, LocalScore
 from flexfleet.reports.report import plain
 
@@ -44,7 +44,7 @@ class Spread(_Part):
     std: float | None
 
 
-class Score(_Part):
+class LabelScore(_Part):
     """The metric after one round of each run; avg is null for an algorithm that reports one level."""
 
     round: Spread
@@ -146,7 +146,7 @@ class Summary(_Part):
     """The label's values of the factors (`flexfleet compare --over`), by dotted name."""
     levels: tuple[float, ...]
     """Sizes of the reported models in % of the full model, mean over the seeds."""
-    last: Score
+    last: LabelScore
     """The scores after the last round."""
     avg_device_classes: Spread | None = None
     """This and the next three: as `last`, on the classes of the devices, and on those that the server alone owns; null
@@ -161,7 +161,7 @@ class Summary(_Part):
     local_avg: Spread | None = None
     """This and the next: as `avg` and `full` of `last`, of the local accuracies."""
     local_full: Spread | None = None
-    best: Score
+    best: LabelScore
     """The scores of the round with the best avg: avg and full both of this round, as FlexFL prints them. The round is
     chosen on test data, by each run for itself."""
     mb_down: Spread
@@ -209,7 +209,7 @@ class Central(_Part, LeavesOut):
     """The task's other metrics after the last epoch, by name; left out where it has none."""
 
 
-class Comparison(Artifact, LeavesOut):
+class ComparisonFile(Artifact, LeavesOut):
     """comparison.json, and what `flexfleet compare --json` prints."""
 
     left_out = ("cases", "called")
@@ -235,7 +235,7 @@ class Comparison(Artifact, LeavesOut):
     """Who is first, by the figures `avg`, `full`, `best_avg`, `best_full`, `local_avg` and `local_full`, as far as two
     labels have them; null with fewer than three seeds (no label is called first), with `cases`, and in older
     comparisons."""
-    cases: tuple[Case, ...] = ()
+    cases: tuple[RankedCase, ...] = ()
     """`first` of the labels with the same data, partition, noise and network, where labels differ in these and some do
     not; else left out, and with fewer than three seeds."""
     central: Central | None = None
@@ -243,13 +243,13 @@ class Comparison(Artifact, LeavesOut):
     mlflow_run_id: str | None = None
 
 
-def cases_of(results: Mapping[str, Summary]) -> tuple[Case, ...]:
+def cases_of(results: Mapping[str, Summary]) -> tuple[RankedCase, ...]:
     """Who is first in each case (`by_case`); empty with too few seeds."""
     found = [(case, firsts(by_seed({label: results[label] for label in case.labels}))) for case in by_case(results)]
     return tuple(case.model_copy(update={"first": first}) for case, first in found if first is not None)
 
 
-def by_case(results: Mapping[str, Summary]) -> list[Case]:
+def by_case(results: Mapping[str, Summary]) -> list[RankedCase]:
     """The labels of each case, `first` left empty; no case where all labels are of one, and where each is one of its
     own, so that the cases are what is compared."""
     groups: dict[str, list[str]] = {}
@@ -262,7 +262,7 @@ def by_case(results: Mapping[str, Summary]) -> list[Case]:
         groups.setdefault(plain(settings[label]), []).append(label)
     if len(groups) in (1, len(results)):
         return []
-    return [Case(settings=settings[labels[0]], labels=tuple(labels), first={}) for labels in groups.values()]
+    return [RankedCase(settings=settings[labels[0]], labels=tuple(labels), first={}) for labels in groups.values()]
 
 
 def by_seed(results: Mapping[str, Summary]) -> dict[str, dict[str, list[float | None]]]:
@@ -278,7 +278,7 @@ def figure_of(run: OneRun, figure: str) -> float | None:
     return None if found is None or not math.isfinite(found) else float(found)
 
 
-def further(c: Comparison) -> dict[str, dict[str, Spread]]:
+def further(c: ComparisonFile) -> dict[str, dict[str, Spread]]:
     """By metric of the task beside the one that decides, and by label: the full model's value after the last round.
     Labels without it are left out."""
     found: dict[str, dict[str, Spread]] = {}

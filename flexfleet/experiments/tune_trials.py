@@ -51,7 +51,7 @@ class Pruned(Stopped):
     """A trial's run is behind the others at the same round."""
 
 
-class Taken(Stopped):
+class TakenOver(Stopped):
     """The other workers believed that a trial's worker is gone, and another one tries its values again."""
 
 
@@ -107,7 +107,7 @@ class Reporter(Tracker):
                 try:
                     self._trial.report(values[self._metric], step)
                 except UpdateFinishedTrialError as error:
-                    raise Taken("another worker tries these values again") from error
+                    raise TakenOver("another worker tries these values again") from error
                 if self._trial.should_prune():
                     check_converges(values[self._metric], self._merged, self._metric)
                     raise Pruned(f"pruned after round {step}")

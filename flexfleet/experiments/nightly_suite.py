@@ -42,7 +42,7 @@ MAY_SET = (Moves.EXECUTION, Moves.PLACE)
 with figures of the same backend alone (`Figures.machine`)."""
 
 
-class Case(BaseModel):
+class NightlyCase(BaseModel):
     """Algorithms on one task."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -55,12 +55,12 @@ class Case(BaseModel):
     """Dotted names; `label:a.b` for one label alone."""
 
 
-class Suite(BaseModel):
+class NightlySuite(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     seeds: tuple[int, ...] = Field(min_length=3)
     settings: dict[str, Any] = {}
-    cases: dict[str, Case] = Field(min_length=1)
+    cases: dict[str, NightlyCase] = Field(min_length=1)
     thresholds: dict[str, float]
     """The largest difference that never fails, by metric of METRICS."""
 
@@ -87,7 +87,7 @@ class OfLabel(BaseModel):
     """The task's, which avg and full are values of."""
 
 
-class Figures(Artifact):
+class NightFigures(Artifact):
     """figures.json of a night, and a suite's reference."""
 
     suite: str
@@ -101,7 +101,7 @@ class Figures(Artifact):
     """By `<case>/<label>`."""
 
     @model_validator(mode="after")
-    def _a_value_for_each_seed(self) -> Figures:
+    def _a_value_for_each_seed(self) -> NightFigures:
         for label, of in self.labels.items():
             for metric, values in of.values.items():
                 if metric != "pace" and len(values) != len(self.seeds):
@@ -126,18 +126,18 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def load(path: Path) -> Suite:
+def load(path: Path) -> NightlySuite:
     """Raises ConfigError for what is wrong in the file."""
     try:
-        return Suite.model_validate(read_yaml(path.read_text(encoding="utf-8")) or {})
+        return NightlySuite.model_validate(read_yaml(path.read_text(encoding="utf-8")) or {})
     except OSError as error:
         raise ConfigError(f"cannot read the suite {path}: {error.strerror}") from error
     except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
-        said = explain(error, Suite) if isinstance(error, ValidationError) else str(error)
+        said = explain(error, NightlySuite) if isinstance(error, ValidationError) else str(error)
         raise ConfigError(f"{path} is no suite: {masked(said)}") from error
 
 
-def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id: str) -> dict[str, list[Entry]]:
+def runs_of(suite: NightlySuite, name: str, seeds: tuple[int, ...], sets: list[str], id: str) -> dict[str, list[Entry]]:
     """Every run, by case. `sets`: `a.b=value` of the command line. Raises ConfigError."""
     for text in sets:
         path = text.partition("=")[0].strip()
@@ -170,7 +170,7 @@ def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id
     return out
 
 
-def task_of(suite: Suite, case: str, label: str) -> str:
+def task_of(suite: NightlySuite, case: str, label: str) -> str:
     """The digest of what a label's figures are of: settings, accuracy, and the algorithm where its name is not the
     label (so the digests of labels without a name of their own are those of earlier versions)."""
     settings = {}

@@ -41,7 +41,7 @@ from flexfleet.config import Config
 from flexfleet.config.comparison_runs import Entry, accuracies_of, entries_for, factors_of
 from flexfleet.config.explain import explain
 from flexfleet.config.read import giving_way, meet
-from flexfleet.experiments.reference import LABEL
+from flexfleet.experiments.central_reference import LABEL
 
 FOLDER = Path(str(resources.files("flexfleet.experiments").joinpath("suites")))
 _Row = dict[str, Any] | None
@@ -53,7 +53,7 @@ HEAD = ("shows", "cost", "lacks", "small")
 """What a suite says of itself alone."""
 
 
-class Suite(BaseModel):
+class PaperSuite(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     paper: str = ""
@@ -130,7 +130,7 @@ def listed() -> list[Listed]:
     return out
 
 
-def load(name: str) -> Suite:
+def load(name: str) -> PaperSuite:
     """A suite by its name, or from a file with .yaml. Raises ConfigError if it does not exist or is invalid."""
     if not name.endswith((".yaml", ".yml")) and name not in names():
         raise ConfigError(f"no suite is named {name!r}{nearest(name, names())}; or give a file with .yaml")
@@ -140,29 +140,29 @@ def load(name: str) -> Suite:
     return suite
 
 
-def _read(name: str, before: tuple[str, ...]) -> Suite:
+def _read(name: str, before: tuple[str, ...]) -> PaperSuite:
     if name in before:
         raise ConfigError(f"the suite {before[0]} is like itself: {' -> '.join((*before, name))}")
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     try:
-        own = Suite.model_validate(read_yaml(path.read_text("utf-8")) or {})
+        own = PaperSuite.model_validate(read_yaml(path.read_text("utf-8")) or {})
     except OSError as error:
         raise ConfigError(f"cannot read the suite {path}: {error.strerror}") from error
     except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
-        said = explain(error, Suite) if isinstance(error, ValidationError) else str(error)
+        said = explain(error, PaperSuite) if isinstance(error, ValidationError) else str(error)
         raise ConfigError(f"{path} is no suite: {masked(said)}") from error
     except ConfigError as error:
         raise ConfigError(f"{path} is no suite: {error}") from error
-    whole = Suite()
+    whole = PaperSuite()
     for base in own.like:
         whole = _on(whole, _read(base, (*before, name)))
     return _on(whole, own).model_copy(update={field: getattr(own, field) for field in HEAD})
 
 
-def _on(base: Suite, own: Suite) -> Suite:
+def _on(base: PaperSuite, own: PaperSuite) -> PaperSuite:
     """The base with what the other says."""
     said = {field: getattr(own, field) for field in own.model_fields_set - {"like"}}
-    return Suite(**{field: getattr(base, field) for field in base.model_fields_set} | said | {
+    return PaperSuite(**{field: getattr(base, field) for field in base.model_fields_set} | said | {
         "settings": base.settings | own.settings,
         "rows": _each_on(base.rows, own.rows),
         "cases": _each_on(base.cases, own.cases),
@@ -177,7 +177,7 @@ def _each_on(base: Mapping[str, _Row], own: Mapping[str, _Row]) -> dict[str, _Ro
 
 
 def entries_of(
-    suite: Suite,
+    suite: PaperSuite,
     only: str | None,
     seeds: str | None,
     sets: Sequence[str],
@@ -228,7 +228,7 @@ def _settings(of_suite: Mapping[str, Any], replaced: Collection[str]) -> list[st
     return [f"{path}={in_line(value)}" for path, value in kept]
 
 
-def _row_in(suite: Suite, row: str, case: str | None) -> dict[str, Any]:
+def _row_in(suite: PaperSuite, row: str, case: str | None) -> dict[str, Any]:
     """The row's algorithm and settings in this case. Raises ConfigError for a row that is not there."""
     of_case = {} if case is None else suite.cases[case] or {}
     common = {path: value for path, value in of_case.items() if ":" not in path}
@@ -253,7 +253,12 @@ def _labels(name: str, made: Mapping[str, tuple[str, str | None]], said: str) ->
 
 
 def central_of(
-    suite: Suite, only: str | None, seeds: str | None, sets: Sequence[str], load: Callable[[list[str]], Config], id: str
+    suite: PaperSuite,
+    only: str | None,
+    seeds: str | None,
+    sets: Sequence[str],
+    load: Callable[[list[str]], Config],
+    id: str,
 ) -> list[Entry]:
     """The central trainings of the suite, one for each seed, with the settings that all rows have in common; none where
     `only` leaves them out."""

@@ -19,11 +19,11 @@ from fl_engine.core.errors import ConfigError, GateFailed, IntegrityError
 from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.config.form import check_count
 from flexfleet.config.run_names import plain
-from flexfleet.experiments import gate, graph, suite, whole
-from flexfleet.experiments.figures import PROCESSES, Folders, measure
-from flexfleet.experiments.gate import Check
-from flexfleet.experiments.night import KIND, Night, check_commit, keep_commit
-from flexfleet.experiments.suite import Figures
+from flexfleet.experiments import compare, comparison_tasks, nightly_gate, nightly_suite
+from flexfleet.experiments.nightly_figures import PROCESSES, Folders, measure
+from flexfleet.experiments.nightly_gate import Check
+from flexfleet.experiments.nightly_run import KIND, Night, check_commit, keep_commit
+from flexfleet.experiments.nightly_suite import NightFigures
 from flexfleet.files.artifacts import Artifact, BareHistory, RunFile
 from flexfleet.files.measure import Measure
 from flexfleet.files.run_folder import check_free, failures_tell, folder_lock, go_on
@@ -75,10 +75,12 @@ class Verdict(Artifact):
 # ------------------------------------------------------------------------------------------------ the command
 def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) -> Night:
     """Read the suite and check its reference. Raises what `reference_of` raises."""
-    path = suite.path_of(name)
-    asked = suite.load(path)
+    path = nightly_suite.path_of(name)
+    asked = nightly_suite.load(path)
     seeds = tuple(sorted({*asked.seeds, *REFERENCE_SEEDS})) if update else asked.seeds
-    night = Night(path, asked, plain(id, "a night's id"), suite.runs_of(asked, path.stem, seeds, list(sets), id))
+    night = Night(
+        path, asked, plain(id, "a night's id"), nightly_suite.runs_of(asked, path.stem, seeds, list(sets), id)
+    )
     if update:
         return night
     if night.config.tracking.mlflow is not None:
@@ -103,7 +105,7 @@ def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
         with ending(mlflow):
             try:
                 folders = make(night, jobs, resume, mlflow.root if mlflow else None)
-            except whole.RunsFailed as error:
+            except compare.RunsFailed as error:
                 if error.exit_code == NOTHING_LEARNED:
                     raise GateFailed(str(error)) from error
                 raise
@@ -111,7 +113,7 @@ def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
             return settle(night, folders, night.folder)
 
 
-def update(night: Night, *, jobs: int = 1, resume: bool = False) -> Figures:
+def update(night: Night, *, jobs: int = 1, resume: bool = False) -> NightFigures:
     """Runs at least 20 seeds and writes the suite's reference."""
     take_folder(night, resume)
     with folder_lock(night.folder), stopping_at_once(go_on(night.id)):
@@ -130,7 +132,7 @@ def take_folder(night: Night, resume: bool) -> None:
 
 def make(night: Night, jobs: int, resume: bool, mlflow_run_id: str | None = None) -> Folders:
     for case, entries in night.runs.items():
-        whole.compare(
+        compare.run_comparison(
             entries,
             f"{night.id}-{case}",
             to=(night.suite.cases[case].to,),
@@ -163,9 +165,9 @@ def settle(
         return verdict
 
 
-def _verdict(night: Night, figures: Figures, out: Path, mlflow: MLflow | None) -> Verdict:
+def _verdict(night: Night, figures: NightFigures, out: Path, mlflow: MLflow | None) -> Verdict:
     reference, passed = reference_of(night), passed_since(night, mlflow) if mlflow else []
-    checks = gate.judge(figures, reference, passed, night.suite.thresholds)
+    checks = nightly_gate.judge(figures, reference, passed, night.suite.thresholds)
     before, last = ("last nightly regression run that passed", passed[0]) if passed else ("reference", reference)
     verdict = Verdict(
         suite=night.name,
@@ -184,12 +186,12 @@ def _verdict(night: Night, figures: Figures, out: Path, mlflow: MLflow | None) -
     return verdict
 
 
-def _notes(figures: Figures, checks: Sequence[Check], passed: int) -> tuple[str, ...]:
+def _notes(figures: NightFigures, checks: Sequence[Check], passed: int) -> tuple[str, ...]:
     judged = {(check.label, check.metric) for check in checks}
     unjudged = [
-        f"{label} {suite.METRICS[metric]}"
+        f"{label} {nightly_suite.METRICS[metric]}"
         for label, of in figures.labels.items()
-        for metric in suite.METRICS
+        for metric in nightly_suite.METRICS
         if metric in of.values and (label, metric) not in judged
     ]
     notes = [f"compared with the reference and {passed} nightly regression runs that passed since it was made"]
@@ -208,12 +210,14 @@ def hand_over(night: Night, shared: Path, out: Path, job_id: str) -> list[str]:
     and for one with more runs than a pipeline can gather."""
     check_commit(night)
     check_count(sum(map(len, night.runs.values())), f"those of the suite {night.name}")
-    pairs = [p for case, runs in night.runs.items() for p in graph.pairs_of(runs, f"{night.id}-{case}", shared)]
+    pairs = [
+        p for case, runs in night.runs.items() for p in comparison_tasks.pairs_of(runs, f"{night.id}-{case}", shared)
+    ]
     commit = keep_commit(night)  # after the checks: a night that they refuse can be begun with the mended code
-    return graph.hand_over(pairs, begin(night, track.of_job(night.config, job_id)), out, commit)
+    return comparison_tasks.hand_over(pairs, begin(night, track.of_job(night.config, job_id)), out, commit)
 
 
-def check_pairs(night: Night, file: graph.PairsFile) -> None:
+def check_pairs(night: Night, file: comparison_tasks.PairsFile) -> None:
     """Raises ConfigError unless these runs were made with this code: what judges them says of which commit they are."""
     track.check_code(file.commit, night.id)
 
@@ -232,14 +236,14 @@ def folders_of(night: Night, finished: Sequence[Path]) -> Folders:
 
 
 # ------------------------------------------------------------------------------------------------- before
-def reference_of(night: Night) -> Figures:
+def reference_of(night: Night) -> NightFigures:
     """Return the suite's reference. Raises ConfigError if it does not exist or was made for other settings, and
     IntegrityError if it is damaged."""
     path = night.path.with_suffix(".json")
     if not path.exists():
         raise ConfigError(f"{path} does not exist, so there is nothing to compare with. Make this reference: --update")
     try:
-        figures = Figures.read(path)
+        figures = NightFigures.read(path)
     except IntegrityError as error:
         raise IntegrityError(f"{error}. Restore it from git, or make it again: --update") from error
     known = {name: of.task for name, of in figures.labels.items()}
@@ -253,7 +257,7 @@ def reference_of(night: Night) -> Figures:
     return figures
 
 
-def passed_since(night: Night, mlflow: MLflow) -> list[Figures]:
+def passed_since(night: Night, mlflow: MLflow) -> list[NightFigures]:
     """Return the figures of the newest nightly regression runs that passed against this reference, newest first.
     Raises EnvironmentFailure if MLflow does not answer, IntegrityError if figures are damaged."""
     wanted = f"tags.`{PASSED}` = 'True' and tags.`{REFERENCE}` = '{_reference_sha256(night)}'"
@@ -269,14 +273,14 @@ def _reference_sha256(night: Night) -> str:
     return sha256(night.path.with_suffix(".json").read_bytes())
 
 
-def _figures_of(client: Patient, run_id: str) -> Figures:
+def _figures_of(client: Patient, run_id: str) -> NightFigures:
     name = f"figures.json of the MLflow run {run_id}, a nightly regression run that passed"
     advice = f"restore the file, or delete that run: mlflow runs delete --run-id {run_id}"
     with tempfile.TemporaryDirectory() as scratch:
         with answering(client.uri, f"does not give {name} ({advice})"):
             at = client.download_artifacts(run_id, "figures.json", scratch)
         try:
-            return Figures.of(Path(at).read_bytes(), name)
+            return NightFigures.of(Path(at).read_bytes(), name)
         except IntegrityError as error:
             raise IntegrityError(f"{error}: {advice}") from error
 
@@ -313,7 +317,7 @@ def _judged(folders: Folders, out: Path, mlflow: MLflow) -> Verdict | None:
     return Verdict.read(out / "regression.json").model_copy(update={"report": str(out / "regression.html")})
 
 
-def _record(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow: MLflow, figures: Figures) -> None:
+def _record(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow: MLflow, figures: NightFigures) -> None:
     metrics = {
         f"{metric}/{label}": sum(each) / len(each)
         for label, of in figures.labels.items()
@@ -348,13 +352,13 @@ COLUMNS = ("case / algorithm", "figure", "before", "of", "tonight", "limit", "sm
 
 def row(check: Check) -> tuple[str, ...]:
     """Return a check's cells below COLUMNS."""
-    shown = Measure(check.measured).with_unit if check.metric in suite.HIGHER else "{:.4g}".format
-    if check.metric in suite.HIGHER:
+    shown = Measure(check.measured).with_unit if check.metric in nightly_suite.HIGHER else "{:.4g}".format
+    if check.metric in nightly_suite.HIGHER:
         points = shown(check.allowed)
         smallest = f"-{points} points" if points.endswith("%") else f"-{points}"
     else:
         smallest = f"x {check.limit / check.before:.2f}" if check.before else f"+{check.allowed:.4g}"
-    figure = suite.METRICS[check.metric].replace("accuracy", check.measured)
+    figure = nightly_suite.METRICS[check.metric].replace("accuracy", check.measured)
     return check.label, figure, shown(check.before), check.against, shown(check.now), shown(check.limit), smallest
 
 
@@ -393,7 +397,7 @@ def card(verdict: Verdict) -> str:
     return "\n".join([f"## {verdict.suite}: {head}", "", *lines, "", *verdict.notes, "", *since, ""])
 
 
-def page(verdict: Verdict, now: Figures, nights: Mapping[str, Figures]) -> str:
+def page(verdict: Verdict, now: NightFigures, nights: Mapping[str, NightFigures]) -> str:
     """Return one HTML page that loads nothing from elsewhere. `nights`: whose curves are drawn, by name."""
     drawings: dict[str, Drawing] = {}
     for label in now.labels:
@@ -409,5 +413,5 @@ def page(verdict: Verdict, now: Figures, nights: Mapping[str, Figures]) -> str:
     )
 
 
-def _points(figures: Figures, label: str, which: int) -> list[tuple[int, float, list[float]]]:
+def _points(figures: NightFigures, label: str, which: int) -> list[tuple[int, float, list[float]]]:
     return [(point[0], point[1], list(point[2] if which == 2 else point[3])) for point in figures.labels[label].curve]

@@ -8,9 +8,9 @@ from typing import Any
 
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.rounds.phases import BITS
-from flexfleet.experiments import first
-from flexfleet.experiments.comparison import BY_OWNER, LOCAL, Comparison, Reached, Spread, further
-from flexfleet.experiments.differences import TITLE, as_rows
+from flexfleet.experiments import ranking
+from flexfleet.experiments.comparison_file import BY_OWNER, LOCAL, ComparisonFile, Reached, Spread, further
+from flexfleet.experiments.row_differences import TITLE, as_rows
 from flexfleet.files.measure import Measure, decimals
 from flexfleet.reports.report import NONE, plain
 
@@ -24,7 +24,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
-def tables(c: Comparison) -> list[Table]:
+def tables(c: ComparisonFile) -> list[Table]:
     """Tables of the deciding metric, of its highest values during the rounds, of the cost, of a round's phases,
     of how evenly clients finish, and of the rounds, the time and the MB to reach given values."""
     results, measure, beside = c.results.items(), Measure(c.metric), further(c)
@@ -90,12 +90,12 @@ def tables(c: Comparison) -> list[Table]:
     return [_with_factors(c, table) for table in (*metrics, cost, *_phases(c), *evenness, *_to_reach(c, measure))]
 
 
-def differing(c: Comparison) -> list[Table]:
+def differing(c: ComparisonFile) -> list[Table]:
     """Where the rows differ; empty if they do not."""
     return [Table(TITLE, *as_rows(c.differences, c.labels))] if c.differences else []
 
 
-def factors(c: Comparison) -> dict[str, list[Any]]:
+def factors(c: ComparisonFile) -> dict[str, list[Any]]:
     """The parameters that every label was made with several values of, and these values."""
     found: dict[str, list[Any]] = {}
     for r in c.results.values():
@@ -105,7 +105,7 @@ def factors(c: Comparison) -> dict[str, list[Any]]:
     return found
 
 
-def _with_factors(c: Comparison, table: Table) -> Table:
+def _with_factors(c: ComparisonFile, table: Table) -> Table:
     """A column for each factor behind the labels."""
     names = tuple(factors(c))
 
@@ -116,21 +116,21 @@ def _with_factors(c: Comparison, table: Table) -> Table:
     return Table(table.title, (table.head[0], *names, *table.head[1:]), rows)
 
 
-def _behind(c: Comparison, measure: Measure) -> list[Table]:
+def _behind(c: ComparisonFile, measure: Measure) -> list[Table]:
     unit, seeds = "% points" if measure.unit else measure.name, ", ".join(map(str, c.seeds))
     told = [(f", with {case}", case.first, case.labels) for case in c.cases] or [("", c.first or {}, c.labels)]
     return [
         Table(
             f"Behind the highest, {unit}{where}: paired over the seeds {seeds}",
-            ("algorithm", *(first.TITLES[figure] for figure in found)),
-            first.rows(found, labels, measure),
+            ("algorithm", *(ranking.TITLES[figure] for figure in found)),
+            ranking.rows(found, labels, measure),
         )
         for where, found, labels in told
         if found
     ]
 
 
-def _local(c: Comparison) -> Table:
+def _local(c: ComparisonFile) -> Table:
     """The table of local accuracies as FedRolex prints it: beside each mean the standard deviation over the clients.
     Both are means over the seeds."""
     rows = (
@@ -158,7 +158,7 @@ PHASES = {
 """Columns, and what `fl_engine.rounds.phases` calls them."""
 
 
-def _phases(c: Comparison) -> list[Table]:
+def _phases(c: ComparisonFile) -> list[Table]:
     """The table of a round's phases, for the labels whose runs measured them."""
 
     def cells(found: Mapping[str, Spread]) -> Iterator[str]:
@@ -172,7 +172,7 @@ def _phases(c: Comparison) -> list[Table]:
     )
 
 
-def _to_reach(c: Comparison, measure: Measure) -> list[Table]:
+def _to_reach(c: ComparisonFile, measure: Measure) -> list[Table]:
     """With avg, where a label has it, and with the full model: a table for MB down and up, each for itself, one
     for rounds, one for the time, and one for all MB; none without accuracies to reach."""
     targets = [one.accuracy for one in next(iter(c.results.values())).reached]
@@ -208,7 +208,7 @@ def _further(names: Iterable[str], values: Mapping[str, Spread | None]) -> Itera
         yield cell(values.get(measure.name), measure.scale, 2 if measure.unit else 4)
 
 
-def _reference(c: Comparison, measure: Measure, judged: bool, beside: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+def _reference(c: ComparisonFile, measure: Measure, judged: bool, beside: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     """The row of central training for the table of the runs' figures; empty without central training. `judged`: the
     table has local accuracies, which belong to clients. `beside`: the further metrics that it has."""
     if c.central is None:
@@ -220,7 +220,7 @@ def _reference(c: Comparison, measure: Measure, judged: bool, beside: Iterable[s
     return ((REFERENCE, "100", NONE, full, NONE, best, cell(c.central.best_epoch, digits=1), last, *none, *more),)
 
 
-def _reference_highest(c: Comparison, measure: Measure) -> tuple[tuple[str, ...], ...]:
+def _reference_highest(c: ComparisonFile, measure: Measure) -> tuple[tuple[str, ...], ...]:
     if c.central is None:
         return ()
     found = [cell(one.full, measure.scale, 2 if measure.unit else 4) for one in c.central.highest]
@@ -247,12 +247,12 @@ def seconds(s: Spread | None) -> str:
     return cell(s, digits=1) if s.mean >= 10 else fine(s, digits=3)
 
 
-def simulated(c: Comparison) -> bool:
+def simulated(c: ComparisonFile) -> bool:
     """Whether all runs have a simulated clock: a table does not mix simulated and real seconds."""
     return all(r.seconds_simulated is not None for r in c.results.values())
 
 
-def _reached(c: Comparison, one: Reached, spent: Callable[[Reached], str]) -> str:
+def _reached(c: ComparisonFile, one: Reached, spent: Callable[[Reached], str]) -> str:
     """`(2/3)`: only 2 of 3 seeds reach it."""
     some = f" ({len(one.seeds)}/{len(c.seeds)})" if len(one.seeds) < len(c.seeds) else ""
     return spent(one) + some if one.seeds else NONE
