@@ -17,11 +17,11 @@ from fl_engine.core.text import path_of
 from flexfleet.files.terminal import run_main
 
 PERMITTED = frozenset(
-    {"0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "EPL-1.0", "EPL-2.0", "HPND", "ISC"}
-    | {"LGPL-3.0-only", "MIT", "MIT-0", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Python-2.0", "Unlicense", "ZPL-2.1", "Zlib"}
+    {"0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0"}
+    | {"EPL-1.0", "EPL-2.0", "GPL-2.0-only WITH GCC-exception-2.0", "HPND", "ISC", "LGPL-3.0-only", "MIT", "MIT-0"}
+    | {"MIT-CMU", "MPL-2.0", "PSF-2.0", "Python-2.0", "Unlicense", "ZPL-2.1", "Zlib"}
 )
 """SPDX identifiers of licences that allow an image under Apache-2.0 to carry the package unchanged."""
-PERMITTED_WITH = frozenset({"Apache-2.0 WITH LLVM-exception", "GPL-2.0-only WITH GCC-exception-2.0"})
 SAID: dict[str, str] = {
     "3-Clause BSD License": "BSD-3-Clause",
     "Apache 2.0": "Apache-2.0",
@@ -37,7 +37,8 @@ SAID: dict[str, str] = {
     "Python Software Foundation License": "PSF-2.0",
     "Zope Public License": "ZPL-2.1",
 }
-"""SPDX identifiers of the names that packages give their licence. `BSD` may mean either of two; both are permitted."""
+"""Map the names that packages give their licences to SPDX identifiers. `BSD` may mean either of two; both are
+permitted."""
 KNOWN: dict[str, str] = {
     "antlr4-python3-runtime": "BSD-3-Clause",
     "faster-coco-eval": "Apache-2.0",
@@ -46,7 +47,8 @@ KNOWN: dict[str, str] = {
     "pygit2": "GPL-2.0-only WITH GCC-exception-2.0",
     "skops": "MIT",
 }
-"""Licences of packages whose metadata states them in no usable form; taken from their licence files."""
+"""Licences of packages whose metadata lacks a usable name; taken from their licence files."""
+SPDX = re.compile(r"\(?[A-Za-z0-9.+-]+(?: (?:AND|OR|WITH) \(?[A-Za-z0-9.+-]+\)?)*")
 REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;]+)\s*(?:;\s*([^\\]*\S))?\s*\\?$")
 
 
@@ -55,8 +57,7 @@ def canonical(name: str) -> str:
 
 
 def locked(lock: str) -> dict[tuple[str, str], list[str]]:
-    """The sha256 sums of each (name, version) in a lock's text. Raises BadInput for a line that is neither a
-    requirement nor the hash of one."""
+    """Map each (name, version) in a lock's text to its sha256 sums. Raises BadInput for any other line."""
     pins: dict[tuple[str, str], list[str]] = {}
     sums: list[str] | None = None
     for line in lock.splitlines():
@@ -70,30 +71,21 @@ def locked(lock: str) -> dict[tuple[str, str], list[str]]:
 
 
 def check(bill: str | bytes, locks: Iterable[str]) -> int:
-    """The number of packages in a CycloneDX bill of materials. Raises BadInput if it is none, IntegrityError if a
-    package of the locks is missing, or is there in another version."""
-    try:
-        named = {(canonical(c["name"]), c.get("version", "")) for c in json.loads(bill)["components"]}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInput(
-            f"a bill of materials is JSON with `components`, each with a name ({error}): run `make sbom`"
-        ) from error
-    names = {name for name, _ in named}
+    """Return the number of packages in a CycloneDX bill of materials. Raises IntegrityError if the bill lacks a
+    package of the locks in the locked version."""
+    named = {(canonical(c["name"]), c.get("version", "")) for c in json.loads(bill)["components"]}
     wanted: dict[str, set[str]] = {}
     for lock in locks:
-        for name, version in locked(lock):
+        for name, version in locked(lock):  # torch has another version for each architecture
             wanted.setdefault(name, set()).add(version)
-    missing = [n for n, versions in sorted(wanted.items()) if not any((n, v) in named for v in versions)]
+    missing = [name for name, versions in sorted(wanted.items()) if not any((name, v) in named for v in versions)]
     if missing:
-        raise IntegrityError(
-            "the bill of materials lacks "
-            + ", ".join(n if n not in names else f"{n} in the locked version" for n in missing)
-        )
+        raise IntegrityError(f"the bill of materials lacks the locked versions of {', '.join(missing)}")
     return len(named)
 
 
 def licence(package: Distribution) -> str:
-    """A package's licence as an SPDX expression. Raises BadInput if its metadata states none that is known here."""
+    """Return a package's licence as an SPDX expression. Raises BadInput if its metadata has no known licence."""
     name = canonical(package.name)
     said = package.metadata
     words = [c.rpartition(" :: ")[2] for c in said.get_all("Classifier") or () if c.startswith("License :: OSI")]
@@ -101,54 +93,19 @@ def licence(package: Distribution) -> str:
     candidates = [KNOWN.get(name, ""), *(text for text in stated if "\n" not in text)]
     for given in (*candidates, " AND ".join(SAID.get(word, word) for word in words)):
         expression = SAID.get(given, given)
-        if expression and permitted(expression) is not None:
+        if expression and (expression in PERMITTED or SPDX.fullmatch(expression)):
             return expression
-    raise BadInput(f"{name} {package.version} says {[*stated, *words]} of its licence: add it to SAID or KNOWN")
+    raise BadInput(f"{name} {package.version} has no known licence, got {[*stated, *words]}. Add it to SAID or KNOWN")
 
 
-def permitted(expression: str) -> bool | None:
-    """Whether the image may carry a package under this SPDX expression (see PERMITTED); None if it is not valid."""
-    tokens: list[str] = re.findall(r"[()]|[A-Za-z0-9.+-]+", expression)
-    if " ".join(tokens).replace("( ", "(").replace(" )", ")") != expression:
-        return None
+def permitted(expression: str) -> bool:
+    """Return whether the image may carry a package under this SPDX expression.
 
-    def either() -> bool:
-        allowed = both()
-        while tokens[:1] == ["OR"]:
-            tokens.pop(0)
-            allowed = both() or allowed
-        return allowed
-
-    def both() -> bool:
-        allowed = one()
-        while tokens[:1] == ["AND"]:
-            tokens.pop(0)
-            allowed = one() and allowed
-        return allowed
-
-    def one() -> bool:
-        if tokens[:1] == ["("]:
-            tokens.pop(0)
-            allowed = either()
-            if (closing := tokens.pop(0)) != ")":
-                raise ValueError(closing)
-            return allowed
-        licence = name()
-        if tokens[:1] == ["WITH"]:
-            tokens.pop(0)
-            return f"{licence} WITH {name()}" in PERMITTED_WITH
-        return licence in PERMITTED
-
-    def name() -> str:
-        if (token := tokens.pop(0)) in ("(", ")", "AND", "OR", "WITH"):
-            raise ValueError(token)
-        return token
-
-    try:
-        allowed = either()
-    except (IndexError, ValueError):
-        return None
-    return None if tokens else allowed
+    AND binds closer than OR. Parentheses may only hold alternatives of which one is required: A AND (B OR C).
+    """
+    if match := re.fullmatch(r"(.*?)\(([^()]+)\)(.*)", expression):
+        return all(map(permitted, filter(None, (re.sub("^ AND | AND $", "", part) for part in match.groups()))))
+    return any(all(name in PERMITTED for name in each.split(" AND ")) for each in expression.split(" OR "))
 
 
 HEAD = """# Licences
@@ -162,11 +119,12 @@ text of each package lies beside it in the image. Torch's also has those of the 
 
 
 def table(environments: dict[str, list[Distribution]]) -> str:
-    """The page of licences. Raises IntegrityError if one is not permitted, BadInput where no package is installed."""
+    """Return the page of licences. Raises IntegrityError if a licence is not permitted, BadInput if an environment is
+    empty."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for image, packages in environments.items():
         if not packages:
-            raise BadInput(f"{image}: no package is installed there")
+            raise BadInput(f"{image} has no installed package")
         for package in packages:
             if canonical(package.name) != "pip":  # belongs to the base image
                 rows.setdefault((canonical(package.name), package.version, licence(package)), []).append(image)
@@ -190,8 +148,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(check(args.bill.read_bytes(), [lock.read_text("utf-8") for lock in args.locks]), "packages")
     else:
         given = dict(word.partition("=")[::2] for word in args.environments)
-        if bare := [name for name, path in given.items() if not path]:
-            raise BadInput(f"NAME=SITE_PACKAGES is expected, got {bare[0]!r}")
         print(table({name: list(distributions(path=[path])) for name, path in given.items()}), end="")
     return 0
 

@@ -16,9 +16,7 @@ from typing import Any
 
 from kfp import dsl
 
-from components.compare import compare
-from components.prepare_comparison import prepare
-from components.run_pair import run
+from components.compare_tasks import compare, prepare, run
 from pipelines.form import FIELDS, Field, form
 from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
 

@@ -14,10 +14,8 @@ from typing import Any
 
 from kfp import dsl, kubernetes
 
-from components.decide import decide
-from components.gate import gate
-from components.prepare_night import prepare
-from components.run_pair import run
+from components.compare_tasks import run
+from components.nightly_tasks import decide, gate, prepare
 from pipelines.shared import COORDINATOR_KEYS, WEBHOOK_KEY, WEBHOOK_SECRET, described, on_cluster, pipeline
 
 # No `from __future__ import annotations` here: kfp needs annotations that are types, not text.

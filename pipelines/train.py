@@ -21,12 +21,7 @@ from typing import Any
 
 from kfp import dsl
 
-from components.evaluate import evaluate
-from components.federate import federate
-from components.model_pool import model_pool
-from components.partition import partition
-from components.pretrain import pretrain
-from components.report import report
+from components.train_tasks import evaluate, federate, model_pool, partition, pretrain, report
 from pipelines.form import Field, form
 from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
 

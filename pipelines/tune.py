@@ -14,9 +14,7 @@ from typing import Any
 
 from kfp import dsl, kubernetes
 
-from components.prepare_study import prepare
-from components.report_study import report
-from components.search import search
+from components.tune_tasks import prepare, report, search
 from pipelines.form import FIELDS, NO_STORE, Field, form
 from pipelines.shared import COORDINATOR_KEYS, TUNE_KEY, TUNE_SECRET, described, on_cluster, pipeline
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import fl_engine
-from components.gate import gate
+from components.nightly_tasks import gate
 from fl_engine.core.errors import ConfigError, GateFailed, Stopped
 from flexfleet.config import form
 from flexfleet.experiments import compare, comparison_tasks, nightly

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from components.partition import partition
+from components.train_tasks import partition
 from fl_engine.core import errors
 from fl_engine.core.errors import (
     ConfigError,

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from components.gate import gate
+from components.nightly_tasks import gate
 from flexfleet.experiments import nightly as step
 from flexfleet.experiments.nightly import Verdict
 from flexfleet.experiments.nightly_gate import REFERENCE

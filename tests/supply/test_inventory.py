@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import subprocess
 import sys
 from email.message import Message
@@ -32,7 +31,7 @@ def constraints() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_a_lock_has_the_versions_of_the_constraints_and_a_hash_of_each(name: str) -> None:
+def test_lock_has_the_constrained_versions_with_hashes(name: str) -> None:
     wanted = constraints()
     packages = inventory.locked(LOCKS[name])
     assert packages
@@ -41,10 +40,9 @@ def test_a_lock_has_the_versions_of_the_constraints_and_a_hash_of_each(name: str
         assert version.removesuffix("+cpu") in wanted[package], f"{package}: `make lock`"
 
 
-def test_constraints_name_each_package_once_and_torch_for_each_machine() -> None:
+def test_constraints_name_each_package_once() -> None:
     """And once more what has another version for Python 3.10, which devices have."""
     twice = {name: versions for name, versions in constraints().items() if len(versions) > 1}
-    lines = (ROOT / "constraints.txt").read_text()
     lines = (ROOT / "constraints.txt").read_text()
     marked = re.findall(r'^(\S+)==\S+; python_version (<|>=) "3\.11"$', lines, re.MULTILINE)
     older = {name for name, sign in marked if sign == "<"}
@@ -57,7 +55,7 @@ def test_constraints_name_each_package_once_and_torch_for_each_machine() -> None
     }
 
 
-def test_arm64_has_one_torch_which_every_message_names() -> None:
+def test_constraints_pin_the_arm64_torch_of_messages() -> None:
     (pinned,) = re.findall(
         r'^torch==(\S+); platform_machine == "aarch64"$', (ROOT / "constraints.txt").read_text(), re.M
     )
@@ -65,7 +63,7 @@ def test_arm64_has_one_torch_which_every_message_names() -> None:
 
 
 @pytest.mark.parametrize("lock", ["build", "flexfleet", "alone", "mlflow", "sbom"])
-def test_a_lock_holds_what_its_requirements_name(lock: str) -> None:
+def test_lock_holds_its_requirements(lock: str) -> None:
     file = {"flexfleet": "requirements.txt"}.get(lock, f"requirements-{lock}.txt")
     lines = (ROOT / "components" / file).read_text().splitlines()
     names = {inventory.canonical(line.partition("[")[0]) for line in lines if not line.startswith("#")}
@@ -73,7 +71,7 @@ def test_a_lock_holds_what_its_requirements_name(lock: str) -> None:
     assert names <= held, f"{names - held}: `make lock`"
 
 
-def test_the_image_installs_nothing_but_the_locks() -> None:
+def test_dockerfile_installs_nothing_but_the_locks() -> None:
     """And pip refuses what has no hash: PIP_REQUIRE_HASHES holds for every call but that for our own code, offline."""
     dockerfile = (ROOT / "components/Dockerfile").read_text()
     assert re.search(r"^ENV .*(?:\\\n.*)*PIP_REQUIRE_HASHES=1 PIP_NO_DEPS=1$", dockerfile, re.MULTILINE)
@@ -85,7 +83,7 @@ def test_the_image_installs_nothing_but_the_locks() -> None:
     assert "REQUIRE_HASHES=0" not in dockerfile.replace(own, "")
 
 
-def test_pip_takes_the_locks_and_refuses_another_file(tmp_path: Path) -> None:
+def test_pip_refuses_a_file_with_another_hash(tmp_path: Path) -> None:
     """A source of nothing but a changed wheel: the hash is what stops it."""
     (tmp_path / "zipp-4.1.2-py3-none-any.whl").write_bytes(b"something else")
     lock = tmp_path / "lock.txt"
@@ -96,18 +94,15 @@ def test_pip_takes_the_locks_and_refuses_another_file(tmp_path: Path) -> None:
     assert done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stderr, done.stdout + done.stderr
 
 
-def test_a_hash_of_no_requirement_is_refused() -> None:
-    with pytest.raises(BadInput, match="requirements and their hashes only"):
-        inventory.locked(f"    --hash=sha256:{'0' * 64}\n")
+@pytest.mark.parametrize(
+    "line", ["--extra-index-url https://elsewhere", "torch", "torch==1 @ https://elsewhere", "    --hash=md5:0"]
+)
+def test_locked_refuses_a_line_without_version_or_hash(line: str) -> None:
+    with pytest.raises(BadInput):
+        inventory.locked(f"a==1 \\\n{line}\n")
 
 
-def test_a_line_that_is_no_hash_is_refused() -> None:
-    for line in ("--extra-index-url https://elsewhere", "torch", "torch==1 @ https://elsewhere", "    --hash=md5:0"):
-        with pytest.raises(BadInput, match="requirements and their hashes only"):
-            inventory.locked(f"a==1 \\\n{line}\n")
-
-
-def test_every_locked_package_has_its_licence_noted_and_it_is_permitted() -> None:
+def test_licences_page_has_every_locked_package() -> None:
     page = (ROOT / "docs/licences.md").read_text()
     rows = re.findall(r"^\| (\S+) \| (\S+) \| (.+?) \| (.+?) \|$", page, re.MULTILINE)
     noted = {(name, version) for name, version, _, _ in rows if version != "version"}
@@ -123,29 +118,16 @@ def test_every_locked_package_has_its_licence_noted_and_it_is_permitted() -> Non
     [
         ("MIT", True),
         ("AGPL-3.0-only", False),
-        ("GPL-3.0-or-later", False),
         ("GPL-2.0-only OR EPL-1.0", True),
         ("MIT AND GPL-2.0-only", False),
+        ("MIT OR AGPL-3.0-only AND GPL-2.0-only", True),
         ("MPL-2.0 AND (Apache-2.0 OR AGPL-3.0-only)", True),
         ("AGPL-3.0-only AND (Apache-2.0 OR MIT)", False),
-        ("MIT OR AGPL-3.0-only AND GPL-2.0-only", True),
         ("GPL-2.0-only WITH GCC-exception-2.0", True),
         ("GPL-2.0-only WITH Other-exception", False),
-        ("see LICENSE, please", None),
-        ("(MIT", None),
-        ("MIT Apache-2.0", None),
-        ("MIT OR (GPL-3.0-only MIT", None),
-        ("(MIT MIT", None),
-        ("(MIT OR AGPL-3.0-only", None),
-        ("MIT)", None),
-        ("MIT OR AND", None),
-        ("MIT OR )", None),
-        ("MIT OR GPL-2.0-only WITH AND", None),
-        ("WITH MIT", None),
-        ("MIT OR", None),
     ],
 )
-def test_expressions_are_read_as_spdx_says(expression: str, allowed: bool | None) -> None:
+def test_permitted_reads_spdx_expressions(expression: str, allowed: bool) -> None:
     assert inventory.permitted(expression) is allowed
 
 
@@ -163,56 +145,25 @@ class Package(Distribution):
         raise NotImplementedError
 
 
-def test_licences_are_what_packages_say_of_themselves() -> None:
+def test_licence_is_read_from_package_metadata() -> None:
     classified = "License :: OSI Approved :: Apache Software License"
     assert inventory.licence(Package("a", License_Expression="MIT OR Apache-2.0")) == "MIT OR Apache-2.0"
     assert inventory.licence(Package("a", License="Apache 2.0")) == "Apache-2.0"
     whole = Package("a", License="The whole text, of which\n there is much", Classifier=classified)
     assert inventory.licence(whole) == "Apache-2.0"
     assert inventory.licence(Package("Pygit2", License="GPLv2 with linking exception")).endswith("GCC-exception-2.0")
-    with pytest.raises(BadInput, match="of its licence: add it to SAID or KNOWN"):
+    with pytest.raises(BadInput, match="SAID or KNOWN"):
         inventory.licence(Package("a"))
-    with pytest.raises(IntegrityError, match=r"may not carry: a 1: AGPL-3\.0-only"):
+    with pytest.raises(IntegrityError, match="AGPL"):
         inventory.table({"image": [Package("a", License_Expression="AGPL-3.0-only")]})
 
 
-def test_a_bill_of_materials_lists_the_locked_packages() -> None:
+def test_check_compares_the_bill_with_the_locks() -> None:
     packages = inventory.locked(LOCKS["torch"]) | inventory.locked(LOCKS["build"])
     components = [{"name": name, "version": version} for name, version in packages]
     assert inventory.check(json.dumps({"components": components}), [LOCKS["torch"], LOCKS["build"]]) == len(packages)
     one_machine = [c for c in components if c["version"] != "2.9.1"]
     inventory.check(json.dumps({"components": one_machine}), [LOCKS["torch"], LOCKS["build"]])
     old = json.dumps({"components": [{"name": "Setuptools", "version": "1"}]})
-    with pytest.raises(IntegrityError, match="lacks setuptools in the locked version, torch"):
+    with pytest.raises(IntegrityError, match="setuptools, torch"):
         inventory.check(old, [LOCKS["torch"], LOCKS["build"]])
-
-
-@pytest.mark.parametrize("bill", ["", "[]", '{"components": 3}', '{"components": [{}]}', b"\xff\x00"])
-def test_what_is_no_bill_of_materials_is_refused(bill: str | bytes) -> None:
-    with pytest.raises(BadInput, match=r"JSON with `components`.*run `make sbom`"):
-        inventory.check(bill, [])
-
-
-@pytest.mark.parametrize(
-    ("command", "code", "said"),
-    [
-        ("components.inventory check components/sbom components/locks/torch.txt", 2, "a bill of materials is JSON"),
-        ("components.inventory check nowhere components/locks/torch.txt", 6, "nowhere: No such file"),
-        ("components.inventory licences flexfleet", 2, "NAME=SITE_PACKAGES is expected, got 'flexfleet'"),
-        ("components.inventory licences flexfleet=nowhere", 2, "flexfleet: no package is installed there"),
-        ("components.digests nowhere", 2, "nowhere is neither a folder"),
-        ("components.digests k8s/overlays/edge", 2, "the overlay names no image"),
-    ],
-)
-def test_a_mistake_on_the_command_line_is_told_in_one_line(
-    command: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module, *argv = command.split()
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [module, *argv])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # a command replaces it
-    monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module(module, run_name="__main__")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert end.value.code == code and line.startswith(f"error: {said}")
