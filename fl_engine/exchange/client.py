@@ -1,4 +1,4 @@
-"""How a client carries out an order, in any process; alone, or side by side with others."""
+"""How a client carries out its assignments, in any process: alone, or side by side with other clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fl_engine.core.clients import LARGEST_LOSS, Shapes, apart, client_metrics, header, kept_by_clients
-from fl_engine.core.contracts import Algorithm, ClientMetric, KeepsClientState, ModelFamily, keeps_client_state
+from fl_engine.core.contracts import Algorithm, ClientMetric, ModelFamily, keeps_client_state
 from fl_engine.core.costs import macs_per_sample
 from fl_engine.core.errors import ClientError, ModelError, first_line, kind_of, memory_errors
 from fl_engine.core.samples import Data
@@ -23,6 +23,7 @@ from fl_engine.core.types import (
     SGD,
     ClientFailure,
     ClientUpdate,
+    Code,
     Device,
     LocalTask,
     Outcome,
@@ -50,8 +51,7 @@ log = logging.getLogger("flexfleet")
 
 @dataclass(frozen=True)
 class Site:
-    """What all clients of a run share: the network, the pool, the fleet, the data and who holds which samples, and how
-    arithmetic is done."""
+    """What all clients of a run share."""
 
     family: ModelFamily
     pool: Pool
@@ -61,10 +61,9 @@ class Site:
     seed: int
     numerics: Numerics = SINGLE
     free: float | None = None
-    """The device's free memory, in % of the full model's parameters, where it was measured; None: as simulated."""
+    """Measured free memory of the device, in % of the full model's parameters; None: the fleet simulates it."""
     held: tuple[Ints, ...] = ()
-    """By client, the samples that it holds out from training to evaluate on; empty: nobody does. `partition` has the
-    others."""
+    """The samples that each client holds out for evaluation; `partition` has the others. Empty: no client does."""
     most: int | None = None
     """The most samples that a client may report if the server does not know how many it holds (`data.local_data`);
     None: the server knows."""
@@ -96,30 +95,33 @@ class Site:
 
 @dataclass(frozen=True)
 class Work:
-    """An order as the client understands it: its task, the weights to start from (after pruning on the device, views
-    where they can be), its samples' indices, and what it had free, in % of the full model's parameters. `linear` as in
-    `Start`. `received` are the weights as they were sent, `state` is what the client keeps and may start from. The task
-    of an order that evaluates has no epochs, and its samples are those held out."""
+    """An assignment that is ready for training. In an evaluation the task has no epochs."""
 
     order: WorkOrder
     task: LocalTask
     start: Params
+    """The weights to start from, after pruning; views where possible."""
     indices: np.ndarray
+    """The client's samples; in an evaluation those that it holds out."""
     free: float
+    """Free memory in % of the full model's parameters."""
     algorithm: Algorithm
     linear: Params
+    """See `Start`."""
     received: Params
+    """The weights as they were sent."""
     state: Params
+    """What the client has kept since its last assignment."""
 
 
 def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "cpu") -> Outcome:
-    """Carries out one order: looks at the free memory, prunes, trains, gives the update. A failure is an outcome."""
+    """Carry out one assignment: observe the free memory, prune, train."""
     work = accept(algorithm, order, site)
     return work if isinstance(work, ClientFailure) else train([work], site, device)[0]
 
 
 def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientFailure:
-    """Looks at the free memory, and prunes. Raises ModelError where the algorithm gives no task."""
+    """Observe the free memory, and prune. Raises ModelError if the algorithm does not return a LocalTask."""
     if order.evaluates:
         task = LocalTask(order.spec, SGD(0.0), epochs=0, batch_size=1, drop_last=False, seed=order.seed)
         return Work(order, task, order.payload, site.held_by(order.client), 0.0, algorithm, {}, order.payload, {})
@@ -131,56 +133,47 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
         taken = take(order.payload, layout, task.spec, have=order.spec) if isinstance(task, LocalTask) else {}
     except (ClientError, ModelError) as error:
         return ClientFailure(order.round, order.client, "prune", str(error))
-    if not isinstance(task, LocalTask):  # a mistake in its code, which all clients would make
-        raise ModelError(f"{type(algorithm).__name__}.task gave {kind_of(task)}, where a LocalTask is expected")
+    if not isinstance(task, LocalTask):  # a bug that would make all clients fail
+        raise ModelError(f"{type(algorithm).__name__}.task must return a LocalTask, got {kind_of(task)}")
     indices = site.partition.clients[order.client]
     if not len(indices):
         return ClientFailure(order.round, order.client, "train", "a client without samples cannot train")
-    # Sums over all parameters depend on the parameters' order, and a file does not keep it.
+    # Sums over all parameters depend on the parameters' order, which a file does not preserve.
     received = {name: taken[name] for name in layout.slots if name in taken}
     memory, state = apart(order.memory)
     start = Start(received, {name: memory[name] for name in memory if name in received})
     if keeps_client_state(algorithm):
         try:
-            start = _begun(algorithm, state, start, order, task, context)
+            start = algorithm.begin(state, start, order, task, context)
+            if odd := sorted(start.params.keys() ^ received.keys())[:4]:
+                raise ModelError(f"{type(algorithm).__name__}.begin must return the sub-model's parameters, got {odd}")
         except (ClientError, ModelError) as error:
             return ClientFailure(order.round, order.client, "train", str(error))
     weights = {name: start.params[name] for name in received}
     return Work(order, task, weights, indices, free, algorithm, start.linear, received, state)
 
 
-def _begun(
-    algorithm: KeepsClientState, state: Params, start: Start, order: WorkOrder, task: LocalTask, context: TaskContext
-) -> Start:
-    """What training starts from where clients keep something. Raises ModelError where `begin` gives other parameters
-    than those of the sub-model."""
-    names = set(start.params)
-    began = algorithm.begin(state, start, order, task, context)
-    if odd := sorted(began.params.keys() ^ names)[:4]:
-        raise ModelError(f"{type(algorithm).__name__}.begin gives other parameters than those of the sub-model: {odd}")
-    return began
-
-
 def accept_all(
     algorithm: Algorithm, orders: Iterable[WorkOrder], site: Site
 ) -> tuple[list[list[Work]], list[ClientFailure]]:
-    """(groups that train side by side, what failed before training)."""
+    """Return the groups that train side by side, and the failures before training."""
     accepted = [accept(algorithm, order, site) for order in orders]
     works = [work for work in accepted if isinstance(work, Work)]
     return side_by_side(works, site), [failure for failure in accepted if isinstance(failure, ClientFailure)]
 
 
 def side_by_side(works: Iterable[Work], site: Site) -> list[list[Work]]:
-    """Groups that `train` takes: works of equal kind with batched numerics, else each alone. In the order of their
-    first members."""
+    """Return the groups for `train`, in the order of their first members. With batched numerics works of equal kind
+    share a group; otherwise each is alone."""
     groups: list[list[Work]] = []
     open_groups: dict[object, list[Work]] = {}
     group: list[Work] | None = None
     before: object = None
     for work in works:
         shared = site.numerics.strategy == "batched" and not work.order.evaluates and local.can_share(work.task)
-        key = (_kind(work, site) if shared else work.order.client, shared)
-        if key != before:  # a task's hash takes longer than to compare it with the one before
+        kind = local.kind(site.layout, work.task, len(work.indices), frozenset(work.linear)) if shared else None
+        key = (kind if shared else work.order.client, shared)
+        if key != before:  # comparing with the previous key is quicker than the hash of a task
             group, before = open_groups.get(key), key
         if group is None or len(group) >= site.numerics.lanes:
             group = open_groups[key] = []
@@ -189,13 +182,12 @@ def side_by_side(works: Iterable[Work], site: Site) -> list[list[Work]]:
     return groups
 
 
-def _kind(work: Work, site: Site) -> object:
-    return local.kind(site.layout, work.task, len(work.indices), frozenset(work.linear))
-
-
 def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcome]:
-    """Trains works of equal kind side by side. A failure is an outcome, also a ValueError, as batch norm raises for a
-    batch of one value per channel. Other errors are of the machine or of the code, and end the run."""
+    """Train works of equal kind side by side.
+
+    A ValueError is a failure of the client, because batch norm raises it for a batch of one value per channel. Other
+    errors are the machine's or the code's and end the run.
+    """
     if works[0].order.evaluates:
         return [_evaluated(work, site, device) for work in works]
     started = time.monotonic()
@@ -204,7 +196,7 @@ def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcom
             jobs = list(_jobs(works, site, device))
             trained = list(local.train(site.family, site.data.task, jobs, site.numerics))
     except (ModelError, MemoryError, torch.OutOfMemoryError, ValueError) as error:
-        if len(works) > 1:  # the failure of one is no reason for the others to fail
+        if len(works) > 1:  # the failure of one must not be a failure of the others
             return [outcome for work in works for outcome in train([work], site, device)]
         order, reason = works[0].order, str(error) or "out of memory"
         if isinstance(error, ValueError):
@@ -243,12 +235,13 @@ def _outcome(
     kept: Shapes,
     wanted: Sequence[ClientMetric],
 ) -> Outcome:
-    """`kept`: what each client keeps (`kept_by_clients`); `wanted`: what it is to measure (`client_metrics`)."""
     order, task = work.order, work.task
+
+    def failed(why: str, code: Code | None = None) -> ClientFailure:
+        return ClientFailure(order.round, order.client, "train", why, code)
+
     if not abs(trained.loss) <= LARGEST_LOSS or not trained.finite:
-        rate = task.optimizer.lr
-        said = f"training diverged (learning rate {rate:g})"
-        return ClientFailure(order.round, order.client, "train", said, "finite")
+        return failed(f"training diverged (learning rate {task.optimizer.lr:g})", "finite")
     metrics = {
         "loss": trained.loss,
         "steps": float(trained.steps),
@@ -263,15 +256,14 @@ def _outcome(
         client = TrainedClient.of(order, task, site.family, goal, job, work.received, trained.params, static_bn)
         try:
             with memory_errors():
-                state = _kept(work, client, site, kept)  # first, since a measurement may write into the copies
+                state = _kept(work, client, kept)  # first, because a measurement may write into the copies
                 metrics |= client.measured(wanted)
         except Rejected as error:
-            said = f"what {type(work.algorithm).__name__}.keep gives is not what it declares: {error}"
-            return ClientFailure(order.round, order.client, "train", said)
+            return failed(f"{type(work.algorithm).__name__}.keep returns something else than it declares: {error}")
         except (ClientError, ModelError, MemoryError, torch.OutOfMemoryError) as error:
-            return ClientFailure(order.round, order.client, "train", str(error) or "out of memory")
+            return failed(str(error) or "out of memory")
     spec, payload = task.spec, {name: tensor.cpu() for name, tensor in trained.params.items()}
-    if kept:  # a parameter that a client keeps to itself
+    if kept:  # parameters that a client does not send
         payload = {name: tensor for name, tensor in payload.items() if name not in kept}
     if task.mask_labels:  # the rows of classes that the client does not hold were not trained
         held = torch.unique(site.data.train_y[work.indices]).tolist()
@@ -281,16 +273,15 @@ def _outcome(
     try:
         encoded = coding.answered(order, spec, payload, site.layout)
     except ModelError as error:
-        said = f"what it has trained cannot be sent as codec.up says: {error}"
-        return ClientFailure(order.round, order.client, "train", said, "finite")
+        return failed(f"codec.up cannot encode the trained weights: {error}", "finite")
     if encoded is not None:
         metrics["seconds_encode"] = time.monotonic() - encoding
     count = len(work.indices)
     return ClientUpdate(order.round, order.client, spec, payload, count, metrics, state=state, encoded=encoded)
 
 
-def _kept(work: Work, client: TrainedClient, site: Site, kept: Shapes) -> Params:
-    """Return what the client keeps for its next order. Raises Rejected if it is not as `kept` declares."""
+def _kept(work: Work, client: TrainedClient, kept: Shapes) -> Params:
+    """Return what the client keeps for its next assignment. Raises Rejected if it is not as `kept` declares."""
     if not keeps_client_state(work.algorithm):
         return {}
     new = work.algorithm.keep({n: t.to(client.x.device) for n, t in work.state.items()}, client)
@@ -300,7 +291,7 @@ def _kept(work: Work, client: TrainedClient, site: Site, kept: Shapes) -> Params
 
 
 def delivered(algorithm: Algorithm, outcome: Outcome, order: WorkOrder, site: Site) -> Outcome:
-    """Return the outcome of a client in this process as the server receives it: its weights are decoded."""
+    """Return the outcome of a client in this process as the server receives it: with decoded weights."""
     if isinstance(outcome, ClientFailure) or outcome.encoded is None:
         return outcome
     try:

@@ -1,9 +1,8 @@
-"""What the server and clients do with a codec; without a codec nothing here is called.
+"""Codecs between the server and its clients.
 
-Down, the server encodes each payload once, and decodes it too: an order's payload is what its clients receive, so both
-ends continue from the same bits, wherever a client runs. Up, a client encodes the change between what it trained and
-what it received, and the server adds the decoded change. Running statistics and integers travel as they are, both ways.
-Bytes are those of the tensors that travel, without the headers of files.
+Down, the server encodes each payload once and decodes it too, so both ends continue from the same bits. Up, a client
+encodes the difference between the trained and the received weights, and the server adds the decoded difference. Running
+statistics and integers are not encoded. Byte counts are those of the encoded tensors, without file headers.
 """
 
 from __future__ import annotations
@@ -35,13 +34,12 @@ from fl_engine.storage.store import tensor_bytes
 PLAIN = Codecs()
 
 
-# ------------------------------------------------------------------------------------------------------- one way
 def header_of(tensors: Params) -> Header:
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def coded(header: Header) -> Header:
-    """The part that a codec codes, sorted by name."""
+    """Return the tensors that a codec encodes, sorted by name."""
     return {
         name: (dtype, shape)
         for name, (dtype, shape) in sorted(header.items())
@@ -50,7 +48,7 @@ def coded(header: Header) -> Header:
 
 
 def encoded(codec: Codec, tensors: Params, seed: int) -> Params:
-    """What travels instead of these tensors. Raises ModelError for numbers that the codec cannot express."""
+    """Encode tensors. Raises ModelError for numbers that the codec cannot express."""
     part = coded(header_of(tensors))
     rest = {name: tensor for name, tensor in tensors.items() if name not in part}
     found = codec.encode({name: tensors[name].detach().contiguous() for name in part}, seed)
@@ -58,7 +56,7 @@ def encoded(codec: Codec, tensors: Params, seed: int) -> Params:
 
 
 def header(codec: Codec | None, given: Header) -> Header:
-    """The header of what travels instead of tensors with this header."""
+    """Return the header of the encoding of tensors with the header `given`."""
     if codec is None:
         return given
     part = coded(given)
@@ -66,14 +64,13 @@ def header(codec: Codec | None, given: Header) -> Header:
 
 
 def streams(codec: Codec | None, given: Header) -> set[str]:
-    """Names of the tensors that may be shorter than `header` says."""
+    """Return the names of the tensors that may be shorter than in `header`."""
     made = {} if codec is None else codec.header(coded(given))
     return {name for name, (dtype, shape) in made.items() if dtype == torch.uint8 and len(shape) == 1}
 
 
 def decoded(codec: Codec, tensors: Params, given: Header) -> Params:
-    """The tensors with the header `given`, from what travelled. Raises IntegrityError where that is no encoding of
-    such."""
+    """Decode tensors with the header `given`. Raises IntegrityError if `tensors` is not such an encoding."""
     if wrong := misfit(tensors, header(codec, given), streams(codec, given)):
         raise IntegrityError(wrong[1])
     part = coded(given)
@@ -81,20 +78,20 @@ def decoded(codec: Codec, tensors: Params, given: Header) -> Params:
         found = codec.decode({name: tensor for name, tensor in tensors.items() if name in codec.header(part)}, part)
     except IntegrityError:
         raise
-    except Exception as error:  # the codec may be a user's own, and its input a stranger's
+    except Exception as error:  # the codec may be a user's own, and its input is a stranger's
         raise IntegrityError(f"{type(codec).__name__} cannot decode it: {first_line(error)}") from error
     if wrong := misfit(found, part):
-        raise IntegrityError(f"what {type(codec).__name__} decodes is something else: {wrong[1]}")
+        raise IntegrityError(f"{type(codec).__name__} decodes other tensors than it was given: {wrong[1]}")
     return {name: found[name] if name in part else tensors[name] for name in given}
 
 
 def misfit(tensors: Params, expected: Header, shorter: Collection[str] = ()) -> tuple[Code, str] | None:
-    """Why these tensors do not fit this header; None: they do. `shorter`: names of flat tensors that may be shorter."""
+    """Return why tensors do not fit a header; None if they fit. `shorter` names flat tensors that may be shorter."""
     odd, missing = sorted(tensors.keys() - expected.keys()), sorted(expected.keys() - tensors.keys())
     if odd:
         return "names", f"the sub-model has no {', '.join(odd[:4])}"
     if missing:
-        return "names", f"the sub-model's {', '.join(missing[:4])} did not come"
+        return "names", f"the sub-model's {', '.join(missing[:4])} is missing"
     for name, tensor in tensors.items():
         dtype, shape = expected[name]
         if tensor.dtype != dtype:
@@ -105,19 +102,18 @@ def misfit(tensors: Params, expected: Header, shorter: Collection[str] = ()) -> 
 
 
 def bytes_of(given: Header) -> int:
-    """The bytes of tensors with this header, without a file's header."""
+    """Return the bytes of tensors with this header."""
     return sum(dtype.itemsize * math.prod(shape) for dtype, shape in given.values())
 
 
-# ---------------------------------------------------------------------------------------------------------- down
 def bytes_sent(order: WorkOrder) -> int:
-    """The bytes of all that travels with an order: its weights, as they are coded, and its memory."""
+    """Return the bytes of an assignment's tensors: the encoded weights, and what the client has kept."""
     return tensor_bytes(order.travels) + tensor_bytes(order.memory)
 
 
 def sent(plan: RoundPlan, pool: Pool, run: Codecs, seed: int) -> RoundPlan:
-    """The plan as clients receive it. An order's codecs are its own, else its level's, else the run's. Orders that
-    share a payload share its encoding. Raises Diverged for weights that a codec cannot express."""
+    """Return the plan as clients receive it. An assignment's codecs are its own, else its level's, else the run's.
+    Assignments that share a payload share its encoding. Raises Diverged for weights that a codec cannot express."""
     made: dict[tuple[object, ...], tuple[Params, Params]] = {}
 
     def of(order: WorkOrder) -> WorkOrder:
@@ -131,8 +127,8 @@ def sent(plan: RoundPlan, pool: Pool, run: Codecs, seed: int) -> RoundPlan:
                 travels = encoded(codecs.down, order.payload, way)
             except ModelError as error:
                 raise Diverged(
-                    f"round {plan.round + 1}: the weights of {pool[order.level].name} cannot be sent as codec.down "
-                    f"says: {error}. Choose another codec, or a smaller learning rate"
+                    f"round {plan.round + 1}: codec.down cannot encode the weights of {pool[order.level].name}: "
+                    f"{error}. Choose another codec, or a smaller learning rate"
                 ) from error
             made[key] = travels, decoded(codecs.down, travels, header_of(order.payload))
         travels, received = made[key]
@@ -141,14 +137,13 @@ def sent(plan: RoundPlan, pool: Pool, run: Codecs, seed: int) -> RoundPlan:
     return replace(plan, orders=tuple(of(order) for order in plan.orders))
 
 
-# ------------------------------------------------------------------------------------------------------------ up
 def codec_up(order: WorkOrder) -> Codec | None:
     return None if order.codecs is None else order.codecs.up
 
 
 def answered(order: WorkOrder, spec: SubmodelSpec, trained: Params, layout: ParamLayout) -> Params | None:
-    """What a client sends instead of the weights that it trained (`spec`, a part of what it received); None: it sends
-    these. Raises ModelError for numbers that the codec cannot express."""
+    """Return what a client sends instead of its trained weights (`spec`, a part of what it received); None without a
+    codec. Raises ModelError for numbers that the codec cannot express."""
     codec = codec_up(order)
     if codec is None:
         return None
@@ -160,16 +155,14 @@ def answered(order: WorkOrder, spec: SubmodelSpec, trained: Params, layout: Para
 def restored(
     codec: Codec, tensors: Params, expected: Header, order: WorkOrder, spec: SubmodelSpec, layout: ParamLayout
 ) -> Params:
-    """The weights that a client trained, as the codec gives them back. Raises IntegrityError as `decoded`."""
+    """Return the weights that a client trained, after decoding. Raises IntegrityError as `decoded`."""
     received, part = take(order.payload, layout, spec, have=order.spec), coded(expected)
     change = decoded(codec, tensors, expected)
     return {name: received[name] + t if name in part else t for name, t in change.items()}
 
 
-# --------------------------------------------------------------------------------------------------------- a pool
 def sized(pool: Pool, family: ModelFamily, run: Codecs) -> Pool:
-    """The pool, with the bytes of each level, which follow from its sub-model and codecs. A level without codecs of
-    its own has those of the run."""
+    """Return the pool with the bytes of each level. A level without codecs of its own has the run's."""
     types: Mapping[str, torch.dtype] = {name: t.dtype for name, t in blank(family).state_dict().items()}
     layout, full = family.layout(), full_shapes(family)
     found = []

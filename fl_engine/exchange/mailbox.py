@@ -1,19 +1,19 @@
-"""What travels in a round: orders to clients, and their results.
+"""The files of a round: assignments to clients, and their results.
 
     rounds/00012/plan.json              which clients were asked for which sub-model
-    rounds/00012/orders/3.json          what client 3 is asked, for clients in other processes; tensors beside it
-    rounds/00012/updates/3.safetensors  what client 3 brought, then its manifest, last
-    rounds/00012/updates/3.json
-    rounds/00012/evaluation/...         plan, orders and answers of the round's evaluation at the clients
+    rounds/00012/orders/3.json          the assignment of client 3, if it is in another process; tensors beside it
+    rounds/00012/updates/3.safetensors  the update of client 3
+    rounds/00012/updates/3.json         its manifest, written last
+    rounds/00012/evaluation/...         plan, assignments and results of the round's evaluation at the clients
 
-All of it is deleted when the round is committed (`storage.checkpoints`).
+All files are deleted when the round is committed (`storage.checkpoints`).
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
@@ -39,17 +39,13 @@ log = logging.getLogger("flexfleet")
 
 T = TypeVar("T")
 
-
 Known = tuple[str, dict[str, float] | None]
-"""What identifies an outcome: a checksum of all in its manifest that can change the model, and its metrics (None: a
-failure)."""
+"""Identifies an outcome: `said_of` its manifest, and its metrics (None for a failure)."""
 TensorFile = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\.safetensors$")]
 
 
 class Order(Record):
-    """A `WorkOrder`. `payload` and `memory` name the files beside it with the tensors; None: there are none. `codecs`
-    are there where some tensors are coded, written as in a configuration; `header` is there where the payload is coded:
-    types and shapes of the decoded tensors."""
+    """A stored `WorkOrder`."""
 
     round: int
     client: int
@@ -58,20 +54,30 @@ class Order(Record):
     level: int
     hints: dict[str, Any]
     payload: TensorFile | None
+    """Name of the file beside it with the weights."""
     memory: TensorFile | None
+    """Name of the file with what the client has kept."""
     codecs: dict[str, dict[str, Any]] | None = None
+    """As in a configuration; None: no tensors are encoded."""
     header: dict[str, tuple[str, tuple[Index, ...]]] | None = None
+    """Types and shapes of the decoded weights, if they are encoded."""
     evaluates: bool = False
     most: Index | None = None
-    """Bytes of the larger of the two files: no client reads more of one."""
+    """Bytes of the larger of the two files: clients read no more of either."""
 
 
 class Mailbox:
-    """`rules` say what an update may be, and `key` gives the keys that sign results; None: not checked, not signed
-    (clients of this machine). `lengths`: map keys of the store to the only length in bytes at which it accepts them
-    (`urls.Upload`). `expected`: map each client to the sum of the order that is read (`Assignment.orders`); None: the
-    store is trusted. `lease`: the id of the lease whose results these are, which a worker writes; empty: the round's
-    results, which the coordinator writes when it has read them."""
+    """Reads and writes the files of rounds.
+
+    Args:
+        store: The run's store.
+        rules: What an update may be. None: updates are not checked (clients of this machine).
+        key: The keys that sign results. None: results are not signed.
+        lengths: Map keys of the store to the only length in bytes that it accepts for them (`urls.Upload`).
+        expected: Map each client to the sum of its assignment (`Assignment.orders`). None: the store is trusted.
+        lease: The id of the lease whose results a worker writes. Empty: the round's results, which the coordinator
+            writes when it has read them.
+    """
 
     def __init__(
         self,
@@ -90,11 +96,11 @@ class Mailbox:
         self._expected = expected
         self._results = f"leases/{lease}" if lease else "updates"
         self.order_sums: dict[int, str] = {}
-        """By client, the sum of the order that was written last."""
+        """Map each client to the sum of its assignment that was written last."""
         self.seen: dict[tuple[int, int], Known] = {}
-        """What was read or written last, by round and client."""
+        """Map round and client to the outcome that was read or written last."""
         self.failed: dict[tuple[int, int], ClientFailure] = {}
-        """The failures among it."""
+        """The failures among these."""
 
     def open_round(self, plan: RoundPlan) -> None:
         orders = [
@@ -104,11 +110,11 @@ class Mailbox:
         self.store.put(f"{_folder(plan)}plan.json", canonical({"round": plan.round, "orders": orders}))
 
     def put_orders(self, plan: RoundPlan) -> dict[int, list[str]]:
-        """Writes the orders for clients in other processes; gives the keys of each client's order. Tensors that several
-        clients are sent are written once."""
+        """Write the assignments for clients in other processes, and return the keys of each client's files. Tensors
+        that several clients share are written once."""
         keys: dict[int, list[str]] = {}
         files: dict[tuple[int, ...], tuple[str, int]] = {}
-        """By the tensors in it: a file's name and bytes."""
+        """Map tensors to the name and bytes of their file."""
         folder = f"{_folder(plan)}orders/"
 
         def same(tensors: Params) -> tuple[int, ...]:
@@ -132,34 +138,30 @@ class Mailbox:
                 payload=payload[0],
                 memory=memory[0],
                 codecs=None if o.codecs is None else sections_of(o.codecs),
-                header=None if o.encoded is None else _told(coding.header_of(o.payload)),
+                header=None if o.encoded is None else _names(coding.header_of(o.payload)),
                 evaluates=o.evaluates,
                 most=max(payload[1], memory[1]),
             )
-            unsaid = {"codecs", "header"} if o.codecs is None else set()
-            unsaid |= set() if o.evaluates else {"evaluates"}
-            value = order.model_dump_json(exclude=unsaid).encode()
+            absent = {"codecs", "header"} if o.codecs is None else set()
+            absent |= set() if o.evaluates else {"evaluates"}
+            value = order.model_dump_json(exclude=absent).encode()
             self.store.put(f"{folder}{o.client}.json", value)
             self.order_sums[o.client] = run_files.sum_of(value)
             names = (f"{o.client}.json", order.payload, order.memory)
             keys[o.client] = [folder + name for name in names if name is not None]
 
         distinct = {same(t): t for o in plan.orders for t in (o.travels, o.memory) if t}.values()
-        self._all(put_tensors, distinct, max(map(tensor_bytes, distinct), default=0))
-        self._all(put_order, plan.orders)
+        list(overlapped(self.store, max(map(tensor_bytes, distinct), default=0), put_tensors, distinct))
+        list(overlapped(self.store, 0, put_order, plan.orders))
         return {order.client: keys[order.client] for order in plan.orders}
 
-    def _all(self, work: Callable[[T], object], items: Iterable[T], size: int = 0) -> None:
-        for _ in overlapped(self.store, size, work, items):
-            pass
-
     def ordered(self, round: int, evaluates: bool = False) -> int:
-        """How many orders were written."""
+        """Return the number of assignments that were written."""
         return sum(key.endswith(".json") for key in self.store.list(f"{round_folder(round, evaluates)}orders/"))
 
     def orders(self, round: int, clients: Iterable[int], evaluates: bool = False) -> dict[int, WorkOrder]:
-        """By client. What several of them are sent is read once, and they share its tensors. Raises IntegrityError
-        where an order, or what it sends, is missing, damaged or not `expected`."""
+        """Read assignments; clients share the tensors of a file. Raises IntegrityError if a file is missing, damaged or
+        not `expected`."""
         folder = f"{round_folder(round, evaluates)}orders/"
 
         def read(client: int) -> Order:
@@ -186,11 +188,11 @@ class Mailbox:
 
     @staticmethod
     def _work(order: Order, known: Mapping[str, Params], name: str) -> WorkOrder:
-        """`known`: by file, the tensors."""
+        """`known`: the tensors of each file."""
         try:
             spec = SubmodelSpec.from_json(order.spec)
         except ModelError as error:
-            raise IntegrityError(f"{name} is no order: {error}") from error
+            raise IntegrityError(f"{name} is not an assignment: {error}") from error
         found = WorkOrder(
             round=order.round,
             client=order.client,
@@ -211,7 +213,7 @@ class Mailbox:
             payload = coding.decoded(codecs.down, found.payload, _header(order.header or {}))
             return replace(found, payload=payload, codecs=codecs)
         except (ConfigError, IntegrityError) as error:
-            raise IntegrityError(f"{name} is no order: {error}") from error
+            raise IntegrityError(f"{name} is not an assignment: {error}") from error
 
     def outcome_keys(self, round: int, client: int, evaluates: bool = False) -> list[str]:
         """The keys that a client writes."""
@@ -219,7 +221,7 @@ class Mailbox:
         return [f"{base}.safetensors", f"{base}.json"]
 
     def put_outcome(self, plan: RoundPlan, outcome: Outcome) -> None:
-        """Writes the payload first and the manifest last."""
+        """Write the payload first and the manifest last."""
         base, order = f"{_folder(plan)}{self._results}/{outcome.client}", plan.order_of[outcome.client]
         manifest, value = packed(outcome, order, self.lengths.get(f"{base}.safetensors"))
         if value is not None:
@@ -228,20 +230,20 @@ class Mailbox:
         text = manifest.model_dump_json().encode()
         length = self.lengths.get(f"{base}.json", 0)
         if length > (most := manifest_bytes(order)):
-            raise ClientError(f"a manifest of {length} bytes is asked for, of this order none is longer than {most}")
+            raise ClientError(f"the upload of a manifest must have at most {most} bytes, got {length}")
         self.store.put(f"{base}.json", text.ljust(length))
         self.seen[plan.round, outcome.client] = said_of(manifest), _metrics(manifest)
         self._remember(plan, outcome)
 
     def answered(self, round: int, evaluates: bool = False) -> set[int]:
-        """Clients that have left a manifest, good or bad."""
+        """Return the clients with a manifest, good or bad."""
         folder = f"{round_folder(round, evaluates)}{self._results}/"
         found = re.compile(f"{re.escape(folder)}(0|[1-9][0-9]*)\\.json")
         return {int(match[1]) for match in map(found.fullmatch, self.store.list(folder)) if match}
 
     def finished(self, plan: RoundPlan) -> Iterator[Outcome]:
-        """The good outcomes in the store. The other clients of this plan have to be asked (again), and their files are
-        deleted: clients with other keys, or none, may have written them."""
+        """Yield the valid outcomes in the store. Delete the invalid ones, which clients with other keys may have
+        written; these clients must be asked again."""
         for client in sorted(self.answered(plan.round, plan.evaluates) & {o.client for o in plan.orders}):
             try:
                 outcome = self._read(plan, client)
@@ -252,34 +254,34 @@ class Mailbox:
                 yield outcome
 
     def receive(self, plan: RoundPlan, client: int) -> Outcome:
-        """A client's answer; one that fails validation is a failure at the stage `validate`."""
+        """Return a client's result. A result that fails validation is a failure at the stage `validate`."""
         try:
             return self._read(plan, client)
         except Rejected as error:
             return ClientFailure(plan.round, client, "validate", str(error), error.code)
 
     def received(self, plan: RoundPlan, clients: Sequence[int]) -> Iterator[Outcome]:
-        """As `receive`, in the clients' order, with requests that overlap."""
+        """Return the results in the order of `clients`, with overlapping requests."""
         return overlapped(self.store, self.held_by(plan, clients), lambda client: self.receive(plan, client), clients)
 
     def held_by(self, plan: RoundPlan, clients: Iterable[int]) -> int:
-        """The bytes that reading the largest answer of these clients takes: its file, and what becomes of that."""
+        """Return the bytes that reading the largest of these results takes: its file and its tensors."""
         state = {} if self.rules is None else self.rules.client_state
         orders = {id(order.payload): order for order in (plan.order_of[client] for client in clients)}.values()
         sizes = (max(payload_bytes(o, state), 0 if o.evaluates else tensor_bytes(o.payload)) for o in orders)
         return 2 * max(sizes, default=0)
 
     def outcome(self, plan: RoundPlan, client: int, known: Known | None = None) -> Outcome:
-        """The stored outcome; with `known`, it must be that one. Raises IntegrityError if it is missing or damaged."""
+        """Return the stored outcome. Raises IntegrityError if it is missing, damaged or not the `known` one."""
         try:
             return self._read(plan, client, known)
         except (Rejected, IntegrityError) as error:
             name = self.store.uri(f"{_folder(plan)}{self._results}/{client}.safetensors")
-            raise IntegrityError(f"{name}: the update of client {client} is not whole ({error}). {WAY_OUT}") from error
+            raise IntegrityError(f"{name}: the update of client {client} is damaged ({error}). {WAY_OUT}") from error
 
     def _read(self, plan: RoundPlan, client: int, known: Known | None = None) -> Outcome:
-        """If a worker's files cannot be read and the coordinator's own can, the worker is the cause: it may have given
-        them away, encrypted them with a key of its own, or made the server's answer unreadable."""
+        """Reject a worker's files if they cannot be read although the coordinator's own files can: the worker may have
+        changed their owner, encrypted them with a key of its own, or made the server's response unreadable."""
         try:
             return self._read_files(plan, client, known)
         except EnvironmentFailure:
@@ -293,8 +295,8 @@ class Mailbox:
             raise Rejected("unreadable", f"{error} (the coordinator's own files can be read)") from error
 
     def _see_own(self, plan: RoundPlan) -> None:
-        """Raises EnvironmentFailure where the store does not answer at all."""
-        with suppress(IntegrityError):  # missing or damaged: the store answers
+        """Raise EnvironmentFailure if the store does not answer at all."""
+        with suppress(IntegrityError):  # a missing or damaged file proves that the store answers
             self.store.get(f"{_folder(plan)}plan.json")
 
     def _read_files(self, plan: RoundPlan, client: int, known: Known | None) -> Outcome:
@@ -318,16 +320,16 @@ def _folder(plan: RoundPlan) -> str:
     return round_folder(plan.round, plan.evaluates)
 
 
-def _told(header: Header) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _names(header: Header) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (str(dtype).removeprefix("torch."), shape) for name, (dtype, shape) in header.items()}
 
 
-def _header(told: Mapping[str, tuple[str, tuple[int, ...]]]) -> Header:
+def _header(names: Mapping[str, tuple[str, tuple[int, ...]]]) -> Header:
     found: Header = {}
-    for name, (said, shape) in told.items():
-        dtype = getattr(torch, said, None)
+    for name, (type_name, shape) in names.items():
+        dtype = getattr(torch, type_name, None)
         if not isinstance(dtype, torch.dtype):
-            raise IntegrityError(f"{name} is of the type {said!r}, which torch does not have")
+            raise IntegrityError(f"{name} has the type {type_name!r}, which torch does not have")
         found[name] = dtype, tuple(shape)
     return found
 

@@ -1,4 +1,4 @@
-"""Results as files: the manifest of a result, its signature, and how large both files may be.
+"""The manifest of a result, its signature, and the largest sizes of a result's files.
 
 A result is `<client>.safetensors`, and `<client>.json`: a manifest with its checksum. Neither can hold code.
 """
@@ -20,16 +20,15 @@ from fl_engine.storage.serialization import Pieces, laid_out, padded
 from fl_engine.storage.store import canonical, sha256
 
 MANIFEST_BYTES = 2**15
-"""More bytes than a manifest has besides its sub-model; a failure's reason of 4096 characters is the longest part."""
+"""Upper bound of a manifest without its sub-model. A failure's reason of 4096 characters is the longest part."""
 CHANNEL_BYTES = 8
-"""More bytes than a manifest has for a kept channel: its number and a comma."""
+"""Upper bound for a kept channel in a manifest: its number and a comma."""
 HEADER_BYTES = 2**10
-"""More bytes than safetensors writes for a tensor besides its numbers, and than a manifest has for a group's name."""
+"""Upper bound for a tensor's entry in a safetensors header, and for a group's name in a manifest."""
 
 
 def manifest_bytes(order: WorkOrder) -> int:
-    """No manifest that answers this order is longer: it names the kept channels one by one, at most those of what was
-    sent."""
+    """Return the most bytes of a manifest for this assignment, which lists the kept channels one by one."""
     shapes = [tensor.shape for tensor in order.payload.values()]
     return MANIFEST_BYTES + sum(HEADER_BYTES + CHANNEL_BYTES * sum(shape) for shape in shapes)
 
@@ -41,14 +40,14 @@ class Rejected(Exception):
 
 
 class Manifest(BaseModel):
-    """One outcome. `sha256` and `spec` belong to an update, `stage`, `reason` and `code` to a failure."""
+    """One result. `sha256` and `spec` belong to an update, `stage`, `reason` and `code` to a failure."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     schema_version: Literal[1] = 1
     round: int
     client: int
     order: str
-    """sha256 of the order, so that an update is never adopted for another plan."""
+    """`order_sum`: an update is never adopted for another plan."""
     sha256: str | None = None
     spec: dict[str, Any] | None = None
     num_examples: int = 0
@@ -57,30 +56,29 @@ class Manifest(BaseModel):
     reason: str | None = Field(default=None, max_length=4096)
     code: Code | None = None
     signature: str | None = None
-    """HMAC-SHA256 of all the rest, with the key that came with the order."""
+    """HMAC-SHA256 of all other fields."""
 
 
 KeyOf = Callable[[WorkOrder], bytes]
-"""The key that signs the result of an order."""
+"""Returns the key that signs the result of an assignment."""
 
 
 def key_of(secret: bytes) -> KeyOf:
-    """The coordinator's keys, which follow from the run's secret: one for each order. With them it signs the results
-    that it has read, so that nobody who can write the store changes them."""
+    """Derive the coordinator's keys from the run's secret. With them the coordinator signs the results that it has
+    read, so that write access to the store is not enough to change them."""
     return lambda order: hmac.digest(secret, f"coordinator {order_sum(order)}".encode(), "sha256")
 
 
 def order_sum(order: WorkOrder) -> str:
-    """sha256 of the order without its tensors, which follow from the round's state."""
-    told = [order.round, order.client, order.seed, order.level, order.spec.to_json(), dict(order.hints)]
+    """Return the sha256 of an assignment without its tensors, which follow from the round's state."""
+    content = [order.round, order.client, order.seed, order.level, order.spec.to_json(), dict(order.hints)]
     codecs = order.codecs or coding.PLAIN
-    told += [] if codecs == coding.PLAIN else [sections_of(codecs)]
-    return sha256(canonical([*told, "evaluate"] if order.evaluates else told))
+    content += [] if codecs == coding.PLAIN else [sections_of(codecs)]
+    return sha256(canonical([*content, "evaluate"] if order.evaluates else content))
 
 
 def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tuple[Manifest, Pieces | None]:
-    """What goes through the store: a manifest, not signed yet, and what is in its file (None: a failure), filled up
-    to `length` where one is given."""
+    """Return an unsigned manifest and the content of its file (None for a failure), padded to `length` if given."""
     manifest = Manifest(round=order.round, client=order.client, order=order_sum(order))
     if isinstance(outcome, ClientFailure):
         why = {"stage": outcome.stage, "reason": outcome.reason[:4096], "code": outcome.code}
@@ -97,7 +95,7 @@ def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tup
 
 
 def signed(manifest: Manifest, key: bytes | None) -> Manifest:
-    """Without a key (clients of this machine) the signature is a checksum: it shows damage, not lies."""
+    """Without a key (clients of this machine) the signature is a checksum that reveals damage, not lies."""
     return manifest.model_copy(update={"signature": _signature(manifest, key or b"")})
 
 
@@ -106,15 +104,25 @@ def _signature(manifest: Manifest, key: bytes) -> str:
 
 
 Read = Callable[[int | None], bytes]
-"""Reads a file of at most this many bytes, or raises IntegrityError."""
+"""Reads a file of at most so many bytes. Raises IntegrityError."""
 
 
 def manifest_of(
     file: Read, order: WorkOrder, key: bytes | None, by_worker: bool = False, closed: str | None = None
 ) -> Manifest:
-    """Return a manifest for this order, signed with `key`. With `closed`, the manifest must have this checksum
-    (`said_of`) instead, because an earlier coordinator may have had another key. `by_worker`: a worker has signed it,
-    which can report only that it could not prune, train or evaluate. Raises Rejected."""
+    """Read and check the manifest of a result.
+
+    Args:
+        file: Reads the manifest.
+        order: The assignment whose result is expected.
+        key: The key of the signature.
+        by_worker: A worker has signed it, which can report only that it could not prune, train or evaluate.
+        closed: The manifest must have this checksum (`said_of`) instead of a signature, because an earlier coordinator
+            may have had another key.
+
+    Raises:
+        Rejected: The manifest is missing, damaged, unsigned or of another assignment.
+    """
     try:
         manifest = Manifest.model_validate_json(file(manifest_bytes(order)))
         said = canonical(manifest.model_dump(exclude={"signature"}))
@@ -122,7 +130,7 @@ def manifest_of(
         raise Rejected("file", str(error)) from error
     except ValidationError as error:
         raise Rejected("schema", f"not a manifest: {brief(error)}") from error
-    except ValueError as error:  # a number that JSON has no word for
+    except ValueError as error:  # a number that JSON cannot express
         raise Rejected("metrics", str(error)) from error
     found = (manifest.round, manifest.client, manifest.order)
     if found != (order.round, order.client, order_sum(order)):
@@ -137,7 +145,7 @@ def manifest_of(
 
 
 def said_of(manifest: Manifest) -> str:
-    """A checksum of everything in a manifest that can change the model."""
+    """Return a checksum of everything in a manifest that can change the model."""
     return sha256(canonical(manifest.model_dump(exclude={"metrics", "signature"})))
 
 

@@ -33,7 +33,7 @@ class TrainedClient:
     x: Tensor
     y: Tensor
     static_bn: bool = False
-    """Evaluation collects statistics for batch norm (`PoolModel.static_bn`): those that are stored say little."""
+    """Evaluation collects statistics for batch norm (`PoolModel.static_bn`), so the stored ones mean little."""
 
     @staticmethod
     def of(
@@ -46,7 +46,7 @@ class TrainedClient:
         trained: Params,
         static_bn: bool,
     ) -> TrainedClient:
-        """With copies of the weights, on the device that has trained them."""
+        """Copy the weights on the device that has trained them."""
 
         def copied(params: Params) -> Params:
             return {name: tensor.detach().to(job.x.device, copy=True) for name, tensor in params.items()}
@@ -58,14 +58,14 @@ class TrainedClient:
         return losses_of(self.family, self.goal, self.received, self.task.spec, self.x, self.y, self.static_bn)
 
     def measured(self, metrics: Iterable[ClientMetric]) -> dict[str, float]:
-        """Values by name. Raises ClientError for a value outside the declared bounds."""
+        """Return the metrics' values by name. Raises ClientError for a value outside the declared bounds."""
         found = {}
         for metric in metrics:
             value = float(metric.measure(self))
             if not metric.low <= value <= metric.high:
                 raise ClientError(
-                    f"the client metric {metric.name} measures {value:g}, declared are {metric.low:g} to "
-                    f"{metric.high:g}: bound what it measures, or declare wider bounds"
+                    f"the client metric {metric.name} must be from {metric.low:g} to {metric.high:g}, got {value:g}. "
+                    "Declare wider bounds, or limit what it measures"
                 )
             found[metric.name] = value
         return found
@@ -74,11 +74,17 @@ class TrainedClient:
 def evaluated(
     order: WorkOrder, family: ModelFamily, model: PoolModel, data: Data, own: Ints, held: Ints, device: str = "cpu"
 ) -> Outcome:
-    """The metric that decides and the mean loss, as on the server (`evaluation.evaluate`). `own` and `held` (N,) are
-    the positions in the training data of the samples that the client trains on and of those that it holds out. Where
-    the model's batch norm collects statistics (`PoolModel.static_bn`), it does so on the client's own.
+    """Score the received weights on held-out samples: the deciding metric and the mean loss (`evaluation.evaluate`).
+    Nothing is trained, and no tensor is returned.
 
-    A metric that is not finite, or not within its bounds, is a failure at the stage `evaluate`.
+    Args:
+        order: The assignment of the evaluation.
+        family: The network.
+        model: The level whose weights were received. With `static_bn`, batch norm collects statistics on `own`.
+        data: The data set.
+        own: Positions (N,) of the client's training samples in the training data.
+        held: Positions (N,) of the samples that the client holds out.
+        device: Torch device.
     """
 
     def failed(why: str) -> ClientFailure:
@@ -93,7 +99,7 @@ def evaluated(
         with memory_errors():
             score = evaluate(family, order.payload, order.spec, data, x, y, device, statistics_x=own_x, **how)
     except (ModelError, ValueError, MemoryError, torch.OutOfMemoryError) as error:
-        return failed(str(error) or "out of memory")  # batch norm refuses a batch of one value per channel
+        return failed(str(error) or "out of memory")  # batch norm raises ValueError for one value per channel
     metrics = {data.task.metric.name: score.value, "loss": score.loss}
     if wrong := out_of_bounds(metrics, evaluation_bounds(data.task)):
         return failed(wrong)

@@ -1,23 +1,22 @@
-"""Why an update is refused: the coordinator trusts nothing that a client sends.
+"""The checks of an update. The coordinator trusts nothing that a client sends.
 
-Everything is checked before a tensor reaches the mean. An update that fails is `Rejected` with one of the codes below:
-that is a failure of the client at the stage `validate`, and never stops the coordinator.
+All checks come before a tensor reaches the mean. A rejected update is a failure of the client at the stage `validate`,
+with one of these codes:
 
-    file        missing, or of more bytes than the sub-model can have
+    file        the file is missing, or larger than the sub-model can be
     unreadable  the store refuses this client's files, and no others
     schema      not a manifest, or not safetensors
-    order       for another round, client or order than the one given
-    signature   not signed with the key that came with the order
-    spec        a sub-model that is no part of what was sent, or not the one that the order makes
-    checksum    other bytes than the manifest says
-    names       tensors that the sub-model, or what a client keeps, does not have or lacks
+    order       for another round, client or assignment
+    signature   not signed with the key of the assignment
+    spec        not a part of the sub-model that was sent, or not the part that the assignment determines
+    checksum    the file's bytes differ from the manifest's checksum
+    names       tensors are missing, or not part of the sub-model and of what a client keeps
     dtype, shape
-    encoding    not an encoding that the codec can make
-    finite      not a number, infinite, or so large that sums overflow
-    statistics  a variance below zero; or running statistics that moved much further than others
-    examples    another number of samples than the client holds, or more than it may hold (partition.most)
-    metrics     other figures than the engine's and the declared ones, one beyond its bounds, or other steps,
-                multiply-adds or memory than the order makes
+    encoding    not an encoding of the codec
+    finite      NaN, infinite, or so large that sums overflow
+    statistics  a negative variance, or running statistics that moved much further than others
+    examples    not the number of samples that the client holds, or more than partition.most
+    metrics     undeclared or out of bounds, or not the steps, multiply-adds or memory that follow from the assignment
     norm        weights that moved much further than others
 """
 
@@ -41,10 +40,7 @@ from fl_engine.core.clients import (
     out_of_bounds,
     travelling,
 )
-from fl_engine.core.contracts import (
-    Algorithm,
-    ModelFamily,
-)
+from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError
 from fl_engine.core.slicing import contains, largest, shapes, take
 from fl_engine.core.task import Task
@@ -70,8 +66,7 @@ from fl_engine.storage.store import decode, sha256
 
 
 def payload_bytes(order: WorkOrder, state: Header | None = None) -> int:
-    """No update of this order is a larger file: at most what was sent comes back, as its codec makes it, and the
-    client's `state`."""
+    """Return the most bytes of an update's file: the encoding of all that was sent, and the client's `state`."""
     if order.evaluates:
         return _most_bytes({})
     weights = coding.header(coding.codec_up(order), coding.header_of(order.payload))
@@ -80,27 +75,29 @@ def payload_bytes(order: WorkOrder, state: Header | None = None) -> int:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the coordinator knows of honest updates. `samples` holds each client's sample count. From `algorithm`, an
-    order and the client's free memory follow sub-model, steps and multiply-adds (None: any part of what was sent is
-    accepted, and any work up to a bound). Free memory follows from `seed` (None: the client measures it)."""
+    """What the coordinator knows of honest updates."""
 
     layout: ParamLayout
     samples: Sequence[int]
+    """Each client's number of samples."""
     pool: Pool = ()
     fleet: Sequence[Device] = ()
     algorithm: Algorithm | None = None
+    """Determines sub-model, steps and multiply-adds. None: any part of what was sent and any work up to a bound is
+    accepted."""
     family: ModelFamily | None = None
     seed: int | None = None
+    """Determines the free memory; None: the client measures it."""
     held: Sequence[int] = ()
-    """By client, how many samples it holds out for evaluation."""
+    """Each client's number of samples that it holds out for evaluation."""
     task: Task | None = None
-    """From it follows what an evaluation reports; None: no client is asked for one."""
+    """Determines the metrics of an evaluation; None: no client evaluates."""
     most: int | None = None
-    """The most samples that a client may say it holds; None: as many as `samples` and `held` say."""
+    """The most samples that a client may claim; None: exactly `samples` and `held`."""
 
     @cached_property
     def kept(self) -> Shapes:
-        """What each client keeps."""
+        """Shapes of what each client keeps."""
         return {} if self.family is None else kept_by_clients(self.algorithm, self.family, self.pool)
 
     @cached_property
@@ -110,8 +107,8 @@ class Rules:
 
 
 def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules | None) -> Outcome:
-    """The outcome of a manifest; `payload` reads its file. Raises Rejected; without rules only where the file does not
-    match the manifest."""
+    """Return the outcome of a manifest, whose file `payload` reads. Raises Rejected; without rules only if the file
+    does not match the manifest."""
     if manifest.spec is None:
         stage: Stage = next((stage for stage in STAGES if stage == manifest.stage), "train")
         return ClientFailure(order.round, order.client, stage, manifest.reason or "", manifest.code)
@@ -123,8 +120,8 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
         _check_evaluation(manifest, spec, order, rules)
     expected = None if rules is None or order.evaluates else _expected(rules, spec, order)
     codec = None if order.evaluates else coding.codec_up(order)
-    assert codec is None or rules is not None, "what a codec codes is decoded by rules, which know the network"
-    # The limit of the whole order, also where the client has pruned: with a fixed length it fills its file up to that.
+    assert codec is None or rules is not None, "decoding needs the network, which the rules have"
+    # Not the limit of the pruned sub-model, because a client pads its file if the upload has a fixed length.
     limit = None if rules is None else payload_bytes(order, rules.client_state)
     try:
         value = payload(limit)
@@ -155,7 +152,7 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
 
 
 def received(update: ClientUpdate, order: WorkOrder, rules: Rules) -> ClientUpdate:
-    """An encoded update of a client in this process, as it would arrive through the store. Raises Rejected."""
+    """Decode and check an encoded update of a client in this process. Raises Rejected."""
     expected = _expected(rules, update.spec, order)
     payload, decoding = _weights(update.travels, update.spec, order, expected, rules.layout)
     return replace(update, payload=payload, seconds_decode=decoding)
@@ -164,7 +161,7 @@ def received(update: ClientUpdate, order: WorkOrder, rules: Rules) -> ClientUpda
 def _weights(
     tensors: Params, spec: SubmodelSpec, order: WorkOrder, expected: Header, layout: ParamLayout
 ) -> tuple[Params, float]:
-    """The weights of an update, decoded and checked; and the seconds of decoding."""
+    """Return the decoded and checked weights, and the seconds of decoding."""
     codec, decoding = coding.codec_up(order), 0.0
     if wrong := coding.misfit(tensors, coding.header(codec, expected), coding.streams(codec, expected)):
         raise Rejected(*wrong)
@@ -180,16 +177,16 @@ def _weights(
 
 
 def _tensors(order: WorkOrder, rules: Rules) -> int:
-    """How many an update of this order has at most."""
+    """Return the most tensors of an update."""
     return len(coding.header(coding.codec_up(order), coding.header_of(order.payload))) + len(rules.client_state)
 
 
 def _check_header(value: bytes, tensors: int) -> None:
-    """A header of so many tensors, which may be filled up by spaces (`pieces.padded`). The reader needs 25 times an
-    entry's bytes, and a second for each MB."""
-    told = value[8 : 8 + int.from_bytes(value[:8], "little")].rstrip(b" ")
-    if len(told) > HEADER_BYTES * (1 + tensors):
-        raise Rejected("schema", f"a header of {len(told)} bytes, for at most {tensors} tensors")
+    """Limit the header before it is parsed, because the parser needs 25 times an entry's bytes, and a second for each
+    MB. The header may be padded with spaces (`pieces.padded`)."""
+    entries = value[8 : 8 + int.from_bytes(value[:8], "little")].rstrip(b" ")
+    if len(entries) > HEADER_BYTES * (1 + tensors):
+        raise Rejected("schema", f"a header of {len(entries)} bytes, for at most {tensors} tensors")
 
 
 def _most_bytes(expected: Header) -> int:
@@ -203,46 +200,46 @@ def _check_metrics(metrics: Mapping[str, float], bounds: Mapping[str, tuple[floa
 
 def _check_evaluation(manifest: Manifest, spec: SubmodelSpec, order: WorkOrder, rules: Rules) -> None:
     if spec != order.spec:
-        raise Rejected("spec", "evaluates another sub-model than the one that was sent")
+        raise Rejected("spec", "not the sub-model that was sent for evaluation")
     _check_count(manifest.num_examples, order.client, rules.held, rules.most)
     _check_metrics(manifest.metrics, {} if rules.task is None else evaluation_bounds(rules.task))
 
 
 def _check_count(said: int, client: int, known: Sequence[int], most: int | None) -> None:
     if most is not None and not 1 <= said <= most:
-        raise Rejected("examples", f"says {said} samples, from 1 to {most} are expected (partition.most)")
+        raise Rejected("examples", f"expected from 1 to {most} samples (partition.most), got {said}")
     if most is None and said != (held := known[client] if client < len(known) else 0):
-        raise Rejected("examples", f"says {said} samples, the client holds {held}")
+        raise Rejected("examples", f"expected {held} samples, got {said}")
 
 
 def _check_made(spec: SubmodelSpec, order: WorkOrder, samples: int, metrics: Mapping[str, float], rules: Rules) -> None:
-    """`samples`: as many as the client holds, as was checked. The sub-model's classes are not compared: they depend on
-    the client's data. Free memory is compared to nine digits: machines differ in the last bits of a normal draw."""
+    """Check sub-model, steps, multiply-adds and free memory. The sub-model's classes depend on the client's data, so
+    they are not compared. Machines differ in the last bits of a normal draw, so free memory is compared to nine
+    digits."""
     free = metrics["free"]
     if rules.seed is not None:
         expected = observe(rules.fleet[order.client], rules.seed, order.round)
         if not math.isclose(free, expected, rel_tol=1e-9):
-            raise Rejected("metrics", f"says that {free:g} % is free, in this round the client has {expected:g} %")
+            raise Rejected("metrics", f"expected {expected:g} % of free memory, got {free:g} %")
     if rules.algorithm is None:
         return
     context = TaskContext(rules.layout, rules.pool, rules.fleet[order.client], free)
     try:
         task = rules.algorithm.task(order, context)
     except (ClientError, ModelError) as error:
-        raise Rejected("spec", f"with {free:g} % free, no client makes a sub-model of it: {error}") from error
+        raise Rejected("spec", f"no sub-model fits into {free:g} % of free memory: {error}") from error
     if _but_classes(spec) != _but_classes(task.spec):
-        raise Rejected("spec", f"with {free:g} % free, a client makes another sub-model of what was sent")
+        raise Rejected("spec", f"not the sub-model for {free:g} % of free memory")
     work = {"steps": float(costs.steps(task, samples))}
     if rules.family is not None:
         work["macs"] = costs.macs(rules.family, task, samples)
     for name, count in work.items():
         if metrics[name] != count:
-            raise Rejected("metrics", f"says {metrics[name]:g} {name}, the order makes {count:g}")
+            raise Rejected("metrics", f"expected {count:g} {name}, got {metrics[name]:g}")
 
 
 def fits_nobody(order: WorkOrder, rules: Rules | None, algorithm: Algorithm) -> bool:
-    """Whether no client makes a sub-model of this order with what its simulated device has free. False where clients
-    measure that: only they know."""
+    """Whether no sub-model of the assignment fits into the simulated free memory. False if clients measure it."""
     if rules is None or rules.seed is None or order.evaluates:
         return False
     device = rules.fleet[order.client]
@@ -263,20 +260,20 @@ def _on_the_way(state: Header) -> Header:
 
 
 def _expected(rules: Rules, spec: SubmodelSpec, order: WorkOrder) -> Header:
-    """The header of the decoded weights."""
+    """Return the header of the decoded weights."""
     layout, kept = rules.layout, rules.kept
     try:
         layout.check(spec)
     except (ModelError, TypeError, ValueError) as error:
         raise Rejected("spec", str(error)) from error
     if not contains(layout, order.spec, spec):
-        raise Rejected("spec", "no part of the sub-model that was sent")
+        raise Rejected("spec", "not a part of the sub-model that was sent")
     found = shapes(layout, spec, {name: tensor.shape for name, tensor in order.payload.items()})
     return {name: (order.payload[name].dtype, shape) for name, shape in found.items() if name not in kept}
 
 
 def check_state(state: Params, expected: Header) -> None:
-    """Raises Rejected unless names, types, shapes and numbers are those of a client's state (`client_state.header`)."""
+    """Raise Rejected unless `state` has the header `expected` (`client_state.header`) and valid numbers."""
     tensors = travelling(state)
     if wrong := coding.misfit(tensors, _on_the_way(expected)):
         raise Rejected(*wrong)
@@ -285,8 +282,8 @@ def check_state(state: Params, expected: Header) -> None:
 
 def _check_numbers(tensors: Params) -> None:
     for name, tensor in tensors.items():
-        least, most = (float(end) for end in tensor.aminmax())  # both are NaN where one number is
+        least, most = (float(end) for end in tensor.aminmax())  # both are NaN if one number is
         if not max(-least, most) <= largest(name):
-            raise Rejected("finite", f"{name} is not finite everywhere, or beyond {largest(name):g}")
+            raise Rejected("finite", f"{name} holds numbers that are not finite, or beyond {largest(name):g}")
         if least < 0 and name.endswith("running_var") and not name.startswith(STATE):
-            raise Rejected("statistics", f"{name} holds a variance below zero")
+            raise Rejected("statistics", f"{name} holds a negative variance")

@@ -1,17 +1,17 @@
-"""Who makes sure that workers are present: people who start enrolled devices, or a backend that starts processes."""
+"""Provisioners provide workers: people start enrolled devices, and `kubernetes.provisioner` starts pods."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from fl_engine.core.types import Device, RoundPlan
 from fl_engine.remote.registry import Member, Registry
 
 
 class Lost(NamedTuple):
-    """A fact about a worker that cannot answer any more."""
+    """Why a worker process has ended."""
 
     reason: str
     failed: bool
@@ -22,78 +22,87 @@ class Need(NamedTuple):
     """What an open round needs, and the workers that it has."""
 
     open: Mapping[str, int]
-    """Orders without a result, by pool."""
+    """Number of assignments without a result, by pool."""
     waiting: Mapping[str, int]
-    """Orders that no worker holds, by pool."""
+    """Number of assignments that no worker holds, by pool."""
     present: Mapping[str, str | None]
-    """The ids of the processes that send heartbeats, and their pools."""
+    """Map the id of each process that sends heartbeats to its pool."""
     silent: frozenset[str]
-    """Names of workers that have stopped to send heartbeats."""
+    """Names of workers whose heartbeats have stopped."""
 
 
-class Provisioner(Protocol):
-    """Workers belong to pools: devices to their tier, pods to their class of resources. No method waits for a server
-    for long, so that rounds do not."""
+class Provisioner:
+    """Workers belong to pools: devices to their tier, pods to their class of resources. No method may wait for a
+    server, because rounds would wait too."""
 
-    room: int
-    """How many orders a worker may hold at once."""
-    strangers: bool
-    """The workers are other people's: each gets a limited share of a round's orders."""
-    drains: int
-    """How often in a round a worker may be taken away while it holds an order, before it counts against the order."""
-    quorum: float
-    """Share of the wanted clients without which a round does not end; 0: a round ends with those that have answered."""
+    room: int = 1
+    """The most assignments of a worker at a time."""
+    strangers: bool = True
+    """The workers are other people's: each gets a limited share of a round's assignments."""
+    drains: int = 1
+    """How often in a round a worker may be taken away from an assignment before the assignment counts as failed."""
+    quorum: float = 0.0
+    """The share of the wanted clients that must have a result; 0: a round ends with those that have one."""
     wait_s: float
-    """Seconds without a worker at work after which a round does not wait any more."""
+    """Seconds without a worker at work after which a round stops waiting."""
 
     @property
     def moved(self) -> float:
         """When a worker was last about to come, on the clock of `time.monotonic`; -inf: unknown."""
+        return -math.inf
 
     def pool(self, client: int) -> str:
-        """The pool whose workers execute the client's orders."""
+        """Return the pool whose workers execute the client's assignments."""
+        raise NotImplementedError
 
     def suits(self, own: str | None, pool: str) -> bool:
-        """Whether a worker of the pool `own` may execute the orders of `pool`. None: a device of no tier."""
+        """Whether a worker of the pool `own` (None: a device without a tier) may execute assignments of `pool`."""
+        raise NotImplementedError
 
-    def torch_device(self, client: int) -> str: ...
+    def torch_device(self, client: int) -> str:
+        """Return the torch device that trains the client."""
+        return "cpu"
 
     def names(self) -> Collection[str]:
-        """The workers' mailboxes. A worker whose mailbox disappears is revoked."""
+        """Return the names of the mailboxes. A worker whose mailbox disappears is revoked."""
+        raise NotImplementedError
 
     def member(self, name: str) -> Member:
-        """Raises IntegrityError or KeyError if it has been revoked meanwhile."""
+        """Return a worker. Raises IntegrityError or KeyError if it has been revoked."""
+        raise NotImplementedError
 
     def enroll(self, member: Member) -> None:
         """Store the id of a device that has enrolled."""
 
     def begin(self, plan: RoundPlan) -> None:
-        """A round begins."""
+        """Prepare for a round."""
 
     def end(self) -> None:
         """The round is over, or given up."""
 
     def need(self, need: Need) -> None:
-        """Called again and again while a round is open. Raises EnvironmentFailure if no worker is present and none can
-        come."""
+        """Report what an open round needs; called repeatedly. Raises EnvironmentFailure if no worker is present and
+        none can come."""
 
     def lost(self, name: str, worker: str) -> Lost | None:
-        """What is known of a process that has ended; None: nothing."""
+        """Return why a process has ended; None: it is not known to have ended."""
+        return None
 
     def hopeless(self, pool: str) -> bool:
         """Whether no worker of this pool can come in this round."""
+        return False
 
     def why(self, pool: str) -> str:
-        """Why no worker of this pool takes orders; empty: unknown."""
+        """Return why no worker of this pool takes assignments; empty: unknown."""
+        return ""
 
     def advice(self, names: Sequence[str], pools: Sequence[str]) -> str:
-        """What to do if workers of these pools are waited for in vain; `names`: the known workers."""
+        """Return what to do if a round waits in vain for workers of these pools; `names`: the known workers."""
+        raise NotImplementedError
 
 
-class Enrolled:
+class Enrolled(Provisioner):
     """Devices that people start where they are: each is one client."""
-
-    room, strangers, drains, quorum, moved = 1, True, 1, 0.0, -math.inf
 
     def __init__(self, fleet: Sequence[Device], registry: Registry, wait_s: float) -> None:
         self._fleet, self._registry, self.wait_s = fleet, registry, wait_s
@@ -104,9 +113,6 @@ class Enrolled:
     def suits(self, own: str | None, pool: str) -> bool:
         return own in (None, pool)
 
-    def torch_device(self, client: int) -> str:
-        return "cpu"
-
     def names(self) -> Collection[str]:
         return self._registry.names()
 
@@ -116,30 +122,9 @@ class Enrolled:
     def enroll(self, member: Member) -> None:
         self._registry.put(member)
 
-    def begin(self, plan: RoundPlan) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def need(self, need: Need) -> None:
-        pass
-
-    def lost(self, name: str, worker: str) -> Lost | None:
-        return None
-
-    def hopeless(self, pool: str) -> bool:
-        return False
-
-    def why(self, pool: str) -> str:
-        return ""
-
     def advice(self, names: Sequence[str], pools: Sequence[str]) -> str:
         invite = f"flexfleet invite --tier {pools[0] if pools else 'TIER'}"
         if not names:
             where = self._registry.store.uri()
-            return f"No device is invited ({where} lists none; run.secrets sets where to look): {invite}"
-        return (
-            f"Invited devices: {', '.join(names)}. Start `flexfleet agent` on them, invite others ({invite}), or raise "
-            "agents.wait_s"
-        )
+            return f"No device is invited (run.secrets: {where}): {invite}"
+        return f"Start `flexfleet agent` on the devices ({', '.join(names)}), or invite others: {invite}"

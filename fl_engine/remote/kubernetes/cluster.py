@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import ssl
 from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
@@ -32,16 +31,14 @@ QUOTA = "exceeded quota"
 """Part of the API's message if a ResourceQuota is full."""
 NOUNS = {"configmaps": "config_map", "events": "event", "jobs": "job", "pods": "pod", "secrets": "secret"}
 """Map each kind to its name in the client's methods, as in `list_namespaced_job`."""
-
 TRANSPORT_ERRORS = (urllib3.exceptions.HTTPError, OSError, ValueError)
 """Errors of a connection, and the ValueError of a response that is not a JSON object."""
 WARNING = re.compile(r'299 [^"]*"((?:[^"\\]|\\.)*)"')
 """Text of a warning in the header Warning, as in `299 - "text"`."""
-POLICY = re.compile(r"admission webhook .* denied|ValidatingAdmissionPolicy .* denied")
 
 
 class Refusal(Exception):
-    """A response with an error status, made from the client's ApiException."""
+    """A response with an error status, made from the client's ApiException. A TLS error has the status 0."""
 
     def __init__(self, error: Any) -> None:
         status: Resource = {}
@@ -49,14 +46,12 @@ class Refusal(Exception):
             status = _object(error.body)
         self.status: int = error.status
         self.message = printable(status.get("message") or error.reason or "")[:500]
+        untrusted = "CERTIFICATE_VERIFY_FAILED" in self.message
         conflict = error.status == 409 and status.get("reason") != "AlreadyExists"
-        self.busy = conflict or error.status == 429 or error.status >= 500
+        self.busy = conflict or error.status == 429 or error.status >= 500 or (error.status == 0 and not untrusted)
         """Whether the API cannot process the request now. A conflict is a concurrent change of the same object."""
         self.unauthenticated = error.status == 401 or "system:anonymous" in self.message
         """Whether the API does not accept the credentials."""
-        self.retry_after_s = 0.0
-        with suppress(urllib3.exceptions.InvalidHeader):
-            self.retry_after_s = urllib3.Retry().get_retry_after(error) or 0.0
         super().__init__(f"HTTP {self.status} {self.message}")
 
 
@@ -111,11 +106,16 @@ class Cluster:
         import tenacity
 
         what = f"{verb} {kind} {arguments.get('name', '')}".rstrip()
+
+        def log_retry(state: Any) -> None:
+            error = state.outcome.exception()
+            log.warning("the Kubernetes API: %s (%s); retrying in %.1f s", error, what, state.upcoming_sleep)
+
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(TRIES),
-            wait=_wait_s,
+            wait=tenacity.wait_exponential(FIRST_WAIT_S, LONGEST_WAIT_S),
             retry=tenacity.retry_if_exception(self._is_transient),
-            before_sleep=lambda state: _log_retry(state, what),
+            before_sleep=log_retry,
             reraise=True,
         )
         try:
@@ -125,7 +125,7 @@ class Cluster:
                 raise Unreachable(f"the Kubernetes API is unavailable: {error} ({what})") from error
             if error.status == absent:
                 return None
-            raise EnvironmentFailure(_why(error, what, self.namespace)) from None
+            raise EnvironmentFailure(f"Kubernetes refuses to {what}: {error}{_hint(error, self.namespace)}") from None
 
     def _send(self, verb: str, kind: str, arguments: dict[str, Any]) -> Resource:
         from kubernetes.client import ApiException, BatchV1Api, CoreV1Api
@@ -138,8 +138,6 @@ class Cluster:
             )
             found = _object(response.data)
         except ApiException as error:
-            if not error.status:  # a TLS error, which the client has replaced
-                raise _tls_error(error.__context__) from None
             refusal = Refusal(error)
             if refusal.unauthenticated:
                 self._client = None  # The next try loads the credentials again, because they may have expired.
@@ -160,7 +158,7 @@ class Cluster:
 
     def _log_warnings(self, headers: list[str]) -> None:
         """Log each warning of the API once, such as an unknown field or a violation of Pod Security."""
-        for text in (re.sub(r"\\(.)", r"\1", found) for header in headers for found in WARNING.findall(header)):
+        for text in (found for header in headers for found in WARNING.findall(header)):
             if text not in self._warned:
                 self._warned.add(text)
                 log.warning("the Kubernetes API warns: %s", printable(text))
@@ -185,50 +183,16 @@ def _connect() -> Any:
         else:
             # The package reads KUBECONFIG when it is imported. Its value may have changed since then.
             kubernetes.config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=config)
-    except kubernetes.config.ConfigException as error:
-        raise EnvironmentFailure(
-            f"no cluster: {str(error).rstrip('.')}. run.backend=kubernetes takes the cluster that it runs in, else "
-            "KUBECONFIG's"
-        ) from error
     except (requests.ConnectionError, requests.Timeout):
         raise  # The server to which KUBECONFIG's user signs in is unreachable, which is transient.
-    except (yaml.YAMLError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (kubernetes.config.ConfigException, yaml.YAMLError, OSError, ValueError, LookupError, TypeError) as error:
         raise EnvironmentFailure(
-            f"no cluster: KUBECONFIG must be the YAML of a kubectl configuration: {' '.join(str(error).split())}"
-        ) from error
-    try:  # The client would report an unreadable file as a broken connection.
-        trust = ssl.create_default_context(cafile=config.ssl_ca_cert)
-        if config.cert_file:
-            trust.load_cert_chain(config.cert_file, config.key_file)
-    except OSError as error:  # SSLError is a subclass.
-        files = ", ".join(str(file) for file in (config.ssl_ca_cert, config.cert_file, config.key_file) if file)
-        raise EnvironmentFailure(
-            f"no cluster: its certificates cannot be read: {error}. Expected PEM files that belong together: {files}"
+            f"no cluster: {' '.join(str(error).split())}. run.backend=kubernetes uses the cluster in which it runs, or "
+            "that of KUBECONFIG"
         ) from error
     client = kubernetes.client.ApiClient(config)
     client.user_agent = "flexfleet"
     return client
-
-
-def _wait_s(state: Any) -> float:
-    """Seconds before the next try: doubled each time, and at least the API's Retry-After."""
-    retry_after_s: float = getattr(state.outcome.exception(), "retry_after_s", 0.0)
-    doubled: float = FIRST_WAIT_S * 2 ** (state.attempt_number - 1)
-    return min(LONGEST_WAIT_S, max(doubled, retry_after_s))
-
-
-def _log_retry(state: Any, what: str) -> None:
-    error = state.outcome.exception()
-    log.warning("the Kubernetes API: %s (%s); retrying in %.1f s", error, what, state.upcoming_sleep)
-
-
-def _tls_error(error: Any) -> Any:
-    """Return urllib3's SSLError itself, or EnvironmentFailure if the certificate is refused and a retry is useless."""
-    cause = error.args[0]
-    if not isinstance(cause, ssl.SSLCertVerificationError):
-        return error
-    hint = certificate_hint(cause.verify_message) or ". Is certificate-authority-data in KUBECONFIG this cluster's?"
-    return EnvironmentFailure(f"the Kubernetes API's certificate is refused: {cause.verify_message}{hint}")
 
 
 def _object(data: bytes | None) -> Resource:
@@ -240,23 +204,14 @@ def _object(data: bytes | None) -> Resource:
     raise ValueError(f"expected a JSON object, got {printable((data or b'')[:100].decode(errors='replace'))!r}")
 
 
-def _why(refusal: Refusal, what: str, namespace: str) -> str:
-    """Return the error message of a refused request, with a hint at its cause."""
-    said, hint = refusal.message, ""
+def _hint(refusal: Refusal, namespace: str) -> str:
+    """Return what to do about a refused request; empty if the API's message says it."""
+    if refusal.status == 0:
+        return certificate_hint(refusal.message) or ". Is certificate-authority-data in KUBECONFIG this cluster's?"
     if refusal.unauthenticated:
-        hint = ". It does not know who asks: has the token or certificate run out, or has KUBECONFIG's user none?"
-    elif refusal.status == 403 and QUOTA in said:
-        hint = ". Raise the quota (k8s/base/quota.yaml), or delete what is over"
-        if "count/secrets" in said:
-            hint += ": of each run that gets no more rounds the Secret <run>-keys"
-        elif "count/jobs" in said:
-            hint += ": Jobs of runs that have stopped. With kubernetes.placement=device each device has a Job"
-    elif "is being terminated" in said:
-        hint = f". Somebody deletes the namespace {namespace}: make it anew, or set kubernetes.namespace"
-    elif POLICY.search(said):
-        hint = ". That is a policy of the cluster's: change it, or what the Job says (kubernetes.template)"
-    elif refusal.status == 403:
-        hint = f". The service account needs the rights of k8s/base/role.yaml in the namespace {namespace}"
-    elif refusal.status == 404:
-        hint = f". Is there a namespace {namespace}? (kubernetes.namespace)"
-    return f"Kubernetes refuses to {what}: {refusal.status} {said}{hint}"
+        return ". Check the credentials in KUBECONFIG; a token or certificate may have expired"
+    if QUOTA in refusal.message:
+        return ". Raise the quota (k8s/base/quota.yaml), or delete what earlier runs have left"
+    if refusal.status == 403 and " denied" not in refusal.message:
+        return f". The service account needs the rights of k8s/base/role.yaml in the namespace {namespace}"
+    return f". Does the namespace {namespace} exist (kubernetes.namespace)?" if refusal.status == 404 else ""

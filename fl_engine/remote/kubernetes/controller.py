@@ -1,7 +1,7 @@
-"""Keeps as many pods as a round needs: makes, grows and deletes Indexed Jobs, and knows what has become of their pods.
+"""Keeps as many pods as a round needs: creates, grows and deletes Indexed Jobs, and observes their pods.
 
-Kubernetes is asked by a thread (`watched`), so that no round waits for it. A coordinator that is restarted finds the
-Jobs by their labels, and in their Secrets the keys.
+A thread polls Kubernetes (`watched`), so that no round waits for it. A coordinator that is restarted finds the Jobs by
+their labels, and the keys in their Secrets.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ YIELD_S = 10.0
 
 @dataclass
 class Seen:
-    """What a round has seen of a class."""
+    """What was observed of a class in a round."""
 
     since: float
-    """When its workers were last about to come: its Jobs were made, or one of its pods has started."""
+    """When a Job of the class was last created, or a pod has last started."""
     ended: set[str] = field(default_factory=set)
-    """UIDs of pods that have ended, for whatever reason."""
+    """UIDs of pods that have ended."""
     failed: set[str] = field(default_factory=set)
-    """UIDs of those that have failed."""
+    """UIDs of pods that have failed."""
     why: str = ""
     """Why the last pod has ended that had not sent a heartbeat."""
     reported: set[str] = field(default_factory=set)
@@ -55,21 +55,28 @@ class Demand:
     label: str | None = None
     """The round, if pods live for a round; None: they live for the run."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """How many pods the round wants."""
+    """Number of pods."""
     memory: Mapping[str, str] = field(default_factory=dict)
     """Memory of a pod, for classes with memory=auto."""
     open: Mapping[str, int] = field(default_factory=dict)
-    """Orders without a result."""
+    """Number of assignments without a result."""
     waiting: Mapping[str, int] = field(default_factory=dict)
-    """Orders that no pod holds."""
+    """Number of assignments that no pod holds."""
     silent: frozenset[str] = frozenset()
-    """Workers whose heartbeats have stopped: each gets another pod beside it."""
+    """Workers whose heartbeats have stopped; another pod replaces each."""
 
 
 class Controller:
-    """`room`: how many orders a pod may hold. `attempts`, `patience_s`: how many pods of a class may fail before they
-    have sent a heartbeat, and how long they may take to start, before the class is hopeless. `shares`: whether pods of
-    one class make room for those of another."""
+    """Polls Kubernetes and changes the run's Jobs.
+
+    Args:
+        objects: The run's objects.
+        classes: All classes of pods by name.
+        room: The most assignments of a pod at a time.
+        attempts: How many pods of a class may fail before their first heartbeat.
+        patience_s: How long pods of a class may take to start.
+        shares: Whether a class without assignments makes room for another class.
+    """
 
     def __init__(
         self,
@@ -83,30 +90,29 @@ class Controller:
         self._objects, self._classes, self._room = objects, dict(classes), room
         self._attempts, self._patience_s, self._shares = attempts, patience_s, shares
         self.looked = threading.Event()
-        """The thread has looked once at least, or failed."""
+        """The thread has looked at least once, or has failed."""
         self._lock, self._awake, self._over = threading.RLock(), threading.Event(), False
-        # All of the following is guarded by the lock.
+        # The lock guards all of the following.
         self.moved = -math.inf
         """When a pod last started, ended without an error, or had a result."""
         self._jobs: list[Job] = []
         self._demand = Demand()
         self._is_new = False
-        """The demand is newer than the last look, so it knows the results of the pods that had ended then."""
+        """The demand is newer than the last look, so it includes the results of pods that had ended then."""
         self._adopted = False
         """The scheduler has adopted what pods of an earlier coordinator hold in this round."""
         self._heard: set[str] = set()
         """UIDs of pods that have sent a heartbeat."""
         self._ended: dict[str, Lost] = {}
-        """Facts, by the UID of a pod that has ended."""
-        self._known: dict[str, str] = {}
-        """UIDs of pods that have been seen, and their class."""
+        """Map the UID of each pod that has ended to the reason."""
+        self._known: set[str] = set()
+        """UIDs of pods that exist."""
         self._seen: dict[str, Seen] = {}
         self._error: FlexfleetError | None = None
         self._away = ""
         """Why the Kubernetes API cannot be reached; empty: it can."""
         self._gave = self._reported = -math.inf
 
-    # ------------------------------------------------------------------------------------------- for the scheduler
     def begin(self, demand: Demand) -> None:
         with self._lock:
             self._demand, self.moved, self._error, self._adopted = demand, time.monotonic(), None, False
@@ -115,11 +121,10 @@ class Controller:
         self._awake.set()
 
     def update(self, demand: Demand, heard: Collection[str]) -> None:
-        """`heard`: UIDs of pods that send heartbeats. Raises the error that keeps pods from coming, if there are
-        none."""
+        """`heard`: UIDs of pods that send heartbeats. If there are none, raises the error that prevents pods."""
         with self._lock:
             if sum(demand.open.values()) < sum(self._demand.open.values()):
-                self.moved = time.monotonic()  # pods that wait for room have a pod's end to wait for
+                self.moved = time.monotonic()  # a pod will end, and so make room for others
             self._demand, self._adopted, self._is_new = demand, True, True
             self._heard |= set(heard)
             if self._error is not None and not heard:
@@ -152,15 +157,14 @@ class Controller:
             return now - (max(seen.since, self.moved) if queued else seen.since) > self._patience_s
 
     def why(self, name: str) -> str:
-        """Why pods of a class do not run; empty: unknown."""
+        """Return why pods of a class do not run; empty if unknown."""
         with self._lock:
             seen = self._seen.get(name)
             return self._away or _text(self._reasons(name)) or (seen.why if seen is not None else "")
 
-    # ------------------------------------------------------------------------------------------- the thread
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Ask Kubernetes inside, in a thread."""
+        """Poll Kubernetes inside, in a thread."""
         thread = threading.Thread(target=self._watch, daemon=True, name="kubernetes")
         thread.start()
         try:
@@ -181,7 +185,7 @@ class Controller:
                 with self._lock:
                     is_new = self._is_new
                 try:
-                    if is_new:  # otherwise the pods that the last look has seen to end may have left results
+                    if is_new:  # otherwise pods that have ended may have results that were not read yet
                         self._change()
                 finally:
                     self._look()
@@ -190,28 +194,27 @@ class Controller:
                 self._away, self._error = "", None if is_new else self._error
             except Unreachable as error:
                 self._away = str(error)
-                if outage.failed(error, "pods that run go on"):
+                if outage.failed(error, "running pods continue"):
                     self._fail(error)
             except FlexfleetError as error:
                 self._fail(error)
-            except Exception as error:
-                log.exception("the state of the pods is unknown")
-                self._fail(EnvironmentFailure(f"the state of the pods is unknown: {type(error).__name__}: {error}"))
+            except Exception as error:  # otherwise a bug would end the thread and let the run wait
+                log.exception("cannot observe the pods")
+                self._fail(EnvironmentFailure(f"cannot observe the pods: {type(error).__name__}: {error}"))
             self._awake.wait(POLL_S)
             self._awake.clear()
 
     def _fail(self, error: FlexfleetError) -> None:
-        """No worker can come as long as this error lasts."""
         self.looked.set()
         with self._lock:
             self._error = error
 
     def _find(self) -> None:
-        """The Jobs of an earlier coordinator."""
+        """Find the Jobs of an earlier coordinator."""
         found = list(self._objects.adopted(self._demand.label, self._classes))
         events = self._objects.refusals() if found else {}
         for job in found:
-            log.info("the pods of the Job %s are there already", job.name)
+            log.info("the Job %s exists already", job.name)
             job.ignored, _ = events.get(job.body["metadata"]["uid"], ("", ""))
         with self._lock:
             self._jobs += found
@@ -241,20 +244,20 @@ class Controller:
                     continue
                 job.body, job.suspended, job.spent = body, status.suspended(body), status.spent(body)
             here = {state.uid for states in by_job.values() for state in states}
-            for uid in self._known.keys() - here:
-                del self._known[uid]
+            for uid in self._known - here:
                 self._ended.setdefault(uid, Lost("the pod is gone", False))
+            self._known &= here
             self._report()
         for job in ended:
             self._objects.delete(job)
 
     def _see(self, job: Job, states: Sequence[PodState], events: Mapping[str, tuple[str, str]]) -> None:
-        """Record what has become of a Job's pods."""
+        """Record the states of a Job's pods."""
         now = time.monotonic()
         seen = self._seen.setdefault(job.pods.name, Seen(now))
         before = {state.uid: state for state in job.states}
         for state in states:
-            self._known[state.uid] = job.pods.name
+            self._known.add(state.uid)
             was = before.get(state.uid)
             if state.started and not (was and was.started):
                 self._comes(seen)
@@ -273,8 +276,8 @@ class Controller:
         job.refused = message if job.lacks_pods and at > job.ignored else ""
 
     def _comes(self, seen: Seen) -> None:
-        """A pod of this class is about to come. That does not count if others have ended before their first heartbeat,
-        because pods that end again and again are not waited for."""
+        """A pod of this class is about to come. It does not count if others have ended before their first heartbeat,
+        because a round must not wait for pods that end again and again."""
         if not seen.ended - self._heard:
             self.moved = seen.since = time.monotonic()
 
@@ -285,7 +288,7 @@ class Controller:
             self._ended.setdefault(state.uid, Lost(why, False))
 
     def _report(self) -> None:
-        """Log why pods do not run: each kind of reason at once, and all of them again while orders wait."""
+        """Log why pods do not run: each kind of reason at once, and all again while assignments wait."""
         now = time.monotonic()
         again = now - self._reported > REPORT_S and any(self._demand.waiting.values())
         self._reported = now if again else self._reported
@@ -300,7 +303,7 @@ class Controller:
         return sum((job.reasons() for job in self._jobs if job.pods.name == name), Counter[str]())
 
     def _change(self) -> None:
-        """Make, grow and delete Jobs, so that each order has a pod that is there or may come."""
+        """Create, grow and delete Jobs, so that each assignment has a pod."""
         with self._lock:
             demand = self._demand
         label, open_, waiting = demand.label, demand.open, demand.waiting
@@ -338,8 +341,7 @@ class Controller:
             self._forget(job, why)
 
     def _give_way(self, open_: Mapping[str, int], waiting: Mapping[str, int]) -> None:
-        """Delete the Job of a class without assignments if pods of another class wait for room and none of them runs. A
-        pod that is bound to its node would make room for nobody."""
+        """Delete the Job of a class without assignments if another class waits for room and has no running pod."""
         idle = [job for job in self._jobs if not open_.get(job.pods.name)]
         queues = [
             job.pods.name
@@ -351,9 +353,8 @@ class Controller:
             return
         self._gave = now
         job = max(idle, key=lambda job: len(job.members))
-        self._delete(job, f"its pods have no assignments, and those of {queues[0]} wait for room")
+        self._delete(job, f"its pods have no assignments, and pods of {queues[0]} wait for room")
 
 
 def _text(reasons: Counter[str]) -> str:
-    """The most frequent of them; empty: there are none."""
     return "; ".join(f"{n} x {reason}" for reason, n in reasons.most_common(3))

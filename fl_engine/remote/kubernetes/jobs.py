@@ -1,6 +1,6 @@
-"""The Jobs of a run's workers: which pods are alike, and their manifest, filled into the template. Pure.
+"""The Jobs of a run's workers: classes of equal pods, and the manifests, filled into the template. Pure.
 
-A *class* of pods has equal resources and places: image, cpu, memory, selector, taint, runtime class, torch device.
+The pods of a *class* have equal resources and places: image, cpu, memory, selector, taint, runtime class, torch device.
 Device tiers of one class share its pods, so by default a run has one class. With placement=device each client is a
 class of its own, bound to its node.
 """
@@ -29,17 +29,17 @@ log = logging.getLogger("flexfleet")
 Resource = dict[str, Any]
 
 CLIENT = "client"
-"""The container of a pod that is the worker; webhooks may put others beside it, as a service mesh does."""
+"""The container of the worker. Webhooks may add other containers, as a service mesh does."""
 TEMPLATE = Path(__file__).with_name("worker-job.yaml")
 DATA_FOLDER = "/data"
 RUN, ROUND = "flexfleet.io/run", "flexfleet.io/round"
-"""Labels. Only Jobs of a round have the second."""
+"""Labels. Only Jobs with lifetime=round have the second."""
 CLASS, NUMBER, SETTINGS = "flexfleet.io/class", "flexfleet.io/number", "flexfleet.io/settings"
 """Annotations."""
 SECRET_BYTES = 3 * 2**18
-"""The most bytes of a Job's invitations: a Secret holds 1 MiB, and base64 makes four bytes of three."""
+"""The most bytes of a Job's invitations: a Secret holds 1 MiB in base64."""
 WHEN = {"quorum", "attempts", "parallelism", "deadline_s", "lifetime"}
-"""Settings that say how long to wait and for how many pods, and not what a pod is."""
+"""Settings that do not change a pod."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class PodClass:
     host: str | None = None
 
     def includes(self, other: PodClass, options: KubernetesConfig) -> bool:
-        """Whether its pods may execute what waits for pods of `other`: they are as large and alike in all else, and
-        `other` is not bound to nodes of its own."""
+        """Whether its pods may execute assignments of `other`: they are at least as large and otherwise equal, and
+        `other` is not bound to nodes."""
         if self == other:
             return True
         mine, its = self.pool, other.pool
@@ -62,7 +62,7 @@ class PodClass:
 
 
 def classes(fleet: Sequence[Device], options: KubernetesConfig) -> Mapping[int, PodClass]:
-    """Map each client to its class, which is named after its tiers, or its node."""
+    """Map each client to its class, which is named after its tiers or its node."""
     if options.placement == "device":
         hosts = {device.client: options.hostname.format(client=device.client) for device in fleet}
         pools = {device.client: options.pools.get(device.tier, NodePool()) for device in fleet}
@@ -75,8 +75,8 @@ def classes(fleet: Sequence[Device], options: KubernetesConfig) -> Mapping[int, 
 
 
 def shares(sizes: Sequence[int], most: int | None) -> list[int]:
-    """How many pods each of several classes may have, given their wishes: together at most `most` (None: all), in
-    proportion to the wishes, but at least one each."""
+    """Return the number of pods of each class: in proportion to `sizes`, at least one each, and otherwise at most
+    `most` together (None: no limit)."""
     if most is None or most >= sum(sizes):
         return list(sizes)
     found = [1] * len(sizes)
@@ -86,13 +86,13 @@ def shares(sizes: Sequence[int], most: int | None) -> list[int]:
 
 
 def run_label(run_id: str, store_uri: str) -> str:
-    """At most 24 characters that a label and a name can hold, different for runs of equal name in other stores."""
+    """Return at most 24 characters for labels and names, which differ for runs of equal name in other stores."""
     plain = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-")[:17].strip("-")
     return f"{plain or 'run'}-{hashlib.sha256(f'{store_uri}/{run_id}'.encode()).hexdigest()[:6]}"
 
 
 def job_name(run: str, round: str | None, of: PodClass, number: int) -> str:
-    """At most 57 characters, because a pod's name adds its index and five more; different for different classes."""
+    """Return at most 57 characters, which differ between classes. A pod's name adds its index and five characters."""
     plain = re.sub(r"[^a-z0-9]+", "-", of.name.lower()).strip("-")[:8].strip("-")
     if plain != of.name:
         plain += f"-{hashlib.sha256(of.name.encode()).hexdigest()[:5]}"
@@ -100,25 +100,26 @@ def job_name(run: str, round: str | None, of: PodClass, number: int) -> str:
 
 
 def template(path: str | None) -> Resource:
-    """Raises ConfigError if the file is missing, or is not a Job with a container `client` that can be filled in."""
+    """Read the template of the Jobs; None: `TEMPLATE`. Raises ConfigError if it cannot be read or filled in."""
     file = Path(path) if path else TEMPLATE
     try:
         found: Resource = read_yaml(file.read_text("utf-8"))
-        names = [c["name"] for c in found["spec"]["template"]["spec"]["containers"]]
-        if found["kind"] != "Job" or CLIENT not in names:
-            raise ConfigError(f"{file} must be a Job with a container `client`, got {found['kind']} with {names}")
-        of = PodClass("weak", NodePool())
-        requests(job(found, KubernetesConfig(data="host:/"), "run", None, of, 0, 1, {}))
+        if found["kind"] != "Job":
+            raise ConfigError(f"kubernetes.template {file} must be a Job, got {found['kind']}")
+        job(found, KubernetesConfig(data="host:/"), "run", None, PodClass("weak", NodePool()), 0, 1, {})
     except OSError as error:
-        raise ConfigError(f"the Job's template {file} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"kubernetes.template {file} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError, StopIteration, RecursionError) as error:
-        raise ConfigError(f"{file} is not a Job of workers: {type(error).__name__} {error}") from error
+        raise ConfigError(
+            f"kubernetes.template {file} must be a Job with a container `client` and a volume `invitation`: "
+            f"{type(error).__name__} {error}"
+        ) from error
     return found
 
 
 def check(options: KubernetesConfig, tiers: Sequence[str]) -> None:
-    """Raises ConfigError for a wrong template, and for a pool whose tier seems to be misspelt; warns of a pool whose
-    tier the fleet does not have, as in a comparison whose rows have other fleets."""
+    """Raise ConfigError for an invalid template and for a misspelt tier. Warn of another unknown tier, because the rows
+    of a comparison may have other fleets."""
     template(options.template)
     for name in sorted(options.pools.keys() - set(tiers)):
         text = f"kubernetes.pools: the fleet has no tier {name!r}"
@@ -128,7 +129,7 @@ def check(options: KubernetesConfig, tiers: Sequence[str]) -> None:
 
 
 def settings_sum(of: Resource, options: KubernetesConfig) -> str:
-    """A checksum of all that decides what a pod is: the template and the settings."""
+    """Return a checksum of the template and of all settings that change a pod."""
     content = json.dumps([of, options.model_dump(mode="json", exclude=WHEN)], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -144,8 +145,8 @@ def job(
     owner: Resource,
     memory: str | None = None,
 ) -> Resource:
-    """The manifest. Its Secret has its name. `round`: as `RoundPlan.label`; None: its pods stay for the run. `memory`:
-    of a pod; None: what its node pool says."""
+    """Return the manifest of a Job; its Secret has the same name. `round`: `RoundPlan.label`; None: its pods live for
+    the run. `memory`: memory of a pod; None: that of its node pool."""
     out = copy.deepcopy(of)
     name, labels = job_name(run, round, pods, number), {RUN: run} | ({} if round is None else {ROUND: round})
     notes = {CLASS: pods.name, NUMBER: str(number), SETTINGS: settings_sum(of, options)}
@@ -182,7 +183,7 @@ def job(
 
 
 def _with(of: Resource | None, own: Resource) -> Resource:
-    """What the template has, and our own, which counts if both name a key."""
+    """Merge the template's values with our own, which replace them."""
     return {**(of or {}), **own}
 
 
@@ -212,7 +213,7 @@ def _data_volume(data: str) -> Resource:
 
 
 def secret(job: Resource, invitations: Iterable[str]) -> Resource:
-    """The invitations of a Job's pods, by index. It is deleted with the Job; the pods start when it exists."""
+    """Return the Secret with the invitations of a Job's pods by index. It is deleted with the Job."""
     meta = job["metadata"]
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": meta["name"], "uid": meta["uid"]}
     labels = {key: value for key, value in meta["labels"].items() if key in (RUN, ROUND)}
@@ -228,15 +229,3 @@ def secret(job: Resource, invitations: Iterable[str]) -> Resource:
         "type": "Opaque",
         "stringData": {str(index): text for index, text in enumerate(invitations)},
     }
-
-
-def requests(job: Resource) -> str:
-    """The resources that a Job's pods request of a node."""
-    pod = job["spec"]["template"]["spec"]
-    container = next(c for c in pod["containers"] if c["name"] == CLIENT)
-    asked, limits = container["resources"]["requests"], container["resources"]["limits"]
-    of_limits = {name: amount for name, amount in limits.items() if name not in asked}  # Kubernetes requests as much
-    found = [f"{name} {amount}" for name, amount in (asked | of_limits).items()]
-    found += [f"{label}={value}" for label, value in pod.get("nodeSelector", {}).items()]
-    tolerated = [t.get("key", "every taint") for t in pod.get("tolerations", []) if t.get("effect") != "NoExecute"]
-    return ", ".join([*found, *(f"tolerating {key}" for key in tolerated)])

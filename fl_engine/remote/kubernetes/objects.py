@@ -1,4 +1,4 @@
-"""The objects of a run in the cluster: read, created, changed and deleted."""
+"""Reads, creates, changes and deletes the objects of a run in the cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fl_engine.remote.registry import Member
 from fl_engine.remote.settings import KubernetesConfig
 
 MOST_PODS = 200
-"""Of a Job."""
+"""The most pods of a Job."""
 
 
 @dataclass
@@ -31,16 +31,16 @@ class Job:
     body: Resource
     pods: PodClass
     members: list[Member]
-    """By index."""
+    """The worker of each index."""
     written: float = -math.inf
     """When its Secret was written."""
     states: list[PodState] = field(default_factory=list)
     spent: set[int] = field(default_factory=set)
     suspended: bool = False
     refused: str = ""
-    """Why pods are missing, as the last event since `ignored` says."""
+    """Why pods are missing: the message of the last event since `ignored`."""
     ignored: str = ""
-    """Time of the last event that does not count, because what it says may have been mended since."""
+    """Time up to which events do not count, because their cause may have been fixed since."""
 
     @property
     def name(self) -> str:
@@ -53,38 +53,33 @@ class Job:
 
     @property
     def queued(self) -> bool:
-        """Whether some of its pods wait for room, for the quota, or for the Job's queue."""
+        """Whether some of its pods wait for room, for a quota, or for the Job's queue."""
         return self.suspended or any(state.queued for state in self.states) or status.QUOTA in self.refused
 
     @property
     def free(self) -> int:
-        """Indices for which pods run or may come."""
+        """Number of indices for which pods run or may come."""
         return len(self.members) - len(self.spent)
 
     def reasons(self) -> Counter[str]:
-        """Why its pods do not run, and how many of them."""
+        """Return why its pods do not run, and the number of pods for each reason."""
         if self.suspended:
             return Counter({status.SUSPENDED: self.free})
-        asks = f" (the pod requests {jobs.requests(self.body)})"
-        found = Counter(
-            s.reason + (asks if s.reason.startswith("Unschedulable") else "")
-            for s in self.states
-            if s.reason and not (s.over and not s.failed)
-        )
+        found = Counter(s.reason for s in self.states if s.reason and (s.failed or not s.over))
         if self.lacks_pods and self.refused:
             found[self.refused] += 1
         return found
 
 
 class Objects:
-    """Of one run. `run`: its label; `store`: its address, for people who look at the cluster."""
+    """The objects of one run. `run`: its label; `store`: its address, for people who look at the cluster."""
 
     def __init__(self, cluster: Cluster, options: KubernetesConfig, run: str, store: str, mailboxes: Mailboxes) -> None:
         self._cluster, self._options, self._run, self._store = cluster, options, run, store
         self._mailboxes, self._template = mailboxes, jobs.template(options.template)
         size = len(mailboxes.invitation(Member.new("x" * 63, "x" * 63, pod=True)).model_dump_json())
         self.most = max(1, min(MOST_PODS, jobs.SECRET_BYTES // size))
-        """Most pods of a Job: its Secret holds their invitations."""
+        """The most pods of a Job, whose Secret holds their invitations."""
         self._number = 0
 
     def jobs(self) -> list[Resource]:
@@ -99,7 +94,7 @@ class Objects:
         return status.refusals(events)
 
     def adopted(self, label: str | None, classes: dict[str, PodClass]) -> Iterator[Job]:
-        """The Jobs of an earlier coordinator. Those of other settings or of another round are deleted."""
+        """Yield the Jobs of an earlier coordinator. Delete those of other settings or of another round."""
         settings = jobs.settings_sum(self._template, self._options)
         for body in self.jobs():
             meta, notes = body["metadata"], body["metadata"].get("annotations", {})
@@ -114,7 +109,7 @@ class Objects:
                 self._cluster.delete("jobs", meta["name"])
 
     def _members(self, name: str) -> list[Member]:
-        """The workers of a Job, as its Secret has them; empty if it lacks some."""
+        """Return the workers in a Job's Secret; empty if some are missing."""
         data = (self._cluster.get("secrets", name) or {}).get("data", {})
         found = []
         try:
@@ -127,22 +122,22 @@ class Objects:
         return found
 
     def make(self, of: PodClass, size: int, label: str | None, memory: str | None) -> Job:
-        """Create a Job and its Secret. `label`: the round; None: its pods live for the run."""
+        """Create a Job and its Secret. `label`: the round; None if its pods live for the run."""
         number, self._number = self._number, self._number + 1
         owner = self._owner()
         body = jobs.job(self._template, self._options, self._run, label, of, number, size, owner, memory)
         name = body["metadata"]["name"]
         made = self._cluster.create("jobs", body)
-        if made is None:  # the answer to an earlier try was lost
+        if made is None:  # the response to an earlier try was lost
             made = next((job for job in self.jobs() if job["metadata"]["name"] == name), None)
         if made is None:
-            raise EnvironmentFailure(f"a Job {name} exists that is not this run's: delete it, then resume")
+            raise EnvironmentFailure(f"the Job {name} exists and is not this run's. Delete it, then resume")
         job = Job(made, of, [Member.new(f"{name}-{index}", of.name, pod=True) for index in range(size)])
         self.write_secret(job)
         return job
 
     def grow(self, job: Job, more: int) -> list[Member]:
-        """Let a Job have more pods; return its members then."""
+        """Increase the pods of a Job, and return all its members."""
         size = len(job.members) + more
         names = [f"{job.name}-{index}" for index in range(len(job.members), size)]
         members = [*job.members, *(Member.new(name, job.pods.name, pod=True) for name in names)]
@@ -151,7 +146,7 @@ class Objects:
         return job.members if patched is None else members
 
     def write_secret(self, job: Job) -> None:
-        """Write a Job's invitations, in place of those with older URLs."""
+        """Replace a Job's invitations by ones with fresh URLs."""
         invitations = [self._mailboxes.invitation(member).model_dump_json() for member in job.members]
         body = jobs.secret(job.body, invitations)
         if self._cluster.create("secrets", body) is None:
@@ -163,7 +158,7 @@ class Objects:
         self._cluster.delete("jobs", job.name)
 
     def _owner(self) -> Resource:
-        """A reference to the run's ConfigMap, which owns all objects of the run: they are deleted with it."""
+        """Return a reference to the run's ConfigMap. All objects of the run are deleted with it."""
         labels = {jobs.RUN: self._run, "app.kubernetes.io/part-of": "flexfleet"}
         body = {
             "apiVersion": "v1",

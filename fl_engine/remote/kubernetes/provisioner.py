@@ -1,8 +1,8 @@
 """Starts workers as pods: one elastic Indexed Job per class of pods, for the run or for a round.
 
 Each index of a Job has a mailbox, whose invitation is in the Job's Secret. The Job's controller replaces pods that end
-or are lost; a pod is known by its UID, so two pods of one index do not collide. What Kubernetes says ends a lease only
-for facts (a container has terminated, a pod is gone); all else explains why pods do not start.
+or are lost. A worker's id is its pod's UID, so two pods of one index do not collide. Pod states end a lease only for
+facts (a container has terminated, a pod is gone); all others explain why pods do not start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fl_engine.remote.kubernetes.cluster import Cluster
 from fl_engine.remote.kubernetes.controller import Controller, Demand
 from fl_engine.remote.kubernetes.objects import Objects
 from fl_engine.remote.mailboxes import Mailboxes
-from fl_engine.remote.provisioner import Lost, Need
+from fl_engine.remote.provisioner import Lost, Need, Provisioner
 from fl_engine.remote.registry import Member
 from fl_engine.remote.settings import KubernetesConfig
 from fl_engine.storage import probe
@@ -29,24 +29,21 @@ from fl_engine.storage.store import Store
 from fl_engine.training.memory import Peaks, needed
 
 MAILBOXES = "agents"
-"""In the run's store."""
+"""Folder of the mailboxes in the run's store."""
 MOST_ORDERS = 100
-"""Of a pod."""
+"""The most assignments of a pod at a time."""
 FIRST_LOOK_S = 5.0
-"""How long a round waits for the first look at the cluster, which finds the pods of an earlier coordinator."""
+"""How long a round waits until the pods of an earlier coordinator are found."""
 
 
 def check_reach(uri: str) -> None:
-    """Raises ConfigError if pods cannot get URLs of the store at `uri`."""
+    """Raise ConfigError if pods cannot get URLs of the store at `uri`."""
     if not uri.startswith("s3://"):
-        raise ConfigError(
-            f"pods reach the run's store by URLs of an S3 server, but the store is {uri}: set "
-            "run.remote=s3://bucket/prefix"
-        )
+        raise ConfigError(f"run.remote must be an s3:// address with run.backend=kubernetes, got {uri}")
 
 
 def image_for(options: KubernetesConfig) -> str:
-    """The image of the pods. Raises ConfigError if none is named."""
+    """Return the image of the pods. Raises ConfigError if it is not set."""
     image = options.image or os.environ.get("FLEXFLEET_IMAGE")
     if not image:
         raise ConfigError("kubernetes.image must name the image of the pods, or set FLEXFLEET_IMAGE")
@@ -54,16 +51,27 @@ def image_for(options: KubernetesConfig) -> str:
 
 
 def reach(options: KubernetesConfig, run_id: str, store: Store) -> None:
-    """Before anything trains: raises what `check_reach` and `image_for` raise, and EnvironmentFailure for a cluster
-    that does not answer or refuses what a run asks first."""
+    """Check before the training that pods can be started. Raises ConfigError for store and image, and
+    EnvironmentFailure if the cluster refuses the first request of a run or cannot be reached."""
     check_reach(store.uri())
     image_for(options)
     Cluster(options.namespace).get("configmaps", jobs.run_label(run_id, store.uri()))
 
 
-class Pods:
-    """A `Provisioner`. `store`: the run's; `home`: of its mailboxes; `lock`: the key in `home` of the coordinator's
-    lock. `patience_s`: how long the API may be away, and how long pods may take to start."""
+class Pods(Provisioner):
+    """The pods of a run.
+
+    Args:
+        options: The section `kubernetes`.
+        run_id: The run.
+        fleet: Its devices.
+        store: Its store.
+        home: The folder of the mailboxes.
+        lock: The key of the coordinator's lock in `home`.
+        patience_s: How long the API may be unavailable, and how long pods may take to start.
+        memory: What training takes, for memory=auto.
+        cluster: The cluster; None: the one of the environment.
+    """
 
     strangers, drains = False, 3
 
@@ -96,7 +104,7 @@ class Pods:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Ask Kubernetes inside, in a thread."""
+        """Poll Kubernetes inside, in a thread."""
         with self._controller.watched():
             yield
 
@@ -118,9 +126,6 @@ class Pods:
 
     def member(self, name: str) -> Member:
         return self._controller.members()[name]
-
-    def enroll(self, member: Member) -> None:
-        """Pods do not enroll."""
 
     def begin(self, plan: RoundPlan) -> None:
         clients: dict[str, list[int]] = {}
@@ -156,19 +161,17 @@ class Pods:
 
     def advice(self, names: Sequence[str], pools: Sequence[str]) -> str:
         reasons = "".join(f"{pool}: {why}. " for pool in pools if (why := self.why(pool)))
-        kubectl, of = f"kubectl -n {self.options.namespace}", f"-l {jobs.RUN}={self._run}"
         return (
-            f"{reasons}To look at the pods: {kubectl} describe jobs,pods {of}, and {kubectl} logs --prefix {of}. Mend "
-            "the cause"
+            f"{reasons}Look at the pods: kubectl -n {self.options.namespace} describe jobs,pods -l "
+            f"{jobs.RUN}={self._run}. Fix the cause"
         )
 
     def _is_auto(self, name: str) -> bool:
         return self._classes[name].pool.memory == "auto"
 
     def _memory_of(self, plan: RoundPlan, clients: Sequence[int]) -> str:
-        """What a pod needs that gets the largest of these clients' orders."""
-        if self._memory is None:
-            raise ConfigError("memory=auto needs what training takes, which was not measured")
+        """Return the memory that a pod needs for the largest of these clients' assignments."""
+        assert self._memory is not None, "memory=auto is measured at the start"
         peaks, levels = self._memory, [plan.order_of[client].level for client in clients]
         largest = sorted(levels, key=lambda level: peaks.levels[level], reverse=True)[: self.room]
         return f"{math.ceil(needed(peaks, largest) / 2**20)}Mi"
@@ -178,8 +181,8 @@ class Pods:
         self._objects.clear()
 
     def what_is_left(self) -> str:
-        """How to remove what a stopped run leaves in the cluster."""
+        """Return how to delete what a stopped run leaves in the cluster."""
         return (
-            "pods finish their assignments, --resume finds them, and after 10 minutes they end by themselves. To end "
-            f"them now: kubectl -n {self.options.namespace} delete jobs,configmaps -l {jobs.RUN}={self._run}"
+            "the run's pods remain for --resume and end by themselves after 10 minutes. To end them now: "
+            f"kubectl -n {self.options.namespace} delete jobs,configmaps -l {jobs.RUN}={self._run}"
         )

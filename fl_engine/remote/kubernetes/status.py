@@ -1,4 +1,4 @@
-"""What the status of a Job, its pods and its events says. Pure."""
+"""Reads the status of Jobs, pods and events. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from fl_engine.remote.kubernetes.jobs import CLIENT, Resource
 
 QUOTA = "exceeded quota"
 ROOM = re.compile(r"Insufficient |Too many pods")
-"""What the scheduler says of a node that would fit, but is full."""
+"""Part of the scheduler's message if a node would fit but is full."""
 REFUSED_FOR_GOOD = re.compile(
     r"violates PodSecurity|(minimum|maximum) \S+ usage per |max limit to request ratio per "
     r"|failed quota: .*must specify |creating: Pod \S+ is invalid: "
 )
-"""What events say of pods that will never start: Pod Security, a LimitRange or a quota on something that the pod leaves
-out refuses them, or they request more than their limits. A full quota is not among them."""
+"""Events about pods that will never start: Pod Security, a LimitRange, a quota that requires more fields, or an invalid
+pod. A full quota is not among them."""
 SUSPENDED = "the Job is suspended: its queue has not admitted it"
 
 
 def indexes(text: str) -> set[int]:
-    """As `status.completedIndexes` has them, e.g. "1,3-5,7"."""
+    """Parse `status.completedIndexes`, e.g. "1,3-5,7"."""
     found: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -31,19 +31,19 @@ def indexes(text: str) -> set[int]:
 
 
 def spent(job: Resource) -> set[int]:
-    """Indices for which the Job does not start pods any more."""
+    """Return the indices for which the Job starts no more pods."""
     status = job.get("status") or {}
     return indexes(status.get("completedIndexes", "")) | indexes(status.get("failedIndexes", ""))
 
 
 def suspended(job: Resource) -> bool:
-    """Whether a queue such as Kueue has not admitted the Job yet, or has preempted it: then its pods are deleted."""
+    """Whether a queue such as Kueue has not admitted the Job yet, or has preempted it."""
     conditions = {c["type"]: c["status"] for c in (job.get("status") or {}).get("conditions") or []}
     return job["spec"].get("suspend") is True or conditions.get("Suspended") == "True"
 
 
 def ended(job: Resource) -> str | None:
-    """Why the Job is over (`Complete`, `FailedIndexes`, ...); None: it is not."""
+    """Return why the Job is over (`Complete`, `FailedIndexes`, ...); None if it is not."""
     for condition in (job.get("status") or {}).get("conditions") or []:
         if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
             return "Complete" if condition["type"] == "Complete" else condition.get("reason") or "Failed"
@@ -52,23 +52,21 @@ def ended(job: Resource) -> str | None:
 
 @dataclass(frozen=True)
 class PodState:
-    """`reason` says why the pod ended, or what it waits for; empty: nothing to report."""
-
     uid: str
-    index: int
     reason: str = ""
+    """Why the pod has ended, or what it waits for; empty: nothing to report."""
     started: bool = False
     over: bool = False
-    """Its client has ended, or the pod has."""
+    """The worker's container or the pod has ended."""
     failed: bool = False
-    """Its client ended by itself with an error, and was not taken away."""
+    """The worker ended by itself with an error; it was not evicted or deleted."""
     queued: bool = False
-    """It waits for room: it would fit on some node that is full now, or a queue has not admitted it yet."""
+    """It waits for room: a node would fit but is full, or a queue has not admitted it yet."""
 
 
 def pod_state(pod: Resource) -> PodState:
-    """Reasons in order of their weight: eviction, deletion, out of memory, the worker's own message, the exit code. Of
-    a pod that has not started: what it waits for."""
+    """Return the state of a pod. Its reason is the first of: eviction, deletion, out of memory, the worker's own
+    message, the exit code, what it waits for."""
     status, meta = pod.get("status") or {}, pod["metadata"]
     conditions = {c["type"]: c for c in status.get("conditions") or [] if c.get("status") == "True"}
     states = {each["name"]: each.get("state") or {} for each in status.get("containerStatuses") or []}
@@ -92,13 +90,12 @@ def pod_state(pod: Resource) -> PodState:
         reason, queued = _waits(status, states)
     failed = over and disrupted is None and not meta.get("deletionTimestamp")
     failed = failed and (phase == "Failed" or ended.get("exitCode", 0) not in (0, 143))
-    index = int(meta.get("annotations", {}).get("batch.kubernetes.io/job-completion-index", -1))
     text = printable(reason).rstrip(": ")[:500]
-    return PodState(meta.get("uid", ""), index, text, started, over, failed, queued)
+    return PodState(meta.get("uid", ""), text, started, over, failed, queued)
 
 
 def _waits(status: Resource, states: dict[str, Resource]) -> tuple[str, bool]:
-    """(what a pod waits for that has not started, whether that is room)."""
+    """Return what a pod waits for that has not started, and whether that is room."""
     for condition in status.get("conditions") or []:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             why, message = condition.get("reason", "Unschedulable"), condition.get("message", "")
@@ -112,7 +109,7 @@ def _waits(status: Resource, states: dict[str, Resource]) -> tuple[str, bool]:
 
 
 def refusals(events: Iterable[Resource]) -> dict[str, tuple[str, str]]:
-    """Map the UID of each Job to (time, message) of the last event that says why a pod was not created."""
+    """Map the UID of each Job to time and message of its last event FailedCreate."""
     found: dict[str, tuple[str, str]] = {}
     for event in events:
         uid, at = event["involvedObject"].get("uid"), event.get("lastTimestamp") or event.get("eventTime") or ""
@@ -122,5 +119,5 @@ def refusals(events: Iterable[Resource]) -> dict[str, tuple[str, str]]:
 
 
 def kind(reason: str) -> str:
-    """A reason without the parts that differ from pod to pod."""
+    """Return a reason without the parts that differ from pod to pod."""
     return reason.partition(":")[0]
