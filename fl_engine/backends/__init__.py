@@ -1,4 +1,4 @@
-"""How orders reach clients. Each backend gives the same bits for the same plan."""
+"""Backends execute the assignments of a round. All of them give the same bits for the same plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from fl_engine.backends.in_process import InProcess
 from fl_engine.backends.processes import Processes
 from fl_engine.core.contracts import Backend
-from fl_engine.core.errors import ConfigError, FlexfleetError, Replaced
+from fl_engine.core.errors import FlexfleetError, Replaced
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.remote.kubernetes.provisioner import MAILBOXES, Pods
@@ -30,7 +30,7 @@ log = logging.getLogger("flexfleet")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What backends are made from; each takes what it needs."""
+    """Everything that a backend may need."""
 
     site: Site
     mailbox: Mailbox
@@ -39,17 +39,16 @@ class Surroundings:
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     agents: AgentsConfig = field(default_factory=AgentsConfig)
     memory: Peaks | None = None
-    """What training each level takes: for observe=cgroup, and pools with memory=auto."""
+    """The memory that training takes, for observe=cgroup and memory=auto."""
     should_stop: Callable[[], bool] = lambda: False
     code: tuple[Path, str] | None = None
     """The wheel of the run's own code in the run's folder, and its sha256."""
     mailboxes: Mailboxes | None = None
-    """Of the enrolled devices."""
+    """The mailboxes of the enrolled devices."""
     registry: Registry | None = None
     site_sums: Mapping[str, str] = field(default_factory=dict)
-    """Map each name to the sha256 of what the run has stored under `site/` (`Assignment.site`)."""
+    """See `Assignment.site`."""
     patience_s: float = 600.0
-    """`run.patience_s`."""
 
     def remote(
         self, options: Options, lease_s: float, mailboxes: Mailboxes, of: Pods | Enrolled, held: lease.Lease
@@ -72,8 +71,8 @@ class Surroundings:
 
 @contextmanager
 def _in_pods(of: Surroundings) -> Iterator[Backend]:
-    """Delete the run's objects in the cluster at the end; after a failure they stay, for inspection. The coordinator
-    that holds the run's lock does not have to wait for the lock of its mailboxes."""
+    """Delete the run's objects in the cluster at the end; after a failure they remain for inspection. Holding the run's
+    lock implies holding the mailboxes' lock, so do not wait for it."""
     home = open_store(of.mailbox.store.uri(MAILBOXES), patience_s=of.patience_s)
     with lease.held(home, 0) as held:
         pods = Pods(of.kubernetes, of.run_id, of.site.fleet, of.mailbox.store, home, held.key, of.patience_s, of.memory)
@@ -82,7 +81,7 @@ def _in_pods(of: Surroundings) -> Iterator[Backend]:
             try:
                 yield remote
             except Replaced:
-                raise  # the objects belong to the other coordinator now
+                raise  # another coordinator has the objects
             except (FlexfleetError, KeyboardInterrupt):
                 log.warning(pods.what_is_left())
                 raise
@@ -92,9 +91,8 @@ def _in_pods(of: Surroundings) -> Iterator[Backend]:
 
 @contextmanager
 def _on_devices(of: Surroundings) -> Iterator[Backend]:
-    """One run at a time has the enrolled devices. After a failure they finish what they hold, and wait."""
-    if of.mailboxes is None or of.registry is None:
-        raise ConfigError("run.backend=agents needs a place for the devices' mailboxes")
+    """One run at a time has the enrolled devices. After a failure they finish their assignments, and wait."""
+    assert of.mailboxes is not None and of.registry is not None
     with lease.held(of.mailboxes.home) as held:
         enrolled = Enrolled(of.site.fleet, of.registry, of.agents.wait_s)
         remote = of.remote(of.agents, of.agents.lease_s, of.mailboxes, enrolled, held)
@@ -104,10 +102,10 @@ def _on_devices(of: Surroundings) -> Iterator[Backend]:
 
 BACKENDS: dict[str, Callable[[Surroundings], AbstractContextManager[Backend]]] = {
     "in_process": lambda of: nullcontext(InProcess(of.site, of.devices)),
-    "processes": lambda of: closing(Processes(of.site, of.devices, of.code, of.should_stop)),
+    "processes": lambda of: closing(Processes(of.site, of.devices, of.code)),
     "kubernetes": _in_pods,
     "agents": _on_devices,
 }
-"""Map each value of `run.backend` to a context manager that gives the backend for one run."""
+"""Map each value of `run.backend` to a context manager that returns the backend of a run."""
 
 __all__ = ["BACKENDS", "InProcess", "Processes", "Remote", "Surroundings"]

@@ -1,4 +1,4 @@
-"""Clients in this process: one thread per entry of `run.devices`, each client on one CPU thread or one accelerator."""
+"""Clients in this process: one thread per entry of `run.devices`, and each client on one CPU thread or accelerator."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from fl_engine.training.numerics import settle
 
 
 class InProcess:
-    """Outcomes come as clients finish; those of clients that trained side by side come together. Each device takes
-    the next group when it is free."""
+    """Outcomes arrive as clients finish; clients that trained side by side arrive together."""
 
     durable = False
 
@@ -35,12 +34,12 @@ class InProcess:
         yield from failures
         for outcome in self._trained(groups):
             yield delivered(algorithm, outcome, plan.order_of[outcome.client], self._site)
-            del outcome  # the next client trains beside what is still held
+            del outcome  # its memory must be free while the next client trains
 
     def _trained(self, groups: list[list[Work]]) -> Iterator[Outcome]:
         if len(self._devices) == 1 or len(groups) == 1:
             groups.reverse()
-            while groups:  # a group that has trained is no longer held
+            while groups:  # drop each group after its training
                 yield from train(groups.pop(), self._site, self._devices[0])
         else:
             yield from self._spread(groups)
@@ -59,17 +58,17 @@ class InProcess:
 
         waiting = by_cost(groups, self._site)
         with ThreadPoolExecutor(len(self._devices)) as threads:
-            flying: set[Future[list[Outcome]]] = set()
-            while waiting or flying:
-                while waiting and len(flying) < len(self._devices):
-                    flying.add(threads.submit(on_a_free_device, waiting.pop()))
-                done, flying = wait(flying, return_when=FIRST_COMPLETED)
-                while done:  # a future that was asked is no longer held
+            running: set[Future[list[Outcome]]] = set()
+            while waiting or running:
+                while waiting and len(running) < len(self._devices):
+                    running.add(threads.submit(on_a_free_device, waiting.pop()))
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                while done:  # drop each future after its result was yielded
                     yield from done.pop().result()
 
 
 def by_cost(groups: list[list[Work]], site: Site) -> list[list[Work]]:
-    """Sorted so that the longest group is last: popping from the end starts long groups first."""
+    """Return the groups with the longest last, so that `pop` starts long groups first."""
 
     def cost(group: list[Work]) -> float:
         task = group[0].task
@@ -79,16 +78,15 @@ def by_cost(groups: list[list[Work]], site: Site) -> list[list[Work]]:
 
 
 def prepare_process(devices: Sequence[str]) -> None:
-    """Sets torch to one thread, so that bits do not depend on the number of cores, and, for this thread and those that
-    it will start, to count denormal numbers (below 1.2e-38 in float32) as zero: weights that decay end among them, and
-    some processors take many times longer for them (docs/performance/small-networks.md). On CUDA, sets torch to
-    algorithms that give the same bits each time (torch warns of an operation that has none). Raises EnvironmentFailure
-    where the processor cannot do it."""
+    """Set torch to one thread, so that bits do not depend on the number of cores. Flush denormal numbers (below 1.2e-38
+    in float32) to zero, because decaying weights become denormal and slow down some processors
+    (docs/performance/small-networks.md). On CUDA, use deterministic algorithms. Raises EnvironmentFailure if the
+    processor cannot flush denormal numbers."""
     settle()
     torch.set_num_threads(1)
     if not torch.set_flush_denormal(True):
         raise EnvironmentFailure(
-            "this processor, or this build of torch, cannot count denormal numbers as zero: train on x86 or AArch64"
+            "this processor or build of torch cannot flush denormal numbers to zero. Train on x86 or AArch64"
         )
     if any(name.startswith("cuda") for name in devices):
         torch.backends.cudnn.benchmark = False
@@ -99,22 +97,22 @@ def prepare_process(devices: Sequence[str]) -> None:
 
 
 def check_devices(names: Sequence[str]) -> None:
-    """Raises EnvironmentFailure where torch does not have one of them, or they are of different models."""
+    """Raise EnvironmentFailure if torch cannot use a device, or if the devices are of different models."""
     for name in names:
         check_device(name)
     models = {torch.cuda.get_device_name(name) if name.startswith("cuda") else name.partition(":")[0] for name in names}
     if len(models) > 1:
         raise EnvironmentFailure(
-            f"run.devices are of different models ({', '.join(sorted(models))}): a client's bits would depend on which "
-            "of them trains it. Name devices of one model"
+            f"run.devices must be of one model, got {', '.join(sorted(models))}. Otherwise bits depend on which device "
+            "trains a client"
         )
 
 
 def check_device(name: str, named_by: str = "run.devices") -> None:
-    """Raises EnvironmentFailure where torch does not have the device, or it holds no values."""
+    """Raise EnvironmentFailure if torch cannot use the device."""
     try:
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, ImportError) as error:  # ImportError: a device's own package
         raise EnvironmentFailure(
-            f"{named_by} names {name!r}, which this torch cannot use: {str(error).splitlines()[0]}"
+            f"{named_by} must be devices that this torch can use, got {name!r}: {str(error).splitlines()[0]}"
         ) from error

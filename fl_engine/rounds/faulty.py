@@ -53,7 +53,7 @@ def arrived(run: Run, order: WorkOrder, outcome: Outcome) -> Outcome:
             return update_of(manifest, lambda limit: damaged, order, rules)
         return received(_false(fault, run, order, outcome), order, rules) if fault.kind in faults.LIES else outcome
     except ModelError as error:
-        said = f"what it has trained cannot be sent as codec.up says: {error}"
+        said = f"codec.up cannot encode the trained weights: {error}"
         return ClientFailure(order.round, order.client, "train", said, "finite")
     except Rejected as error:
         return ClientFailure(order.round, order.client, "validate", str(error), error.code)

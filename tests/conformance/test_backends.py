@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import resource
 import signal
-import socket
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -22,7 +17,7 @@ import torch
 from fl_engine.algorithms import FlexFL
 from fl_engine.backends import BACKENDS, InProcess, Processes, Surroundings, in_process, processes
 from fl_engine.core.contracts import Backend
-from fl_engine.core.errors import EnvironmentFailure, Stopped
+from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, TaskContext, WorkOrder
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
@@ -47,7 +42,7 @@ class TestBackends(BackendSuite):
 
 @pytest.mark.parametrize("name", ["warp:9", "meta", "hpu"])  # one that holds no values, one that needs a package
 def test_a_device_that_is_not_there_is_named(name: str) -> None:
-    with pytest.raises(EnvironmentFailure, match=f"run\\.devices names '{name}', which this torch cannot use"):
+    with pytest.raises(EnvironmentFailure, match=f"run.devices .*'{name}'"):
         InProcess(tiny_site(FlexFL()), ("cpu", name))
 
 
@@ -112,42 +107,15 @@ def test_what_kills_every_worker_is_a_failure(workers: tuple[FlexFL, Processes, 
     assert all(isinstance(o, ClientUpdate) for o in found.values()) and len(found) == len(plan.orders) - 1
 
 
-def test_a_worker_that_is_stopped_keeps_no_run_from_ending(
-    workers: tuple[FlexFL, Processes, Site], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    algorithm, backend, site = workers
-    for name, seconds in (("LOOK_S", 0.02), ("STOP_S", 0.2), ("SILENT_S", 0.1), ("END_S", 0.1)):
-        monkeypatch.setattr(processes, name, seconds)
-    worker = backend._workers[0].process
-    os.kill(worker.pid or 0, signal.SIGSTOP)
-    with socket.fromfd(backend._workers[0].link.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as pipe:
-        pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # orders do not fit into it, as those of large networks
-    asked = time.monotonic() + 0.3
-    backend._should_stop = lambda: time.monotonic() > asked
-    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
-    with pytest.raises(Stopped, match="without the clients in flight, whose processes do nothing for"):
-        list(backend.run(algorithm, plan))
-    assert re.search(f"these processes train, or hang: .*{worker.pid}", caplog.text)
-    backend.close()
-    assert worker.exitcode == -signal.SIGKILL
-
-
-def test_a_run_that_is_to_stop_waits_for_clients_that_train(
+def test_closing_kills_a_worker_that_is_stopped(
     workers: tuple[FlexFL, Processes, Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long they take: the time of their processes goes on."""
-    algorithm, backend, site = workers
-    ticks, asked = count(), list[bool]()
-    for name, seconds in (("LOOK_S", 0.02), ("STOP_S", 0.0)):
-        monkeypatch.setattr(processes, name, seconds)
-    monkeypatch.setattr(processes, "_processor_time", lambda _: next(ticks))
-    backend._should_stop = lambda: asked.append(True) or True
+    _, backend, _ = workers
+    monkeypatch.setattr(processes, "END_S", 0.1)
     worker = backend._workers[0].process
     os.kill(worker.pid or 0, signal.SIGSTOP)
-    threading.Timer(0.5, lambda: os.kill(worker.pid or 0, signal.SIGCONT)).start()
-    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
-    expected = [execute(algorithm, order, site) for order in plan.orders]
-    assert_same_outcomes(sorted(backend.run(algorithm, plan), key=lambda o: o.client), expected)
+    backend.close()
+    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_shared_memory_that_is_too_small_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +123,7 @@ def test_shared_memory_that_is_too_small_is_named(tmp_path: Path, monkeypatch: p
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
 
     monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "start", full)
-    with pytest.raises(EnvironmentFailure, match=r"do not fit into /dev/shm.*No space left.*run\.backend=in_process"):
+    with pytest.raises(EnvironmentFailure, match="shm-size"):
         Processes(tiny_site(FlexFL()), ("cpu",))
 
 
@@ -166,7 +134,7 @@ def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path: Path) -> None:
         free = stack.enter_context((tmp_path / "a").open("w", encoding="utf-8")).fileno()
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (low, high))
         resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, high))
-        with pytest.raises(EnvironmentFailure, match=r"Too many open files.*ulimit -n.*fewer run\.devices"):
+        with pytest.raises(EnvironmentFailure, match="ulimit -n"):
             Processes(site, ("cpu",))
 
 

@@ -100,7 +100,7 @@ def test_a_gpu_is_measured(
 
 def test_a_torch_device_that_is_not_there_is_refused(flexfleet: Callable[..., Any], quick: Sequence[str]) -> None:
     said = refused(flexfleet("profile", "--device", "cuda:99", sets=quick), 6)
-    assert "--device names 'cuda:99', which this torch cannot use" in said
+    assert "--device" in said and "'cuda:99'" in said
 
 
 # ------------------------------------------------------------------------------------ without training anything

@@ -235,7 +235,7 @@ def test_a_value_that_is_out_of_bounds_is_that_clients_failure(value: float, tmp
     assert found[0] == found[1] and len(found[0]) == len(plan.orders)
     for outcome in found[0]:
         assert isinstance(outcome, ClientFailure) and outcome.stage == "train"
-        assert outcome.reason.startswith(f"the client metric a measures {value:g}, declared are 0 to 1")
+        assert "client metric a" in outcome.reason
 
 
 def above(client: ClientContext) -> float:
