@@ -91,10 +91,10 @@ def execute(
     for clients in turns:
         if given.observe == "cgroup":
             site = replace(site, free=_free(given, site.pool, len(clients), room))
-        _carry_out(prepared.algorithm, site, mailbox, given.round, clients, given.device, evaluates=given.evaluates)
+        carry_out(prepared.algorithm, site, mailbox, given.round, clients, given.device, evaluates=given.evaluates)
 
 
-def _carry_out(
+def carry_out(
     algorithm: Algorithm,
     site: Site,
     mailbox: Mailbox,

@@ -23,12 +23,6 @@ from tests.k8s.pods import LIFETIMES, Killed, Pod, Remote, Rounds, failures, job
 
 KINDS = "fl_engine.testing.kinds"
 WAYS: dict[str, tuple[str, ...]] = {
-    "regression": (f"dataset.name={KINDS}:TABLE", f"model.name={KINDS}:TinyMLP", "algorithm.epsilon=40.0"),
-    "tokens": (f"dataset.name={KINDS}:SEQUENCES", f"model.name={KINDS}:TinyTokens", "algorithm.epsilon=40.0"),
-    "next_token": (
-        f"dataset.name={KINDS}:TEXT", "model.name=text_transformer", "model.layers=1", "model.heads=4",
-        "model.head_size=3", "model.embedding=12", "model.hidden=32", "partition.rule=iid", "algorithm.epsilon=40.0",
-    ),
     "detection": (
         f"dataset.name={KINDS}:BOXES", f"model.name={KINDS}:TinyDetector", "algorithm.epsilon=40.0",
         "training.augment=[{name: flip, vertical: 0.5}, {name: scale}, {name: mixup}]",
@@ -39,7 +33,6 @@ WAYS: dict[str, tuple[str, ...]] = {
         "training.schedule={name: cosine, floor: 0.1, restart: 1}",
     ),
     "wrong labels": ("algorithm.name=heterofl", "noise.labels=0.5", "noise.epochs=1", "noise.sure=1.0"),
-    "half down, streams up": ("codec.down.name=half", "codec.up.name=fl_engine.testing.codecs:Deflated"),
     "fedx": (
         "algorithm.name=fedx", "algorithm.up=quantised", "algorithm.bits=[8, 12]", "partition.proxy=0.3",
         "pretrain.epochs=2",
@@ -76,7 +69,6 @@ def test_faults_are_those_of_one_process(pods: type[Pod], rounds: Rounds, remote
     assert {failure.partition(":")[0] for failure in failures(rows(remote, "struck")[0]).values()} >= {"drop"}
 
 
-# ------------------------------------------------------------------------------------------ killed coordinators
 def lines(rows: list[Row]) -> list[list[dict[str, Any]]]:
     """The lines of each round's clients, without what differs between equal runs."""
     return [[measured_alike(line) for line in row.clients] for row in rows]

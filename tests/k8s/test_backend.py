@@ -37,7 +37,6 @@ from flexfleet.files.artifacts import PoolFile
 from flexfleet.worker.mailbox import WorkerMailbox
 from tests.k8s.fake import leftovers, telling
 from tests.k8s.pods import (
-    APART,
     BOUND,
     EVERYBODY,
     LIFETIMES,
@@ -122,32 +121,6 @@ def test_pod_holds_as_many_orders_as_it_may(cluster: Any, pods: type[Pod], round
     assert [job["spec"]["completions"] for job in jobs_of(cluster)] == [3] and held == [2, 2, 2]
 
 
-def test_classes_have_jobs_of_their_own(cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote) -> None:
-    rounds("apart", *remote, APART)
-    sizes = {class_of(job): job["spec"]["completions"] for job in jobs_of(cluster)}
-    assert sizes.pop("strong") == 2 and list(sizes.values()) == [1]
-
-
-@pytest.mark.long
-@lifetimes
-def test_parallelism_limits_the_pods_at_a_time(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, lifetime: str
-) -> None:
-    most = list[int]()
-
-    def script(job: Any, index: int, before: int) -> str:
-        live = [pod for (kind, _), pod in cluster.objects.items() if kind == "pods"]
-        most.append(sum(pod["status"]["phase"] in ("Pending", "Running") for pod in live))
-        return "run"
-
-    cluster.script = script
-    sets = (*remote, *EVERYBODY, APART, f"kubernetes.lifetime={lifetime}")
-    out = rounds("capped", *sets, "kubernetes.parallelism=3")
-    assert max(most) < 3, "besides the one that starts"
-    assert model(out) == model(rounds("here", *EVERYBODY))
-
-
-# ---------------------------------------------------------------------------------- restarted coordinators
 @lifetimes
 def test_restarted_coordinator_finds_its_pods_and_their_orders(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, lifetime: str
@@ -179,14 +152,7 @@ def test_job_grows_with_the_need_for_pods(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ("lifetime=run", "image=other:1"),
-        ("lifetime=round", "lifetime=run"),
-        ("lifetime=run", "lifetime=round"),
-    ],
-)
+@pytest.mark.parametrize(("first", "then"), [("lifetime=run", "image=other:1"), ("lifetime=run", "lifetime=round")])
 def test_pods_of_other_settings_are_deleted(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, first: str, then: str
 ) -> None:
@@ -209,21 +175,19 @@ def test_pods_of_other_settings_are_deleted(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_run_names_what_is_left_and_resumes(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, caplog: Any,
-    number: signal.Signals,
-) -> None:  # fmt: skip
+    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, caplog: Any
+) -> None:
     sent = list[int]()
 
     def script(job: Any, index: int, before: int) -> str:
         if not sent:
             sent.append(index)
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
         return "hang"
 
     cluster.script = script
-    with pytest.raises(Stopped if number is signal.SIGTERM else KeyboardInterrupt):
+    with pytest.raises(Stopped):
         rounds("stopped", *remote)
     (left,) = re.findall(r"kubectl -n flexfleet-clients delete (\S+) -l (\S+)$", caplog.text, re.MULTILINE)
     with cluster.lock:
@@ -274,13 +238,11 @@ def test_run_without_a_store_or_cluster_is_refused(
 
 
 @pytest.mark.long
-# ------------------------------------------------------------------------------------ how a round ends
-@lifetimes
 def test_round_ends_with_as_many_updates_as_wanted(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, rows: Rows, lifetime: str
+    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, rows: Rows
 ) -> None:
     """The pod that would never return a result executes orders of the next round."""
-    slow, sets = list[Pod](), ("rounds.stop=2", "rounds.over_provision=2.0", f"kubernetes.lifetime={lifetime}")
+    slow, sets = list[Pod](), ("rounds.stop=2", "rounds.over_provision=2.0")
 
     def at_work(pod: Pod, given: Any) -> None:
         if not slow:
@@ -297,7 +259,6 @@ def test_round_ends_with_as_many_updates_as_wanted(
 
 
 @pytest.mark.long
-# -------------------------------------------------------------------------------------------- memory
 def test_pod_gets_the_memory_that_its_largest_sub_model_needs(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, rows: Rows, prepared: Path, peaks: Peaks
 ) -> None:
@@ -392,7 +353,6 @@ def test_order_that_kills_its_pod_is_trained_one_level_lower(
 
 
 @pytest.mark.long
-# ---------------------------------------------------------------------------------------------- Secrets
 def test_secret_is_renewed_for_pods_that_start_later(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected,
     monkeypatch: pytest.MonkeyPatch,

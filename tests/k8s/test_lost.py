@@ -19,7 +19,6 @@ from tests.k8s.fake import leftovers
 from tests.k8s.pods import (
     BOUND,
     EVERYBODY,
-    LIFETIMES,
     PACKED,
     Drained,
     Expected,
@@ -32,7 +31,6 @@ from tests.k8s.pods import (
     model,
 )  # fmt: skip
 
-lifetimes = pytest.mark.parametrize("lifetime", LIFETIMES)
 WATCHED = "kubernetes.attempts=1"
 
 
@@ -54,12 +52,10 @@ class Every:
         return False
 
 
-# ------------------------------------------------------------------------------------------------ killed pods
-@lifetimes
 def test_orders_of_killed_pods_go_to_others(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, lifetime: str
+    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
-    """The first pod of each order is killed. With lifetime=run the Job stays."""
+    """The first pod of each order is killed."""
     seen = set[tuple[int, int]]()
 
     def at_work(pod: Pod, given: Any) -> None:
@@ -69,8 +65,8 @@ def test_orders_of_killed_pods_go_to_others(
             pod.kill()
 
     pods.at_work = staticmethod(at_work)
-    assert model(rounds("killed", *remote, "rounds.stop=2", f"kubernetes.lifetime={lifetime}")) == expected(2)
-    assert len(seen) == 6 and (lifetime == "round" or len(jobs_of(cluster)) == 1)
+    assert model(rounds("killed", *remote, "rounds.stop=2")) == expected(2)
+    assert len(seen) == 6 and len(jobs_of(cluster)) == 1
 
 
 def test_orders_lost_together_have_not_failed(cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote) -> None:
@@ -134,7 +130,6 @@ def test_spent_indexes_are_replaced_by_other_pods(
     assert model(out) == expected(1) and len(pods.all) == 6
 
 
-# ------------------------------------------------------------------------------------- pods that are taken away
 def test_eviction_uses_up_no_attempt(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
@@ -182,8 +177,7 @@ def test_preempted_job_keeps_its_orders_without_an_attempt(
     assert stopped and len(jobs_of(cluster)) == 1
 
 
-# -------------------------------------------------------------------------------------------- silent pods, nodes
-@pytest.mark.parametrize("node", ["answers", "is lost", "has the data"])
+@pytest.mark.parametrize("node", ["is lost", "has the data"])
 def test_order_of_a_silent_pod_goes_to_another(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, caplog: Any, node: str,
     short_lease: None,
@@ -220,28 +214,25 @@ def test_orders_are_executed_without_the_pod_of_a_lost_node(
     assert len(orders_of(pods)) == len(set(orders_of(pods))) == 9 and len(jobs_of(cluster)) == 1
 
 
-@lifetimes
 def test_pod_that_is_not_ready_continues_its_assignment(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, lifetime: str
+    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
     """Its node is called NotReady, or a probe fails, while its container runs."""
     cluster.script = lambda job, index, before: "not-ready"
-    assert model(rounds("unready", *remote, WATCHED, f"kubernetes.lifetime={lifetime}")) == expected(1)
+    assert model(rounds("unready", *remote, WATCHED)) == expected(1)
     assert len(pods.all) == len(orders_of(pods)) == 3 and len(jobs_of(cluster)) == 1
-    assert cluster.calls["delete", "jobs"] == 0 or lifetime == "round", "its Job is over then"
+    assert cluster.calls["delete", "jobs"] == 0
 
 
-@lifetimes
 def test_container_of_a_service_mesh_delays_no_round(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, lifetime: str
+    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
     """It never ends, and so keeps its pod."""
     cluster.mesh = True
-    assert model(rounds("mesh", *remote, "rounds.stop=2", f"kubernetes.lifetime={lifetime}")) == expected(2)
+    assert model(rounds("mesh", *remote, "rounds.stop=2")) == expected(2)
     assert not leftovers(cluster)
 
 
-# ---------------------------------------------------------------------------------------------- Kubernetes itself
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """The API is asked again soon."""
@@ -290,9 +281,8 @@ def test_run_without_pods_and_api_stops(
     assert time.monotonic() < began + 30
 
 
-@lifetimes
 def test_deleted_objects_are_made_anew(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, lifetime: str
+    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
     """Somebody deletes the run's ConfigMap, and with it all that it owns. Objects of its old UID would be deleted."""
     deleted = threading.Event()
@@ -305,7 +295,7 @@ def test_deleted_objects_are_made_anew(
                     cluster._delete("configmaps", name)
 
     pods.at_work = staticmethod(at_work)
-    assert model(rounds("deleted", *remote, f"kubernetes.lifetime={lifetime}")) == expected(1)
+    assert model(rounds("deleted", *remote)) == expected(1)
     assert 2 <= len(jobs_of(cluster)) <= 4 and not leftovers(cluster)
 
 
@@ -326,13 +316,11 @@ class Ends:
         self._until = 0.0
 
 
-@lifetimes
 @pytest.mark.parametrize(
     ("code", "how", "said"), [(0, "run", "ended"), (6, "run", "no message"), (6, "vanish", "Disrupted")]
 )
 def test_pods_that_end_before_a_heartbeat_are_given_up(
-    cluster: Any, rounds: Rounds, remote: Remote, monkeypatch: pytest.MonkeyPatch, lifetime: str, code: int,
-    how: str, said: str,
+    cluster: Any, rounds: Rounds, remote: Remote, monkeypatch: pytest.MonkeyPatch, code: int, how: str, said: str,
 ) -> None:  # fmt: skip
     """Again and again: they cannot read messages and end, something ends them, or their nodes evict them."""
     monkeypatch.setattr("fl_engine.remote.kubernetes.controller.POLL_S", 0.1)
@@ -344,7 +332,7 @@ def test_pods_that_end_before_a_heartbeat_are_given_up(
     patience = 600 if said == "no message" else 3
     try:
         with pytest.raises(Stopped, match=said):
-            rounds("ends", *remote, f"run.patience_s={patience}", f"kubernetes.lifetime={lifetime}")
+            rounds("ends", *remote, f"run.patience_s={patience}")
     finally:
         late.cancel()
     assert time.monotonic() < began + 40

