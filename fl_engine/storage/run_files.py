@@ -15,14 +15,19 @@ R = TypeVar("R", bound=BaseModel)
 
 WAY_OUT = "To go on from the last good commit, resume with --discard-damaged: the rounds after it are computed again"
 
+Sum = Annotated[str, Field(pattern=r"^[0-9a-f]{64}:[0-9]{1,15}$")]
+"""The sha256 of a file, a colon, and the number of its bytes."""
+
 
 class Record(BaseModel):
+    """The base of all JSON records."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: Literal[1] = 1
 
 
 def round_folder(round: int, evaluates: bool = False) -> str:
-    """Where the files of a round lie; those of its evaluation at the clients lie apart."""
+    """Return the prefix of a round's files, or of the files of its evaluation at the clients."""
     return f"rounds/{round:05d}/{'evaluation/' if evaluates else ''}"
 
 
@@ -36,35 +41,30 @@ def parsed(kind: type[R], value: bytes, name: str) -> R:
 def json_of(value: bytes, name: str) -> Any:
     try:
         return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{name} is no JSON: {error}. {WAY_OUT}") from error
-
-
-Sum = Annotated[str, Field(pattern=r"^[0-9a-f]{64}:[0-9]{1,15}$")]
-"""The sha256, and after a colon the bytes."""
+    except ValueError as error:
+        raise IntegrityError(f"{name} is not JSON: {error}. {WAY_OUT}") from error
 
 
 def sum_of(value: Value) -> str:
     return f"{sha256(value)}:{len(value)}"
 
 
-def read_verified(store: Store, key: str, told: str | None) -> bytes:
-    """What lies at a key, of which no more bytes are read than were told. Raises IntegrityError for other bytes than
-    those of this sum, and where there is none."""
-    if told is None:
-        raise IntegrityError(f"{store.uri(key)}: the coordinator has not told its sha256; nothing of it is used")
+def read_verified(store: Store, key: str, expected: str | None) -> bytes:
+    """Return the value of a key. Whoever else can write to the store cannot replace it: raises IntegrityError unless it
+    has this sum, and reads no more bytes than the sum says."""
+    if expected is None:
+        raise IntegrityError(f"{store.uri(key)} is not used, because the coordinator has not sent its sha256")
     try:
-        value = store.get(key, int(told.partition(":")[2]))
+        value = store.get(key, int(expected.partition(":")[2]))
     except TooLarge as error:
-        raise _another(store.uri(key), str(error)) from error
-    if (found := sum_of(value)) != told:
-        raise _another(store.uri(key), f"its sha256 and its bytes are {found}, {told} were told")
+        raise _replaced(store.uri(key), str(error)) from error
+    if (found := sum_of(value)) != expected:
+        raise _replaced(store.uri(key), f"its sha256 and size are {found}, expected {expected}")
     return value
 
 
-def _another(name: str, why: str) -> IntegrityError:
+def _replaced(name: str, why: str) -> IntegrityError:
     return IntegrityError(
-        f"{name} is not what the coordinator wrote: {why}; nothing of it is used. The run was resumed with other "
-        "settings since, or by another version, or somebody else has written the file: resume the run, which gives new "
-        "orders"
+        f"{name} is not what the coordinator wrote, and is not used: {why}. Either the run was resumed with other "
+        "settings, or somebody else wrote the file. Resume the run to get new assignments"
     )

@@ -1,19 +1,17 @@
 """The run store: keys to bytes. A key is a relative path with forward slashes.
 
-A write is atomic and durable when it returns: a reader, or a process started after a kill, sees the old bytes or the
-new ones, never a part.
+A write is atomic, and durable when it returns: a reader, or a process that starts after a kill, gets the old bytes or
+the new bytes, never a part of them.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -25,36 +23,39 @@ from fl_engine.core.types import Params
 from fl_engine.storage.serialization import Value, digest, laid_out, pieces_of
 
 TRIES = 100
-"""How often a write is tried into a folder that others remove whenever it is empty."""
+"""How often a write creates its folder, which other processes remove whenever it is empty."""
+PROBE = "probe"
+PROBE_BYTES = 4 * 2**20
+LEAST_S, MOST_TURNS = 2.0, 8
 
 
 class Store(Protocol):
-    """Every method raises EnvironmentFailure where the store fails: no space, no access, no answer.
+    """Each method raises EnvironmentFailure if the store fails: no space, no access, no answer.
 
-    A store whose requests wait for a server has `at_once`, how many of them overlap (`overlapping`)."""
+    A store with a server has `at_once`, the number of requests that overlap (`overlapping`)."""
 
     def put(self, key: str, value: Value) -> None: ...
 
     def create(self, key: str, value: bytes) -> bool:
-        """Writes the value unless the key exists; False where it does. Of several writers at once, one succeeds."""
+        """Write the value unless the key exists; return whether it was written. Of several writers one succeeds."""
 
     def get(self, key: str, limit: int | None = None) -> bytes:
-        """Raises IntegrityError where the key does not exist, is no value, or holds more than `limit` bytes."""
+        """Raises IntegrityError if the key does not exist, or its value has more than `limit` bytes."""
 
     def list(self, prefix: str) -> list[str]:
-        """Keys that start with `prefix`, sorted."""
+        """Return the sorted keys that start with `prefix`."""
 
     def delete(self, *keys: str) -> None:
-        """Deleting what does not exist is no error: a kill may have come between two deletions."""
+        """Keys that do not exist are ignored, because a kill may have come between two deletions."""
 
     def sweep(self, prefix: str) -> None:
-        """Removes what writes under `prefix` left that a kill cut off. Only for times when nobody else writes there."""
+        """Remove what killed writes left under `prefix`. Nobody else may write there meanwhile."""
 
     def uri(self, key: str = "") -> str: ...
 
 
 class FolderStore:
-    """A store in a folder of the local file system. `mode`: of new files, less the umask."""
+    """A store in a folder of the local file system. `mode`: permissions of new files, less the umask."""
 
     def __init__(self, root: str | Path, mode: int = 0o666) -> None:
         self.root = Path(root)
@@ -71,55 +72,43 @@ class FolderStore:
         return True
 
     def _write(self, key: str, value: Value, name: Callable[[Path, Path], None]) -> None:
-        """Writes a temporary file beside the target, then renames it."""
+        """Write a temporary file beside the target, then give it the target's name."""
         path = self.root / key
         part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
         with self._explained(key):
-            changed = [path.parent]  # folders with a new entry: without their fsync a power cut forgets the name
+            # Without the fsync of a folder, a power cut loses the names of its new entries.
+            changed = [path.parent, *(folder.parent for folder in path.parents if not folder.exists())]
             try:
-                with self._opened(part, changed) as file:
+                with self._opened(part) as file:
                     file.writelines(pieces_of(value))
                     file.flush()
                     os.fsync(file.fileno())
                 name(part, path)
             except (OSError, KeyboardInterrupt):
-                part.unlink(missing_ok=True)  # a full disk would not be less full; nobody sweeps a user's own folder
+                part.unlink(missing_ok=True)
                 raise
-            part.unlink(missing_ok=True)  # where its name is a second one
-            for folder in dict.fromkeys(changed):
-                try:
-                    descriptor = os.open(folder, os.O_RDONLY)
-                except FileNotFoundError:  # the value is there no more: somebody has deleted it, and the folder
-                    continue
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+            part.unlink(missing_ok=True)  # after `create` its content has two names
+            for folder in changed:
+                with suppress(FileNotFoundError):  # another process has deleted the value and its folder
+                    _sync(folder)
 
-    def _opened(self, part: Path, changed: list[Path]) -> BinaryIO:
-        """A new file, and its folder, which somebody who deletes the last file in it may remove again. Adds the folders
-        in which it makes others to `changed`."""
-        for left in reversed(range(TRIES)):
-            for folder in (part.parent, *part.parent.parents):
-                if _is_there(folder):
-                    break
-                changed.append(folder.parent)
-            try:
+    def _opened(self, part: Path) -> BinaryIO:
+        for _ in range(TRIES):
+            with suppress(FileNotFoundError, FileExistsError):  # another process has just removed the empty folder
                 part.parent.mkdir(parents=True, exist_ok=True)
                 return open(part, "wb", opener=lambda path, flags: os.open(path, flags, self.mode))
-            except (FileNotFoundError, FileExistsError) as error:  # mkdir's, of a folder that has just gone
-                if not left:
-                    raise EnvironmentFailure(f"{part.parent} is removed as soon as it is there") from error
-        raise AssertionError("the last try returns or raises")
+        raise EnvironmentFailure(f"{part.parent} cannot be created: Not a directory, or removed at once")
 
     def get(self, key: str, limit: int | None = None) -> bytes:
-        name = self.uri(key)
-        try:
-            with self._explained(key), open(self.root / key, "rb", opener=at_once) as file:
-                check_size(name, os.fstat(file.fileno()).st_size, limit)
-                value = file.read(-1 if limit is None else limit + 1)  # somebody may still write into it
-        except FileNotFoundError:
-            raise IntegrityError(f"{name} is missing from the run store") from None
+        path, name = self.root / key, self.uri(key)
+        with self._explained(key):
+            if not path.is_file():
+                raise IntegrityError(f"{name} is missing from the run store")
+            try:
+                with path.open("rb") as file:
+                    value = file.read(-1 if limit is None else limit + 1)
+            except FileNotFoundError:  # deleted since
+                raise IntegrityError(f"{name} is missing from the run store") from None
         check_size(name, len(value), limit)
         return value
 
@@ -130,8 +119,8 @@ class FolderStore:
                 return []
             found = []
             for folder, _, names in os.walk(base, onerror=_unreadable):
-                here = Path(folder).relative_to(self.root).as_posix()
-                found += [name if here == "." else f"{here}/{name}" for name in names if not name.endswith(".part")]
+                here = Path(folder).relative_to(self.root)
+                found += [(here / name).as_posix() for name in names if not name.endswith(".part")]
             return sorted(key for key in found if key.startswith(prefix))
 
     def delete(self, *keys: str) -> None:
@@ -139,9 +128,15 @@ class FolderStore:
             path = self.root / key
             with self._explained(key):
                 path.unlink(missing_ok=True)
-                folder = path.parent
-                while folder != self.root and _removed(folder):
-                    folder = folder.parent
+            for folder in path.parents:
+                if folder == self.root:
+                    break
+                try:
+                    folder.rmdir()
+                except FileNotFoundError:
+                    continue
+                except OSError:  # not empty
+                    break
 
     def sweep(self, prefix: str) -> None:
         with self._explained(prefix):
@@ -161,51 +156,21 @@ class FolderStore:
         return str(self.root / key)
 
 
-def at_once(path: str, flags: int) -> int:
-    """Opens a file. Raises IntegrityError for what is none: a stranger may have put it there, and would keep whoever
-    opens a pipe waiting."""
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        opened = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    except OSError as error:
-        # A folder, a socket (on Linux, on macOS), a link that leads to itself.
-        if error.errno in (errno.EISDIR, errno.ENXIO, errno.EOPNOTSUPP, errno.ELOOP):
-            raise IntegrityError(f"{path} is no file: {error.strerror}") from error
-        raise
-    if not stat.S_ISREG(os.fstat(opened).st_mode):
-        os.close(opened)
-        raise IntegrityError(f"{path} is no file")
-    return opened
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def _is_there(folder: Path) -> bool:
-    """Asks once, since others make and remove folders. Raises NotADirectoryError for what is no folder."""
-    try:
-        found = stat.S_ISDIR(os.stat(folder).st_mode)
-    except FileNotFoundError:
-        if not folder.is_symlink():
-            return False
-        found = False  # a link to nowhere
-    if not found:
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    return True
-
-
-def _removed(folder: Path) -> bool:
-    """Removes the folder if it is empty; somebody else may do so, or write into it, at the same time."""
-    try:
-        if not folder.is_dir() or any(folder.iterdir()):
-            return False
-        folder.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        return False
-    return True
+def _unreadable(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # deleted since it was listed
+        raise error
 
 
 class MemoryStore:
-    """A store in this process's memory, which begins with `files`, by key, and keeps its own there. Puts and deletions
-    are whole or not at all, as FolderStore's are."""
+    """A store in this process's memory. `files` are its first values, and the dictionary that it writes to."""
 
     def __init__(self, files: dict[str, bytes] | None = None) -> None:
         self.files = {} if files is None else files
@@ -230,25 +195,20 @@ class MemoryStore:
             self.files.pop(key, None)
 
     def sweep(self, prefix: str) -> None:
-        """Nothing to do: a put is never cut off."""
+        """Nothing to do, because no write is cut off."""
 
     def uri(self, key: str = "") -> str:
         return f"memory/{key}"
 
 
-def _unreadable(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):  # deleted since it was listed
-        raise error
-
-
 def check_size(name: str, size: int, limit: int | None) -> None:
-    """Raises TooLarge for more than `limit` bytes."""
+    """Raise TooLarge if `size` is above `limit`."""
     if limit is not None and size > limit:
         raise TooLarge(f"{name} holds {size} bytes, at most {limit} were expected")
 
 
 def canonical(value: Any) -> bytes:
-    """JSON that is equal for equal values. Raises ValueError for a number that is not finite."""
+    """Return JSON that is equal for equal values. Raises ValueError for a number that is not finite."""
     return json.dumps(value, sort_keys=True, allow_nan=False).encode()
 
 
@@ -257,35 +217,28 @@ def sha256(value: Value) -> str:
 
 
 def encode(tensors: Params) -> bytes:
-    """`laid_out`, all of it in memory: for what is small, or has to be bytes."""
+    """Return `laid_out` as bytes, for small tensors."""
     return bytes(laid_out(tensors))
 
 
 def decode(value: bytes, name: str) -> Params:
-    """Raises IntegrityError naming the file where the bytes are no safetensors."""
+    """Raises IntegrityError, which names the file, if the bytes are not safetensors."""
     try:
         tensors: Params = safetensors.torch.load(value)
-    # What its header declares, torch has to make: sizes that overflow are its errors, not the parser's.
+    # torch allocates what the header declares. Sizes that overflow are torch's errors, not the parser's.
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError, OverflowError) as error:
         raise IntegrityError(f"{name} cannot be read as safetensors: {first_line(error)}") from error
     return tensors
 
 
 def tensor_bytes(tensors: Params) -> int:
-    """The bytes of these tensors, without a file's header."""
+    """Return the bytes of these tensors, without a file's header."""
     return sum([t.nbytes for t in tensors.values()])
 
 
-PROBE = "probe"
-PROBE_BYTES = 4 * 2**20
-"""The value that goes there and back: large against what a request takes before its first byte."""
-LEAST_S, MOST_TURNS = 2.0, 8
-
-
 def bits_per_second(store: Store, key: str = PROBE, size: int = PROBE_BYTES) -> float:
-    """Writes `size` random bytes and reads them again, several times: all bits over all seconds, up and down, as the
-    simulated clock counts them. The value stays there. Raises what the store raises; IntegrityError where other bytes
-    come back."""
+    """Measure how fast this machine writes `size` random bytes to the store and reads them back: all bits over all
+    seconds, in both directions. The value stays in the store. Raises IntegrityError if other bytes come back."""
     seconds, turns = 0.0, 0
     while turns == 0 or (turns < MOST_TURNS and seconds < LEAST_S):
         value, began = os.urandom(size), time.perf_counter()

@@ -1,12 +1,10 @@
-"""Tensors that a commit names instead of holding them, a file each:
+"""Tensors that a commit names instead of holding, such as the states of clients (`KeepsClientState`), a file each:
 
     <folder>/<sha256>.safetensors
 
-A file is written before the commit that names it, and deleted when no kept commit names it any more. Its content never
-changes, so what a commit names stays as it was, whatever a kill leaves of later rounds.
-
-Where the coordinator holds a lease, the file's name begins with the lease's number: a coordinator that was replaced and
-does not know it yet deletes nothing that its successor has written.
+A file is written before the commit that names it, and deleted when no stored commit names it any more. Its content
+never changes. If the coordinator holds a lease, the file's name begins with the lease's number, so that a coordinator
+that was replaced deletes nothing that its successor has written.
 """
 
 from __future__ import annotations
@@ -25,19 +23,26 @@ from fl_engine.storage.store import decode, sha256
 
 FILE = re.compile(r"(?:([1-9][0-9]{0,17})-)?([0-9a-f]{64})\.safetensors")
 
+FOLDER = "states/"
+KEY = "rounds/client_states"
+"""The key in a commit's JSON that maps each client to the file of its state."""
+
+Files = dict[int, Annotated[str, Field(pattern=f"^{FILE.pattern}$")]]
+FILES = TypeAdapter(Files)
+
 
 class TensorFiles:
-    """`folder` ends with a slash. `named` gives the files that a commit's JSON names, or raises IntegrityError."""
+    """`folder` ends with a slash. `named` returns the files that a commit's JSON names, or raises IntegrityError."""
 
     def __init__(
         self, checkpoints: Checkpoints, folder: str, named: Callable[[Mapping[str, Any]], Iterable[str]]
     ) -> None:
         self._checkpoints, self._folder, self._names = checkpoints, folder, named
         self._named: dict[int, frozenset[str]] = {}
-        """By committed round, the files that its commit names."""
+        """Maps each committed round to the files that its commit names."""
 
     def put(self, tensors: Params, before: str | None = None) -> str:
-        """Writes the tensors; gives the name of their file. `before`: a file that may hold the same."""
+        """Write the tensors and return the file's name. `before`: a file that may hold the same tensors."""
         value = laid_out(tensors)
         name = f"{sha256(value)}.safetensors"
         if before is not None and before.rpartition("-")[2] == name:
@@ -48,7 +53,7 @@ class TensorFiles:
         return name
 
     def get(self, name: str) -> Params:
-        """Raises IntegrityError naming a file that is missing or damaged."""
+        """Raises IntegrityError, which names the file, if it is missing or damaged."""
         store = self._checkpoints.store
         value, uri = store.get(self._folder + name), store.uri(self._folder + name)
         if name.rpartition("-")[2] != f"{sha256(value)}.safetensors":
@@ -56,8 +61,8 @@ class TensorFiles:
         return decode(value, uri)
 
     def prune(self) -> None:
-        """Deletes the files that no kept commit names. If a commit cannot be read it deletes none, because the files
-        that this commit names are not known."""
+        """Delete the files that no stored commit names; none if a commit cannot be read, because its files are then
+        unknown."""
         lease, store = self._checkpoints.lease, self._checkpoints.store
         files = store.list(self._folder)
         if not files:
@@ -76,16 +81,8 @@ class TensorFiles:
         store.delete(*(key for key in ours if key.removeprefix(self._folder) not in keep))
 
 
-FOLDER = "states/"
-KEY = "rounds/client_states"
-"""Key of a commit's JSON, beside the fields of the algorithm's state: the name of each client's file."""
-
-Files = dict[int, Annotated[str, Field(pattern=f"^{FILE.pattern}$")]]
-FILES = TypeAdapter(Files)
-
-
 def named(rest: Mapping[str, Any]) -> dict[int, str]:
-    """By client, the file that a commit names. Raises IntegrityError where that is none."""
+    """Map each client to the file of its state that a commit names. Raises IntegrityError for other entries."""
     try:
         return FILES.validate_python(rest.get(KEY, {}))
     except ValidationError as error:
@@ -93,5 +90,7 @@ def named(rest: Mapping[str, Any]) -> dict[int, str]:
 
 
 class ClientStates(TensorFiles):
+    """The states of clients. A file is written when an update is accepted that changes the state."""
+
     def __init__(self, checkpoints: Checkpoints) -> None:
         super().__init__(checkpoints, FOLDER, lambda rest: named(rest).values())

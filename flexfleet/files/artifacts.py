@@ -26,7 +26,7 @@ from fl_engine.core.types import Codecs, Params, Pool, PoolModel, SubmodelSpec
 from fl_engine.preparation.apoz import ApozLayer, ApozScores
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.serialization import Pieces
-from fl_engine.storage.store import FolderStore, at_once, decode, sha256
+from fl_engine.storage.store import FolderStore, decode, sha256
 from fl_engine.training.evaluation import OWNERS
 
 __all__ = [
@@ -58,8 +58,7 @@ class Artifact(BaseModel):
     def read(cls: type[A], path: Path) -> A:
         """Raises IntegrityError, which names the file, if it is missing, unreadable or does not fit the schema."""
         try:
-            with open(path, "rb", opener=at_once) as file:
-                return cls.of(file.read(), str(path))
+            return cls.of(path.read_bytes(), str(path))
         except FileNotFoundError:
             raise IntegrityError(f"{path} does not exist: the step that writes it has not run") from None
         except OSError as error:

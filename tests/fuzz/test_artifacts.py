@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -66,7 +65,7 @@ from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.resume import known_run
 from flexfleet.pipeline.share import Shared
 from flexfleet.reports import precisions, report
-from tests.fuzz.mutations import altered, answer, damaged, in_time, json_like, law
+from tests.fuzz.mutations import altered, answer, damaged, json_like, law
 
 SITE = tiny_site(FlexFL(training=TRAINING))
 ROW = {
@@ -120,14 +119,6 @@ ARTIFACTS: dict[str, Artifact] = {
 def test_an_artifact_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     written = ARTIFACTS[name]
     assert type(written).read(written.write(tmp_path / name)) == written
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
-def test_a_pipe_in_an_artifact_s_place_is_no_file(tmp_path: Path) -> None:
-    """Who opened one would wait for ever."""
-    os.mkfifo(tmp_path / "run.json")
-    with in_time(1), pytest.raises(IntegrityError, match=r"run\.json is no file"):
-        RunFile.read(tmp_path / "run.json")
 
 
 def of_a_kind(name: str) -> st.SearchStrategy[tuple[str, bytes]]:

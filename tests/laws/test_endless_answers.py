@@ -1,4 +1,4 @@
-"""What a device or a coordinator reads of a server whose answers do not end: bounded, in bytes and in time."""
+"""A device reads a bounded part of an answer that does not end."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import urllib3
 
-from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError, Unreachable
+from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.core.types import FULL, RoundPlan, WorkOrder
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import manifest_bytes
 from fl_engine.remote.messages import HEARTBEAT_BYTES, Invitation, Message, read_message
-from fl_engine.storage import ending, urls
-from fl_engine.storage.s3 import S3Store
+from fl_engine.storage import urls
 from fl_engine.storage.store import FolderStore
 from fl_engine.storage.urls import Upload, UrlStore
 from fl_engine.testing.tiny import failure_of
@@ -27,7 +25,6 @@ from flexfleet.worker.mailbox import invitation_of
 PIECE = bytes(2**20)
 ENOUGH = 64
 """MiB after which the server ends its answer, so that a device that reads it all is seen, and not waited for."""
-LISTED = b"<ListBucketResult><Contents><Key>a/rounds/x</Key></Contents></ListBucketResult>"
 SOCKETS = 16
 """MiB that may lie between the two ends, unread."""
 
@@ -149,7 +146,7 @@ def test_server_does_not_choose_the_length_of_a_heartbeat(size: int, tmp_path: P
 
 
 def test_lease_does_not_choose_the_length_of_a_manifest(tmp_path: Path) -> None:
-    """An update's file is bounded where it is filled up (`pieces.padded`)."""
+    """An update's file is bounded where it is filled up (`serialization.padded`)."""
     order = WorkOrder(0, 3, FULL, {}, 0, 0)
     plan, key = RoundPlan(0, (order,)), "rounds/00000/updates/3.json"
     most = manifest_bytes(order)
@@ -158,110 +155,3 @@ def test_lease_does_not_choose_the_length_of_a_manifest(tmp_path: Path) -> None:
     assert len(store.get(key)) == most
     with pytest.raises(ClientError, match=f"a manifest of {10**12} bytes is asked for"):
         Mailbox(store, lengths={key: 10**12}).put_outcome(plan, replace(failure_of(order), client=3))
-
-
-# -------------------------------------------------------------------------------------------------- a coordinator
-@dataclass
-class Slow:
-    """An S3 server that sends this piece every `every` seconds, so often; `length`: what it announces."""
-
-    piece: bytes = b" "
-    every: float = 0.02
-    times: int = 200
-    length: int | None = None
-    status: int = 200
-    asked: int = 0
-    sent: int = 0
-
-
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
-    found, over = Slow(), threading.Event()
-
-    class Answers(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found.asked += 1
-            self.send_response(found.status)
-            self.send_header("x-amz-meta-other", "none")
-            if found.length is not None:
-                self.send_header("Content-Length", str(found.length))
-            self.end_headers()
-            try:
-                for _ in range(found.times):
-                    self.wfile.write(found.piece)
-                    found.sent += len(found.piece)
-                    if found.every:
-                        over.wait(found.every)
-            except OSError:
-                pass
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    for name, value in {"ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-        yield found
-        over.set()
-        server.shutdown()
-
-
-@pytest.mark.parametrize("length", [None, 200], ids=["endless", "announced"])
-@pytest.mark.parametrize("what", ["list", "get"])
-def test_an_answer_that_trickles_is_given_up_once(
-    slow: Slow, monkeypatch: pytest.MonkeyPatch, what: str, length: int | None
-) -> None:
-    """botocore's timeout is of each piece; and no try follows, which would last as long."""
-    monkeypatch.setattr(ending, "ANSWER_S", 0.3)
-    slow.length = length
-    store = S3Store("s3://runs/a")
-    with pytest.raises(Unreachable, match=r"the server's answer does not end: [0-9]+ bytes came in 0 s"):
-        store.list("rounds/") if what == "list" else store.get("rounds/state", 1000)
-    assert slow.asked == 1 and slow.sent < 100
-
-
-def test_a_listing_without_end_is_given_up(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "SAID", 2**20)
-    slow.piece, slow.every, slow.times = PIECE, 0.0, ENOUGH
-    with pytest.raises(Unreachable, match="does not end"):
-        S3Store("s3://runs/a").list("rounds/")
-    assert slow.asked == 1 and slow.sent <= (1 + SOCKETS) * 2**20
-
-
-def test_an_error_without_end_is_given_up(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes in the place of a value, whose length nobody knows before."""
-    monkeypatch.setattr(ending, "SAID", 2**20)
-    slow.status, slow.piece, slow.every, slow.times = 404, PIECE, 0.0, ENOUGH
-    with pytest.raises(Unreachable, match="does not end"):
-        S3Store("s3://runs/a").get("rounds/state")
-    assert slow.asked == 1 and slow.sent <= (1 + SOCKETS) * 2**20
-
-
-def test_a_value_that_may_have_any_length_is_not_read(slow: Slow) -> None:
-    slow.piece, slow.every, slow.times = PIECE, 0.0, ENOUGH
-    with pytest.raises(EnvironmentFailure, match="the server does not say how long it is"):
-        S3Store("s3://runs/a").get("rounds/state")
-    assert slow.sent <= SOCKETS * 2**20
-
-
-def test_an_answer_may_take_longer_that_comes_fast_enough(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "ANSWER_S", 0.05)
-    slow.piece, slow.times, slow.length = bytes(2**10), 20, 20 * 2**10  # 50 kB a second, where 16 are enough
-    assert S3Store("s3://runs/a").get("rounds/state") == bytes(20 * 2**10)
-
-
-def test_an_answer_whose_tls_breaks_is_asked_for_again(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, read = S3Store("s3://runs/a"), urllib3.HTTPResponse.read1
-    slow.piece, slow.times, slow.every = LISTED, 1, 0.0
-    broken = [urllib3.exceptions.SSLError("EOF occurred in violation of protocol")]
-
-    def read1(self: urllib3.HTTPResponse, *given: Any) -> bytes:
-        if broken:
-            raise broken.pop()
-        return read(self, *given)
-
-    monkeypatch.setattr(urllib3.HTTPResponse, "read1", read1)
-    assert store.list("rounds/") == ["rounds/x"]
-    assert slow.asked == 2

@@ -63,11 +63,7 @@ def test_a_client_whose_line_was_packed_away_is_not_said_to_be_missing(memory_st
         replay(None, None, None, ledger, 1, 3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("held", [0, 30, 1000])
-def test_packed_rounds_keep_some_lines_about_clients_evenly_spread(
-    memory_store: Store, small_packs: None, monkeypatch: pytest.MonkeyPatch, held: int
-) -> None:
-    monkeypatch.setattr(checkpoints, "HELD_LINES", held)
+def test_packed_rounds_keep_some_lines_evenly_spread(memory_store: Store, small_packs: None) -> None:
     ledger = ledger_in(memory_store)
     for round in range(24):
         lines = tuple({"client": c, "loss": round + c / 10} for c in range(6))
@@ -79,10 +75,7 @@ def test_packed_rounds_keep_some_lines_about_clients_evenly_spread(
     assert ledger.checkpoints.rows(lines=False) == [row.model_copy(update={"clients": ()}) for row in found]
 
 
-def test_a_commit_of_many_rounds_is_thinned_like_many_commits(
-    memory_store: Store, small_packs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoints, "HELD_LINES", 40)
+def test_a_commit_of_many_rounds_is_thinned_like_many_commits(memory_store: Store, small_packs: None) -> None:
     ledger = ledger_in(memory_store)
     for last in range(2, 36, 3):
         made = [Row(round=r, metrics={"avg": 0.5}, clients=({"client": r},) * 4) for r in range(last - 2, last + 1)]
@@ -103,7 +96,7 @@ def test_packing_and_resuming_hold_the_lines_of_one_commit(tmp_path: Path) -> No
 
 
 def added_by_large_rounds(folder: Path) -> int:
-    checkpoints.PACKED, checkpoints.HELD_LINES = 20, 5000
+    checkpoints.PACKED = 20
     ledger = ledger_in(FolderStore(folder))
     lines = tuple({"client": c, "sent": "full", "loss": c / 3, "seconds": 0.1 * c, "free": 77.7} for c in range(5000))
     row = Row(round=0, metrics={"avg": 0.5}, clients=lines)
