@@ -1,14 +1,14 @@
 """What can be plugged in: the protocols between the engine's parts.
 
-A network, an algorithm, a selection, a server optimiser, a backend and a tracker are any objects with these methods.
-What passes between them are the values of `core.types` (a codec is one of them: orders name theirs).
+A network, an algorithm, a selection, a server optimizer, a backend and a tracker are any objects with these methods.
+The values that pass between them are in `core.types`, which also has the protocol of a codec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor, nn
@@ -37,35 +37,35 @@ from fl_engine.core.types import (
 )
 
 
+# --------------------------------------------------------------------------------------------------- networks
 class ModelFamily(Protocol):
-    """A network and all its sub-networks. Implementations are frozen dataclasses whose fields are the options, and the
-    first two of these: they follow from the data."""
+    """A network and all its sub-networks: a frozen dataclass of options. The two properties follow from the data."""
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape of one sample; (C, H, W) of an image."""
+        """The shape of one sample, (C, H, W) for an image."""
 
     @property
     def outputs(self) -> int:
-        """The head's size, as the task says."""
+        """The size of the head, `Task.outputs`."""
 
     def __hash__(self) -> int: ...
 
     def layout(self) -> ParamLayout: ...
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """The sub-network, freshly initialised (or without storage under `torch.device("meta")`)."""
+        """Return the sub-network, freshly initialised, or without storage under `torch.device("meta")`."""
 
     def prunable(self) -> tuple[Prunable, ...]:
-        """The layers whose width may shrink, in network order; the head's output is never one."""
+        """Return the layers whose width may shrink, in network order, without the head."""
 
 
 @runtime_checkable
 class TakesImages(Protocol):
-    """A network that no smaller image fits into."""
+    """A network with a minimal image size."""
 
     min_hw: ClassVar[int]
-    """The smallest image side that the architecture can take."""
+    """The smallest image side that the architecture accepts."""
 
 
 @runtime_checkable
@@ -78,15 +78,15 @@ class TakesTokens(Protocol):
 
 @runtime_checkable
 class GivesWeights(Protocol):
-    """A network that comes with weights of its own, which a run starts from."""
+    """A network with pretrained weights, from which a run starts."""
 
     def weights(self) -> Params:
-        """The weights of the whole network, as in its state; empty: it has none, and the run starts from fresh ones."""
+        """Return the state of the whole network, or an empty dict to start from fresh weights."""
 
 
 @runtime_checkable
 class PublishedFor(Protocol):
-    """A network published for one data set: its sample shape and outputs, the default where none is asked for."""
+    """A network published for one data set, whose sample shape and outputs are the defaults."""
 
     published_input: ClassVar[tuple[int, ...]]
     published_outputs: ClassVar[int]
@@ -97,133 +97,186 @@ class Nested(Protocol):
     """A network that was published with sub-networks of its own."""
 
     def nested(self) -> Mapping[str, SubmodelSpec]:
-        """All of them by name, in ascending order of their parameters; `small`, `medium` and `large` are among them,
-        each a part of the next."""
+        """Return the sub-networks by name, in ascending order of their parameters. `small`, `medium` and `large` are
+        among them, each contained in the next."""
 
 
 @runtime_checkable
 class CountsMacs(Protocol):
-    """A layer with weights that counts its own multiply-adds, inner layers included."""
+    """A layer with weights that counts its own multiply-adds, including inner layers."""
 
     def macs(self, given: Tensor, output: Tensor) -> int:
-        """Multiply-adds of a forward pass from this input to this output."""
+        """Return the multiply-adds of a forward pass with this input and output."""
 
 
+# ------------------------------------------------------------------------------------------------- the server
 class ServerContext(Protocol):
-    """The server's data and training, for algorithms that do more there than average: fine-tune, distil, search."""
+    """The server's data and training, for algorithms that fine-tune, distil or search on the server."""
 
     @property
     def samples(self) -> Mapping[int, int]:
-        """How many training samples each client holds. With partition.rule=local the server does not know: it is empty,
-        or raises PartitionError where a client is asked for."""
+        """The number of training samples of each client. Unknown with partition.rule=local: then empty, or raises
+        PartitionError for a client."""
 
     @property
     def data(self) -> Data:
-        """The server's own samples (the proxy): they are both the training and the test samples of this data set.
-        Raises ConfigError where the server holds none."""
+        """The server's samples (the proxy), as both training and test samples. Raises ConfigError if there are none."""
 
     def train(self, task: LocalTask, params: Params, anchor: Params | None = None) -> Params:
-        """The weights after training these (of `task.spec`) on the server's data. The proximal term, where the task has
-        one, pulls to `anchor` (None: to `params`). float32, on the CPU. A function of its arguments, whatever the order
-        of the names. Raises ConfigError where the server has no data, Diverged where training diverges."""
+        """Train `params` (of `task.spec`) on the server's data and return float32 weights on the CPU.
+
+        The proximal term, if the task has one, pulls to `anchor` (None: to `params`). Pure; the order of names does
+        not matter. Raises ConfigError without data, Diverged if training diverges.
+        """
 
     def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
-        """The task's first metric of this sub-model on the server's data: an accuracy is in [0, 1]; NaN where these
-        samples do not define it. Raises ConfigError where the server has no data."""
+        """Return the task's first metric on the server's data (an accuracy is in [0, 1]), or NaN if the samples do not
+        define it. Raises ConfigError without data."""
 
 
 class PreparationContext(ServerContext, Protocol):
-    """The server during a preparation. Part of its data is held out: `train` (and `data.train_x`) uses 80 % of the
-    proxy, `evaluate` (and `data.test_x`) the other 20 %."""
+    """The server during a preparation. `train` and `data.train_x` use 80 % of the proxy, `evaluate` and `data.test_x`
+    the other 20 %."""
 
     @property
     def seed(self) -> int:
-        """Every random choice follows from it (`core.seeds`)."""
+        """The seed of every random choice (`core.seeds`)."""
 
     @property
     def device(self) -> str:
-        """Where `train` and `evaluate` compute."""
+        """The torch device of `train` and `evaluate`."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """By dotted name, as in JSON: the parameters of `pretrain` and those that the preparation asks for. It sees no
-        others, because its result is kept as long as these are the same."""
+        """The parameters of `pretrain` and those that the preparation names, by dotted name, as in JSON. The result is
+        cached as long as these are equal."""
 
     @property
     def reference(self) -> PreparationContext | None:
-        """Where `pretrain.reference` is true a server that holds all training data, for studies; else None."""
+        """With `pretrain.reference`, a server that holds all training data, for studies; else None."""
 
 
 class Preparation(Protocol):
-    """A computation that an algorithm needs once, before round one. A frozen dataclass without options: its
-    parameters are those of the configuration that `settings` names."""
+    """A computation that an algorithm needs once, before round one. A frozen dataclass without options."""
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Parameters that it depends on, besides those of `pretrain`: `algorithm.widths`, `fleet.tiers`, ..."""
+        """Parameters that it depends on besides `pretrain`: `algorithm.widths`, `fleet.tiers`, ..."""
 
     @property
     def needs_data(self) -> bool:
-        """Whether it needs data on the server: a run that leaves it none is then refused before anything trains."""
+        """Whether it needs data on the server. A run without them is refused before anything trains."""
 
     @property
     def artifact(self) -> Any:
-        """The type of what it makes, a dataclass or a pydantic model that JSON can hold: `<name>.json`. With a field
-        `weights` it gives the run's first weights too (`preparation.weights`); at most one of an algorithm's does."""
+        """The type of the result, a dataclass or a pydantic model, stored as `<name>.json`. A field `weights` provides
+        the run's first weights (`preparation.weights`); only one preparation of an algorithm may have it."""
 
     def prepare(self, family: ModelFamily, server: PreparationContext) -> Any:
-        """The result, an `artifact`: a function of the network and of what `server` gives."""
+        """Return the `artifact`, a function of the network and of what `server` provides."""
 
     def assumed(self, family: ModelFamily) -> Any:
-        """The `artifact` that `flexfleet check` uses instead, before anything is computed."""
+        """Return the `artifact` that `flexfleet check` assumes before anything is computed."""
 
 
+# ------------------------------------------------------------------------------------------------- algorithms
 class Algorithm(Protocol):
     """A federated algorithm: a frozen dataclass of hyper-parameters with five functions.
 
-    `S`, its state, is a frozen dataclass with at least `params`; state goes in, new state comes out. Where levels
-    have weights of their own, `S.published` (Params) adds them as `<level>/<name>` (see `evaluation.weights_of`).
-    One that changes the network (early exits) is a `ChoosesNetwork` too.
+    Its state is a frozen dataclass with at least `params`. If levels have weights of their own, the state's
+    `published` (Params) adds them as `<level>/<name>` (see `evaluation.weights_of`).
     """
 
     @property
     def preparations(self) -> tuple[str, ...]:
-        """What has to be computed before `pool`: names of registered preparations, or package.module:NAME."""
+        """Computations needed before `pool`: names of registered preparations, or package.module:NAME."""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        """The sub-models, smallest first, with names that differ; the largest is reported (`core.pool.pool_of`).
-        `prepared`: the result of each of `preparations`, by its name. Raises PoolError for options that make none."""
+        """Return the sub-models, smallest first, with distinct names; the largest is reported (`core.pool.pool_of`).
+        `prepared` maps each of `preparations` to its result. Raises PoolError for impossible options."""
 
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
     ) -> Any:
-        """The state before the first round. `params`: the full network's first weights, named and shaped as in
-        `layout`; `fleet`: a device for each client, in client order. Raises ConfigError for options that do not go with
-        the fleet, the pool or the server."""
+        """Return the state before the first round.
+
+        Args:
+            params: The first weights of the full network, as in `layout`.
+            layout: The network's layout.
+            fleet: A device for each client, in client order.
+            pool: The sub-models.
+            server: The server's data and training.
+
+        Raises:
+            ConfigError: The options do not go with the fleet, the pool or the server.
+        """
 
     def plan(self, state: Any, context: RoundContext) -> RoundPlan:
-        """Pure: the same state and context give the same orders, before and after a crash."""
+        """Return the assignments of a round. Pure: equal before and after a crash."""
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        """Pure, on the client: the sub-model that it really trains, the loss, the optimiser. Raises ClientError where
-        what was sent does not fit `ctx.observed` (in % of the full model): the client then fails at stage `prune`."""
+        """Return the sub-model, loss and optimizer of a client. Pure, called on the client. Raises ClientError if the
+        model does not fit into `ctx.observed` (in % of the full model); the client then fails at stage `prune`."""
 
     def merge(self, state: Any, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext) -> Any:
-        """The state after the round: of the same class, with the same constant fields; its weights keep names, types
-        and shapes, and are finite (`rounds.checks` raises ModelError or Diverged). `answers` has all answers in client
-        order, and may be read several times; a reading fetches one update at a time, on the CPU, whose payload has the
-        shapes of its `spec`."""
+        """Return the state after a round, with the same constant fields and finite weights of the same names, types and
+        shapes (`rounds.checks`). `answers` are all results in client order and can be read several times. Reading
+        fetches one update at a time, on the CPU."""
 
 
 @runtime_checkable
 class ChoosesNetwork(Protocol):
+    """An algorithm that changes the network, for example by early exits."""
+
     def network(self, family: ModelFamily) -> ModelFamily:
-        """The network that this algorithm trains where `family` is configured."""
+        """Return the network to train if `family` is configured."""
 
 
+@runtime_checkable
+class RemembersChanges(Protocol):
+    """An algorithm whose server remembers each client's change of the weights (FedDyn). It cannot run with asynchronous
+    rounds, which apply a late update to the current weights (`rounds.buffer`)."""
+
+    @property
+    def remembers_changes(self) -> bool:
+        """Whether it does with these options."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The values of one hyper-parameter that a search draws: from `low` to `high`, or one of `choices`. The configured
+    value must be among them, because the first trial runs it."""
+
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    """Draw on a logarithmic scale."""
+    whole: bool = False
+    """Draw whole numbers."""
+    start: float | None = None
+    """The value that the algorithm computes if its field is null."""
+    choices: tuple[Any, ...] = ()
+    """The values of a categorical parameter, without the other fields."""
+
+
+def around(value: float, low: float, high: float, *, log: bool = False) -> Interval:
+    """Return the interval from `low` to `high`, extended to the configured value."""
+    return Interval(min(low, value), max(high, value), log=log)
+
+
+@runtime_checkable
+class Searched(Protocol):
+    """An algorithm with a default search space."""
+
+    def search_space(self, pool: Pool) -> Mapping[str, Interval]:
+        """Return intervals by path: `kd_weight`, or `gammas.0` for the first entry of a list. `pool` is that of the
+        configured algorithm. Omit a parameter that is switched off, because drawing a value would switch it on."""
+
+
+# --------------------------------------------------------------------------------------------- on the clients
 class ClientContext(Protocol):
-    """A client that has trained, as a method's measurements see it. The tensors are copies, on the torch device that
-    trained: changing them changes no update."""
+    """A client after training, for an algorithm's measurements. The tensors are copies on the torch device that
+    trained, so changing them changes no update."""
 
     @property
     def goal(self) -> Task:
@@ -237,7 +290,7 @@ class ClientContext(Protocol):
 
     @property
     def task(self) -> LocalTask:
-        """The task that follows from the order; `task.spec` is the sub-model that was trained."""
+        """The task of the assignment; `task.spec` is the sub-model that was trained."""
 
     @property
     def received(self) -> Params:
@@ -257,19 +310,17 @@ class ClientContext(Protocol):
 
     @property
     def losses(self) -> Tensor:
-        """float32 (N,): the loss of each sample with the received weights, in evaluation mode, at the last exit. In
-        a level with `static_bn` batch norm takes the batch's statistics instead of the stored ones. Computed when it is
-        asked for."""
+        """float32 (N,): the loss of each sample with the received weights, in evaluation mode, at the last exit. With
+        `static_bn` batch norm uses the batch's statistics. Computed on access."""
 
 
 @dataclass(frozen=True)
 class ClientMetric:
-    """A figure that a method has its clients report besides the engine's own: in `ClientUpdate.metrics`, and in each
-    client's line of the history.
+    """A metric that an algorithm has its clients report in `ClientUpdate.metrics`, besides the engine's own.
 
-    `measure` runs on the client after training, on copies: it changes no update. Its value has to be finite and between
-    `low` and `high`, or the client fails. A client that lies can report any number between the two, and none beyond.
-    The name is a plain identifier that the engine does not use (`core.clients`).
+    `measure` runs on the client after training and changes no update. Its value must be finite and between `low` and
+    `high`, or the client fails, so a lying client can report any number between the two and none beyond. The name is
+    an identifier that the engine does not use (`core.clients`).
     """
 
     name: str
@@ -280,106 +331,61 @@ class ClientMetric:
 
 @runtime_checkable
 class MeasuresClients(Protocol):
-    """An algorithm, or a selection, that wants more of its clients than the engine's figures."""
+    """An algorithm, or a selection, with metrics of its own."""
 
     def client_metrics(self) -> Sequence[ClientMetric]: ...
 
 
 @runtime_checkable
 class KeepsClientState(Protocol):
-    """An algorithm whose clients keep something from one round that they take part in to the next: a head of their own
-    (FedPer), a variate (SCAFFOLD).
+    """An algorithm whose clients keep a state from one round to the next: a head of their own (FedPer), or a variate
+    (SCAFFOLD).
 
-    The engine carries this state: to the client with its order, back with its update, and into the store with the
-    round's commit. A state that comes with a refused update is dropped. `merge` never sees a state. The server stores
-    it unencrypted, so whoever can read the store can read it.
+    The state travels to the client with its assignment, back with its update, and into the store with the round's
+    commit. The state of a refused update is dropped, and `merge` never sees a state. The server stores it unencrypted.
     """
 
     def client_state(self, family: ModelFamily, pool: Pool) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of the state, float32, the same for all clients. Where a name is that of a parameter, the
-        client keeps this parameter to itself: its updates do not contain it."""
+        """Return names and shapes of the state, float32, equal for all clients. A parameter with such a name stays with
+        the client: updates do not contain it."""
 
     def begin(self, state: Params, start: Start, order: WorkOrder, task: LocalTask, ctx: TaskContext) -> Start:
-        """Pure, on the client: what training starts from. `start`: what it would start from without a state, the
-        received weights. `state` is empty for a client that has not taken part yet, or whose state was lost."""
+        """Return what training starts from. Pure, on the client. `start` holds the received weights. `state` is empty
+        for a client without a state."""
 
     def keep(self, state: Params, client: ClientContext) -> Params:
-        """Pure, on the client after training: all that `client_state` names. `state` as in `begin`, on the torch device
-        that has trained, as are the weights of `client`."""
+        """Return the new state, with all names of `client_state`. Pure, on the client after training, on the torch
+        device that trained. `state` as in `begin`."""
 
 
-@runtime_checkable
-class RemembersChanges(Protocol):
-    """An algorithm whose server remembers how far each client moved the weights that it was sent (FedDyn). Asynchronous
-    rounds cannot serve it: they move a late update to the current weights (`rounds.buffer`)."""
-
-    @property
-    def remembers_changes(self) -> bool:
-        """Whether it does with these options."""
-
-
-_known: dict[type, tuple[bool, bool]] = {}
-"""By class, whether it measures clients, and whether its clients keep a state."""
-
-
-def _has(kind: type) -> tuple[bool, bool]:
-    if kind not in _known:
-        _known[kind] = issubclass(kind, MeasuresClients), issubclass(kind, KeepsClientState)
-    return _known[kind]
-
-
-def measures_clients(method: object) -> TypeGuard[MeasuresClients]:
-    """`isinstance`, remembered by class: for a protocol it takes 10 us, and each client of a round asks."""
-    return _has(type(method))[0]
-
-
-def keeps_client_state(algorithm: object) -> TypeGuard[KeepsClientState]:
-    """`isinstance`, remembered by class as above."""
-    return _has(type(algorithm))[1]
-
-
+# ----------------------------------------------------------------------------------------------------- rounds
 class Selector(Protocol):
-    """Which clients take part, and which pool model each is sent. A frozen dataclass; what it learns lies in tables,
-    part of the algorithm's state."""
+    """Selects the clients of a round and the pool model of each. A frozen dataclass. What it learns is stored in
+    tables, which are part of the algorithm's state."""
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
-        """The tables before the first round."""
+        """Return the tables before the first round."""
 
     def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
-        """At most `count` distinct available clients, in client order: (client, level), where a level is an index of
-        `context.pool`. All that is random comes from `rng`."""
+        """Return (client, level) for at most `count` distinct available clients, in client order. A level is an index
+        of `context.pool`. All randomness comes from `rng`."""
 
     def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
-        """Called after each order, in client order, for failures too: a client that never answers must not be asked
-        more often than one that does. `seconds`: the order's time on the simulated clock, also of an update that was
-        not taken; 0 if none came, or if there is no such clock."""
+        """Return the tables after one result, also of a failure: a client that never answers must not be asked more
+        often than others. Called in client order. `seconds` is the assignment's time on the simulated clock, also if
+        the update was not merged; 0 without an update or a clock."""
 
 
 class ServerOptimizer(Protocol):
-    """How the global model moves towards the clients' mean. A frozen dataclass; its moments are part of the state."""
+    """Moves the global model towards the clients' mean. A frozen dataclass; its moments are part of the state."""
 
     def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
-        """(new moments, new parameters). `trained` marks the elements that some client trained (bool, same shapes);
-        the others keep their value. Empty `moments` are those before the first round."""
-
-
-class Terms(Protocol):
-    """The part of the section `rounds` of a configuration that decides which updates a round accepts."""
-
-    @property
-    def bound(self) -> float | None:
-        """`rounds.norm_bound`; None if it is off."""
-
-    @property
-    def deadline_s(self) -> float | None: ...
-    @property
-    def over_provision(self) -> float: ...
-    @property
-    def quorum(self) -> float: ...
+        """Return (new moments, new parameters). `trained` (bool, same shapes) marks the elements that a client trained;
+        the others keep their value. `moments` are empty before the first round."""
 
 
 class Backend(Protocol):
-    """Carries out plans: one outcome for each order, as clients finish, in any order."""
+    """Executes plans and yields one result for each assignment, in any order."""
 
     @property
     def durable(self) -> bool:
@@ -389,23 +395,21 @@ class Backend(Protocol):
 
 
 class Watcher(Protocol):
-    """Looks on while a run computes, and may end it. What it is given is the run's own: it must not change it."""
+    """Observes a run and may end it. Its arguments belong to the run and must not be changed."""
 
     def update(self, order: WorkOrder, update: ClientUpdate) -> None:
-        """An update has arrived and was decoded; whether it is merged is decided later. In the order of arrival, which
-        depends on the backend."""
+        """Called when an update has arrived and was decoded, before it is accepted. The order depends on the
+        backend."""
 
     def round(
         self, number: int, metrics: Mapping[str, float], clients: Sequence[Mapping[str, Any]], state: Any
     ) -> bool:
-        """Round `number`, counted from 1, is computed and evaluated, and not committed yet; after a kill it is computed
-        again. `clients` has a line for each that was asked, `state` is the algorithm's. True: the run stops after
-        committing it."""
+        """Called when a round (from 1) is evaluated but not committed; after a kill it is computed again. `clients` has
+        a line for each client that was asked, `state` is the algorithm's. Return True to stop after the commit."""
 
 
 class Tracker(Protocol):
-    """Receives what a run measures. `step` is the round, counted from 1. A class that has it as its base writes only
-    the methods that it has a use for."""
+    """Receives a run's measurements. `step` is the round, counted from 1. Subclasses override only what they need."""
 
     def params(self, values: Mapping[str, Any]) -> None:
         return None
@@ -415,35 +419,3 @@ class Tracker(Protocol):
 
     def finish(self, status: str) -> None:
         return None
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The values that a search draws of one hyper-parameter: from `low` to `high`, or one of `choices`. The configured
-    value is among them, so that the search learns from its first trial, which runs the configuration unchanged."""
-
-    low: float | None = None
-    high: float | None = None
-    log: bool = False
-    """As likely between 1 and 10 as between 10 and 100."""
-    whole: bool = False
-    """Whole numbers only, low and high too."""
-    start: float | None = None
-    """The value that the algorithm computes by itself if its field is null."""
-    choices: tuple[Any, ...] = ()
-    """The values of a parameter of a closed set; they stand alone."""
-
-
-def around(value: float, low: float, high: float, *, log: bool = False) -> Interval:
-    """From `low` to `high`, or to the configured value where that lies beyond."""
-    return Interval(min(low, value), max(high, value), log=log)
-
-
-@runtime_checkable
-class Searched(Protocol):
-    """An algorithm that has a search space of its own."""
-
-    def search_space(self, pool: Pool) -> Mapping[str, Interval]:
-        """By the path of a field: `kd_weight`, or `gammas.0` for the first entry of a list. `pool` is that of the
-        algorithm as it is configured. A parameter that is switched off there is left out: a search that drew values
-        for it would switch it on."""

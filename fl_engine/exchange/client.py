@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fl_engine.core.clients import LARGEST_LOSS, Shapes, apart, client_metrics, header, kept_by_clients
-from fl_engine.core.contracts import Algorithm, ClientMetric, ModelFamily, keeps_client_state
+from fl_engine.core.contracts import Algorithm, ClientMetric, KeepsClientState, ModelFamily
 from fl_engine.core.costs import macs_per_sample
 from fl_engine.core.errors import ClientError, ModelError, first_line, kind_of, memory_errors
 from fl_engine.core.samples import Data
@@ -142,7 +142,7 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
     received = {name: taken[name] for name in layout.slots if name in taken}
     memory, state = apart(order.memory)
     start = Start(received, {name: memory[name] for name in memory if name in received})
-    if keeps_client_state(algorithm):
+    if isinstance(algorithm, KeepsClientState):
         try:
             start = algorithm.begin(state, start, order, task, context)
             if odd := sorted(start.params.keys() ^ received.keys())[:4]:
@@ -250,7 +250,7 @@ def _outcome(
         "free": work.free,
     }
     state: Params = {}
-    if wanted or keeps_client_state(work.algorithm):
+    if wanted or isinstance(work.algorithm, KeepsClientState):
         static_bn = site.pool[order.level].static_bn
         goal = site.data.task
         client = TrainedClient.of(order, task, site.family, goal, job, work.received, trained.params, static_bn)
@@ -282,7 +282,7 @@ def _outcome(
 
 def _kept(work: Work, client: TrainedClient, kept: Shapes) -> Params:
     """Return what the client keeps for its next assignment. Raises Rejected if it is not as `kept` declares."""
-    if not keeps_client_state(work.algorithm):
+    if not isinstance(work.algorithm, KeepsClientState):
         return {}
     new = work.algorithm.keep({n: t.to(client.x.device) for n, t in work.state.items()}, client)
     state = {n: t.detach().to("cpu", copy=True) for n, t in new.items()}

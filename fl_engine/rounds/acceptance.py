@@ -44,8 +44,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from fl_engine.core.contracts import Terms
 from fl_engine.core.types import ClientFailure, Code, RoundPlan, Stage
+from fl_engine.rounds.terms import RoundsConfig
 
 
 class Moved(NamedTuple):
@@ -103,7 +103,7 @@ class Arrival:
     seconds: float
 
 
-def unconditional(terms: Terms) -> bool:
+def unconditional(terms: RoundsConfig) -> bool:
     """Whether every update is taken, whatever the others are."""
     return terms.bound is None and terms.deadline_s is None and terms.over_provision == 1 and terms.quorum == 0
 
@@ -153,7 +153,7 @@ def _times(moved: Moved, usual: Moved) -> Moved:
 def refused(
     plan: RoundPlan,
     arrived: Mapping[int, Arrival],
-    terms: Terms,
+    terms: RoundsConfig,
     history: History = History(),
     size: Moved = NOTHING,
     usual: Usual | None = None,

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from fl_engine.aggregation.privacy import is_private
-from fl_engine.core.contracts import Algorithm, RemembersChanges, keeps_client_state
+from fl_engine.core.contracts import Algorithm, KeepsClientState, RemembersChanges
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import ClientUpdate, ParamLayout, Params, RoundPlan, WorkOrder
@@ -76,7 +76,7 @@ def check(algorithm: Algorithm, terms: RoundsConfig) -> None:
         raise ConfigError(f"rounds.mode=buffered waits for nobody, and merges whoever is first: set {', '.join(wrong)}")
     for asked, what in (
         (is_private(algorithm), "a private aggregation counts on clients of one round"),
-        (keeps_client_state(algorithm), f"clients of {type(algorithm).__name__} keep something from round to round"),
+        (isinstance(algorithm, KeepsClientState), "its clients keep a state from round to round"),
         (
             isinstance(algorithm, RemembersChanges) and algorithm.remembers_changes,
             f"the server of {type(algorithm).__name__} remembers how far each client moved what it was sent",

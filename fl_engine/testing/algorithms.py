@@ -31,7 +31,7 @@ from fl_engine.aggregation.server_opt import Average
 from fl_engine.algorithms import CONTRACT
 from fl_engine.codecs import Half
 from fl_engine.core.clients import bounds_of, kept_by_clients
-from fl_engine.core.contracts import Algorithm, ModelFamily, keeps_client_state
+from fl_engine.core.contracts import Algorithm, KeepsClientState, ModelFamily
 from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ModelError, PoolError
 from fl_engine.core.slicing import contains, full_shapes, initial_params, shapes, take
@@ -136,7 +136,7 @@ class AlgorithmSuite:
         options = {f.name for f in fields(cast(Any, algorithm))}
         if "aggregation" not in options:
             pytest.skip("this algorithm has an aggregation of its own")
-        if isinstance(aggregation, Private) and keeps_client_state(algorithm):
+        if isinstance(aggregation, Private) and isinstance(algorithm, KeepsClientState):
             pytest.skip("what clients keep leaves them without noise")
         more: dict[str, Any] = {"server": Average()} if "server" in options else {}
         if isinstance(aggregation, Private) and not isinstance(getattr(algorithm, "selection", None), LEARN_NOTHING):

@@ -15,10 +15,10 @@ from fl_engine.core.contracts import (
     Algorithm,
     ChoosesNetwork,
     Interval,
+    MeasuresClients,
     ModelFamily,
     Searched,
     Selector,
-    measures_clients,
 )
 from fl_engine.core.errors import BadInput
 from fl_engine.core.types import (
@@ -125,7 +125,7 @@ def times_asked(selector: Selector, pool: Pool, fleet: Sequence[Device], silent:
     model that they hold of what they were sent."""
     tables, asked, stages = selector.init(fleet, pool), Counter[int](), get_args(Stage)
     metrics = {"loss": 1.0, "steps": 1.0}
-    if measures_clients(selector):
+    if isinstance(selector, MeasuresClients):
         metrics |= {metric.name: min(max(1.0, metric.low), metric.high) for metric in selector.client_metrics()}
     known = (10,) * len(fleet)
     for round in range(ROUNDS):

@@ -48,23 +48,23 @@ def algorithm(config: Config) -> Algorithm:
     if "preparations" not in known:  # the algorithm's code names them, and no file
         trust(built.preparations)
     client_metrics(built)  # raises if a declaration is wrong
-    privacy.check_terms(built, config.settled().rounds)
     buffer.check(built, config.rounds)
-    privacy.check_trace(built, config.fleet.trace is not None)
-    privacy.check_evaluation(built, config.evaluate.on == "clients")
-    ours = kind in ALGORITHMS.values()
-    stranded = config.run.remote is not None and config.run.backend != "kubernetes" and config.run.secrets is None
-    reference, shared = config.pretrain.reference, config.partition.proxy_shared
-    timed = config.rounds.stop_simulated_s is not None
-    privacy.check_run(
-        built,
-        known=ours,
-        reference=reference,
-        shared=shared,
-        noisy=config.noise.labels > 0,
-        timed=timed,
-        stranded=stranded,
-    )
+    rounds, run = config.settled().rounds, config.run
+    exposed = {
+        "rounds.norm_bound=null": rounds.bound is not None,
+        "rounds.over_provision=1": rounds.over_provision != 1,
+        "rounds.quorum=0": rounds.quorum != 0,
+        "rounds.stop_simulated_s=null": rounds.stop_simulated_s is not None,
+        "fleet.trace=null": config.fleet.trace is not None,
+        "evaluate.on=server": config.evaluate.on == "clients",
+        "pretrain.reference=false": config.pretrain.reference,
+        "partition.proxy_shared=false": config.partition.proxy_shared,
+        "noise.labels=0": config.noise.labels > 0,
+        "run.secrets to a folder that outlives this machine, or to s3://another-bucket/prefix": (
+            run.remote is not None and run.backend != "kubernetes" and run.secrets is None
+        ),
+    }
+    privacy.check_settings(built, kind in ALGORITHMS.values(), exposed)
     return built
 
 

@@ -7,11 +7,9 @@ column per client.
 from __future__ import annotations
 
 import copy
-import json
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,17 +19,13 @@ from hypothesis import strategies as st
 
 from fl_engine.algorithms import AdaptiveFL
 from fl_engine.core import seeds
-from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import FULL, Device, Outcome, Pick, Pool, PoolModel, SubmodelSpec, Tables, WorkOrder
-from fl_engine.exchange.client import execute
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds.server import ServerSite
 from fl_engine.selection import Curiosity
-from fl_engine.storage.store import decode, encode
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
-    assert_same_orders,
     brought,
     context_of,
     failure_of,
@@ -80,22 +74,6 @@ def column(tables: Tables, name: str, client: int) -> list[float]:
 
 
 # ================================================================================================= the start
-@pytest.mark.parametrize(
-    ("models", "per_type", "types"),
-    [
-        # p = 3, 2 and 1 of AdaptiveFL; other pools: FlexFL's five, one model alone.
-        (7, 3, 3),
-        (5, 2, 3),
-        (3, 1, 3),
-        (5, 3, 3),
-        (5, 4, 2),
-        (1, 3, 1),
-    ],
-)
-def test_tables_are_ones_at_first(models: int, per_type: int, types: int) -> None:
-    found = Curiosity(per_type=per_type).init(fleet_of(4), pool_of(models))
-    ones = (1.0, 1.0, 1.0, 1.0)
-    assert found == {"curiosity": (ones,) * types, "resource": (ones,) * models}
 
 
 def test_the_rewards_of_the_first_round() -> None:
@@ -108,13 +86,6 @@ def test_the_rewards_of_the_first_round() -> None:
         assert Curiosity(score="c").rewards(tables)[:, client].tolist() == [1.0] * 7
         capped = [0.5, 0.5, 0.5, 9 / 21, 9 / 21, 9 / 21, 1 / 7]
         assert Curiosity().rewards(tables)[:, client].tolist() == pytest.approx(capped, rel=1e-12)
-
-
-def test_the_rewards_of_the_first_round_with_one_model_a_level() -> None:
-    """p = 1, all ones: S1 has 3 / 3, M1 2 / 3, L1 1 / 3."""
-    tables = Curiosity(per_type=1).init(fleet_of(1), pool_of(3))
-    found = Curiosity(score="s", per_type=1).rewards(tables)
-    assert found[:, 0].tolist() == pytest.approx([1, 2 / 3, 1 / 3], rel=1e-12)
 
 
 # ========================================================================================= Alg. 1 lines 12 to 26
@@ -173,26 +144,6 @@ def test_a_failure_counts_as_a_visit(
     assert column(found, "resource", 1) == list(LATER)
 
 
-@pytest.mark.parametrize(
-    ("sent", "back", "curiosity", "resource"),
-    [
-        # p = 1: a match adds nothing more for L1, a model that came back pruned is worth 1.
-        (0, 0, (3, 1, 1), (2, 2, 2)),
-        (1, 1, (1, 3, 1), (1, 2, 2)),
-        (2, 2, (1, 1, 3), (1, 1, 2)),
-        (2, 1, (1, 2, 2), (1, 2, 0)),
-        (2, 0, (2, 1, 2), (2, 0, 0)),
-        (1, 0, (2, 2, 1), (2, 0, 0)),
-    ],
-)
-def test_what_is_learned_with_one_model_a_level(
-    sent: int, back: int, curiosity: Sequence[int], resource: Sequence[int]
-) -> None:
-    found = learned(Curiosity(per_type=1), tables_of([(1, 1, 1)], [(1, 1, 1)]), sent, back, 0)
-    assert column(found, "curiosity", 0) == list(curiosity)
-    assert column(found, "resource", 0) == list(resource)
-
-
 def algorithm_1(t_c: list[int], t_r: list[int], sent: int, back: int, p: int) -> None:
     """Lines 12 to 26 as they are printed, for one client."""
     models = len(t_r)
@@ -227,16 +178,6 @@ def test_a_history_is_learned_as_the_algorithm_says(p: int, data: st.DataObject)
     assert tables == tables_of(t_c, t_r)
     assert (np.asarray(tables["curiosity"]) >= 1).all()
     assert (np.asarray(tables["resource"]).sum(axis=0) > 0).all(), "else R_s would divide by nothing"
-
-
-@pytest.mark.parametrize(("sent", "back"), [(L1, L1), (L1, S2)])
-def test_learning_leaves_the_old_tables_alone(sent: int, back: int) -> None:
-    tables = tables_of([(1, 2, 3), (4, 5, 6)], [LATER, START])
-    before = copy.deepcopy(tables)
-    first = learned(Curiosity(), tables, sent, back, 0)
-    assert tables == before
-    assert learned(Curiosity(), tables, sent, back, 0) == first
-    assert first != before
 
 
 # ================================================================================================ the rewards
@@ -280,13 +221,6 @@ def test_the_rewards_of_three_clients(score: Any, expected: dict[str, tuple[Frac
         assert found[model].tolist() == pytest.approx([float(v) for v in expected[kind]], rel=1e-12), kind
 
 
-def test_the_numbers_above_agree_with_each_other() -> None:
-    for kind in "SML":
-        product = tuple(min(F(1, 2), s) * c for s, c in zip(R_S[kind], R_C[kind], strict=True))
-        assert product == R[kind]
-        assert tuple(r / sum(R[kind]) for r in R[kind]) == P[kind]
-
-
 def test_success_counts_up_to_one_half() -> None:
     """Clients whose R_s is 0.6, 0.9 and 1 are told apart by curiosity alone; without the cap they are not."""
     resource = [(1, 1, 1, 1, 1, 1, 4), (0, 0, 0, 0, 0, 5, 5), (0, 0, 0, 0, 0, 0, 9)]
@@ -296,12 +230,6 @@ def test_success_counts_up_to_one_half() -> None:
     assert Curiosity(score="cs").rewards(tables)[M2].tolist() == pytest.approx([0.5, 0.5, 0.5])
     assert Curiosity(score="s").rewards(tables)[L1].tolist() == pytest.approx([0.4, 0.5, 1])
     assert Curiosity(score="cs").rewards(tables)[L1].tolist() == pytest.approx([0.4, 0.5, 0.5])
-
-
-def test_the_full_model_is_a_type_of_one() -> None:
-    """Not divided by p: with the printed formula, a device that only ever trains L1 would have an R_s of 1/3."""
-    tables = tables_of([(1, 1, 1)], [(0, 0, 0, 0, 0, 0, 9)])
-    assert Curiosity(score="s").rewards(tables)[:, 0].tolist() == [1.0] * 7
 
 
 # ============================================================================================== the selection
@@ -335,14 +263,6 @@ def test_models_come_alike_and_clients_by_their_reward(score: Any, reward: dict[
     limit = {21: CHI_SQUARE_999[20], 17: 39.252}[len(cells)]
     assert chi_square(found, expected, draws) < limit
     assert set(found) == set(cells), "somebody without a reward was asked"
-
-
-def test_the_first_round_asks_everybody_alike() -> None:
-    draws, clients = 2000, 5
-    tables = Curiosity(per_type=1).init(fleet_of(clients), pool_of(3))
-    expected = {(c, m): 1 / 15 for c in range(clients) for m in range(3)}
-    found = single_picks(Curiosity(per_type=1), tables, pool_of(3), clients, draws)
-    assert chi_square(found, expected, draws) < CHI_SQUARE_999[14]
 
 
 def test_a_client_without_a_reward_is_not_asked() -> None:
@@ -387,32 +307,6 @@ def test_clients_are_distinct_in_order_and_as_many_as_asked(
     assert again == picks
 
 
-def test_the_second_of_a_round_is_drawn_by_the_same_rewards() -> None:
-    """Two of three clients, one after the other: the second by P without the first, and not by what was learned."""
-    tables, pool, draws = THREE, pool_of(7, dispatched=[S3]), 1500
-    rng = seeds.rng(4, "curiosity test")
-    found: Counter[tuple[int, ...]] = Counter()
-    for _ in range(draws):
-        found[tuple(c for c, _ in picked(Curiosity(), tables, fleet_of(3), pool, rng, 2))] += 1
-    a, b, c = (float(v) for v in P["S"])  # 1/3, 4/9, 2/9
-    pairs = {
-        (0, 1): a * b / (1 - a) + b * a / (1 - b),
-        (0, 2): a * c / (1 - a) + c * a / (1 - c),
-        (1, 2): b * c / (1 - b) + c * b / (1 - c),
-    }
-    assert pairs == pytest.approx({(0, 1): 22 / 45, (0, 2): 13 / 63, (1, 2): 32 / 105}, abs=1e-12)
-    chi = sum((found[pair] - draws * p) ** 2 / (draws * p) for pair, p in pairs.items())
-    assert chi < 13.816, "two degrees of freedom, once in a thousand"
-
-
-def test_only_dispatched_models_are_drawn() -> None:
-    rng = seeds.rng(5, "curiosity test")
-    tables = Curiosity().init(fleet_of(4), pool_of(5))
-    pool = pool_of(5, dispatched=[0, 2, 4])
-    drawn = {m for _ in range(100) for _, m in picked(Curiosity(), tables, fleet_of(4), pool, rng, 2)}
-    assert drawn == {0, 2, 4}
-
-
 # ================================================================================================= in a run
 SMALL = SmallCNN((1, 16, 16), 4, width=0.25)
 
@@ -447,29 +341,3 @@ def test_a_round_moves_the_columns_of_those_who_were_asked() -> None:
     for client in {d.client for d in site.fleet} - {first.client, second.client, third.client}:
         assert column(found, "curiosity", client) == [1] * 3
         assert column(found, "resource", client) == [1] * 7
-
-
-def test_tables_survive_being_stored_and_change_what_is_planned() -> None:
-    algorithm = AdaptiveFL(TRAINING)
-    site = tiny_site(algorithm, SMALL)
-    state = fresh = start_of(algorithm, site)
-    seen = [state.tables]
-    for round in range(3):
-        plan = algorithm.plan(state, context_of(site, round, SEED))
-        state = algorithm.merge(
-            state, plan, [execute(algorithm, order, site) for order in plan.orders], ServerSite(site)
-        )
-        seen.append(state.tables)
-        tensors, rest = pack(state)
-        found = unpack(fresh, decode(encode(tensors), "state"), json.loads(json.dumps(rest)))
-        assert found.tables == state.tables
-        assert_same_orders(
-            algorithm.plan(found, context_of(site, round + 1, SEED)),
-            algorithm.plan(state, context_of(site, round + 1, SEED)),
-        )
-    assert all(a != b for a, b in pairwise(seen)), "every round taught something"
-    chosen = [
-        [(o.client, site.pool[o.level].name) for o in algorithm.plan(s, context_of(site, 9, SEED)).orders]
-        for s in (state, fresh)
-    ]
-    assert chosen[0] != chosen[1]

@@ -87,17 +87,6 @@ def test_those_who_failed_count_in_the_clip_and_in_the_least() -> None:
     assert found.tolist() == [0.0, 1.0, 1.0]
 
 
-def test_without_uncertainty_utility_alone_counts() -> None:
-    scores = Oort(uncertainty=0.0, clip=1.0).scores(np.asarray([0.0, 1.0, 4.0]), np.asarray([1.0, 1, 1]), 9)
-    assert scores.tolist() == pytest.approx([0.0, 0.25, 1.0])
-
-
-def test_equal_utilities_score_alike_and_nobody_has_no_score() -> None:
-    assert Oort(uncertainty=0.0).scores(np.full(3, 5.0), np.ones(3), 2).tolist() == pytest.approx([1.0] * 3)
-    assert Oort(uncertainty=0.0).scores(np.zeros(3), np.ones(3), 2).tolist() == [0.0] * 3
-    assert Oort().scores(np.zeros(0), np.zeros(0), 1).tolist() == []
-
-
 def test_slow_clients_lose_by_the_square_of_their_time() -> None:
     """(T / t)^2 where T < t: 10 s preferred."""
     assert Oort().slow(np.asarray([0.0, 5.0, 10.0, 20.0, 40.0]), 10.0).tolist() == [1, 1, 1, 1 / 4, 1 / 16]
@@ -118,14 +107,6 @@ def test_a_new_round_adds_to_what_is_known_and_failures_count_as_asked() -> None
     assert column(oort, tables, 2, SECONDS) == {0: 1.0, 1: 9.0, 2: 7.0, 3: 0.0, 4: 0.0}, "no update, no time"
 
 
-def test_where_all_are_late_those_known_keep_their_utility() -> None:
-    oort = Oort()
-    tables = after(oort, [{0: 6.0}], 3)
-    for client in (0, 1):
-        tables = failure(oort, tables, 1, client, "quorum", 1.0)
-    assert column(oort, tables, 2, UTILITY) == {0: 6.0, 1: 0.0}
-
-
 # ----------------------------------------------------------------------------------------------------- the pacer
 def paced(percentile: float, brought: Sequence[float], **more: Any) -> list[float]:
     """The percentile before each round."""
@@ -139,12 +120,6 @@ def test_the_pacer_by_hand() -> None:
     sharp, -5), then 99 + 99 (half as much again: nothing)."""
     found = paced(30.0, [10, 10, 11, 11, 66, 66, 99, 99, 99])
     assert found == [30, 30, 30, 30, 35, 35, 30, 30, 30, 30]
-
-
-def test_the_percentile_stays_between_a_step_and_100() -> None:
-    assert paced(98.0, [1.0] * 8)[-1] == 100.0
-    assert paced(7.0, [1, 1, 9, 9, 99, 99])[-1] == 5.0
-    assert paced(30.0, [0.0] * 4)[-1] == 35.0, "nothing after nothing is flat, as in the code"
 
 
 def test_the_pacer_may_be_asked_in_any_steps() -> None:
@@ -172,17 +147,6 @@ def test_the_pacer_sees_what_clients_brought_that_were_asked_before() -> None:
     assert oort.known(tables, 5)[1] == Pacer(5, 30.0, (6.0, 5.0, 0.0, 0.0)), "0 + 6, then 5 + 0: neither"
 
 
-def test_defaults_are_those_of_fedscale() -> None:
-    """fedscale/cloud/config_parser.py, and the constants of thirdparty/oort/oort.py."""
-    oort = Oort()
-    assert (oort.uncertainty, oort.penalty, oort.clip) == (0.1, 2.0, 0.9)
-    assert (oort.cut_off, oort.cut_off_pool, oort.explore_window) == (0.05, 10.0, 5.0)
-    assert (oort.exploration, oort.exploration_decay, oort.exploration_min) == (0.9, 0.98, 0.3)
-    assert (oort.pacer_start, oort.pacer_step, oort.pacer_delta) == (30.0, 20, 5.0)
-    assert (oort.pacer_flat, oort.pacer_sharp) == (0.1, 5.0)
-    assert (oort.blacklist_after, oort.blacklist_most, oort.preferred) == (None, 0.3, 1.0)
-
-
 def test_in_the_first_round_r_is_1_and_rounds_are_counted_from_0() -> None:
     @dataclass(frozen=True)
     class Listens(Oort):
@@ -197,16 +161,6 @@ def test_in_the_first_round_r_is_1_and_rounds_are_counted_from_0() -> None:
     for round in (1, 2, 9):
         asked(oort, tables, context(round, fleet, [5] * 3), 1)
     assert oort.rounds == [2, 3, 10]
-
-
-def test_a_slow_client_that_is_known_is_worth_less() -> None:
-    """Equal utilities; T is the fast one's time. Four times as slow: a sixteenth of its score, so one in seventeen."""
-    oort = Oort(pacer_start=1.0, uncertainty=0.0, exploration=0.0, exploration_min=0.0)
-    fleet, tables = fleet_of(2), oort.init(fleet_of(2), FULL_ONLY)
-    for client, seconds in ((0, 10.0), (1, 40.0)):
-        tables = answer(oort, tables, 0, client, 3.0, seconds)
-    slow = sum(asked(oort, tables, context(1, fleet, [5, 5]), 1, d) == [1] for d in range(2000))
-    assert slow / 2000 == pytest.approx(1 / 17, abs=0.02)
 
 
 def test_the_time_of_an_order_by_hand() -> None:
@@ -224,17 +178,7 @@ def test_the_time_of_an_order_by_hand() -> None:
         assert Candidates.of(now, known, "largest").seconds.tolist() == pytest.approx([expected, second])
 
 
-def test_a_score_at_the_cut_off_is_drawn_from() -> None:
-    """One wanted of 0.8, 0.6, 0.6, 0.1: the first not preferred is 0.6, and c = 1 takes all that have as much."""
-    oort, scores = Oort(cut_off=1.0, cut_off_pool=0.0), np.asarray([0.8, 0.6, 0.6, 0.1])
-    assert {int(oort.exploited(scores, 1, seeds.rng(d, "at the cut"))[0]) for d in range(100)} == {0, 1, 2}
-
-
 # ----------------------------------------------------------------------------------------------- exploration, draws
-def test_epsilon_falls_to_its_minimum() -> None:
-    assert [Oort().epsilon(r) for r in (0, 1, 10, 54, 55, 900)] == pytest.approx(
-        [0.9, 0.882, 0.9 * 0.98**10, 0.9 * 0.98**54, 0.3, 0.3]
-    )
 
 
 def test_the_round_is_divided_by_epsilon() -> None:
@@ -268,22 +212,6 @@ def test_new_clients_come_from_those_with_the_most_samples_by_how_many_they_have
     assert chi < 20.515, "five degrees of freedom, once in a thousand"
 
 
-def test_a_slow_new_client_is_worth_less() -> None:
-    """The same samples; T is the fast one's time. Four times as slow: a sixteenth, so one in seventeen."""
-    oort, fleet = Oort(pacer_start=1.0), fleet_of(2, [4e9, 1e9])
-    free = tuple(replace(d, bandwidth=1e18) for d in fleet)
-    slow = sum(asked(oort, oort.init(fleet, FULL_ONLY), context(0, free, [10, 10]), 1, d) == [1] for d in range(3000))
-    assert slow / 3000 == pytest.approx(1 / 17, abs=0.015)
-
-
-def test_what_a_client_never_trains_is_no_reward() -> None:
-    """min(n, steps * batch): 1000 samples of which 10 are seen are worth as much as 10."""
-    oort, fleet = NO_PACE, fleet_of(2)
-    now = context(0, fleet, [1000, 10], draws=(10, 30))
-    found = sum(asked(oort, oort.init(fleet, FULL_ONLY), now, 1, d) == [0] for d in range(2000))
-    assert found / 2000 == pytest.approx(0.5, abs=0.04)
-
-
 def scored(cut_off: float, pool: float, count: int, draws: int = 2000) -> Counter[int]:
     """Who is drawn of scores 0.8, 0.7, 0.6, 0.5, 0.1."""
     oort = Oort(cut_off=cut_off, cut_off_pool=pool)
@@ -300,13 +228,6 @@ def test_the_cut_off_by_hand() -> None:
     first = scored(0.95, 0, 1)  # of 0.8 and 0.7
     assert first[1] / 2000 == pytest.approx(0.8 / 1.5, abs=0.04) and set(first) == {1, 3}
     assert scored(0.7, 0, 5) == Counter(dict.fromkeys(range(5), 2000))
-
-
-def test_clients_without_a_score_come_last() -> None:
-    scores = np.asarray([0.0, 0.0, 0.0, 1.0])
-    for d in range(50):
-        found = Oort().exploited(scores, 2, seeds.rng(d, "zeros"))
-        assert 3 in found and len(set(found.tolist())) == 2
 
 
 def test_the_quota_that_is_not_oorts_is_drawn_uniformly_of_all_others() -> None:
@@ -427,21 +348,6 @@ def test_a_client_is_barred_in_the_round_after_it_was_asked_too_often() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- edge cases
-def test_fewer_than_wanted_and_nobody() -> None:
-    fleet = fleet_of(6)
-    tables = after(NO_PACE, [{0: 1.0, 1: 2.0}], 6)
-    some = context(1, fleet, [5] * 6, available=(fleet[1], fleet[4]))
-    assert asked(NO_PACE, tables, some, 5) == [1, 4]
-    assert asked(NO_PACE, tables, context(1, fleet, [5] * 6, available=()), 5) == []
-    assert asked(Oort(blacklist_after=1), tables, context(1, fleet, [5] * 6, available=()), 5) == []
-
-
-def test_a_client_without_samples_is_not_asked() -> None:
-    fleet = fleet_of(3)
-    assert asked(Oort(), Oort().init(fleet, FULL_ONLY), context(0, fleet, [0, 5, 0]), 3) == [1]
-    assert asked(Oort(), Oort().init(fleet, FULL_ONLY), context(0, fleet, [0, 0, 0]), 3) == []
-    unknown = replace(context(0, fleet, []), samples=(), draws=())
-    assert asked(Oort(), Oort().init(fleet, FULL_ONLY), unknown, 3) == [0, 1, 2]
 
 
 def test_a_client_that_vanishes_for_good_is_hardly_asked_any_more() -> None:
@@ -457,19 +363,6 @@ def test_a_client_that_vanishes_for_good_is_hardly_asked_any_more() -> None:
     assert max(times[c] for c in range(3)) < min(times[c] for c in range(3, 12))
     here = asked(oort, tables, context(121, fleet, [5] * 12, available=fleet[3:]), 12)
     assert here == list(range(3, 12))
-
-
-def test_equal_clients_are_asked_alike() -> None:
-    """No client number is better than another, new or known."""
-    fleet, found = fleet_of(30), Counter[int]()
-    for draw in range(400):
-        tables = NO_PACE.init(fleet, FULL_ONLY)
-        for round in range(2):
-            for client in asked(NO_PACE, tables, context(round, fleet, [5] * 30), 3, draw):
-                found[client] += 1
-                tables = answer(NO_PACE, tables, round, client, 1.0)
-    chi = sum((found[c] - 80) ** 2 / 80 for c in range(30))
-    assert chi < 58.301, "29 degrees of freedom, once in a thousand"
 
 
 @law

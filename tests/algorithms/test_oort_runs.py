@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_engine.aggregation.rules import Private
 from fl_engine.algorithms import ALGORITHMS, FedAvg, FlexFL
 from fl_engine.algorithms.training import Training
 from fl_engine.core import seeds
 from fl_engine.core.clients import LARGEST_LOSS
-from fl_engine.core.costs import draws
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import (
@@ -36,9 +34,7 @@ from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import decode, encode
 from fl_engine.testing import played
 from fl_engine.testing.algorithms import AlgorithmSuite
-from fl_engine.testing.tiny import SAMPLES, TRAINING, context_of, on_devices_alone, start_of, tiny_site
-from flexfleet import config as configs
-from flexfleet.config import load_config
+from fl_engine.testing.tiny import TRAINING, context_of, on_devices_alone, start_of, tiny_site
 from tests.harness.oort import POOL, after, answer, asked, context, fleet_of
 
 
@@ -92,15 +88,6 @@ def test_the_estimate_is_what_the_simulated_clock_measures(memory_store: Any) ->
             if holds(site.fleet[order.client], 1.0):
                 took = run.times(outcome, order, 0.0)
                 assert took is not None and took.total == pytest.approx(expected[order.client])
-
-
-def test_the_server_knows_what_clients_train() -> None:
-    training = Training(epochs=3, batch_size=5, drop_last=True)
-    assert [draws(training, n) for n in (0, 3, 5, 9, 10)] == [0, 9, 15, 15, 30]
-    assert [draws(replace(training, drop_last=False), n) for n in (0, 3, 9)] == [0, 9, 27]
-    site = tiny_site(FedAvg(training=TRAINING))
-    found = Run(FedAvg(training=TRAINING), site, RoundsConfig()).context(0, 0.0)
-    assert found.samples == (SAMPLES,) * 20 and found.draws == (2 * SAMPLES,) * 20
 
 
 # -------------------------------------------------------------------------------------------------------- in a run
@@ -185,22 +172,6 @@ def test_a_run_that_is_killed_anywhere_asks_the_same_clients(
             federated(algorithm, dying(store, place), rounds, **terms)
         assert federated(algorithm, store, rounds, **terms) == expected
         assert timeless(store) == timeless(undisturbed)
-
-
-def test_private_aggregation_refuses_it() -> None:
-    algorithm = FlexFL(training=TRAINING, selection=Oort(), aggregation=Private())
-    with pytest.raises(ConfigError, match=r"Oort learns from single .* algorithm\.selection=\{name: uniform\}"):
-        start_of(algorithm, tiny_site(algorithm))
-
-
-def test_it_is_chosen_by_name() -> None:
-    found = configs.algorithm(
-        load_config(None, ["algorithm.selection={name: oort, cut_off: 0.7, blacklist_after: 10}"])
-    )
-    assert found.selection == Oort(cut_off=0.7, blacklist_after=10)
-    for wrong in ("clip: 0", "exploration: 1.5", "pacer_step: 0", "penalty: -1", "explore_window: 0.5", "k: 3"):
-        with pytest.raises(ConfigError, match=r"algorithm\.selection"):
-            configs.algorithm(load_config(None, [f"algorithm.selection={{name: oort, {wrong}}}"]))
 
 
 def test_oort_of_many_clients_keeps_a_compact_state() -> None:

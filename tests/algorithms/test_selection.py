@@ -9,25 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_engine.algorithms import FedAvg, FlexFL, pooled
+from fl_engine.algorithms import FlexFL, pooled
 from fl_engine.algorithms.training import Training
-from fl_engine.core.errors import ClientError, ConfigError
-from fl_engine.core.types import FULL, Device, LocalTask, SubmodelSpec, TaskContext, WorkOrder
-from fl_engine.selection import ByCapacity, Curiosity, Oort, ResourceTable, Uniform
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.types import FULL, Device, LocalTask, SubmodelSpec, WorkOrder
+from fl_engine.selection import ByCapacity, Oort, ResourceTable, Uniform
 from fl_engine.selection.capacity import holds, lacks, round_size
 from fl_engine.testing.tiny import (
     SEED,
-    TinyNet,
     context_of,
     paper_pool,
     picked,
     start_of,
     tiny_fleet,
-    tiny_pool,
     tiny_site,
 )
-
-TINY = TinyNet()
 
 
 # ==================================================================================================== selection
@@ -93,10 +89,6 @@ def test_a_device_is_asked_once_a_round_and_the_number_is_met() -> None:
             assert clients == sorted(clients)
 
 
-def test_more_than_there_are_is_all_that_there_are() -> None:
-    assert all(len(picks) == 5 for picks in draw(devices(weak=3, strong=2), 9, 20))
-
-
 def test_a_capacity_equal_to_the_size_is_too_little() -> None:
     """r <= size is insufficient: a device of exactly 50 % is sent M1."""
     from fl_engine.core import seeds
@@ -126,9 +118,6 @@ def fleet_of(*kinds: tuple[str, float]) -> tuple[Device, ...]:
 MIXED = fleet_of(*[("mote", 25.0)] * 3, *[("watch", 10.0)] * 2, *[("phone", 60.0)] * 5)
 """Motes and watches cannot hold M1, which takes 25 % and more; M2 takes 50 %, M3 100 %; M2' and M3' are not sent."""
 BY_CAPACITY = [ResourceTable(), ByCapacity(), Oort()]
-OF_ANY_CAPACITY = [
-    Uniform(), Uniform(model="random"), Uniform(model="largest"), Oort(model="largest"), Curiosity()
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("selection", BY_CAPACITY, ids=lambda s: s.name)
@@ -144,28 +133,6 @@ def test_selection_refuses_tiers_that_would_never_train(selection: Any) -> None:
         selection.init(fleet_of(("mote", 25.0)), pool)
 
 
-@pytest.mark.parametrize("selection", BY_CAPACITY, ids=lambda s: s.name)
-def test_a_level_that_no_device_holds_is_logged(selection: Any, caplog: pytest.LogCaptureFixture) -> None:
-    _, pool = paper_pool()
-    selection.init(MIXED[5:], pool)
-    (unheld,) = (r.getMessage() for r in caplog.records)
-    assert "no device can hold M3 (100 %): the strongest holds 60 % of the full model" in unheld
-
-
-@pytest.mark.parametrize("selection", OF_ANY_CAPACITY, ids=str)
-def test_tiers_that_are_asked_for_more_than_they_hold_are_told(
-    selection: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """But for methods that send the full model alone, to everybody."""
-    _, pool = paper_pool()
-    selection.init(MIXED, pool)
-    (said,) = (r.getMessage() for r in caplog.records)
-    assert "M1" in said and "watch (2 of 10 devices, 10 %), mote (3 of 10 devices, 25 %)" in said
-    caplog.clear()
-    selection.init(MIXED, tuple(m for m in pool if m.share == 1.0 and m.dispatched))
-    assert caplog.records == []
-
-
 def test_uniform_asks_all_and_by_capacity_those_that_hold_one() -> None:
     """A device that can hold no model is sent the smallest one."""
     _, pool = paper_pool()
@@ -178,15 +145,6 @@ def test_uniform_asks_all_and_by_capacity_those_that_hold_one() -> None:
     assert asked(ByCapacity(), pool) == strong
     assert asked(Uniform(), pool) == strong | {(client, "M1") for client in range(5)}
     assert asked(Uniform(), pool[-1:]) == {(client, "M3") for client in range(10)}, "the full model alone"
-
-
-@pytest.mark.parametrize("selection", [*BY_CAPACITY, *OF_ANY_CAPACITY], ids=str)
-def test_a_fleet_that_fits_is_not_talked_about(selection: Any, caplog: pytest.LogCaptureFixture) -> None:
-    _, pool = paper_pool()
-    selection.init(devices(weak=2, strong=1), pool)
-    if selection not in BY_CAPACITY:
-        selection.init(devices(weak=2), pool)
-    assert caplog.records == []
 
 
 @pytest.mark.parametrize(
@@ -204,40 +162,6 @@ def test_the_plan_asks_for_f_of_the_fleet() -> None:
 
 
 # ==================================================================================================== All-Large
-def all_large(eligible: Any, fleet: tuple[Device, ...]) -> list[WorkOrder]:
-    algorithm = FedAvg(training=Training(fraction=0.5), eligible=eligible)
-    site = tiny_site(algorithm, fleet=fleet)
-    state = start_of(algorithm, site)
-    return [order for round in range(30) for order in algorithm.plan(state, context_of(site, round, SEED)).orders]
-
-
-def test_all_large_sends_everybody_the_full_model() -> None:
-    orders = all_large("all", devices(weak=4, medium=3, strong=3))
-    assert {o.spec for o in orders} == {FULL}
-    assert len(orders) == 30 * 5
-    assert {o.client for o in orders} == set(range(10))
-
-
-def test_all_large_keeps_to_the_capable_where_asked() -> None:
-    orders = all_large("capable", devices(weak=4, medium=3, strong=3))
-    assert {o.client for o in orders} == {7, 8, 9}
-    assert len(orders) == 30 * 3, "k is five, three are able"
-    with pytest.raises(ConfigError, match=r"algorithm\.eligible"):
-        all_large("capable", devices(weak=4, medium=3))
-
-
-@pytest.mark.parametrize(("free", "fits"), [(100.0, False), (99.0, False), (100.1, True), (110.0, True)])
-def test_all_large_does_not_adapt(free: float, fits: bool) -> None:
-    pool = tiny_pool(FedAvg(), TINY)
-    context = TaskContext(TINY.layout(), pool, Device(0, "strong", 110.0, 8.0), free)
-    order = WorkOrder(7, 0, FULL, {}, 5, 0)
-    task = FedAvg(eligible="all").task(order, context)
-    assert (task.spec, task.distillation, task.optimizer.lr) == (FULL, None, pytest.approx(0.01 * 0.998**7))
-    if fits:
-        assert FedAvg(eligible="capable").task(order, context) == task
-    else:
-        with pytest.raises(ClientError, match=f"{free:.1f} %"):
-            FedAvg(eligible="capable").task(order, context)
 
 
 @pytest.mark.parametrize("model", ["capacity", "random", "largest"])

@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 
 from fl_engine.codecs import Half
-from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.errors import IntegrityError
 from fl_engine.core.types import Codecs
-from fl_engine.testing.codecs import Deflated
-from flexfleet.config import codecs, load_config
-from flexfleet.config.form import config_from
 from flexfleet.files.artifacts import History, PoolFile
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
 
 QSGD = ("codec.down.name=qsgd", "codec.down.bits=8", "codec.up.name=qsgd", "codec.up.bits=8")
 HALF = ("codec.down.name=half", "codec.up.name=half")
-OWN = "fl_engine.testing.codecs:Deflated"
 
 
 def run_of(flexfleet: Any, name: str, sets: Sequence[str], *argv: str) -> Any:
@@ -140,42 +136,3 @@ def test_a_level_with_codecs_of_its_own(flexfleet: Any, quick: Sequence[str], tm
     wrong = pool.model_copy(update={"levels": (first.model_copy(update={"codecs": {"down": {}}}), *others)})
     with pytest.raises(IntegrityError, match=f"'{first.name}'"):
         wrong.pool()
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_codec_of_one_s_own_has_its_options_in_any_order(order: int) -> None:
-    sets = [f"codec.up.name={OWN}", "codec.up.levels=7.0"][::order]
-    assert codecs(load_config(None, sets)) == Codecs(None, Deflated(levels=7.0))
-    advanced = dict(each.split("=") for each in sets)
-    advanced["codec.up.levels"] = 7.0
-    assert codecs(config_from({}, advanced)) == Codecs(None, Deflated(levels=7.0))
-
-
-def test_another_name_drops_the_options_of_the_one_before(tmp_path: Path) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text(f"codec:\n  down: {{name: half}}\n  up: {{name: '{OWN}', levels: 7.0}}\n")
-    assert codecs(load_config(path)) == Codecs(Half(), Deflated(levels=7.0))
-    assert codecs(load_config(path, ["codec.up.name=half"])) == Codecs(Half(), Half())
-    assert codecs(load_config(path, ["codec.up.name=identity", "codec.down.name=identity"])) == Codecs()
-
-
-@pytest.mark.parametrize(
-    ("sets", "message"),
-    [
-        (["codec.up.name=hlaf"], "codec.up.name: no codec named 'hlaf' (did you mean 'half'?)"),
-        (["codec.up.name=half", "codec.up.bits=4"], "unknown parameter 'codec.up.bits'"),
-        (["codec.up.name=qsgd", "codec.up.bits=17"], "codec.up.bits: input should be less than or equal to 16"),
-        (["codec.down.name=qsgd", "codec.down.bits=0"], "codec.down.bits: input should be greater than or equal to 1"),
-        (["codec.down.name=qsgd", "codec.down.bucket=0"], "codec.down.bucket: "),
-        (["codec.up.name=math:pi"], "codec.up.name: codec 'math:pi' is 3.14"),
-        (["codec.up.name=fl_engine.selection:Uniform"], "it has no encode(tensors, seed)"),
-        ([f"codec.down.name={OWN}", "codec.down.levels=-1.0"], "codec.down.levels: "),
-        (["codec.sideways.name=half"], "unknown parameter 'codec.sideways'"),
-        (["codec.up=half"], "codec.up is a section, got 'half': set a parameter in it, e.g. codec.up.name"),
-        (["codec.up.name=null"], "codec.up.name: no codec is named"),
-    ],
-)
-def test_what_is_no_codec_is_said(sets: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config(None, sets)
-    assert message in str(error.value)

@@ -306,7 +306,7 @@ def test_a_file_beside_the_coordinator_is_asked_for_on_another_machine(
 
 def test_a_private_run_whose_ledger_outlives_its_key_is_not_begun(rounds: Step, bucket: Any, tmp_path: Path) -> None:
     done = rounds(tmp_path / "one" / "a", sets=["run.remote=s3://runs/keys-w"])
-    assert done.code == 2 and "set run.secrets to a folder that outlives this machine" in done.err
+    assert done.code == 2 and "Set run.secrets to a folder that outlives this machine" in done.err
     assert not [name for name in objects_of(bucket, "runs") if name.startswith("keys-w/")]
 
 

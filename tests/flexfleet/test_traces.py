@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Moves
-from flexfleet.config import load_config, moves
+from flexfleet.config import moves
 from flexfleet.files.artifacts import History, RunFile
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
@@ -97,18 +96,3 @@ def test_a_run_that_waited_too_long_goes_on_with_a_longer_wait(
     assert short.code == 2 and "round 2: no client is online" in short.err
     assert flexfleet("run", "--run-id", "a", "--resume", sets=sets).code == 0
     assert moves("fleet.wait_s") is Moves.LENGTH and moves("fleet.trace.path") is Moves.RESULT
-
-
-def test_it_is_written_as_a_section_and_wrong_names_are_told(quick: Sequence[str]) -> None:
-    with pytest.raises(ConfigError, match=r"no trace named 'lognormul' \(did you mean 'lognormal'\?\)"):
-        load_config(None, ["fleet.trace={name: lognormul}"])
-    with pytest.raises(ConfigError, match=r"fleet\.trace\.sped.* \(did you mean 'speed'\?\)"):
-        load_config(None, ["fleet.trace={name: lognormal, sped: 1}"])
-    with pytest.raises(ConfigError, match=r"fleet\.trace\.speed_data: .*less than or equal to 1, got 2"):
-        load_config(None, ["fleet.trace={name: lognormal, speed_data: 2}"])
-
-
-def test_a_private_aggregation_has_no_trace() -> None:
-    private = ("algorithm.name=all_large", "algorithm.aggregation={name: private}", "rounds.norm_bound=null")
-    with pytest.raises(ConfigError, match=r"aggregation is private.*set fleet\.trace=null"):
-        load_config(None, [*private, "fleet.trace={name: lognormal}"])

@@ -233,8 +233,3 @@ def test_capacities_are_whole_or_their_file_is_named(tmp_path: Path, content: by
 @given(json_like(BEHAVIOURS))
 def test_behaviours_are_whole_or_their_file_is_named(tmp_path: Path, content: bytes) -> None:
     whole(answer(lambda: scaled(tmp_path, CAPACITIES, content), "availability.json", kind=DataError))
-
-
-def test_nothing_loads_a_pickle() -> None:
-    source = "".join(path.read_text() for path in Path(trace_files.__file__).parent.glob("*.py"))
-    assert "pickle.load" not in source and "import pickle" not in source

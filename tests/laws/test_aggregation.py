@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from statistics import median
 from typing import Any
@@ -25,7 +25,7 @@ from fl_engine.aggregation.privacy import Private, Public
 from fl_engine.aggregation.robust import Middle
 from fl_engine.aggregation.rules import Aggregate, Mean, Median, TrimmedMean
 from fl_engine.aggregation.spool import Spool
-from fl_engine.algorithms import ALGORITHMS, DepthFL
+from fl_engine.algorithms import DepthFL
 from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.slicing import take
 from fl_engine.core.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
@@ -36,13 +36,10 @@ from fl_engine.testing.tiny import (
     TRAINING,
     assert_same_bits,
     context_of,
-    failure_of,
     start_of,
     tiny_site,
     update_of,
 )
-from flexfleet import config as configs
-from flexfleet.config import load_config
 
 law = settings(max_examples=40)
 
@@ -147,20 +144,6 @@ def test_a_median_is_the_textbook_one(given: list[Update]) -> None:
             assert float(got) == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("aggregation", [Median(), TrimmedMean()], ids=lambda a: a.name)
-def test_where_few_hold_an_element_by_hand(aggregation: Median | TrimmedMean) -> None:
-    """Four values, all 10 before; the first is held by one client, the second and third by two, the fourth by three,
-    of whom the median knows the middle one and the trimmed mean (0.2 of three is none) the smallest change."""
-    layout = ParamLayout({"g": 4}, {"w": Slot("b", (Axis("g"),))})
-    arrived = {(0, 1, 2, 3): [1e9, 12.0, 13.0, 7.0], (1, 2, 3): [1e9, 9.0, 8.0], (3,): [-1e9]}
-    expected = {"median": [10.0, 12.0, 10.0, 7.0], "trimmed_mean": [10.0, 12.0, 10.0, 8.0]}[aggregation.name]
-    for order in (list(arrived), list(reversed(arrived))):
-        middle = aggregation.start({"w": torch.full((4,), 10.0)}, layout, NOTHING)
-        for keep in order:
-            middle.add({"w": torch.tensor(arrived[keep])}, SubmodelSpec.of({"g": keep}), 1.0)
-        assert middle.result()["w"].tolist() == expected
-
-
 def test_by_hand() -> None:
     """Five clients: all hold the first value, four the second, one the third, nobody the fourth. 0.2 of five is
     one, of four it is none: of changes of 996, -4, 0 and -2 in the second, no direction is common."""
@@ -173,16 +156,6 @@ def test_by_hand() -> None:
                 spec = SubmodelSpec.of({"g": keep[0] if len(keep) == 1 else keep})
                 middle.add({"w": torch.tensor(row)}, spec, 7.0)
         assert middle.result()["w"].tolist() == expected, trim
-
-
-def test_of_eleven_the_median_is_the_sixth_and_a_fifth_is_left_out_at_either_end() -> None:
-    """0, 1, 4, 9, ..., 100: the sixth is 25; 0.2 of 11 is two at either end, and 4 to 64 are left."""
-    layout = ParamLayout({}, {"w": Slot("b", (Axis(None),))})
-    for aggregation, expected in ((Median(), 25.0), (TrimmedMean(), (4 + 9 + 16 + 25 + 36 + 49 + 64) / 7)):
-        aggregate = aggregation.start({"w": torch.zeros(1)}, layout, NOTHING)
-        for i in range(11):
-            aggregate.add({"w": torch.tensor([float(i * i)])}, FULL, 1.0)
-        assert aggregate.result()["w"].item() == pytest.approx(expected)
 
 
 @law
@@ -258,14 +231,6 @@ def test_a_minority_cannot_leave_the_range_of_the_honest(
     assume(safe)
 
 
-def test_a_mean_is_anybodys() -> None:
-    """What the laws above guard against."""
-    old, honest = model(0), [Update(model(i), FULL) for i in range(1, 10)]
-    liar = Update({n: t + 1e6 for n, t in model(10).items()}, FULL)
-    moved = add_all(Mean().start(old, LAYOUT, NOTHING), [*honest, liar]).result()
-    assert all(bool((t > 1e4).all()) for t in moved.values())
-
-
 # ------------------------------------------------------------------------------------------ clipping
 def distance(left: Params, right: Params) -> float:
     return math.sqrt(sum(float((left[n].double() - right[n].double()).square().sum()) for n in left))
@@ -306,13 +271,6 @@ def test_clipping_is_that_of_each_update_before_the_aggregation(
     assert clipped.empty == plain.empty
 
 
-@law
-@given(given=st.lists(updates(), min_size=1, max_size=6))
-def test_a_clip_that_nobody_reaches_changes_no_bit(given: list[Update]) -> None:
-    plain, clipped = (add_all(Mean(clip=c).start(model(0), LAYOUT, NOTHING), given).result() for c in (None, 1e9))
-    assert_same_bits(clipped, plain)
-
-
 NORMED = ParamLayout({}, {n: Slot(None, (Axis(None),)) for n in ("w", "norm.running_mean", "norm.running_var")})
 """A layer and its batch norm's statistics."""
 
@@ -337,10 +295,6 @@ def test_a_private_sum_counts_every_tensor() -> None:
     summed = Private(clip=1.0).start(old, NORMED, Public(1, (FULL,), bytes(32)))
     summed.add({n: t + 5 for n, t in old.items()}, FULL, 1.0)
     assert math.hypot(*(float(t.norm()) for t in summed.sum.values())) == pytest.approx(1.0)
-
-
-def test_without_a_clip_the_mean_is_the_mean_itself() -> None:
-    assert type(Mean().start(model(0), LAYOUT, NOTHING)) is averaging.Mean
 
 
 @pytest.mark.parametrize("aggregation", [Mean(clip=1.0), Median(), Median(clip=1.0), Private()], ids=lambda a: a.name)
@@ -390,55 +344,3 @@ def test_what_feddyn_would_undo_is_refused_with_a_way_out(aggregation: Any) -> N
     with pytest.raises(ConfigError, match=r"algorithm\.alpha=0"):
         start_of(algorithm, site)
     start_of(DepthFL(training=TRAINING, aggregation=aggregation, alpha=0.0), site)
-
-
-@pytest.mark.parametrize("aggregation", [Mean(), Mean(clip=1.0), Median(), TrimmedMean()], ids=str)
-def test_when_all_fail_nothing_changes(aggregation: Any) -> None:
-    kind: Any = ALGORITHMS["heterofl"]
-    algorithm = kind(training=TRAINING, aggregation=aggregation)
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    plan = algorithm.plan(state, context_of(site, 0, SEED))
-    assert_same_bits(
-        algorithm.merge(state, plan, [failure_of(o) for o in plan.orders], ServerSite(site)).params, state.params
-    )
-
-
-# ============================================================================================ in a configuration
-def configured(*sets: str, name: str = "flexfl") -> Any:
-    return configs.algorithm(load_config(None, [f"algorithm.name={name}", *sets])).aggregation  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_every_algorithm_takes_one(name: str) -> None:
-    assert "aggregation" in {f.name for f in fields(ALGORITHMS[name])}  # type: ignore[arg-type]
-    assert configured(name=name) == Mean()
-    assert configured("algorithm.aggregation.name=median", name=name) == Median()
-
-
-def test_an_aggregation_is_configured_by_name() -> None:
-    trimmed = ("algorithm.aggregation.name=trimmed_mean", "algorithm.aggregation.trim=0.1")
-    assert configured(*trimmed, "algorithm.aggregation.clip=3.0") == TrimmedMean(trim=0.1, clip=3.0)
-    assert configured("algorithm.aggregation={name: mean, clip: 2.0}") == Mean(clip=2.0)
-    private = "algorithm.aggregation={name: private, noise_multiplier: 0.5}"
-    assert configured(private, "rounds.norm_bound=null") == Private(noise_multiplier=0.5)
-
-
-WRONG = [
-    # what is set; what the error has to name.
-    (["algorithm.aggregation.name=medain"], ["algorithm.aggregation", "'medain'", "median", "trimmed_mean", "private"]),
-    (["algorithm.aggregation={name: trimmed_mean, trim: 0.5}"], ["algorithm.aggregation.trim", "less than 0.5"]),
-    (["algorithm.aggregation={name: median, trim: 0.1}"], ["algorithm.aggregation.trim", "unknown parameter"]),
-    (["algorithm.aggregation={name: mean, clip: 0}"], ["algorithm.aggregation.clip", "greater than 0"]),
-    (["algorithm.aggregation={name: private, noise_multiplier: 0}"], ["algorithm.aggregation.noise_multiplier"]),
-    (["algorithm.aggregation={name: private, delta: 1}"], ["algorithm.aggregation.delta", "less than 1"]),
-    (["algorithm.aggregation={name: private, clip: null}"], ["algorithm.aggregation.clip"]),
-]
-
-
-@pytest.mark.parametrize(("sets", "said"), WRONG, ids=lambda value: value[-1] if len(value) < 2 else "")
-def test_what_is_wrong_in_a_configuration_is_named_with_its_path(sets: list[str], said: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        configured(*sets)
-    for part in said:
-        assert part in str(error.value)

@@ -13,8 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.aggregation import privacy
-from fl_engine.aggregation.privacy import Private
 from fl_engine.algorithms import FedAvg, FlexFL
 from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.slicing import take
@@ -314,14 +312,6 @@ def test_clients_that_keep_a_part_of_the_model_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluate\.on=clients evaluates the global model.*PersonalHeads keep"):
         at_clients.check(algorithm, site.family, site.pool)
     at_clients.check(ALGORITHM, TinyNet(), SITE.pool)
-
-
-def test_a_private_run_does_not_tell_what_single_clients_measure() -> None:
-    private = FedAvg(training=TRAINING, aggregation=Private())
-    with pytest.raises(ConfigError, match=r"evaluate\.on=server"):
-        privacy.check_evaluation(private, on_clients=True)
-    privacy.check_evaluation(private, on_clients=False)
-    privacy.check_evaluation(ALGORITHM, on_clients=True)
 
 
 def test_the_key_on_is_text_in_a_file_of_parameters() -> None:

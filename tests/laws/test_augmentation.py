@@ -17,7 +17,7 @@ from fl_engine.core.types import FULL, SGD, ClientFailure, LocalTask
 from fl_engine.exchange.client import execute
 from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import KINDS
-from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, context_of, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, TRAINING, context_of, start_of, tiny_site
 from fl_engine.training import batches
 from fl_engine.training.local import Job, train
 
@@ -149,11 +149,6 @@ def test_what_is_no_image_is_refused_by_name(augmentation: Augmentation, kind: s
     assert f"leave {name} out of training.augment" in str(refused.value)
 
 
-def test_a_map_of_tokens_is_no_map() -> None:
-    with pytest.raises(ModelError, match="a sample is tokens of the shape"):
-        Flip().check(torch.zeros(2, 1, 4, 4, dtype=torch.int64))
-
-
 def test_a_crop_that_might_leave_nothing_is_refused() -> None:
     Crop(padding=3).check(torch.zeros(2, 1, 9, 4))
     with pytest.raises(ModelError, match=r"pads 4 pixels, and a side of the samples has 4.*a padding of at most 3"):
@@ -163,11 +158,3 @@ def test_a_crop_that_might_leave_nothing_is_refused() -> None:
     order = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders[0]
     found = execute(algorithm, order, site)
     assert isinstance(found, ClientFailure) and found.stage == "train" and "padding of at most 3" in found.reason
-
-
-def test_an_augmented_client_trains_on_other_pixels() -> None:
-    x, y = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
-    start = initial_params(TinyNet(), 1)
-    jobs = [Job(replace(TASK, augment=a), start, x, y) for a in ((), (Flip(),), (Crop(padding=1),))]
-    found = [train(TinyNet(), Classification(4), [job])[0].params["fc.linear.weight"] for job in jobs]
-    assert not torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])

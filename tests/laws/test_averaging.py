@@ -185,26 +185,7 @@ def test_by_hand() -> None:
     assert mean.result()["w"].tolist() == [25.0, 30.0, 3.0, 7.0]
 
 
-def test_a_repeat_moves_as_one() -> None:
-    layout = ParamLayout({"g": 3}, {"w": Slot("b", (Axis(None), Axis("g", 2)))})
-    mean = Mean({"w": torch.zeros(1, 6)}, layout)
-    mean.add({"w": torch.tensor([[1.0, 2.0, 3.0, 4.0]])}, SubmodelSpec.of({"g": [0, 2]}), 1)
-    assert mean.result()["w"].tolist() == [[1.0, 2.0, 0.0, 0.0, 3.0, 4.0]]
-
-
-def test_all_copies_of_a_channel_are_averaged_in_their_places() -> None:
-    """Two copies of three channels; one client holds the first two channels, one the first and the last."""
-    layout = ParamLayout({"g": 3}, {"w": Slot("b", (Axis("g", copies=2),))})
-    mean = Mean({"w": torch.zeros(6)}, layout)
-    mean.add({"w": torch.tensor([1.0, 2.0, 4.0, 5.0])}, SubmodelSpec.of({"g": 2}), 1)
-    mean.add({"w": torch.tensor([3.0, 6.0, 8.0, 7.0])}, SubmodelSpec.of({"g": [0, 2]}), 1)
-    assert mean.result()["w"].tolist() == [2.0, 2.0, 6.0, 6.0, 5.0, 7.0]
-
-
 # -------------------------------------------------------------------------------------- what it leaves alone
-def test_without_updates_the_old_model_stays() -> None:
-    old = old_model()
-    assert_same_bits(Mean(old, LAYOUT).result(), old)
 
 
 def test_neither_the_old_model_nor_the_updates_are_written_to() -> None:
@@ -303,22 +284,3 @@ def test_a_sub_model_that_the_network_does_not_have_is_refused(keep: int | tuple
     with pytest.raises(ModelError, match="'a'"):
         mean.add(payload, spec, 1)
     assert_same_bits(mean.result(), old_model())
-
-
-def test_an_infinite_weight_is_refused() -> None:
-    mean = Mean(old_model(), LAYOUT)
-    with pytest.raises(ModelError, match="weight"):
-        mean.add(GOOD, HALF, float("inf"))
-    assert_same_bits(mean.result(), old_model())
-
-
-def test_what_is_held_back_counts_at_once() -> None:
-    """Small updates wait for others; nobody sees that."""
-    mean = Mean(old_model(), LAYOUT)
-    assert mean.empty and not any(held.any() for held in mean.trained().values())
-    mean.add(GOOD, HALF, 5)
-    assert not mean.empty
-    held = mean.trained()
-    assert held.keys() == old_model().keys()
-    for name, tensor in held.items():
-        assert bool(tensor.any()) == (name in GOOD)

@@ -94,17 +94,3 @@ def test_packed_numbers_take_their_bits_and_come_back(width: int, drawn: list[in
         made[-1] |= 1
         with pytest.raises(IntegrityError, match="filled up with ones"):
             bits.unpack(made, len(given), width)
-
-
-def test_zeros_take_no_more_than_what_is_not_zero() -> None:
-    """On this rests how long a stream may be: r zeros make a run's codeword at most 3 r bits longer."""
-    for run in [*range(1, 300), 2**15 - 1, 2**16 - 1, 2**31 - 1]:
-        assert elias.size(np.array([run + 1])) <= 1 + 3 * run
-
-
-def test_planes_by_hand() -> None:
-    """5 is 101 and 3 is 011: the first plane is 1 0, then 0 1, then 1 1."""
-    assert bits.planes(np.array([5, 3]), 3).tolist() == [[1, 0], [0, 1], [1, 1]]
-    assert bits.pack(np.array([5, 3], np.int32), 3).tolist() == [0b10011100]
-    assert bits.pack(np.array([0x1A5, 0x03C], np.int32), 9).tolist() == [0xD2, 0x1E, 0b10000000]
-    assert bits.numbers(np.array([[1, 0], [0, 1], [1, 1]], np.uint8)).tolist() == [5, 3]

@@ -3,7 +3,6 @@ the stored files hold."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from fl_engine.backends import InProcess
 from fl_engine.codecs import Half
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import ClientFailure, Codecs, Device, Outcome, RoundContext, RoundPlan, WorkOrder
+from fl_engine.core.types import Codecs, Device, Outcome, RoundContext, RoundPlan, WorkOrder
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
@@ -31,7 +30,6 @@ from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
     Memory,
-    context_of,
     failure_of,
     start_of,
     tiny_fleet,
@@ -177,35 +175,3 @@ def test_what_is_stored_encoded_holds_what_is_counted(tmp_path: Path, level: int
         (path,) = (tmp_path / "rounds" / "00000" / file).glob("*.safetensors")
         value = path.read_bytes()
         assert len(value) - header(value) == model.bytes
-
-
-@pytest.mark.parametrize("level", range(5))
-def test_a_stored_update_holds_what_is_counted(tmp_path: Path, level: int) -> None:
-    site = tiny_site(ALGORITHM)
-    model = site.pool[level]
-    order = ALGORITHM.plan(start_of(ALGORITHM, site), context_of(site, 0, SEED)).orders[0]
-    plan = RoundPlan(0, (order,))
-    payload = take(initial_params(site.family, 0), site.family.layout(), model.spec)
-    ledger = ledger_in(FolderStore(tmp_path))
-    ledger.mailbox.put_outcome(plan, update_of(order, model.spec, payload))
-    (file,) = (tmp_path / "rounds" / "00000" / "updates").glob("*.safetensors")
-    value = file.read_bytes()
-    assert len(value) - header(value) == model.bytes == 4 * model.params == tensor_bytes(payload)
-    described = json.loads(value[8 : header(value)])
-    assert set(described) - {"__metadata__"} == set(payload)
-
-
-def test_a_stored_failure_holds_no_tensors(tmp_path: Path) -> None:
-    site = tiny_site(ALGORITHM)
-    plan = ALGORITHM.plan(start_of(ALGORITHM, site), context_of(site, 0, SEED))
-    ledger = ledger_in(FolderStore(tmp_path))
-    ledger.mailbox.put_outcome(plan, failure_of(plan.orders[0]))
-    assert list(tmp_path.rglob("*.safetensors")) == []
-    assert isinstance(ledger.mailbox.outcome(plan, plan.orders[0].client), ClientFailure)
-
-
-def test_bytes_count_the_type_that_travels() -> None:
-    assert tensor_bytes({"a": torch.zeros(3, 5)}) == 60
-    assert tensor_bytes({"a": torch.zeros(3, 5, dtype=torch.float16), "b": torch.zeros(2, dtype=torch.float64)}) == 46
-    whole = torch.zeros(100, 100)
-    assert tensor_bytes({"view": whole[:2, :3]}) == 24, "a view costs what it shows"

@@ -53,9 +53,9 @@ def test_a_choice_draws_by_itself_as_many(size: int, widths: list[Fraction], see
 
 def test_a_choice_of_another_size_is_an_error() -> None:
     layout = ParamLayout({"g": 4}, {"a": Slot("a", (Axis("g", choice="between"), Axis("g")))})
-    with pytest.raises(ModelError, match="choice 'between' keeps 3 channels, its group 'g' 4: give it as many"):
+    with pytest.raises(ModelError, match="choice 'between'"):
         layout.check(SubmodelSpec.of({"between": 3}))
-    with pytest.raises(ModelError, match="'between' has 4 channels, the sub-model asks for index 5"):
+    with pytest.raises(ModelError, match="'between' has 4 channels"):
         layout.check(SubmodelSpec.of({"g": 2, "between": [1, 5]}))
     with pytest.raises(ModelError, match="the choice 'g' is a group's name, or of two groups"):
         ParamLayout({"g": 4}, {"a": Slot("a", (Axis("g", choice="g"),))})

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,14 @@ import torch
 from fl_engine.aggregation.rules import Mean, Private
 from fl_engine.algorithms import FedAvg, FlexFL, HeteroFL
 from fl_engine.backends import InProcess
-from fl_engine.codecs import Half, Identity, Qsgd, codec_of, codecs_of, section_of, sections_of
+from fl_engine.codecs import Half, Identity
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import ClientError, ConfigError, IntegrityError, ModelError
+from fl_engine.core.errors import ClientError, IntegrityError, ModelError
 from fl_engine.core.fields import STRICT
 from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import (
     ClientFailure,
     ClientUpdate,
-    Codec,
     Codecs,
     Header,
     Outcome,
@@ -36,10 +34,9 @@ from fl_engine.core.types import (
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.manifest import Manifest, key_of, manifest_bytes, order_sum, signed
+from fl_engine.exchange.manifest import Manifest, key_of, manifest_bytes, signed
 from fl_engine.exchange.updates import payload_bytes, received
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.rounds import phases
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
@@ -83,12 +80,6 @@ def outcomes_of(plan: RoundPlan, site: Site = SITE) -> list[Outcome]:
 
 
 # ------------------------------------------------------------------------------------------------------- orders
-def test_without_a_codec_nothing_is_touched() -> None:
-    for order, bare in zip(plan_of(Codecs()).orders, BARE.orders, strict=True):
-        assert order is bare
-    assert codec_of({"name": "identity"}) is None, "a run that says so is one that says nothing"
-    (update,) = InProcess(SITE).run(ALGORITHM, replace(BARE, orders=BARE.orders[:1]))
-    assert isinstance(update, ClientUpdate) and update.encoded is None
 
 
 def test_an_order_holds_what_its_client_decodes() -> None:
@@ -101,13 +92,6 @@ def test_an_order_holds_what_its_client_decodes() -> None:
             else:
                 assert torch.equal(order.payload[name], tensor.half().float())
                 assert order.encoded[name].dtype == torch.float16
-
-
-def test_who_is_sent_the_same_shares_what_is_made_of_it() -> None:
-    ((level, count),) = Counter(order.level for order in BARE.orders).most_common(1)
-    first, *others = [order for order in plan_of(DEFLATED).orders if order.level == level]
-    assert count > 1
-    assert all(order.payload is first.payload and order.encoded is first.encoded for order in others)
 
 
 def test_another_round_and_another_level_round_otherwise() -> None:
@@ -145,14 +129,6 @@ def test_an_order_in_the_store_is_the_one_that_was_planned(codecs: Codecs, tmp_p
         (key,) = (key for key in keys[order.client] if key.endswith(".safetensors"))
         value = (tmp_path / key).read_bytes()
         assert len(value) - 8 - int.from_bytes(value[:8], "little") == tensor_bytes(order.travels)
-
-
-def test_an_order_without_codecs_is_stored_as_it_always_was(tmp_path: Path) -> None:
-    mailbox_of(tmp_path).put_orders(BARE)
-    text = (tmp_path / f"rounds/00000/orders/{BARE.orders[0].client}.json").read_text()
-    assert "codecs" not in text and "header" not in text
-    assert order_sum(replace(BARE.orders[0], codecs=Codecs())) == order_sum(BARE.orders[0])
-    assert order_sum(plan_of(HALF).orders[0]) != order_sum(BARE.orders[0]), "an answer is of one coding alone"
 
 
 @pytest.mark.parametrize(
@@ -341,13 +317,6 @@ def test_each_lie_has_its_code(lie: str, tmp_path: Path) -> None:
     assert (found.stage, found.code, found.reason.partition(":")[0]) == ("validate", code, code)
 
 
-@pytest.mark.parametrize("codecs", CASES, ids=str)
-def test_an_honest_answer_is_taken(codecs: Codecs, tmp_path: Path) -> None:
-    case = CASES[codecs]
-    found = case.told(tmp_path, lambda p: p)
-    assert_same_outcomes([found], [received(case.honest, case.order, SITE.rules)])
-
-
 def test_a_codec_that_fails_on_what_a_stranger_sends_stops_nothing(tmp_path: Path) -> None:
     @dataclass(frozen=True)
     class Careless(Half):
@@ -401,24 +370,6 @@ def federate(
     return final.params, rows
 
 
-@BOTH
-@pytest.mark.parametrize("more", [{}, {"mode": "buffered", "buffer": 2}], ids=["synchronous", "buffered"])
-def test_a_codec_wastes_nothing(codecs: Codecs, more: dict[str, Any], tmp_path: Path) -> None:
-    """Waste compares the sub-models that were sent with those that came back."""
-    _, rows = federate(tmp_path / "coded", codecs, **more)
-    _, plain = federate(tmp_path / "plain", Codecs(), **more)
-    coded, uncoded = ([(line["sent"], line["trained"]) for row in r for line in row.clients] for r in (rows, plain))
-    if coded == uncoded:  # else a faster way up has changed who came first
-        assert phases.waste([row.metrics for row in rows]) == phases.waste([row.metrics for row in plain])
-    sent, back = (sum(model_of(SITE.pool, names[i]).bytes for names in uncoded) for i in (0, 1))
-    assert phases.waste([row.metrics for row in plain]) == pytest.approx(1 - back / sent)
-    assert any(line["sent"] != line["trained"] for row in rows for line in row.clients), "something is wasted here"
-    for row in rows:
-        down, up = (sum(model_of(SITE.pool, line[way]).bytes for line in row.clients) for way in ("sent", "trained"))
-        assert row.metrics["waste"] == pytest.approx(1 - up / down)
-        assert phases.waste([row.metrics]) == pytest.approx(1 - up / down)
-
-
 def test_a_round_counts_what_travelled(tmp_path: Path) -> None:
     """Bytes down and up, waste and the simulated clock, for a pool whose sizes are known beforehand."""
     pool = coding.sized(SITE.pool, FAMILY, HALF)
@@ -457,32 +408,6 @@ def test_a_level_is_a_sub_model_and_its_codecs() -> None:
         assert (model.bytes, model.bytes_up) == expected
 
 
-def test_streams_are_counted_as_long_as_they_are(tmp_path: Path) -> None:
-    _, rows = federate(tmp_path, DEFLATED)
-    pool = coding.sized(SITE.pool, FAMILY, DEFLATED)
-    for row in rows:
-        assert row.metrics["bytes_up"] < sum(model_of(pool, line["trained"]).bytes_up for line in row.clients)
-        plans = coding.sent(BARE, SITE.pool, DEFLATED, SEED)
-        if row.round == 0:
-            assert row.metrics["bytes_down"] == sum(tensor_bytes(order.travels) for order in plans.orders)
-
-
-@pytest.mark.parametrize("codecs", [Codecs(Half(), Deflated()), Codecs(Qsgd(bits=9), Qsgd(bits=4))], ids=str)
-def test_a_run_that_is_killed_ends_with_the_same_bits(
-    codecs: Codecs, new_store: Any, dying: Any, killed: type[BaseException], tmp_path: Path
-) -> None:
-    whole, _ = federate(tmp_path, codecs, stop=2)
-    cut = 0
-    for writes in (2, 7, 9, 15, 19):
-        store = new_store()
-        with suppress(killed):
-            federate(tmp_path, codecs, stop=2, keep_updates=True, store=dying(store, writes))
-            continue
-        cut += 1
-        assert_same_bits(federate(tmp_path, codecs, stop=2, keep_updates=True, store=store)[0], whole)
-    assert cut == 5
-
-
 def test_a_clip_acts_on_what_was_decoded(tmp_path: Path) -> None:
     """The change from the server's own weights, with whatever the codecs made of it."""
     clip = 1e-3
@@ -499,24 +424,3 @@ def test_a_clip_acts_on_what_was_decoded(tmp_path: Path) -> None:
         moved = sum(float((final[n].double() - start[n].double()).square().sum()) for n in start) ** 0.5
         assert rows[0].metrics["clients_trained"] >= 1
         assert 0.3 * clip < moved <= clip * (1 + 1e-4), "one client, or a mean of few, moves it so far at most"
-
-
-def test_what_moved_too_far_is_seen_when_it_is_decoded(tmp_path: Path) -> None:
-    _, rows = federate(tmp_path, HALF, stop=2, faults="scale=0.3x1000,always", norm_bound=5.0)
-    assert sum(row.metrics.get("rejected/norm", 0) for row in rows) > 0
-
-
-# ------------------------------------------------------------------------------------------------ configurations
-@pytest.mark.parametrize("codec", [None, Half(), Deflated(levels=7.0)])
-def test_a_codec_is_said_as_it_is_chosen(codec: Codec | None) -> None:
-    section = section_of(codec)
-    assert codec_of(section) == codec
-    names = {None: "identity", Half: "half", Deflated: "fl_engine.testing.codecs:Deflated"}
-    assert section["name"] == names[None if codec is None else type(codec)]
-    assert codecs_of(sections_of(Codecs(codec, None))) == Codecs(codec, None)
-
-
-@pytest.mark.parametrize("sections", [{}, {"down": {"name": "half"}}, {"down": {}, "up": {}}, {"down": 1, "up": 2}])
-def test_codecs_that_are_none_are_refused(sections: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        codecs_of(sections)

@@ -64,11 +64,6 @@ def circles(arrows: dict[str, set[str]]) -> list[str]:
         left = {name: targets - gone for name, targets in left.items() if name not in gone}
 
 
-def test_a_circle_is_found() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}) == []
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == ["b", "c"]
-
-
 @pytest.mark.parametrize("path", [p for p in ENGINE if "algorithms" in p.parts], ids=dotted)
 def test_an_algorithm_knows_no_backend_no_tracker_and_no_cluster(path: Path) -> None:
     """Not even inside a function."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from fl_engine.core.errors import ConfigError, DataError, ModelError, PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.data import partitioning
-from fl_engine.tasks import TASKS, Classification, NextToken
+from fl_engine.tasks import Classification, NextToken
 from fl_engine.testing.kinds import TinyTokens
 from fl_engine.training.losses import mask_absent, self_distillation
 from flexfleet.pipeline.prepare import check_fits
@@ -56,13 +56,6 @@ def test_the_loss_is_the_mean_over_what_is_not_padding() -> None:
     assert float(TASK.loss(logits, y, "sum")) == pytest.approx(sum(expected))
 
 
-def test_padding_gets_no_gradient() -> None:
-    logits = torch.randn(1, 5, 4, requires_grad=True)
-    TASK.loss(logits, torch.tensor([[WORD, END, PADDING, PADDING]])).sum().backward()  # type: ignore[no-untyped-call]
-    assert logits.grad is not None
-    assert (logits.grad[..., :2] != 0).all() and (logits.grad[..., 2:] == 0).all()
-
-
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**20), cut=st.integers(1, 5))
 def test_metrics_do_not_depend_on_the_batches(seed: int, cut: int) -> None:
@@ -80,21 +73,6 @@ def test_metrics_do_not_depend_on_the_batches(seed: int, cut: int) -> None:
             if t in (WORD, OTHER)
         )
         assert whole["accuracy"] == right / len(kept)
-
-
-def test_made_up_targets_are_any_but_padding() -> None:
-    for padding in (0, 2, 4):
-        drawn = NextToken(5, 50, padding=padding).examples(50, torch.Generator().manual_seed(0))
-        assert sorted(set(drawn.flatten().tolist())) == [token for token in range(5) if token != padding]
-    none = NextToken(5, 50, padding=None)
-    assert set(none.examples(50, torch.Generator().manual_seed(0)).flatten().tolist()) == set(range(5))
-
-
-def test_without_padding_every_position_is_learnt() -> None:
-    task = NextToken(5, 4, padding=None)
-    y, logits = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 5, 4)
-    assert float(task.loss(logits, y)) == pytest.approx(math.log(5))
-    assert task.measure([task.observe(logits, y)]).values == {"accuracy": 1.0, "accuracy_all": 1.0}
 
 
 def test_a_client_masks_the_tokens_that_it_does_not_hold() -> None:
@@ -164,9 +142,3 @@ def test_there_are_no_labels_to_deal_by() -> None:
     sequences = data(TASK, TASK.examples(40, torch.Generator().manual_seed(1)))
     with pytest.raises(PartitionError, match="label"):
         partitioning.partition(sequences, "dirichlet", 2, 0.1, 0, alpha=1.0)
-
-
-def test_it_is_registered_and_a_value() -> None:
-    assert TASKS[TASK.name] is NextToken
-    listed: Any = [OOV, END]  # as JSON has it
-    assert NextToken(5, 4, PADDING, listed) == TASK and hash(NextToken(5, 4, PADDING, listed)) == hash(TASK)

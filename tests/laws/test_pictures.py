@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import colorsys
 import io
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from fl_engine.core import boxes
 from fl_engine.core.augmentation import (
-    AUGMENTATIONS,
     Augmentation,
-    CarriesBoxes,
     Compress,
     Crop,
     Flip,
@@ -32,9 +29,9 @@ from fl_engine.core.augmentation import (
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, LocalTask
-from fl_engine.tasks import Classification, Detection
+from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import KINDS
-from fl_engine.training.batches import check, gathered
+from fl_engine.training.batches import check
 from fl_engine.training.local import Job, train
 
 SIDE = 64
@@ -87,12 +84,6 @@ def test_a_flip_of_boxes_by_hand() -> None:
         torch.testing.assert_close(found, torch.tensor([[[0.0, *place, 0.1, 0.1], NOTHING]]))
 
 
-def test_a_flip_without_the_vertical_one_draws_what_it_always_drew() -> None:
-    x = torch.rand(50, 1, 2, 3, generator=seeded(1))
-    mirrored = torch.rand(50, generator=seeded(4)) < 0.5
-    assert torch.equal(Flip().apply(x, seeded(4)), torch.where(mirrored[:, None, None, None], x.flip(-1), x))
-
-
 def test_a_shear_by_hand() -> None:
     """45 degrees to the right: a point goes right by as much as it lies below the centre."""
     _, y = pictures([(28, 40, 8, 8)])
@@ -101,21 +92,6 @@ def test_a_shear_by_hand() -> None:
     angles = [Shear(degrees=30.0)._matrices(torch.zeros(1, 1, 8, 8), seeded(s))[0] for s in range(200)]
     assert max(abs(float(m[0, 1])) for m in angles) == pytest.approx(np.tan(np.radians(30)), rel=0.03)
     assert all(torch.allclose(m[:, :2] @ torch.tensor([0.5, 0.5]) + m[:, 2], torch.tensor([0.5, 0.5])) for m in angles)
-
-
-@pytest.mark.parametrize("side", [60, 240])
-def test_a_shear_turns_lines_of_pixels_by_the_same_angles_whatever_the_shape(side: int) -> None:
-    """A line down the middle and one across it, and the box around each."""
-    x, y = torch.zeros(1, 1, 60, side), torch.tensor([[[0, 0.5, 0.5, 0.0, 0.5], [0, 0.5, 0.5, 0.5, 0.0]]])
-    x[..., side // 2 - 1 : side // 2 + 1] = 1
-    at = torch.arange(side, dtype=torch.float32)
-    across, down = math.radians(10) * (2 * torch.rand(2, generator=seeded(3)) - 1)
-    out, moved = Shear(degrees=10.0).apply_with_boxes(x, y, seeded(3))
-    top, bottom = ((row * at).sum() / row.sum() for row in out[0, 0, [15, 45]])
-    assert float(torch.atan((bottom - top) / 30)) == pytest.approx(float(across), abs=0.01)
-    # Each box is as wide, or as high, as its line leans.
-    assert float(moved[0, 0, 3] * side) == pytest.approx(30 * abs(math.tan(across)), rel=1e-4)
-    assert float(moved[0, 1, 4] * 60) == pytest.approx(side / 2 * abs(math.tan(down)), rel=1e-4)
 
 
 def test_scales_are_uniform_about_one() -> None:
@@ -166,13 +142,6 @@ def test_compressed_is_what_a_jpeg_holds() -> None:
     assert grey.shape == (6, 1, 16, 16)
 
 
-@pytest.mark.parametrize("augmentation", [Hsv(), Compress()], ids=["hsv", "compress"])
-def test_colours_move_no_box(augmentation: Any) -> None:
-    x, y = pictures([(20, 20, 8, 8)])
-    found, boxed = augmentation.apply_with_boxes(x, y, seeded(1))
-    assert torch.equal(boxed, y) and torch.equal(found, augmentation.apply(x, seeded(1)))
-
-
 # --------------------------------------------------------------------------------------------------------- mixup
 def test_mixup_lays_pictures_over_each_other_with_the_boxes_of_both() -> None:
     x, y = pictures([(10, 10, 8, 8), (40, 40, 8, 8)])
@@ -204,19 +173,6 @@ def test_mixups_weights_have_the_beta_distribution() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- in training
-def test_boxes_of_a_step_follow_from_seed_place_and_step() -> None:
-    """Whoever is in the other lanes; and samples and targets of a lane belong together."""
-    x, y = pictures([(16 + 3 * i, 30 - 2 * i, 8, 10) for i in range(6)])
-    x, y = x.repeat(2, 1, 1, 1), y.repeat(2, 1, 1)
-    goal, chosen = Detection(4, 2), torch.arange(6)[:, None]
-    task = replace(TASK, augment=(Flip(vertical=0.5), Shear(), Scale(), MixUp(share=1.0), Hsv(), Compress()))
-    alone = gathered(goal, x, y, chosen, [task], 7)
-    other = replace(task, seed=6)
-    beside = gathered(goal, x, y, torch.cat([chosen + 6, chosen, chosen + 6], 1), [other, task, other], 7)
-    assert beside[0].shape == (6, 9, SIDE, SIDE) and beside[1].shape == (6, 3, 2, 5)
-    assert torch.equal(beside[0][:, 3:6], alone[0]) and torch.equal(beside[1][:, 1:2], alone[1])
-    assert not torch.equal(beside[1][:, :1], alone[1])
-    assert not torch.equal(gathered(goal, x, y, chosen, [task], 8)[1], alone[1])
 
 
 def test_training_sees_the_boxes_where_they_have_gone() -> None:
@@ -269,7 +225,3 @@ def test_colours_are_of_pictures_in_0_to_1(augmentation: Augmentation, x: Tensor
     augmentation.check(torch.rand(1, 3, 4, 4))
     with pytest.raises(ModelError, match=rf"{augmentation.name} takes pictures .* in 0\.\.1, .*{said}"):  # type: ignore[attr-defined]
         augmentation.check(x)
-
-
-def test_all_but_the_crop_carry_boxes() -> None:
-    assert [name for name, kind in AUGMENTATIONS.items() if not issubclass(kind, CarriesBoxes)] == ["crop"]

@@ -9,14 +9,13 @@ from typing import Any, ClassVar, cast
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 
 from fl_engine.aggregation.privacy import Private, Public
 from fl_engine.aggregation.protocol import Aggregate
 from fl_engine.aggregation.robust import Middle
-from fl_engine.aggregation.rules import AGGREGATIONS, Aggregation, Mean
-from fl_engine.aggregation.server_opt import SERVERS, Average, Server
-from fl_engine.algorithms import ALGORITHMS, CONTRACT, FedAvg, FedOpt, HeteroFL, pooled
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average, Server
+from fl_engine.algorithms import ALGORITHMS, CONTRACT, FedAvg, FedOpt, pooled
 from fl_engine.algorithms.pooled import PooledState, local_task
 from fl_engine.algorithms.training import Training
 from fl_engine.core.augmentation import Flip
@@ -26,7 +25,7 @@ from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.task import Task
 from fl_engine.core.types import LocalTask, Outcome, ParamLayout, Params, Pool, RoundPlan, TaskContext, WorkOrder
 from fl_engine.rounds.server import ServerSite
-from fl_engine.selection import SELECTIONS, Uniform
+from fl_engine.selection import Uniform
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, context_of, start_of, tiny_site, update_of
 from flexfleet import config as configs
 from flexfleet.config import load_config
@@ -156,19 +155,6 @@ def test_what_is_plugged_in_is_what_merges() -> None:
         assert_same_bits(half.params, {n: torch.lerp(t, whole.params[n], 0.5) for n, t in state.params.items()})
 
 
-@pytest.mark.parametrize("registry", [AGGREGATIONS, SERVERS, SELECTIONS], ids=["aggregation", "server", "selection"])
-def test_a_registered_name_is_that_of_the_class(registry: dict[str, Any]) -> None:
-    assert {name: kind().name for name, kind in registry.items()} == {name: name for name in registry}
-
-
-def test_the_schema_lists_what_is_registered_with_its_options() -> None:
-    """For every reference of the parameters that is made from it."""
-    listed = TypeAdapter(HeteroFL).json_schema()
-    for field_name, registry in (("aggregation", AGGREGATIONS), ("server", SERVERS), ("selection", SELECTIONS)):
-        assert set(listed["properties"][field_name]["discriminator"]["mapping"]) == set(registry)
-    assert "trim" in listed["$defs"]["TrimmedMean"]["properties"]
-
-
 # ------------------------------------------------------------------------------------------------ it is refused
 WRONG = [
     ("{name: NoStart}", r"algorithm\.aggregation\.name: aggregation '.*:NoStart' does not fit: it has no start\(old,"),
@@ -186,24 +172,6 @@ def test_what_does_not_fit_is_refused_in_one_line(section: str, said: str) -> No
     with pytest.raises(ConfigError, match=said) as error:
         configured(f"algorithm.aggregation={section.replace('name: ', f'name: {HERE}:')}")
     assert "\n" not in str(error.value)
-
-
-def test_all_that_is_wrong_is_said_at_once() -> None:
-    with pytest.raises(ConfigError) as error:
-        configured(f"algorithm.aggregation={{name: {HERE}:Trimmed, shore: 1, share: much}}", "algorithm.server.name=x")
-    for said in ("aggregation.shore'", "aggregation.share: ", "algorithm.server.name: no server optimiser named 'x'"):
-        assert said in str(error.value)
-
-
-PRIVATE = ("algorithm.aggregation={name: private}", "rounds.norm_bound=null")
-
-
-def test_a_selection_of_ones_own_is_refused_with_private_aggregation() -> None:
-    """It may learn, though it builds on one that does not."""
-    algorithm = HeteroFL(training=TRAINING, aggregation=Private(), static_bn=False, selection=Everybody())
-    with pytest.raises(ConfigError, match=r"Everybody .* algorithm\.selection=\{name: uniform\}"):
-        start_of(algorithm, tiny_site(algorithm))
-    assert configured(*PRIVATE, "algorithm.static_bn=false").aggregation == Private()
 
 
 def test_what_builds_on_private_aggregation_is_not_taken_for_private() -> None:

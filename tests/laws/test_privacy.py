@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +16,9 @@ from hypothesis import strategies as st
 
 from fl_engine.aggregation import privacy
 from fl_engine.aggregation.privacy import NoisySum, Private, Public, epsilon
-from fl_engine.algorithms import FedAvg, FedRolex, FlexFL
+from fl_engine.algorithms import FedAvg, FlexFL
 from fl_engine.algorithms.training import Training
-from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import take
 from fl_engine.core.types import FULL, Axis, Device, ParamLayout, Params, PoolModel, Slot, SubmodelSpec
 from fl_engine.selection import ByCapacity, Curiosity, ResourceTable, Uniform
@@ -134,15 +133,6 @@ def test_the_noise_is_gaussian_of_the_stated_deviation_also_where_nobody_holds_a
             assert float((part.abs() > 6).double().mean()) == pytest.approx(0.0455, abs=0.005)
 
 
-@pytest.mark.parametrize("shape", [(60_000,), (600, 10, 10), (60, 10, 10, 10)])
-def test_tensors_of_every_number_of_axes_have_the_same_noise(shape: tuple[int, ...]) -> None:
-    """Biases and the scales of norms too."""
-    layout = ParamLayout({"g": shape[0]}, {"w": Slot("b", (Axis("g"), *[Axis(None)] * (len(shape) - 1)))})
-    old = {"w": torch.zeros(shape, dtype=torch.float64)}
-    drawn = Private(clip=2.0, noise_multiplier=1.5).start(old, layout, Public(1, (FULL,), SECRET)).result()["w"]
-    assert float(drawn.std()) == pytest.approx(3, rel=0.02)
-
-
 def test_no_two_tensors_rounds_or_parts_have_the_same_noise() -> None:
     """Else a difference of two releases would be free of it."""
     plan = replace(start_plan(), noise_seed=SECRET)
@@ -213,33 +203,6 @@ def test_golden_noise() -> None:
     assert key.hex() == GOLDEN_KEY and seed is not None and seed.hex() == GOLDEN_SEED
     assert privacy.plan_seed(key) == GOLDEN_PLAN
     assert privacy.noise(seed, "fc.weight", (2, 2)).flatten().tolist() == pytest.approx(GOLDEN_NOISE, rel=1e-13)
-
-
-def kolmogorov(sample: np.ndarray) -> float:
-    """sqrt(n) times the largest distance between the sample's distribution and the normal one."""
-    ordered, n = np.sort(sample), len(sample)
-    cdf = np.asarray([0.5 * math.erfc(-x / math.sqrt(2)) for x in ordered])
-    steps = np.arange(n + 1) / n
-    return math.sqrt(n) * float(max((steps[1:] - cdf).max(), (cdf - steps[:-1]).max()))
-
-
-def test_the_noise_follows_the_normal_distribution() -> None:
-    """Kolmogorov and Smirnov: above 1.95 in one of a thousand samples; both halves, which are cosines and sines, and
-    their products, which show whether they hang together."""
-    drawn = privacy.noise(SECRET, "w", (40_000,))
-    for part in (drawn, drawn[:20_000], drawn[20_000:], drawn[::2]):
-        assert kolmogorov(part) < 1.95
-        assert abs(float(part.mean())) < 4 / math.sqrt(len(part))
-        assert abs(float(part.var()) - 1) < 4 * math.sqrt(2 / len(part))
-    halves = drawn[:20_000], drawn[20_000:]
-    for left, right in (halves, (halves[0] ** 2 - 1, halves[1] ** 2 - 1)):
-        assert abs(float((left * right).mean())) < 4 * float(left.std() * right.std()) / math.sqrt(20_000)
-    assert kolmogorov(np.sign(drawn) * drawn**2) > 1.95, "the test sees what is not normal"
-
-
-def test_no_two_runs_have_the_same_noise_even_with_one_key() -> None:
-    """A Secret outlives its run: whoever starts another one of the same name may find it."""
-    assert privacy.noise_key(SECRET, "a") != privacy.noise_key(SECRET, "b") != privacy.noise_key(OTHER, "b")
 
 
 def test_without_a_secret_seed_there_is_no_private_aggregation() -> None:
@@ -370,32 +333,3 @@ def test_the_sample_is_of_those_that_can_take_part() -> None:
         assert privacy._sampled(flexfl(selection=Uniform(model=model)), FLEET, POOL) == (10, 100)
     capable = FedAvg(training=Training(fraction=0.1), eligible="capable", selection=Uniform())
     assert privacy._sampled(capable, FLEET, POOL) == (10, 90)
-
-
-@settings(max_examples=20)
-@given(rounds=st.integers(0, 5000), more=st.integers(1, 500), secret=st.booleans())
-def test_epsilon_grows_with_rounds(rounds: int, more: int, secret: bool) -> None:
-    algorithm = flexfl(2.0, secret=secret)
-    assert spent(algorithm, rounds) < spent(algorithm, rounds + more)
-
-
-def test_more_noise_and_a_larger_delta_cost_less() -> None:
-    costs = [spent(flexfl(z), 10) for z in (0.5, 1.0, 2.0, 8.0)]
-    assert costs == sorted(costs, reverse=True)
-    assert spent(flexfl(1.0), 0) == 0
-    lax = replace(flexfl(), aggregation=Private(delta=1e-3))
-    assert spent(lax, 10) < spent(flexfl(), 10)
-
-
-def test_what_is_not_private_has_no_epsilon() -> None:
-    for algorithm in (FlexFL(), FedRolex()):
-        assert not privacy.is_private(algorithm)
-        assert epsilon(algorithm, FLEET, POOL, 10) is None
-    assert privacy.is_private(flexfl())
-
-
-def test_a_missing_library_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    privacy._one_round.cache_clear()
-    monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(EnvironmentFailure, match=r"pip install 'flexfleet\[privacy\]'"):
-        epsilon(flexfl(), FLEET, POOL, 1)

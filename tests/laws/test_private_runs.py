@@ -241,19 +241,19 @@ def test_selections_that_a_private_run_takes_learn_nothing(kind: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"variant": "c"}, {"selection": Curiosity()}])
 def test_selections_that_learn_from_single_clients_are_refused(options: dict[str, Any]) -> None:
     algorithm = AdaptiveFL(training=TRAINING, aggregation=Private(), **options)
-    with pytest.raises(ConfigError, match=r"Curiosity learns from single .* algorithm\.selection=\{name: uniform\}"):
+    with pytest.raises(ConfigError, match=r"algorithm.selection"):
         start_of(algorithm, tiny_site(algorithm))
     start_of(replace(algorithm, aggregation=Mean()), tiny_site(algorithm))
 
 
-ONE_DECIDES = {"adagq": "shares", "decoupled": "level by level", "multibranch": "ranks"}
-"""How one client that is drawn decides about others."""
+ONE_DECIDES = ("adagq", "decoupled", "multibranch")
+"""Algorithms in which one client that is drawn decides about others."""
 
 
 @pytest.mark.parametrize("name", ONE_DECIDES)
 def test_where_one_drawn_client_decides_about_others_no_amplification_is_claimed(name: str) -> None:
     algorithm = private(name, secret_selection=True)
-    with pytest.raises(ConfigError, match=rf"{name} .*{ONE_DECIDES[name]}.* set .*\.secret_selection=false"):
+    with pytest.raises(ConfigError, match=r"\.secret_selection=false"):
         start_of(algorithm, tiny_site(algorithm))
     start_of(private(name), tiny_site(algorithm))
 
@@ -290,16 +290,6 @@ def test_one_client_decides_about_nobody_else_s_order(name: str) -> None:
         assert asked(19, 8) == asked(0, 8)
 
 
-def test_updates_that_decide_about_others_are_refused() -> None:
-    algorithm = private("flexfl")
-    privacy.check_terms(algorithm, RoundsConfig(norm_bound=None))
-    privacy.check_terms(FlexFL(), RoundsConfig(over_provision=1.5, quorum=0.5))
-    with pytest.raises(ConfigError, match=r"set rounds\.norm_bound=null$"):
-        privacy.check_terms(algorithm, RoundsConfig(norm_bound=5.0))
-    with pytest.raises(ConfigError, match=r"rounds\.over_provision=1, rounds\.quorum=0$"):
-        privacy.check_terms(algorithm, RoundsConfig(norm_bound=None, over_provision=1.5, quorum=0.5))
-
-
 # ---------------------------------------------------------------------------------------------- settings that show more
 PRIVATE = ("algorithm.aggregation={name: private}", "rounds.norm_bound=null")
 
@@ -307,11 +297,16 @@ PRIVATE = ("algorithm.aggregation={name: private}", "rounds.norm_bound=null")
 @pytest.mark.parametrize(
     ("sets", "wanted"),
     [
-        (["pretrain.reference=true"], "pretrain.reference=false"),
+        (["rounds.norm_bound=5.0"], "rounds.norm_bound=null"),
+        (["rounds.over_provision=1.5", "rounds.quorum=0.5"], "rounds.over_provision=1"),
+        (["rounds.quorum=0.5"], "rounds.quorum=0"),
         (["rounds.stop_simulated_s=100.0"], "rounds.stop_simulated_s=null"),
+        (["fleet.trace={name: lognormal}"], "fleet.trace=null"),
+        (["evaluate.on=clients"], "evaluate.on=server"),
+        (["pretrain.reference=true"], "pretrain.reference=false"),
         (["partition.proxy_shared=true"], "partition.proxy_shared=false"),
         (["noise.labels=0.1"], "noise.labels=0"),
-        (["algorithm.name=tests.laws.test_private_runs:OwnFlexFL"], "an algorithm of your own learns .*ALGORITHMS"),
+        (["algorithm.name=tests.laws.test_private_runs:OwnFlexFL"], "your own algorithm"),
     ],
 )
 def test_settings_that_show_more_than_the_noisy_sum_are_refused(sets: list[str], wanted: str) -> None:

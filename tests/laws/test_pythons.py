@@ -4,23 +4,17 @@ when annotations are read, and which certificates are taken."""
 from __future__ import annotations
 
 import ast
-import ssl
 import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import mypy
 import pytest
-import urllib3.util.ssl_
 
-from fl_engine.core.errors import EnvironmentFailure, certificate_hint
-from fl_engine.storage.urls import UrlStore
+from fl_engine.core.errors import EnvironmentFailure
 from flexfleet.cli import main as cli
-from tests.harness.tls import certificates, serving
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
@@ -101,30 +95,6 @@ def test_python_3_10_has_what_the_sources_use() -> None:
     assert len(found) > 300 and {path: names for path, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import tomllib",
-        "from datetime import UTC",
-        "import datetime as d\nd.datetime.now(d.UTC)",
-        "from typing import Self",
-        "import hashlib\nhashlib.file_digest(file, 'md5')",
-        "import enum\nclass A(enum.StrEnum): pass",
-        "import importlib.resources.abc",
-        "from itertools import batched",
-    ],
-)
-def test_the_look_at_python_3_10_sees_what_it_lacks(source: str) -> None:
-    assert len(lacking(source)) == 1
-    assert lacking("from datetime import timezone\nimport hashlib\nhashlib.sha256()") == []
-
-
-@pytest.mark.parametrize("source", ["try: f()\nexcept* ValueError: pass", "type A = int", "def f[T](): pass"])
-def test_the_look_at_python_3_10_sees_what_it_cannot_read(source: str) -> None:
-    with pytest.raises(SyntaxError):
-        lacking(source)
-
-
 def test_on_python_3_10_commands_of_the_coordinator_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "sys", SimpleNamespace(version_info=(3, 10, 12)))
     for command in (["run"], ["compare", "--algorithms", "flexfl"], ["invite"]):
@@ -175,21 +145,6 @@ def test_whoever_starts_processes_says_how() -> None:
     assert len(found) > 200 and {path: calls for path, calls in found.items() if calls} == {}
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import multiprocessing\nmultiprocessing.Process(target=f)",
-        "import torch.multiprocessing as mp\nwith mp.Pool(2) as pool: pass",
-        "from multiprocessing import Process\nProcess(target=f)",
-        "import multiprocessing\nmultiprocessing.get_context().Pool(2)",
-        "from concurrent.futures import ProcessPoolExecutor\nProcessPoolExecutor(2)",
-    ],
-)
-def test_the_look_at_start_methods_sees_them(source: str) -> None:
-    assert len(unnamed(source)) == 1
-    assert unnamed("import multiprocessing as m\nm.get_context('spawn').Process(target=f)") == []
-
-
 # ------------------------------------------------------------------------------------- when annotations are read
 def test_annotations_are_read_through_typing() -> None:
     """`__annotations__` of 3.14 is computed when it is asked for, and is in no class's `__dict__`."""
@@ -202,55 +157,3 @@ def test_annotations_are_read_through_typing() -> None:
         or (isinstance(node, ast.Constant) and node.value == "__annotations__")
     ]
     assert direct == [], "typing.get_type_hints"
-
-
-# ------------------------------------------------------------------------------------ which certificates are taken
-@pytest.fixture(scope="module", params=[False, True], ids=["an old authority", "one of RFC 5280"])
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Path, bool]]:
-    """An HTTPS server, its authority's certificate, and whether that says what its key is for."""
-    good = bool(request.param)
-    authority, own = certificates(tmp_path_factory.mktemp("certificates"), good)
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"ok")
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with serving(Answer, own) as port:
-        yield f"https://127.0.0.1:{port}/x?X-Amz-Signature=planted", authority, good
-
-
-class Strict(ssl.SSLContext):
-    """As urllib3 makes it from Python 3.13 on."""
-
-    def __new__(cls, *given: Any, **named: Any) -> Strict:
-        made = super().__new__(cls, *given, **named)
-        made.verify_flags |= ssl.VERIFY_X509_STRICT
-        return made
-
-
-def test_a_certificate_that_newer_pythons_refuse_is_told_as_that(
-    server: tuple[str, Path, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, authority, good = server
-    monkeypatch.setenv("SSL_CERT_FILE", str(authority))
-    monkeypatch.setattr(urllib3.util.ssl_, "SSLContext", Strict)
-    store = UrlStore({"x": url}, {})
-    store._pool = urllib3.PoolManager(retries=False)
-    if good:
-        assert store.get("x") == b"ok"
-        return
-    said = r"key usage extension.*Python 3\.13 and newer check certificates strictly"
-    with pytest.raises(EnvironmentFailure, match=said):
-        store.get("x")
-
-
-def test_other_errors_of_certificates_have_no_hint() -> None:
-    assert certificate_hint("certificate verify failed: unable to get local issuer certificate") == ""

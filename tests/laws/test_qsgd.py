@@ -6,7 +6,7 @@ import itertools
 import math
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from fl_engine.codecs import Qsgd, bits, codec_of, elias
-from fl_engine.core import seeds
+from fl_engine.codecs import Qsgd, bits, elias
 from fl_engine.core.errors import IntegrityError, ModelError
 from fl_engine.core.types import ClientFailure, Codecs, Header, Params
 from fl_engine.exchange import coding
@@ -85,40 +83,6 @@ def test_tensors_and_seeds_have_random_numbers_of_their_own() -> None:
     assert_same_bits(Qsgd(bits=2).encode({"b": x}, 0), {name: a[name] for name in ("b", "b/norm")})
 
 
-@dataclass(frozen=True)
-class Draws:
-    """What stands in for random numbers in [0, 1), made of such."""
-
-    seed: int
-    made: Callable[[Any], Any]
-
-    def random(self, count: int, dtype: Any) -> Any:
-        return self.made(np.random.default_rng(self.seed).random(count)).astype(dtype)
-
-
-ROUNDINGS: dict[str, Callable[[Any], Any]] = {
-    "nearest": lambda drawn: drawn * 0 + 0.5,
-    "down": lambda drawn: drawn * 0 + 1,
-    "up": lambda drawn: drawn * 0,
-    "a tenth too seldom up": lambda drawn: drawn + 0.1,
-    "half again too often up": lambda drawn: drawn / 1.5,
-    "by the square of what is left": np.sqrt,
-}
-
-
-@pytest.mark.parametrize("wrong", ROUNDINGS)
-def test_a_wrong_rounding_is_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeds, "rng", lambda seed, _: Draws(seed, ROUNDINGS[wrong]))
-    with pytest.raises(AssertionError, match=r"elsewhere|one side|larger"):
-        assert_unbiased(Qsgd(bits=4))
-
-
-def test_another_generator_rounds_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the one before."""
-    monkeypatch.setattr(seeds, "rng", lambda seed, _: Draws(seed, lambda drawn: drawn))
-    assert_unbiased(Qsgd(bits=4))
-
-
 @settings(max_examples=120)
 @given(CODECS, WEIGHTS, st.integers(0, 2**62))
 def test_nothing_is_further_off_than_a_level(codec: Qsgd, drawn: list[float], seed: int) -> None:
@@ -166,18 +130,6 @@ def test_levels_by_hand() -> None:
     assert [Qsgd(levels=s).width for s in (1, 2, 3, 4, 7, 8, 2**16 - 1)] == [2, 3, 3, 4, 4, 5, 17]
 
 
-def test_rounding_makes_no_level_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """s x / |v| of a number alone in its bucket is s, or by rounding a little more; here all are rounded up."""
-    monkeypatch.setattr(seeds, "rng", lambda seed, _: Draws(seed, ROUNDINGS["up"]))
-    x = normal(2000)
-    torch.testing.assert_close(back(Qsgd(bucket=1), x), x, rtol=1.01 / 255, atol=0)
-
-
-def test_defaults() -> None:
-    assert Qsgd() == Qsgd(bits=8, levels=None, bucket=512, coding="shorter")
-    assert (Qsgd().s, Qsgd(bits=1).s, Qsgd(levels=5).s) == (255, 1, 5)
-
-
 def test_the_last_bucket_may_be_shorter() -> None:
     x = torch.tensor([3.0, 4.0, 0.0, 0.0, 7.0])
     codec = Qsgd(bucket=2)
@@ -203,34 +155,6 @@ def test_a_number_that_is_none_is_said() -> None:
     with pytest.raises(ModelError, match=r"the norm of b is 4\.24e\+38, and float32 ends at 3\.4e\+38"):
         Qsgd().encode({"b": torch.full((2,), 3e38)}, 0)
     assert bool((back(Qsgd(bits=16), torch.full((3,), 1e-40)) == 0).all()), "too small for a step"
-
-
-@pytest.mark.parametrize(
-    "options", [{"bits": 0}, {"bits": 17}, {"bits": 8.0}, {"levels": 0}, {"levels": 2**16}, {"bucket": 0},
-                {"coding": "huffman"}, {"buckets": 512}], ids=str,
-)  # fmt: skip
-def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        codec_of({"name": "qsgd", **options})
-
-
-# -------------------------------------------------------------------------------------------------------- figures
-@pytest.mark.parametrize(
-    ("bucket", "bits_", "error", "omega"),
-    [(None, 8, 1.96, 1.0), (None, 9, 1.19, 1.5), (None, 11, 0.31, 3.2),
-     (512, 8, 0.036, 8.3), (512, 9, 0.018, 10.4), (512, 11, 0.0045, 13.7)],
-)  # fmt: skip
-def test_the_norm_decides_the_error_and_what_pays(bucket: int | None, bits_: int, error: float, omega: float) -> None:
-    """2.4 M normal numbers, with one norm and with buckets: relative error, and bits of a number, norms counted."""
-    x = normal(2_400_000)
-    found = {way: Qsgd(bits_, None, bucket, way).encode({"x": x}, 0) for way in ("elias", "fixed", "shorter")}
-    each = {way: 8 * tensor_bytes(made) / len(x) for way, made in found.items()}
-    off = Qsgd(bits_, None, bucket).decode(found["shorter"], coding.header_of({"x": x}))["x"] - x
-    assert float(off.norm() / x.norm()) == pytest.approx(error, rel=0.02)
-    assert each["elias"] == pytest.approx(omega, abs=0.06)
-    assert each["fixed"] == pytest.approx(bits_ + 1 + (32 / 512 if bucket else 0), abs=1e-4)
-    assert each["shorter"] == min(each["elias"], each["fixed"])
-    assert (each["elias"] > each["fixed"]) == (bucket is not None and bits_ > 8), "where buckets share the norm"
 
 
 # ------------------------------------------------------------------------------------------------------ strangers

@@ -93,12 +93,6 @@ def test_balanced_draws_every_sample_of_a_label_equally_often() -> None:
     assert (torch.bincount(indices[:100], minlength=100)[:90] > 1).any(), "with replacement"
 
 
-def test_labels_may_lie_in_any_order() -> None:
-    mixed = torch.randperm(100, generator=torch.Generator().manual_seed(1))
-    counts = torch.bincount(HELD[mixed][drawn(Balanced(), HELD[mixed], 90)], minlength=4)
-    assert counts[2] == 0 and chi_square(counts[[0, 1, 3]]) < 20
-
-
 def test_numbers_are_balanced_by_their_bins() -> None:
     """A bin that holds most samples, as many targets are equal, is drawn as often as the others."""
     y = torch.cat([torch.zeros(80, 1), torch.arange(1.0, 21.0)[:, None]])
@@ -156,19 +150,3 @@ def test_a_sampler_of_ones_own_draws_as_many_as_there_are_and_no_others(draws: S
     with pytest.raises(ModelError, match=r"Wrong\.epoch gave invalid indices: for N samples it must give int64"):
         next(orders(FOUR, tasks, targets))
     assert len(list(orders(FOUR, [replace(TASK, sampler=Wrong(draws=(3, 3, 0, 1)))], targets[:1]))) == 2
-
-
-def test_epochs_are_drawn_when_they_are_asked_for() -> None:
-    """All of a long training may take more memory than its samples."""
-    asked: list[int] = []
-
-    @dataclass(frozen=True)
-    class Counted(Shuffle):
-        def epoch(self, goal: Task, y: Tensor, generator: torch.Generator) -> Tensor:
-            asked.append(len(y))
-            return super().epoch(goal, y, generator)
-
-    drawn = orders(FOUR, [replace(TASK, epochs=1000, sampler=Counted())] * 2, [torch.arange(4), torch.arange(4)])
-    assert asked == []
-    next(drawn), next(drawn)
-    assert asked == [4] * 4, "two epochs of two lanes"

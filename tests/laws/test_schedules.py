@@ -23,11 +23,6 @@ def rates(schedule: Schedule, per_epoch: int, epochs: int, lr: float = 1.0) -> l
     return [schedule.rate(lr, step, per_epoch, epochs) for step in range(per_epoch * epochs)]
 
 
-def test_constant_is_the_rate_itself() -> None:
-    assert rates(Constant(), 3, 2, 0.1) == [0.1] * 6
-    assert LocalTask(FULL, SGD(0.1), 1, 1, True, 0).schedule == Constant()
-
-
 def test_cosine_rates_by_hand() -> None:
     """Of four steps, the cosine is 1, 1/sqrt(2), 0, -1/sqrt(2)."""
     slope = math.sqrt(0.5)
@@ -57,13 +52,6 @@ def test_descents_that_grow_are_those_of_torch() -> None:
         optimizer.step()
         theirs.step()
     assert [step for step, rate in enumerate(ours) if rate == 0.1] == [0, 30, 90, 210]
-
-
-def test_cosine_restarts_after_longer_and_longer_descents() -> None:
-    """Two epochs, then four, then eight, of two steps each."""
-    found = rates(Cosine(floor=0.1, restart=2, factor=2), 2, 14)
-    assert found == [rate for epochs in (2, 4, 8) for rate in rates(Cosine(floor=0.1), 2, epochs)]
-    assert rates(Cosine(factor=3), 2, 5) == rates(Cosine(), 2, 5), "without a restart there is one descent"
 
 
 def gradients(params: Params, x: Tensor, y: Tensor) -> Params:

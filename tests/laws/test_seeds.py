@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fl_engine.core import seeds
 
@@ -50,33 +46,6 @@ def test_a_secret_seed_keys_the_generator_with_128_bits() -> None:
     assert seeds.derive(secret, "select", 3, 2) == int.from_bytes(digest[:8], "little") >> 1
     usual = np.random.Generator(np.random.Philox(seeds.derive(2**128 - 1, "select")))
     assert seeds.rng(2**128 - 1, "select").random() == usual.random()
-
-
-@given(st.integers(), st.text(max_size=8).filter(str.isprintable), st.integers(-1, 10**6), st.integers(-1, 10**6))
-def test_it_is_the_first_63_bits_of_a_sha256(seed: int, purpose: str, round: int, client: int) -> None:
-    digest = hashlib.sha256(f"flexfleet/{seed}/{purpose}/{round}/{client}".encode()).digest()
-    expected = sum(byte << (8 * i) for i, byte in enumerate(digest[:8])) // 2
-    assert seeds.derive(seed, purpose, round, client) == expected
-    torch.Generator().manual_seed(expected)
-
-
-def test_every_argument_counts() -> None:
-    seeds_, purposes, numbers = (0, 1, 10), ("select", "observe", "order"), (-1, 0, 1, 11)
-    drawn = [seeds.derive(*values) for values in itertools.product(seeds_, purposes, numbers, numbers)]
-    assert len(set(drawn)) == len(drawn)
-
-
-def test_arguments_cannot_run_into_each_other() -> None:
-    values = [(1, "a", 11, 1), (1, "a", 1, 11), (11, "a", 1, 1), (1, "1/a", 1, 1), (1, "a/1", 1, 1), (1, "a", -1, 1)]
-    assert len({seeds.derive(*v) for v in values}) == len(values)
-
-
-def test_streams_are_independent_of_each_other() -> None:
-    first = seeds.rng(1, "a")
-    expected = seeds.rng(1, "a").random(4).tolist()
-    seeds.rng(1, "b").random(100)
-    np.random.seed(0)
-    assert first.random(4).tolist() == expected
 
 
 @pytest.mark.parametrize("hashseed", ["0", "12345"])

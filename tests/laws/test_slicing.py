@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import contains, entries, full_shapes, initial_params, runnable, shapes, take
+from fl_engine.core.slicing import contains, entries, shapes, take
 from fl_engine.core.types import FULL, Axis, Keep, ParamLayout, Params, Slot, SubmodelSpec
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.testing.kinds import TinyLSTM
@@ -205,27 +205,10 @@ def test_an_error_names_the_missing_block() -> None:
         take(numbered(), LAYOUT, SubmodelSpec.of({}, ["secnod"]))
 
 
-def test_an_unknown_parameter_is_an_error() -> None:
-    with pytest.raises(ModelError, match="'stray'"):
-        take({"stray": torch.zeros(1)}, LAYOUT, FULL)
-
-
-def test_a_layout_with_an_unknown_group_is_an_error() -> None:
-    with pytest.raises(ModelError, match="'x'"):
-        ParamLayout({"a": 1}, {"w": Slot("b", (Axis("x"),))})
-
-
 @pytest.mark.parametrize("keep", [0, -1, [], [1, 1], [2, 1], [-1, 0]])
 def test_nonsense_cannot_be_written_down(keep: int | list[int]) -> None:
     with pytest.raises(ModelError, match="'a'"):
         SubmodelSpec.of({"a": keep})
-
-
-def test_parameters_of_another_shape_do_not_run() -> None:
-    family = TinyNet()
-    small = SubmodelSpec.of({"hidden": 3})
-    with pytest.raises(ModelError, match="do not fit"):
-        runnable(family, small, initial_params(family, 0))
 
 
 # --------------------------------------------------------------------------------------------------- specs
@@ -259,22 +242,6 @@ def test_entries_by_hand() -> None:
     assert isinstance(entries(2, Axis("g", 3), 12), slice), "a prefix of a single run lies together"
 
 
-def test_a_slice_of_the_gates_by_hand() -> None:
-    """Three units of an LSTM with one input: input, forget, cell and output gates one after the other."""
-    layout = ParamLayout({"hidden": 3}, {"weight_ih": Slot("lstm", (Axis("hidden", copies=4), Axis(None)))})
-    gates = {"weight_ih": torch.arange(12)[:, None]}
-    assert take(gates, layout, SubmodelSpec.of({"hidden": 2}))["weight_ih"].flatten().tolist() == [
-        0, 1, 3, 4, 6, 7, 9, 10,
-    ]  # fmt: skip
-    assert take(gates, layout, SubmodelSpec.of({"hidden": [2]}))["weight_ih"].flatten().tolist() == [2, 5, 8, 11]
-
-
-@pytest.mark.parametrize(("repeat", "copies"), [(0, 1), (1, 0), (1, -2)])
-def test_an_axis_without_entries_is_an_error(repeat: int, copies: int) -> None:
-    with pytest.raises(ModelError, match=f"'g'.*repeat={repeat}, copies={copies}"):
-        Axis("g", repeat, copies)
-
-
 # -------------------------------------------------------------------------------------------------- counts
 def test_counts_by_hand() -> None:
     """Convolution 1 -> 8 at 4x4, then 2x2 maps; hidden 32; residual 32; 4 classes."""
@@ -300,21 +267,3 @@ def test_an_lstm_counts_each_matrix_once_a_step() -> None:
         spec = SubmodelSpec.of({"lstm": hidden})
         assert count_macs(family, spec) == 5 * 4 * hidden * (2 + hidden) + 5 * hidden * 3
         assert count_params(family, spec) == 4 * hidden * (2 + hidden + 2) + 5 * hidden * 3 + 3
-
-
-def test_shapes_are_worked_out_once() -> None:
-    assert set(full_shapes(TinyNet())) == set(TinyNet().layout().slots)
-    assert full_shapes(TinyNet()) is full_shapes(TinyNet())
-
-
-# -------------------------------------------------------------------------------------------- fresh networks
-def test_fresh_networks_depend_on_the_seed_alone() -> None:
-    family = TinyNet()
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    first = initial_params(family, 5)
-    assert torch.equal(torch.get_rng_state(), state), "the global generator was moved"
-    torch.manual_seed(2)
-    assert_same_bits(initial_params(family, 5), first)
-    other = initial_params(family, 6)
-    assert all(not torch.equal(other[name], tensor) for name, tensor in first.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from itertools import pairwise
 
@@ -12,12 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.core.errors import DataError, ModelError, PartitionError
+from fl_engine.core.errors import PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.core.task import Task
 from fl_engine.data import partition_files as files
 from fl_engine.data import partitioning as p
-from fl_engine.data.transforms import fingerprint, subset
 from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.kinds import tiny_table
 from fl_engine.training.losses import self_distillation
@@ -62,12 +60,6 @@ def test_top5_accuracy_by_hand() -> None:
     assert task.identity == plain.identity, "the data are the same"
 
 
-@pytest.mark.parametrize("classes", [2, 5])
-def test_top5_says_nothing_of_five_classes(classes: int) -> None:
-    with pytest.raises(DataError, match=f"top5 takes at least 6 classes, .* got {classes}: leave it out"):
-        Classification(classes, top5=True)
-
-
 @pytest.mark.parametrize("offset", [0.0, 1e3, 1e7])
 def test_r2_keeps_its_digits_where_targets_are_far_from_0(offset: float) -> None:
     generator, task = torch.Generator().manual_seed(0), Regression()
@@ -98,13 +90,6 @@ def test_metrics_do_not_depend_on_how_batches_are_cut(task: Task, cuts: list[int
     assert torch.equal(whole.confusion, cut.confusion)
 
 
-@pytest.mark.parametrize("task", TASKS, ids=str)
-def test_a_student_that_agrees_with_its_teacher_learns_nothing_from_it(task: Task) -> None:
-    outputs = torch.randn(5, task.outputs, generator=torch.Generator().manual_seed(1))
-    assert self_distillation(task, outputs, [outputs], 3.0).abs().max() < 1e-6
-    assert (self_distillation(task, outputs, [outputs + torch.arange(5.0)[:, None] ** 2], 3.0) >= -1e-6).all()
-
-
 def test_a_number_is_distilled_by_its_squared_error_at_every_temperature() -> None:
     student, teacher = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [2.5]])
     for temperature in (1.0, 3.0, 10.0):
@@ -119,11 +104,6 @@ def test_quantile_bins_are_equally_full_and_keep_equal_targets_together() -> Non
     assert (labels == y[:, 0].numpy() // 20).all()
     same = Regression(bins=5).labels(torch.tensor([[0.0]] * 8 + [[1.0], [2.0]]))
     assert len(set(same[:8].tolist())) == 1 and same.max() == 4
-
-
-def test_numbers_have_no_classes_to_mask() -> None:
-    with pytest.raises(ModelError, match=r"no classes whose outputs could be masked: set algorithm\.mask_labels=false"):
-        Regression().present(torch.ones(2, 1))
 
 
 # ---------------------------------------------------------------------------------------------- partitions
@@ -158,25 +138,3 @@ def test_a_partition_of_numbers_is_stored_and_found_again(tmp_path: object) -> N
         files.save(cut, tmp_path)  # type: ignore[arg-type]
         found = files.load(tmp_path, data)  # type: ignore[arg-type]
         assert found.counts.tolist() == cut.counts.tolist()
-
-
-def test_a_subset_of_numbers_has_all_bins() -> None:
-    small = subset(tiny_table(), 50, 20, 1)
-    everywhere = Regression().labels(tiny_table().train_y)
-    assert (len(small.train_y), len(small.test_y)) == (50, 20)
-    chosen = [int((tiny_table().train_y == y).nonzero()[0, 0]) for y in small.train_y]
-    assert np.bincount(everywhere[chosen], minlength=10).min() >= 4
-    assert len(subset(without_bins(), 50, 20, 1).train_y) == 50
-
-
-def test_the_fingerprint_of_a_classification_is_the_one_from_before_there_were_tasks() -> None:
-    x, y = torch.zeros(4, 1, 1, 1, dtype=torch.uint8), torch.tensor([0, 1, 1, 0])
-    data = Data("made", Classification(2), x, y, x, y, (0.5,), (0.25,))
-    digest = hashlib.sha256(repr((2, (0.5,), (0.25,))).encode())
-    for tensor in (x, y, x, y):
-        digest.update(repr((str(tensor.dtype), tuple(tensor.shape))).encode())
-        digest.update(tensor.numpy().tobytes())
-    digest.update(b"none")
-    assert fingerprint(data) == digest.hexdigest()
-    numbers = tiny_table()
-    assert fingerprint(numbers) != fingerprint(Data(**{**vars(numbers), "task": Regression(bins=5)}))

@@ -26,11 +26,6 @@ def test_by_hand() -> None:
     assert tiers(speed, bandwidth, 2, mu=0.5) == [1, 0, 1, 0]
 
 
-def test_each_is_in_one_tier_where_the_printed_loop_overlaps() -> None:
-    """Line 7 as printed gives tier 1 the clients 1 to 4, tier 2 the clients 2 to 5, tier 3 the clients 3 to 6."""
-    assert tiers([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0], [1.0] * 9, 3, mu=1.0) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-
-
 def test_the_paper_s_hundred_clients_in_ten_tiers() -> None:
     assert Counter(tiers([float(i) for i in range(100)], [1.0] * 100, 10, mu=1.0)) == dict.fromkeys(range(10), 10)
 
@@ -63,15 +58,3 @@ def test_tiers_are_even_and_in_the_order_of_capability(
         for j, (q, t) in enumerate(clients):
             if p >= q and s >= t and (p, s) != (q, t) and mu > 0 and p > q:
                 assert found[i] >= found[j], "no slower in anything, and faster in one thing"
-
-
-@given(FEW, COUNTS, MUS, st.sampled_from([0.5, 2.0, 1024.0]))
-def test_units_do_not_matter(clients: list[tuple[float, float]], count: int, mu: float, unit: float) -> None:
-    speed, bandwidth = zip(*clients, strict=True)
-    scaled = [value * unit for value in bandwidth]
-    assert tiers(speed, scaled, count, mu) == tiers(speed, bandwidth, count, mu)
-
-
-def test_lists_that_do_not_belong_together() -> None:
-    with pytest.raises(ValueError, match="2 speeds, 1 bandwidths and 3 tiers make no tiers"):
-        tiers([1.0, 2.0], [1.0], 3, mu=1.0)

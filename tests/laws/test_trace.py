@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Device
-from fl_engine.fleet.devices import Took, fleet, simulated_seconds
+from fl_engine.fleet.devices import Took, simulated_seconds
 from fl_engine.fleet.lognormal import LogNormal, efficiency
-from fl_engine.fleet.trace import Trace, Varying, online, took, trace_of
-from fl_engine.fleet.trace_sources import TRACES
+from fl_engine.fleet.trace import Trace, Varying, took, trace_of
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
@@ -144,14 +143,6 @@ def test_a_bandwidth_that_varies_holds_for_its_interval() -> None:
     assert [trace.now(at).bandwidth[0] for at in (0, 9.9, 10, 25)] == [10, 10, 20, 30]
 
 
-def test_a_bandwidth_that_begins_anew_does_so_within_an_interval() -> None:
-    """Factors 1, 2 and 3 from seconds 0, 10 and 20 on, and again from second 25 on."""
-    draw: Callable[[int], Any] = lambda interval: np.full(1, 1.0 + interval)  # noqa: E731
-    trace = replace(always((True, 1.0, 10.0)), varying=Varying(10.0, draw, 1, repeat_s=25.0))
-    assert [trace.now(at).bandwidth[0] for at in (20, 24.9, 25, 34.9, 35, 45, 50)] == [30, 30, 10, 10, 20, 30, 10]
-    assert took(trace, 0, 20.0, 200, 0, 0) == Took(0.0, 10.0), "150 bytes until second 25, the others at 10/s"
-
-
 def test_a_client_that_hardly_moves_does_not_hold_up_the_server() -> None:
     trace = replace(always((True, 1e-6, 1e-6)), varying=Varying(1.0, lambda interval: np.ones(1), 1))
     started = clocks.monotonic()
@@ -224,19 +215,6 @@ def test_sessions_last_as_long_as_was_asked_for_from_the_beginning(sessions: str
     assert spread == pytest.approx(0.8 if sessions == "lognormal" else math.pi / 6**0.5, rel=0.05)
 
 
-def test_the_odds_of_being_online_by_hand() -> None:
-    """Equal seconds online and offline; odds whose logarithm has the spread ln 9: a client one deviation above is
-    online 9 parts of 10, one below 1 of 10. sqrt(9) = 3 times as long online, a third as long offline."""
-    source = LogNormal(online_sigma=math.log(9), online_s=900.0, offline_s=900.0, repeat_s=1e7)
-    first, time, online_ = source._sessions(np.asarray([1.0, 0.0, -1.0]), 3)
-    trace = Trace(first, time, online_, *[np.ones(len(time))] * 2, np.full(3, 1e7))
-    assert shares(trace) == pytest.approx([0.9, 0.5, 0.1], abs=0.02)
-    lasted = np.diff(time[: first[1]])
-    assert [lasted[online_[: first[1] - 1] == state].mean() for state in (True, False)] == pytest.approx(
-        [2700, 300], rel=0.06
-    )
-
-
 @pytest.mark.parametrize(
     ("sessions", "left"),
     # Of a session X that a moment falls into, E[X^2] / (2 E[X]) is left: the mean, or half of it times e^(s^2).
@@ -247,25 +225,6 @@ def test_what_is_left_of_a_session_under_way(sessions: Any, left: float) -> None
     for under_way, expected in ((True, left), (False, 1000.0)):
         found = source._durations(mean, np.random.default_rng(1), under_way=under_way)
         assert found.mean() == pytest.approx(expected, rel=0.02)
-
-
-def test_the_scores_of_ranks_by_hand() -> None:
-    """Of four clients the normal scores of 1/8, 3/8, 5/8 and 7/8; speeds that follow them alone, of median 10^9."""
-    source = LogNormal(speed_data=1.0, speed_sigma=1.0, sessions="always", bandwidth_varies=0.0)
-    speeds = source.trace(devices(4), [30, 10, 40, 20], 5).now(0.0).speed
-    assert np.log(speeds / 1e9) == pytest.approx([0.318639, -1.150349, 1.150349, -0.318639], abs=1e-5)
-
-
-def test_those_who_stay_stay() -> None:
-    trace = drawn(sessions="always")
-    assert trace.now(1e7).online.all() and trace.leaves(5, 3.0) == math.inf
-
-
-def test_bandwidth_changes_while_clients_train() -> None:
-    trace = drawn(bandwidth_varies=0.5, bandwidth_s=60.0, sessions="always")
-    one, same, other = (np.log(trace.now(at).bandwidth) for at in (0.0, 59.0, 60.0))
-    assert (one == same).all() and (other - one).std() == pytest.approx(0.5 * 2**0.5, rel=0.05)
-    assert (trace.now(0.0).speed == trace.now(60.0).speed).all()
 
 
 @pytest.mark.parametrize("bandwidth_s", [300.0, 7000.0, 100_000.0])
@@ -285,15 +244,6 @@ def test_the_achievable_rate_by_hand() -> None:
     assert flat.bandwidth == pytest.approx(1e6 * math.log2(101), rel=1e-6)
     db = 10 * np.log10(2 ** (drawn(**options, rate="shannon", snr_db=20.0).now(0.0).bandwidth / 1e6) - 1)
     assert (db.mean(), db.std()) == pytest.approx((20, 6), rel=0.05)
-
-
-def test_the_seed_says_it_all() -> None:
-    one, same, other = (drawn(seed).now(5000.0) for seed in (1, 1, 2))
-    assert all((a == b).all() for a, b in zip(one, same, strict=True))
-    assert (one.speed != other.speed).all() and (one.online != other.online).any()
-    left, right = (drawn(seed, bandwidth_sigma=0.0, sessions="always").now(0.0).bandwidth for seed in (1, 2))
-    assert (left != right).all(), "what varies in time follows from it too"
-    assert LogNormal().speed_sigma == 0.6, "FedScale's"
 
 
 # --------------------------------------------------------------------------------------------------- in rounds
@@ -348,12 +298,6 @@ def test_those_who_are_online_are_asked_with_what_they_have_now() -> None:
     assert early.fleet == SITE.fleet, "nominal"
     assert early.available[1] == replace(SITE.fleet[2], speed=7.0, bandwidth=9.0)
     assert late.available == tuple(replace(d, speed=1.0, bandwidth=2.0) for d in SITE.fleet)
-
-
-def test_fewer_than_wanted_are_fewer_picks(tmp_path: Path) -> None:
-    trace = trace_of([[(0.0, c < 2, 1e9, 1e6)] for c in range(CLIENTS)])
-    _, (row,) = federate(ALGORITHM, SITE, tmp_path, trace, stop=1)
-    assert [line["client"] for line in row.clients] == [0, 1] and row.metrics["clients_trained"] == 2
 
 
 def test_nobody_there_is_waited_for_and_the_wait_is_time(tmp_path: Path) -> None:
@@ -465,18 +409,3 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_picks(tmp_path: Path, keep
     failed = [[line.get("failure") for line in row.clients] for row in rows]
     assert failed == [[line.get("failure") for line in row.clients] for row in others]
     assert any(map(any, failed)), "some drop out"
-
-
-# ---------------------------------------------------------------------------------------------------- the list
-def test_everything_that_is_listed_says_its_files() -> None:
-    assert set(TRACES) == {"lognormal", "file", "fedscale"}
-    assert LogNormal().files == ()
-
-
-def test_a_fleet_of_tiers_keeps_them_as_medians() -> None:
-    members = fleet("4:3:3", 2000, 0)
-    now = LogNormal(sessions="always").trace(members, [10] * 2000, 0).now(0.0)
-    for tier, median in (("weak", 2e9), ("strong", 200e9)):
-        own = [now.speed[d.client] for d in members if d.tier == tier]
-        assert np.median(own) == pytest.approx(median, rel=0.1)
-    assert len(online(members, now)) == 2000

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.algorithms import DepthFL, ScaleFL
+from fl_engine.algorithms import ScaleFL
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import FlexfleetError, ModelError, PoolError
+from fl_engine.core.errors import ModelError, PoolError
 from fl_engine.core.slicing import contains
-from fl_engine.core.types import FULL, Axis, ParamLayout, Slot, SubmodelSpec
+from fl_engine.core.types import Axis, ParamLayout, Slot, SubmodelSpec
 from fl_engine.core.widths import (
-    Rounding,
     choose_exits,
     early_exit,
     exit_name,
@@ -38,7 +36,7 @@ from fl_engine.core.widths import (
     with_exits,
 )
 from fl_engine.models.mobilenetv2 import MobileNetV2
-from fl_engine.models.resnet import ResNet18, ResNet34
+from fl_engine.models.resnet import ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.testing.tiny import TinyNet, tiny_pool
@@ -110,21 +108,6 @@ def test_a_larger_ratio_keeps_no_less(size: int, small: float, large: float) -> 
     assert kept(size, large, "ceil") - kept(size, large, "floor") in (0, 1)
 
 
-def test_another_rounding_is_refused() -> None:
-    wrong: Any = "cieling"
-    with pytest.raises(PoolError, match="rounding is 'ceil' or 'floor', got 'cieling'"):
-        prefix(SMALL.layout(), 0.5, wrong)
-
-
-@pytest.mark.parametrize("rounding", ["ceil", "floor"])
-def test_a_prefix_of_one_half(rounding: Rounding) -> None:
-    layout = SMALL.layout()
-    spec = prefix(layout, 0.5, rounding)
-    assert [layout.width(spec, g) for g in ("conv1", "conv2", "conv3", "fc1")] == [8, 16, 32, 32]
-    assert layout.width(spec, "classes") == 10
-    assert all(isinstance(layout.indices(spec, g), int) for g in layout.groups), "a prefix is stored as its length"
-
-
 def test_the_two_roundings_are_different_networks() -> None:
     """0.71 of 16, 32, 64, 64: 11.36, 22.72, 45.44, 45.44."""
     layout = SMALL.layout()
@@ -133,14 +116,6 @@ def test_the_two_roundings_are_different_networks() -> None:
     assert down == SubmodelSpec.of({"conv1": 11, "conv2": 22, "conv3": 45, "fc1": 45})
     assert prefix(layout, 0.71) == up
     assert contains(layout, up, down)
-
-
-@pytest.mark.parametrize("rounding", ["ceil", "floor"])
-def test_a_width_of_one_is_the_whole_network(rounding: Rounding) -> None:
-    layout = SMALL.layout()
-    assert prefix(layout, 1.0, rounding) == FULL
-    assert rolling(layout, 1.0, dict.fromkeys(layout.groups, 3)) == FULL
-    assert random_drop(layout, 1.0, seeds.rng(0, "t")) == FULL
 
 
 # ============================================================================================ rolling, Eq. 3.4
@@ -214,16 +189,6 @@ def test_with_less_overlap_the_window_makes_longer_strides(
     assert visits.total() == size * count
     if count % math.gcd(step, size) == 0:
         assert visits == dict.fromkeys(range(size), count)
-
-
-def test_strides_by_hand() -> None:
-    """K = 10, beta = 1/2: r = 1, 0.8, 0.5, 0.1, 0 advance by 1, 1 + 1, 1 + 2, 1 + 4 and 1 + 5."""
-    layout = layout_of(10)
-    for overlap, step in ((1.0, 1), (0.8, 2), (0.5, 3), (0.1, 5), (0.0, 6)):
-        starts = [window_start(layout, 0.5, round, overlap)["g0"] for round in range(12)]
-        assert starts == [round * step % 10 for round in range(12)]
-    # With 0.1 the window of five moves by five, and back: each channel in every other round.
-    assert [window(layout, 0.5, j, 0.1)["g0"] for j in range(3)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [0, 1, 2, 3, 4]]
 
 
 def test_the_published_stride_can_pass_channels_over() -> None:
@@ -317,16 +282,6 @@ def test_from_a_layer_on(start: int, expected: list[int]) -> None:
     assert layout.width(spec, "classes") == 10
 
 
-def test_from_a_layer_on_a_stage_is_a_layer() -> None:
-    family = ResNet18(CIFAR, 10)
-    assert from_layer(family, 0.66, 3) == SubmodelSpec.of({"stage3": 168, "stage4": 337})
-    assert from_layer(family, 1.0, 0) == FULL
-
-
-def test_from_a_layer_on_at_least_one_channel_stays() -> None:
-    assert from_layer(TINY, 0.01, 0) == SubmodelSpec.of({"conv": 1, "hidden": 1})
-
-
 # ================================================================================================= early exits
 @lru_cache(maxsize=256)
 def blocks_at(family: ModelFamily, width: Fraction) -> list[tuple[str, int, int]]:
@@ -392,17 +347,6 @@ def test_exits_are_the_deepest_that_their_targets_allow(
             assert not allowed(family, widths, targets, [*ends[:level], deeper, *ends[level + 1 :]]), "not the deepest"
 
 
-def test_levels_end_behind_different_points() -> None:
-    """TinyNet: behind conv and fc 8 * 9 + 8 + 8 * 4 + 4 = 116 and 80 + 32 * 32 + 32 + 32 * 4 + 4 = 1,268 of 2,324."""
-    assert sizes_at(TINY, Fraction(1)) == [116, 1268]
-    assert whole(TINY) == 2324
-    # 54.6 % is over 49 + 5 but not over 50 + 5; where both levels have room for fc, the first one ends earlier.
-    assert choose_exits(TINY, (1.0, 1.0), (49, 100)) == ("conv",)
-    assert choose_exits(TINY, (1.0, 1.0), (50, 100)) == ("fc",)
-    assert choose_exits(TINY, (1.0, 1.0, 1.0), (50, 60, 100)) == ("conv", "fc")
-    assert choose_exits(TINY, (0.5, 0.9, 1.0), (50, 60, 100)) == ("conv", "fc")
-
-
 def test_a_network_without_room_for_the_levels_is_an_error() -> None:
     """TinyNet has two points, too few for three early levels of one width."""
     said = (
@@ -411,31 +355,6 @@ def test_a_network_without_room_for_the_levels_is_an_error() -> None:
     )
     with pytest.raises(PoolError, match=said):
         choose_exits(TINY, (1.0, 1.0, 1.0, 1.0), (40, 50, 60, 100))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_ends_are_as_many_as_levels_less_one(count: int) -> None:
-    targets = [25 * (i + 1) for i in range(count)]
-    assert len(choose_exits(SMALL, (*[0.2, 0.3, 0.4][: count - 1], 1.0), targets)) == count - 1
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        pytest.param(ScaleFL(widths=(0.5, 1.0)), id="two widths, three targets"),
-        pytest.param(ScaleFL(targets=(50.0, 100.0)), id="three widths, two targets"),
-        pytest.param(ScaleFL(targets=(60.0, 25.0, 100.0)), id="targets that do not ascend"),
-    ],
-)
-def test_widths_and_targets_that_do_not_match_are_an_error(algorithm: ScaleFL) -> None:
-    with pytest.raises(FlexfleetError):
-        algorithm.network(SMALL)
-
-
-@pytest.mark.parametrize("algorithm", [ScaleFL(widths=(), targets=()), DepthFL(targets=())])
-def test_no_levels_at_all_are_an_error(algorithm: ScaleFL | DepthFL) -> None:
-    with pytest.raises(FlexfleetError):
-        tiny_pool(algorithm, algorithm.network(SMALL))
 
 
 def test_up_to_an_exit() -> None:

@@ -1,4 +1,4 @@
-"""Model pools: the sub-models that an algorithm uses, with what each costs; and the layers that a pool prunes."""
+"""Model pools: the sub-models that an algorithm uses, with their costs and codecs; and the layers that it may prune."""
 
 from __future__ import annotations
 
@@ -10,32 +10,30 @@ from fl_engine.core.types.submodels import Header, Params, SubmodelSpec
 
 
 class Codec(Protocol):
-    """Turns weights into other tensors for their way. A frozen dataclass of options, whose functions depend on their
-    arguments alone.
+    """Encodes weights for transfer. A frozen dataclass of options with pure functions.
 
-    It gets floating-point tensors, contiguous, on the CPU, sorted by name; running statistics and integers travel
-    uncoded. On the way down these are weights, on the way up the change against the weights that were received. The
-    names of the tensors that it makes begin with a name that it was given, or contain a slash, which no name of a
-    network does; they do not begin with `state/`.
+    It encodes contiguous floating-point tensors on the CPU, sorted by name: weights on the way down, the change of the
+    received weights on the way up. Running statistics and integers are sent unencoded. The names of the encoded tensors
+    begin with a given name, or contain a slash (which no parameter's name does), and do not begin with `state/`.
     """
 
     def encode(self, tensors: Params, seed: int) -> Params:
-        """The tensors that travel instead. Every random choice follows from `seed`. It differs for each round and
-        direction, and on the way up for each client; on the way down clients that are sent models of one level share
-        it. Raises ModelError for numbers that it cannot express."""
+        """Return the tensors to send. All randomness follows from `seed`, which differs for each round and direction,
+        on the way up for each client, and on the way down for each level. Raises ModelError for numbers that it cannot
+        express."""
 
     def decode(self, encoded: Params, header: Header) -> Params:
-        """Tensors of these types and shapes. `encoded` may come from a stranger: it has the names, types and shapes
-        that `header` gives, and any content. Raises IntegrityError for content that `encode` never makes."""
+        """Return tensors of these types and shapes. `encoded` may come from a stranger: it has the names, types and
+        shapes of `header`, and any content. Raises IntegrityError for content that `encode` never makes."""
 
     def header(self, header: Header) -> Header:
-        """The header of what `encode` makes from tensors with this header. A flat tensor of uint8 is a stream, which
-        may be shorter than said here. Fewer or smaller tensors never make more."""
+        """Return the header of the encoded tensors. A flat tensor of uint8 is a stream, which may be shorter. Fewer or
+        smaller tensors never need more."""
 
 
 @dataclass(frozen=True)
 class Codecs:
-    """The codec of each direction; None: weights travel as they are."""
+    """The codec of each direction; None sends weights unencoded."""
 
     down: Codec | None = None
     up: Codec | None = None
@@ -43,9 +41,8 @@ class Codecs:
 
 @dataclass(frozen=True)
 class Prunable:
-    """One layer (or block of layers) as a pool prunes it: the group that sets its width, the name prefixes of
-    its parameters (its size counts for AdjW, FlexFL Eq. 3), and its ReLU modules (APoZ, FlexFL Eq. 1-2); none where it
-    has no ReLU, as an LSTM (`pool.UNMEASURED`)."""
+    """A layer, or block of layers, that a pool may prune: the group of its width, the name prefixes of its parameters
+    (their size gives AdjW, FlexFL Eq. 3), and its ReLU modules (APoZ, FlexFL Eq. 1-2; an LSTM has none)."""
 
     group: str
     params: tuple[str, ...]
@@ -54,20 +51,22 @@ class Prunable:
 
 @dataclass(frozen=True)
 class PoolModel:
-    """One member of a model pool, with what it costs.
+    """One member of a model pool.
 
-    `share` is its parameter count over the full model's; `macs` counts multiply-adds per sample; `dispatched`
-    members are sent by the server, the others are reached only by pruning on the device; `reported` members
-    enter the mean accuracy. `gamma` and `ratios` (per prunable layer) say how it was found, where it was.
-
-    How it is used: with `ensemble`, its answer is the mean of the logits of all its exits, otherwise that of the
-    last; with `static_bn`, its batch norm takes statistics collected on the training data instead of the batch's.
-
-    How it travels: by `codecs` (None: those of the run). `sizes` are the bytes of its tensors on the way down and up
-    (None: 4 for each parameter); where a codec's bytes depend on the numbers, the most.
-
-    `tiers` names the tiers of the fleet whose devices are sent this model, each with its codecs (None: the run's).
-    Where no member of a pool names any, the selection decides.
+    Attributes:
+        params: Number of parameters.
+        share: `params` over those of the full model.
+        macs: Multiply-adds per sample.
+        dispatched: The server sends it; other members are reached only by pruning on the device.
+        reported: It counts in the mean accuracy.
+        gamma: How the pool search found it, with `ratios` per prunable layer; None if it was not searched.
+        ensemble: Its output is the mean of the logits of all exits, otherwise that of the last exit.
+        static_bn: Its batch norm uses statistics collected on the training data instead of the batch's.
+        codecs: None: those of the run.
+        sizes: Bytes of its tensors on the way down and up; None: 4 for each parameter. A maximum if a codec's bytes
+            depend on the numbers.
+        tiers: The tiers of the fleet that are sent this model, each with its codecs (None: the run's). If no member of
+            a pool names tiers, the selection decides.
     """
 
     name: str
@@ -92,7 +91,7 @@ class PoolModel:
 
     @property
     def bytes_up(self) -> int:
-        """Bytes on the way up, where all of it comes back."""
+        """Bytes on the way up, if all of it comes back."""
         return 4 * self.params if self.sizes is None else self.sizes[1]
 
 

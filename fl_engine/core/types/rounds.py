@@ -1,4 +1,4 @@
-"""A round: the devices, what the server knows of them when it plans, its orders, and the clients' answers."""
+"""A round: the devices, the server's view when it plans, the assignments, and the clients' results."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ Pick = tuple[int, int]
 """(client, index of the pool model)"""
 
 Tables = dict[str, tuple[tuple[float, ...], ...]]
-"""What a selector remembers: named tables, rows of numbers. JSON."""
+"""What a selector has learned: named tables of numbers. JSON."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device of the fleet. `memory` is its capacity r_M in % of the full model's parameters; `sigma` the
-    spread of what it has free, in the same unit (FlexFL Table I). `limits` bound what it has free, where that is a
-    clipped Gaussian (AdaptiveFL). `speed` in multiply-adds per second and `bandwidth` in bytes per second drive the
-    simulated clock."""
+    """One device of the fleet.
+
+    Attributes:
+        memory: Its capacity r_M in % of the full model's parameters.
+        sigma: The spread of its free memory, in the same unit (FlexFL Table I).
+        limits: Bounds of its free memory, if that is a clipped Gaussian (AdaptiveFL).
+        speed: Multiply-adds per second on the simulated clock.
+        bandwidth: Bytes per second on the simulated clock.
+    """
 
     client: int
     tier: str
@@ -35,46 +40,47 @@ class Device:
 
     @cached_property
     def most(self) -> float:
-        """The most it can ever have free, in % of the full model's parameters."""
+        """The most free memory that it can have, in % of the full model's parameters."""
         return self.memory if self.limits is None else self.limits[1]
 
 
 @dataclass(frozen=True)
 class RoundContext:
-    """What the server knows when it plans a round. `seed` is the run's (under private aggregation, one that follows
-    from the run's key)."""
+    """What the server knows when it plans a round."""
 
     round: int
     seed: int
+    """The run's seed. With private aggregation a seed that follows from the run's key."""
     fleet: tuple[Device, ...]
-    """All devices; client i is number i. Their speeds and bandwidths are nominal, whatever a trace says."""
+    """All devices in client order, with their nominal speeds and bandwidths."""
     available: tuple[Device, ...]
-    """Those that can be asked now, in client order, with the speed and the bandwidth that they have now."""
+    """The devices that can be asked now, in client order, with their current speeds and bandwidths."""
     pool: Pool
     clock: float = 0.0
-    """When the round begins on the simulated clock: seconds that the earlier rounds took, and those in
-    which nobody was online."""
+    """Simulated seconds at the beginning of the round, including those without an available client."""
     over_provision: float = 1.0
-    """How many times as many clients are asked as updates merged."""
+    """The number of clients asked over the number of updates merged."""
     slots: int | None = None
-    """The most clients that can be asked now, where others are still at work; None: any number."""
+    """The most clients that can be asked now, while others are still training; None: any number."""
     samples: tuple[int, ...] = ()
-    """How many training samples each client holds, by its number; empty: not known."""
+    """The number of training samples of each client; empty if unknown."""
     draws: tuple[int, ...] = ()
-    """How many samples each client trains on in a round, repeats counted, by its number; empty: not known."""
+    """The number of samples that each client trains on in a round, with repeats; empty if unknown."""
 
 
 @dataclass(frozen=True)
 class WorkOrder:
-    """What one client is asked to do. `level` is the index of the pool model that it is sent, or whose size it has;
-    `hints` is small JSON that the algorithm's own `task` understands.
+    """An assignment: what one client is asked to do in a round.
 
-    `memory` is what a client is told of earlier rounds. Tensors that the server computes itself (FedDyn's gradients,
-    SCAFFOLD's variate) have the parameters' names. The client's own state (`contracts.KeepsClientState`) is named
-    `state/<name>`; the engine adds it. All of it travels, and counts as traffic.
-
-    `codecs` are those that the algorithm's `plan` gives, else those of the level or of the run, which the engine fills
-    in. Where the way down is coded, `encoded` is what travels, and `payload` is what a client decodes from it.
+    Attributes:
+        level: Index of the pool model that is sent, or whose size the sent model has.
+        hints: Small JSON for the algorithm's own `task`.
+        memory: Tensors that a client receives besides the weights. Those of the server (FedDyn's gradients, SCAFFOLD's
+            variate) have the parameters' names. The client's own state is named `state/<name>`, and the engine adds it.
+            They count as traffic.
+        codecs: Those of the algorithm's `plan`, else those of the level or the run, which the engine fills in.
+        encoded: The tensors that are sent if the way down is coded. `payload` is then what a client decodes from them.
+        evaluates: The client only evaluates `payload`, on samples that it holds out from training.
     """
 
     round: int
@@ -88,7 +94,6 @@ class WorkOrder:
     codecs: Codecs | None = None
     encoded: Params | None = None
     evaluates: bool = False
-    """The client trains nothing: it evaluates `payload` on the samples that it holds out from training."""
 
     @property
     def travels(self) -> Params:
@@ -101,45 +106,43 @@ class RoundPlan:
     round: int
     orders: tuple[WorkOrder, ...]
     wanted: int | None = None
-    """How many updates are merged at most, where more clients are asked; None: all."""
+    """The most updates to merge if more clients are asked; None: all."""
     adopted: int = 0
-    """How many updates of this round were there already when the coordinator started again."""
+    """How many updates of this round already existed when the coordinator restarted."""
     noise_seed: bytes | None = None
-    """For noise that hides single clients (`privacy`): 256 bits that follow from the run's key, not from its seed."""
+    """For private aggregation (`privacy`): 256 bits from the run's key."""
     evaluates: bool = False
-    """All orders are to evaluate (`WorkOrder.evaluates`)."""
+    """All assignments only evaluate (`WorkOrder.evaluates`)."""
 
     @property
     def label(self) -> str:
-        """Tells the round's orders from those of its evaluation: `12`, `12e`."""
+        """The round's name in the store: `12`, or `12e` for its evaluation."""
         return f"{self.round}e" if self.evaluates else f"{self.round}"
 
     @property
     def enough(self) -> int:
-        """How many updates the round takes at most."""
+        """The most updates that the round takes."""
         return len(self.orders) if self.wanted is None else self.wanted
 
     @cached_property
     def order_of(self) -> dict[int, WorkOrder]:
-        """By client."""
+        """The assignments by client."""
         return {order.client: order for order in self.orders}
 
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """What a client brings back: the sub-model that it really trained, as tensors on the CPU, whatever trained it. A
-    name absent from `payload` was not trained.
+    """A client's result: the sub-model that it trained.
 
-    Of an order that evaluates the payload is empty, `num_examples` counts the samples held out, and `metrics` are those
-    of `measures.evaluation_bounds`.
-
-    `num_examples` is the client's sample count |d|; `metrics` are floats such as `loss` and `seconds`. The server adds
-    three fields when it has the update: `level`, the index of the pool model that was trained (None: the sub-model is
-    not in the pool), `elapsed`, the seconds that the order took on the simulated clock, and `seconds_decode`, those
-    that the server needed to decode it. `state` is what the client keeps (`contracts.KeepsClientState`): the engine
-    removes it before the merge.
-
-    Where the way up is coded, `encoded` is what travels; on the server `payload` is what was decoded from it.
+    Attributes:
+        payload: Tensors on the CPU. An absent name was not trained. Empty if the assignment only evaluates.
+        num_examples: The client's sample count |d|, or the number of samples held out in an evaluation.
+        metrics: Floats such as `loss` and `seconds`, or those of `clients.evaluation_bounds` in an evaluation.
+        level: Set by the server: index of the pool model that was trained, None if it is not in the pool.
+        elapsed: Set by the server: seconds of the assignment on the simulated clock.
+        state: The client's state (`contracts.KeepsClientState`), which the engine removes before the merge.
+        encoded: The tensors that are sent if the way up is coded. On the server `payload` is decoded from them.
+        seconds_decode: Set by the server: real seconds of decoding.
     """
 
     round: int
@@ -156,37 +159,26 @@ class ClientUpdate:
 
     @property
     def travels(self) -> Params:
-        """The weights that are sent."""
+        """The tensors that are sent."""
         return self.payload if self.encoded is None else self.encoded
 
 
-R = TypeVar("R", ClientUpdate, "ClientFailure", "LocalTask")
-
-
-def changed(record: R, **fields: Any) -> R:
-    """`dataclasses.replace` in a tenth of the time: each round changes a few fields of each client's task and
-    outcome."""
-    new = object.__new__(type(record))
-    new.__dict__.update(record.__dict__, **fields)
-    return new
-
-
 Stage = Literal["drop", "prune", "train", "evaluate", "pod", "validate", "straggle", "quorum"]
-"""Where a client failed: it dropped out, had no room, could not train or evaluate, or lost its pod; or its update
-failed validation, came too late, or was one of too few."""
+"""Where a client failed: it dropped out, had too little memory, could not train or evaluate, or lost its pod; or its
+update failed validation, came too late, or was one of too few."""
 
 Code = Literal[
     "file", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "encoding", "finite",
     "statistics", "examples", "metrics", "norm", "unreadable",
 ]  # fmt: skip
-"""Why an update failed validation (see `exchange.updates`). `finite` is also the code of training that diverged."""
+"""Why an update failed validation (`exchange.updates`). `finite` is also the code of training that diverged."""
 
 
 @dataclass(frozen=True)
 class ClientFailure:
-    """A client that brought no update, or one that was refused. `reason` is for people. A failure at the stage
-    `validate`, or of training that diverged, has a `code`. The server adds `elapsed` where an update came: the seconds
-    that the order took on the simulated clock."""
+    """A client without an update, or with a refused one. `reason` is a text for people. The stage `validate`, and
+    training that diverged, have a `code`. The server sets `elapsed` if an update came: seconds of the assignment on
+    the simulated clock."""
 
     round: int
     client: int
@@ -198,13 +190,22 @@ class ClientFailure:
 
 Outcome = ClientUpdate | ClientFailure
 
+R = TypeVar("R", ClientUpdate, ClientFailure, LocalTask)
+
+
+def changed(record: R, **fields: Any) -> R:
+    """Do the same as `dataclasses.replace`, ten times as fast."""
+    new = object.__new__(type(record))
+    new.__dict__.update(record.__dict__, **fields)
+    return new
+
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What a client knows when it turns an order into a task."""
+    """What a client knows when it turns an assignment into a task."""
 
     layout: ParamLayout
     pool: Pool
     device: Device
     observed: float
-    """Free resources now, in % of the full model's parameters (`devices.observe`)."""
+    """Free memory now, in % of the full model's parameters (`devices.observe`)."""

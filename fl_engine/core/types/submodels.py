@@ -1,8 +1,5 @@
-"""Sub-models: which entries of which tensors belong to one channel, and which channels are kept.
-
-Everything the engine does with a sub-model - slicing, counting, sending, pruning on the device, averaging -
-follows from two values: a `ParamLayout` (which entries of which tensors belong to one channel) and a
-`SubmodelSpec` (which channels and which blocks are kept).
+"""Sub-models: a `ParamLayout` says which entries of which tensors belong to one channel, and a `SubmodelSpec` says
+which channels and blocks are kept. Slicing, counting, sending, pruning and averaging follow from these two values.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ Params = dict[str, Tensor]
 """Flat `state_dict` names to tensors."""
 
 Header = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Type and shape of tensors, by name: what the header of a safetensors file says."""
+"""Type and shape of tensors by name, as in the header of a safetensors file."""
 
 Keep = int | tuple[int, ...]
 """Kept channels of a group: a prefix length, or ascending global indices."""
@@ -32,16 +29,15 @@ Keep = int | tuple[int, ...]
 class Axis:
     """One axis of one tensor: its channel group (None: never sliced) and which entries belong to one channel.
 
-    The axis is `copies` runs over all channels, one after the other; in each run a channel has `repeat` consecutive
-    entries. A flatten of C x H x W has `repeat = H*W`; an inverted residual that expands six times has `repeat = 6`.
-    The weights of an LSTM hold its four gates one after the other, `copies = 4`; a flatten of T x C, a window of a
-    series, has `copies = T`; an output that joins two directions has `copies = 2`.
+    The axis has `copies` runs over all channels, and in each run a channel has `repeat` consecutive entries. A flatten
+    of C x H x W has `repeat = H*W`, and a flatten of T x C has `copies = T`. An LSTM's weights hold four gates, so
+    `copies = 4`.
 
-    A concatenation goes on with the channels of another axis, `then`. There `Axis(None, n)` is n entries that are never
-    sliced.
+    In a concatenation the channels of another axis follow, `then`. There `Axis(None, n)` stands for n entries that are
+    never sliced.
 
-    With `choice`, a name, a sub-model may keep other channels here than elsewhere in the group, as many: the channels
-    between two convolutions of a residual block, which no sum ties to others. What names no choice follows the group.
+    With a name as `choice`, a sub-model may keep other channels here than in the rest of the group, but as many. An
+    example are the channels between two convolutions of a residual block.
     """
 
     group: str | None
@@ -53,27 +49,27 @@ class Axis:
     def __post_init__(self) -> None:
         if self.repeat < 1 or self.copies < 1:
             raise ModelError(
-                f"an axis of group {self.group!r} has at least one entry per channel and one run over the channels, "
-                f"got repeat={self.repeat}, copies={self.copies}"
+                f"repeat and copies of an axis of group {self.group!r} must be at least 1, got {self.repeat} and "
+                f"{self.copies}"
             )
 
     @property
     def key(self) -> str | None:
-        """What the kept channels of this axis are listed under."""
+        """The name under which a sub-model lists the kept channels of this axis."""
         return self.group if self.choice is None else self.choice
 
     @property
     def each(self) -> int:
-        """How many entries one channel has."""
+        """Number of entries of one channel."""
         return self.repeat * self.copies
 
     @property
     def parts(self) -> tuple[Axis, ...]:
-        """The axes that this one joins, in order; without `then`, itself."""
+        """The concatenated axes, in order; without `then` the axis itself."""
         return (self,) if self.then is None else (replace(self, then=None), *self.then.parts)
 
     def length(self, size: int, width: Callable[[str], int]) -> int:
-        """How many entries a sub-model keeps of `size`, where it keeps `width(group)` channels of a group."""
+        """Return how many of `size` entries a sub-model keeps that has `width(group)` channels of a group."""
         if self.then is None:
             return size if self.group is None else width(self.group) * self.each
         return sum(part.each * (1 if part.group is None else width(part.group)) for part in self.parts)
@@ -81,26 +77,25 @@ class Axis:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter lives: the block it belongs to, and what governs each of its axes."""
+    """The block of a parameter, and its axes."""
 
     block: str
     axes: tuple[Axis, ...]
 
 
 HEAD = "classes"
-"""The channel group of a network's outputs, which no rule cuts. Stored sub-models have it under this name, whatever the
-task."""
+"""The channel group of a network's outputs, which no rule cuts. The name is part of stored sub-models."""
 
 FORMS_KEPT = 1024
-"""The most forms that a layout remembers: a pool has a handful, rolling windows have new ones in every round."""
+"""Bounds the cache of forms, because rolling windows have new ones in every round."""
 
 
 @dataclass(frozen=True)
 class ParamLayout:
     """Channel counts of all groups, and a slot for each parameter, both in network order.
 
-    Tensors tied by a residual connection share a group, so an inconsistent slice cannot be written down.
-    The outputs are a group like any other, named `HEAD`.
+    Tensors tied by a residual connection share a group, so an inconsistent slice cannot be expressed. The outputs are a
+    group too, named `HEAD`.
     """
 
     groups: Mapping[str, int]
@@ -120,17 +115,17 @@ class ParamLayout:
 
     @cached_property
     def choices(self) -> dict[str, str | None]:
-        """By choice (`Axis.choice`), its group."""
+        """Map each choice (`Axis.choice`) to its group."""
         parts = (part for slot in self.slots.values() for axis in slot.axes for part in axis.parts)
         return {part.choice: part.group for part in parts if part.choice is not None}
 
     def channels(self, spec: SubmodelSpec) -> dict[str, Keep]:
-        """Which global channels the sub-model keeps, by group and by choice."""
+        """Return the global channels that the sub-model keeps, by group and choice."""
         return {name: self.indices(spec, name) for name in (*self.groups, *self.choices)}
 
     def indices(self, spec: SubmodelSpec, group: str) -> Keep:
-        """Which global channels of `group`, or of a choice, the sub-model keeps. Raises ModelError for a group that
-        does not exist."""
+        """Return the global channels of a group or choice that the sub-model keeps. Raises ModelError for an unknown
+        name."""
         if group in self.groups:
             return spec.kept.get(group, self.groups[group])
         of = self.choices.get(group)
@@ -139,7 +134,7 @@ class ParamLayout:
         return spec.kept[group] if group in spec.kept else self.indices(spec, of)
 
     def width(self, spec: SubmodelSpec, group: str) -> int:
-        """How many channels of `group` the sub-model keeps."""
+        """Return how many channels of `group` the sub-model keeps."""
         keep = self.indices(spec, group)
         return keep if isinstance(keep, int) else len(keep)
 
@@ -147,7 +142,7 @@ class ParamLayout:
         return spec.blocks is None or block in spec.blocks
 
     def form(self, spec: SubmodelSpec) -> tuple[object, ...]:
-        """Widths and blocks, which sub-models of the same form have in common. The outputs do not count."""
+        """Return the widths, without the outputs', and the blocks of a sub-model."""
         found = self._forms.get(spec)
         if found is None:
             if len(self._forms) >= FORMS_KEPT:
@@ -161,19 +156,19 @@ class ParamLayout:
         return {}
 
     def check(self, spec: SubmodelSpec) -> None:
-        """Raises ModelError where the specification asks for what the network does not have."""
+        """Raise ModelError if the network does not have the sub-model's channels or blocks."""
         for group, keep in spec.keep:
             size = self.groups.get(self.choices.get(group) or group)
             if size is None:
                 raise ModelError(f"no channel group {group!r}{nearest(group, self.groups)}")
             last = keep if isinstance(keep, int) else keep[-1] + 1
             if last > size:
-                raise ModelError(f"group {group!r} has {size} channels, the sub-model asks for index {last - 1}")
+                raise ModelError(f"group {group!r} has {size} channels, got index {last - 1}")
             of = self.choices.get(group)
             if of is not None and self.width(spec, group) != self.width(spec, of):
                 raise ModelError(
-                    f"choice {group!r} keeps {self.width(spec, group)} channels, its group {of!r} "
-                    f"{self.width(spec, of)}: give it as many"
+                    f"choice {group!r} must keep as many channels as its group {of!r}, {self.width(spec, of)}, got "
+                    f"{self.width(spec, group)}"
                 )
         for block in spec.blocks or ():
             if block not in self.blocks:
@@ -187,22 +182,21 @@ def _canonical(group: str, keep: int | Iterable[int]) -> Keep:
         return keep
     indices = tuple(int(i) for i in keep)
     if not indices or indices[0] < 0 or any(a >= b for a, b in itertools.pairwise(indices)):
-        raise ModelError(f"group {group!r}: indices must be ascending, distinct and not empty, got {indices[:8]}")
+        raise ModelError(f"group {group!r}: indices must be ascending and not empty, got {indices[:8]}")
     return len(indices) if indices[-1] == len(indices) - 1 else indices
 
 
 def _is_keep(value: object) -> bool:
-    """Whether JSON says a `Keep`: 1.5 or true are no channel."""
+    """Return whether a JSON value is a `Keep`. 1.5 and true are not."""
     return type(value) is int or (isinstance(value, list) and all(type(index) is int for index in value))
 
 
 @dataclass(frozen=True)
 class SubmodelSpec:
-    """Kept channels per group (absent: all) or choice (`Axis.choice`; absent: those of its group), and kept blocks
-    (None: all). Immutable, hashable, JSON.
+    """Kept channels per group (absent: all) or choice (absent: as its group), and kept blocks (None: all). Immutable,
+    hashable, JSON. Create one with `SubmodelSpec.of({"conv1": 32, "conv2": [0, 3, 5]})`.
 
-    A prefix is stored as its length, so that slicing it makes views and equal sub-models compare equal.
-    Use `SubmodelSpec.of({"conv1": 32, "conv2": [0, 3, 5]})` to write one by hand.
+    A prefix is stored as its length, so its slices are views, and equal sub-models compare equal.
     """
 
     keep: tuple[tuple[str, Keep], ...] = ()
@@ -231,12 +225,12 @@ class SubmodelSpec:
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> SubmodelSpec:
         if set(value) != {"keep", "blocks"}:
-            raise ModelError(f"a sub-model is {{keep, blocks}}, got the keys {sorted(value)}")
+            raise ModelError(f"a sub-model must have the keys keep and blocks, got {sorted(value)}")
         keep, blocks = value["keep"], value["blocks"]
         if not isinstance(keep, Mapping) or not all(_is_keep(kept) for kept in keep.values()):
-            raise ModelError(f"keep says a number of channels for each group, or their indices, got {repr(keep)[:200]}")
+            raise ModelError(f"keep must map groups to numbers of channels or to indices, got {repr(keep)[:200]}")
         if blocks is not None and not (isinstance(blocks, list) and all(isinstance(b, str) for b in blocks)):
-            raise ModelError(f"the blocks of a sub-model are a list of names, or null, got {repr(blocks)[:200]}")
+            raise ModelError(f"blocks must be a list of names or null, got {repr(blocks)[:200]}")
         return SubmodelSpec.of(keep, blocks)
 
 

@@ -1,4 +1,4 @@
-"""A client's training, as a description: nothing in it runs. `training.local` carries it out."""
+"""Descriptions of a client's training, which `training.local` executes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fl_engine.core.types.submodels import Params, SubmodelSpec
 
 @dataclass(frozen=True)
 class SGD:
-    """`torch.optim.SGD` by name; the learning rate is that of this round, decay included (see `LocalTask.schedule`)."""
+    """`torch.optim.SGD`. The learning rate is that of this round, including decay (see `LocalTask.schedule`)."""
 
     lr: float
     momentum: float = 0.0
@@ -24,12 +24,12 @@ class SGD:
 class Adam:
     lr: float
     reset: bool = False
-    """Each epoch begins with a new optimiser, without moments and at step 0."""
+    """Each epoch begins with a new optimizer, without moments and at step 0."""
 
 
 @dataclass(frozen=True)
 class OwnOptimizer:
-    """The `torch.optim.Optimizer` that the function `name`, a `package.module:NAME`, makes for this learning rate."""
+    """The `torch.optim.Optimizer` that the function `name` (`package.module:NAME`) returns for this learning rate."""
 
     lr: float
     name: str
@@ -37,20 +37,20 @@ class OwnOptimizer:
 
 @dataclass(frozen=True)
 class Distillation:
-    """Self-distillation: mean over `teachers` (sub-models of the trained one) of KL, times `weight`."""
+    """Self-distillation: the mean KL over `teachers` (sub-models of the trained one), times `weight`."""
 
     teachers: tuple[SubmodelSpec, ...]
     weight: float
     temperature: float
     training: bool = True
-    """False: the teachers drop no units. Their batch norm takes the batch's statistics either way: running ones are the
-    student's."""
+    """False switches off the teachers' dropout. Their batch norm always uses the batch's statistics, because the
+    running ones are the student's."""
 
 
 @dataclass(frozen=True)
 class ExitLoss:
-    """Training of all exits of a multi-exit network: the task's loss of exit j times `weights[j]`, plus `kd_weight`
-    times a distillation between exits: `last` teaches the others (ScaleFL), or `all` teach each other (DepthFL)."""
+    """The loss of a multi-exit network: that of exit j times `weights[j]`, plus `kd_weight` times a distillation in
+    which the `last` exit teaches the others (ScaleFL) or `all` teach each other (DepthFL)."""
 
     weights: tuple[float, ...]
     kd_weight: float
@@ -60,9 +60,9 @@ class ExitLoss:
 
 @dataclass(frozen=True)
 class Sandwich:
-    """How a step trains `LocalTask.widths` together: the last of them, the largest, on the targets; the first, the
-    smallest, and `random` others, drawn uniformly and distinct, on the targets and on the largest's outputs: KL times
-    `weight`. The step's loss is the mean over these sub-models."""
+    """One step trains several of `LocalTask.widths`: the largest (the last) on the targets; the smallest and `random`
+    others, drawn uniformly, on the targets and, with KL times `weight`, on the largest's outputs. The loss is the mean
+    over these sub-models."""
 
     random: int
     weight: float
@@ -74,7 +74,7 @@ Scaler = float | Literal["by_layer"]
 
 @dataclass(frozen=True)
 class LocalTask:
-    """A description of one client's training, for `local.train`: nothing in it runs."""
+    """One client's training, for `local.train`."""
 
     spec: SubmodelSpec
     optimizer: SGD | Adam | OwnOptimizer
@@ -84,37 +84,37 @@ class LocalTask:
     seed: int
     distillation: Distillation | None = None
     clip_norm: float | None = None
-    """Largest norm of the gradient over all parameters."""
+    """Maximal norm of the gradient over all parameters."""
     exits: ExitLoss | None = None
     widths: tuple[SubmodelSpec, ...] = ()
-    """Sub-models of the trained one; each step trains one of them, drawn uniformly (ordered dropout)."""
+    """Sub-models of the trained one. Each step trains one of them, drawn uniformly (ordered dropout)."""
     sandwich: Sandwich | None = None
-    """With it, each step trains several of `widths`, of which the last is `spec`."""
+    """Each step trains several of `widths`, of which the last is `spec`."""
     proximal: float = 0.0
-    """mu: adds mu/2 * ||theta - anchor||^2 to the loss, for each client by itself. The anchor is what training starts
-    from, unless the caller of `local.train` gives another."""
+    """mu: adds mu/2 * ||theta - anchor||^2 to the loss. The anchor is the start of training, unless the caller of
+    `local.train` gives another."""
     proximal_squared: bool = True
-    """False: adds mu * ||theta - anchor|| instead (L2 over all weights); its gradient is 0 at the anchor."""
+    """False adds mu * ||theta - anchor|| instead (L2 over all weights), with gradient 0 at the anchor."""
     scaler: Scaler = 1.0
-    """Divides the outputs of every convolution and hidden linear layer that a sub-model can cut, in training only
-    (HeteroFL): one number for all layers, or with `by_layer`, for each the share of its outputs that is kept."""
+    """Divides the outputs of every convolution and hidden linear layer that can be cut, in training only (HeteroFL): by
+    one number, or with `by_layer` by the share of the layer's outputs that is kept."""
     mask_labels: bool = False
-    """The logits of classes that the client does not hold are 0, its teachers' too, and their rows are not sent back
+    """Set the logits of classes that the client does not hold to 0, also the teachers', and do not send their rows back
     (HeteroFL)."""
     sampler: Sampler = Shuffle()
     augment: tuple[Augmentation, ...] = ()
-    """Changes of the samples, made one after the other on every batch."""
+    """Changes of the samples, applied in order to every batch."""
     schedule: Schedule = Constant()
-    """How the optimiser's learning rate changes over the steps of this task."""
+    """How the learning rate changes over the steps of this task."""
     objective: str | None = None
-    """A function, `package.module:NAME`, that gives the loss of a batch instead of the task of the data and of
-    `distillation`, `exits` and `widths`, which cannot stand beside it (`training.user_code`)."""
+    """A function (`package.module:NAME`) that returns the loss of a batch instead of the data's task. Excludes
+    `distillation`, `exits` and `widths` (`training.user_code`)."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a client's training starts from: the weights of `task.spec`; and `linear`, by parameter what is subtracted
-    from its gradient at every step (FedDyn, SCAFFOLD), shapes of the weights."""
+    """The start of a client's training: the weights of `task.spec`, and by parameter what is subtracted from the
+    gradient at every step (`linear`; FedDyn, SCAFFOLD)."""
 
     params: Params
     linear: Params = field(default_factory=dict)
