@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.backends import InProcess
-from fl_engine.core import measures
+from fl_engine.core import clients as reports
 from fl_engine.fleet.uniformity import MEASURED, NAMES, Times, measured, uniformity
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
@@ -240,7 +240,7 @@ def test_a_client_that_lies_about_its_seconds_moves_the_real_clock_alone(
     """The worst that passes is the bound, a pod's life of seven days; the simulated clock does not listen."""
     whole, expected = federate(tmp_path / "honest", keep_updates=True)
     run: Callable[..., Any] = InProcess.run
-    worst = measures.FIGURES["seconds"][1]
+    worst = reports.FIGURES["seconds"][1]
 
     def lying(self: Any, algorithm: Any, plan: Any) -> Any:
         for outcome in run(self, algorithm, plan):
