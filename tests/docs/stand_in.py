@@ -73,7 +73,7 @@ def flexfleet(argv: list[str]) -> list[str]:
     argv = [os.environ["DOCS_KUBEFLOW"] if re.match(r"https?://(localhost:8080|kubeflow\.example)", word) else word
             for word in argv]  # fmt: skip
     if command == "fetch" and rest and not re.fullmatch(r"[0-9a-f]{32}", rest[0]):
-        known = json.loads(subprocess.check_output([sys.executable, "-m", "flexfleet.cli.main", "fetch", "--json"]))
+        known = json.loads(subprocess.check_output([sys.executable, "-m", "flexfleet", "fetch", "--json"]))
         assert set(rest) <= known["datasets"].keys(), rest
         return []
     if command in ("run", "check") and "--config" in argv:  # on a GPU, or on a cluster: checked, not run
@@ -91,7 +91,7 @@ def flexfleet(argv: list[str]) -> list[str]:
     if command == "regress":  # with a reference of three seeds
         sets = [word for pair in ("publish.onnx=false", *untracked) for word in ("--set", pair)]
         return [sys.executable, "-c", FEW_SEEDS, *argv, *sets]
-    return [sys.executable, "-m", "flexfleet.cli.main", *argv]
+    return [sys.executable, "-m", "flexfleet", *argv]
 
 
 def as_sets(argv: list[str]) -> list[str]:
