@@ -170,10 +170,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    terminal.run_main(main)
-
-
 def resolved(config: Config, seed: int, out: Path | None = None) -> Resolved:
     """The run of a seed; if ledgers are in `run.remote`, its ledger is there in the folder `<study>/trials` or
     `<study>/held-out`, as `out` is in the study's."""
@@ -228,3 +224,7 @@ def rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any
     value = rows[-1]["metrics"].get(metric)
     check_converges(value, sum(row["metrics"].get(MERGED, 0) for row in rows), metric)
     return float(value)
+
+
+if __name__ == "__main__":
+    terminal.run_main(main)
