@@ -21,9 +21,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from fl_engine.core.errors import ModelError
-from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.layers import FREE, LARGEST, check_sizes, check_spec, linear_slots, scaled
+from fl_engine.core.types import HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.layers import FREE, linear_slots, scaled
+from fl_engine.models.network import Network
 from fl_engine.models.recurrent import BothEnds, lstm_slots
 
 UNITS = {"embedding": 64, "lstm": 64}
@@ -31,34 +31,28 @@ PADDING = 0
 
 
 @dataclass(frozen=True)
-class CasasBiLSTM:
+class CasasBiLSTM(Network):
     input_shape: tuple[int]
-    """(T,): tokens of a sample."""
-    outputs: int
     vocabulary: int = 2000
     """Tokens are 0 .. vocabulary - 1; 0 is padding."""
-    width: float = 1.0
-    """Multiplies the size of an embedding and the units of each direction."""
 
+    axes: ClassVar[tuple[str, ...]] = ("tokens",)
     published_input: ClassVar[tuple[int, ...]] = (2000,)
     published_outputs: ClassVar[int] = 12
 
     def __post_init__(self) -> None:
-        check_sizes(self, "(T,) of a sequence of tokens", 1, self.width)
-        if not isinstance(self.vocabulary, int) or not 1 <= self.vocabulary <= LARGEST:
-            raise ModelError(f"CasasBiLSTM: vocabulary is an integer from 1 to {LARGEST}, got {self.vocabulary!r}")
+        super().__post_init__()
+        self.check_size("vocabulary")
 
-    def layout(self) -> ParamLayout:
-        groups = {name: scaled(n, self.width) for name, n in UNITS.items()}
+    def groups(self) -> dict[str, int]:
+        return {name: scaled(n, self.width) for name, n in UNITS.items()}
+
+    def slots(self) -> dict[str, Slot]:
         slots = {"embedding.weight": Slot("embedding", (FREE, Axis("embedding")))}
         slots |= lstm_slots("lstm.cells", "lstm", Axis("embedding"), "lstm", both_ways=True)
-        slots |= linear_slots("classifier", "classifier", Axis("lstm", copies=2), Axis(HEAD))
-        return ParamLayout(groups | {HEAD: self.outputs}, slots)
+        return slots | linear_slots("classifier", "classifier", Axis("lstm", copies=2), Axis(HEAD))
 
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """Tokens (B, T) -> logits (B, kept classes)."""
-        layout = self.layout()
-        check_spec(layout, spec)
+    def build(self, layout: ParamLayout, spec: SubmodelSpec) -> nn.Module:
         numbers, units, classes = (layout.width(spec, group) for group in layout.groups)
         layers: OrderedDict[str, nn.Module] = OrderedDict(
             embedding=nn.Embedding(self.vocabulary, numbers, padding_idx=PADDING),

@@ -1,23 +1,20 @@
 """Early exits: classifiers behind inner blocks, as in DepthFL (Kim et al., ICLR 2023) and ScaleFL (Ilhan et al., CVPR
 2023).
 
-A family with `exits=("conv2", ...)` has a head behind each of these blocks: global average pooling if the block gives a
-map, then one linear layer. A head is a block of its own, `exit_conv2` (`exit_stage1_0` for `stage1.0`), with the
-parameters `exit_conv2.weight` (classes, channels) and `exit_conv2.bias` (classes,); in the layout it follows its block.
-The network gives a tuple of logits, one per output kept, in network order.
+A network with `exits=("conv2", ...)` has a head behind each of these blocks: global average pooling if the block
+returns a map, then one linear layer. A head is a block of its own, `exit_conv2` (`exit_stage1_0` for `stage1.0`), with
+the parameters `exit_conv2.weight` (classes, channels) and `exit_conv2.bias` (classes,). In the layout it follows its
+block. The network returns a tuple of logits, one entry for each output kept, in network order.
 
 With `exit_convs=(("conv2", 2), ...)`, two 3x3 convolutions of stride 1, each with batch norm and ReLU, come before the
-pooling of that block's head. They have the channels of the block, as one group. The head's parameters are then
+pooling of that head. They have the channels of the block, as one group. The head's parameters are then
 `exit_conv2.conv1.conv.weight`, `exit_conv2.conv1.bn.weight`, ..., `exit_conv2.linear.weight`, `exit_conv2.linear.bias`.
-
-A sub-model may end at any exit and leave out any head: `layers.check_spec` has the rule,
-`widths.up_to` lists the blocks.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -31,32 +28,46 @@ from fl_engine.models.layers import Norm, conv_bn, conv_bn_slots, linear_slots
 from fl_engine.training import lanes
 
 Convs = tuple[tuple[str, int], ...]
-"""Pairs of a block and the number of convolutions in the head behind it; heads of other blocks have none."""
+"""Pairs of a block and the number of convolutions in the head behind it. Heads of other blocks have none."""
 
 MOST_CONVS = 8
-"""The most convolutions of a head."""
 
 
 def check_exits(name: str, exits: tuple[str, ...], points: tuple[str, ...], convs: Convs = ()) -> None:
-    """Raises ModelError unless `exits` are some of `points`, the blocks behind which one may sit, in their order, and
-    `convs` says how many convolutions their heads have."""
-    if not isinstance(exits, tuple) or not all(isinstance(block, str) for block in exits):
-        raise ModelError(f"{name}: exits is a tuple of names of blocks, got {exits!r}")
-    unknown = [block for block in exits if block not in points]
-    if unknown:
-        raise ModelError(f"{name}: no exit can sit behind {unknown[0]!r}, only behind {', '.join(points)}")
-    ordered = tuple(block for block in points if block in exits)
-    if exits != ordered:
-        raise ModelError(f"{name}: exits are distinct and in network order, {ordered!r}; got {exits!r}")
-    if not isinstance(convs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in convs):
-        raise ModelError(f"{name}: exit_convs is a tuple of pairs (block, convolutions), got {convs!r}")
-    unknown = [block for block, _ in convs if block not in points]
-    if unknown:
-        raise ModelError(f"{name}: no exit can sit behind {unknown[0]!r}, which exit_convs names")
+    """Raise ModelError unless `exits` are some of the blocks `points`, in their order, and `convs` fits them."""
+    if exits != tuple(block for block in points if block in exits):
+        raise ModelError(f"{name}: exits must be some of {', '.join(points)}, in this order, got {exits!r}")
+    if any(block not in points or not 0 <= count <= MOST_CONVS for block, count in convs):
+        raise ModelError(
+            f"{name}: exit_convs must be pairs of one of {', '.join(points)} and a number from 0 to {MOST_CONVS}, got "
+            f"{convs!r}"
+        )
     if len(dict(convs)) != len(convs):
-        raise ModelError(f"{name}: exit_convs names a block once, got {convs!r}")
-    if not all(type(count) is int and 0 <= count <= MOST_CONVS for _, count in convs):
-        raise ModelError(f"{name}: a head has 0 to {MOST_CONVS} convolutions, got exit_convs={convs!r}")
+        raise ModelError(f"{name}: exit_convs must contain a block only once, got {convs!r}")
+
+
+def check_spec(
+    layout: ParamLayout, spec: SubmodelSpec, skippable: Collection[str] = (), exits: Collection[str] = ()
+) -> None:
+    """Raise ModelError if `spec` contains something that does not exist, or drops a block that the network needs.
+
+    A block with an identity shortcut around it is skippable. With early exits, a sub-model may drop any output (also
+    the classifier's) as long as one stays. It must drop all blocks behind the last output that it keeps.
+    """
+    layout.check(spec)
+    blocks = layout.blocks
+    heads = [exit_name(block) for block in exits]
+    outputs = [*heads, blocks[-1]]
+    kept = [block for block in outputs if layout.has_block(spec, block)]
+    if heads and not kept:
+        raise ModelError(f"the sub-model must keep at least one of the outputs {', '.join(outputs)}")
+    last = kept[-1] if kept else blocks[-1]
+    end = blocks.index(last)
+    free = {*skippable, *heads}
+    if dropped := [block for block in blocks[: end + 1] if not layout.has_block(spec, block) and block not in free]:
+        raise ModelError(f"the sub-model must keep block {dropped[0]!r}, which its output {last!r} needs")
+    if idle := [block for block in blocks[end + 1 :] if layout.has_block(spec, block)]:
+        raise ModelError(f"the sub-model must drop block {idle[0]!r}, which lies behind its last output {last!r}")
 
 
 def slots_with_exits(
@@ -74,7 +85,7 @@ def slots_with_exits(
             count = dict(convs).get(block, 0)
             if count and not any(len(slot.axes) == 4 for slot in parts.values()):
                 raise ModelError(
-                    f"the exit behind {block!r} gets a vector, not a map: its head has no convolutions, got {count}"
+                    f"exit_convs must be 0 for {block!r}, whose exit takes a vector, not a map; got {count}"
                 )
             for i in range(1, count + 1):
                 out |= conv_bn_slots(f"{head}.conv{i}", head, channels, channels, norm, bias=False)
@@ -144,7 +155,6 @@ class WithExits(nn.Module):
 
 
 def _head(block: str, layout: ParamLayout, spec: SubmodelSpec) -> nn.Module:
-    """The head behind a block, built for its slots."""
     own = [name for name, slot in layout.slots.items() if slot.block == block]
     convs = [name.removesuffix(".conv.weight").rpartition(".")[2] for name in own if name.endswith(".conv.weight")]
     axes = layout.slots[f"{block}.linear.weight" if convs else f"{block}.weight"].axes
@@ -158,8 +168,7 @@ def _head(block: str, layout: ParamLayout, spec: SubmodelSpec) -> nn.Module:
 
 
 def _steps(layers: Iterable[str], layout: ParamLayout, exits: tuple[str, ...]) -> Iterator[str]:
-    """The names of what the full network runs, in order: blocks (also those inside a container), heads, and other
-    layers."""
+    """The names of the full network's steps in order: blocks (also inside a container), heads, other layers."""
     for name in layers:
         for step in [block for block in layout.blocks if block.startswith(f"{name}.")] or [name]:
             yield step
@@ -168,7 +177,6 @@ def _steps(layers: Iterable[str], layout: ParamLayout, exits: tuple[str, ...]) -
 
 
 def _in_network_order(module: WithExits, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Sorts the state: a head between two blocks of a stage is not a child of the stage, so PyTorch lists it behind the
-    stage."""
+    """Sort the state. PyTorch lists a head between two blocks of a stage behind the stage, whose child it is not."""
     for name in module.order:
         state[prefix + name] = state.pop(prefix + name)

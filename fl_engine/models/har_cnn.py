@@ -32,19 +32,9 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError
-from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
-from fl_engine.models.layers import (
-    FREE,
-    Norm,
-    batch_norm,
-    check_norm,
-    check_sizes,
-    check_spec,
-    conv_bn_slots,
-    linear_slots,
-    scaled,
-)
+from fl_engine.core.types import HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.layers import FREE, Norm, batch_norm, conv_bn_slots, linear_slots, scaled
+from fl_engine.models.network import NormedNetwork
 
 CHANNELS = {"conv1": 128, "conv2": 64, "conv3": 32}
 UNITS = {"fc1": 64, "fc2": 32, "fc3": 16, "fc4": 16}
@@ -71,34 +61,24 @@ def _conv(c_in: int, c_out: int, norm: Norm) -> nn.Sequential:
 
 
 @dataclass(frozen=True)
-class HarCNN:
+class HarCNN(NormedNetwork):
     input_shape: tuple[int, int]
-    """(T, F): steps and features."""
-    outputs: int
-    width: float = 1.0
-    """Multiplies the channels of every convolution and the units of every hidden layer."""
     norm: Norm = "static"
     """batch: the statistics of the current batch; static: stored ones."""
-    exits: tuple[str, ...] = ()
-    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
-    exit_convs: Convs = ()
-    """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
 
+    axes: ClassVar[tuple[str, ...]] = ("steps", "features")
     published_input: ClassVar[tuple[int, ...]] = (128, 9)
     published_outputs: ClassVar[int] = 6
 
     def __post_init__(self) -> None:
-        check_sizes(self, "(T, F) of a series", 2, self.width)
-        check_norm(self, self.norm)
-        check_exits("HarCNN", self.exits, self.exit_points(), self.exit_convs)
+        super().__post_init__()
         if self.input_shape[0] < 2:
-            raise ModelError(
-                f"HarCNN takes windows of at least 2 steps, since one window of a single step has no variance; got "
-                f"{self.input_shape[0]}"
-            )
+            raise ModelError("HarCNN takes windows of at least 2 steps, because a single step has no variance")
 
-    def layout(self) -> ParamLayout:
-        groups = {name: scaled(n, self.width) for name, n in (CHANNELS | UNITS).items()}
+    def groups(self) -> dict[str, int]:
+        return {name: scaled(n, self.width) for name, n in (CHANNELS | UNITS).items()}
+
+    def slots(self) -> dict[str, Slot]:
         slots: dict[str, Slot] = {}
         inside = FREE
         for name in CHANNELS:
@@ -108,14 +88,9 @@ class HarCNN:
         for name in UNITS:
             slots |= linear_slots(f"{name}.linear", name, inside, Axis(name))
             inside = Axis(name)
-        slots |= linear_slots("classifier", "classifier", inside, Axis(HEAD))
-        slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)
-        return ParamLayout(groups | {HEAD: self.outputs}, slots)
+        return slots | linear_slots("classifier", "classifier", inside, Axis(HEAD))
 
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, T, F) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
-        layout = self.layout()
-        check_spec(layout, spec, exits=self.exits)
+    def layers(self, layout: ParamLayout, spec: SubmodelSpec) -> OrderedDict[str, nn.Module]:
         steps, size = self.input_shape
         layers: OrderedDict[str, nn.Module] = OrderedDict(map=AsMap(steps))
         for name in CHANNELS:
@@ -129,10 +104,9 @@ class HarCNN:
             layers[name] = nn.Sequential(OrderedDict(linear=nn.Linear(size, units), relu=nn.ReLU()))
             size = units
         layers["classifier"] = nn.Linear(size, layout.width(spec, HEAD))
-        return assemble(layers, layout, spec, self.exits)
+        return layers
 
     def exit_points(self) -> tuple[str, ...]:
-        """The blocks behind which an early exit may sit, in network order."""
         return (*CHANNELS, *UNITS)
 
     def nested(self) -> Mapping[str, SubmodelSpec]:

@@ -19,14 +19,13 @@ blocks with a shortcut, b >= 1, can be dropped. An early exit may sit behind eac
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
-from fl_engine.models.layers import FREE, Norm, check_options, check_spec, conv_bn, conv_bn_slots, conv_slots, scaled
+from fl_engine.core.types import HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.layers import FREE, Norm, conv_bn, conv_bn_slots, conv_slots, scaled
+from fl_engine.models.network import ImageNetwork
 
 
 class Stage(NamedTuple):
@@ -71,28 +70,15 @@ def _block_slots(name: str, inside: str, out: str, t: int, norm: Norm) -> dict[s
     return slots
 
 
-@dataclass(frozen=True)
-class MobileNetV2:
-    input_shape: tuple[int, int, int]
-    outputs: int
-    width: float = 1.0
-    """Multiplies the channels of the stem, of every stage and of the head."""
-    norm: Norm = "batch"
-    exits: tuple[str, ...] = ()
-    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
-    exit_convs: Convs = ()
-    """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
-
+class MobileNetV2(ImageNetwork):
     min_hw: ClassVar[int] = 17
     """Up to 16x16 the last map is a single pixel, so a batch of one image has no variance there."""
 
-    def __post_init__(self) -> None:
-        check_options(self, self.width, self.norm)
-        check_exits(type(self).__name__, self.exits, self.exit_points(), self.exit_convs)
-
-    def layout(self) -> ParamLayout:
+    def groups(self) -> dict[str, int]:
         channels = {"stem": STEM} | {name: stage.channels for name, stage in STAGES.items()} | {"head": LAST}
-        groups = {name: scaled(n, self.width) for name, n in channels.items()}
+        return {name: scaled(n, self.width) for name, n in channels.items()}
+
+    def slots(self) -> dict[str, Slot]:
         slots = conv_bn_slots("stem", "stem", FREE, Axis("stem"), self.norm)
         inside = "stem"
         for name, stage in STAGES.items():
@@ -100,15 +86,12 @@ class MobileNetV2:
                 slots |= _block_slots(f"{name}.{b}", inside, name, stage.t, self.norm)
                 inside = name
         slots |= conv_bn_slots("head", "head", Axis(inside), Axis("head"), self.norm)
-        slots |= conv_slots("classifier", "classifier", Axis("head"), Axis(HEAD))
-        slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)
-        return ParamLayout(groups | {HEAD: self.outputs}, slots)
+        return slots | conv_slots("classifier", "classifier", Axis("head"), Axis(HEAD))
 
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
-        layout = self.layout()
-        identities = [f"{name}.{b}" for name, stage in STAGES.items() for b in range(1, stage.depth)]
-        check_spec(layout, spec, skippable=identities, exits=self.exits)
+    def skippable(self) -> list[str]:
+        return [f"{name}.{b}" for name, stage in STAGES.items() for b in range(1, stage.depth)]
+
+    def layers(self, layout: ParamLayout, spec: SubmodelSpec) -> OrderedDict[str, nn.Module]:
         c_in = layout.width(spec, "stem")
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         layers["stem"] = conv_bn(self.input_shape[0], c_in, 3, self.norm, relu=nn.ReLU6())
@@ -126,10 +109,9 @@ class MobileNetV2:
         layers["pool"] = nn.AdaptiveMaxPool2d(1)
         layers["classifier"] = nn.Conv2d(head, layout.width(spec, HEAD), 1)
         layers["flatten"] = nn.Flatten()
-        return assemble(layers, layout, spec, self.exits)
+        return layers
 
     def exit_points(self) -> tuple[str, ...]:
-        """The blocks behind which an early exit may sit, in network order."""
         return tuple(f"{name}.{b}" for name, stage in STAGES.items() for b in range(stage.depth))
 
     def prunable(self) -> tuple[Prunable, ...]:

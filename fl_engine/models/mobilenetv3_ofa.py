@@ -34,18 +34,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_engine.core.costs import count_params
-from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
-from fl_engine.models.layers import (
-    FREE,
-    Norm,
-    check_options,
-    check_spec,
-    conv_bn,
-    conv_bn_slots,
-    conv_slots,
-    linear_slots,
-)
+from fl_engine.core.types import HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.layers import FREE, Norm, conv_bn, conv_bn_slots, conv_slots, linear_slots
+from fl_engine.models.network import ImageNetwork
 
 
 class Stage(NamedTuple):
@@ -168,26 +159,25 @@ def _blocks() -> Iterator[tuple[str, str, str, bool]]:
 
 
 @dataclass(frozen=True)
-class MobileNetV3OFA:
-    input_shape: tuple[int, int, int]
-    outputs: int
-    width: float = 1.0
-    """Multiplies the channels of the stem, of every stage and of the last two convolutions; all are multiples of 8."""
+class MobileNetV3OFA(ImageNetwork):
     norm: Norm = "static"
     """batch: the statistics of the current batch; static: stored ones."""
-    exits: tuple[str, ...] = ()
-    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
-    exit_convs: Convs = ()
-    """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
 
     min_hw: ClassVar[int] = 17
     """Up to 16x16 the last map is a single pixel, so a batch of one image has no variance there."""
 
-    def __post_init__(self) -> None:
-        check_options(self, self.width, self.norm)
-        check_exits(type(self).__name__, self.exits, self.exit_points(), self.exit_convs)
+    def groups(self) -> dict[str, int]:
+        """All are multiples of 8."""
+        groups = {"stem": divisible(STEM * self.width)}
+        for name, inside, stage, squeeze in _blocks():
+            inner = divisible(groups[inside] * LARGEST.expand)
+            groups[f"{name}.inner"] = inner
+            if squeeze:
+                groups[f"{name}.squeeze"] = squeezed(inner)
+            groups.setdefault(stage, divisible(STAGES[stage].channels * self.width))
+        return groups | {"final": divisible(FINAL * self.width), "mix": divisible(MIX * self.width)}
 
-    def layout(self) -> ParamLayout:
+    def slots(self) -> dict[str, Slot]:
         slots = conv_bn_slots("stem", "stem", FREE, Axis("stem"), self.norm, bias=False)
         slots |= conv_bn_slots("first.depthwise", "first", FREE, Axis("stem"), self.norm, bias=False)
         slots |= conv_bn_slots("first.project", "first", Axis("stem"), Axis("stem"), self.norm, bias=False)
@@ -195,15 +185,12 @@ class MobileNetV3OFA:
             slots |= _block_slots(name, inside, stage, squeeze, self.norm)
         slots |= conv_bn_slots("final", "final", Axis(next(reversed(STAGES))), Axis("final"), self.norm, bias=False)
         slots |= conv_slots("mix.conv", "mix", Axis("final"), Axis("mix"), bias=False)
-        slots |= linear_slots("classifier", "classifier", Axis("mix"), Axis(HEAD))
-        slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)
-        return ParamLayout(self._groups() | {HEAD: self.outputs}, slots)
+        return slots | linear_slots("classifier", "classifier", Axis("mix"), Axis(HEAD))
 
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
-        layout = self.layout()
-        identities = [f"{name}.{b}" for name in STAGES for b in range(1, LARGEST.depth)]
-        check_spec(layout, spec, skippable=identities, exits=self.exits)
+    def skippable(self) -> list[str]:
+        return [f"{name}.{b}" for name in STAGES for b in range(1, LARGEST.depth)]
+
+    def layers(self, layout: ParamLayout, spec: SubmodelSpec) -> OrderedDict[str, nn.Module]:
         wide = {group: layout.width(spec, group) for group in layout.groups}
         stem, final, mix = wide["stem"], wide["final"], wide["mix"]
         stride = 1 if min(self.input_shape[1:]) <= TINY_IMAGE else 2
@@ -227,7 +214,7 @@ class MobileNetV3OFA:
         layers["flatten"] = nn.Flatten()
         layers["dropout"] = nn.Dropout(DROPOUT)
         layers["classifier"] = nn.Linear(mix, wide[HEAD])
-        return assemble(layers, layout, spec, self.exits)
+        return layers
 
     def nested(self) -> Mapping[str, SubmodelSpec]:
         """The 243 sub-networks by name, in ascending order of their parameters. A name has the depth and the expansion
@@ -236,7 +223,6 @@ class MobileNetV3OFA:
         return dict(_nested(self))
 
     def exit_points(self) -> tuple[str, ...]:
-        """The blocks behind which an early exit may sit, in network order."""
         return tuple(name for name, _, _, _ in _blocks())
 
     def prunable(self) -> tuple[Prunable, ...]:
@@ -251,17 +237,6 @@ class MobileNetV3OFA:
             layers.setdefault(stage, Prunable(stage, projects, ()))
         layers |= {"final": Prunable("final", ("final.",), ()), "mix": Prunable("mix", ("mix.",), ())}
         return tuple(layers.values())
-
-    def _groups(self) -> dict[str, int]:
-        """Channels of all groups but the classes, in network order."""
-        groups = {"stem": divisible(STEM * self.width)}
-        for name, inside, stage, squeeze in _blocks():
-            inner = divisible(groups[inside] * LARGEST.expand)
-            groups[f"{name}.inner"] = inner
-            if squeeze:
-                groups[f"{name}.squeeze"] = squeezed(inner)
-            groups.setdefault(stage, divisible(STAGES[stage].channels * self.width))
-        return groups | {"final": divisible(FINAL * self.width), "mix": divisible(MIX * self.width)}
 
     def _block(self, stage: str, b: int, c_in: int, wide: Mapping[str, int]) -> nn.Module:
         """Block b of a stage, for the channels that each group keeps."""

@@ -24,8 +24,9 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, SubmodelSpec
-from fl_engine.models.layers import FREE, Norm, check_options, check_spec, conv_bn, conv_bn_slots, conv_slots, scaled
+from fl_engine.core.types import HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.layers import FREE, Norm, conv_bn, conv_bn_slots, conv_slots, scaled
+from fl_engine.models.network import Network, check_image, check_norm
 from fl_engine.models.resnet import BasicBlock, block_slots
 
 CHANNELS = {"stem": 32, "stage1": 48, "stage2": 96, "stage3": 192, "stage4": 256, "pyramid": 64, "tower": 96}
@@ -34,13 +35,12 @@ DEPTHS = {"stage1": 2, "stage2": 2, "stage3": 2, "stage4": 1}
 
 
 @dataclass(frozen=True)
-class PointDetector:
+class PointDetector(Network):
+    """Each point has four outputs for the box and one for each category."""
+
     input_shape: tuple[int, int, int]
-    outputs: int
-    """Outputs of each point: four for the box and one for each category."""
-    width: float = 1.0
-    """Multiplies the channels of all groups."""
     norm: Norm = "batch"
+    """batch: the statistics of the current batch; static: stored ones."""
 
     published_input: ClassVar[tuple[int, ...]] = (3, 224, 224)
     published_outputs: ClassVar[int] = 16
@@ -48,10 +48,14 @@ class PointDetector:
     """Up to 32x32 the coarsest map is a single pixel, so a batch of one image has no variance there."""
 
     def __post_init__(self) -> None:
-        check_options(self, self.width, self.norm)
+        super().__post_init__()
+        check_norm(self, self.norm)
+        check_image(self, self.input_shape, self.min_hw)
 
-    def layout(self) -> ParamLayout:
-        groups = {name: scaled(n, self.width) for name, n in CHANNELS.items()}
+    def groups(self) -> dict[str, int]:
+        return {name: scaled(n, self.width) for name, n in CHANNELS.items()}
+
+    def slots(self) -> dict[str, Slot]:
         inside = Axis("stem")
         slots = conv_bn_slots("stem", "stem", FREE, inside, self.norm, bias=False)
         for stage, depth in DEPTHS.items():
@@ -64,13 +68,13 @@ class PointDetector:
             slots |= conv_bn_slots(f"lateral.{stage}", "pyramid", Axis(stage), pyramid, self.norm, bias=False)
         slots |= conv_bn_slots("merged", "tower", pyramid, tower, self.norm, bias=False)
         slots |= conv_bn_slots("tower", "tower", tower, tower, self.norm, bias=False)
-        slots |= conv_slots("output", "output", tower, Axis(HEAD))
-        return ParamLayout(groups | {HEAD: self.outputs}, slots)
+        return slots | conv_slots("output", "output", tower, Axis(HEAD))
 
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+    def skippable(self) -> list[str]:
+        return [f"{stage}.{b}" for stage, depth in DEPTHS.items() for b in range(1, depth)]
+
+    def build(self, layout: ParamLayout, spec: SubmodelSpec) -> nn.Module:
         """(B, C, H, W) -> (B, kept outputs, H / 4, W / 4), rounded up."""
-        layout = self.layout()
-        check_spec(layout, spec, skippable=[f"{s}.{b}" for s, depth in DEPTHS.items() for b in range(1, depth)])
         return _Detector(self, layout, spec)
 
     def prunable(self) -> tuple[Prunable, ...]:

@@ -17,24 +17,14 @@ the block's sum, before any norm.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
-from fl_engine.models.layers import (
-    FREE,
-    Norm,
-    batch_norm,
-    batch_norm_slots,
-    check_options,
-    check_spec,
-    conv_slots,
-    linear_slots,
-    scaled,
-)
+from fl_engine.core.types import HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.layers import FREE, Norm, batch_norm, batch_norm_slots, conv_slots, linear_slots, scaled
+from fl_engine.models.network import ImageNetwork
 
 CHANNELS = {"stage1": 64, "stage2": 128, "stage3": 256, "stage4": 512}
 STRIDES = {"stage1": 1, "stage2": 2, "stage3": 2, "stage4": 2}
@@ -83,27 +73,14 @@ def _projects(stage: str, b: int) -> bool:
     return b == 0 and stage != "stage1"
 
 
-@dataclass(frozen=True)
-class PreResNet18:
-    input_shape: tuple[int, int, int]
-    outputs: int
-    width: float = 1.0
-    """Multiplies the channels of every stage."""
-    norm: Norm = "batch"
-    exits: tuple[str, ...] = ()
-    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
-    exit_convs: Convs = ()
-    """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
-
+class PreResNet18(ImageNetwork):
     min_hw: ClassVar[int] = 9
     """Up to 8x8 the last map is a single pixel, so a batch of one image has no variance there."""
 
-    def __post_init__(self) -> None:
-        check_options(self, self.width, self.norm)
-        check_exits(type(self).__name__, self.exits, self.exit_points(), self.exit_convs)
+    def groups(self) -> dict[str, int]:
+        return {name: scaled(n, self.width) for name, n in CHANNELS.items()}
 
-    def layout(self) -> ParamLayout:
-        groups = {name: scaled(n, self.width) for name, n in CHANNELS.items()}
+    def slots(self) -> dict[str, Slot]:
         inside = Axis("stage1")
         slots = conv_slots("stem", "stem", FREE, inside, bias=False)
         for stage in CHANNELS:
@@ -112,15 +89,12 @@ class PreResNet18:
                 slots |= _block_slots(f"{stage}.{b}", inside, out, self.norm, _projects(stage, b))
                 inside = out
         slots |= batch_norm_slots("norm.bn", "norm", inside, self.norm)
-        slots |= linear_slots("classifier", "classifier", inside, Axis(HEAD))
-        slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)
-        return ParamLayout(groups | {HEAD: self.outputs}, slots)
+        return slots | linear_slots("classifier", "classifier", inside, Axis(HEAD))
 
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
-        layout = self.layout()
-        identities = [f"{stage}.{b}" for stage in CHANNELS for b in range(DEPTH) if not _projects(stage, b)]
-        check_spec(layout, spec, skippable=identities, exits=self.exits)
+    def skippable(self) -> list[str]:
+        return [f"{stage}.{b}" for stage in CHANNELS for b in range(DEPTH) if not _projects(stage, b)]
+
+    def layers(self, layout: ParamLayout, spec: SubmodelSpec) -> OrderedDict[str, nn.Module]:
         c_in = layout.width(spec, "stage1")
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         layers["stem"] = _conv(self.input_shape[0], c_in, 3)
@@ -138,10 +112,9 @@ class PreResNet18:
         layers["pool"] = nn.AdaptiveAvgPool2d(1)
         layers["flatten"] = nn.Flatten()
         layers["classifier"] = nn.Linear(c_in, layout.width(spec, HEAD))
-        return assemble(layers, layout, spec, self.exits)
+        return layers
 
     def exit_points(self) -> tuple[str, ...]:
-        """The blocks behind which an early exit may sit, in network order."""
         return tuple(f"{stage}.{b}" for stage in CHANNELS for b in range(DEPTH))
 
     def prunable(self) -> tuple[Prunable, ...]:

@@ -25,20 +25,9 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError
-from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
-from fl_engine.models.layers import (
-    FREE,
-    LARGEST,
-    Norm,
-    are_sizes,
-    check_options,
-    check_spec,
-    conv_bn,
-    conv_bn_slots,
-    linear_slots,
-    scaled,
-)
+from fl_engine.core.types import HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.layers import FREE, Norm, conv_bn, conv_bn_slots, linear_slots, scaled
+from fl_engine.models.network import LARGEST, ImageNetwork, are_sizes
 
 STEM = 64
 STRIDES = (1, 2, 2, 2)
@@ -69,16 +58,7 @@ def block_slots(name: str, inside: Axis, out: Axis, norm: Norm, project: bool) -
 
 
 @dataclass(frozen=True)
-class _ResNet:
-    input_shape: tuple[int, int, int]
-    outputs: int
-    width: float = 1.0
-    """Multiplies the channels of the stem and of every stage."""
-    norm: Norm = "batch"
-    exits: tuple[str, ...] = ()
-    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
-    exit_convs: Convs = ()
-    """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
+class _ResNet(ImageNetwork):
     channels: tuple[int, int, int, int] = (96, 128, 256, 512)
     """Of each stage, before `width`: FlexFL's code; He et al. have 64, 128, 256, 512."""
 
@@ -88,17 +68,17 @@ class _ResNet:
     """Up to 8x8 the last map is a single pixel, so a batch of one image has no variance there."""
 
     def __post_init__(self) -> None:
-        check_options(self, self.width, self.norm)
-        check_exits(type(self).__name__, self.exits, self.exit_points(), self.exit_convs)
-        if not are_sizes(self.channels, 4) or max(self.channels) > LARGEST:
+        super().__post_init__()
+        if not are_sizes(self.channels, 4):
             raise ModelError(
-                f"{type(self).__name__}: channels is a tuple of four integers from 1 to {LARGEST}, got "
-                f"{self.channels!r}"
+                f"{type(self).__name__}: channels must be four integers from 1 to {LARGEST}, got {self.channels!r}"
             )
 
-    def layout(self) -> ParamLayout:
+    def groups(self) -> dict[str, int]:
         sizes = {"stem": STEM} | {f"stage{stage}": n for stage, n in enumerate(self.channels, 1)}
-        groups = {name: scaled(n, self.width) for name, n in sizes.items() if name != "stem" or not self._tied}
+        return {name: scaled(n, self.width) for name, n in sizes.items() if name != "stem" or not self._tied}
+
+    def slots(self) -> dict[str, Slot]:
         inside = Axis(self._first)
         slots = conv_bn_slots("stem", "stem", FREE, inside, self.norm, bias=False)
         for stage, depth in enumerate(self.depths, 1):
@@ -106,17 +86,14 @@ class _ResNet:
             for b in range(depth):
                 slots |= block_slots(f"stage{stage}.{b}", inside, out, self.norm, self._projects(stage, b))
                 inside = out
-        slots |= linear_slots("classifier", "classifier", inside, Axis(HEAD))
-        slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)
-        return ParamLayout(groups | {HEAD: self.outputs}, slots)
+        return slots | linear_slots("classifier", "classifier", inside, Axis(HEAD))
 
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
-        layout = self.layout()
-        identities = [
+    def skippable(self) -> list[str]:
+        return [
             f"stage{s}.{b}" for s, depth in enumerate(self.depths, 1) for b in range(depth) if not self._projects(s, b)
         ]
-        check_spec(layout, spec, skippable=identities, exits=self.exits)
+
+    def layers(self, layout: ParamLayout, spec: SubmodelSpec) -> OrderedDict[str, nn.Module]:
         c_in = layout.width(spec, self._first)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         layers["stem"] = conv_bn(self.input_shape[0], c_in, 3, self.norm, bias=False, relu=nn.ReLU())
@@ -133,10 +110,9 @@ class _ResNet:
         layers["pool"] = nn.AdaptiveAvgPool2d(1)
         layers["flatten"] = nn.Flatten()
         layers["classifier"] = nn.Linear(c_in, layout.width(spec, HEAD))
-        return assemble(layers, layout, spec, self.exits)
+        return layers
 
     def exit_points(self) -> tuple[str, ...]:
-        """The blocks behind which an early exit may sit, in network order."""
         return tuple(f"stage{s}.{b}" for s, depth in enumerate(self.depths, 1) for b in range(depth))
 
     def prunable(self) -> tuple[Prunable, ...]:

@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Literal, Protocol, get_args
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
-from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
-from fl_engine.models.layers import LARGEST, check_sizes
+from fl_engine.models.network import Network
 
 Answers = Literal["every", "last"]
-"""`every`: logits behind every token, (B, outputs, T), for next tokens; `last`: behind the last one alone,
-(B, outputs), for classification."""
 
 
-class TextFamily(ModelFamily, Protocol):
-    """A network for sequences of tokens."""
+@dataclass(frozen=True)
+class TextNetwork(Network):
+    input_shape: tuple[int]
+    vocabulary: int = 0
+    """Tokens are 0 .. vocabulary - 1; 0: as many as there are outputs."""
+    answers: Answers = "every"
+    """every: logits behind every token, (B, outputs, T), for next tokens; last: behind the last one alone,
+    (B, outputs), for classification."""
 
-    @property
-    def answers(self) -> Answers: ...
-    @property
-    def width(self) -> float: ...
+    axes: ClassVar[tuple[str, ...]] = ("tokens",)
+    sizes: ClassVar[tuple[str, ...]]
+    """The options that are sizes."""
 
-
-def check_text(family: TextFamily, least: Sequence[tuple[str, int]]) -> None:
-    """Raises ModelError for options from which no network can be built. `least`: fields that hold integers, and the
-    least of each."""
-    name = type(family).__name__
-    check_sizes(family, "(T,) of a sequence of tokens", 1, family.width)
-    for field, smallest in least:
-        value = getattr(family, field)
-        if type(value) is not int or not smallest <= value <= LARGEST:
-            raise ModelError(f"{name}: {field} is an integer from {smallest} to {LARGEST}, got {value!r}")
-    if family.answers not in get_args(Answers):
-        raise ModelError(f"{name}: answers is one of {', '.join(get_args(Answers))}, got {family.answers!r}")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_size("vocabulary", 0)
+        for option in self.sizes:
+            self.check_size(option)
+        if self.answers not in get_args(Answers):
+            raise ModelError(f"{type(self).__name__}: answers must be every or last, got {self.answers!r}")
+        object.__setattr__(self, "vocabulary", self.vocabulary or self.outputs)
 
 
 def answering(answers: Answers, layers: OrderedDict[str, nn.Module], output: OrderedDict[str, nn.Module]) -> nn.Module:
-    """`layers` give (B, T, channels), `output` makes logits of channels: the network that answers where it is told."""
+    """The network of `layers`, which return (B, T, channels), and `output`, which turns channels into logits."""
     if answers == "last":
         return nn.Sequential(layers | OrderedDict(last=Last()) | output)
     return nn.Sequential(layers | output | OrderedDict(outputs_first=OutputsFirst()))

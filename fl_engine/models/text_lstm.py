@@ -24,53 +24,42 @@ from typing import ClassVar
 
 from torch import nn
 
-from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.layers import FREE, check_spec, linear_slots, scaled
+from fl_engine.core.types import HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.layers import FREE, linear_slots, scaled
 from fl_engine.models.recurrent import Steps, lstm_slots
-from fl_engine.models.text import Answers, answering, check_text
+from fl_engine.models.text import TextNetwork, answering
 
 
 @dataclass(frozen=True)
-class TextLSTM:
-    input_shape: tuple[int]
-    """(T,): tokens of a sample."""
-    outputs: int
-    vocabulary: int = 0
-    """Tokens are 0 .. vocabulary - 1; 0: as many as there are outputs."""
-    answers: Answers = "every"
+class TextLSTM(TextNetwork):
     layers: int = 2
     """LSTMs, one on the other."""
     embedding: int = 8
     hidden: int = 256
     """Units of each LSTM."""
-    width: float = 1.0
-    """Multiplies the size of an embedding and the units."""
 
+    sizes: ClassVar[tuple[str, ...]] = ("layers", "embedding", "hidden")
     published_input: ClassVar[tuple[int, ...]] = (80,)
     published_outputs: ClassVar[int] = 90
-
-    def __post_init__(self) -> None:
-        check_text(self, (("vocabulary", 0), ("layers", 1), ("embedding", 1), ("hidden", 1)))
-        object.__setattr__(self, "vocabulary", self.vocabulary or self.outputs)
 
     @property
     def _layers(self) -> list[str]:
         return [f"lstm{number}" for number in range(1, self.layers + 1)]
 
-    def layout(self) -> ParamLayout:
-        groups, inside = {"embedding": scaled(self.embedding, self.width)}, Axis("embedding")
+    def groups(self) -> dict[str, int]:
+        units = dict.fromkeys(self._layers, scaled(self.hidden, self.width))
+        return {"embedding": scaled(self.embedding, self.width), **units}
+
+    def slots(self) -> dict[str, Slot]:
+        inside = Axis("embedding")
         slots = {"embedding.weight": Slot("embedding", (FREE, inside))}
         for name in self._layers:
-            groups[name] = scaled(self.hidden, self.width)
             slots |= lstm_slots(f"{name}.cells", name, inside, name)
             inside = Axis(name)
-        slots |= linear_slots("classifier", "classifier", inside, Axis(HEAD))
-        return ParamLayout(groups | {HEAD: self.outputs}, slots)
+        return slots | linear_slots("classifier", "classifier", inside, Axis(HEAD))
 
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+    def build(self, layout: ParamLayout, spec: SubmodelSpec) -> nn.Module:
         """Tokens (B, T) -> logits (B, kept outputs, T), or (B, kept outputs) behind the last one."""
-        layout = self.layout()
-        check_spec(layout, spec)
         inside = layout.width(spec, "embedding")
         layers: OrderedDict[str, nn.Module] = OrderedDict(embedding=nn.Embedding(self.vocabulary, inside))
         for name in self._layers:

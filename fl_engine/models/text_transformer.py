@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError
-from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.layers import FREE, check_spec, linear_slots, scaled
-from fl_engine.models.text import Answers, answering, check_text
+from fl_engine.core.types import HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.layers import FREE, linear_slots, scaled
+from fl_engine.models.text import TextNetwork, answering
 
 EPSILON = 1e-6
 """The epsilon of layer norm, as in the code that the paper follows."""
@@ -42,40 +42,36 @@ values of a quantised tensor."""
 
 
 @dataclass(frozen=True)
-class TextTransformer:
-    input_shape: tuple[int]
-    """(T,): tokens of a sample."""
-    outputs: int
-    vocabulary: int = 0
-    """Tokens are 0 .. vocabulary - 1; 0: as many as there are outputs."""
-    answers: Answers = "every"
+class TextTransformer(TextNetwork):
     layers: int = 3
     heads: int = 8
     head_size: int = 12
-    """Numbers of a head's query, key and value. No sub-model has others."""
+    """The size of a head's query, key and value. All sub-models have the same."""
     embedding: int = 128
     hidden: int = 2048
     dropout: float = 0.1
-    width: float = 1.0
-    """Multiplies the size of an embedding, the heads and the hidden units."""
 
+    sizes: ClassVar[tuple[str, ...]] = ("layers", "heads", "head_size", "embedding", "hidden")
     published_input: ClassVar[tuple[int, ...]] = (20,)
     published_outputs: ClassVar[int] = 10_004
 
     def __post_init__(self) -> None:
-        least = (("vocabulary", 0), ("layers", 1), ("heads", 1), ("head_size", 1), ("embedding", 1), ("hidden", 1))
-        check_text(self, least)
-        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ModelError(f"TextTransformer: dropout is a number from 0 to less than 1, got {self.dropout!r}")
-        object.__setattr__(self, "vocabulary", self.vocabulary or self.outputs)
+        super().__post_init__()
+        if not 0 <= self.dropout < 1:
+            raise ModelError(f"TextTransformer: dropout must be from 0 to less than 1, got {self.dropout!r}")
 
     @property
     def _layers(self) -> list[str]:
         return [f"layer{number}" for number in range(1, self.layers + 1)]
 
-    def layout(self) -> ParamLayout:
-        heads = scaled(self.heads, self.width)
+    def groups(self) -> dict[str, int]:
+        heads, hidden = scaled(self.heads, self.width), scaled(self.hidden, self.width)
         groups = {"embedding": scaled(self.embedding, self.width), "stream": heads * self.head_size}
+        for name in self._layers:
+            groups |= {f"{name}.heads": heads, f"{name}.hidden": hidden}
+        return groups
+
+    def slots(self) -> dict[str, Slot]:
         embedding, stream = Axis("embedding"), Axis("stream")
         slots = {
             "embedding.tokens.weight": Slot("embedding", (FREE, embedding)),
@@ -83,7 +79,6 @@ class TextTransformer:
         }
         slots |= linear_slots("stream", "stream", embedding, stream)
         for name in self._layers:
-            groups |= {f"{name}.heads": heads, f"{name}.hidden": scaled(self.hidden, self.width)}
             of_heads, hidden = f"{name}.heads", Axis(f"{name}.hidden")
             thrice = Axis(of_heads, repeat=self.head_size, copies=3)
             slots |= linear_slots(f"{name}.attention.qkv", name, stream, thrice)
@@ -93,13 +88,10 @@ class TextTransformer:
             slots |= linear_slots(f"{name}.shrink", name, hidden, stream)
             slots |= _norm_slots(f"{name}.norm2", name, stream)
         slots |= linear_slots("output", "output", stream, embedding)
-        slots |= linear_slots("classifier", "classifier", embedding, Axis(HEAD))
-        return ParamLayout(groups | {HEAD: self.outputs}, slots)
+        return slots | linear_slots("classifier", "classifier", embedding, Axis(HEAD))
 
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+    def build(self, layout: ParamLayout, spec: SubmodelSpec) -> nn.Module:
         """Tokens (B, T) -> logits (B, kept outputs, T), or (B, kept outputs) behind the last one."""
-        layout = self.layout()
-        check_spec(layout, spec)
         sizes = {group: layout.width(spec, group) for group in layout.groups}
         embedding, stream = sizes["embedding"], sizes["stream"]
         layers: OrderedDict[str, nn.Module] = OrderedDict(

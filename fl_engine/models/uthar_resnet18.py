@@ -23,10 +23,10 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError
-from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.exits import assemble, check_exits, slots_with_exits
-from fl_engine.models.layers import FREE, check_sizes, check_spec, conv_slots, scaled
+from fl_engine.core.types import Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.layers import FREE, conv_slots, scaled
 from fl_engine.models.maps_resnet18 import Trunk
+from fl_engine.models.network import ExitNetwork
 
 DOWN = {"down1": 3, "down2": 3}
 LEAST = (64, 28)
@@ -41,44 +41,39 @@ class AsPackets(nn.Module):
 
 
 @dataclass(frozen=True)
-class UTHARResNet18:
+class UTHARResNet18(ExitNetwork):
     input_shape: tuple[int, int, int]
     """(1, P, S): packets, and subcarriers of all antennas; or (A, S, P): antennas, subcarriers of each, packets."""
-    outputs: int
-    width: float = 1.0
-    """Multiplies the channels of the first two convolutions, the stem and every stage."""
-    exits: tuple[str, ...] = ()
-    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
 
+    axes: ClassVar[tuple[str, ...]] = ("antennas", "subcarriers", "packets")
     published_input: ClassVar[tuple[int, ...]] = (1, 250, 90)
     published_outputs: ClassVar[int] = 7
 
     def __post_init__(self) -> None:
-        check_sizes(self, "(1, P, S) or (A, S, P) of packets, subcarriers and antennas", 3, self.width)
+        super().__post_init__()
         first, second, third = self.input_shape
         packets, carriers = (second, third) if first == 1 else (third, first * second)
         if packets < LEAST[0] or carriers < LEAST[1]:
             raise ModelError(
                 f"UTHARResNet18 takes at least {LEAST[0]} packets of {LEAST[1]} subcarriers, got {packets} of "
-                f"{carriers}: pad the samples, or choose another network"
+                f"{carriers}. Pad the samples, or choose another network"
             )
-        check_exits("UTHARResNet18", self.exits, self.exit_points())
 
-    def layout(self) -> ParamLayout:
-        trunk = self._trunk()
-        groups = {name: scaled(n, self.width) for name, n in DOWN.items()}
+    def groups(self) -> dict[str, int]:
+        return {name: scaled(n, self.width) for name, n in DOWN.items()} | self._trunk().groups()
+
+    def slots(self) -> dict[str, Slot]:
         slots: dict[str, Slot] = {}
         inside = FREE
         for name in DOWN:
             slots |= conv_slots(f"{name}.conv", name, inside, Axis(name))
             inside = Axis(name)
-        slots = slots_with_exits(slots | trunk.slots(inside), self.exits)
-        return ParamLayout(groups | trunk.groups() | {HEAD: self.outputs}, slots)
+        return slots | self._trunk().slots(inside)
 
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, *input_shape) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
-        layout, trunk = self.layout(), self._trunk()
-        check_spec(layout, spec, skippable=trunk.skippable(), exits=self.exits)
+    def skippable(self) -> list[str]:
+        return self._trunk().skippable()
+
+    def layers(self, layout: ParamLayout, spec: SubmodelSpec) -> OrderedDict[str, nn.Module]:
         first, second = (layout.width(spec, name) for name in DOWN)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if self.input_shape[0] > 1:
@@ -86,10 +81,9 @@ class UTHARResNet18:
         layers["down1"] = nn.Sequential(OrderedDict(conv=nn.Conv2d(1, first, 7, (3, 1)), relu=nn.ReLU()))
         layers["down_pool"] = nn.MaxPool2d(2)
         layers["down2"] = nn.Sequential(OrderedDict(conv=nn.Conv2d(first, second, (10, 11)), relu=nn.ReLU()))
-        return assemble(layers | trunk.layers(layout, spec, second), layout, spec, self.exits)
+        return layers | self._trunk().layers(layout, spec, second)
 
     def exit_points(self) -> tuple[str, ...]:
-        """The blocks behind which an early exit may sit, in network order."""
         return self._trunk().exit_points()
 
     def prunable(self) -> tuple[Prunable, ...]:

@@ -23,55 +23,37 @@ from typing import ClassVar
 from torch import nn
 
 from fl_engine.core.errors import ModelError
-from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
-from fl_engine.models.layers import (
-    FREE,
-    Norm,
-    are_sizes,
-    check_options,
-    check_spec,
-    conv_bn,
-    conv_bn_slots,
-    linear_slots,
-    scaled,
-)
+from fl_engine.core.types import HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.layers import FREE, conv_bn, conv_bn_slots, linear_slots, scaled
+from fl_engine.models.network import ImageNetwork, are_sizes
 
 CHANNELS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 
 
 @dataclass(frozen=True)
-class VGG16:
-    input_shape: tuple[int, int, int]
-    outputs: int
+class VGG16(ImageNetwork):
     fc: tuple[int, int] = (4096, 4096)
     """Units of the two hidden layers, before `width`."""
-    width: float = 1.0
-    """Multiplies the channels of every convolution and the units of both hidden layers."""
     pool_after: tuple[int, ...] = (2, 4, 7, 10, 13)
     """The convolutions (1 to 13) that the five max pools follow; FlexFL's code: [3, 5, 8, 11, 13]."""
-    norm: Norm = "batch"
-    exits: tuple[str, ...] = ()
-    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
-    exit_convs: Convs = ()
-    """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
 
     min_hw: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
-        check_options(self, self.width, self.norm)
-        check_exits(type(self).__name__, self.exits, self.exit_points(), self.exit_convs)
+        super().__post_init__()
         if not are_sizes(self.fc, 2):
-            raise ModelError(f"VGG16: fc is a tuple of two positive integers, got {self.fc!r}")
+            raise ModelError(f"VGG16: fc must be two positive integers, got {self.fc!r}")
         after = self.pool_after
         if not are_sizes(after, 5) or list(after) != sorted(set(after)) or after[-1] > len(CHANNELS):
             raise ModelError(
-                f"VGG16: pool_after names five convolutions of 1 to {len(CHANNELS)}, ascending, got {after!r}"
+                f"VGG16: pool_after must be five ascending integers from 1 to {len(CHANNELS)}, got {after!r}"
             )
 
-    def layout(self) -> ParamLayout:
+    def groups(self) -> dict[str, int]:
         groups = {f"conv{i}": scaled(n, self.width) for i, n in enumerate(CHANNELS, 1)}
-        groups |= {f"fc{i}": scaled(n, self.width) for i, n in enumerate(self.fc, 1)}
+        return groups | {f"fc{i}": scaled(n, self.width) for i, n in enumerate(self.fc, 1)}
+
+    def slots(self) -> dict[str, Slot]:
         slots: dict[str, Slot] = {}
         inside = FREE
         for i in range(1, len(CHANNELS) + 1):
@@ -80,14 +62,9 @@ class VGG16:
             inside = out
         slots |= linear_slots("fc1.linear", "fc1", Axis("conv13", self._last_map()), Axis("fc1"))
         slots |= linear_slots("fc2.linear", "fc2", Axis("fc1"), Axis("fc2"))
-        slots |= linear_slots("classifier", "classifier", Axis("fc2"), Axis(HEAD))
-        slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)
-        return ParamLayout(groups | {HEAD: self.outputs}, slots)
+        return slots | linear_slots("classifier", "classifier", Axis("fc2"), Axis(HEAD))
 
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
-        layout = self.layout()
-        check_spec(layout, spec, exits=self.exits)
+    def layers(self, layout: ParamLayout, spec: SubmodelSpec) -> OrderedDict[str, nn.Module]:
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         c_in = self.input_shape[0]
         for i in range(1, len(CHANNELS) + 1):
@@ -104,10 +81,9 @@ class VGG16:
             layers[name] = nn.Sequential(parts)
             c_in = hidden
         layers["classifier"] = nn.Linear(c_in, layout.width(spec, HEAD))
-        return assemble(layers, layout, spec, self.exits)
+        return layers
 
     def exit_points(self) -> tuple[str, ...]:
-        """The blocks behind which an early exit may sit, in network order."""
         return (*(f"conv{i}" for i in range(1, len(CHANNELS) + 1)), "fc1", "fc2")
 
     def prunable(self) -> tuple[Prunable, ...]:

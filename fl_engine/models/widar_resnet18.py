@@ -17,58 +17,48 @@ from typing import ClassVar
 
 from torch import nn
 
-from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.exits import assemble, check_exits, slots_with_exits
-from fl_engine.models.layers import FREE, check_sizes, check_spec, scaled
+from fl_engine.core.types import Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.layers import FREE, scaled
 from fl_engine.models.maps_resnet18 import Trunk
+from fl_engine.models.network import ExitNetwork
 
 UP = {"up1": 3, "up2": 3}
 KERNEL = 7
 
 
 @dataclass(frozen=True)
-class WidarResNet18:
+class WidarResNet18(ExitNetwork):
     input_shape: tuple[int, int, int]
-    """(C, H, W): moments, and velocities along two directions."""
-    outputs: int
-    width: float = 1.0
-    """Multiplies the channels of the transposed convolutions, the stem and every stage."""
-    exits: tuple[str, ...] = ()
-    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
 
+    axes: ClassVar[tuple[str, ...]] = ("moments", "velocities", "velocities")
     published_input: ClassVar[tuple[int, ...]] = (22, 20, 20)
     published_outputs: ClassVar[int] = 9
 
-    def __post_init__(self) -> None:
-        check_sizes(self, "(C, H, W) of maps", 3, self.width)
-        check_exits("WidarResNet18", self.exits, self.exit_points())
+    def groups(self) -> dict[str, int]:
+        return {name: scaled(n, self.width) for name, n in UP.items()} | self._trunk().groups()
 
-    def layout(self) -> ParamLayout:
-        trunk = self._trunk()
-        groups = {name: scaled(n, self.width) for name, n in UP.items()}
+    def slots(self) -> dict[str, Slot]:
         slots: dict[str, Slot] = {}
         inside = FREE
         for name in UP:
             slots[f"{name}.conv.weight"] = Slot(name, (inside, Axis(name), FREE, FREE))
             slots[f"{name}.conv.bias"] = Slot(name, (Axis(name),))
             inside = Axis(name)
-        slots = slots_with_exits(slots | trunk.slots(inside), self.exits)
-        return ParamLayout(groups | trunk.groups() | {HEAD: self.outputs}, slots)
+        return slots | self._trunk().slots(inside)
 
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
-        layout, trunk = self.layout(), self._trunk()
-        check_spec(layout, spec, skippable=trunk.skippable(), exits=self.exits)
+    def skippable(self) -> list[str]:
+        return self._trunk().skippable()
+
+    def layers(self, layout: ParamLayout, spec: SubmodelSpec) -> OrderedDict[str, nn.Module]:
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         c_in = self.input_shape[0]
         for name in UP:
             c_out = layout.width(spec, name)
             layers[name] = nn.Sequential(OrderedDict(conv=nn.ConvTranspose2d(c_in, c_out, KERNEL), relu=nn.ReLU()))
             c_in = c_out
-        return assemble(layers | trunk.layers(layout, spec, c_in), layout, spec, self.exits)
+        return layers | self._trunk().layers(layout, spec, c_in)
 
     def exit_points(self) -> tuple[str, ...]:
-        """The blocks behind which an early exit may sit, in network order."""
         return self._trunk().exit_points()
 
     def prunable(self) -> tuple[Prunable, ...]:

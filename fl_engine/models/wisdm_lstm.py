@@ -18,8 +18,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, SubmodelSpec
-from fl_engine.models.layers import FREE, check_sizes, check_spec, linear_slots, scaled
+from fl_engine.core.types import HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.layers import FREE, linear_slots, scaled
+from fl_engine.models.network import Network
 from fl_engine.models.recurrent import Steps, lstm_slots
 
 UNITS = {"lstm": 6, "fc1": 128}
@@ -27,30 +28,22 @@ DROPOUT = 0.2
 
 
 @dataclass(frozen=True)
-class WisdmLSTM:
+class WisdmLSTM(Network):
     input_shape: tuple[int, int]
-    """(T, F): steps and features."""
-    outputs: int
-    width: float = 1.0
-    """Multiplies the units of the LSTM and of the hidden layer."""
 
+    axes: ClassVar[tuple[str, ...]] = ("steps", "features")
     published_input: ClassVar[tuple[int, ...]] = (200, 6)
     published_outputs: ClassVar[int] = 12
 
-    def __post_init__(self) -> None:
-        check_sizes(self, "(T, F) of a series", 2, self.width)
+    def groups(self) -> dict[str, int]:
+        return {name: scaled(n, self.width) for name, n in UNITS.items()}
 
-    def layout(self) -> ParamLayout:
-        groups = {name: scaled(n, self.width) for name, n in UNITS.items()}
+    def slots(self) -> dict[str, Slot]:
         slots = lstm_slots("lstm.cells", "lstm", FREE, "lstm")
         slots |= linear_slots("fc1.linear", "fc1", Axis("lstm", copies=self.input_shape[0]), Axis("fc1"))
-        slots |= linear_slots("classifier", "classifier", Axis("fc1"), Axis(HEAD))
-        return ParamLayout(groups | {HEAD: self.outputs}, slots)
+        return slots | linear_slots("classifier", "classifier", Axis("fc1"), Axis(HEAD))
 
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, T, F) -> logits (B, kept classes)."""
-        layout = self.layout()
-        check_spec(layout, spec)
+    def build(self, layout: ParamLayout, spec: SubmodelSpec) -> nn.Module:
         steps, features = self.input_shape
         units, hidden, classes = (layout.width(spec, group) for group in layout.groups)
         fc1 = OrderedDict(linear=nn.Linear(steps * units, hidden), relu=nn.ReLU())

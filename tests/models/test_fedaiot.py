@@ -12,7 +12,7 @@ from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.errors import ModelError
 from fl_engine.core.pool import UNMEASURED, measure_apoz
 from fl_engine.core.slicing import initial_params, made_up, runnable, take
-from fl_engine.core.types import FULL, SGD, LocalTask, SubmodelSpec
+from fl_engine.core.types import FULL, SubmodelSpec
 from fl_engine.core.widths import prefix
 from fl_engine.datasets import uthar
 from fl_engine.models import MODELS
@@ -22,7 +22,6 @@ from fl_engine.models.epic_resnet18 import EpicResNet18
 from fl_engine.models.uthar_resnet18 import UTHARResNet18
 from fl_engine.models.widar_resnet18 import WidarResNet18
 from fl_engine.models.wisdm_lstm import WisdmLSTM
-from fl_engine.training.networks import lent
 
 
 @pytest.mark.parametrize(
@@ -165,21 +164,6 @@ def test_where_a_block_has_its_stride(late: bool) -> None:
     assert (block.shortcut.conv.bias is not None) == late
 
 
-def test_heterofls_scaler_acts_on_transposed_convolutions_too() -> None:
-    family = WidarResNet18((2, 4, 4), 3, width=0.1)
-    task = LocalTask(FULL, SGD(0.1), epochs=1, batch_size=2, drop_last=False, seed=0)
-    put_out = []
-    for scaler in (1.0, 4.0):
-        with lent(family, replace(task, scaler=scaler)) as network:
-            network.bind({name: p[None] for name, p in initial_params(family, 0).items()}, list)
-            hook = network.module.get_submodule("up1.conv").register_forward_hook(
-                lambda _, __, out: put_out.append(out)
-            )
-            network(made_up(family, 2, torch.Generator().manual_seed(0)))
-            hook.remove()
-    assert torch.equal(put_out[0], 4 * put_out[1])
-
-
 def test_a_layer_without_a_relu_has_no_measured_apoz() -> None:
     family = WisdmLSTM((5, 2), 3)
     params = initial_params(family, 0)
@@ -188,22 +172,3 @@ def test_a_layer_without_a_relu_has_no_measured_apoz() -> None:
     assert measure_apoz(family, params, torch.randn(4, 5, 2)) == (UNMEASURED, 1.0)
     tokens = CasasBiLSTM((5,), 3, vocabulary=9, width=0.1)
     assert measure_apoz(tokens, initial_params(tokens, 0), made_up(tokens, 4)) == (UNMEASURED, UNMEASURED)
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: WisdmLSTM((200,), 12), r"\(T, F\)"),  # type: ignore[arg-type]
-        (lambda: WisdmLSTM((200, 6), 0), "outputs"),
-        (lambda: AepMLP((18,), 1, width=0.0), "width"),
-        (lambda: AepMLP((2**20,), 1), "at most"),
-        (lambda: CasasBiLSTM((10,), 3, vocabulary=0), "vocabulary"),
-        (lambda: UTHARResNet18((1, 63, 90), 7), "63 of 90"),
-        (lambda: UTHARResNet18((3, 9, 250), 7), "250 of 27"),
-        (lambda: EpicResNet18((1, 32, 400), 44), "33x33"),
-        (lambda: EpicResNet18((1, 400, 128), 44, stem=0), "stem"),
-    ],
-)
-def test_what_no_network_can_be_built_from(make: Any, said: str) -> None:
-    with pytest.raises(ModelError, match=said):
-        make()

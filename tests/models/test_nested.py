@@ -17,13 +17,11 @@ from torch import Tensor
 
 from fl_engine.core.contracts import ModelFamily, Nested
 from fl_engine.core.costs import count_macs, count_params
-from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import contains, runnable, take
-from fl_engine.core.types import FULL, HEAD, Params, SubmodelSpec
+from fl_engine.core.types import FULL, HEAD, Params
 from fl_engine.models.export import check_onnx
 from fl_engine.models.har_cnn import HarCNN
-from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA, divisible
 from fl_engine.tasks import Classification
 from fl_engine.testing.models import random_params, samples
@@ -75,10 +73,6 @@ def test_all_are_listed_in_ascending_order_and_are_parts_of_the_largest(name: st
         assert contains(layout, nested[outer], nested[inner])
         assert not contains(layout, nested[inner], nested[outer])
         assert count_params(family, nested[inner]) < count_params(family, nested[outer])
-
-
-def test_a_network_without_sub_networks_of_its_own() -> None:
-    assert not isinstance(MobileNetV2((3, 32, 32), 10), Nested)
 
 
 # ---------------------------------------------------------------------------------------- the once-for-all network
@@ -232,22 +226,6 @@ def test_har_cnn_by_hand() -> None:
     with torch.no_grad():
         found = runnable(family, spec, params).eval()(x)
     torch.testing.assert_close(found, F.linear(y, params["classifier.weight"], params["classifier.bias"]))
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: HarCNN((128,), 6), r"\(T, F\)"),  # type: ignore[arg-type]
-        (lambda: HarCNN((1, 9), 6), "at least 2 steps.* got 1"),
-        (lambda: HarCNN((128, 9), 6, norm="group"), "norm is one of batch, static, got 'group'"),  # type: ignore[arg-type]
-        (lambda: MobileNetV3OFA((3, 16, 32), 10), "at least 17x17 pixels, got 16x32"),
-        (lambda: TINY_IMAGENET.module(SubmodelSpec.of({}, ["stem", "first"])), "lacks block 'stage1.0'"),
-        (lambda: TINY_IMAGENET.module(SubmodelSpec.of({"stage2.0.squeeze": 41})), "has 40 channels"),
-    ],
-)
-def test_what_no_network_can_be_built_from(make: Callable[[], object], said: str) -> None:
-    with pytest.raises(ModelError, match=said):
-        make()
 
 
 # ----------------------------------------------------------------------------------------------------- both

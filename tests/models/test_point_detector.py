@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fl_engine.core.costs import count_macs, count_params
-from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import initial_params, made_up, runnable, take
 from fl_engine.core.types import FULL, SubmodelSpec
 from fl_engine.models.point_detector import PointDetector
@@ -78,11 +77,6 @@ def test_a_slice_of_the_pyramid_has_the_same_channels_of_every_stage() -> None:
     assert cut["lateral.stage1.conv.weight"][:, 0].flatten().tolist() == [1, 4]
     assert cut["lateral.stage4.conv.weight"].shape == (2, 3, 1, 1)
     assert cut["merged.conv.weight"][0, :, 0, 0].tolist() == [1, 4]
-
-
-def test_smaller_images_are_refused() -> None:
-    with pytest.raises(ModelError, match="at least 33x33"):
-        PointDetector((3, 32, 64), 16)
 
 
 def test_the_pool_shows_it_without_a_data_set(flexfleet: Any) -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_engine.core import pool
 from fl_engine.core.costs import count_macs, count_params
-from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import initial_params, made_up, runnable, take
-from fl_engine.core.types import FULL, HEAD, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.core.widths import prefix, rolling, window_start
+from fl_engine.core.types import FULL, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.layers import FREE
 from fl_engine.models.text_lstm import TextLSTM
 from fl_engine.tasks import NextToken
@@ -113,13 +108,6 @@ def test_an_lstm_of_linear_layers_gives_and_costs_the_same(layers: int) -> None:
     assert count_params(family) == count_params(written)
 
 
-@pytest.mark.parametrize(("width", "share"), [(0.5, 0.2585), (0.25, 0.0690), (0.125, 0.0194), (0.0625, 0.0061)])
-def test_a_level_is_hardly_larger_than_its_width_squared(width: float, share: float) -> None:
-    """Embedding and classifier, which shrink along one axis alone, are small."""
-    level = prefix(SHAKESPEARE.layout(), width, "floor")
-    assert count_params(SHAKESPEARE, level) / count_params(SHAKESPEARE) == pytest.approx(share, abs=5e-5)
-
-
 def test_a_steps_memory_grows_with_the_samples() -> None:
     family, goal = TextLSTM((40,), 11, embedding=5, hidden=7), NextToken(11, 40)
     two, four, six = (step_memory(family, goal, batch) for batch in (2, 4, 6))
@@ -168,43 +156,4 @@ def test_a_unit_is_cut_over_all_four_gates_and_from_the_lstm_above() -> None:
     assert cut["classifier.weight"].flatten().tolist() == [1, 4]
 
 
-@pytest.mark.parametrize("round_number", [0, 5, 19])
-def test_a_rolling_window_of_every_width_runs(round_number: int) -> None:
-    params, layout = initial_params(SMALL, 0), SMALL.layout()
-    for width in (0.5, 0.25, 0.0625):
-        spec = rolling(layout, width, window_start(layout, width, round_number))
-        with torch.no_grad():
-            out = runnable(SMALL, spec, take(params, layout, spec)).eval()(tokens(2))
-        assert out.shape == (2, 11, 6) and torch.isfinite(out).all()
-        assert min(layout.width(spec, group) for group in layout.groups) >= 1
-
-
-def test_nothing_is_measured() -> None:
-    scores = pool.measure_apoz(SMALL, initial_params(SMALL, 0), tokens(20))
-    assert scores == (pool.UNMEASURED,) * 3
-    assert [g for g in SMALL.layout().groups if g != HEAD] == [layer.group for layer in SMALL.prunable()]
-
-
 # ---------------------------------------------------------------------------------------------------- options
-def test_there_are_as_many_tokens_as_outputs_unless_told() -> None:
-    assert SMALL.vocabulary == 11
-    assert TextLSTM((6,), 2, vocabulary=30).vocabulary == 30
-    assert TextLSTM((6,), 11, vocabulary=11) == TextLSTM((6,), 11)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"input_shape": (6, 1)}, r"\(T,\) of a sequence of tokens"),
-        ({"vocabulary": -1}, "vocabulary is an integer from 0"),
-        ({"layers": 0}, "layers is an integer from 1"),
-        ({"embedding": 2**17}, "embedding is an integer from 1 to 65536"),
-        ({"hidden": 1.5}, "hidden is an integer"),
-        ({"answers": "all"}, "answers is one of every, last, got 'all'"),
-        ({"width": 0.0}, "width multiplies all channels"),
-    ],
-)
-def test_other_options_are_refused(options: dict[str, Any], message: str) -> None:
-    made: Callable[..., TextLSTM] = TextLSTM
-    with pytest.raises(ModelError, match=f"TextLSTM: .*{message}"):
-        made(**{"input_shape": (6,), "outputs": 11} | options)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import torch
 from torch import Tensor, nn
 
 from fl_engine.core import pool
 from fl_engine.core.costs import count_macs, count_params
-from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import initial_params, made_up, runnable, take
 from fl_engine.core.types import FULL, HEAD, SubmodelSpec
-from fl_engine.core.widths import prefix, rolling, window_start
 from fl_engine.models.text_transformer import EPSILON, Attention, TextTransformer
 from fl_engine.tasks import NextToken
 from fl_engine.training.step_memory import step_memory
@@ -46,13 +41,6 @@ def test_multiply_adds_by_hand() -> None:
     assert count_macs(STACK_OVERFLOW) == 3 * layer + 20 * (2 * 96 * 128 + 128 * 10_004) == 52_183_040
     two = SubmodelSpec.of({"layer1.heads": [1, 7]})
     assert count_macs(STACK_OVERFLOW) - count_macs(STACK_OVERFLOW, two) == 20 * 6 * 12 * 96 * 4 + products * 6 // 8
-
-
-@pytest.mark.parametrize(("width", "share"), [(0.5, 0.4169), (0.25, 0.1887), (0.125, 0.0903), (0.0625, 0.0453)])
-def test_a_level_is_larger_than_its_width_squared(width: float, share: float) -> None:
-    """Embedding and logits shrink along one axis alone."""
-    level = prefix(STACK_OVERFLOW.layout(), width, "floor")
-    assert count_params(STACK_OVERFLOW, level) / count_params(STACK_OVERFLOW) == pytest.approx(share, abs=5e-5)
 
 
 def test_a_steps_memory_is_the_same_for_each_further_sample() -> None:
@@ -148,17 +136,6 @@ def test_heads_add_up() -> None:
     torch.testing.assert_close(attention(x), total)
 
 
-@pytest.mark.parametrize("round_number", [0, 5, 19])
-def test_a_rolling_window_of_every_width_runs(round_number: int) -> None:
-    params, layout = initial_params(SMALL, 0), SMALL.layout()
-    for width in (0.5, 0.25, 0.0625):
-        spec = rolling(layout, width, window_start(layout, width, round_number))
-        with torch.no_grad():
-            out = runnable(SMALL, spec, take(params, layout, spec)).eval()(tokens(2))
-        assert out.shape == (2, 11, 6) and torch.isfinite(out).all()
-        assert min(layout.width(spec, group) for group in layout.groups) >= 1
-
-
 def test_zeros_of_the_relu_are_counted_and_the_rest_is_unmeasured() -> None:
     scores = pool.measure_apoz(SMALL, initial_params(SMALL, 0), tokens(20))
     by_group = dict(zip([layer.group for layer in SMALL.prunable()], scores, strict=True))
@@ -169,24 +146,3 @@ def test_zeros_of_the_relu_are_counted_and_the_rest_is_unmeasured() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- options
-def test_there_are_as_many_tokens_as_outputs_unless_told() -> None:
-    assert SMALL.vocabulary == 11
-    assert TextTransformer((6,), 2, vocabulary=30).vocabulary == 30
-    assert TextTransformer((6,), 11, vocabulary=11) == TextTransformer((6,), 11)
-
-
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (lambda: TextTransformer((6, 1), 11), r"\(T,\) of a sequence of tokens"),  # type: ignore[arg-type]
-        (lambda: TextTransformer((6,), 11, vocabulary=-1), "vocabulary is an integer from 0"),
-        (lambda: TextTransformer((6,), 11, layers=0), "layers is an integer from 1"),
-        (lambda: TextTransformer((6,), 11, heads=2**17), "heads is an integer from 1 to 65536"),
-        (lambda: TextTransformer((6,), 11, hidden=1.5), "hidden is an integer"),  # type: ignore[arg-type]
-        (lambda: TextTransformer((6,), 11, answers="all"), "answers is one of every, last, got 'all'"),  # type: ignore[arg-type]
-        (lambda: TextTransformer((6,), 11, dropout=1.0), "dropout is a number from 0 to less than 1, got 1.0"),
-    ],
-)
-def test_other_options_are_refused(made: Callable[[], TextTransformer], message: str) -> None:
-    with pytest.raises(ModelError, match=f"TextTransformer: .*{message}"):
-        made()

@@ -48,69 +48,44 @@ def refused(build: Any, shape: tuple[int, ...] = (6,), outputs: int = 3, **optio
     return str(told.value)
 
 
-MIXING: dict[str, tuple[Any, dict[str, nn.Module], str]] = {
-    "layer norm": (lambda m, x: m.norm(x), {"norm": nn.LayerNorm(8)}, "norm .*normalises over channels"),
-    "one group": (lambda m, x: m.norm(x), {"norm": nn.GroupNorm(1, 8)}, "normalises over all channels, as one group"),
-    "softmax": (lambda m, x: F.softmax(x, dim=-1), {}, "takes softmax over channels"),
-    "softmax layer": (lambda m, x: m.soft(x), {"soft": nn.Softmax(1)}, "soft .*takes softmax over channels"),
-    "mean": (lambda m, x: x - x.mean(1, keepdim=True), {}, "takes mean over channels"),
-    "split": (lambda m, x: torch.cat(x.chunk(2, dim=1)[::-1], 1), {}, r"splits channels \(chunk\)"),
-    "slice": (lambda m, x: torch.cat([x[:, 4:], x[:, :4]], 1), {}, r"takes some channels out \(x\[...\]\)"),
-    "shuffle": (lambda m, x: x.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8), {}, "splits an axis of channels"),
-    "product": (lambda m, x: (x[:, :, None] @ x[:, None, :]).sum(2), {}, "multiplies two activations as matrices"),
-    "unknown layer": (lambda m, x: m.odd(x, x), {"odd": nn.Bilinear(8, 8, 8)}, "odd .*is a Bilinear, which is not"),
-    "batch norm over": (
-        lambda m, x: m.norm(x[:, None]).flatten(1),
-        {"norm": nn.BatchNorm1d(1)},
-        "norm .*normalises over channels",
-    ),
-    "convolution over": (
-        lambda m, x: m.conv(x[:, None]).sum(1),
-        {"conv": nn.Conv1d(1, 4, 1)},
-        "conv .*is a convolution over channels",
-    ),
-    "no rule, added": (lambda m, x: x + x.flip(1), {}, "calls flip, which may mix channels"),
+Middle = Callable[[Any, Tensor], Tensor]
+
+MIXING: dict[str, tuple[Middle, dict[str, nn.Module]]] = {
+    "layer norm": (lambda m, x: m.norm(x), {"norm": nn.LayerNorm(8)}),
+    "group norm of one group": (lambda m, x: m.norm(x), {"norm": nn.GroupNorm(1, 8)}),
+    "softmax": (lambda m, x: F.softmax(x, dim=-1), {}),
+    "softmax layer": (lambda m, x: m.soft(x), {"soft": nn.Softmax(1)}),
+    "mean": (lambda m, x: x - x.mean(1, keepdim=True), {}),
+    "split": (lambda m, x: torch.cat(x.chunk(2, dim=1)[::-1], 1), {}),
+    "slice": (lambda m, x: torch.cat([x[:, 4:], x[:, :4]], 1), {}),
+    "shuffle": (lambda m, x: x.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8), {}),
+    "product": (lambda m, x: (x[:, :, None] @ x[:, None, :]).sum(2), {}),
+    "unknown layer": (lambda m, x: m.odd(x, x), {"odd": nn.Bilinear(8, 8, 8)}),
+    "batch norm over": (lambda m, x: m.norm(x[:, None]).flatten(1), {"norm": nn.BatchNorm1d(1)}),
+    "convolution over": (lambda m, x: m.conv(x[:, None]).sum(1), {"conv": nn.Conv1d(1, 4, 1)}),
+    "no rule, added": (lambda m, x: x + x.flip(1), {}),
     "attention, added": (
         lambda m, x: x + m.att(x[:, None], x[:, None], x[:, None], need_weights=False)[0].mean(1),
         {"att": nn.MultiheadAttention(8, 2, batch_first=True)},
-        "att .*is attention",
     ),
-    "function": (lambda m, x: F.linear(x, torch.eye(8)), {}, "calls F.linear: make it an nn.Linear"),
-    "slice up to a tensor": (
-        lambda m, x: torch.cat([x[:, m.two :], x[:, : m.two]], 1),
-        {},
-        r"takes some channels out \(x\[...\]\)",
-    ),
-    "index by a tensor": (lambda m, x: x + x[:, m.two][:, None], {}, r"takes channels out by an index \(x\[...\]\)"),
-    "index by a truth value": (lambda m, x: x[:, True].sum(1), {}, r"takes channels out by an index \(x\[...\]\)"),
-    "axis that is a tensor": (lambda m, x: x[..., None].expand(-1, -1, 4).softmax(m.two).sum(2), {}, "calls softmax"),
-    **{
-        f"{name} over an axis that is a tensor": (
-            lambda m, x, name=name: getattr(x[..., None].expand(-1, -1, 4), name)(m.two),
-            {},
-            # torch 2.9 (arm64) ignores a tensor as the axis, so there the network itself fails.
-            f"calls {name}|cannot take a batch",
-        )
-        # torch 2.9 (arm64) ignores a tensor as the axis, so there these networks fail by themselves.
-        for name in ("sum", "mean", "amax", "std", "logsumexp")
-        if torch.ones(2, 3).sum(torch.tensor(1)).ndim == 1
-    },
-    "axes swapped by a tensor": (lambda m, x: x[..., None].transpose(m.two, 1).squeeze(1), {}, "calls transpose"),
+    "function": (lambda m, x: F.linear(x, torch.eye(8)), {}),
+    "index by a tensor": (lambda m, x: x + x[:, m.two][:, None], {}),
+    "axis that is a tensor": (lambda m, x: x[..., None].expand(-1, -1, 4).softmax(m.two).sum(2), {}),
 }
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_what_mixes_channels_is_refused_with_the_line_and_both_ways_out(name: str) -> None:
-    middle, layers, reason = MIXING[name]
+def test_operation_that_mixes_channels_is_refused(name: str) -> None:
+    """The error has the line and both ways out, which work."""
+    middle, layers = MIXING[name]
 
     def build() -> nn.Module:
         return Between(middle, **layers)
 
     said = refused(build)
-    assert re.search(reason, said), said
     assert re.search(r"\(test_traced_refusals\.py:\d+, ", said), said
-    assert "choose an algorithm that sends the whole model, such as fedavg" in said
-    pinned = re.search(r"or pin=\['(\w+)'\]", said)
+    assert "fedavg" in said
+    pinned = re.search(r"pin=\['(\w+)'\]", said)
     assert pinned is not None, said
     assert set(from_module(build)((6,), 3, pin=(pinned[1],)).layout().groups) <= {"first", HEAD}
     assert from_module(build)((6,), 3, whole=True).layout().groups == {HEAD: 3}
@@ -176,12 +151,6 @@ def test_a_batch_of_one_sample_keeps_its_axis() -> None:
     assert network(torch.zeros(1, 6)).shape == (1, 3)
 
 
-def test_a_layer_used_twice_has_the_same_channels_on_both_sides() -> None:
-    middle, layers = ALLOWED["twice"]
-    layout = from_module(lambda: Between(middle, **layers))((6,), 3).layout()
-    assert [axis.group for axis in layout.slots["again.weight"].axes] == ["first", "first"]
-
-
 class Odd(nn.Module):
     def __init__(self, forward: Callable[[Any, Tensor], Any], **layers: nn.Module) -> None:
         super().__init__()
@@ -197,14 +166,17 @@ def layers(**more: nn.Module) -> dict[str, nn.Module]:
     return {"a": nn.Linear(6, 8), "b": nn.Linear(8, 3), **more}
 
 
-def test_control_flow_on_values() -> None:
-    said = refused(lambda: Odd(lambda m, x: m.b(m.a(x)) if x.sum() > 0 else m.b(-m.a(x)), **layers()))
-    assert re.search(r"its forward \(test_traced_refusals.py:\d+, .*depends on values.*such as fedavg", said), said
-
-
-def test_a_graph_that_differs_in_training() -> None:
-    said = refused(lambda: Odd(lambda m, x: m.b(torch.relu(m.a(x)) if m.training else m.a(x)), **layers()))
-    assert "does something else in training than in evaluation" in said and "test_traced_refusals.py" in said
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.b(m.a(x)) if x.sum() > 0 else m.b(-m.a(x)),
+        lambda m, x: m.b(torch.relu(m.a(x)) if m.training else m.a(x)),
+    ],
+    ids=["by values", "by mode"],
+)
+def test_control_flow_is_refused_with_its_line(forward: Middle) -> None:
+    said = refused(lambda: Odd(forward, **layers()))
+    assert "test_traced_refusals.py" in said and "fedavg" in said
 
 
 @pytest.mark.parametrize(
@@ -217,61 +189,26 @@ def test_control_flow_on_random_numbers(draw: Callable[[], float], whose: str) -
     def forward(m: Any, x: Tensor) -> Tensor:
         return m.b(m.a(x)) if not m.training or draw() < 1 else m.b(-m.a(x))  # where it is traced always the first
 
-    said = refused(lambda: Odd(forward, **layers()))
-    assert f"draws from {whose}'s generator apart from what is traced" in said and "such as fedavg" in said
+    assert whose in refused(lambda: Odd(forward, **layers()))
 
 
-def test_dropout_without_the_flag() -> None:
-    said = refused(lambda: Odd(lambda m, x: m.b(F.dropout(m.a(x))), **layers()))
-    assert "drops in evaluation too: give F.dropout training=self.training" in said
+class TwoInputs(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
 
 
-def test_several_inputs_and_several_outputs() -> None:
-    class Two(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return x + y
-
-    assert "takes 2 inputs (x, y): a network here takes one" in refused(Two)
-    assert "gives tuple, a tensor (B, 3) is expected" in refused(
-        lambda: Odd(lambda m, x: (m.b(m.a(x)),) * 2, **layers())
-    )
+def tied() -> nn.Module:
+    module = Odd(lambda m, x: m.b(m.c(m.a(x))), **layers(c=nn.Linear(8, 8), d=nn.Linear(8, 8)))
+    module.d.weight = module.c.weight
+    return module
 
 
-def test_tied_parameters() -> None:
-    def build() -> nn.Module:
-        module = Odd(lambda m, x: m.b(m.c(m.a(x))), **layers(c=nn.Linear(8, 8), d=nn.Linear(8, 8)))
-        module.d.weight = module.c.weight
-        return module
-
-    assert "ties the parameters c.weight and d.weight" in refused(build)
-    assert "ties the parameters" in refused(build, whole=True)
+def weight_normed() -> nn.Module:
+    return Odd(lambda m, x: m.b(m.a(x)), **layers(a=nn.utils.weight_norm(nn.Linear(6, 8))))
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_weight_that_was_computed_when_the_network_was_made(whole: bool) -> None:
-    said = refused(
-        lambda: Odd(lambda m, x: m.b(m.a(x)), **layers(a=nn.utils.weight_norm(nn.Linear(6, 8)))), whole=whole
-    )
-    assert "a.weight is computed from other weights when the network is made" in said
-    assert "torch.nn.utils.parametrizations has forms" in said
-
-
-def test_parameters_without_use_and_other_types() -> None:
-    said = refused(lambda: Odd(lambda m, x: m.b(m.a(x)), **layers(c=nn.Linear(8, 8))))
-    assert "the loss does not depend on c.weight, c.bias: leave out what is not used, or freeze it" in said
-    body = Odd(lambda m, x: m.b(m.a(x).double()).float(), **layers(b=nn.Linear(8, 3).double()))
-    assert "b.weight is float64, float32 is expected" in refused(lambda: body, whole=True)
-
-
-class Frozen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(6, 3).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(3, affine=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.last(x))
+def doubled() -> nn.Module:
+    return Odd(lambda m, x: m.b(m.a(x).double()).float(), **layers(b=nn.Linear(8, 3).double()))
 
 
 class Bare(nn.Module):
@@ -279,10 +216,32 @@ class Bare(nn.Module):
         return x[:, :3]
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("build", [Bare, Frozen])
-def test_a_network_without_weights_to_train(build: Any, whole: bool) -> None:
-    assert refused(build, whole=whole).startswith(f"{build.__name__} has no weights to train: ")
+def frozen() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 3).requires_grad_(False), nn.BatchNorm1d(3, affine=False))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize(
+    ("build", "token"),
+    [
+        (TwoInputs, "x, y"),
+        (lambda: Odd(lambda m, x: (m.b(m.a(x)),) * 2, **layers()), "got tuple"),
+        (tied, "c.weight and d.weight"),
+        (weight_normed, "a.weight"),
+        (doubled, "b.weight is float64"),
+        (lambda: Odd(lambda m, x: m.b(m.a(x)), **layers(c=nn.Linear(8, 8))), "c.weight, c.bias"),
+        (Bare, "no weights"),
+        (frozen, "no weights"),
+        (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3)), "momentum=None"),
+    ],
+)
+def test_network_that_cannot_be_trained_is_refused_by_all(build: Any, token: str) -> None:
+    assert token in refused(build)
+    assert token in refused(build, whole=True)
+
+
+def test_dropout_without_the_flag() -> None:
+    assert "training=self.training" in refused(lambda: Odd(lambda m, x: m.b(F.dropout(m.a(x))), **layers()))
 
 
 def test_grouped_convolutions() -> None:
@@ -290,12 +249,11 @@ def test_grouped_convolutions() -> None:
         parts = {"a": nn.Conv1d(2, 8, 1), "g": nn.Conv1d(8, 8, 3, groups=2), "b": nn.Linear(8, 3)}
         return Odd(lambda m, x: m.b(torch.relu(m.g(m.a(x))).mean(2)), **parts)
 
-    said = refused(build, (2, 7))
-    assert re.search(r"g \(.*\) is a convolution of 2 groups of 8 channels.*pin=\['g'\]", said), said
+    assert "pin=['g']" in refused(build, (2, 7))
     assert from_module(build)((2, 7), 3, pin=("g",)).layout().groups == {HEAD: 3}
 
 
-def test_buffers_that_nobody_averages() -> None:
+def test_buffers_that_training_changes() -> None:
     class Counting(nn.Module):
         def __init__(self, name: str) -> None:
             super().__init__()
@@ -308,41 +266,31 @@ def test_buffers_that_nobody_averages() -> None:
                 centre.mul_(0.9).add_(0.1 * x.detach().mean(0))
             return self.fc(x - centre)
 
-    assert "training changes the buffer centre" in refused(lambda: Counting("centre"), whole=True)
+    assert "centre" in refused(lambda: Counting("centre"), whole=True)
     slots = from_module(lambda: Counting("centre_running_mean"), whole=True)((6,), 3).layout().slots
     assert list(slots) == ["centre_running_mean", "fc.weight", "fc.bias"]
-    said = refused(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3)))
-    assert "1 has momentum=None" in said
 
 
-def test_what_depends_on_the_number_of_channels_is_found_by_trying() -> None:
-    said = refused(lambda: Between(lambda m, x: x / x.size(1)))
-    assert "would differ from the full network's with the other channels zeroed" in said
-    said = refused(lambda: Between(lambda m, x: x.reshape(shape=(len(x), 8))))
-    assert re.search(r"its forward fails \(RuntimeError: .*\), so a size in it does not follow the channels", said)
+def test_dependence_on_the_number_of_channels_is_found() -> None:
+    assert "zeroed" in refused(lambda: Between(lambda m, x: x / x.size(1)))
+    assert "RuntimeError" in refused(lambda: Between(lambda m, x: x.reshape(shape=(len(x), 8))))
 
 
-def test_code_that_fails_is_told_with_its_line() -> None:
-    said = refused(lambda: Between(lambda m, x: x.view(-1, 7)))
-    assert re.search(r"cannot take a batch \(3, 6\) of float32 \(test_traced_refusals.py:\d+, .*RuntimeError", said), (
-        said
+def test_code_that_fails_and_options_that_do_not_fit() -> None:
+    assert re.search(
+        r"test_traced_refusals.py:\d+, .*RuntimeError", refused(lambda: Between(lambda m, x: x.view(-1, 7)))
     )
-    assert "pin names the module 'frist', which there is not (did you mean 'first'?)" in refused(
-        lambda: Between(lambda m, x: x), pin=("frist",)
-    )
-    assert "nothing to pin" in refused(lambda: Between(lambda m, x: x), whole=True, pin=("first",))
-    with pytest.raises(ModelError, match=r"an nn\.Module, its class or a function that makes one is expected, got 3"):
+    assert "'frist'" in refused(lambda: Between(lambda m, x: x), pin=("frist",))
+    assert "pin" in refused(lambda: Between(lambda m, x: x), whole=True, pin=("first",))
+    with pytest.raises(ModelError, match="got 3"):
         from_module(3)  # type: ignore[arg-type]
 
 
-def test_algorithms_that_cut_refuse_a_whole_network_in_one_line() -> None:
+def test_algorithms_that_cut_refuse_a_whole_network() -> None:
     family = from_module(lambda: Between(lambda m, x: x), whole=True)((6,), 3)
     for cut in (lambda: layer_sizes(family), lambda: prefix(family.layout(), 0.5), lambda: from_layer(family, 0.5, 0)):
-        with pytest.raises(
-            PoolError, match="no channels that can be cut, and this algorithm trains sub-models"
-        ) as told:
+        with pytest.raises(PoolError):
             cut()
-        assert "\n" not in str(told.value)
     assert not can_run(family.module()), "clients train one at a time"
 
 

@@ -1,4 +1,4 @@
-"""What cannot be cut, and how the user is told: the module, the line, the reason, both ways out."""
+"""Errors about a user's module: the place in its code, the reason and the ways out."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ from fl_engine.core.errors import ModelError
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
+WHOLE_MODEL = "choose an algorithm that sends the whole model, such as fedavg, which trains the network as it is"
+UNTRACED = (
+    "A trace loses torch.no_grad(), torch.autocast, autograd.Function, hooks of modules and what a forward changes in "
+    f"its module. Use x.detach() instead, or {WHOLE_MODEL} (docs/guides/own-networks.md)"
+)
+UNBOUND = (
+    "A copy of it gets other weights: let the forward read parameters and buffers as attributes of their modules, and "
+    "change buffers in place"
+)
+
 
 def path_of(node: Any) -> str:
     """The module in whose forward the node runs, or which it is; "" for the network itself."""
@@ -21,19 +31,21 @@ def path_of(node: Any) -> str:
     return str(next(reversed(stack.values()))[0]) if stack else ""
 
 
+def place_of(node: Any) -> str:
+    return f"{path_of(node) or 'its forward'}{node.meta.get('line', '')}"
+
+
 def line_of_error(error: BaseException) -> str:
-    """The line of the user's that raised it, as `source_line`."""
     return source_line((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
 
 
 def line_now() -> str:
-    """The line of the user's that runs now, as `source_line`."""
     calls = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
     return source_line(reversed(calls))
 
 
 def source_line(frames: Iterable[tuple[str, int]]) -> str:
-    """` (net.py:12, x = self.norm(x))` of the innermost frame that is the user's; "" where there is none."""
+    """` (net.py:12, x = self.norm(x))` of the innermost frame in the user's code; "" if there is none."""
     own = [(file, line) for file, line in frames if not file.startswith(_OURS)]
     if not own:
         return ""
@@ -42,33 +54,17 @@ def source_line(frames: Iterable[tuple[str, int]]) -> str:
     return f" ({Path(file).name}:{line}{f', {code}' if code else ''})"
 
 
-AS_IT_IS = "choose an algorithm that sends the whole model, such as fedavg, which trains the network as it is"
-
-
 def ways_out(pins: Iterable[str] = ()) -> str:
-    """How to train such a network all the same."""
     names = ", ".join(repr(name) for name in pins)
     pinned = f", or pin=[{names}], which keeps all channels there and cuts the others" if names else ""
-    return f"{AS_IT_IS}{pinned}"
+    return f"{WHOLE_MODEL}{pinned}"
 
 
-UNTRACED = (
-    "A trace loses torch.no_grad(), torch.autocast, autograd.Function and hooks of modules, and what a forward changes "
-    f"in its module. Use x.detach() instead, or {AS_IT_IS} (docs/guides/own-networks.md)"
-)
-"""Why a traced network differs from its module."""
-UNBOUND = (
-    "A copy of it gets other weights: let the forward read parameters and buffers as attributes of their modules, and "
-    "change buffers in place"
-)
-"""Why a network that is not traced differs from its module."""
+def cannot_cut(network: str, why: str, pins: Iterable[str] = ()) -> ModelError:
+    return ModelError(f"{network} cannot be cut into sub-models: {why}; {ways_out(pins)}")
 
 
-def refusal(network: str, node: Any, why: str, pins: Iterable[str]) -> ModelError:
-    """The error for a node of a trace."""
-    return ModelError(f"{network} cannot be cut into sub-models: {place_of(node)} {why}; {ways_out(pins)}")
-
-
-def place_of(node: Any) -> str:
-    """The module and the line of a node."""
-    return f"{path_of(node) or 'its forward'}{node.meta.get('line', '')}"
+def failed(name: str, what: str, error: Exception) -> ModelError:
+    """The error for an exception of the user's code."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return ModelError(f"{name} {what}{line_of_error(error)}: {type(error).__name__}: {said}")

@@ -13,7 +13,7 @@ from fl_engine.core.errors import ModelError, nearest
 from fl_engine.models.traced import operations as ops
 from fl_engine.models.traced import rules
 from fl_engine.models.traced.channels import Channels, Dim, fixed, free, length, made, pin, resolved
-from fl_engine.models.traced.errors import path_of, refusal
+from fl_engine.models.traced.errors import cannot_cut, path_of, place_of
 from fl_engine.models.traced.graph import Traced, attribute, name_of
 from fl_engine.models.traced.layers import Dims, Layer, known, tied
 from fl_engine.models.traced.operations import Call, Given, Mixes
@@ -49,7 +49,7 @@ class _Walk:
         paths = [path for path, _ in traced.module.named_modules() if path]
         for each in pins:
             if each not in paths:
-                raise ModelError(f"{name}: pin names the module {each!r}, which there is not{nearest(each, paths)}")
+                raise ModelError(f"{name}: pin has the module {each!r}, which does not exist{nearest(each, paths)}")
         self.pins = tuple(pins)
         self.trouble: list[tuple[fx.Node, str, tuple[Dim, ...], tuple[Dim, ...]]] = []
         """What would mix these channels, unless they are pinned in the end; and the axes of its output (`mixed`)."""
@@ -211,12 +211,7 @@ class _Walk:
     def finish(self, outputs: int) -> None:
         assert self.output is not None
         answer = self.output.args[0]
-        if (
-            not isinstance(answer, fx.Node)
-            or not isinstance(answer.meta["shape"], tuple)
-            or _several(answer.meta["shape"])
-        ):
-            raise ModelError(f"{self.name} gives several outputs: a network here gives one tensor, (B, outputs)")
+        assert isinstance(answer, fx.Node)
         dim = resolved(self.flow.dims[answer][1])
         if len(dim) == 1 and dim[0].repeat == 1 and dim[0].of.size == outputs and not dim[0].of.pinned:
             self.flow.head = dim[0].of
@@ -225,7 +220,7 @@ class _Walk:
         for node, why, dims, out in self.trouble:
             cut = [channels for channels in free(*dims) if channels is not self.flow.head]
             if cut:
-                raise refusal(self.name, node, why, self.pinning(node, cut))
+                raise cannot_cut(self.name, f"{place_of(node)} {why}", self.pinning(node, cut))
             pin(*out)
         loose = [c for dims in self.flow.params.values() for c in free(*dims) if c.loose]
         for channels in loose:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,20 +14,21 @@ from torch import Tensor, fx, nn
 
 from fl_engine.core.errors import ModelError
 from fl_engine.core.seeds import drawn
-from fl_engine.models.traced.errors import line_now, line_of_error, place_of, ways_out
+from fl_engine.models.traced.errors import cannot_cut, line_now, line_of_error, place_of
 from fl_engine.models.traced.layers import is_torchs
 
 DROPOUTS = {
     "dropout": nn.Dropout, "dropout1d": nn.Dropout1d, "dropout2d": nn.Dropout2d, "dropout3d": nn.Dropout3d,
     "alpha_dropout": nn.AlphaDropout, "feature_alpha_dropout": nn.FeatureAlphaDropout,
 }  # fmt: skip
-"""The modules of functions that take `training`, which a trace would write down as it was."""
+"""The modules of functions with an argument `training`, whose value a trace would freeze."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """`module` has the weights and, where a function became one, further modules; `graph` is of its forward. Each node
-    has the shape of its output in `meta["shape"]`, of several outputs a tuple; None for what is no tensor."""
+    """`module` has the weights, and a further module for each function that became one; `graph` is of its forward. Each
+    node has the shape of its output in `meta["shape"]`: a tuple of shapes for several outputs, None if it is not a
+    tensor."""
 
     module: nn.Module
     graph: fx.Graph
@@ -45,13 +45,13 @@ class _Tracer(fx.Tracer):
 
 
 def name_of(node: fx.Node) -> str:
-    """What a function or method is called, without the underscores of an operator."""
+    """The name of a function or method, without the underscores of an operator."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     return name.strip("_") if name.startswith("__") else name
 
 
 def trace(name: str, module: nn.Module, x: Tensor) -> Traced:
-    """The graph for samples x (B, ...). Raises ModelError, naming place and reason, where there is none."""
+    """The graph for samples x (B, ...). Raises ModelError if the forward cannot be traced."""
     training, evaluation = (_traced(name, module, mode) for mode in (True, False))
     _same(name, training.graph, evaluation.graph)
     _own_dropouts(name, training, evaluation)
@@ -66,17 +66,16 @@ def _traced(name: str, module: nn.Module, training: bool) -> Traced:
     try:
         with _traced_len(own):
             graph = _Tracer().trace(own)
-    except Exception as error:  # of somebody else's code: a TraceError, or what a proxy does not have
+    except Exception as error:  # a TraceError, or an error of the user's code about a proxy
         said = " ".join(str(error).split())
-        raise ModelError(
-            f"{name} cannot be cut into sub-models: its forward{line_of_error(error)} depends on values, or "
-            f"calls what torch.fx cannot trace ({type(error).__name__}: {said}); {ways_out()}"
-        ) from error
+        why = f"its forward{line_of_error(error)} depends on values, or calls what torch.fx cannot trace"
+        raise cannot_cut(name, f"{why} ({type(error).__name__}: {said})") from error
     if moved := [each for each, state in drawn().items() if state != before[each]]:
-        raise ModelError(
-            f"{name} cannot be cut into sub-models: its forward draws from {moved[0]}'s generator apart from what is "
-            "traced, so what came out once would stay so in all rounds; let what is drawn follow from the samples, "
-            f"such as torch.rand_like(x), and decide by it in tensors, not by `if`; or {ways_out()}"
+        raise cannot_cut(
+            name,
+            f"its forward draws from {moved[0]}'s generator apart from what is traced, so the number would stay the "
+            "same in all rounds. Let it follow from the samples, such as torch.rand_like(x), and decide by it in "
+            "tensors, not by `if`",
         )
     for node in graph.nodes:  # layer(input=x)
         if node.op == "call_module" and not node.args and "input" in node.kwargs:
@@ -87,7 +86,7 @@ def _traced(name: str, module: nn.Module, training: bool) -> Traced:
 
 @contextmanager
 def _traced_len(module: nn.Module) -> Iterator[None]:
-    """Python's `len` gives numbers alone; in the forwards of these modules it is `x.size(0)` of what is traced."""
+    """Let `len(x)` in the forwards of these modules be `x.size(0)`, which can be traced."""
 
     def traced(x: Any) -> Any:
         return x.size(0) if isinstance(x, fx.Proxy) else len(x)
@@ -104,17 +103,8 @@ def _traced_len(module: nn.Module) -> Iterator[None]:
             del scope["len"]
 
 
-def check_inputs(name: str, module: nn.Module) -> None:
-    """Raises ModelError unless the module can be called with a batch alone."""
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(needed) > 1 or not parameters:
-        said = ", ".join(needed) or "none"
-        raise ModelError(f"{name} takes {len(needed)} inputs ({said}): a network here takes one, a batch of samples")
-
-
 def _of_one_input(kind: Any) -> Any:
-    """The class without its optional inputs, which a trace would take for tensors."""
+    """The class without its optional inputs, which a trace would treat as tensors."""
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         return kind.forward(self, x)
@@ -123,7 +113,7 @@ def _of_one_input(kind: Any) -> Any:
 
 
 def _said(node: fx.Node) -> tuple[Any, ...]:
-    """What has to be the same in training and in evaluation."""
+    """What must be equal in training and in evaluation."""
     options = dict(node.kwargs)
     if name_of(node) in DROPOUTS:
         options.pop("training", None)
@@ -136,14 +126,12 @@ def _same(name: str, training: fx.Graph, evaluation: fx.Graph) -> None:
     if odd is None and len(training.nodes) != len(evaluation.nodes):
         odd = pairs[-1][0]
     if odd is not None:
-        raise ModelError(
-            f"{name} cannot be cut into sub-models: {place_of(odd)} does something else in training than in "
-            f"evaluation; use modules, such as nn.Dropout, for that, or {ways_out()}"
-        )
+        why = "does something else in training than in evaluation (use modules, such as nn.Dropout, for that)"
+        raise cannot_cut(name, f"{place_of(odd)} {why}")
 
 
 def _own_dropouts(name: str, training: Traced, evaluation: Traced) -> None:
-    """Makes a module of each call of F.dropout and the like, so that it drops in training alone."""
+    """Replace each call of F.dropout and its like by a module, which drops in training only."""
     count = 0
     for before, node in zip(training.graph.nodes, evaluation.graph.nodes, strict=True):
         kind = DROPOUTS.get(name_of(node))
@@ -160,12 +148,12 @@ def _own_dropouts(name: str, training: Traced, evaluation: Traced) -> None:
 
 
 def becomes(node: fx.Node, target: str) -> None:
-    """The node calls this module of one input instead."""
+    """Let the node call this module instead."""
     node.op, node.target, node.args, node.kwargs = "call_module", target, node.args[:1], {}
 
 
 def unused(module: nn.Module, name: str) -> str:
-    """This name, or one like it that the module does not have."""
+    """This name, or a similar one that the module does not have."""
     while hasattr(module, name):
         name += "_"
     return name

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from fl_engine.models.traced.channels import Dim, free, resolved
-from fl_engine.models.traced.errors import path_of, refusal
+from fl_engine.models.traced.errors import cannot_cut, path_of, place_of
 from fl_engine.models.traced.flow import Flow
 from fl_engine.models.traced.graph import Traced, attribute, name_of
 
@@ -97,7 +97,7 @@ def _widened(name: str, traced: Traced, node: fx.Node, sizes: list[Any], old: An
             if _cut(out[other]) or other == 0:
                 why = f"has the size {sizes[place]} written into {name_of(node)}, which -1 cannot replace"
                 path = path_of(node)
-                raise refusal(name, node, why, [path] if path else [])
+                raise cannot_cut(name, f"{place_of(node)} {why}", [path] if path else [])
             sizes[other], sizes[place] = node.meta["shape"][other], -1
 
 

@@ -107,10 +107,13 @@ def _without_counter(kind: Any) -> Any:
 
 
 def narrowed(
-    skeleton: nn.Module, layout: ParamLayout, sizes: Mapping[str, tuple[Sizes, ...]], spec: SubmodelSpec,
-    kept: Iterable[Tensor], names: Iterable[str],
-) -> nn.Module:  # fmt: skip
-    """A copy of the skeleton with the widths of the sub-model; the tensors `kept` are shared. `names`: of its state."""
+    skeleton: nn.Module,
+    layout: ParamLayout,
+    sizes: Mapping[str, tuple[Sizes, ...]],
+    spec: SubmodelSpec,
+    kept: Iterable[Tensor],
+) -> nn.Module:
+    """A copy of the skeleton with the widths of the sub-model. The copy shares the tensors `kept`."""
     module = copy.deepcopy(skeleton, {id(tensor): tensor for tensor in kept})
     if not spec.keep:
         return module
@@ -121,12 +124,11 @@ def narrowed(
     for path, attributes in sizes.items():
         for attribute_, axis, full, each in attributes:
             setattr(module.get_submodule(path), attribute_, axis.length(full, width) // each)
-    for name in names:
+    for name, slot in layout.slots.items():
         holder, _, leaf = name.rpartition(".")
         layer = module.get_submodule(holder)
         old: Tensor = getattr(layer, leaf)
-        axes = layout.slots[name].axes
-        shape = [axis.length(size, width) for axis, size in zip(axes, old.shape, strict=True)]
+        shape = [axis.length(size, width) for axis, size in zip(slot.axes, old.shape, strict=True)]
         empty = torch.empty(shape, device="meta")
         setattr(layer, leaf, nn.Parameter(empty) if isinstance(old, nn.Parameter) else empty)
     return module

@@ -14,7 +14,7 @@ from fl_engine.core.errors import ModelError, first_line
 from fl_engine.core.seeds import drawing
 from fl_engine.core.slicing import is_statistic, places, take
 from fl_engine.core.types import FULL, HEAD, ParamLayout, Params, SubmodelSpec
-from fl_engine.models.traced.errors import ways_out
+from fl_engine.models.traced.errors import cannot_cut
 
 SPECS, TRAINED = 8, 2
 """How many sub-models are tried, and how many of them in training."""
@@ -48,7 +48,7 @@ def check_same(name: str, original: nn.Module, make: Make, x: Tensor, weights: P
     wanted = _step(trainee.train(), x.clone(), lambda: {n: trainee.state_dict(keep_vars=True)[n] for n in bound})
     try:
         found = _step(learning, x.clone(), lambda: {n: trained[n] for n in bound})
-    except Exception as error:  # of somebody else's code
+    except Exception as error:  # the user's code may raise anything
         raise ModelError(f"{name}: training fails ({type(error).__name__}: {first_line(error)}). {cure}") from error
     if (odd := _odd(found, wanted, SAME)) is not None:
         raise ModelError(f"{name}: in training {_called(odd)} would differ from the module's. {cure}")
@@ -80,22 +80,17 @@ def check_submodels(name: str, make: Make, layout: ParamLayout, x: Tensor, weigh
             else:
                 with torch.no_grad():
                     wanted, found = ({OUTPUTS: _outputs(each.eval(), x)} for each in (rest, sub))
-        except Exception as error:  # of somebody else's code
-            raise ModelError(
-                f"{name} cannot be cut into sub-models: {kept}, its forward fails ({type(error).__name__}: "
-                f"{first_line(error)}), so a size in it does not follow the channels; {ways_out()}"
-            ) from error
+        except Exception as error:  # the user's code may raise anything
+            why = f"its forward fails ({type(error).__name__}: {first_line(error)})"
+            raise cannot_cut(name, f"{kept}, {why}, so a size in it does not follow the channels") from error
         if not (outputs := wanted.pop(OUTPUTS)).isfinite().all():
-            raise ModelError(
-                f"{name} cannot be cut into sub-models: its outputs for random samples are not finite, so no sub-model "
-                f"can be checked; {ways_out()}"
-            )
+            raise cannot_cut(name, "its outputs for random samples are not finite, so no sub-model can be checked")
         odd = _odd(found, {OUTPUTS: outputs, **take(wanted, layout, spec)}, CLOSE[precision])
         if odd is not None:
-            raise ModelError(
-                f"{name} cannot be cut into sub-models: {kept}, {_called(odd)} would differ from the full network's "
-                "with the other channels zeroed, so an operation depends on the number of channels, or changes the "
-                f"samples in place; {ways_out()}"
+            raise cannot_cut(
+                name,
+                f"{kept}, {_called(odd)} would differ from the full network's with the other channels zeroed, so an "
+                "operation depends on the number of channels, or changes the samples in place",
             )
 
 

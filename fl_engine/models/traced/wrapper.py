@@ -18,18 +18,16 @@ BITS = 62
 Shape = tuple[int, ...]
 
 
-class Around(nn.Module):
-    """Mixed into the class of a network. Clients train one at a time: what a forward does between layers is not known
-    to leave lanes apart."""
+class Wrapped(nn.Module):
+    """Mixed into the class of a network. Clients train one at a time, because the forward may mix lanes."""
 
     runs_alone = True
     draws: bool
-    """Whether its training draws from torch's own generator, otherwise than by nn.Dropout."""
+    """Whether training draws from torch's generator other than by nn.Dropout."""
     die_at: str
-    """The name of the child that draws the seed of such a step: an nn.Dropout, which the engine gives the client's
-    seed."""
+    """The name of a child, an nn.Dropout, that draws the seed of such a step from the client's seed."""
     views: bool
-    """Whether it may call `view` on maps, which are channels last in memory here."""
+    """Whether the forward may call `view` on maps, whose channels are last in memory here."""
 
     def forward(self, x: Tensor) -> Any:
         self._move(x.device)
@@ -65,19 +63,18 @@ UNCOUNTED: dict[Any, Any] = {
     torch.ops.aten.mkldnn_rnn_layer: _lstm_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
 }
-"""Kernels of a CPU that torch's own counter takes for nothing, with their operations by the shapes of what they take: a
-layer of an LSTM in one direction, and attention."""
+"""CPU kernels that torch's own counter counts as nothing, with their operations by the shapes of their inputs."""
 
 
-class Counted(Around):
-    """Counts its multiply-adds itself, from the matrix products and convolutions that it calls: for networks with
-    weights that no layer of torch holds."""
+class Counted(Wrapped):
+    """Counts its multiply-adds from the matrix products and convolutions that it calls, because no layer of torch holds
+    some of its weights."""
 
     def macs(self, given: Tensor, output: Tensor) -> int:
         from torch.utils.flop_counter import FlopCounterMode
 
         before = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # whose one kernel is not counted
+        torch.backends.mha.set_fastpath_enabled(False)  # its kernel is not counted
         try:
             counting = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
             # In inference mode the counter sees torch._weight_norm whole, and fails on it.
@@ -88,19 +85,18 @@ class Counted(Around):
         return int(counter.get_total_flops()) // 2
 
 
-def surround(module: nn.Module, *, draws: bool, views: bool, counts: bool = False) -> nn.Module:
-    """The same module, in place, with `Around` around its forward."""
+def wrap(module: nn.Module, *, draws: bool, views: bool, counts: bool) -> None:
+    """Put `Wrapped` around the module's forward, in place."""
     kind = type(module)
-    module.__class__ = type(kind.__name__, (Counted if counts else Around, kind), {"__module__": kind.__module__})
+    module.__class__ = type(kind.__name__, (Counted if counts else Wrapped, kind), {"__module__": kind.__module__})
     die = unused(module, "die")
     module.draws, module.views, module.die_at = draws, views, die  # type: ignore[assignment]
     if draws:
         module.add_module(die, nn.Dropout(0.5))
-    return module
 
 
 class _Reshaped(TorchFunctionMode):
-    """`view` as `reshape`: what a convolution gives lies channels last in memory, where `view` fails."""
+    """`view` as `reshape`, because `view` fails on the channels-last output of a convolution."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.view and not any(isinstance(each, torch.dtype) for each in args):
