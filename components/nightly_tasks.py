@@ -23,7 +23,7 @@ def prepare(
 ) -> list[str]:
     from pathlib import Path
 
-    from flexfleet.config.form import sets_of
+    from flexfleet.config.form import overrides_of
     from flexfleet.experiments import nightly
     from flexfleet.experiments.nightly_run import Night
     from flexfleet.kubeflow.task_end import ending
@@ -32,7 +32,7 @@ def prepare(
     given = locals()
 
     def checked(store_uri: str) -> Night:
-        return nightly.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
+        return nightly.prepare(suite, night_id or f"night-{job_id}", overrides_of(mlflow_uri, store_uri, advanced))
 
     with ending("night_id", given):
         night = reachable.check_form(given, checked)
@@ -57,7 +57,7 @@ def gate(
     import shutil
     from pathlib import Path
 
-    from flexfleet.config.form import sets_of
+    from flexfleet.config.form import overrides_of
     from flexfleet.config.form_fields import platform_store
     from flexfleet.experiments import nightly
     from flexfleet.experiments.comparison_tasks import PairsFile
@@ -66,7 +66,7 @@ def gate(
 
     with ending("night_id", locals()):
         store = store_uri or platform_store() or ""
-        asked = nightly.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store, advanced))
+        asked = nightly.prepare(suite, night_id or f"night-{job_id}", overrides_of(mlflow_uri, store, advanced))
         file, out = PairsFile.read(Path(pairs.path)), Path(night.path)
         nightly.check_pairs(asked, file)
         folders = nightly.folders_of(asked, [Path(run.path) for run in run_folders])

@@ -1,9 +1,8 @@
-"""From what is asked for in Python to a configuration.
+"""From the arguments of `flexfleet.run`, `compare` and `tune` to overrides and a configuration.
 
-`config`, `options` and keywords say the same things in three ways, and the later one wins: a file or a mapping of
-sections; dotted names; and the short names of the run form (`overrides.PARAMETERS`). The same parameter in two of the
-last two is an error. Objects become names that a configuration can hold: own data are kept in the store, an own class
-is named as `module:Name`.
+`config` is a file or a mapping of sections. On top of it are `options`, by dotted name, and the keywords, which are the
+short names of the run form. A parameter that is given by two of the last two is an error. Objects become names that a
+configuration can hold: own data are stored in the run store, an own class is named as `module:Name`.
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from fl_engine.algorithms import ALGORITHMS, CONTRACT
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, nearest
 from fl_engine.core.fields import adapter
 from fl_engine.core.samples import Data
@@ -24,115 +24,92 @@ from fl_engine.core.text import path_of
 from fl_engine.datasets import stored_data
 from fl_engine.models.traced.family import ModuleFamily
 from fl_engine.tasks import TASKS
-from flexfleet.config import Config, load_config, set_path
+from flexfleet.config import Config, Overrides, parse_with_algorithm
 from flexfleet.config.explain import quoted
-from flexfleet.config.form import PARAMETERS, whole
-from flexfleet.config.read import giving_way, leaves, meet, names_first, parse, read_file
+from flexfleet.config.form import whole
+from flexfleet.config.form_fields import SHORT, place
+from flexfleet.config.overrides import apply, check_once, leaves, merged
+from flexfleet.config.read import read_file
 from flexfleet.config.sources import MAIN, cells, to_a_file
 
 OWN_DATA = ".data"
 """Folder of the data that were given, in a store."""
 
 
-class Default(str):
-    """The default of a keyword: it counts only where nothing else says the parameter."""
+class Arguments:
+    """The configuration that a call starts from, and what its objects stand for."""
 
-    __slots__ = ()
+    def __init__(self, config: Any, options: Any, keywords: Mapping[str, Any]) -> None:
+        """Raises ConfigError. Keywords that are None are not given."""
+        check_kinds(config, options)
+        self._given = _sections(config)
+        self._values = merged(Config().model_dump(mode="json"), self._given)
+        self._data: dict[str, Data] = {}
+        keywords = {name: value for name, value in keywords.items() if value is not None}
+        self._store = self._store_of(keywords, options or {})
+        self.overrides = self.overrides_of(keywords, options or {})
 
+    def _store_of(self, keywords: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+        """Return the folder of all runs on this machine."""
+        uri = keywords.get("store_uri")
+        if uri is None or "://" in str(uri):
+            uri = leaves({str(path): value for path, value in options.items()}).get("run.store")
+        return str(path_of(self._values["run"]["store"] if uri is None else uri))
 
-def config_of(
-    config: str | Path | Mapping[str, Any] | Config | None,
-    options: Mapping[str, Any] | None,
-    keywords: Mapping[str, Any],
-    below: Iterable[tuple[str, Any]] = (),
-) -> Config:
-    """The configuration that is asked for, checked. Keywords that are None are not given. `below`: options that give
-    way to all others, however they are spelt. Raises ConfigError."""
-    values = _base(config)
-    given = {name: value for name, value in keywords.items() if value is not None}
-    if unknown := [name for name in given if name not in PARAMETERS]:
-        raise ConfigError(f"unknown keyword {unknown[0]!r}{nearest(unknown[0], PARAMETERS)}")
-    own = {PARAMETERS[name]: (name, value) for name, value in given.items() if not isinstance(value, Default)}
-    told, below = dict(options or {}), list(below)
-    for path in (*told, *(path for path, _ in below)):
-        if not isinstance(path, str) or not path:
-            raise ConfigError(f"options: dotted names are expected, e.g. {{'rounds.stop': 5}}, got {path!r}")
-    for path in told:
-        for taken, (name, _) in own.items():
-            if path == taken or (taken.startswith(f"{path}.") and _holds(told[path], taken.removeprefix(f"{path}."))):
-                raise ConfigError(f"{name!r} is given as a keyword and as options[{path!r}]: say it once")
-    if config is None:  # what a file leaves out is the file's to say
-        for name, value in given.items():
-            if isinstance(value, Default) and PARAMETERS[name] not in told:
-                set_path(values, PARAMETERS[name], str(value))
-    pairs, below = (
-        [(path, plain(value, f"options[{path!r}]")) for path, value in each] for each in (told.items(), below)
-    )
-    store = _store(values, [*below, *pairs], own.get("run.store", (None, None))[1])
-    for name, value in own.values():
-        pairs.extend(_of_keyword(name, value, store))
-    check_once(pairs, "by a keyword and an option or by two options")
-    named = {leaf for path, value in pairs for leaf in leaves({path: value})}
-    before = [pair for path, value in below for pair in giving_way(named, path, value)]
-    for path, value in names_first([*before, *pairs]):  # all of them: a name drops the options of the one before it
-        set_path(values, path, value)
-    if isinstance(data := given.get("dataset"), Data) and data.natural_client is not None:
-        set_partition(values, data, {*leaves(_given_by(config)), *leaves(dict(before)), *named})
-    return parse(values)
+    def overrides_of(self, keywords: Mapping[str, Any], options: Mapping[str, Any]) -> Overrides:
+        """Return keywords and options by dotted name, with names instead of objects. Raises ConfigError, also if a
+        parameter is given twice."""
+        if unknown := [name for name in keywords if name not in SHORT]:
+            raise ConfigError(f"unknown keyword {unknown[0]!r}{nearest(unknown[0], SHORT)}")
+        for path in options:
+            if not isinstance(path, str) or not path:
+                raise ConfigError(f"options: dotted names are expected, e.g. {{'rounds.stop': 5}}, got {path!r}")
+        by_keyword = {name: self._of_keyword(name, value) for name, value in keywords.items()}
+        plain_options = {path: plain(value, f"options[{path!r}]") for path, value in options.items()}
+        check_once([*((f"{name}=", values) for name, values in by_keyword.items()), ("options", plain_options)])
+        return {**plain_options, **{path: value for values in by_keyword.values() for path, value in values.items()}}
+
+    def _of_keyword(self, name: str, value: Any) -> Overrides:
+        if name == "dataset" and isinstance(value, Data):
+            root = (Path(self._store) / OWN_DATA).resolve()
+            fingerprint = stored_data.store(value, root, TASKS)
+            self._data[fingerprint] = value
+            return {"dataset.name": fingerprint, "dataset.root": str(root)}
+        if name == "dataset":
+            return _dataset(value)
+        if name == "model":
+            return _model(value)
+        if name == "algorithm":
+            return algorithm_options(value)
+        value = plain(value, name)
+        return {place(name, value): whole(value) if name == "seed" else value}
+
+    def load(self, overrides: Mapping[str, Any]) -> tuple[Config, Algorithm]:
+        """Return the checked configuration with these overrides, and its algorithm. Raises ConfigError."""
+        values = copy.deepcopy(self._values)
+        apply(values, overrides)
+        data = self._data.get(values["dataset"]["name"])
+        if data is not None and data.natural_client is not None:
+            set_partition(values, data, {*leaves(self._given), *leaves(overrides)})
+        return parse_with_algorithm(values)
 
 
 def set_partition(values: dict[str, Any], data: Data, given: Collection[str]) -> None:
     """Set the partition of data whose samples have owners, unless the parameters are `given`: the rule `natural`, a
-    client for each owner, and no minimum. Raises ConfigError for an alpha that `natural` does not use."""
+    client for each owner, and no minimum. Raises ConfigError for an alpha, which `natural` does not use."""
     assert data.natural_client is not None
     section = values["partition"]
     if "partition.rule" not in given:
         if "partition.alpha" in given:
             raise ConfigError(
-                "partition.alpha is given without partition.rule, and the data say whose each sample is, so their rule "
-                "is natural, which has no alpha. Set partition.rule to dirichlet, or leave alpha out"
+                "partition.alpha is given without partition.rule, but the data have owners, so their rule is natural, "
+                "which has no alpha. Set partition.rule to dirichlet, or leave alpha out"
             )
         section["rule"] = "natural"
     if "partition.clients" not in given:
         section["clients"] = len(set(data.natural_client.tolist()))
     if "partition.minimum" not in given and section["rule"] == "natural":
         section["minimum"] = 1
-
-
-def _of_keyword(name: str, value: Any, store: str) -> list[tuple[str, Any]]:
-    """The dotted names and values that a keyword stands for. `store`: the folder of all runs, where data are kept."""
-    if name == "store_uri" and "://" in str(value):
-        return [("run.remote", str(value))]
-    if name == "dataset":
-        return list(_dataset(value, store).items())
-    if name == "model":
-        return list(_model(value).items())
-    if name == "algorithm":
-        return list(algorithm_options(value).items())
-    value = plain(value, name)
-    return [(PARAMETERS[name], whole(value) if name == "seed" else value)]
-
-
-def _store(values: dict[str, Any], options: Sequence[tuple[str, Any]], uri: Any) -> str:
-    """The folder of all runs on this machine."""
-    if uri is not None and "://" not in str(uri):
-        return str(path_of(uri))
-    asked = {"run": copy.deepcopy(values["run"])}
-    for path, value in options:
-        if path.partition(".")[0] == "run":
-            set_path(asked, path, value)
-    return str(path_of(asked["run"]["store"]))
-
-
-def check_once(pairs: Iterable[tuple[str, Any]], how: str) -> None:
-    """Raises ConfigError where dotted names and values give a parameter twice, or a value for a section and a parameter
-    in it; `how`: by which spellings that can be."""
-    seen: list[str] = []
-    for path, value in pairs:
-        for leaf in leaves({str(path): value}):
-            if twice := next((each for each in seen if meet(each, leaf)), None):
-                raise ConfigError(f"{min(twice, leaf, key=len)} is given twice, {how}: say it once")
-            seen.append(leaf)
 
 
 def check_kinds(config: Any, options: Any) -> None:
@@ -148,29 +125,13 @@ def check_kinds(config: Any, options: Any) -> None:
         )
 
 
-def _given_by(config: str | Path | Mapping[str, Any] | Config | None) -> Mapping[str, Any]:
-    """The sections of `config` with the parameters that it sets itself."""
-    if config is None or isinstance(config, Mapping):
-        return config or {}
-    return config.model_dump(mode="json", exclude_unset=True) if isinstance(config, Config) else read_file(config)
-
-
-def _base(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
+def _sections(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
+    """Return the sections of `config`, with only the parameters that it sets."""
     if config is None:
-        return Config().model_dump(mode="json")
-    if isinstance(config, Mapping):
-        return parse(dict(config)).model_dump(mode="json")
-    found = config if isinstance(config, Config) else load_config(config)
-    return found.model_dump(mode="json")
-
-
-def _holds(value: Any, path: str) -> bool:
-    """Whether a section given as a mapping has this dotted name."""
-    for part in path.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return False
-        value = value[part]
-    return True
+        return {}
+    if isinstance(config, Config):
+        return config.model_dump(mode="json", exclude_unset=True)
+    return dict(plain(config, "config")) if isinstance(config, Mapping) else read_file(config)
 
 
 def plain(value: Any, what: str) -> Any:
@@ -193,12 +154,9 @@ def plain(value: Any, what: str) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------- objects
-def _dataset(value: Any, store: str) -> dict[str, Any]:
+def _dataset(value: Any) -> Overrides:
     if isinstance(value, str):
-        return {"dataset.name": str(value)}
-    if isinstance(value, Data):
-        root = (Path(store) / OWN_DATA).resolve()
-        return {"dataset.name": stored_data.store(value, root, TASKS), "dataset.root": str(root)}
+        return {"dataset.name": value}
     hint = ""
     if isinstance(value, tuple) or hasattr(value, "shape"):
         hint = ": flexfleet.from_arrays(x, y)"
@@ -223,11 +181,11 @@ def with_own_data(config: Config, folder: Path) -> Config:
     return config.model_copy(update={"dataset": config.dataset.model_copy(update={"root": str(found)})})
 
 
-def _model(value: Any) -> dict[str, Any]:
+def _model(value: Any) -> Overrides:
     if isinstance(value, str):
-        return {"model.name": str(value)}
+        return {"model.name": value}
     if isinstance(value, Mapping):
-        return {f"model.{key}": plain(each, "model") for key, each in value.items()}
+        return {"model": plain(value, "model")}
     if isinstance(value, type) and issubclass(value, ModuleFamily):  # of `from_module`
         kind: Any = value
         told = {"model.whole": kind.whole, "model.pin": list(kind.pin)}
@@ -240,19 +198,19 @@ def _model(value: Any) -> dict[str, Any]:
     return {"model.name": name_of(value, "model")}
 
 
-def algorithm_options(value: Any) -> dict[str, Any]:
+def algorithm_options(value: Any) -> Overrides:
     """Name and options, by dotted names, of an algorithm that is given as a name, a mapping, a class or an object.
     Raises ConfigError."""
     if isinstance(value, str):
-        return {"algorithm.name": str(value)}
+        return {"algorithm.name": value}
     if isinstance(value, Mapping):
-        return {f"algorithm.{key}": plain(each, "algorithm") for key, each in value.items()}
+        return {"algorithm": plain(value, "algorithm")}
     if isinstance(value, type):
         names = (name for name, kind in ALGORITHMS.items() if kind is value)
         return {"algorithm.name": next(names, None) or name_of(value, "algorithm")}
     if not is_dataclass(value):
         raise ConfigError(f"algorithm: a name, a class or an object of one is expected, got {value!r}")
-    return {f"algorithm.{key}": each for key, each in _section(value).items()}
+    return {"algorithm": _section(value)}
 
 
 def _section(algorithm: Any) -> dict[str, Any]:
@@ -277,10 +235,10 @@ def name_of(value: Any, what: str) -> str:
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module in sys.modules and name and getattr(sys.modules[module], name, None) is value:
         return f"{module}:{name}"
-    for place in dict.fromkeys((MAIN, str(module))):
-        for held, each in vars(sys.modules.get(place, sys.modules[MAIN])).items():
+    for home in dict.fromkeys((MAIN, str(module))):
+        for held, each in vars(sys.modules.get(home, sys.modules[MAIN])).items():
             if each is value and not held.startswith("_"):
-                return f"{place}:{held}"
+                return f"{home}:{held}"
     raise ConfigError(
         f"{what}: {name or f'this {type(value).__name__}'} has no name by which it is found again: define it at the "
         "top of a module or a cell, or assign it to a variable there"

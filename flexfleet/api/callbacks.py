@@ -22,7 +22,6 @@ from fl_engine.training.evaluation import published
 from fl_engine.training.isolation import isolated
 from flexfleet.api.arguments import check_reach
 from flexfleet.api.progress import Bar, barred, shown
-from flexfleet.config import Config
 from flexfleet.config.run_names import new_name
 from flexfleet.config.run_names import plain as plain_name
 from flexfleet.pipeline.prepare import Resolved
@@ -80,7 +79,7 @@ class Callback:
 
 # ------------------------------------------------------------------------------------------------- running
 def run_watched(
-    config: Config,
+    resolved: Resolved,
     run_id: str | None,
     resume: bool,
     callbacks: Sequence[Callback],
@@ -93,10 +92,10 @@ def run_watched(
         raise ConfigError("resume=True needs run_id, the name of the run to go on with")
     if not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks: a list of objects of flexfleet.Callback is expected, got {callbacks!r}")
+    config = resolved.config
     check_reach(config)
     watching = Watching(callbacks)
     with isolated(), shown(progress):
-        resolved = Resolved.of(config)
         name = new_name(config) if run_id is None else plain_name(run_id, "run_id")
         folder = Path(config.run.store) / name
         beginning = _Beginning(lambda: watching.start(result(folder)))

@@ -280,8 +280,8 @@ class Result:
 
         def go() -> Result:
             folder = self.folder if self.folder.name != ".." else self.folder.resolve()
-            config = _to_go_on_with(folder, rounds, mlflow_uri)
-            return run_watched(config, folder.name, True, callbacks, progress, Result)
+            resolved = _to_go_on_with(folder, rounds, mlflow_uri)
+            return run_watched(resolved, folder.name, True, callbacks, progress, Result)
 
         try:
             return told(go)
@@ -332,7 +332,7 @@ class Result:
             return replay(run, initial, backend, self._ledger, round - 1, client)
 
 
-def _to_go_on_with(folder: Path, rounds: int | None, mlflow_uri: str | None) -> Config:
+def _to_go_on_with(folder: Path, rounds: int | None, mlflow_uri: str | None) -> Resolved:
     """The configuration of the run in the folder, which may be a copy or have another name by now."""
     run = RunFile.read(folder / "run.json")
     values = dict(own_code.recorded(run))
@@ -341,11 +341,12 @@ def _to_go_on_with(folder: Path, rounds: int | None, mlflow_uri: str | None) -> 
         values["rounds"] = {**values["rounds"], "stop": plain(rounds, "rounds")}
     if mlflow_uri is not None:
         values["tracking"] = {**values["tracking"], "mlflow": plain(mlflow_uri, "mlflow_uri")}
-    config = with_own_data(parse_with_algorithm(values, stored=True)[0], folder)
+    config, algorithm = parse_with_algorithm(values, stored=True)
+    config = with_own_data(config, folder)
     if config.run.remote is not None and run.run_id != folder.name and folder.parent.name in OF_STUDY:
         study = folder.resolve().parent.parent.name
         raise ConfigError(f"{folder} is a run of the study {study}, and goes on with it alone: resume the study")
-    return config
+    return Resolved(config, algorithm)
 
 
 def load(run: str | Path | Result) -> Result:

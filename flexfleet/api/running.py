@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.samples import Data
-from flexfleet.api.arguments import Default, check_kinds, config_of
+from flexfleet.api.arguments import Arguments
 from flexfleet.api.callbacks import Callback, run_watched
 from flexfleet.api.errors import told
 from flexfleet.api.results import Result
 from flexfleet.config import Config
-
-DATASET, MODEL, ALGORITHM = Default("digits"), Default("small_cnn"), Default("flexfl")
+from flexfleet.pipeline.prepare import Resolved
 
 
 def run(
-    dataset: str | Data = DATASET,
-    model: Any = MODEL,
-    algorithm: Any = ALGORITHM,
+    dataset: str | Data | None = None,
+    model: Any = None,
+    algorithm: Any = None,
     *,
     rounds: int | None = None,
     clients: int | None = None,
@@ -38,21 +37,31 @@ def run(
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
 ) -> Result:
-    """Partitions the data, trains, evaluates and reports: what `flexfleet run` does, with the same bits.
+    """Partition the data, train, evaluate and report, as `flexfleet run` does, with the same bits.
 
-    `dataset`: a name, or data (`from_arrays`, `from_folder`, ...). `model`: a name, a torch module's class, or a
-    function that builds one. `algorithm`: a name, a class, or an object of one with its options. The keywords are the
-    fields of the run form; `options` sets every other parameter by its dotted name, e.g. {"training.momentum": 0.9};
-    `config` is a params.yaml, or its sections, below both. No file is read that is not named here. `store_uri`: the
-    folder of all runs (default `runs`), or s3://bucket/prefix for their ledgers. `mlflow_uri`: default
-    sqlite:///mlflow.db; options={"tracking.mlflow": None}: none.
+    Only files that are named here are read. The keywords are the fields of the run form.
 
-    `resume`: go on with the run of this `run_id`. `progress`: a line for each round, in a notebook a bar; True shows
-    lines in a notebook too, False shows neither. Warnings are logged by the logger `flexfleet` in each case.
+    Args:
+        dataset: A name (default: digits), or data (`from_arrays`, `from_folder`, ...).
+        model: A name (default: small_cnn), a torch module's class, or a function that builds one.
+        algorithm: A name (default: flexfl), a class, or an object with its options.
+        options: All other parameters by dotted name, e.g. {"training.momentum": 0.9}.
+        config: A params.yaml, or its sections, below the keywords and options.
+        store_uri: The folder of all runs (default: `runs`), or s3://bucket/prefix for their ledgers.
+        mlflow_uri: Default: sqlite:///mlflow.db. Give options={"tracking.mlflow": None} for none.
+        resume: Resume the run with this `run_id`.
+        progress: None logs a line for each round, in a notebook shows a bar; True logs lines in a notebook too; False
+            shows neither. The logger `flexfleet` logs warnings in each case.
 
-    Raises ConfigError, DataError or another FlexfleetError for whatever is wrong, before anything trains where it can
-    be known then. A run that a callback stops gives a result with the status `stopped`. A run that merged no update
-    gives one with the status `diverged` or `nothing_merged`, and logs a warning; its model is of no use.
+    Returns:
+        The result. A run that a callback stops has the status `stopped`. A run that merged no update has the status
+        `diverged` or `nothing_merged` and logs a warning; its model is of no use.
+
+    Raises:
+        FlexfleetError: Something is wrong (ConfigError, DataError, ...), if possible before anything trains.
+
+    Example:
+        >>> result = flexfleet.run("digits", algorithm="heterofl", rounds=5)
     """
     keywords = {
         "dataset": dataset,
@@ -72,7 +81,8 @@ def run(
     __tracebackhide__ = True
 
     def go() -> Result:
-        check_kinds(config, options)
-        return run_watched(config_of(config, options, keywords), run_id, resume, callbacks, progress, Result)
+        arguments = Arguments(config, options, keywords)
+        resolved = Resolved(*arguments.load(arguments.overrides))
+        return run_watched(resolved, run_id, resume, callbacks, progress, Result)
 
     return told(go)

@@ -12,15 +12,15 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.core.text import path_of
 from fl_engine.training.isolation import isolated
-from flexfleet.api.arguments import Default, check_kinds, check_once, check_reach, config_of, plain
+from flexfleet.api.arguments import Arguments, check_reach, plain
 from flexfleet.api.errors import told
 from flexfleet.api.progress import shown
 from flexfleet.api.results import in_store
-from flexfleet.api.running import ALGORITHM, DATASET, MODEL
 from flexfleet.api.tables import table, to_html
-from flexfleet.config import Config, parse, parse_schema
-from flexfleet.config.form import PARAMETERS
-from flexfleet.config.read import leaves, read_file
+from flexfleet.config import Config, parse_schema
+from flexfleet.config.form_fields import SHORT
+from flexfleet.config.overrides import check_once, on_top
+from flexfleet.config.read import read_file
 from flexfleet.config.run_names import dated
 from flexfleet.config.run_names import plain as plain_name
 from flexfleet.experiments import tune_report
@@ -32,51 +32,50 @@ from flexfleet.files.terminal import missing
 BOUNDS = 2
 
 
-class DefaultNumber(int):
-    """A `Default` that is a number."""
-
-
-class DefaultSeeds(tuple[int, ...]):
-    """A `Default` that is seeds."""
-
-    __slots__ = ()
-
-
-TRIALS, METRIC, JOBS = DefaultNumber(30), Default("avg"), DefaultNumber(1)
-SEEDS, HELD_OUT = DefaultSeeds((0,)), DefaultSeeds((100, 101, 102))
-
-
 def tune(
-    algorithm: Any = ALGORITHM,
+    algorithm: Any = None,
     *,
     space: Mapping[str, Any] | None = None,
-    trials: int = TRIALS,
-    metric: str = METRIC,
-    seeds: Sequence[int] = SEEDS,
-    held_out: Sequence[int] = HELD_OUT,
-    jobs: int = JOBS,
+    trials: int | None = None,
+    metric: str | None = None,
+    seeds: Sequence[int] | None = None,
+    held_out: Sequence[int] | None = None,
+    jobs: int | None = None,
     id: str | None = None,
     resume: bool = False,
     progress: bool | None = None,
     **common: Any,
 ) -> Study:
-    """Searches hyper-parameters, then compares the best setting with the default on seeds that no trial has used: what
-    `flexfleet tune` does, with the same folder and the same bits. The first trial is the default, unchanged. A trial
-    that diverges or merges no update cannot win.
+    """Search hyper-parameters, then compare the best setting with the default on seeds that no trial has used, as
+    `flexfleet tune` does, with the same folder and the same bits.
 
-    `space`, by dotted names: (low, high), both included; a list of choices; or a mapping, {"low": 0.01, "high": 1,
-    "log": True}. Between two whole numbers only whole ones are drawn, unless the parameter is now a fraction. None: the
-    space that the algorithm declares. `trials`: how many in all. `metric`: avg or full, of the last round, the mean
-    over `seeds`. `held_out`: seeds of the comparison in the end. `common`: the keywords of `flexfleet.run` (dataset,
-    model, rounds, options, config, store_uri, ...); `seed` is that of the search.
+    The first trial is the default, unchanged. A trial that diverges or merges no update cannot win.
 
-    `jobs`: workers side by side. With 1 the trials run in this process, so that they may use what a notebook defines.
-    `id`: the name of the study's folder in the store (default: the time); `resume`: go on with the study of this id.
+    Args:
+        algorithm: As in `flexfleet.run`.
+        space: By dotted name: (low, high), both included; a list of choices; or a mapping, {"low": 0.01, "high": 1,
+            "log": True}. Between two whole numbers only whole numbers are drawn, unless the parameter is now a
+            fraction. None: the space that the algorithm declares.
+        trials: How many in all (default: 30).
+        metric: avg (the default) or full, of the last round, the mean over `seeds`.
+        seeds: Seeds of each trial's runs (default: 0).
+        held_out: Seeds of the comparison in the end (default: 100, 101, 102).
+        jobs: Workers side by side. With 1, the default, the trials run in this process, so that they may use what a
+            notebook defines.
+        id: Name of the study's folder in the store (default: the time).
+        resume: Resume the study of this id.
+        common: The keywords of `flexfleet.run` (dataset, model, rounds, options, config, store_uri, ...); `seed` is
+            that of the search.
 
-    Raises ConfigError for an impossible search, EnvironmentFailure where Optuna is not installed.
+    Raises:
+        ConfigError: The search is impossible.
+        EnvironmentFailure: Optuna is not installed.
+
+    Example:
+        >>> study = flexfleet.tune("fedprox", space={"algorithm.mu": (0.001, 1.0)}, trials=20)
     """
     given = {"trials": trials, "metric": metric, "seeds": seeds, "held_out": held_out, "workers": jobs}
-    keywords = {"dataset": DATASET, "model": MODEL, **common, "algorithm": algorithm}
+    keywords = {**common, "algorithm": algorithm}
     __tracebackhide__ = True
     return told(lambda: _tune(space, given, id, resume, progress, keywords))
 
@@ -103,24 +102,19 @@ def _tune(
 
 
 def study_of(space: Mapping[str, Any] | None, given: Mapping[str, Any], keywords: Mapping[str, Any]) -> Config:
-    """The configuration of a study; `given`: parameters of its section `tune`. Raises ConfigError."""
-    check_kinds(keywords.get("config"), keywords.get("options"))
+    """Return the configuration of a study; `given`: parameters of its section `tune`. Raises ConfigError."""
     if space is not None and not isinstance(space, Mapping):
         raise ConfigError(f"space: a mapping is expected, {{'training.lr': (0.01, 0.5)}}, got {space!r}")
-    options = dict(keywords.get("options") or {})
     rest = {name: value for name, value in keywords.items() if name not in ("config", "options")}
-    config = config_of(keywords.get("config"), options, rest)
-    said = {n: v for n, v in given.items() if not isinstance(v, Default | DefaultNumber | DefaultSeeds)}
-    own = {n: plain(list(v) if isinstance(v, range) else v, n) for n, v in said.items()}
+    arguments = Arguments(keywords.get("config"), keywords.get("options"), rest)
+    config = arguments.load(arguments.overrides)[0]
+    own = {f"tune.{n}": plain(list(v) if isinstance(v, range) else v, n) for n, v in given.items() if v is not None}
     if space is not None:
-        check_once(((PARAMETERS.get(path, path), None) for path in space), "by two names in space")
-        own["space"] = {PARAMETERS.get(path, path): value for path, value in space.items()}
-        own["space"] = {path: _range(config, path, value) for path, value in own["space"].items()}
-    told = {leaf for path, value in options.items() for leaf in leaves({path: value})}
-    if twice := [name for name in own if f"tune.{name}" in told]:
-        raise ConfigError(f"{twice[0]!r} is given as a keyword and as tune.{twice[0]} in options: say it once")
-    values = config.model_dump(mode="json")
-    return parse({**values, "tune": {**values["tune"], **own}})
+        check_once((f"space[{path!r}]", {SHORT.get(path, path): None}) for path in space)
+        ranges = {SHORT.get(path, path): value for path, value in space.items()}
+        own["tune.space"] = {path: _range(config, path, value) for path, value in ranges.items()}
+    check_once([("options", arguments.overrides), ("a keyword", own)])
+    return arguments.load(on_top(arguments.overrides, own))[0]
 
 
 def _range(config: Config, path: str, value: Any) -> dict[str, Any]:

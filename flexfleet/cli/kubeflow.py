@@ -16,7 +16,7 @@ from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
 
 if TYPE_CHECKING:
-    from flexfleet.config import Config
+    from flexfleet.config import Config, Overrides
 
 
 def submit(args: argparse.Namespace) -> int:
@@ -71,17 +71,16 @@ def _logs(args: argparse.Namespace, run_id: str) -> int:
 def _start(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from flexfleet.config import pair_of
     from flexfleet.kubeflow.follow import RETRIES
     from flexfleet.kubeflow.submit import given, read
     from flexfleet.kubeflow.submit import submit as start
 
     own = read(args.pipeline, fields_of(args.param, args.set))
-    sets, of_labels = list(args.set), dict[str, Any]()
+    of_labels: Overrides = {}
     if args.pipeline == "compare":  # `label:a.b=value` sets a parameter of one label; a configuration has no labels
-        sets = [text for text in args.set if ":" not in text.partition("=")[0]]
-        of_labels = dict(pair_of(text) for text in args.set if text not in sets)
-    values = given(args.pipeline, _config_of(args, sets), [pair_of(text)[0] for text in sets])
+        of_labels = {path: value for path, value in args.set.items() if ":" in path}
+    overrides = {path: value for path, value in args.set.items() if path not in of_labels}
+    values = given(args.pipeline, _config_of(args, overrides), overrides)
     submitted = start(
         args.pipeline,
         values | {"advanced": values["advanced"] | of_labels} | own,
@@ -102,19 +101,19 @@ def _start(args: argparse.Namespace) -> int:
     return 0
 
 
-def _config_of(args: argparse.Namespace, sets: list[str]) -> Config:
+def _config_of(args: argparse.Namespace, overrides: Overrides) -> Config:
     """Return the configuration of a submission. A nightly regression run reads no file, because its suite sets the
     configuration. Raises ConfigError."""
     from flexfleet.config import load_config
     from flexfleet.pipeline.prepare import config_of
 
     if args.pipeline != "nightly":
-        return config_of(argparse.Namespace(**{**vars(args), "set": sets}))
+        return config_of(argparse.Namespace(**{**vars(args), "set": overrides}))
     if args.config:
         raise ConfigError(
             "--config cannot be used with nightly, because the suite sets the configuration; leave it out"
         )
-    return load_config(None, sets)
+    return load_config(None, overrides)
 
 
 def _printer(args: argparse.Namespace) -> Callable[[str], None]:
@@ -182,9 +181,10 @@ def nightly(args: argparse.Namespace) -> int:
     return 0
 
 
-def fields_of(texts: Sequence[str], sets: Sequence[str]) -> dict[str, str]:
+def fields_of(texts: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of --param. Raises ConfigError for a field that is given twice, also by --set."""
-    from flexfleet.config.form import check_once
+    from flexfleet.config.form_fields import REMOTE, SHORT, STUDY
+    from flexfleet.config.overrides import check_once
 
     found = tags_of(texts, "--param")
     if "advanced" in found:
@@ -193,5 +193,7 @@ def fields_of(texts: Sequence[str], sets: Sequence[str]) -> dict[str, str]:
         names = [text.partition("=")[0] for text in texts]
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"--param {twice} is given twice: leave one of them out")
-    check_once(found, sets)
+    paths = [*(SHORT | STUDY).items(), *((field, path) for path, field in REMOTE.items())]
+    fields = [(f"--param {name}", {path: None}) for name, path in paths if name in found]
+    check_once([*fields, ("--set", overrides)])
     return found

@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument(
         "--suite", type=at_home, default="digits", metavar="NAME", help="a shipped suite, or a file (default: digits)"
     )
-    c.add_argument("--set", action="append", default=[], metavar="a.b=value", help="run.*, tracking.*, ...")
+    terminal.add_set(c, "run.*, tracking.*, ...")
     c.add_argument("--id", metavar="NAME", help="name of the night's folder (default: the time)")
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side (default: 1)")
     c.add_argument("--update", action="store_true", help="instead write the suite's reference figures, of 20 seeds")
@@ -156,7 +156,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--cron", default="0 0 2 * * *", help="six fields, seconds first; UTC (default: 0 0 2 * * *)")
     c.add_argument("--name", default="flexfleet-nightly", help="name of the recurring run (default: flexfleet-nightly)")
     c.add_argument("--suite", default="digits", metavar="NAME", help="a suite that the image has (default: digits)")
-    c.add_argument("--set", action="append", default=[], metavar="a.b=value", help="tracking.mlflow, run.remote, ...")
+    terminal.add_set(c, "tracking.mlflow, run.remote, ...")
     c.add_argument("--host", metavar="URL", help="address of Kubeflow Pipelines (default: KF_PIPELINES_ENDPOINT)")
     c.add_argument("--namespace", metavar="NAME", help="of your profile, if Kubeflow has several users")
     c.add_argument("--experiment", default="flexfleet", metavar="NAME")

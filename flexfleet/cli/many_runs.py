@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from flexfleet.cli.common import where_tracked
 from flexfleet.files.terminal import show
 
 if TYPE_CHECKING:
-    from flexfleet.config import Config
+    from flexfleet.config import Config, Overrides
 
 log = logging.getLogger("flexfleet")
 
@@ -32,24 +31,27 @@ def compare(args: argparse.Namespace) -> int:
     if args.resume and args.id is None:
         raise ConfigError("--resume needs --id: the name of the comparison to go on with, a folder of the run store")
 
-    def load(sets: list[str]) -> Config:
-        return config_of(argparse.Namespace(config=args.config, set=sets))
+    def load(overrides: Overrides) -> Config:
+        return config_of(argparse.Namespace(config=args.config, set=overrides))
+
+    def load_suite(overrides: Overrides) -> Config:
+        return load_config(args.config, overrides, stored=True)
 
     to = () if args.to is None else comparison_runs.accuracies_of(args.to)
+    factors = comparison_runs.factors_of(args.over)
     name = dated("compare") if args.id is None else args.id
     references: list[Entry] = []
     if args.suite is not None:
-        suite, read = published_suites.load(args.suite), partial(load_config, args.config, stored=True)
+        suite, picked = published_suites.load(args.suite), (args.algorithms, args.seeds, args.set, load_suite, name)
         trust_given(args.config, args.set)  # not what the suite names, which is somebody else's file
         to = to or suite.to
-        runs = published_suites.entries_of(suite, args.algorithms, args.seeds, args.set, read, name, args.over)
-        references = (
-            []
-            if args.central
-            else published_suites.central_of(suite, args.algorithms, args.seeds, args.set, read, name)
-        )
+        runs = published_suites.entries_of(suite, *picked, factors)
+        references = [] if args.central else published_suites.central_of(suite, *picked)
     elif args.algorithms is not None:
-        runs = comparison_runs.entries_for(args.algorithms, args.seeds, args.set, load, name, args.over)
+        labels = comparison_runs.label_overrides(comparison_runs.labels_of(args.algorithms), args.set)
+        comparison_runs.check_factors(factors, args.set)
+        seeds = None if args.seeds is None else comparison_runs.seeds_of(args.seeds)
+        runs = comparison_runs.entries_from(labels, seeds, load, name, factors)
     else:
         raise ConfigError("compare needs --algorithms, e.g. --algorithms flexfl,all_large, or --suite")
 
@@ -104,7 +106,7 @@ def tune(args: argparse.Namespace) -> int:
     if args.resume and args.id is None:
         raise ConfigError("--resume needs --id: the name of the study to go on with, a folder of the run store")
     if args.jobs is not None:
-        args.set = [*args.set, f"tune.workers={args.jobs}"]
+        args.set = {**args.set, "tune.workers": args.jobs}
     name = dated("tune") if args.id is None else args.id
     config = config_of(args)
 

@@ -109,7 +109,7 @@ def _stand_in(args: argparse.Namespace, config: Config, needs_data: bool) -> tup
 
     if args.input is None and args.classes is None:
         kind = model_kind(config.model)
-        set_here = any(each.startswith("dataset.name=") for each in args.set)
+        set_here = "dataset.name" in args.set
         named = set_here or config.dataset.name != DatasetConfig().name
         if isinstance(kind, PublishedFor) and not named and not needs_data:
             return kind.published_input, kind.published_outputs

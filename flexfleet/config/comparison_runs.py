@@ -13,18 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
 from fl_engine.core.errors import ConfigError, masked, nearest
 from fl_engine.core.fields import Moves
-from fl_engine.core.text import in_line, need_plain, read_yaml
-from flexfleet.config import Config, flatten, moves, pair_of
+from fl_engine.core.text import need_plain, read_yaml
+from flexfleet.config import Config, flatten, moves
 from flexfleet.config.explain import quoted
+from flexfleet.config.overrides import Overrides, leaves, meet, on_top
 from flexfleet.config.run_names import plain
-
-V = TypeVar("V")
 
 LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 RESERVED = ("shared",)
@@ -110,13 +109,13 @@ def _listed(text: str, what: str, example: str) -> list[str]:
     return parts
 
 
-def by_label(settings: Iterable[tuple[str, V]], labels: Iterable[str]) -> dict[str | None, list[tuple[str, V]]]:
-    """Settings of all runs (None), and of each label: `label:a.b` is `a.b` of that label.
+def by_label(overrides: Mapping[str, Any], labels: Iterable[str]) -> dict[str | None, Overrides]:
+    """Return the overrides of all runs (None), and those of each label: `label:a.b` is `a.b` of that label.
 
-    Raises ConfigError for an unknown label, and for a parameter that is not given as a setting.
+    Raises ConfigError for an unknown label, and for a parameter that is not given as an override.
     """
-    out: dict[str | None, list[tuple[str, V]]] = {None: [], **{label: [] for label in labels}}
-    for key, value in settings:
+    out: dict[str | None, Overrides] = {None: {}, **{label: {} for label in labels}}
+    for key, value in overrides.items():
         label, sign, path = (word.strip() for word in key.partition(":"))
         owner, path = (label, path) if sign else (None, label)
         if owner not in out:
@@ -125,7 +124,7 @@ def by_label(settings: Iterable[tuple[str, V]], labels: Iterable[str]) -> dict[s
         for each in _inside(path, value):
             if each in FIXED:
                 raise ConfigError(f"{key}: {FIXED[each]}")
-        out[owner].append((path, value))
+        out[owner][path] = value
     return out
 
 
@@ -182,49 +181,55 @@ def varied(runs: Sequence[Entry]) -> tuple[str, ...]:
     return tuple(keys_apart)
 
 
-def entries_for(
-    algorithms: str,
-    seeds: str | None,
-    sets: Sequence[str],
-    load: Callable[[list[str]], Config],
-    id: str,
-    over: Sequence[str] = (),
-    below: Sequence[str] = (),
-) -> list[Entry]:
-    """All runs that a command line asks for. `load` reads the configuration with overrides `a.b=value`; without `seeds`
-    there is one seed, the configuration's. `over`: factors, `a.b=value,value`. `below`: what a suite says, as `sets`,
-    which are set after it; factors may take its place. Raises ConfigError."""
-    labels = labels_of(algorithms)
-    by_label((pair_of(text) for text in below), labels)  # raises also for what a mapping holds
-    read = by_label((pair_of(text) for text in sets), labels)
-    words = (text.partition("=") for text in (*below, *sets))
-    given = by_label(((key, sign + value) for key, sign, value in words), labels)
+def label_overrides(labels: Mapping[str, str], overrides: Mapping[str, Any]) -> dict[str, Overrides]:
+    """Return all overrides of each label: those of all runs, its own (`label:a.b`) on top, and its algorithm's name.
 
-    factors = factors_of(over)
-    check_factors(factors, (path for of_label in read.values() for pair in of_label for path in _inside(*pair)))
-    made = crossed(labels, factors)
+    Args:
+        labels: Algorithm names by label.
+        overrides: Values by dotted name, or by `label:a.b` for one label.
+    """
+    given = by_label(overrides, labels)
+    return {label: {**on_top(given[None], given[label]), "algorithm.name": name} for label, name in labels.items()}
+
+
+def entries_from(
+    labels: Mapping[str, Mapping[str, Any]],
+    seeds: Sequence[int] | None,
+    load: Callable[[Overrides], Config],
+    id: str,
+    factors: Mapping[str, Sequence[Any]] | None = None,
+) -> list[Entry]:
+    """Return all runs of a comparison, seed by seed.
+
+    Args:
+        labels: All overrides of each label.
+        seeds: None for one seed, the configuration's.
+        load: Builds the configuration of some overrides.
+        id: The comparison's name.
+        factors: Values by dotted name. Each label is run with each combination of them.
+
+    Raises:
+        ConfigError: A configuration is wrong, or labels differ in what all runs must share.
+    """
+    made = crossed(labels, factors or {})
 
     def configure(label: str, seed: int | None) -> Config:
         of, at = made[label]
-        own = [f"{path}={in_line(value)}" for path, value in at.items()]
-        own += [f"algorithm.name={in_line(labels[of])}", *([] if seed is None else [f"seed={seed}"])]
-        return load([*(key + value for key, value in (*given[None], *given[of])), *own])
+        return load(on_top(labels[of], at if seed is None else {**at, "seed": seed}))
 
-    if seeds is None:
-        chosen: tuple[int, ...] = (configure(next(iter(made)), None).seed,)
-    else:
-        chosen = seeds_of(seeds)
+    chosen = (configure(next(iter(made)), None).seed,) if seeds is None else tuple(seeds)
     return entries(made, chosen, configure, id, {label: at for label, (_, at) in made.items()})
 
 
-def check_factors(factors: Iterable[str], given: Iterable[str]) -> None:
-    """Raises ConfigError for a factor that has a place of its own, or that is `given` as a setting too."""
-    taken = set(given)
+def check_factors(factors: Iterable[str], given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a factor that has a place of its own, or whose parameter is also `given` as an override
+    (`a.b`, or `label:a.b`)."""
     for path in factors:
         if path in FIXED:
             raise ConfigError(f"over: {path}: {FIXED[path]}")
-        if path in taken:
-            raise ConfigError(f"over: {path} is given as a setting too: say it once")
+        for key, value in given.items():
+            if any(meet(path, leaf) for leaf in leaves({key.rpartition(":")[2]: value})):
+                raise ConfigError(f"over: {path} is also given as a setting: leave one of them out")
 
 
 def folder_of(runs: Sequence[Entry]) -> Path:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import ConfigError, kind_of, nearest, together
-from fl_engine.core.text import check_plain, in_line, write_yaml
+from fl_engine.core.text import check_plain, write_yaml
 from fl_engine.storage.s3 import check_place
-from flexfleet.config import Config, pair_of, parse, public, set_path
+from flexfleet.config import Config, load_config, public
 from flexfleet.config.comparison_runs import Entry, by_label, entries, labels_of, seeds_of
 from flexfleet.config.form_fields import LISTED, REMOTE, SHORT, STUDY, no_passwords, place, platform_uri
-from flexfleet.config.read import MAPPINGS, leaves, names_first
+from flexfleet.config.overrides import MAPPINGS, Overrides, leaves
 from flexfleet.config.run_names import plain
 
 PARAMETERS = SHORT
@@ -38,8 +38,8 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
     except ValueError as error:
         raise ConfigError(f"the form or its `advanced` cannot be: {error}") from error
     no_passwords({**parameters, **advanced})
-    values = Config().model_dump(mode="json")
     known, wrong = PARAMETERS | STUDY, []
+    overrides: Overrides = {}
     for name, value in parameters.items():
         if name not in known:
             wrong.append(f"unknown parameter {name!r}{nearest(name, known)}")
@@ -52,9 +52,9 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
         except ConfigError as error:
             wrong.append(str(error))
         else:
-            set_path(values, place(name, value), value)
+            overrides[place(name, value)] = value
     names = {path: name for name, path in known.items()} | REMOTE
-    for path, value in names_first(advanced.items()):
+    for path, value in advanced.items():
         if path in names and names[path] in NOT_EVERYWHERE and names[path] not in parameters:
             wrong.append(f"advanced: {path!r} cannot be set: this pipeline has no parameter {names[path]!r}")
         elif path in names and names[path] not in LISTED:
@@ -63,12 +63,9 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
             inner = next(iter(value), "name")
             wrong.append(f'advanced takes dotted names, {{"{path}.{inner}": value}}, got a mapping for {path!r}')
         else:
-            try:
-                set_path(values, path, whole(value))
-            except ConfigError as error:
-                wrong.append(str(error))
+            overrides[path] = whole(value)
     try:
-        config = parse(values)
+        config = load_config(None, overrides)
     except ConfigError as error:
         wrong.append(str(error))
     if wrong:
@@ -97,44 +94,30 @@ def mlflow_of(uri: Any) -> Any:
     return platform_uri() if uri == "" else uri
 
 
-def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> list[str]:
-    """The values of a form as `a.b=value`, for a suite, which has its other settings in a file. Raises ConfigError for
-    a password, and where `advanced` sets what is a field of the form."""
+def overrides_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> Overrides:
+    """Return the values of a form by dotted name, for a suite, which has its other settings in a file. Raises
+    ConfigError for a password, and if `advanced` sets a field of the form."""
     advanced = object_of(advanced)
     no_passwords({"mlflow_uri": mlflow_uri, "store_uri": store_uri, **advanced})
     check_store("store_uri", store_uri)
     names = {PARAMETERS[name]: name for name in ("mlflow_uri", "store_uri")} | REMOTE
     for path in advanced:
-        dotted, sign, _ = path.partition("=")
-        if sign:
-            raise ConfigError(f"advanced takes dotted names, got {path!r}")
-        if dotted.strip() in names:
-            raise ConfigError(f"advanced: {path!r} is the parameter {names[dotted.strip()]!r}, set it there")
+        if path in names:
+            raise ConfigError(f"advanced: {path!r} is the parameter {names[path]!r}, set it there")
     values = {"tracking.mlflow": mlflow_of(mlflow_uri)}
     values |= {place("store_uri", store_uri): store_uri} if store_uri else {}
-    values |= advanced
-    return [f"{path}={in_line(whole(value))}" for path, value in values.items()]
+    return {**values, **whole(advanced)}
 
 
-def form_of(sets: Sequence[str]) -> dict[str, Any]:
-    """The reverse of `sets_of`: the values of a form for these `a.b=value`."""
-    advanced = dict(pair_of(text) for text in sets)
+def form_of(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a form that give these overrides: the reverse of `overrides_of`."""
+    advanced = dict(overrides)
     mlflow, folder = (advanced.pop(path, None) for path in ("tracking.mlflow", "run.store"))
     return {
         "mlflow_uri": mlflow or "",
         "store_uri": advanced.pop("run.remote", None) or folder or "",
         "advanced": advanced,
     }
-
-
-def check_once(fields: Iterable[str], sets: Sequence[str]) -> None:
-    """Raise ConfigError if one of `sets` (`a.b=value`) sets a parameter that a given field of the form also sets."""
-    named = leaves(dict(pair_of(text) for text in sets))
-    for name in fields:
-        path = (PARAMETERS | STUDY).get(name, "")
-        for each in (path, *(remote for remote, field in REMOTE.items() if field == name)):
-            if each in named:
-                raise ConfigError(f"--param {name} and --set {each} give the same parameter: leave one of them out")
 
 
 def parameters_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,14 +141,14 @@ def comparison_from(
     label alone, also for fields of the form. Raises ConfigError."""
     labels, numbers = labels_of(algorithms), seeds_of(seeds)
     check_count(len(labels) * len(numbers), f"{len(labels)} algorithms with {len(numbers)} seeds")
-    given = by_label(object_of(advanced).items(), labels)
+    given = by_label(object_of(advanced), labels)
     names = {path: name for name, path in PARAMETERS.items() if name not in LISTED}
 
     def configure(label: str, seed: int) -> Config:
-        own = {names[path]: value for path, value in given[label] if path in names}
-        rest = {path: value for path, value in given[label] if path not in names}
+        own = {names[path]: value for path, value in given[label].items() if path in names}
+        rest = {path: value for path, value in given[label].items() if path not in names}
         asked = {"algorithm": labels[label], "seed": seed}
-        return config_from({**parameters, **own, **asked}, {**dict(given[None]), **rest})
+        return config_from({**parameters, **own, **asked}, {**given[None], **rest})
 
     return entries(labels, numbers, configure, id)
 

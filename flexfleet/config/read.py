@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,20 +18,20 @@ import yaml
 from pydantic import ValidationError
 
 from fl_engine.algorithms import ALGORITHMS
-from fl_engine.algorithms.training import Training
 from fl_engine.core.allowed import check_wheel, trust, trusted
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, holds_password, masked
-from fl_engine.core.fields import adapter, is_model
+from fl_engine.core.fields import adapter
 from fl_engine.core.registry import resolve
-from fl_engine.core.text import check_plain, comment_of, path_of, read_yaml
+from fl_engine.core.text import check_plain, path_of, read_yaml
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import Tier, named
 from fl_engine.models import MODELS
 from fl_engine.models.build import check_options
 from fl_engine.storage import code
-from flexfleet.config.explain import explain, quoted
+from flexfleet.config.explain import explain
 from flexfleet.config.form_fields import INSTEAD
+from flexfleet.config.overrides import apply, merged, parse_sets
 from flexfleet.config.resolve import algorithm, codecs
 from flexfleet.config.schema import Config, TrackingConfig
 
@@ -39,34 +39,33 @@ log = logging.getLogger("flexfleet")
 
 Files = str | Path | Sequence[str | Path] | None
 """The files of a configuration, each on top of those before it; None: no file."""
+Given = Mapping[str, Any] | Sequence[str]
+"""Overrides, or the `a.b=value` texts of a command line."""
 MOST_CHARS = 2**22
 """The most characters of a configuration's file; it may be a pipe, whose size nobody knows."""
 
 
-def load_config(files: Files = None, overrides: Sequence[str] = (), stored: bool = False) -> Config:
-    """The defaults, YAML files on top, `a.b=value` overrides on top of those; checked.
+def load_config(files: Files = None, overrides: Given = (), stored: bool = False) -> Config:
+    """Return the checked configuration: the defaults, the files on top, `overrides` on top of those.
 
     The order of overrides does not matter: a model's or an algorithm's name counts before its options. `stored`: see
-    `parse`.
+    `parse`. Raises ConfigError.
     """
-    return load_with_algorithm(files, overrides, stored)[0]
+    return parse(values_of(files, overrides), stored)
 
 
-def load_with_algorithm(
-    files: Files = None, overrides: Sequence[str] = (), stored: bool = False
-) -> tuple[Config, Algorithm]:
-    """`load_config`, and the algorithm that was built to check it."""
+def values_of(files: Files, overrides: Given) -> dict[str, Any]:
+    """Return the unchecked values of `load_config`."""
     values = Config().model_dump(mode="json")
     for path in _listed(files):
         values = merged(values, read_file(path))
-    for key, value in names_first(pair_of(override) for override in overrides):
-        set_path(values, key, value)
-    return parse_with_algorithm(values, stored)
+    apply(values, overrides if isinstance(overrides, Mapping) else parse_sets(overrides))
+    return values
 
 
-def trust_given(files: Files, overrides: Sequence[str]) -> None:
+def trust_given(files: Files, overrides: Mapping[str, Any]) -> None:
     """Let this process import what the user's own files and overrides name (`core.allowed`)."""
-    trust([*map(read_file, _listed(files)), *(pair_of(override)[1] for override in overrides)])
+    trust([*map(read_file, _listed(files)), overrides])
 
 
 def _listed(files: Files) -> Sequence[str | Path]:
@@ -90,118 +89,6 @@ def read_file(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a mapping of sections is expected, got {type(values).__name__}")
     return values
-
-
-def pair_of(override: str) -> tuple[str, Any]:
-    """`a.b=value`, as after --set."""
-    key, sign, text = override.partition("=")
-    if not sign or not key.strip():
-        raise ConfigError(f"--set takes a.b=value, got {quoted(override)}")
-    try:
-        value, comment = read_yaml(text), comment_of(text)
-    except yaml.YAMLError as error:
-        said = masked(f"--set {override[:200]}: the value is not valid YAML: {error}")
-        raise ConfigError(said) from error
-    if comment:
-        raise ConfigError(
-            f"--set {quoted(key.strip())}: the value holds what is a comment for YAML, from '#' on: put all of it in "
-            "quotes, or leave that out"
-        )
-    return key.strip(), value
-
-
-POOLS, SPACE = "kubernetes.pools", "tune.space"
-MAPPINGS = (POOLS, SPACE)
-"""Parameters whose keys the user chooses. A later SPACE replaces an earlier one; later POOLS are merged by tier."""
-
-
-def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """By dotted name, the parameters that nested mappings set: of a section those in it, of MAPPINGS the whole."""
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        path = f"{prefix}{key}"
-        out |= leaves(value, f"{path}.") if isinstance(value, Mapping) and path not in MAPPINGS else {path: value}
-    return out
-
-
-def chosen_by_name(path: str) -> bool:
-    """Whether the `name` of the mapping at this dotted name decides which other parameters it has: true of a model, an
-    algorithm, a codec and of what they and `training` name, false of a plain section (`dataset`) and inside
-    MAPPINGS, where `name` is a key of the user's."""
-    if any(meet(path, each) for each in MAPPINGS):
-        return False
-    here: Any = Config
-    for part in path.split(".") if path else ():
-        if not is_model(here):
-            return True
-        field = here.model_fields.get(part)
-        here = None if field is None else field.annotation
-    return not (is_model(here) or here is Training)
-
-
-def names_first(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Dotted names and values in the order in which they are set: first the names that decide which other parameters
-    there are, from the outside to the inside, then all others as they were given."""
-
-    def place(pair: tuple[str, Any]) -> tuple[bool, int]:
-        path, value = pair
-        section, _, last = path.rpartition(".")
-        of_name = last == "name" and chosen_by_name(section)
-        if of_name:
-            return False, section.count(".")
-        if isinstance(value, Mapping) and "name" in value and chosen_by_name(path):
-            return False, path.count(".")
-        return True, 0
-
-    return sorted(pairs, key=place)
-
-
-def set_path(values: dict[str, Any], path: str, value: Any) -> None:
-    """Sets a dotted path in nested mappings. A mapping is merged into what stands there; a new `name` drops the options
-    of the old one. Raises ConfigError where a part of the path is a value."""
-    *parents, last = path.split(".")
-    here = values
-    for part in parents:
-        here = here.setdefault(part, {})
-        if not isinstance(here, dict):
-            raise ConfigError(f"{path}: {part!r} is a value, not a section")
-    if last == "name" and here.get("name") != value and chosen_by_name(".".join(parents)):
-        here.clear()
-    here[last] = merged(here.get(last), value, path)
-
-
-def merged(standing: Any, given: Any, path: str = "") -> Any:
-    """What stands at a dotted name, with what is given on top of it: a mapping keeps the parameters that are not given,
-    unless its `name` chooses something else, whose parameters are others. SPACE is replaced as a whole."""
-    if not isinstance(standing, Mapping) or not isinstance(given, Mapping) or path == SPACE:
-        return given
-    if "name" in given and given["name"] != standing.get("name") and chosen_by_name(path):
-        return dict(given)
-    inner = {
-        key: merged(standing.get(key), value, f"{path}.{key}" if path else str(key)) for key, value in given.items()
-    }
-    return {**standing, **inner}
-
-
-def meet(one: str, other: str) -> bool:
-    """Whether two dotted names are of the same setting, or one of a part of the other."""
-    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
-
-
-def giving_way(taken: Collection[str], path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What is given at a dotted name, as dotted names and values that are set before the parameters `taken` and give
-    way to them. A section falls into its parts, so that `names_first` sets all names of one section in order, and
-    another `name` drops the options of this one; values at or above what is taken are left out. POOLS are never left
-    out, because the pools that are taken are merged into them."""
-    above = any(each.startswith(f"{path}.") for each in taken)
-    if not isinstance(value, Mapping) or path in MAPPINGS:
-        if path == POOLS or not (above or path in taken):
-            yield path, value
-    elif above and not ("name" in value and chosen_by_name(path)):
-        for key, inner in value.items():
-            yield from giving_way(taken, f"{path}.{key}", inner)
-    else:
-        yield path, value
 
 
 def parse(values: Mapping[str, Any], stored: bool = False) -> Config:

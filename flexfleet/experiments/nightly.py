@@ -14,6 +14,7 @@ import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fl_engine.core.errors import ConfigError, GateFailed, IntegrityError
 from fl_engine.storage.store import FolderStore, sha256
@@ -73,13 +74,13 @@ class Verdict(Artifact):
 
 
 # ------------------------------------------------------------------------------------------------ the command
-def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) -> Night:
+def prepare(name: str, id: str, overrides: Mapping[str, Any] | None = None, update: bool = False) -> Night:
     """Read the suite and check its reference. Raises what `reference_of` raises."""
     path = nightly_suite.path_of(name)
     asked = nightly_suite.load(path)
     seeds = tuple(sorted({*asked.seeds, *REFERENCE_SEEDS})) if update else asked.seeds
     night = Night(
-        path, asked, plain(id, "a night's id"), nightly_suite.runs_of(asked, path.stem, seeds, list(sets), id)
+        path, asked, plain(id, "a night's id"), nightly_suite.runs_of(asked, path.stem, seeds, overrides or {}, id)
     )
     if update:
         return night

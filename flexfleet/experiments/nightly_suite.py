@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,10 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.fields import Moves
-from fl_engine.core.text import in_line, read_yaml
+from fl_engine.core.text import read_yaml
 from flexfleet.config import Config, load_config, moves
-from flexfleet.config.comparison_runs import Entry, entries_for, labels_of
+from flexfleet.config.comparison_runs import Entry, entries_from, label_overrides, labels_of
 from flexfleet.config.explain import explain
+from flexfleet.config.overrides import Overrides, on_top
 from flexfleet.files.artifacts import Artifact
 from flexfleet.tracking.server import platform_experiment
 
@@ -137,36 +139,36 @@ def load(path: Path) -> NightlySuite:
         raise ConfigError(f"{path} is no suite: {masked(said)}") from error
 
 
-def runs_of(suite: NightlySuite, name: str, seeds: tuple[int, ...], sets: list[str], id: str) -> dict[str, list[Entry]]:
-    """Every run, by case. `sets`: `a.b=value` of the command line. Raises ConfigError."""
-    for text in sets:
-        path = text.partition("=")[0].strip()
+def runs_of(
+    suite: NightlySuite, name: str, seeds: tuple[int, ...], overrides: Mapping[str, Any], id: str
+) -> dict[str, list[Entry]]:
+    """Return every run, by case. Raises ConfigError."""
+    for path in overrides:
         if "." not in path or moves(path) not in MAY_SET:
             raise ConfigError(
-                f"--set {text}: a suite says what is measured; only what moves no figure can be set, as where things "
+                f"--set {path}: a suite says what is measured; only what moves no figure can be set, as where things "
                 "are kept (run.store, run.remote, tracking, publish, dataset.root) and how they are executed "
                 "(kubernetes, and run.backend: memory and pace are compared with nights of the same backend alone). "
                 "For another task write a suite of your own"
             )
+
+    def load_one(overrides: Overrides) -> Config:
+        config = load_config(None, overrides, stored=True)
+        given = config.tracking
+        if config.publish.models:
+            raise ConfigError(
+                "publish.models must be false in a nightly regression run, which registers its models itself if it "
+                "passes. Remove the setting."
+            )
+        if given.experiment is None and platform_experiment(given.mlflow) is None:
+            given = given.model_copy(update={"experiment": f"regression-{name}"})
+        return config.model_copy(update={"tracking": given})
+
     out = {}
     for case, about in suite.cases.items():
-        given = suite.settings | about.settings
-        asked = [*(f"{key}={in_line(value)}" for key, value in given.items()), *sets]
-
-        def load_one(overrides: list[str]) -> Config:
-            config = load_config(None, overrides, stored=True)
-            given = config.tracking
-            if config.publish.models:
-                raise ConfigError(
-                    "publish.models must be false in a nightly regression run, which registers its models itself if it "
-                    "passes. Remove the setting."
-                )
-            if given.experiment is None and platform_experiment(given.mlflow) is None:
-                given = given.model_copy(update={"experiment": f"regression-{name}"})
-            return config.model_copy(update={"tracking": given})
-
-        listed = ",".join(map(str, seeds))
-        out[case] = entries_for(about.algorithms, listed, asked, load_one, f"{id}-{case}")
+        settings = label_overrides(labels_of(about.algorithms), suite.settings | about.settings)
+        labels = {label: on_top(own, overrides) for label, own in settings.items()}
+        out[case] = entries_from(labels, seeds, load_one, f"{id}-{case}")
     return out
 
 

@@ -26,7 +26,7 @@ the row's. A file whose name begins with an underscore is not a suite itself, on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -36,11 +36,19 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fl_engine.core.errors import ConfigError, masked, nearest
-from fl_engine.core.text import in_line, read_yaml
+from fl_engine.core.text import read_yaml
 from flexfleet.config import Config
-from flexfleet.config.comparison_runs import Entry, accuracies_of, entries_for, factors_of
+from flexfleet.config.comparison_runs import (
+    Entry,
+    accuracies_of,
+    by_label,
+    check_factors,
+    entries_from,
+    label_overrides,
+    seeds_of,
+)
 from flexfleet.config.explain import explain
-from flexfleet.config.read import giving_way, meet
+from flexfleet.config.overrides import Overrides, on_top
 from flexfleet.experiments.central_reference import LABEL
 
 FOLDER = Path(str(resources.files("flexfleet.experiments").joinpath("suites")))
@@ -180,14 +188,14 @@ def entries_of(
     suite: PaperSuite,
     only: str | None,
     seeds: str | None,
-    sets: Sequence[str],
-    load: Callable[[list[str]], Config],
+    overrides: Overrides,
+    load: Callable[[Overrides], Config],
     id: str,
-    over: Sequence[str] = (),
+    factors: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[Entry]:
     """All runs of the suite, or of what is named in `only` (`a,b`: rows, cases, or a row in a case; `central` is the
-    reference). `sets`, which may be for one of these too (`a:training.lr=0.1`), and `seeds` replace what the suite
-    says, and so do the factors `over` (`a.b=value,value`). Raises ConfigError."""
+    reference). `overrides`, which may be for one of these too (`a:training.lr`), and `seeds` replace what the suite
+    says, and so do the factors. Raises ConfigError."""
     made = suite.made()
     if suite.central and LABEL in made:
         raise ConfigError(f"the suite's row {LABEL} has the name of its reference: give it another, or central: false")
@@ -197,35 +205,26 @@ def entries_of(
         if not asked:
             raise ConfigError(f"--algorithms: name a row beside the reference, of {', '.join(made)}")
         wanted = {label: made[label] for name in asked for label in _labels(name, made, "--algorithms: the suite has")}
-    factors = factors_of(over)
-    for_all = {key.strip(): value for key, sign, value in (text.partition("=") for text in sets) if ":" not in key}
-    below, given = _settings(suite.settings, factors), []
-    algorithms = []
-    for label, (row, case) in wanted.items():
-        own = _row_in(suite, row, case)
-        if not isinstance(name := own.pop("algorithm", None), str):
-            raise ConfigError(f"the suite's row {row} names no algorithm")
-        algorithms.append(f"{label}={name}")
-        below += [f"{label}:{text}" for text in _settings(own, factors)]
-        given += [f"{label}:{key}={value}" for key, value in for_all.items() if any(meet(key, path) for path in own)]
-    for text in sets:
-        key, sign, value = text.partition("=")
+    given: Overrides = {}
+    for key, value in overrides.items():
         label, colon, path = (word.strip() for word in key.partition(":"))
-        if not colon:
-            given.append(text)
-            continue
-        told = [one for one in _labels(label, made, f"{key}: the suite has") if one in wanted]
-        if not told:
+        told = [one for one in _labels(label, made, f"{key}: the suite has") if one in wanted] if colon else []
+        if colon and not told:
             raise ConfigError(f"{key}: no row of this comparison is of {label!r}, --algorithms leaves it out")
-        given += [f"{one}:{path}{sign}{value}" for one in told]
-    listed = seeds or ",".join(map(str, suite.seeds))
-    return entries_for(",".join(algorithms), listed, given, load, id, over, below)
-
-
-def _settings(of_suite: Mapping[str, Any], replaced: Collection[str]) -> list[str]:
-    """What a suite says as `a.b=value`, to be set before the parameters that are replaced."""
-    kept = (pair for path, value in of_suite.items() for pair in giving_way(replaced, path, value))
-    return [f"{path}={in_line(value)}" for path, value in kept]
+        given |= {f"{one}:{path}": value for one in told} if colon else {label: value}
+    factors = factors or {}
+    check_factors(factors, given)
+    own, names = dict[str, Overrides](), dict[str, str]()
+    for label, (row, case) in wanted.items():
+        own[label] = _row_in(suite, row, case)
+        if not isinstance(name := own[label].pop("algorithm", None), str):
+            raise ConfigError(f"the suite's row {row} names no algorithm")
+        names[label] = name
+    by_label({f"{label}:{path}": value for label, row in own.items() for path, value in row.items()}, names)
+    by_label(suite.settings, ())
+    chosen = label_overrides(names, given)
+    labels = {label: on_top(on_top(suite.settings, own[label]), chosen[label]) for label in wanted}
+    return entries_from(labels, seeds_of(seeds) if seeds else suite.seeds, load, id, factors)
 
 
 def _row_in(suite: PaperSuite, row: str, case: str | None) -> dict[str, Any]:
@@ -256,17 +255,17 @@ def central_of(
     suite: PaperSuite,
     only: str | None,
     seeds: str | None,
-    sets: Sequence[str],
-    load: Callable[[list[str]], Config],
+    overrides: Overrides,
+    load: Callable[[Overrides], Config],
     id: str,
 ) -> list[Entry]:
     """The central trainings of the suite, one for each seed, with the settings that all rows have in common; none where
     `only` leaves them out."""
     if not suite.central or (only is not None and LABEL not in _named(only)):
         return []
-    given = _settings(suite.settings, ())
-    common = [text for text in sets if ":" not in text.partition("=")[0]]
-    return entries_for(f"{LABEL}=all_large", seeds or ",".join(map(str, suite.seeds)), [*given, *common], load, id)
+    common = on_top(suite.settings, {key: value for key, value in overrides.items() if ":" not in key})
+    labels = label_overrides({LABEL: "all_large"}, common)
+    return entries_from(labels, seeds_of(seeds) if seeds else suite.seeds, load, id)
 
 
 def _named(only: str) -> list[str]:

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import current_thread, main_thread
 from types import TracebackType
@@ -21,8 +21,9 @@ import yaml
 
 from fl_engine.core import system
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, masked, out_of_memory, printable
-from fl_engine.core.text import comment_of, in_line, path_of, read_yaml
+from fl_engine.core.text import comment_of, path_of, read_yaml
 from flexfleet.config.form_fields import place
+from flexfleet.config.overrides import Overrides, check_once, on_top, pair_of
 from flexfleet.files.doctor import EXTRAS
 
 log = logging.getLogger("flexfleet")
@@ -68,9 +69,11 @@ def add_config(p: argparse.ArgumentParser) -> None:
         help="parameters (default: ./params.yaml, else the built-in defaults); of several, each goes on top of those "
         "before it",
     )  # fmt: skip
-    p.add_argument(
-        "--set", action="append", default=[], metavar="a.b=value", help="override one parameter; may be repeated"
-    )
+    add_set(p, "override one parameter; may be repeated")
+
+
+def add_set(p: argparse.ArgumentParser, about: str) -> None:
+    p.add_argument("--set", action=_Set, default={}, metavar="a.b=value", help=about)
 
 
 def add_short(p: argparse.ArgumentParser, names: Iterable[str]) -> None:
@@ -100,16 +103,33 @@ def add_resume(p: argparse.ArgumentParser) -> None:
     )
 
 
+class _Set(argparse.Action):
+    """`--set a.b=value`: the values of all of them, by dotted name."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        path, value = pair_of(values)
+        namespace.set = on_top(namespace.set, {path: value})
+
+
 class _Given(argparse.Action):
     """An option that is short for `--set`; `dest` is a short name, or a parameter's dotted name."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         path = self.dest if "." in self.dest else place(self.dest, values)
-        given: dict[str, tuple[str, str]] = getattr(namespace, "given", {})
+        given: dict[str, Overrides] = getattr(namespace, "given", {})
         option = self.option_strings[-1]
         if option in given:
             raise ConfigError(f"{option} is given twice: leave one out")
-        namespace.given = {**given, option: (path, values)}
+        namespace.given = {**given, option: {path: _read(path, values)}}
+
+
+def _read(path: str, text: str) -> Any:
+    """Return the value of a short option. A text with a '#' is kept, since it has no need for a comment."""
+    try:
+        value = read_yaml(text)
+        return text if isinstance(value, str) and comment_of(text) else value
+    except yaml.YAMLError:
+        return pair_of(f"{path}={text}")[1]  # which says what is wrong
 
 
 def add_faults(p: argparse.ArgumentParser) -> None:
@@ -127,46 +147,21 @@ def parsed(p: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.N
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Makes `--set` of the short options, sets how much is told, and says which files are merged. Raises ConfigError
-    where a parameter is given twice."""
+    """Add the short options to `args.set`, set the log's level, and log which files are merged. Raises ConfigError if a
+    parameter is given twice."""
     if getattr(args, "quiet", False) or getattr(args, "verbose", False):
         for name in ("flexfleet", "fl_engine"):
             logging.getLogger(name).setLevel(logging.WARNING if args.quiet else logging.DEBUG)
         if args.quiet:
             logging.getLogger().setLevel(logging.WARNING)  # libraries tell things too
-    for option, (path, text) in getattr(args, "given", {}).items():
-        for other in args.set:
-            if _sets(other, path):
-                raise ConfigError(f"{path} is given twice, by {option} and by --set {masked(other)}: leave one out")
-        args.set = [*args.set, f"{path}={_whole(text)}"]
+    given: dict[str, Overrides] = getattr(args, "given", {})
+    if given:
+        check_once([*given.items(), ("--set", args.set)])
+        for values in given.values():
+            args.set = {**args.set, **values}
     files = getattr(args, "config", None)
     if isinstance(files, list) and len(files) > 1:
         log.info("configuration: %s", ", then on top ".join(map(str, files)))
-
-
-def _whole(text: str) -> str:
-    """The value of a short option for `--set`: a text in quotes where YAML would take its end for a comment."""
-    try:
-        cut = comment_of(text) and isinstance(read_yaml(text), str) and text.lstrip()[:1] not in ('"', "'")
-        return in_line(text) if cut else text
-    except yaml.YAMLError:  # told where the value is read
-        return text
-
-
-def _sets(override: str, path: str) -> bool:
-    """Whether an `a.b=value`, or a section `a={b: value}`, sets the parameter of this dotted name."""
-    key, _, text = override.partition("=")
-    if not f"{path}.".startswith(f"{key.strip()}."):
-        return False
-    try:
-        here = read_yaml(text)
-    except yaml.YAMLError:  # told where the value is read
-        return False
-    for part in path.removeprefix(key.strip()).split(".")[1:]:
-        if not isinstance(here, Mapping) or part not in here:
-            return False
-        here = here[part]
-    return True
 
 
 def start_logging() -> None:

@@ -21,16 +21,16 @@ from fl_engine import __version__
 from fl_engine.core.errors import ConfigError, Unreachable, did_you_mean, nearest
 from fl_engine.core.text import need_plain
 from fl_engine.storage.outage import waiting
-from flexfleet.config import Config
+from flexfleet.config import Config, Overrides
 from flexfleet.config.form import (
     PARAMETERS,
     check_workers,
     comparison_from,
     config_from,
     object_of,
+    overrides_of,
     parameters_of,
     run_name,
-    sets_of,
 )
 from flexfleet.config.form_fields import LISTED, STUDY, no_passwords
 from flexfleet.kubeflow.client import api_of, connected, equal, link, pages, translated, without_links
@@ -271,7 +271,7 @@ def _check_values(name: str, values: Mapping[str, Any]) -> None:
     if values["mlflow_uri"]:
         check_address(str(values["mlflow_uri"]), here=False)
     if name == "nightly":
-        _check_night(values["suite"], values["night_id"], sets_of("", values["store_uri"], advanced))
+        _check_night(values["suite"], values["night_id"], overrides_of("", values["store_uri"], advanced))
         return
     known = {key: values[key] for key in PARAMETERS | STUDY if key in values}
     known["mlflow_uri"] = known["mlflow_uri"] or None
@@ -285,7 +285,7 @@ def _check_values(name: str, values: Mapping[str, Any]) -> None:
         check_workers(config.tune.workers)
 
 
-def _check_night(name: str, id: str, sets: list[str]) -> None:
+def _check_night(name: str, id: str, overrides: Overrides) -> None:
     from flexfleet.experiments import nightly_suite
     from flexfleet.experiments.nightly import prepare
 
@@ -296,4 +296,4 @@ def _check_night(name: str, id: str, sets: list[str]) -> None:
             "the image has no files of this machine. Start a suite of your own image in Kubeflow's UI, or run it on "
             "this machine with `flexfleet regress`"
         )
-    prepare(name, id or "night", [*sets, "tracking.mlflow=null"])
+    prepare(name, id or "night", {**overrides, "tracking.mlflow": None})

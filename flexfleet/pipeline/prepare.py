@@ -39,7 +39,7 @@ from fl_engine.tasks import TASKS
 from fl_engine.training import batches
 from flexfleet import config as configs
 from flexfleet.config import Config, cut_seed, flatten, min_side, moves
-from flexfleet.config.read import Files
+from flexfleet.config.read import Files, Given, values_of
 from flexfleet.files.run_folder import changes
 from flexfleet.pipeline import warm_start
 from flexfleet.pipeline.labels import clusters_for, feature_network
@@ -65,9 +65,9 @@ class Resolved:
         return cls(config, configs.algorithm(config))
 
     @classmethod
-    def load(cls, files: Files = None, overrides: Sequence[str] = ()) -> Resolved:
+    def load(cls, files: Files = None, overrides: Given = ()) -> Resolved:
         """From files and overrides, which `load_config` reads. Raises ConfigError."""
-        return cls(*configs.load_with_algorithm(files, overrides))
+        return cls(*configs.parse_with_algorithm(values_of(files, overrides)))
 
     @cached_property
     def data(self) -> Data:

@@ -13,7 +13,7 @@ import torch
 
 import flexfleet as ff
 from fl_engine.algorithms.fedavg import FedAvg
-from flexfleet.api.arguments import Default, config_of, name_of
+from flexfleet.api.arguments import Arguments, name_of
 from flexfleet.api.errors import in_python
 from flexfleet.api.errors import told as in_a_call
 from flexfleet.config import Config
@@ -29,12 +29,16 @@ class Ours(FedAvg):
     boost: float = 1.0
 
 
+def config_of(config: Any = None, options: Any = None, keywords: Any = None) -> Config:
+    arguments = Arguments(config, options, keywords or {})
+    return arguments.load(arguments.overrides)[0]
+
+
 def test_keywords_win_over_options_and_options_over_the_configuration(tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text("rounds: {stop: 7}\ntraining: {lr: 0.5}\nalgorithm: {name: heterofl}\nseed: 3\n")
-    found = config_of(file, {"training.lr": 0.25}, {"rounds": 9, "algorithm": Default("flexfl"), "seed": None})
+    found = config_of(file, {"training.lr": 0.25}, {"rounds": 9, "algorithm": None, "seed": None})
     assert (found.rounds.stop, found.training.lr, found.algorithm["name"], found.seed) == (9, 0.25, "heterofl", 3)
-    assert config_of(None, None, {"algorithm": Default("flexfl")}).algorithm["name"] == "flexfl"
     assert config_of({"rounds": {"stop": 4}}, None, {}).rounds.stop == 4
     assert (
         config_of(None, {"training.lr": np.float32(0.5), "partition.clients": np.int64(7)}, {}).partition.clients == 7
@@ -91,8 +95,8 @@ def test_data_with_owners_stay_with_their_clients(tmp_path: Path, monkeypatch: p
         ({"training": None}, {"learning_rate": 0.1}, "training is given twice"),
         ({"run.remote": "s3://a/b"}, {"store_uri": "s3://c/d"}, r"run\.remote is given twice"),
         ({"algorithm.muu": 3.0}, {"algorithm": "fedprox"}, "muu"),
-        ({"rounds.stop": 4}, {"rounds": 3}, "'rounds' is given as a keyword and as options"),
-        ({"rounds": {"stop": 4}}, {"rounds": 3}, "'rounds' is given as a keyword and as options"),
+        ({"rounds.stop": 4}, {"rounds": 3}, r"rounds\.stop is given twice, by rounds= and by options"),
+        ({"rounds": {"stop": 4}}, {"rounds": 3}, r"rounds\.stop is given twice, by rounds= and by options"),
         ({"rounds.stopp": 4}, {}, "stopp"),
         ({3: 4}, {}, "dotted names are expected"),
         ({"training.lr": object()}, {}, "a number, a text, a list or a mapping"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from fl_engine.core.errors import Diverged
 from fl_engine.data import heat_map
 from flexfleet.api import tuning
 from flexfleet.api.tuning import study_of
-from flexfleet.config import TuneConfig
+from flexfleet.config.schema import TuneConfig
 from flexfleet.experiments import tune_report
 from tests.harness.from_python import OPTIONS, SMALL
 
@@ -207,17 +206,12 @@ def test_ranges() -> None:
     assert found["training.weight_decay"].log
 
 
-def test_the_defaults_are_the_configurations_and_give_way_to_a_file(tmp_path: Path) -> None:
-    names = {"workers": "jobs"}
-    for name in ("trials", "metric", "seeds", "held_out", "workers"):
-        default = inspect.signature(ff.tune).parameters[names.get(name, name)].default
-        assert default == getattr(TuneConfig(), name)
-    left = {"trials": tuning.TRIALS, "metric": tuning.METRIC, "seeds": tuning.SEEDS, "workers": tuning.JOBS}
+def test_what_is_not_given_is_the_files(tmp_path: Path) -> None:
     file = tmp_path / "params.yaml"
     file.write_text("tune: {trials: 7, metric: full, seeds: [3], workers: 2}")
-    found = asked(None, left, config=file)
+    found = asked(None, {}, config=file)
     assert (found.trials, found.metric, found.seeds, found.workers) == (7, "full", (3,), 2)
-    found = asked(None, {**left, "trials": 30, "seeds": range(4, 6)}, config=file)
+    found = asked(None, {"trials": 30, "seeds": range(4, 6)}, config=file)
     assert (found.trials, found.seeds, found.metric) == (30, (4, 5), "full")
 
 
@@ -226,14 +220,14 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "ends that are words": (lambda: asked({"training.lr": ("a", "b")}), r"\(low, high\)"),
     "a number": (lambda: asked({"training.lr": 0.1}), r"a \[list\] of choices"),
     "the wrong way round": (lambda: asked({"training.lr": (1.0, 0.1)}), "low below high"),
-    "twice": (lambda: asked(None, {"trials": 3}, options={"tune.trials": 4}), "say it once"),
-    "a space twice": (lambda: asked({"training.lr": (0.1, 1.0)}, options={"tune.space": {}}), "say it once"),
-    "in a section": (lambda: asked(None, {"trials": 3}, options={"tune": {"trials": 4}}), "say it once"),
+    "twice": (lambda: asked(None, {"trials": 3}, options={"tune.trials": 4}), "is given twice"),
+    "a space twice": (lambda: asked({"training.lr": (0.1, 1.0)}, options={"tune.space": {}}), "is given twice"),
+    "in a section": (lambda: asked(None, {"trials": 3}, options={"tune": {"trials": 4}}), "is given twice"),
     "a space in a section": (
         lambda: asked(
             {"training.lr": (0.1, 1.0)}, options={"tune": {"space": {"training.epochs": {"choices": [1, 2]}}}}
         ),
-        "say it once",
+        "is given twice",
     ),
     "a parameter by two names": (
         lambda: asked({"training.lr": (0.1, 1.0), "learning_rate": (0.2, 0.3)}),

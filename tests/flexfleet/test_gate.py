@@ -137,7 +137,7 @@ def reference() -> NightFigures:
 
 def test_the_reference_is_of_this_suite_and_of_20_seeds(reference: NightFigures) -> None:
     asked = nightly_suite.load(DIGITS)
-    runs = nightly_suite.runs_of(asked, "digits", asked.seeds, [], "x")
+    runs = nightly_suite.runs_of(asked, "digits", asked.seeds, {}, "x")
     labels = {f"{case}/{entry.label}" for case, entries in runs.items() for entry in entries}
     assert labels == set(reference.labels) and len(reference.seeds) >= 20
     for label, of in reference.labels.items():
@@ -177,7 +177,7 @@ def test_memory_is_compared_with_the_same_backend_only(reference: NightFigures, 
     before = reference.model_copy(
         update={"machine": {**machine(), "runs in": nightly_figures.PROCESSES, "backend": "in_process"}}
     )
-    runs = nightly_suite.runs_of(asked, "digits", asked.seeds, [f"run.backend={backend}"], "x")
+    runs = nightly_suite.runs_of(asked, "digits", asked.seeds, {"run.backend": backend}, "x")
     night = nightly.Night(DIGITS, asked, "x", runs)
     now = before.model_copy(update={"machine": nightly_figures._machine(night, nightly_figures.PROCESSES)})
     checks = judge(now, before, [], THRESHOLDS)
@@ -278,8 +278,8 @@ def test_a_file_that_is_no_suite(tmp_path: Path, text: str, path: str) -> None:
     assert path in str(told.value)
 
 
-@pytest.mark.parametrize("sets", [["publish.models=true"], []])
-def test_runs_of_refuse_to_publish_before_the_gate(sets: list[str]) -> None:
+@pytest.mark.parametrize("sets", [{"publish.models": True}, {}])
+def test_runs_of_refuse_to_publish_before_the_gate(sets: dict[str, Any]) -> None:
     asked = nightly_suite.load(DIGITS)
     if not sets:
         asked = asked.model_copy(update={"settings": {**asked.settings, "publish.models": True}})

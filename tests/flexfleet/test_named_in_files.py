@@ -167,7 +167,7 @@ def test_nightly_suite_names_registered_things_alone(tiny_suite: Any, tmp_path: 
     path = tmp_path / "night.yaml"
     path.write_text(yaml.safe_dump({**tiny_suite, "cases": {"a": {"algorithms": f"{NAME}:call", "to": 0.9}}}))
     with pytest.raises(ConfigError):
-        nightly.runs_of(nightly.load(path), "night", (0,), [], "id")
+        nightly.runs_of(nightly.load(path), "night", (0,), {}, "id")
     assert quiet()
 
 

@@ -53,10 +53,10 @@ def night(request: pytest.FixtureRequest, tmp_path: Path, suite: Path) -> Nights
     pods = iter(range(9))
 
     def in_a_pod() -> Night:
-        where = [f"run.store={tmp_path}/volume"]
+        where = {"run.store": f"{tmp_path}/volume"}
         if request.param == "remote":
-            where = [f"run.store={tmp_path}/pod{next(pods)}", f"run.remote={tmp_path}/remote"]
-        return nightly.prepare(str(suite), "n", ["tracking.mlflow=null", *where], update=True)
+            where = {"run.store": f"{tmp_path}/pod{next(pods)}", "run.remote": f"{tmp_path}/remote"}
+        return nightly.prepare(str(suite), "n", {"tracking.mlflow": None, **where}, update=True)
 
     return in_a_pod
 
@@ -96,7 +96,7 @@ def test_a_night_that_is_interrupted_names_its_own_id(
     monkeypatch.setattr(nightly, "REFERENCE_SEEDS", ())
     monkeypatch.setattr(compare, "side_by_side", interrupted)
     with pytest.raises(stop) as found:
-        nightly.update(nightly.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True))
+        nightly.update(nightly.prepare(str(suite), "n", {"tracking.mlflow": None}, update=True))
     assert "the same command with --id n --resume goes on" in str(found.value)
 
 
@@ -113,7 +113,7 @@ def test_a_signal_while_a_night_is_judged_stops_it_and_says_how_to_go_on(
     monkeypatch.setattr(nightly, "make", lambda *_: {})
     monkeypatch.setattr(nightly, "measure", killed)
     with pytest.raises(Stopped, match="stopped on request: the same command with --id n --resume goes on"):
-        work(nightly.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True))
+        work(nightly.prepare(str(suite), "n", {"tracking.mlflow": None}, update=True))
 
 
 @pytest.mark.parametrize("work", [nightly.regress, nightly.update])
@@ -125,7 +125,7 @@ def test_a_night_is_one_process_s_also_while_it_is_judged(
     monkeypatch.setattr(nightly, "REFERENCE_SEEDS", ())
     monkeypatch.setattr(nightly, "begin", lambda *_: pytest.fail("MLflow is told of it"))
     monkeypatch.setattr(nightly, "make", lambda *_: pytest.fail("it begins"))
-    night = nightly.prepare(str(suite), "n", ["tracking.mlflow=null"], update=True)
+    night = nightly.prepare(str(suite), "n", {"tracking.mlflow": None}, update=True)
     nightly.take_folder(night, resume=False)
     with folder_lock(night.folder), pytest.raises(ConfigError, match="n is being run by another process"):
         work(night, resume=True)
@@ -208,7 +208,7 @@ def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_the
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(nightly, "reference_of", lambda _: None)
     code("aaaa")
-    asked = nightly.prepare(str(suite), "n", ["tracking.mlflow=null"])
+    asked = nightly.prepare(str(suite), "n", {"tracking.mlflow": None})
     path = tmp_path / "pairs"
     (first, *_) = nightly.hand_over(asked, tmp_path / "shared", path, "job")
     pairs = PairsFile.read(path)
@@ -260,7 +260,7 @@ def test_prepare_refuses_what_the_reference_does_not_have(
     def prepared(cases: dict[str, str], seeds: list[int], update: bool = False) -> Night:
         asked = {case: {"algorithms": algorithms, "to": 0.2} for case, algorithms in cases.items()}
         suite.write_text(yaml.safe_dump({**tiny_suite, "cases": asked, "seeds": seeds}))
-        return nightly.prepare(str(suite), "n", ["tracking.mlflow=null"], update)
+        return nightly.prepare(str(suite), "n", {"tracking.mlflow": None}, update)
 
     figures_of(prepared({"quick": "all_large,mine=flexfl"}, [0, 1, 2], update=True)).write(suite.with_suffix(".json"))
     with contextlib.nullcontext() if fine else pytest.raises(ConfigError):
@@ -279,7 +279,7 @@ def test_regress_fails_the_gate_if_a_run_diverged(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compare, "side_by_side", diverged)
-    sets = [f"tracking.mlflow={mlflow_uri}", "publish.onnx=false"]
+    sets = {"tracking.mlflow": mlflow_uri, "publish.onnx": False}
     figures_of(nightly.prepare(str(suite), "n", sets, update=True)).write(suite.with_suffix(".json"))
     with pytest.raises(GateFailed):
         nightly.regress(nightly.prepare(str(suite), "n", sets))

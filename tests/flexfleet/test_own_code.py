@@ -17,7 +17,7 @@ from fl_engine.core.allowed import ALLOWED
 from fl_engine.core.errors import ClientError
 from fl_engine.storage import code
 from fl_engine.storage.store import sha256
-from flexfleet.config import pair_of
+from flexfleet.config.overrides import parse_sets
 from flexfleet.files.artifacts import RunFile
 from flexfleet.pipeline import report, retry
 from flexfleet.pipeline.evaluate import evaluate
@@ -153,7 +153,7 @@ class Stop(ff.Callback):
 
 def test_looking_at_a_run_that_was_stopped_executes_none_of_its_code(package: Path, quick: Sequence[str]) -> None:
     (package / "__init__.py").write_text("open('executed', 'a').close()\n")
-    options = dict(pair_of(each) for each in [*quick, *SETS]) | {"run.code": str(package), "rounds.stop": 3}
+    options = parse_sets([*quick, *SETS]) | {"run.code": str(package), "rounds.stop": 3}
     options["rounds.evaluate_every"] = 1
     ff.run(options=options, run_id="a", callbacks=[Stop()], progress=False)
     Path("executed").unlink()
@@ -169,7 +169,7 @@ def test_from_python_it_is_imported_while_it_is_needed(run: Any, package: Path, 
     expected = run("a")
     code.disable()
     path = list(sys.path)
-    options = dict(pair_of(each) for each in [*quick, *SETS]) | {"run.code": str(package)}
+    options = parse_sets([*quick, *SETS]) | {"run.code": str(package)}
     found = ff.run(options=options, run_id="b", progress=False)
     assert found.model_sha256 == expected
     mine = {"mine": options.pop("algorithm.name")}

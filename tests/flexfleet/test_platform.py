@@ -4,7 +4,8 @@ left alone."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 from fl_engine.core.errors import ConfigError, Unreachable
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config, comparison_runs, load_config
-from flexfleet.config.form import config_from, sets_of
+from flexfleet.config.form import config_from, overrides_of
+from flexfleet.config.overrides import parse_sets
 from flexfleet.experiments import compare, nightly
 from flexfleet.files.artifacts import RunFile
 from flexfleet.pipeline import publish
@@ -50,12 +52,12 @@ def begun(at: Platform, config: Config, **given: str) -> Any:
 
 # ---------------------------------------------------------------------------------------------- the address
 def test_an_empty_address_is_the_platforms_and_a_given_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert form().tracking.mlflow is None and "tracking.mlflow=null" in sets_of("", "runs", {})
+    assert form().tracking.mlflow is None and overrides_of("", "runs", {})["tracking.mlflow"] is None
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.kubeflow:5000")
     assert form().tracking.mlflow == "http://mlflow.kubeflow:5000"
-    assert 'tracking.mlflow="http://mlflow.kubeflow:5000"' in sets_of("", "runs", {})
+    assert overrides_of("", "runs", {})["tracking.mlflow"] == "http://mlflow.kubeflow:5000"
     assert config_from({"mlflow_uri": "http://mine:5000"}, {}).tracking.mlflow == "http://mine:5000"
-    assert 'tracking.mlflow="http://mine:5000"' in sets_of("http://mine:5000", "runs", {})
+    assert overrides_of("http://mine:5000", "runs", {})["tracking.mlflow"] == "http://mine:5000"
     assert load_config(None).tracking.mlflow == "sqlite:///mlflow.db", "the command line's default stays"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     assert form().tracking.mlflow is None
@@ -162,7 +164,7 @@ def test_a_first_task_that_is_tried_again_goes_on_with_the_mlflow_run_that_it_ha
               for name, job in (("b", "first"), ("a", "second"))]  # fmt: skip
     assert len({first, *others}) == 3 == len(at.ours())
 
-    runs = comparison_runs.entries_for("flexfl,all_large", "0", ["tracking.mlflow=null"], lambda _: config, "c")
+    runs = comparison_runs.entries_from({"flexfl": {}, "all_large": {}}, (0,), lambda _: config, "c")
     begun = []
     for job in ("first", "first", "second"):
         comparison = compare.begin(runs, "c", {"kfp.job_id": job})
@@ -189,7 +191,7 @@ def test_a_night_is_flat_below_the_pipeline(at: Platform, tiny_suite: dict[str, 
     import yaml
 
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_suite))
-    night = nightly.prepare(str(tmp_path / "tiny.yaml"), "n", sets_of("", "runs", {}), update=True)
+    night = nightly.prepare(str(tmp_path / "tiny.yaml"), "n", overrides_of("", "runs", {}), update=True)
     mlflow = nightly.begin(night, {})
     assert mlflow is not None and (mlflow.experiment_id, mlflow.parent) == (at.experiment, at.pipeline)
     runs = next(iter(night.runs.values()))
@@ -225,8 +227,9 @@ def test_the_token_of_a_comparison_lasts_and_one_of_an_earlier_version_is_its_ru
     tmp_path: Path, quick: Sequence[str]
 ) -> None:
     sets = [s for s in quick if "algorithm.name" not in s]
-    load: Callable[[list[str]], Config] = lambda given: load_config(None, [*sets, *given])  # noqa: E731
-    runs = comparison_runs.entries_for("flexfl,all_large", "0", [f"run.store={tmp_path}"], load, "c")
+    names = {"flexfl": "flexfl", "all_large": "all_large"}
+    overrides = comparison_runs.label_overrides(names, parse_sets([*sets, f"run.store={tmp_path}"]))
+    runs = comparison_runs.entries_from(overrides, (0,), partial(load_config, None), "c")
     here, stores = FolderStore(tmp_path / "c"), compare.stores_of(runs)
     for entry, token in zip(runs, ("a", "b"), strict=True):
         file = RunFile(run_id=entry.name, token=token, config={}, numerics={}, pool_sha256="", partition_sha256="")

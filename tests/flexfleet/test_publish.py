@@ -326,7 +326,7 @@ def asks(name: str, ran: Ran, out: Path) -> Any:
         return publish.promote(client, "f" * 32, ran.result.model_sha256)
     if name == "fetch":
         return dvc_runs.fetch_run(NOBODY, "f" * 32, out)
-    runs = nightly_suite.runs_of(nightly_suite.load(DIGITS), "digits", (0, 1, 2), [f"tracking.mlflow={NOBODY}"], "n")
+    runs = nightly_suite.runs_of(nightly_suite.load(DIGITS), "digits", (0, 1, 2), {"tracking.mlflow": NOBODY}, "n")
     night = nightly.Night(DIGITS, nightly_suite.load(DIGITS), "n", runs)
     tracked: Any = SimpleNamespace(uri=NOBODY, client=client, run_id="f" * 32, experiment_id="1")
     if name == "passed":

@@ -282,7 +282,7 @@ def night(mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> n
     for ending in (".yaml", ".json"):
         (tmp_path / f"digits{ending}").write_text(DIGITS.with_suffix(ending).read_text())
     asked = nightly_suite.load(DIGITS)
-    runs = nightly_suite.runs_of(asked, "digits", asked.seeds, [f"tracking.mlflow={mlflow_uri}"], "n")
+    runs = nightly_suite.runs_of(asked, "digits", asked.seeds, {"tracking.mlflow": mlflow_uri}, "n")
     return nightly.Night(tmp_path / "digits.yaml", asked, "n", runs)
 
 

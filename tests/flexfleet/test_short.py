@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import pytest
 from fl_engine.core.errors import ConfigError
 from flexfleet.cli import main as cli
 from flexfleet.config import Config, load_config, parse
-from flexfleet.config.comparison_runs import entries_for
+from flexfleet.config.comparison_runs import entries_from, label_overrides
 from flexfleet.config.form_fields import SHORT, place
-from flexfleet.config.read import chosen_by_name, merged
+from flexfleet.config.overrides import chosen_by_name, merged, parse_sets
 from flexfleet.pipeline.prepare import config_of
 
 VALUES = {
@@ -146,13 +147,14 @@ def test_mappings_with_keys_of_the_user_are_replaced(tmp_path: Path) -> None:
 
 
 def test_a_label_of_a_comparison_takes_sections_too() -> None:
-    sets = ["b:algorithm={on_too_small: fail}", "training={lr: 0.5}", "b:training={lr: 0.25}"]
-    a, b = entries_for("a=heterofl,b=heterofl", "0", sets, lambda sets: load_config(None, sets), "x")
+    sets = parse_sets(["b:algorithm={on_too_small: fail}", "training={lr: 0.5}", "b:training={lr: 0.25}"])
+    names = {"a": "heterofl", "b": "heterofl"}
+    a, b = entries_from(label_overrides(names, sets), (0,), partial(load_config, None), "x")
     assert a.config.algorithm == {"name": "heterofl"} and a.config.training.lr == 0.5
     assert b.config.algorithm == {"name": "heterofl", "on_too_small": "fail"} and b.config.training.lr == 0.25
     for hidden in ("b:algorithm={name: flexfl}", "algorithm={name: flexfl}"):
         with pytest.raises(ConfigError, match="the algorithms are given as a list"):
-            entries_for("a=heterofl,b=heterofl", "0", [hidden], lambda sets: load_config(None, sets), "x")
+            label_overrides(names, parse_sets([hidden]))
 
 
 def test_a_mapping_in_python_is_merged_over_the_defaults() -> None:

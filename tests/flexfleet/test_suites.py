@@ -16,6 +16,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.schedules import Cosine
 from flexfleet.config import flatten, load_config
 from flexfleet.config.comparison_runs import Entry
+from flexfleet.config.overrides import parse_sets
 from flexfleet.experiments import compare as compare_module
 from flexfleet.experiments import published_suites
 from flexfleet.experiments.comparison_file import ComparisonFile
@@ -49,7 +50,7 @@ def write(tmp_path: Path) -> Write:
 
 def runs(name: str, only: str | None = None, seeds: str | None = None, *sets: str) -> dict[str, Entry]:
     found = published_suites.entries_of(
-        published_suites.load(name), only, seeds, sets, partial(load_config, None), "id"
+        published_suites.load(name), only, seeds, parse_sets(sets), partial(load_config, None), "id"
     )
     return {entry.name: entry for entry in found}
 
@@ -70,7 +71,7 @@ def test_every_row_is_a_configuration(name: str) -> None:
     suite, found = published_suites.load(name), all_runs(name)
     assert {entry.label for entry in found.values()} == set(suite.made()) and len(found) > 1
     assert {entry.seed for entry in found.values()} == {7} and suite.seeds
-    published_suites.central_of(suite, None, None, (), partial(load_config, None), "id")
+    published_suites.central_of(suite, None, None, {}, partial(load_config, None), "id")
 
 
 @pytest.mark.parametrize("name", published_suites.names())
@@ -219,7 +220,7 @@ def test_every_row_of_fedaiot_is_that_of_its_table(name: str) -> None:
 @pytest.mark.parametrize("name", FEDAIOT)
 def test_centralised_training_of_fedaiot(name: str) -> None:
     suite = published_suites.load(name)
-    made = published_suites.central_of(suite, None, None, (), partial(load_config, None), "id")
+    made = published_suites.central_of(suite, None, None, {}, partial(load_config, None), "id")
     assert [entry.seed for entry in made] == [0, 1, 2]
     for entry in made:
         central = entry.config.central
@@ -262,12 +263,12 @@ def test_a_factors_name_drops_the_options_of_another(
 ) -> None:
     row = "rows: {a: {algorithm: heterofl}}"
     for text in (f"seeds: [0]\nsettings: {settings}\n{row}", f"seeds: [0]\n{row[:-2]}, {settings[1:-1]}}}}}"):
-        suite, over = published_suites.load(write("named", text)), [f"{path}.name={','.join(names)}"]
-        found = published_suites.entries_of(suite, None, None, [], partial(load_config, None), "id", over)
+        suite, over = published_suites.load(write("named", text)), {f"{path}.name": list(names)}
+        found = published_suites.entries_of(suite, None, None, {}, partial(load_config, None), "id", over)
         assert [setting(each, f"{path}.name") for each in found] == list(names)
         assert [flatten(each.config).get(f"{path}.{option}") for each in found] == list(names.values())
-        with pytest.raises(ConfigError, match="say it once"):
-            given = [f"{path}={{name: {next(iter(names))}}}"]
+        with pytest.raises(ConfigError, match=f"over: {path}.name"):
+            given = {path: {"name": next(iter(names))}}
             published_suites.entries_of(suite, None, None, given, partial(load_config, None), "id", over)
 
 
@@ -399,7 +400,7 @@ def test_the_reference_is_picked_like_a_row(write: Write) -> None:
     name = write("mine", f"central: true\n{BASE}")
     suite, load = published_suites.load(name), partial(load_config, None)
     picked = {
-        only: published_suites.central_of(suite, only, "4", [], load, "id") for only in (None, "flex", "flex,central")
+        only: published_suites.central_of(suite, only, "4", {}, load, "id") for only in (None, "flex", "flex,central")
     }
     assert {only: [entry.name for entry in found] for only, found in picked.items()} == {
         None: ["central-s4"],

@@ -25,7 +25,7 @@ LARGE = [
 
 def runs(name: str, only: str | None = None) -> dict[str, Entry]:
     found = published_suites.entries_of(
-        published_suites.load(f"flexfl/{name}"), only, "0", (), partial(load_config, None), "id"
+        published_suites.load(f"flexfl/{name}"), only, "0", {}, partial(load_config, None), "id"
     )
     return {entry.label: entry for entry in found}
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from fl_engine.core.errors import EnvironmentFailure
-from flexfleet.config import load_with_algorithm
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import inputs_of
 from flexfleet.pipeline.retry import digest_of
@@ -25,7 +24,7 @@ def test_a_run_s_identity_says_which_file_it_could_not_read(quick: Sequence[str]
         (tmp_path / each).write_bytes(b"{}")
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to(BROKEN)
-    resolved = Resolved(*load_with_algorithm(None, quick))
+    resolved = Resolved.load(None, quick)
     with pytest.raises(EnvironmentFailure, match=rf"{tmp_path / name}: Input/output error"):
         digest_of(resolved, tmp_path, tmp_path)
 
@@ -33,4 +32,4 @@ def test_a_run_s_identity_says_which_file_it_could_not_read(quick: Sequence[str]
 def test_a_preparation_says_which_partition_it_could_not_read(quick: Sequence[str], tmp_path: Path) -> None:
     (tmp_path / "partition.json").symlink_to(BROKEN)
     with pytest.raises(EnvironmentFailure, match=rf"{tmp_path}/partition\.json: Input/output error"):
-        inputs_of(Resolved(*load_with_algorithm(None, quick)), "apoz", tmp_path)
+        inputs_of(Resolved.load(None, quick), "apoz", tmp_path)

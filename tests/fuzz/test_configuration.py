@@ -7,6 +7,7 @@ file.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.settings import KubernetesConfig, NodePool
 from fl_engine.training import cgroup
 from flexfleet.config import Config, flatten, load_config, parse
-from flexfleet.config.comparison_runs import accuracies_of, entries_for, labels_of, seeds_of
-from flexfleet.config.form import comparison_from, config_from, form_of, parameters_of, sets_of, write_config
+from flexfleet.config.comparison_runs import accuracies_of, entries_from, label_overrides, labels_of, seeds_of
+from flexfleet.config.form import comparison_from, config_from, form_of, overrides_of, parameters_of, write_config
+from flexfleet.config.form_fields import SHORT
+from flexfleet.config.overrides import parse_sets
 from flexfleet.experiments import nightly_suite
 from flexfleet.tracking import data_repository, dvc_remote
 from flexfleet.tracking.server import connect
@@ -144,7 +147,7 @@ ADVANCED = {
 def test_a_form_is_taken_as_it_is_or_what_is_wrong_is_named(tmp_path: Path, form: Any, advanced: Any) -> None:
     if not isinstance(form, dict) or not isinstance(advanced, dict):
         return  # Kubeflow sees to that: a form is a mapping, and so is a struct
-    named = words(*form, *form.PARAMETERS.values(), *advanced)
+    named = words(*form, *SHORT.values(), *advanced)
     found = answer(lambda: config_from(form, advanced), "advanced", "unknown parameter", *named, kind=ConfigError)
     if found is not None:
         kept(found, tmp_path)
@@ -185,7 +188,7 @@ def test_lists_of_a_command_line_are_taken_or_named(algorithms: str, seeds: str,
     if labels:
         named = words(*(text.partition("=")[0].strip() for text in sets), *labels)
         answer(
-            lambda: entries_for(algorithms, "0", sets, lambda asked: load_config(None, asked), "c"),
+            lambda: entries_from(label_overrides(labels, parse_sets(sets)), (0,), partial(load_config, None), "c"),
             "--set", "label", "seeds", *named, *(text.partition("=")[0].strip() for text in sets), kind=ConfigError,
         )  # fmt: skip
 
@@ -195,9 +198,9 @@ def test_lists_of_a_command_line_are_taken_or_named(algorithms: str, seeds: str,
 @example(["tracking.mlflow=["])
 @example(["seed"])
 def test_settings_become_a_form_and_back_or_are_named(sets: list[str]) -> None:
-    found = answer(lambda: form_of(sets), "--set", kind=ConfigError)
+    found = answer(lambda: form_of(parse_sets(sets)), "--set", kind=ConfigError)
     if found is not None and isinstance(found["store_uri"], str):
-        answer(lambda: sets_of(**found), *words(*found["advanced"]), "advanced", kind=ConfigError)
+        answer(lambda: overrides_of(**found), *words(*found["advanced"]), "advanced", kind=ConfigError)
 
 
 # ------------------------------------------------------------------------------------------------------ suites
@@ -223,7 +226,7 @@ def test_a_suite_is_read_or_named(tmp_path: Path, content: bytes) -> None:
     if found is not None:
         settings = [*found.settings, *(key for case in found.cases.values() for key in case.settings)]
         named = (*words(*settings), "--set", "algorithms", "seeds", "id", "label", "mine", *settings)
-        runs = answer(lambda: nightly_suite.runs_of(found, "mine", found.seeds, [], "night"), *named, kind=ConfigError)
+        runs = answer(lambda: nightly_suite.runs_of(found, "mine", found.seeds, {}, "night"), *named, kind=ConfigError)
         for case in runs or ():
             assert len(nightly_suite.task_of(found, case, "flexfl")) == 16
 

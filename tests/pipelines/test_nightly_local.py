@@ -45,7 +45,7 @@ def ran(scratch: Path, untimed_suite: dict[str, Any], python: Path) -> Ran:
         patch.setattr(step, "REFERENCE_SEEDS", (0, 1, 2))
         patch.setattr(step, "REFERENCE_TURNS", 3)
         patch.setattr(sys, "executable", str(python))
-        step.update(step.prepare(str(path), "reference", ["tracking.mlflow=null"], update=True), jobs=2)
+        step.update(step.prepare(str(path), "reference", {"tracking.mlflow": None}, update=True), jobs=2)
     mlflow = f"sqlite:///{scratch}/mlflow.db"
     given = {"suite": str(path), "mlflow_uri": mlflow, "store_uri": "store", "night_id": "one"}
     posted: list[str] = []
