@@ -24,10 +24,11 @@ from fl_engine.algorithms import ALGORITHMS
 from fl_engine.core.errors import ConfigError
 from fl_engine.datasets import DATASETS
 from fl_engine.models import MODELS
-from flexfleet.config import Config, PartitionConfig, flatten
+from flexfleet.config import Config, flatten
 from flexfleet.config.document import about
 from flexfleet.config.form import PARAMETERS, comparison_from, config_from
 from flexfleet.config.form_fields import LISTED, STUDY
+from flexfleet.config.schema import PartitionConfig
 from flexfleet.kubeflow.retarget import VARIABLES, documents, retarget, shipped
 from pipelines import compile as compiling
 from pipelines.compile import COMPILED, PIPELINES
