@@ -20,7 +20,6 @@ from benchmarks.gate import Gate
 from benchmarks.networks import family_of
 from benchmarks.workloads import MEAN, STD, Workload, chosen, normalised
 from fl_engine.algorithms import AdaptiveFL, FedAvg, FlexFL
-from fl_engine.algorithms.pooled import learned
 from fl_engine.algorithms.training import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.core.contracts import Algorithm, Backend
@@ -89,7 +88,7 @@ def works_of(algorithm: Any, site: Site) -> Iterator[list[Work]]:
         tables = state.tables
         for answer in answers:
             told: Outcome = answer if isinstance(answer, ClientFailure) else _answer(answer, site, levels)
-            tables = learned(algorithm.selector(site.pool), tables, plan, told)
+            tables = algorithm.selector(site.pool).learn(tables, plan.order_of[told.client], told, told.elapsed)
         state = replace(state, tables=tables)
 
 

@@ -56,7 +56,9 @@ def table(rows: Any) -> list[str]:
 
 
 def algorithms() -> str:
-    from fl_engine.algorithms import ALGORITHMS
+    from fl_engine.algorithms import ALGORITHMS, PRESETS
 
     options = "    options:\n      show_root_heading: false\n      heading_level: 3\n"
-    return "\n".join(f"## `{name}`\n\n::: {kind.__module__}\n{options}" for name, kind in sorted(ALGORITHMS.items()))
+    parts = [f"## `{name}`\n\n::: {kind.__module__}\n{options}" for name, kind in sorted(ALGORITHMS.items())]
+    presets = "".join(f"- `{name}`: {preset.meaning}\n" for name, preset in sorted(PRESETS.items()))
+    return "\n".join([*parts, "## Presets\n", presets])

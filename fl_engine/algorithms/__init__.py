@@ -1,15 +1,19 @@
-"""The algorithms. A new one is a file and a line here."""
+"""The algorithms by name. A new one is a file and a line in `ALGORITHMS`; a new preset is a line in `PRESETS`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from fl_engine.algorithms.adagq import AdaGQ
 from fl_engine.algorithms.adaptivefl import AdaptiveFL
 from fl_engine.algorithms.dadaquant import DAdaQuant
 from fl_engine.algorithms.decoupled import Decoupled
 from fl_engine.algorithms.depthfl import DepthFL
-from fl_engine.algorithms.fedavg import FedAvg, FedOpt, FedProx
+from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.algorithms.federated_dropout import FederatedDropout
 from fl_engine.algorithms.fedrolex import FedRolex
 from fl_engine.algorithms.fedsgd import FedSGD
-from fl_engine.algorithms.fedx import FedX, FedXLarge, FedXMedium, FedXSmall
+from fl_engine.algorithms.fedx import FedX
 from fl_engine.algorithms.fjord import FjORD
 from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.algorithms.heterofl import HeteroFL
@@ -22,20 +26,14 @@ from fl_engine.core.registry import Contract
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "adagq": AdaGQ,
     "adaptivefl": AdaptiveFL,
-    "all_large": FedAvg,
     "dadaquant": DAdaQuant,
     "decoupled": Decoupled,
     "depthfl": DepthFL,
     "federated_dropout": FederatedDropout,
     "fedavg": FedAvg,
-    "fedopt": FedOpt,
-    "fedprox": FedProx,
     "fedrolex": FedRolex,
     "fedsgd": FedSGD,
     "fedx": FedX,
-    "fedx_large": FedXLarge,
-    "fedx_medium": FedXMedium,
-    "fedx_small": FedXSmall,
     "fjord": FjORD,
     "flexfl": FlexFL,
     "heterofl": HeteroFL,
@@ -44,37 +42,75 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "scalefl": ScaleFL,
 }
 
+
+@dataclass(frozen=True)
+class Preset:
+    """A name for an algorithm with other default options."""
+
+    algorithm: str
+    """Its name in `ALGORITHMS`."""
+    meaning: str
+    """For lists."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """As a configuration has them."""
+
+
+PRESETS: dict[str, Preset] = {
+    "all_large": Preset("fedavg", "FedAvg under the name of FlexFL's tables"),
+    "fedopt": Preset(
+        "fedavg",
+        "FedOpt: FedAvg whose server steps with Adam, Yogi or Adagrad (Reddi et al., ICLR 2021)",
+        {"server": {"name": "adam"}},
+    ),
+    "fedprox": Preset(
+        "fedavg",
+        "FedProx: FedAvg with a proximal term that holds clients close to the model they were sent (Li et al., MLSys "
+        "2020)",
+        {"mu": 0.01},
+    ),
+    "fedx_large": Preset("fedx", "FedX-Large: FedX with the large sub-network on every device", {"level": "large"}),
+    "fedx_medium": Preset("fedx", "FedX-Medium: FedX with the medium sub-network on every device", {"level": "medium"}),
+    "fedx_small": Preset("fedx", "FedX-Small: FedX with the small sub-network on every device", {"level": "small"}),
+}
+
 CONTRACT = Contract(
     "algorithm",
-    ALGORITHMS,
+    ALGORITHMS | {name: ALGORITHMS[preset.algorithm] for name, preset in PRESETS.items()},
     Algorithm,
     needs=("training",),
     optional=(ChoosesNetwork, Searched, MeasuresClients, KeepsClientState),
 )
 """What an algorithm must have, and what it may have."""
 
+
+def options_of(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a configuration's section `algorithm`: those of its preset, if its name is one, replaced by
+    those that the section gives."""
+    preset = PRESETS.get(section["name"])
+    given = {key: value for key, value in section.items() if key != "name"}
+    return {**(preset.options if preset else {}), **given}
+
+
 __all__ = [
     "ALGORITHMS",
     "CONTRACT",
+    "PRESETS",
     "AdaGQ",
     "AdaptiveFL",
     "DAdaQuant",
     "Decoupled",
     "DepthFL",
     "FedAvg",
-    "FedOpt",
-    "FedProx",
     "FedRolex",
     "FedSGD",
     "FedX",
-    "FedXLarge",
-    "FedXMedium",
-    "FedXSmall",
     "FederatedDropout",
     "FjORD",
     "FlexFL",
     "HeteroFL",
     "MultiBranch",
+    "Preset",
     "QuantizedFedAvg",
     "ScaleFL",
+    "options_of",
 ]

@@ -36,28 +36,27 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
 from fl_engine.aggregation.privacy import check_draw, is_private
-from fl_engine.aggregation.rules import Aggregation, Mean
-from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import nested, pooled, terms
-from fl_engine.algorithms.fine_tuning import FineTuning
-from fl_engine.algorithms.nested import WIDTHS, Bits, Widths
-from fl_engine.algorithms.pooled import PooledState, TooSmall
-from fl_engine.algorithms.terms import StaticBN, Terms
-from fl_engine.algorithms.training import Training
+from fl_engine.algorithms.fine_tuning import FineTuning, check_tuning, tuned
+from fl_engine.algorithms.levels import WIDTHS, Bits, Widths, nested_pool
+from fl_engine.algorithms.pooled import (
+    PooledAlgorithm,
+    PooledState,
+    StaticBN,
+)
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.costs import FORWARDS_PER_STEP
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.fields import STRICT, Count
+from fl_engine.core.fields import Count
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import (
     Codecs,
     Device,
+    LocalTask,
     Outcome,
     ParamLayout,
     Params,
@@ -66,8 +65,9 @@ from fl_engine.core.types import (
     Prepared,
     RoundContext,
     RoundPlan,
+    TaskContext,
+    WorkOrder,
 )
-from fl_engine.selection import ByCapacity, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +79,7 @@ class AdaGQState(PooledState):
 
 
 @dataclass(frozen=True)
-class AdaGQ(Terms):
-    __pydantic_config__ = STRICT
-    preparations: ClassVar[tuple[str, ...]] = ()
-
-    training: Training = Training()
+class AdaGQ(PooledAlgorithm):
     widths: Widths = WIDTHS
     """Width ratios of small, medium and large, ascending to 1, of a network that has no nested sub-networks of its
     own."""
@@ -98,36 +94,29 @@ class AdaGQ(Terms):
     fine_tuning: FineTuning | None = None
     """The server's training after each merge, on its own data; null: none. FedX's comparison: {gamma: 0}."""
     static_bn: StaticBN = "kept"
-    on_too_small: TooSmall = "train"
-    """What a device does that has less free than the smallest sub-network needs."""
-    selection: Selection = ByCapacity()
-    aggregation: Aggregation = Mean()
-    server: Server = Average()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        return nested.sizes(family, self.widths, Codecs(up=self._codec(self.most)), terms.static_bn(self, family))
+        return nested_pool(self, family, self.widths, Codecs(up=self._codec(self.most)))
 
     def _codec(self, bits: int) -> Qsgd:
         return Qsgd(bits=bits, bucket=self.bucket)
-
-    selector = pooled.selector
 
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
     ) -> AdaGQState:
         """Raises ConfigError for secret selection, for bits that do not lie between the least and the most, and for
         fine-tuning without data."""
-        nested.check_tuning(self.fine_tuning, server)
+        check_tuning(self.fine_tuning, server)
         check_draw(self.aggregation, "adagq shares a round's bits among the clients that are drawn")
         if not self.least <= self.bits <= self.most:
             raise ConfigError(
                 f"algorithm.least <= algorithm.bits <= algorithm.most is expected, got {self.least}, {self.bits} and "
                 f"{self.most}"
             )
-        return AdaGQState(**vars(pooled.init(self, params, layout, fleet, pool, server)))
+        return AdaGQState(**vars(super().init(params, layout, fleet, pool, server)))
 
     def plan(self, state: AdaGQState, context: RoundContext) -> RoundPlan:
-        plan = pooled.plan(self, state, context)
+        plan = super().plan(state, context)
         devices = {device.client: device for device in context.available}
         alike = is_private(self) or not context.draws
         draws = (1,) * len(context.fleet) if alike else context.draws
@@ -138,16 +127,17 @@ class AdaGQ(Terms):
         orders = tuple(replace(order, codecs=Codecs(up=self._codec(bits))) for order, bits in pairs)
         return replace(plan, orders=orders)
 
-    task = terms.task
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        return self.whole(order, ctx)
 
     def merge(
         self, state: AdaGQState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> AdaGQState:
-        merged = terms.merge(self, state, plan, answers, server)
+        merged: AdaGQState = super().merge(state, plan, answers, server)
         norm = distance(state.params, merged.params)
         if norm > 0:
             merged = replace(merged, first=state.first or norm, last=norm)
-        return nested.tuned(self.fine_tuning, self.aggregation, state, merged, plan, server)
+        return tuned(self.fine_tuning, self.aggregation, state, merged, plan, server)
 
 
 # ------------------------------------------------------------------------------------------------------ in time

@@ -22,22 +22,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from fl_engine.aggregation.rules import Aggregation, Mean
-from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled, terms
-from fl_engine.algorithms.pooled import TooSmall, largest_fitting
-from fl_engine.algorithms.terms import Terms, local_task
-from fl_engine.algorithms.training import Training
+from fl_engine.algorithms.pooled import (
+    PooledAlgorithm,
+)
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
 from fl_engine.core.costs import count_params
 from fl_engine.core.errors import PoolError
-from fl_engine.core.fields import STRICT, Count, Fraction, Index
+from fl_engine.core.fields import Count, Fraction, Index
 from fl_engine.core.slicing import contains
-from fl_engine.core.types import FULL, LocalTask, Pool, PoolModel, Prepared, TaskContext, WorkOrder
-from fl_engine.core.widths import from_layer
+from fl_engine.core.types import (
+    FULL,
+    LocalTask,
+    Pool,
+    PoolModel,
+    Prepared,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.core.widths import (
+    from_layer,
+)
 from fl_engine.selection import Curiosity, Selection, Uniform
 
 Variant = Literal["cs", "c", "s", "random", "greed"]
@@ -63,11 +70,7 @@ LIMITS = (30.0, 60.0)
 
 
 @dataclass(frozen=True)
-class AdaptiveFL(Terms):
-    __pydantic_config__ = STRICT
-    preparations: ClassVar[tuple[str, ...]] = ()
-
-    training: Training = Training()
+class AdaptiveFL(PooledAlgorithm):
     widths: Widths | None = None
     """r_w of the S and the M models. null: the authors' for ResNet18 (0.43, 0.68; also for other networks of a stem and
     four stages) and MobileNetV2 (0.46, 0.69); the paper's for VGG16, 0.4 and 0.66, for all other networks too."""
@@ -81,12 +84,8 @@ class AdaptiveFL(Terms):
     variant: Variant = "cs"
     """How clients are selected: by curiosity and resources (cs), by one of them (c, s), at random (random), or the
     full model to random clients (greed)."""
-    on_too_small: TooSmall = "train"
-    """What a device does that has less free than the smallest model inside what it received."""
-    selection: Selection | None = None
-    """Instead of the variant's."""
-    aggregation: Aggregation = Mean()
-    server: Server = Average()
+    selection: Selection | None = None  # type: ignore[assignment]
+    """null: the variant's."""
 
     # ------------------------------------------------------------------------------------ before the rounds
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
@@ -94,17 +93,14 @@ class AdaptiveFL(Terms):
         published = PUBLISHED.get(tuple(layer.group for layer in family.prunable()), (OTHERS, ()))
         widths = published[0] if self.widths is None else self.widths
         if not widths[0] < widths[1] < 1:
-            raise PoolError(f"algorithm.widths: S below M below 1, got {list(widths)}")
+            raise PoolError(f"algorithm.widths must be two ratios, S below M below 1, got {list(widths)}")
         starts = self._starts(family, widths, published[1])
-        static_bn = terms.static_bn(self, family)
         models: list[PoolModel] = []
         for level, width in zip("SM", widths, strict=True):
             for i in range(len(starts), 0, -1):
                 spec = from_layer(family, width, starts[i - 1])
-                models.append(
-                    pools.member(family, f"{level}{i}", spec, dispatched=True, reported=i == 1, static_bn=static_bn)
-                )
-        models.append(pools.member(family, "L1", FULL, dispatched=True, reported=True, static_bn=static_bn))
+                models.append(self.member(family, f"{level}{i}", spec, reported=i == 1))
+        models.append(self.member(family, "L1", FULL))
         return pools.ascending(tuple(models))
 
     def _starts(self, family: ModelFamily, widths: Widths, published: tuple[int, ...]) -> tuple[int, ...]:
@@ -143,18 +139,9 @@ class AdaptiveFL(Terms):
             case score:
                 return Curiosity(score=score, per_type=(len(pool) - 1) // 2)
 
-    init = pooled.init
-
     # --------------------------------------------------------------------------------------------- a round
-    plan = pooled.plan
-    """Alg. 1 lines 6-8."""
-
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         """On the device: available-resource-aware pruning (Sec. 3.2)."""
-        sent = order.level
-        inside = [i for i in range(sent + 1) if contains(ctx.layout, order.spec, ctx.pool[i].spec)]
-        trained = largest_fitting(ctx, inside, self.on_too_small)
-        return local_task(self, order, ctx.pool[trained].spec)
-
-    merge = terms.merge
-    """Alg. 1 lines 12-28, Alg. 2."""
+        inside = [i for i in range(order.level + 1) if contains(ctx.layout, order.spec, ctx.pool[i].spec)]
+        trained = self.largest_fitting(ctx, inside)
+        return self.local_task(order, ctx.pool[trained].spec)

@@ -40,27 +40,30 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 
 from fl_engine.aggregation.privacy import is_private
-from fl_engine.aggregation.rules import Aggregation, Mean
-from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import nested, pooled, terms
-from fl_engine.algorithms.fine_tuning import FineTuning
-from fl_engine.algorithms.nested import WIDTHS, Widths
-from fl_engine.algorithms.pooled import PooledState, TooSmall
-from fl_engine.algorithms.terms import StaticBN, Terms
-from fl_engine.algorithms.training import Training
+from fl_engine.aggregation.rules import Mean
+from fl_engine.algorithms.fine_tuning import FineTuning, check_tuning, tuned
+from fl_engine.algorithms.levels import WIDTHS, Widths, nested_pool
+from fl_engine.algorithms.pooled import (
+    PooledAlgorithm,
+    PooledState,
+    StaticBN,
+)
+from fl_engine.algorithms.weighting import counted
 from fl_engine.codecs.qsgd import MOST_LEVELS, Qsgd
+from fl_engine.core import costs
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.fields import STRICT, Count
+from fl_engine.core.fields import Count
 from fl_engine.core.types import (
     ClientUpdate,
     Codecs,
     Device,
+    LocalTask,
     Outcome,
     ParamLayout,
     Params,
@@ -68,8 +71,9 @@ from fl_engine.core.types import (
     Prepared,
     RoundContext,
     RoundPlan,
+    TaskContext,
+    WorkOrder,
 )
-from fl_engine.selection import ByCapacity, Selection
 
 Levels = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
 
@@ -84,11 +88,7 @@ class DAdaQuantState(PooledState):
 
 
 @dataclass(frozen=True)
-class DAdaQuant(Terms):
-    __pydantic_config__ = STRICT
-    preparations: ClassVar[tuple[str, ...]] = ()
-
-    training: Training = Training()
+class DAdaQuant(PooledAlgorithm):
     widths: Widths = WIDTHS
     """Width ratios of small, medium and large, ascending to 1, of a network that has no nested sub-networks of its
     own."""
@@ -105,26 +105,19 @@ class DAdaQuant(Terms):
     fine_tuning: FineTuning | None = None
     """The server's training after each merge, on its own data; null: none. FedX's comparison: {gamma: 0}."""
     static_bn: StaticBN = "kept"
-    on_too_small: TooSmall = "train"
-    """What a device does that has less free than the smallest sub-network needs."""
-    selection: Selection = ByCapacity()
-    aggregation: Aggregation = Mean()
-    server: Server = Average()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        return nested.sizes(family, self.widths, Codecs(up=self._codec(self.q_max)), terms.static_bn(self, family))
+        return nested_pool(self, family, self.widths, Codecs(up=self._codec(self.q_max)))
 
     def _codec(self, levels: int) -> Qsgd:
         return Qsgd(levels=levels, bucket=self.bucket)
 
-    selector = pooled.selector
-
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
     ) -> DAdaQuantState:
-        """Raises ConfigError where the levels would tell what a private aggregation hides, where q_max is below q_min,
-        and for fine-tuning without data."""
-        nested.check_tuning(self.fine_tuning, server)
+        """Raises ConfigError if the levels would reveal what a private aggregation hides, if q_max is below q_min, and
+        for fine-tuning without data."""
+        check_tuning(self.fine_tuning, server)
         if self.phi is not None and is_private(self):
             raise ConfigError(
                 "dadaquant's levels follow the clients' losses, which a private aggregation does not hide: set "
@@ -132,8 +125,7 @@ class DAdaQuant(Terms):
             )
         if self.q_max < self.q_min:
             raise ConfigError(f"algorithm.q_max = {self.q_max} is below algorithm.q_min = {self.q_min}: raise it")
-        common = pooled.init(self, params, layout, fleet, pool, server)
-        return DAdaQuantState(**vars(common), level=self.q_min)
+        return DAdaQuantState(**vars(super().init(params, layout, fleet, pool, server)), level=self.q_min)
 
     def plan(self, state: DAdaQuantState, context: RoundContext) -> RoundPlan:
         if not context.samples:
@@ -141,26 +133,33 @@ class DAdaQuant(Terms):
                 "dadaquant's levels follow from how many samples each client holds, and with partition.rule=local the "
                 "server does not know: take another algorithm, or another rule"
             )
-        plan = pooled.plan(self, state, context)
+        plan = super().plan(state, context)
         weights = [1.0] * len(plan.orders)
         if isinstance(self.aggregation, Mean):
-            weights = terms.expected_weights(self, state.layout, plan.orders, context.samples)
+            held = (context.samples[order.client] for order in plan.orders)
+            weights = [self._expected(state, order, n) for order, n in zip(plan.orders, held, strict=True)]
         shares = zip(plan.orders, levels_of(weights, state.level), strict=True)
         orders = tuple(replace(order, codecs=Codecs(up=self._codec(levels))) for order, levels in shares)
         return replace(plan, orders=orders)
 
-    task = terms.task
+    def _expected(self, state: DAdaQuantState, order: WorkOrder, samples: int) -> float:
+        """The weight of the update if the client trains all that it is sent."""
+        steps = costs.steps(self.training, samples)
+        return float(counted(self.weighting, state.layout, order.payload, samples, steps))
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        return self.whole(order, ctx)
 
     def merge(
         self, state: DAdaQuantState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> DAdaQuantState:
         losses: list[float] = []
-        merged = terms.merge(self, state, plan, _heard(answers, losses), server)
+        merged: DAdaQuantState = super().merge(state, plan, _heard(answers, losses), server)
         if self.phi is not None and losses:
             average = averaged(losses, state.averages, self.psi)
             level, averages = doubled(state.level, (*state.averages, average), self.phi, self.q_max)
             merged = replace(merged, level=level, averages=averages)
-        return nested.tuned(self.fine_tuning, self.aggregation, state, merged, plan, server)
+        return tuned(self.fine_tuning, self.aggregation, state, merged, plan, server)
 
 
 def _heard(answers: Iterable[Outcome], losses: list[float]) -> Iterator[Outcome]:

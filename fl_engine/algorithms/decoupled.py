@@ -14,29 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from fl_engine.aggregation.privacy import Public, check_draw
-from fl_engine.aggregation.rules import Aggregation, Mean
-from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled, terms
+from fl_engine.algorithms.levels import prefix_pool
 from fl_engine.algorithms.pooled import (
+    PooledAlgorithm,
     PooledState,
-    TooSmall,
     asked,
-    learned,
-    needs_room,
-    order_for,
+    assignment,
     picked,
-    prefix_pool,
     stepped,
     wanted,
 )
-from fl_engine.algorithms.terms import Terms, local_task, weight_of
-from fl_engine.algorithms.training import Training
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, ServerContext
-from fl_engine.core.fields import STRICT, Fraction
+from fl_engine.core.fields import Fraction
 from fl_engine.core.slicing import take
 from fl_engine.core.types import (
     ClientUpdate,
@@ -54,7 +46,6 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.selection import ByCapacity, Selection
 from fl_engine.selection.capacity import level_of
 
 
@@ -70,31 +61,19 @@ class DecoupledState(PooledState):
 
 
 @dataclass(frozen=True)
-class Decoupled(Terms):
-    __pydantic_config__ = STRICT
-    preparations: ClassVar[tuple[str, ...]] = ()
-
-    training: Training = Training()
+class Decoupled(PooledAlgorithm):
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
     """Width ratio of each level, ascending to 1; these make about 25, 50 and 100 % of the parameters."""
-    on_too_small: TooSmall = "train"
-    """What a device does that was sent the smallest model and has less free than it needs."""
-    selection: Selection = ByCapacity()
-    aggregation: Aggregation = Mean()
-    server: Server = Average()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        pool = prefix_pool(family, self.widths, "ceil", static_bn=terms.static_bn(self, family))
-        return terms.some_narrower(self, family, pool)
-
-    selector = pooled.selector
+        return prefix_pool(self, family, self.widths)
 
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
     ) -> DecoupledState:
         """All levels start from slices of one initial model. Raises ConfigError for secret selection."""
         check_draw(self.aggregation, "decoupled draws its clients level by level")
-        common = pooled.init(self, params, layout, fleet, pool, server)
+        common = super().init(params, layout, fleet, pool, server)
         levels = {f"{m.name}/{n}": t.clone() for m in pool[:-1] for n, t in take(params, layout, m.spec).items()}
         return DecoupledState(**vars(common), levels=levels)
 
@@ -111,28 +90,28 @@ class Decoupled(Terms):
             enough += wanted(self.training, context, len(found))
             picks += found
         own = [_own(state, m) for m in state.pool]
-        orders = tuple(order_for(state, pick, context, own[pick[1]]) for pick in sorted(picks))
-        return RoundPlan(context.round, orders, enough)
+        orders = (assignment(context, c, level, state.pool[level].spec, own[level]) for c, level in sorted(picks))
+        return RoundPlan(context.round, tuple(orders), enough)
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        needs_room(ctx, order.level, self.on_too_small)
-        return local_task(self, order, order.spec, self.widths[order.level])
+        return self.whole(order, ctx, scaler=self.widths[order.level])
 
     def merge(
         self, state: DecoupledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> DecoupledState:
         """One aggregate per level, of its own weights: prefixes, which the full layout can address."""
-        tables, weight = state.tables, weight_of(self, state.layout, server)
+        tables = state.tables
         old = {m.name: _own(state, m) for m in state.pool}
         aggregates = {
             m.name: self.aggregation.start(old[m.name], state.layout, _public(plan, level, m))
             for level, m in enumerate(state.pool)
         }
         for answer in answers:
+            order = plan.order_of[answer.client]
             if isinstance(answer, ClientUpdate):
-                model = state.pool[plan.order_of[answer.client].level]
-                aggregates[model.name].add(answer.payload, answer.spec, weight(answer))
-            tables = learned(self.selection, tables, plan, answer)
+                aggregate = aggregates[state.pool[order.level].name]
+                aggregate.add(answer.payload, answer.spec, self.weight(answer, state, server))
+            tables = self.selection.learn(tables, order, answer, answer.elapsed)
         levels: Params = {}
         moments: Params = {}
         for model in state.pool:

@@ -24,25 +24,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
 from fl_engine.aggregation.averaging import Regions, limited
-from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.rules import Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled, terms
+from fl_engine.algorithms.levels import exit_pool
 from fl_engine.algorithms.pooled import (
+    PooledAlgorithm,
     PooledState,
-    TooSmall,
-    exit_pool,
-    largest_fitting,
 )
-from fl_engine.algorithms.terms import Terms, Weighting, local_task
-from fl_engine.algorithms.training import Training
+from fl_engine.algorithms.weighting import Weighting
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.fields import STRICT, Count, NotNegative, Positive
+from fl_engine.core.fields import Count, NotNegative, Positive
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import (
     ClientUpdate,
@@ -59,8 +55,10 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.core.widths import choose_exits, with_exits
-from fl_engine.selection import ByCapacity, Selection
+from fl_engine.core.widths import (
+    choose_exits,
+    with_exits,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +70,7 @@ class DepthState(PooledState):
 
 
 @dataclass(frozen=True)
-class DepthFL(Terms):
-    __pydantic_config__ = STRICT
-    preparations: ClassVar[tuple[str, ...]] = ()
-
-    training: Training = Training()
+class DepthFL(PooledAlgorithm):
     targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
     """Size of each level in % of the full network, which limits how deep it is."""
     exits: tuple[str, ...] | None = None
@@ -88,10 +82,6 @@ class DepthFL(Terms):
     alpha: NotNegative = 0.1
     """Of FedDyn; 0 is FedAvg."""
     weighting: Weighting = "uniform"
-    on_too_small: TooSmall = "train"
-    """What a device does that has less free than the smallest level needs."""
-    selection: Selection = ByCapacity()
-    aggregation: Aggregation = Mean()
     server: Server = Average()
     """The step towards the mean, before FedDyn's correction by h."""
 
@@ -107,28 +97,24 @@ class DepthFL(Terms):
         return with_exits(family, self._ends(family))
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        ones, static_bn = (1.0,) * len(self.targets), terms.static_bn(self, family)
-        levels = exit_pool(family, ones, self._ends(family), ensemble=True, static_bn=static_bn)
-        return terms.some_narrower(self, family, levels)
-
-    selector = pooled.selector
+        return exit_pool(self, family, (1.0,) * len(self.targets), self._ends(family), ensemble=True)
 
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
     ) -> DepthState:
         if self.alpha > 0 and type(self.aggregation) is not Mean:
             raise ConfigError(
-                f"algorithm.aggregation is {type(self.aggregation).__name__}, but FedDyn adds up what clients change "
-                "as it is: set algorithm.alpha=0, or take algorithm.aggregation.name=mean (which may clip)"
+                f"algorithm.aggregation must be mean (which may clip) with algorithm.alpha > 0, got "
+                f"{type(self.aggregation).__name__}: FedDyn adds up the clients' changes. Set algorithm.alpha=0"
             )
-        return DepthState(**vars(pooled.init(self, params, layout, fleet, pool, server)), memory={}, h={})
+        return DepthState(**vars(super().init(params, layout, fleet, pool, server)), memory={}, h={})
 
     def plan(self, state: DepthState, context: RoundContext) -> RoundPlan:
-        plan = pooled.plan(self, state, context)
+        plan = super().plan(state, context)
         return replace(plan, orders=tuple(replace(o, memory=_memory(state, o)) for o in plan.orders))
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        level = largest_fitting(ctx, range(order.level + 1), self.on_too_small)
+        level = self.largest_fitting(ctx, range(order.level + 1))
         progress = min(order.round, self.ramp) / self.ramp
         exits = ExitLoss(
             weights=(1.0,) * (level + 1),
@@ -136,13 +122,14 @@ class DepthFL(Terms):
             temperature=self.temperature,
             teachers="all",
         )
-        return local_task(self, order, ctx.pool[level].spec, exits=exits, proximal=self.alpha)
+        return self.local_task(order, ctx.pool[level].spec, exits=exits, proximal=self.alpha)
 
     def merge(
         self, state: DepthState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> DepthState:
         if self.alpha == 0:
-            return terms.merge(self, state, plan, answers, server)
+            merged: DepthState = super().merge(state, plan, answers, server)
+            return merged
         memory = dict(state.memory)
         moved: Params = {}
         trained: Params = {}
@@ -169,7 +156,7 @@ class DepthFL(Terms):
                 yield answer
 
         unclipped = replace(self, aggregation=Mean())  # what is over the limit is cut off above
-        merged = terms.merge(unclipped, state, plan, remembering(), server)
+        merged = PooledAlgorithm.merge(unclipped, state, plan, remembering(), server)
         h, params = dict(state.h), dict(merged.params)
         for name, change in moved.items():
             before = h.get(name, torch.zeros_like(state.params[name]))

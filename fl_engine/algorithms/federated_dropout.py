@@ -10,73 +10,54 @@ width needs trains a random part of what it received.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fl_engine.aggregation.rules import Aggregation, Mean
-from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled, terms
+from fl_engine.algorithms.levels import prefix_pool
 from fl_engine.algorithms.pooled import (
+    PooledAlgorithm,
     PooledState,
-    TooSmall,
-    largest_fitting,
-    order_for,
-    prefix_pool,
-    select,
-    wanted,
+    StaticBN,
 )
-from fl_engine.algorithms.terms import StaticBN, Terms, Weighting, local_task
-from fl_engine.algorithms.training import Training
+from fl_engine.algorithms.weighting import Weighting
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, ServerContext
-from fl_engine.core.fields import STRICT, Fraction
-from fl_engine.core.slicing import take
-from fl_engine.core.types import LocalTask, Outcome, Pool, Prepared, RoundContext, RoundPlan, TaskContext, WorkOrder
-from fl_engine.core.widths import random_drop
-from fl_engine.selection import ByCapacity, Selection
+from fl_engine.core.fields import Fraction
+from fl_engine.core.types import (
+    LocalTask,
+    Pool,
+    Prepared,
+    RoundContext,
+    SubmodelSpec,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.core.widths import (
+    random_drop,
+)
 
 
 @dataclass(frozen=True)
-class FederatedDropout(Terms):
-    __pydantic_config__ = STRICT
-    preparations: ClassVar[tuple[str, ...]] = ()
+class FederatedDropout(PooledAlgorithm):
+    moving: ClassVar[bool] = True
 
-    training: Training = Training()
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
     """The clients' capacities beta, ascending; the last may be below 1."""
     weighting: Weighting = "uniform"
     static_bn: StaticBN = True
     scaler: bool = True
-    on_too_small: TooSmall = "train"
-    """What a device does that has less free than the smallest width needs."""
-    selection: Selection = ByCapacity()
-    aggregation: Aggregation = Mean()
-    server: Server = Average()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        """The sizes that clients train, and the full model; which channels, each round's orders say."""
-        return prefix_pool(family, self.widths, "floor", full_only=True, static_bn=terms.static_bn(self, family))
+        """The sizes that clients train, and the full model. `submodel` draws the channels."""
+        return prefix_pool(self, family, self.widths, "floor", full_only=True)
 
-    selector, init = pooled.selector, pooled.init
-
-    def plan(self, state: PooledState, context: RoundContext) -> RoundPlan:
-        orders = []
-        for client, level in select(self, state, context):
-            rng = seeds.rng(context.seed, "dropout", context.round, client)
-            spec = random_drop(state.layout, self.widths[level], rng)
-            orders.append(order_for(state, (client, level), context, take(state.params, state.layout, spec), spec))
-        return RoundPlan(context.round, tuple(orders), wanted(self.training, context, len(orders)))
+    def submodel(self, state: PooledState, context: RoundContext, client: int, level: int) -> SubmodelSpec:
+        rng = seeds.rng(context.seed, "dropout", context.round, client)
+        return random_drop(state.layout, self.widths[level], rng)
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        sent = order.level
-        level = largest_fitting(ctx, range(sent + 1), self.on_too_small)
-        rng = seeds.rng(order.seed, "shrink")
-        width = self.widths[level]
-        spec = order.spec if level == sent else random_drop(ctx.layout, width, rng, inside=order.spec)
-        return local_task(self, order, spec, width)
-
-    def merge(
-        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
-    ) -> PooledState:
-        return terms.merge(self, state, plan, answers, server, moving=True)
+        level = self.largest_fitting(ctx, range(order.level + 1))
+        spec, width = order.spec, self.widths[level]
+        if level < order.level:
+            spec = random_drop(ctx.layout, width, seeds.rng(order.seed, "shrink"), inside=order.spec)
+        return self.local_task(order, spec, width)

@@ -20,87 +20,63 @@ code's label-masked output layer, with batch norm and scaler as in HeteroFL.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from fl_engine.aggregation.rules import Aggregation, Mean
-from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled, terms
+from fl_engine.algorithms.levels import prefix_pool
 from fl_engine.algorithms.pooled import (
+    PooledAlgorithm,
     PooledState,
-    TooSmall,
-    cutter,
-    largest_fitting,
-    order_for,
-    prefix_pool,
-    select,
-    wanted,
+    StaticBN,
 )
-from fl_engine.algorithms.terms import StaticBN, Terms, Weighting, local_task
-from fl_engine.algorithms.training import Training
+from fl_engine.algorithms.weighting import Weighting
 from fl_engine.core.contracts import ModelFamily, ServerContext
-from fl_engine.core.fields import STRICT, Fraction
+from fl_engine.core.fields import Fraction
 from fl_engine.core.types import (
     LocalTask,
-    Outcome,
+    ParamLayout,
     Pool,
     Prepared,
     RoundContext,
-    RoundPlan,
+    SubmodelSpec,
     TaskContext,
     WorkOrder,
 )
-from fl_engine.core.widths import rolling, window_start
-from fl_engine.selection import ByCapacity, Selection
+from fl_engine.core.widths import (
+    rolling,
+    window_start,
+)
 
 
 @dataclass(frozen=True)
-class FedRolex(Terms):
-    __pydantic_config__ = STRICT
-    preparations: ClassVar[tuple[str, ...]] = ()
+class FedRolex(PooledAlgorithm):
+    moving: ClassVar[bool] = True
 
-    training: Training = Training()
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
     """The clients' capacities beta, ascending; the last may be below 1."""
     overlap: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """r of Sec. 3.3.7: the window advances by 1 + floor(beta * (1 - r) * K_i) channels per round. Below 1, this
-    rule may never train some channels, where the stride divides K_i."""
+    """r of Sec. 3.3.7: the window advances by 1 + floor(beta * (1 - r) * K_i) channels per round. Below 1, some
+    channels may never be trained, if the stride divides K_i."""
     weighting: Weighting = "uniform"
     static_bn: StaticBN = True
     scaler: bool = True
-    on_too_small: TooSmall = "train"
-    """What a device does that has less free than the smallest width needs."""
-    selection: Selection = ByCapacity()
-    aggregation: Aggregation = Mean()
-    server: Server = Average()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        """The sizes that clients train, and the full model; which channels, each round's orders say."""
-        return prefix_pool(family, self.widths, "floor", full_only=True, static_bn=terms.static_bn(self, family))
+        """The sizes that clients train, and the full model. `submodel` gives the channels."""
+        return prefix_pool(self, family, self.widths, "floor", full_only=True)
 
-    selector, init = pooled.selector, pooled.init
+    def submodel(self, state: PooledState, context: RoundContext, client: int, level: int) -> SubmodelSpec:
+        return self._window(state.layout, self.widths[level], self.widths[level], context.round)
 
-    def plan(self, state: PooledState, context: RoundContext) -> RoundPlan:
-        orders, cut = [], cutter(state)
-        for client, level in select(self, state, context):
-            width = self.widths[level]
-            first = window_start(state.layout, width, context.round, self.overlap)
-            spec = rolling(state.layout, width, first)
-            orders.append(order_for(state, (client, level), context, cut(spec), spec))
-        return RoundPlan(context.round, tuple(orders), wanted(self.training, context, len(orders)))
+    def _window(self, layout: ParamLayout, sent: float, width: float, round: int) -> SubmodelSpec:
+        """The first `width` of the window that clients of capacity `sent` train in this round."""
+        return rolling(layout, width, window_start(layout, sent, round, self.overlap))
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        sent = order.level
-        level = largest_fitting(ctx, range(sent + 1), self.on_too_small)
-        first = window_start(ctx.layout, self.widths[sent], order.round, self.overlap)
-        width = self.widths[level]
-        spec = order.spec if level == sent else rolling(ctx.layout, width, first)
-        return local_task(self, order, spec, width)
-
-    def merge(
-        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
-    ) -> PooledState:
-        return terms.merge(self, state, plan, answers, server, moving=True)
+        level = self.largest_fitting(ctx, range(order.level + 1))
+        spec, width = order.spec, self.widths[level]
+        if level < order.level:
+            spec = self._window(ctx.layout, self.widths[order.level], width, order.round)
+        return self.local_task(order, spec, width)

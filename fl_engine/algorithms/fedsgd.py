@@ -15,13 +15,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from fl_engine.algorithms import pooled
 from fl_engine.algorithms.fedavg import FedAvg
-from fl_engine.algorithms.pooled import PooledState
+from fl_engine.algorithms.pooled import (
+    PooledState,
+)
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Count
 from fl_engine.core.samplers import Shuffle
-from fl_engine.core.types import RoundContext, RoundPlan
+from fl_engine.core.types import (
+    RoundContext,
+    RoundPlan,
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class FedSGD(FedAvg):
     """FedSGD: every selected client takes one gradient step on all its samples (McMahan et al., AISTATS 2017)."""
 
     local_work: ClassVar[str] = "one step on all of a client's samples in a round"
-    """Told in comparisons, since the section `training` says something else."""
+    """Shown in comparisons, because the section `training` describes other work."""
 
     most_samples: Count = 8192
     """Samples of a client at most. They go through the network at once, so this bounds the memory."""
@@ -39,7 +43,7 @@ class FedSGD(FedAvg):
         object.__setattr__(self, "training", work)  # as the generated __init__ sets it
 
     def plan(self, state: PooledState, context: RoundContext) -> RoundPlan:
-        """Raises ConfigError where a client holds more samples than fit into one step, or nobody knows how many."""
+        """Raises ConfigError if a client holds more samples than fit into one step, or the server does not know."""
         if not context.samples:
             raise ConfigError(
                 "fedsgd puts all samples of a client into one step, and with partition.rule=local the server does not "
@@ -48,7 +52,7 @@ class FedSGD(FedAvg):
         largest = max(context.samples, default=0)
         if largest > self.most_samples:
             raise ConfigError(
-                f"client {context.samples.index(largest)} holds {largest} samples, and FedSGD puts them into one step: "
-                f"raise algorithm.most_samples = {self.most_samples} if the memory is there, or choose fedavg"
+                f"algorithm.most_samples = {self.most_samples}, but client {context.samples.index(largest)} holds "
+                f"{largest} samples, which FedSGD puts into one step: raise it, or choose fedavg"
             )
-        return pooled.plan(self, state, context)
+        return super().plan(state, context)

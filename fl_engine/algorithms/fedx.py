@@ -30,14 +30,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from fl_engine.aggregation.privacy import is_private
-from fl_engine.aggregation.rules import Aggregation, Mean
-from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled, terms
-from fl_engine.algorithms.fine_tuning import FineTuning
-from fl_engine.algorithms.nested import Bits, tuned
-from fl_engine.algorithms.pooled import PooledState, TooSmall
-from fl_engine.algorithms.terms import StaticBN, Terms, Weighting
-from fl_engine.algorithms.training import Training
+from fl_engine.algorithms.fine_tuning import FineTuning, tuned
+from fl_engine.algorithms.levels import Bits
+from fl_engine.algorithms.pooled import (
+    PooledAlgorithm,
+    PooledState,
+    StaticBN,
+)
+from fl_engine.algorithms.weighting import Weighting
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around
@@ -46,6 +46,7 @@ from fl_engine.core.fields import STRICT, Count, Fraction, Index, NotNegative, P
 from fl_engine.core.types import (
     Codecs,
     Device,
+    LocalTask,
     Outcome,
     ParamLayout,
     Params,
@@ -53,8 +54,13 @@ from fl_engine.core.types import (
     Prepared,
     RoundContext,
     RoundPlan,
+    TaskContext,
+    WorkOrder,
 )
-from fl_engine.core.widths import SIZES, nested
+from fl_engine.core.widths import (
+    SIZES,
+    nested,
+)
 from fl_engine.preparation.supernet import Supernet, anchors
 from fl_engine.selection import ByCapacity, Selection
 from fl_engine.selection.capacity import by_tier, holds
@@ -73,11 +79,9 @@ class Assigned:
 
 
 @dataclass(frozen=True)
-class FedX(Terms):
-    __pydantic_config__ = STRICT
+class FedX(PooledAlgorithm):
     preparations: ClassVar[tuple[str, ...]] = ("supernet",)
 
-    training: Training = Training()
     widths: tuple[Fraction, ...] = (0.5, 0.75, 1.0)
     """Width ratios of the sub-networks, ascending to 1, of a network that has none of its own."""
     names: tuple[str, ...] = SIZES
@@ -118,40 +122,31 @@ class FedX(Terms):
     """The server's training after each merge; null: none."""
     static_bn: StaticBN = "kept"
     weighting: Weighting = "uniform"
-    on_too_small: TooSmall = "train"
-    """What a device does that has less free than the smallest level needs."""
     selection: Selection = ByCapacity()
     """Which clients are asked; tiers say what they get."""
-    aggregation: Aggregation = Mean()
-    server: Server = Average()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        """Small, medium and large, and what the tiers are sent. Where no tier has a sub-network yet (before the
-        preparation), the selection may send each of them, or `level` alone."""
+        """Small, medium and large, and the sub-networks that tiers are sent. Before the preparation no tier has one:
+        then the selection may send each of them, or `level` alone."""
         levels = nested(family, self.widths, self.names)
         if self.level is not None:
             _known(self.level, levels, "algorithm.level")
         tiers = self._tiers(prepared.get("supernet"), levels)
         listed = {*anchors(family, levels), *tiers, *([] if self.level is None else [self.level])}
         sent = {*tiers} or ({self.level} if self.level is not None else listed)
-        pool = pools.ascending(
-            tuple(
-                pools.member(
-                    family,
-                    name,
-                    spec,
-                    dispatched=name in sent,
-                    reported=True,
-                    static_bn=terms.static_bn(self, family),
-                    codecs=_finest([codecs for _, codecs in tiers.get(name, ())]),
-                    tiers=tiers.get(name, ()),
-                )
-                for name, spec in levels.items()
-                if name in listed
+        models = [
+            self.member(
+                family,
+                name,
+                spec,
+                name in sent,
+                codecs=_finest([codecs for _, codecs in tiers.get(name, ())]),
+                tiers=tiers.get(name, ()),
             )
-        )
-        told = self.level is not None or self.assigned  # what a search finds is not refused after the search
-        return terms.some_narrower(self, family, pool) if told else pool
+            for name, spec in levels.items()
+            if name in listed
+        ]
+        return pools.ascending(tuple(models))
 
     def _tiers(
         self, made: Supernet | None, levels: Mapping[str, object]
@@ -174,13 +169,11 @@ class FedX(Terms):
         codec = Qsgd(bits=bits, bucket=self.bucket)
         return Codecs(down=codec, up=codec if self.up == "quantised" else None)
 
-    selector = pooled.selector
-
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
     ) -> PooledState:
-        """Raises ConfigError where a tier of the fleet has no sub-network, or its devices cannot hold it, and where the
-        search would tell what a private aggregation hides."""
+        """Raises ConfigError if a tier of the fleet has no sub-network, or its devices cannot hold it, and if the
+        search would reveal what a private aggregation hides."""
         if self.seconds is not None and not self.assigned and is_private(self):
             raise ConfigError(
                 "with algorithm.seconds the search goes by how many samples clients hold, which a private aggregation "
@@ -199,24 +192,25 @@ class FedX(Terms):
                     f"tier {device.tier!r} is assigned {model.name}, which needs {100 * model.share:.1f} % of the full "
                     f"model, and its devices hold {device.most:g} %: assign a smaller sub-network"
                 )
-        return pooled.init(self, params, layout, fleet, pool, server)
+        return super().init(params, layout, fleet, pool, server)
 
     def plan(self, state: PooledState, context: RoundContext) -> RoundPlan:
-        """Whom the selection picks; each gets the sub-network of its tier, by its codecs."""
-        picks, tiers = pooled.select(self, state, context), by_tier(state.pool)
+        """Each client that the selection picks is sent the sub-network of its tier, by its codecs."""
+        picks, tiers = self.select(state, context), by_tier(state.pool)
         if not tiers:
-            return pooled.plan_of(self, state, context, picks)
+            return self.assign(state, context, picks)
         tier = {device.client: device.tier for device in context.available}
-        plan = pooled.plan_of(self, state, context, [(client, tiers[tier[client]][0]) for client, _ in picks])
+        plan = self.assign(state, context, [(client, tiers[tier[client]][0]) for client, _ in picks])
         orders = (replace(order, codecs=tiers[tier[order.client]][1]) for order in plan.orders)
         return replace(plan, orders=tuple(orders))
 
-    task = terms.task
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        return self.whole(order, ctx)
 
     def merge(
         self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> PooledState:
-        merged = terms.merge(self, state, plan, answers, server)
+        merged: PooledState = super().merge(state, plan, answers, server)
         return tuned(self.fine_tuning, self.aggregation, state, merged, plan, server)
 
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:
@@ -227,27 +221,6 @@ class FedX(Terms):
         if tuning is not None:
             found["fine_tuning.lr"] = around(tuning.lr, 1e-4, 0.1, log=True)
         return found
-
-
-@dataclass(frozen=True)
-class FedXSmall(FedX):
-    """FedX-Small: FedX with the small sub-network on every device."""
-
-    level: str | None = "small"
-
-
-@dataclass(frozen=True)
-class FedXMedium(FedX):
-    """FedX-Medium: FedX with the medium sub-network on every device."""
-
-    level: str | None = "medium"
-
-
-@dataclass(frozen=True)
-class FedXLarge(FedX):
-    """FedX-Large: FedX with the large sub-network on every device."""
-
-    level: str | None = "large"
 
 
 def _known(name: str, levels: Mapping[str, object], where: str) -> None:

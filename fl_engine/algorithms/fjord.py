@@ -14,47 +14,35 @@ running statistics here, so there are none to keep per width; its affine paramet
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from fl_engine.aggregation.rules import Aggregation, Mean
-from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled, terms
-from fl_engine.algorithms.pooled import TooSmall, largest_fitting, prefix_pool
-from fl_engine.algorithms.terms import Terms, local_task
-from fl_engine.algorithms.training import Training
+from fl_engine.algorithms.levels import prefix_pool
+from fl_engine.algorithms.pooled import (
+    PooledAlgorithm,
+)
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
-from fl_engine.core.fields import STRICT, Fraction
+from fl_engine.core.fields import Fraction
 from fl_engine.core.slicing import is_statistic
-from fl_engine.core.types import LocalTask, Pool, Prepared, TaskContext, WorkOrder
-from fl_engine.selection import ByCapacity, Selection
+from fl_engine.core.types import (
+    LocalTask,
+    Pool,
+    Prepared,
+    TaskContext,
+    WorkOrder,
+)
 
 
 @dataclass(frozen=True)
-class FjORD(Terms):
-    __pydantic_config__ = STRICT
-    preparations: ClassVar[tuple[str, ...]] = ()
-
-    training: Training = Training()
+class FjORD(PooledAlgorithm):
     widths: tuple[Fraction, ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
     """The widths p, ascending to 1; all are reported."""
-    on_too_small: TooSmall = "train"
-    """What a device does that has less free than the smallest width needs."""
-    selection: Selection = ByCapacity()
-    aggregation: Aggregation = Mean()
-    server: Server = Average()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         if any(is_statistic(name) for name in family.layout().slots):
-            raise PoolError("fjord keeps no running statistics (they differ by width): set model.norm=batch")
-        pool = prefix_pool(family, self.widths, "ceil", static_bn=terms.static_bn(self, family))
-        return terms.some_narrower(self, family, pool)
-
-    selector, init, plan = pooled.selector, pooled.init, pooled.plan
+            raise PoolError("model.norm must be batch: fjord keeps no running statistics, which differ between widths")
+        return prefix_pool(self, family, self.widths)
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        largest = largest_fitting(ctx, range(order.level + 1), self.on_too_small)
+        largest = self.largest_fitting(ctx, range(order.level + 1))
         widths = tuple(m.spec for m in ctx.pool[: largest + 1])
-        return local_task(self, order, ctx.pool[largest].spec, widths=widths)
-
-    merge = terms.merge
+        return self.local_task(order, ctx.pool[largest].spec, widths=widths)

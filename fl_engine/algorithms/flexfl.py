@@ -26,25 +26,30 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal
 
-from fl_engine.aggregation.rules import Aggregation, Mean
-from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled, terms
-from fl_engine.algorithms.pooled import TooSmall, largest_fitting
-from fl_engine.algorithms.terms import Terms, local_task
-from fl_engine.algorithms.training import Training
+from fl_engine.algorithms.pooled import (
+    PooledAlgorithm,
+)
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around
 from fl_engine.core.costs import count_params
 from fl_engine.core.errors import PoolError
-from fl_engine.core.fields import STRICT, NotNegative, Positive, Share
-from fl_engine.core.types import FULL, Distillation, LocalTask, Pool, PoolModel, Prepared, TaskContext, WorkOrder
+from fl_engine.core.fields import NotNegative, Positive, Share
+from fl_engine.core.types import (
+    FULL,
+    Distillation,
+    LocalTask,
+    Pool,
+    PoolModel,
+    Prepared,
+    TaskContext,
+    WorkOrder,
+)
 from fl_engine.preparation.apoz import measured
 from fl_engine.selection import ResourceTable, Selection
 
 
 @dataclass(frozen=True)
-class FlexFL(Terms):
-    __pydantic_config__ = STRICT
+class FlexFL(PooledAlgorithm):
     symbols: ClassVar[dict[str, str]] = {
         "kd_weight": "λ",
         "adaptive_size": "Γ",
@@ -52,7 +57,6 @@ class FlexFL(Terms):
     }
     """The paper's symbols of the options, for reports."""
 
-    training: Training = Training()
     targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
     """L_p: sizes of the dispatched models in % of the full one, ascending, the last 100."""
     adaptive_size: Positive | None = 10.0
@@ -79,15 +83,11 @@ class FlexFL(Terms):
     """Whether teachers drop units, in networks with dropout: eval: never; train: always, each by its own mask;
     authors: in the first round only, as in the published code. Without dropout in the network it makes no
     difference."""
-    on_too_small: TooSmall = "train"
-    """What a device does that has less free than the smallest model needs."""
     selection: Selection = ResourceTable()
-    aggregation: Aggregation = Mean()
-    server: Server = Average()
 
     # ------------------------------------------------------------------------------------ before the rounds
     @property
-    def preparations(self) -> tuple[str, ...]:
+    def preparations(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("apoz",) if self.use_apoz and self.apoz is None else ()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
@@ -106,15 +106,12 @@ class FlexFL(Terms):
             )
         sizes = pools.layer_sizes(family)
         adjust = pools.adjustment_weights(sizes) if self.use_adjustment else (1.0,) * len(layers)
-        whole, static_bn = count_params(family), terms.static_bn(self, family)
+        whole = count_params(family)
         epsilon = pools.default_epsilon(family) if self.epsilon is None else self.epsilon / 100 * whole
 
-        def build(name: str, target: float, gamma: float | None, dispatched: bool) -> PoolModel:
+        def build(name: str, target: float, gamma: float | None, sent: bool) -> PoolModel:
             if target == 100:
-                ones = (1.0,) * len(layers)
-                return pools.member(
-                    family, name, FULL, dispatched=True, reported=True, ratios=ones, static_bn=static_bn
-                )
+                return self.member(family, name, FULL, ratios=(1.0,) * len(layers))
             if gamma is not None:
                 spec = pools.spec_of(family, pools.ratios_at(gamma, scores, adjust))
             elif self.rule == "authors":
@@ -122,19 +119,10 @@ class FlexFL(Terms):
             else:
                 gamma, spec = pools.solve(family, scores, adjust, target / 100 * whole, epsilon)
             ratios = pools.ratios_at(gamma, scores, adjust)
-            return pools.member(
-                family,
-                name,
-                spec,
-                dispatched=dispatched,
-                reported=dispatched,
-                gamma=gamma,
-                ratios=ratios,
-                static_bn=static_bn,
-            )
+            return self.member(family, name, spec, sent, reported=sent, gamma=gamma, ratios=ratios)
 
         fixed = (*(self.gammas or ()), *(None for _ in self.targets))
-        mains = [build(f"M{i + 1}", target, fixed[i], dispatched=True) for i, target in enumerate(self.targets)]
+        mains = [build(f"M{i + 1}", target, fixed[i], sent=True) for i, target in enumerate(self.targets)]
         pools.check_nested(family, tuple(mains))
         if self.adaptive_size is None:
             return tuple(mains)
@@ -142,7 +130,7 @@ class FlexFL(Terms):
         _check_adaptive(self.adaptive_size, percent)
         models = mains[:1]
         for size, main in zip(percent[1:], mains[1:], strict=True):
-            models += [build(f"{main.name}'", size - self.adaptive_size, None, dispatched=False), main]
+            models += [build(f"{main.name}'", size - self.adaptive_size, None, sent=False), main]
         return pools.check_nested(family, tuple(models))
 
     def _scores(self, prepared: Prepared, layers: int) -> tuple[float, ...]:
@@ -154,21 +142,16 @@ class FlexFL(Terms):
         """What the dispatched models are meant to have, in % of the full one."""
         return [100 * m.share for m in mains] if self.gammas else list(self.targets)
 
-    selector, init = pooled.selector, pooled.init
-
     # --------------------------------------------------------------------------------------------- a round
-    plan = pooled.plan
-    """Alg. 2 lines 7-8: k devices, each with a model it can hold at its maximum capacity."""
-
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         """On the device: AdaPrune (Sec. III-C), then self-distillation (Sec. III-D, Eq. 4)."""
         thresholds = self._nominal(ctx.pool) if self.rule == "authors" else None
-        trained = largest_fitting(ctx, range(order.level + 1), self.on_too_small, thresholds)
+        trained = self.largest_fitting(ctx, range(order.level + 1), thresholds)
         smaller = ctx.pool[:trained]
         drops = self.teachers == "train" or (self.teachers == "authors" and order.round == 0)
         teachers = Distillation(tuple(m.spec for m in smaller), self.kd_weight, self.temperature, training=drops)
         distils = bool(smaller) and self.kd_weight > 0
-        return local_task(self, order, ctx.pool[trained].spec, distillation=teachers if distils else None)
+        return self.local_task(order, ctx.pool[trained].spec, distillation=teachers if distils else None)
 
     def _nominal(self, pool: Pool) -> list[float]:
         """What each model is meant to have, in % of the full one: 25, 40, 50, 90 and 100 by default."""
@@ -176,9 +159,6 @@ class FlexFL(Terms):
         if self.adaptive_size is None:
             return [smallest, *larger]
         return [smallest, *(size for main in larger for size in (main - self.adaptive_size, main))]
-
-    merge = terms.merge
-    """Sec. III-E: the mean of each element over the clients that trained it."""
 
     # ---------------------------------------------------------------------------------------------- a search
     def search_space(self, pool: Pool) -> dict[str, Interval]:

@@ -53,20 +53,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 from fl_engine.aggregation.privacy import check_draw
-from fl_engine.aggregation.rules import Aggregation, Mean
-from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled, terms
-from fl_engine.algorithms.pooled import PooledState, TooSmall, needs_room
-from fl_engine.algorithms.terms import Terms, local_task
-from fl_engine.algorithms.training import Training
+from fl_engine.algorithms.pooled import (
+    PooledAlgorithm,
+    PooledState,
+)
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around
 from fl_engine.core.costs import count_params, macs_of
 from fl_engine.core.errors import PoolError
-from fl_engine.core.fields import STRICT, Index, NotNegative
+from fl_engine.core.fields import Index, NotNegative
 from fl_engine.core.types import (
     Device,
     LocalTask,
@@ -80,18 +77,17 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.core.widths import branch, exit_points, with_exits
-from fl_engine.selection import ByCapacity, Selection
+from fl_engine.core.widths import (
+    branch,
+    exit_points,
+    with_exits,
+)
 from fl_engine.selection.capacity import dispatched, holds
 from fl_engine.selection.tiers import tiers
 
 
 @dataclass(frozen=True)
-class MultiBranch(Terms):
-    __pydantic_config__ = STRICT
-    preparations: ClassVar[tuple[str, ...]] = ()
-
-    training: Training = Training()
+class MultiBranch(PooledAlgorithm):
     exits: str | tuple[str, ...] = "equidistant:9"
     """Where early exits sit. `equidistant:9`: nine at equal distances, or one behind each block but the last where the
     network has fewer than ten blocks; `every:2`: behind every second block but the last; or the blocks' names, in
@@ -104,41 +100,27 @@ class MultiBranch(Terms):
     effect the speed alone."""
     proximal: NotNegative = 0.0
     """Weight of FedProx's proximal term (the field `mu` of `fedprox`); 0 is none."""
-    on_too_small: TooSmall = "train"
-    """What a device does that has less free than the smallest branch needs."""
-    selection: Selection = ByCapacity()
-    aggregation: Aggregation = Mean()
-    server: Server = Average()
 
     def network(self, family: ModelFamily) -> ModelFamily:
         return branching(family, exits_at(exit_points(family), self.exits), self.head_convs)
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        ends, static_bn = exits_at(exit_points(family), self.exits), terms.static_bn(self, family)
-        models = [
-            pools.member(family, f"branch{i}", branch(family, end), dispatched=True, reported=True, static_bn=static_bn)
-            for i, end in enumerate((*ends, None), 1)
-        ]
-        return terms.some_narrower(self, family, pools.ascending(tuple(models)))
-
-    selector = pooled.selector
+        ends = exits_at(exit_points(family), self.exits)
+        models = [self.member(family, f"branch{i}", branch(family, end)) for i, end in enumerate((*ends, None), 1)]
+        return pools.ascending(tuple(models))
 
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
     ) -> PooledState:
         """Raises ConfigError for secret selection."""
         check_draw(self.aggregation, "multibranch ranks the clients of a round among themselves")
-        return pooled.init(self, params, layout, fleet, pool, server)
+        return super().init(params, layout, fleet, pool, server)
 
     def plan(self, state: PooledState, context: RoundContext) -> RoundPlan:
-        picks = pooled.select(self, state, context)
-        return pooled.plan_of(self, state, context, in_tiers(picks, context, self.mu))
+        return self.assign(state, context, in_tiers(self.select(state, context), context, self.mu))
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        needs_room(ctx, order.level, self.on_too_small)
-        return local_task(self, order, ctx.pool[order.level].spec, proximal=self.proximal)
-
-    merge = terms.merge
+        return self.whole(order, ctx, proximal=self.proximal)
 
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:
         """The paper's section 5.4.2 varies mu."""

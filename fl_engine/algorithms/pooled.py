@@ -1,27 +1,35 @@
-"""Functions (no base class) for algorithms whose server keeps one global model and a pool of its sub-models.
+"""The base class of algorithms whose server keeps one global model and sends sub-models of it.
 
-An algorithm that has the fields of `PooledMethod` takes over what it needs by assigning it in its class:
+`PooledAlgorithm` is FedAvg on a pool of sub-models. An algorithm overrides what differs:
 
-    selector, init, plan, merge = pooled.selector, pooled.init, pooled.plan, pooled.merge
+- `pool`      the sub-models that the server may send
+- `submodel`  the sub-model that a client is sent in a round: by default the pool model that its level names
+- `task`      what a client trains of it: by default the largest pool model that fits into its free memory
+- `weight`    how much an update counts in the mean: by default as the option `weighting` says
+- `merge`     the new global model
+
+`init` and `plan` may be extended too, for a state or assignments of its own. `submodel` and `task` are pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from fl_engine.aggregation.privacy import Public, check_model, check_selection, check_state
-from fl_engine.aggregation.rules import Aggregate, Aggregation
-from fl_engine.aggregation.server_opt import Average
+from fl_engine.aggregation.rules import Aggregate, Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms.training import Training
+from fl_engine.algorithms.weighting import Weighting, counted
+from fl_engine.core import costs, seeds
 from fl_engine.core import pool as pools
-from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext, ServerOptimizer
-from fl_engine.core.errors import ClientError, ModelError, PoolError, kind_of
-from fl_engine.core.slicing import take
+from fl_engine.core.errors import ClientError, ConfigError, ModelError, kind_of
+from fl_engine.core.fields import STRICT
+from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.state import constant
 from fl_engine.core.types import (
     FULL,
@@ -33,26 +41,27 @@ from fl_engine.core.types import (
     Params,
     Pick,
     Pool,
+    PoolModel,
+    Prepared,
     RoundContext,
     RoundPlan,
+    Scaler,
     SubmodelSpec,
     Tables,
     TaskContext,
     WorkOrder,
-    changed,
 )
-from fl_engine.core.widths import Rounding, early_exit, prefix
+from fl_engine.selection import ByCapacity, Selection
 from fl_engine.selection.capacity import check_eligible, dispatched, eligible, round_size
 
 TooSmall = Literal["train", "fail"]
-
-S = TypeVar("S", bound="PooledState")
+StaticBN = bool | Literal["kept"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PooledState:
-    """`params`: the global model, shapes as in the layout. `tables`: what the selector has learned. `moments`: of the
-    server's optimizer. The rest never changes in a run."""
+    """`params`: the global model, shapes as in the layout. `tables`: what the selection has learned. `moments`: of the
+    server's optimizer. `layout` and `pool` never change in a run."""
 
     params: Params
     tables: Tables
@@ -61,241 +70,126 @@ class PooledState:
     pool: Pool = constant()
 
 
-# ------------------------------------------------------------------------------------------------ pools
-def check_widths(widths: Sequence[float], *, ends_in_one: bool) -> None:
-    """Raises PoolError unless these are ascending width ratios (that end in 1)."""
-    if not widths or list(widths) != sorted(set(widths)) or (ends_in_one and widths[-1] != 1):
-        end = ", the last one 1" if ends_in_one else ""
-        raise PoolError(f"algorithm.widths: different ratios in ascending order{end} are expected, got {list(widths)}")
+@dataclass(frozen=True)
+class PooledAlgorithm:
+    """FedAvg on a pool of sub-models, with the options that all algorithms share.
 
+    Default values are those of each method's paper, with three exceptions: `weighting` of HeteroFL and ScaleFL (by
+    samples, as in the comparisons of FlexFL and AdaptiveFL), the options of Federated Dropout (as in FedRolex'
+    comparison), and `static_bn: kept` of FedX and its rivals (ours).
 
-def prefix_pool(
-    family: ModelFamily,
-    widths: Sequence[float],
-    rounding: Rounding,
-    *,
-    full_only: bool = False,
-    static_bn: bool = False,
-) -> Pool:
-    """A model per width ratio, of the first channels of every layer, named `0.5x` and so on.
-
-    With `full_only` the full model alone is reported, and is there, not sent, also when all widths are below 1. Raises
-    PoolError for widths that do not ascend, to 1 without `full_only`, and for two models of one size.
+    The scaler, static batch norm and the masks come from HeteroFL (Diao et al., ICLR 2021, Sec. 3). Weighting by
+    updates and by size come from FedRolex (Alam et al., NeurIPS 2022; thesis Sec. 3.3.6).
     """
-    check_widths(widths, ends_in_one=not full_only)
-    layout = family.layout()
-    models = [
-        pools.member(
-            family,
-            f"{width:g}x",
-            prefix(layout, width, rounding),
-            dispatched=True,
-            reported=width == 1 or not full_only,
-            static_bn=static_bn,
-        )
-        for width in widths
-    ]
-    if widths[-1] < 1:
-        models.append(pools.member(family, "1x", FULL, dispatched=False, reported=True, static_bn=static_bn))
-    return pools.ascending(tuple(models))
 
+    __pydantic_config__ = STRICT
+    preparations: ClassVar[tuple[str, ...]] = ()
+    moving: ClassVar[bool] = False
+    """Pool models give the sizes of sub-models only: their place in the network changes from round to round."""
 
-def exit_pool(family: ModelFamily, widths: Sequence[float], ends: Sequence[str], **more: Any) -> Pool:
-    """A model per level, named `level1`, `level2` and so on: everything up to its exit, at its width; the last level is
-    the whole network. `ends`: the block behind which each level but the last exits; `more`: further fields of
-    PoolModel. Raises PoolError for widths that descend or do not end in 1, and where exits are too many or too few."""
-    if len(ends) != len(widths) - 1 or widths[-1] != 1:
-        raise PoolError(
-            f"an early exit for each level but the last, whose width is 1, is expected: got widths {list(widths)}, "
-            f"exits {list(ends)}"
-        )
-    if list(widths) != sorted(widths):
-        raise PoolError(f"algorithm.widths: a level is no wider than the next, got {list(widths)}")
-    specs = [early_exit(family, w, end) for w, end in zip(widths, (*ends, None), strict=True)]
-    models = [
-        pools.member(family, f"level{i}", spec, dispatched=True, reported=True, **more)
-        for i, spec in enumerate(specs, 1)
-    ]
-    return pools.ascending(tuple(models))
+    training: Training = Training()
+    weighting: Weighting = "examples"
+    """How much a client counts in the mean: by its sample count (`examples`, FedAvg), all alike (`uniform`), by the
+    kernels of what it trained (`model_size`), by its local steps (`updates`), or by the product of both (`hybrid`).
+    Reported steps count up to the number that the assignment and the sample count allow. The aggregations median,
+    trimmed_mean and private count all clients alike, whatever is set here."""
+    static_bn: StaticBN = False
+    """Before each evaluation, collect the statistics of every batch norm in one pass over the training data, for each
+    level (HeteroFL), instead of taking those of the test batch or the stored ones. `kept`: only if the network
+    stores statistics. No effect without batch norm."""
+    scaler: bool = False
+    """Divide the outputs of every convolution and hidden linear layer, in training only, by the width ratio of the
+    sub-model (HeteroFL). If layers have different ratios, each is divided by its own. Refused if all sub-models have
+    full width, because there is nothing to divide by; methods that have it by default then run without."""
+    mask_labels: bool = False
+    """The logits of classes that a client does not hold are 0 in training, those of its teachers too, and the output
+    layer's rows are averaged over the clients that hold the class (HeteroFL). The task needs classes."""
+    on_too_small: TooSmall = "train"
+    """What a device does if it has less free memory than the smallest model that it could train needs: `train` that
+    model all the same, or `fail`."""
+    selection: Selection = ByCapacity()
+    aggregation: Aggregation = Mean()
+    server: Server = Average()
 
+    # ------------------------------------------------------------------------------------ before the rounds
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
+        """Return the sub-models, smallest first. Here: the full model alone."""
+        return (self.member(family, "full", FULL),)
 
-# ------------------------------------------------------------------------------------------------ on the server
-class PooledMethod(Protocol):
-    """What the functions below ask of an algorithm."""
+    def member(
+        self, family: ModelFamily, name: str, spec: SubmodelSpec, sent: bool = True, reported: bool = True, **more: Any
+    ) -> PoolModel:
+        """Return a pool model. `sent`: the server may send it; `reported`: it is evaluated; `more`: other fields."""
+        static_bn = self.static_bn
+        if static_bn == "kept":
+            static_bn = any(is_statistic(name) for name in family.layout().slots)
+        return pools.member(family, name, spec, dispatched=sent, reported=reported, static_bn=static_bn, **more)
 
-    @property
-    def training(self) -> Training: ...
-    @property
-    def aggregation(self) -> Aggregation: ...
-    @property
-    def server(self) -> ServerOptimizer: ...
-    def selector(self, pool: Pool) -> Selector: ...
+    def selector(self, pool: Pool) -> Selector:
+        return self.selection
 
+    def init(
+        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
+    ) -> PooledState:
+        """Return the state before the first round.
 
-class Selects(Protocol):
-    @property
-    def selection(self) -> Selector: ...
+        Raises:
+            ConfigError: No device of the fleet may be asked, all sub-models have full width and the scaler is on, or
+                the aggregation does not support the network, the selection or client states.
+        """
+        selection = self.selector(pool)
+        check_model(self.aggregation, layout, pool)
+        check_selection(self.aggregation, selection)
+        check_state(self.aggregation, self)
+        if self.scaler and not type(self).scaler:  # a method that has it by default runs without ratios too
+            check_widths_differ(layout, pool)
+        devices = check_eligible(self, fleet, pool)
+        return PooledState(params=params, tables=selection.init(devices, pool), moments={}, layout=layout, pool=pool)
 
+    # ------------------------------------------------------------------------------------ the server plans
+    def plan(self, state: Any, context: RoundContext) -> RoundPlan:
+        """Select clients, and send each its sub-model."""
+        return self.assign(state, context, self.select(state, context))
 
-def selector(method: Selects, pool: Pool) -> Selector:
-    """The configured selection."""
-    return method.selection
+    def select(self, state: Any, context: RoundContext) -> list[Pick]:
+        """Return (client, level) of the clients that the selection picks."""
+        allowed = replace(context, available=eligible(self, context.available, state.pool))
+        rng = seeds.rng(context.seed, "select", context.round)
+        return picked(self.selector(state.pool), state, allowed, asked(self.training, context), rng)
 
+    def submodel(self, state: Any, context: RoundContext, client: int, level: int) -> SubmodelSpec:
+        """Return the sub-model that the client is sent, of the size of pool model `level`."""
+        spec: SubmodelSpec = state.pool[level].spec
+        return spec
 
-def init(
-    method: PooledMethod,
-    params: Params,
-    layout: ParamLayout,
-    fleet: Sequence[Device],
-    pool: Pool,
-    server: ServerContext,
-) -> PooledState:
-    """Return the state before the first round. Raises ConfigError if the algorithm may ask no device of the fleet, or
-    if the aggregation does not go with the network, the selection or what clients keep."""
-    selection = method.selector(pool)
-    check_model(method.aggregation, layout, pool)
-    check_selection(method.aggregation, selection)
-    check_state(method.aggregation, method)
-    asked = check_eligible(method, fleet, pool)
-    return PooledState(params=params, tables=selection.init(asked, pool), moments={}, layout=layout, pool=pool)
+    def assign(self, state: Any, context: RoundContext, picks: Sequence[Pick]) -> RoundPlan:
+        """Return the plan in which each picked client is sent its sub-model."""
+        cut: dict[SubmodelSpec, Params] = {}  # clients with equal sub-models share the tensors
+        orders = []
+        for client, level in picks:
+            spec = self.submodel(state, context, client, level)
+            if spec not in cut:
+                cut[spec] = take(state.params, state.layout, spec)
+            orders.append(assignment(context, client, level, spec, cut[spec]))
+        return RoundPlan(context.round, tuple(orders), wanted(self.training, context, len(picks)))
 
+    # ------------------------------------------------------------------------------------ the client trains
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        """Train the largest pool model within the received one that fits into the free memory."""
+        level = self.largest_fitting(ctx, range(order.level + 1))
+        return self.local_task(order, ctx.pool[level].spec)
 
-def plan(method: PooledMethod, state: PooledState, context: RoundContext) -> RoundPlan:
-    """Each selected client gets its pool model."""
-    return plan_of(method, state, context, select(method, state, context))
+    def local_task(self, order: WorkOrder, spec: SubmodelSpec, scaler: Scaler = "by_layer", **more: Any) -> LocalTask:
+        """Return the task to train `spec` with the options of `training` in this round.
 
-
-def plan_of(method: PooledMethod, state: PooledState, context: RoundContext, picks: Sequence[Pick]) -> RoundPlan:
-    """Each of these clients gets its pool model."""
-    cut = cutter(state)
-    orders = (order_for(state, pick, context, cut(state.pool[pick[1]].spec)) for pick in picks)
-    return RoundPlan(context.round, tuple(orders), wanted(method.training, context, len(picks)))
-
-
-def cutter(state: PooledState) -> Callable[[SubmodelSpec], Params]:
-    """`take` from the global model; clients of one round share what they are sent."""
-    cut: dict[SubmodelSpec, Params] = {}
-
-    def of(spec: SubmodelSpec) -> Params:
-        if spec not in cut:
-            cut[spec] = take(state.params, state.layout, spec)
-        return cut[spec]
-
-    return of
-
-
-def order_for(
-    state: PooledState, pick: Pick, context: RoundContext, payload: Params, spec: SubmodelSpec | None = None
-) -> WorkOrder:
-    """The order that sends the picked client the picked pool model, or `spec` instead, a sub-model of its size, with
-    the weights `payload`."""
-    client, level = pick
-    return WorkOrder(
-        round=context.round,
-        client=client,
-        spec=state.pool[level].spec if spec is None else spec,
-        payload=payload,
-        seed=seeds.derive(context.seed, "client", context.round, client),
-        level=level,
-    )
-
-
-def select(method: PooledMethod, state: PooledState, context: RoundContext) -> list[Pick]:
-    """(client, level) of the clients that the method's selection picks for this round, among those that the method may
-    ask. Raises ModelError as `picked` does."""
-    count = asked(method.training, context)
-    context = replace(context, available=eligible(method, context.available, state.pool))
-    rng = seeds.rng(context.seed, "select", context.round)
-    return picked(method.selector(state.pool), state, context, count, rng)
-
-
-def picked(
-    selector: Selector, state: PooledState, context: RoundContext, count: int, rng: np.random.Generator
-) -> list[Pick]:
-    """What the selection picks. Raises ModelError for what is no list of clients with levels of the pool."""
-    picks, gave = selector.pick(state.tables, context, count, rng), f"{type(selector).__name__}.pick gave"
-    if not isinstance(picks, Sequence):
-        raise ModelError(f"{gave} {kind_of(picks)}, where a list of (client, level) is expected")
-    for pick in picks:
-        if not (isinstance(pick, tuple) and len(pick) == 2 and pick[1] in range(len(state.pool))):
-            raise ModelError(
-                f"{gave} {pick!r}, where (client, level) is expected, the level of 0 to {len(state.pool) - 1}"
-            )
-    return picks
-
-
-def asked(training: Training, context: RoundContext) -> int:
-    """How many clients are asked."""
-    count = round_size(training.fraction * context.over_provision, len(context.fleet))
-    return count if context.slots is None else min(count, context.slots)
-
-
-def wanted(training: Training, context: RoundContext, picked: int) -> int:
-    """How many updates are merged of so many clients that were asked."""
-    return min(picked, round_size(training.fraction, len(context.fleet)))
-
-
-def by_examples(update: ClientUpdate) -> float:
-    """An update counts by its client's samples."""
-    return update.num_examples
-
-
-def merge(
-    method: PooledMethod,
-    state: S,
-    plan: RoundPlan,
-    answers: Iterable[Outcome],
-    server: ServerContext,
-    weight: Callable[[ClientUpdate], float] = by_examples,
-    moving: bool = False,
-) -> S:
-    """What the aggregation makes of the updates - the per-element weighted mean over the clients that hold the element
-    (FlexFL Sec. III-E) - then the server's step, and what the selector learns. Failures reach the selector alone.
-
-    `weight`: of an update. `moving`: pool models say how large sub-models are, not where in the network they lie.
-
-    Raises ModelError, naming round and client, for a weight that is not positive and finite, or an update that does not
-    fit its sub-model.
-    """
-    public = Public.of(plan, state.pool, moving=moving)
-    aggregate = method.aggregation.start(state.params, state.layout, public)
-    selection, tables = method.selector(state.pool), state.tables
-    for answer in answers:
-        if isinstance(answer, ClientUpdate):
-            counts = weight(answer)
-            try:
-                aggregate.add(answer.payload, answer.spec, counts)
-            except ModelError as error:
-                where = f"{type(method).__name__}.merge, round {plan.round + 1}, client {answer.client}"
-                raise ModelError(f"{where}: {error}") from error
-        tables = learned(selection, tables, plan, answer)
-    moments, params = stepped(method.server, state.moments, state.params, aggregate)
-    return replace(state, params=params, moments=moments, tables=tables)
-
-
-def learned(selection: Selector, tables: Tables, plan: RoundPlan, answer: Outcome) -> Tables:
-    """The selector's tables after this answer."""
-    return selection.learn(tables, plan.order_of[answer.client], answer, answer.elapsed)
-
-
-def stepped(server: ServerOptimizer, moments: Params, old: Params, aggregate: Aggregate) -> tuple[Params, Params]:
-    """(moments, params) after the server's step towards the aggregate; as they were where no update arrived."""
-    if aggregate.empty:
-        return moments, old
-    if type(server) is Average:  # without asking which elements were trained
-        return moments, aggregate.result()
-    return server.step(moments, old, aggregate.result(), aggregate.trained())
-
-
-# ------------------------------------------------------------------------------------------------ on the client
-def local_task(training: Training, order: WorkOrder, spec: SubmodelSpec, **more: Any) -> LocalTask:
-    """The task of this order on the sub-model `spec`, with the options that `training` has in the order's round;
-    `more`: further fields of LocalTask."""
-    global _before
-    what, t = (training, order.round, spec, more), training
-    before = _before
-    if before is None or before[0] != what:
-        task = LocalTask(
+        Args:
+            order: The client's assignment.
+            spec: The sub-model to train, a part of the one received.
+            scaler: The divisor of outputs if the option `scaler` is on: one ratio for all layers, or each layer's own.
+            more: Other fields of `LocalTask`.
+        """
+        t = self.training
+        return LocalTask(
             spec=spec,
             optimizer=t.optimizer_in(order.round),
             epochs=t.epochs,
@@ -307,48 +201,126 @@ def local_task(training: Training, order: WorkOrder, spec: SubmodelSpec, **more:
             augment=t.augment,
             schedule=t.schedule,
             objective=t.objective,
+            scaler=scaler if self.scaler else 1.0,
+            mask_labels=self.mask_labels,
             **more,
         )
-        before = _before = what, task
-    return changed(before[1], seed=order.seed)
 
+    def largest_fitting(
+        self, ctx: TaskContext, levels: Iterable[int], thresholds: Sequence[float] | None = None
+    ) -> int:
+        """Return the largest of the pool models `levels` (ascending) that needs less than the free memory.
 
-_before: tuple[object, LocalTask] | None = None
-"""What the last task was made of, and the task: in many rounds clients differ in their seeds alone."""
-
-
-def largest_fitting(
-    ctx: TaskContext,
-    among: Iterable[int],
-    on_too_small: TooSmall,
-    thresholds: Sequence[float] | None = None,
-) -> int:
-    """Of the pool models `among` (ascending, all within what was received) the largest that needs less than what is
-    free now; where none does, the smallest all the same, or a ClientError. With `thresholds`, in % of the full model,
-    one for each pool model, a model fits from its threshold on, whatever its size."""
-    candidates = list(among)
-    needs = [100 * m.share for m in ctx.pool] if thresholds is None else thresholds
-    for i in reversed(candidates):
-        if ctx.observed > needs[i] or (thresholds is not None and ctx.observed == needs[i]):
-            return i
-    if on_too_small == "train":
+        If none fits, return the smallest, or raise ClientError with `on_too_small: fail`. `thresholds`: for each pool
+        model, the free memory in % of the full model from which on it counts as fitting, whatever its size.
+        """
+        candidates = list(levels)
+        needs = [100 * m.share for m in ctx.pool] if thresholds is None else thresholds
+        for level in reversed(candidates):
+            if ctx.observed > needs[level] or (thresholds is not None and ctx.observed == needs[level]):
+                return level
+        if self.on_too_small == "fail":
+            raise too_small(ctx.observed, needs[candidates[0]])
         return candidates[0]
-    need = needs[candidates[0]]
-    free, needed = _told_apart(ctx.observed, need)
-    raise ClientError(f"{free} % of the full model is free, the smallest needs {needed} %")
+
+    def whole(self, order: WorkOrder, ctx: TaskContext, **more: Any) -> LocalTask:
+        """Train all that was received: for methods that cannot prune on the device. `more`: as in `local_task`.
+
+        Raises ClientError if it does not fit into the free memory, except that the smallest model is trained all the
+        same with `on_too_small: train`.
+        """
+        if order.level != dispatched(ctx.pool)[0] or self.on_too_small == "fail":
+            check_fits(ctx, order.level)
+        return self.local_task(order, order.spec, **more)
+
+    # ------------------------------------------------------------------------------------ the server merges
+    def weight(self, update: ClientUpdate, state: Any, server: ServerContext) -> float:
+        """Return how much an update counts in the mean, by the option `weighting`."""
+        steps = 1.0
+        if self.weighting in ("updates", "hybrid"):  # reported, so at most what the assignment allows
+            most = costs.steps(self.training, server.samples.get(update.client, update.num_examples))
+            steps = min(max(1.0, update.metrics["steps"]), most)
+        return counted(self.weighting, state.layout, update.payload, update.num_examples, steps)
+
+    def merge(self, state: Any, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext) -> Any:
+        """Return the state after the round: the aggregation of the updates (by default the mean of each element over
+        the clients that trained it), then the server's step. The selection learns from updates and failures.
+
+        Raises ModelError if a weight is not positive and finite, or an update does not fit its sub-model.
+        """
+        public = Public.of(plan, state.pool, moving=self.moving)
+        aggregate = self.aggregation.start(state.params, state.layout, public)
+        selection, tables = self.selector(state.pool), state.tables
+        for answer in answers:
+            if isinstance(answer, ClientUpdate):
+                try:
+                    aggregate.add(answer.payload, answer.spec, self.weight(answer, state, server))
+                except ModelError as error:
+                    where = f"{type(self).__name__}.merge, round {plan.round + 1}, client {answer.client}"
+                    raise ModelError(f"{where}: {error}") from error
+            tables = selection.learn(tables, plan.order_of[answer.client], answer, answer.elapsed)
+        moments, params = stepped(self.server, state.moments, state.params, aggregate)
+        return replace(state, params=params, moments=moments, tables=tables)
 
 
-def needs_room(ctx: TaskContext, index: int, on_too_small: TooSmall = "fail") -> None:
-    """For methods that cannot prune on the device: raises ClientError if the model sent does not fit now. With `train`,
-    the smallest model that is sent to anybody is trained all the same, as in methods that can."""
-    need = 100 * ctx.pool[index].share
-    if ctx.observed <= need and not (index == dispatched(ctx.pool)[0] and on_too_small == "train"):
-        free, needed = _told_apart(ctx.observed, need)
-        raise ClientError(f"{free} % of the full model is free now, the model sent needs {needed} %")
+# ------------------------------------------------------------------------------------------------ functions
+def check_widths_differ(layout: ParamLayout, pool: Pool) -> None:
+    """Raise ConfigError if all sub-models that are sent have full width."""
+    sent = [m for m in pool if m.dispatched]
+    if all(layout.width(m.spec, group) == n for m in sent for group, n in layout.groups.items()):
+        raise ConfigError(
+            f"algorithm.scaler divides by width ratios, but {', '.join(m.name for m in sent)} have full width: set "
+            "algorithm.scaler=false"
+        )
 
 
-def _told_apart(free: float, needed: float) -> tuple[str, str]:
-    """Both with one decimal, or with as many more, up to six, as tell them apart. Where they are equal, more than that
-    is needed."""
-    pairs = ((f"{free:.{digits}f}", f"{needed:.{digits}f}") for digits in range(1, 7))
-    return next((pair for pair in pairs if pair[0] != pair[1]), (f"{free:.1f}", f"more than {needed:.1f}"))
+def picked(
+    selector: Selector, state: PooledState, context: RoundContext, count: int, rng: np.random.Generator
+) -> list[Pick]:
+    """Return what the selection picks. Raises ModelError unless that is a list of clients with levels of the pool."""
+    picks, gave = selector.pick(state.tables, context, count, rng), f"{type(selector).__name__}.pick gave"
+    if not isinstance(picks, Sequence):
+        raise ModelError(f"{gave} {kind_of(picks)}, where a list of (client, level) is expected")
+    for pick in picks:
+        if not (isinstance(pick, tuple) and len(pick) == 2 and pick[1] in range(len(state.pool))):
+            raise ModelError(
+                f"{gave} {pick!r}, where (client, level) is expected, the level of 0 to {len(state.pool) - 1}"
+            )
+    return list(picks)
+
+
+def asked(training: Training, context: RoundContext) -> int:
+    """Return how many clients are asked in the round."""
+    count = round_size(training.fraction * context.over_provision, len(context.fleet))
+    return count if context.slots is None else min(count, context.slots)
+
+
+def wanted(training: Training, context: RoundContext, picked: int) -> int:
+    """Return how many updates of the `picked` clients are merged."""
+    return min(picked, round_size(training.fraction, len(context.fleet)))
+
+
+def assignment(context: RoundContext, client: int, level: int, spec: SubmodelSpec, payload: Params) -> WorkOrder:
+    """Return the assignment that sends the client `payload`, the weights of `spec`."""
+    seed = seeds.derive(context.seed, "client", context.round, client)
+    return WorkOrder(context.round, client, spec, payload, seed, level)
+
+
+def stepped(server: ServerOptimizer, moments: Params, old: Params, aggregate: Aggregate) -> tuple[Params, Params]:
+    """Return (moments, params) after the server's step towards the aggregate; unchanged if no update arrived."""
+    if aggregate.empty:
+        return moments, old
+    if type(server) is Average:  # needs no mask of trained elements, which costs time
+        return moments, aggregate.result()
+    return server.step(moments, old, aggregate.result(), aggregate.trained())
+
+
+def check_fits(ctx: TaskContext, level: int) -> None:
+    """Raise ClientError unless pool model `level` fits into the free memory."""
+    need = 100 * ctx.pool[level].share
+    if ctx.observed <= need:
+        raise too_small(ctx.observed, need)
+
+
+def too_small(free: float, need: float) -> ClientError:
+    return ClientError(f"it has memory for {free:.6g} % of the model and needs more than {need:.6g} %")

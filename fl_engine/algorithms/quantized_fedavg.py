@@ -13,29 +13,33 @@ can hold the sub-network. QSGD has a norm for every 512 elements; `bucket: null`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from fl_engine.aggregation.rules import Aggregation, Mean
-from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import nested, pooled, terms
-from fl_engine.algorithms.nested import WIDTHS, Bits, Widths
-from fl_engine.algorithms.pooled import needs_room
-from fl_engine.algorithms.terms import StaticBN, Terms, local_task
-from fl_engine.algorithms.training import Training
+from fl_engine.algorithms.levels import WIDTHS, Bits, Widths, nested_member
+from fl_engine.algorithms.pooled import (
+    PooledAlgorithm,
+    StaticBN,
+    check_fits,
+)
 from fl_engine.codecs.qsgd import Qsgd
-from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
-from fl_engine.core.fields import STRICT, Count
-from fl_engine.core.types import Codecs, LocalTask, Pool, Prepared, TaskContext, WorkOrder
-from fl_engine.core.widths import Size
+from fl_engine.core.contracts import ModelFamily, ServerContext
+from fl_engine.core.fields import Count
+from fl_engine.core.types import (
+    Codecs,
+    LocalTask,
+    Pool,
+    Prepared,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.core.widths import (
+    Size,
+)
 from fl_engine.selection import Selection, Uniform
 
 
 @dataclass(frozen=True)
-class QuantizedFedAvg(Terms):
-    __pydantic_config__ = STRICT
-    preparations: ClassVar[tuple[str, ...]] = ()
-
-    training: Training = Training()
+class QuantizedFedAvg(PooledAlgorithm):
     level: Size = "large"
     """The sub-network that all devices train."""
     widths: Widths = WIDTHS
@@ -51,23 +55,14 @@ class QuantizedFedAvg(Terms):
     """Which devices take part. `all`: every device, whatever it can hold; `capable`: those that can hold the
     sub-network."""
     static_bn: StaticBN = "kept"
-    selection: Selection | None = None
-    """null: a uniform draw from the devices that take part."""
-    aggregation: Aggregation = Mean()
-    server: Server = Average()
+    selection: Selection = Uniform(model="largest")
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         up = None if self.bits_up is None else Qsgd(bits=self.bits_up, bucket=self.bucket)
         codecs = Codecs(down=Qsgd(bits=self.bits, bucket=self.bucket), up=up)
-        model = nested.member(family, self.level, self.widths, codecs, terms.static_bn(self, family))
-        return terms.some_narrower(self, family, (model,))
-
-    def selector(self, pool: Pool) -> Selector:
-        return self.selection or Uniform(model="largest")
-
-    init, plan, merge = pooled.init, pooled.plan, terms.merge
+        return (nested_member(self, family, self.level, self.widths, codecs),)
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        if self.eligible == "capable":
-            needs_room(ctx, 0)
-        return local_task(self, order, order.spec)
+        if self.eligible == "capable" or self.on_too_small == "fail":
+            check_fits(ctx, order.level)
+        return self.local_task(order, order.spec)

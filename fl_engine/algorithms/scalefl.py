@@ -18,27 +18,29 @@ the next. Clients are drawn uniformly and get the largest level they can hold; F
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from fl_engine.aggregation.rules import Aggregation, Mean
-from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled, terms
-from fl_engine.algorithms.pooled import TooSmall, exit_pool, largest_fitting
-from fl_engine.algorithms.terms import Terms, local_task
-from fl_engine.algorithms.training import Training
+from fl_engine.algorithms.levels import exit_pool
+from fl_engine.algorithms.pooled import (
+    PooledAlgorithm,
+)
 from fl_engine.core.contracts import ModelFamily, ServerContext
-from fl_engine.core.fields import STRICT, Fraction, Index, NotNegative, Positive
-from fl_engine.core.types import ExitLoss, LocalTask, Pool, Prepared, TaskContext, WorkOrder
-from fl_engine.core.widths import choose_exits, with_exits
-from fl_engine.selection import ByCapacity, Selection
+from fl_engine.core.fields import Fraction, Index, NotNegative, Positive
+from fl_engine.core.types import (
+    ExitLoss,
+    LocalTask,
+    Pool,
+    Prepared,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.core.widths import (
+    choose_exits,
+    with_exits,
+)
 
 
 @dataclass(frozen=True)
-class ScaleFL(Terms):
-    __pydantic_config__ = STRICT
-    preparations: ClassVar[tuple[str, ...]] = ()
-
-    training: Training = Training()
+class ScaleFL(PooledAlgorithm):
     widths: tuple[Fraction, ...] = (0.75, 0.82, 1.0)
     """Width ratio of each level, the last one 1 (FlexFL's comparison: these for VGG16, 0.81/0.95/1 for ResNet34,
     0.87/0.89/1 for MobileNetV2)."""
@@ -50,11 +52,6 @@ class ScaleFL(Terms):
     temperature: Positive = 3.0
     kd_from: Index = 0
     """The first round that distils, counted from 0; the authors' code takes a quarter of all rounds."""
-    on_too_small: TooSmall = "train"
-    """What a device does that has less free than the smallest level needs."""
-    selection: Selection = ByCapacity()
-    aggregation: Aggregation = Mean()
-    server: Server = Average()
 
     def _ends(self, family: ModelFamily) -> tuple[str, ...]:
         return choose_exits(family, self.widths, self.targets) if self.exits is None else self.exits
@@ -63,21 +60,15 @@ class ScaleFL(Terms):
         return with_exits(family, self._ends(family))
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        static_bn = terms.static_bn(self, family)
-        pool = exit_pool(family, self.widths, self._ends(family), static_bn=static_bn)
-        return terms.some_narrower(self, family, pool)
-
-    selector, init, plan = pooled.selector, pooled.init, pooled.plan
+        return exit_pool(self, family, self.widths, self._ends(family))
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        """Eq. 4 and 5: cross entropy of all exits, and what they learn from the last."""
-        level = largest_fitting(ctx, range(order.level + 1), self.on_too_small)
+        """Eq. 4 and 5: cross entropy of all exits, and distillation from the last exit to the others."""
+        level = self.largest_fitting(ctx, range(order.level + 1))
         spec = ctx.pool[level].spec
         exits = sum(1 for b in ctx.layout.blocks if b.startswith("exit_") and ctx.layout.has_block(spec, b))
         outputs = exits + ctx.layout.has_block(spec, ctx.layout.blocks[-1])
         weights = tuple((j + 1) / (outputs * (outputs + 1) / 2) for j in range(outputs))
         kd_weight = self.kd_weight if order.round >= self.kd_from else 0.0
         exit_loss = ExitLoss(weights, kd_weight, self.temperature, teachers="last")
-        return local_task(self, order, spec, self.widths[level], exits=exit_loss)
-
-    merge = terms.merge
+        return self.local_task(order, spec, self.widths[level], exits=exit_loss)

@@ -38,8 +38,8 @@ class Training:
     drop_last: bool = True
     """Leave out a last batch that is not full."""
     sampler: Sampling = Shuffle()
-    """Which samples a client sees in an epoch. shuffle: every one once; balanced: as many draws with replacement, each
-    label equally likely, or with `smoothing` a sample's weight is 1 / (smoothing + its label's count)."""
+    """Which samples a client sees in an epoch. shuffle: each sample once; balanced: as many draws with replacement,
+    each label equally likely, or with `smoothing` a sample's weight is 1 / (smoothing + its label's count)."""
     augment: tuple[Augmenting, ...] = ()
     """Random changes of images and maps while clients train, one after the other. flip: left to right, with probability
     `share`, and top to bottom, with probability `vertical`; crop: a window shifted by up to `padding` pixels;
@@ -49,34 +49,34 @@ class Training:
     """The learning rate inside a client's work of one round. cosine: from lr down to `floor` * lr; with `restart` anew
     after so many epochs, each descent `factor` times as long as the one before."""
     objective: str | None = None
-    """A function that gives the loss of a batch, package.module:NAME: objective(model, x, y, start), with the client's
-    network, normalised samples, targets, and the weights that training began from; null: the loss of the data's task
-    and what the algorithm adds to it. With an objective clients train one at a time."""
+    """A function that returns the loss of a batch, package.module:NAME: objective(model, x, y, start), with the
+    client's network, normalised samples, targets, and the weights that training began from; null: the loss of the
+    data's task plus the algorithm's own terms. With an objective clients train one at a time."""
     optimizer: str | None = None
-    """A function that makes the clients' optimizer, package.module:NAME: optimizer(parameters, lr), a new one in each
-    round, with that round's rate; null: SGD. `momentum` and `weight_decay` are SGD's: with a function they stay as they
-    are by default, or are 0. Clients then train one at a time."""
+    """A function that returns the clients' optimizer, package.module:NAME: optimizer(parameters, lr), called in each
+    round with that round's rate; null: SGD. `momentum` and `weight_decay` belong to SGD: with a function they keep
+    their defaults or are 0. Clients then train one at a time."""
 
     def __post_init__(self) -> None:
         for name in ("objective", "optimizer"):
             value = getattr(self, name)
             if value is not None and not all(value.partition(":")):
-                raise ValueError(f"training.{name} = {value!r}: a function is named as package.module:NAME")
+                raise ValueError(f"training.{name} must be a function, package.module:NAME, got {value!r}")
         if self.optimizer is not None:
             for name in ("momentum", "weight_decay"):
                 if getattr(self, name) not in (0, getattr(Training, name)):
                     raise ValueError(
-                        f"training.{name} is of the built-in SGD, and training.optimizer replaces it: set {name} to 0, "
-                        f"and give it to the optimizer in {self.optimizer}"
+                        f"training.{name} belongs to the built-in SGD, which training.optimizer replaces: set {name} "
+                        f"to 0, and pass it to the optimizer in {self.optimizer}"
                     )
 
     @property
     def is_own(self) -> bool:
-        """Whether clients train by somebody's own functions."""
+        """Whether clients train with a user's functions."""
         return self.objective is not None or self.optimizer is not None
 
     def optimizer_in(self, round: int) -> SGD | OwnOptimizer:
-        """What clients use in this round."""
+        """Return the optimizer that clients use in this round."""
         sgd = self.sgd(round)
         return sgd if self.optimizer is None else OwnOptimizer(sgd.lr, self.optimizer)
 

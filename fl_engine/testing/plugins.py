@@ -4,30 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_engine.aggregation.rules import Aggregation, Mean
-from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled
-from fl_engine.algorithms.pooled import local_task
+from fl_engine.algorithms.pooled import PooledAlgorithm
 from fl_engine.algorithms.training import Training
-from fl_engine.core import pool as pools
 from fl_engine.core.contracts import (
     ClientContext,
     ClientMetric,
     ModelFamily,
-    ServerContext,
 )
 from fl_engine.core.fields import STRICT
 from fl_engine.core.samples import outputs_of
 from fl_engine.core.slicing import full_shapes
 from fl_engine.core.types import (
-    FULL,
     HEAD,
     ClientUpdate,
     Device,
@@ -36,7 +29,6 @@ from fl_engine.core.types import (
     Params,
     Pick,
     Pool,
-    Prepared,
     RoundContext,
     Start,
     Tables,
@@ -67,28 +59,14 @@ def sgd(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
 
 
 @dataclass(frozen=True)
-class PersonalHeads:
+class PersonalHeads(PooledAlgorithm):
     """FedPer: Federated Learning with Personalization Layers (Arivazhagan et al., arXiv:1912.00818, 2019, Alg. 1, 2).
     The parameters of the head stay with the client, the others are averaged.
 
-    Departs from the paper: a client begins with the global model's head, where the paper's draws one of its own.
+    Departs from the paper: a client begins with the global model's head; in the paper it draws a head of its own.
     """
 
-    __pydantic_config__ = STRICT
-    preparations: ClassVar[tuple[str, ...]] = ()
-
-    training: Training = Training()
     selection: Selection = Uniform(model="largest")
-    aggregation: Aggregation = Mean()
-    server: Server = Average()
-
-    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        return (pools.member(family, "full", FULL, dispatched=True, reported=True),)
-
-    selector, init, plan, merge = pooled.selector, pooled.init, pooled.plan, pooled.merge
-
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        return local_task(self.training, order, order.spec)
 
     def client_state(self, family: ModelFamily, pool: Pool) -> Mapping[str, tuple[int, ...]]:
         """All parameters that have an axis of the network's outputs."""

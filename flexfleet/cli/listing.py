@@ -118,9 +118,10 @@ def list_(args: argparse.Namespace) -> int:
 
 
 def algorithms() -> dict[str, str]:
-    from fl_engine.algorithms import ALGORITHMS
+    from fl_engine.algorithms import ALGORITHMS, PRESETS
 
-    return _classes(ALGORITHMS)
+    presets = {name: preset.meaning for name, preset in PRESETS.items()}
+    return dict(sorted((_classes(ALGORITHMS) | presets).items()))
 
 
 def models() -> dict[str, str]:

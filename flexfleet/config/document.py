@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import yaml
 from pydantic import BaseModel
 
-from fl_engine.algorithms import ALGORITHMS
+from fl_engine.algorithms import CONTRACT as ALGORITHM
 from fl_engine.codecs import CODECS
 from fl_engine.core.fields import is_model
 from fl_engine.core.registry import Contract
@@ -31,7 +31,7 @@ from flexfleet.config.schema import Config
 
 WIDTH = 120
 NAMES: dict[str, Mapping[str, Any]] = {
-    "dataset.name": DATASETS, "model.name": MODELS, "algorithm.name": ALGORITHMS, "codec.down.name": CODECS,
+    "dataset.name": DATASETS, "model.name": MODELS, "algorithm.name": ALGORITHM.registry, "codec.down.name": CODECS,
     "codec.up.name": CODECS,
 }  # fmt: skip
 """Parameters that also take package.module:NAME, for a user's own."""

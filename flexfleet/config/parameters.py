@@ -7,13 +7,14 @@ says whose options they are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from itertools import chain
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from fl_engine.algorithms import ALGORITHMS, PRESETS
 from fl_engine.algorithms import CONTRACT as ALGORITHM
 from fl_engine.core.fields import is_model
 from fl_engine.models.build import FROM_DATA, INIT, WARM_START, model_kind
@@ -23,6 +24,7 @@ from flexfleet.config.document import NAMES
 from flexfleet.config.schema import Config
 
 REGISTRIES = {path.removesuffix(".name"): registry for path, registry in NAMES.items() if path != "dataset.name"}
+REGISTRIES["algorithm"] = ALGORITHMS
 """Sections whose options are those of what their `name` names."""
 OWN_MODULE = "package.module:NAME"
 """Whose options those of any `nn.Module` are, for which no name is registered."""
@@ -53,8 +55,9 @@ def everything(config: Config | None = None) -> list[Parameter]:
     network of one's own that the configuration names."""
     config = config or Config()
     algorithm, model = config.algorithm, config.model
+    named = {} if algorithm["name"] in PRESETS else {algorithm["name"]: ALGORITHM.of_section(algorithm)}
     own = chain(
-        _options("algorithm", {algorithm["name"]: ALGORITHM.of_section(algorithm)}),
+        _options("algorithm", named),
         _options("model", {model["name"]: model_kind(model)}),
     )
     return list(dict.fromkeys([*_section(Config(), ""), *own]))
@@ -85,11 +88,14 @@ def in_use(config: Config, among: Iterable[Parameter]) -> list[Parameter]:
                 walk(inner, f"{path}.{key}" if path else str(key))
 
     walk(config.model_dump(mode="json"), "")
-    algorithm = config.algorithm["name"]
+    preset = PRESETS.get(config.algorithm["name"])
+    set_by_preset = {f"algorithm.{key}" for key in preset.options} if preset else set()
 
     def used(each: Parameter) -> bool:
         parent = each.name.rpartition(".")[0]
-        return each.of in ("", named.get(parent)) or (parent == "algorithm" and each.of == algorithm)
+        if preset and parent == "algorithm" and each.of == preset.algorithm:
+            return each.name not in set_by_preset
+        return each.of in ("", named.get(parent))
 
     return [each for each in among if used(each)]
 
@@ -104,11 +110,14 @@ def _section(value: Any, prefix: str) -> Iterator[Parameter]:
         if path in REGISTRIES:
             registry = REGISTRIES[path]
             about = document.about(f"{path}.name") if path in ("model", "algorithm") else document.about(path)
-            yield Parameter(f"{path}.name", "", "name", default["name"], tuple(sorted(registry)), about)
+            names = tuple(sorted(NAMES[f"{path}.name"]))
+            yield Parameter(f"{path}.name", "", "name", default["name"], names, about)
             if path == "model":
                 yield Parameter(f"{path}.{INIT}", "", "text, or null", "null", (), WARM_START)
                 yield from _options(path, {OWN_MODULE: ModuleFamily})
             yield from _options(path, registry)
+            if path == "algorithm":
+                yield from _preset_options()
         elif isinstance(default, BaseModel) or path == "training":
             yield from _section(default, f"{path}.")
         else:
@@ -129,6 +138,15 @@ def _options(path: str, registry: Mapping[str, Any]) -> Iterator[Parameter]:
             listed = tuple(inner) or document._choices(hint)
             yield Parameter(f"{path}.{field.name}", own, _type(hint), _default(field), listed, texts)
             yield from _options(f"{path}.{field.name}", inner)
+
+
+def _preset_options() -> Iterator[Parameter]:
+    """The options that presets set, with their values there."""
+    for name, preset in sorted(PRESETS.items()):
+        for row in _options("algorithm", {name: ALGORITHMS[preset.algorithm]}):
+            key = row.name.removeprefix("algorithm.")
+            if key in preset.options:
+                yield replace(row, default=_text(preset.options[key]))
 
 
 def _default(field: Field[Any]) -> str:

@@ -17,7 +17,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from fl_engine.algorithms import ALGORITHMS
+from fl_engine.algorithms import CONTRACT as ALGORITHM
 from fl_engine.core.allowed import check_wheel, trust, trusted
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, holds_password, masked
@@ -151,7 +151,7 @@ def parse_with_algorithm(values: Mapping[str, Any], stored: bool = False) -> tup
 def _unknown_names(values: Mapping[str, Any]) -> list[str]:
     """Errors for data sets, networks and algorithms with unknown names, reported beside all other errors."""
     known: dict[str, tuple[Mapping[str, Any], str]] = {
-        "dataset": (DATASETS, "data set"), "model": (MODELS, "model"), "algorithm": (ALGORITHMS, "algorithm")
+        "dataset": (DATASETS, "data set"), "model": (MODELS, "model"), "algorithm": (ALGORITHM.registry, "algorithm")
     }  # fmt: skip
     wrong = []
     for section, (registry, what) in known.items():

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pydantic import ValidationError
 
 from fl_engine.aggregation import privacy
-from fl_engine.algorithms import ALGORITHMS, CONTRACT
+from fl_engine.algorithms import ALGORITHMS, CONTRACT, options_of
 from fl_engine.algorithms.training import Training
 from fl_engine.codecs import codec_of
 from fl_engine.core.allowed import trust
@@ -31,7 +31,7 @@ from flexfleet.config.schema import Config
 def algorithm(config: Config) -> Algorithm:
     """The configured algorithm with its hyper-parameters checked."""
     kind = CONTRACT.of_section(config.algorithm)
-    options = {k: v for k, v in config.algorithm.items() if k != "name"}
+    options = options_of(config.algorithm)
     known = [f.name for f in fields(kind) if f.name != "training"]  # type: ignore[arg-type]
     check_names("algorithm", options, known)
     training = adapter(Training).dump_python(config.training, mode="json")

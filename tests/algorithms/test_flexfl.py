@@ -109,7 +109,7 @@ def test_adaprune_gives_the_largest_that_fits(free: float, received: str) -> Non
 @pytest.mark.parametrize("received", ["M1", "M2", "M3"])
 def test_a_device_below_the_smallest_model_trains_it_or_fails(free: float, received: str) -> None:
     assert trained_by(FlexFL(on_too_small="train"), received, free) == "M1"
-    with pytest.raises(ClientError, match=rf"{free:.1f} % .* 25\.0 %"):
+    with pytest.raises(ClientError):
         trained_by(FlexFL(on_too_small="fail"), received, free)
     assert trained_by(FlexFL(on_too_small="fail"), received, 25.1) == "M1"
 

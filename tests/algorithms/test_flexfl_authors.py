@@ -124,7 +124,7 @@ def test_a_device_below_the_smallest_target_trains_it_or_fails() -> None:
     _, pool = paper_pool(VGG_SHARES)
     strict = FlexFL(rule="authors", on_too_small="fail")
     assert trained_by(strict, pool, "M2", 25.0) == "M1"
-    with pytest.raises(ClientError, match=r"24\.9 % of the full model is free, the smallest needs 25\.0 %"):
+    with pytest.raises(ClientError):
         trained_by(strict, pool, "M2", 24.9)
 
 

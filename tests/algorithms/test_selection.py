@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fl_engine.algorithms import FlexFL, pooled
+from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.training import Training
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import FULL, Device, LocalTask, SubmodelSpec, WorkOrder
+from fl_engine.core.types import Device
 from fl_engine.selection import ByCapacity, Oort, ResourceTable, Uniform
 from fl_engine.selection.capacity import holds, lacks, round_size
 from fl_engine.testing.tiny import (
@@ -173,22 +172,3 @@ def test_uniform_draws_among_those_that_are_online(model: Any) -> None:
     expected = sorted(np.random.default_rng(5).choice([d.client for d in online], size=4, replace=False).tolist())
     picks = picked(Uniform(model=model), {}, online, pool, np.random.default_rng(5), 4)
     assert [client for client, _ in picks] == expected
-
-
-# ======================================================================================================== tasks
-def test_each_order_s_task_is_its_own() -> None:
-    """Whatever came before: its seed, the learning rate of its round, its sub-model and what else the method says."""
-    half = SubmodelSpec.of({"fc": 3})
-    training = Training(lr=0.1, lr_decay=0.5, epochs=2)
-
-    def task(seed: int, round: int = 0, spec: SubmodelSpec = FULL, of: Training = training, **more: Any) -> LocalTask:
-        return pooled.local_task(of, WorkOrder(round, 0, FULL, {}, seed, 0), spec, **more)
-
-    first = task(1)
-    assert (first.seed, task(2).seed, first.seed) == (1, 2, 1)
-    assert replace(task(2), seed=1) == first == task(1)
-    rates = [task(1, round=round).optimizer.lr for round in (0, 1, 2, 0)]
-    assert rates == [0.1, 0.05, 0.025, 0.1]
-    assert [task(1, spec=spec).spec for spec in (FULL, half, FULL)] == [FULL, half, FULL]
-    assert [task(1, proximal=mu).proximal for mu in (0.0, 0.3, 0.0)] == [0.0, 0.3, 0.0]
-    assert [task(1, of=replace(training, epochs=n)).epochs for n in (2, 3, 2)] == [2, 3, 2]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fl_engine.aggregation.server_opt import Adagrad, Adam, Average, Server, Yogi
-from fl_engine.algorithms import Decoupled, FedOpt
+from fl_engine.algorithms import Decoupled, FedAvg
 from fl_engine.algorithms.pooled import PooledState
 from fl_engine.algorithms.training import Training
 from fl_engine.core.types import (
@@ -51,7 +51,7 @@ RULES: list[Adagrad | Adam | Yogi] = [Adagrad(), Adam(), Yogi()]
 LAYOUT = ParamLayout({"g": 4}, {"w": Slot("b", (Axis("g"),)), "bn.running_mean": Slot("b", (Axis("g"),))})
 OLD = {"w": torch.tensor([1.0, 2.0, 3.0, 4.0]), "bn.running_mean": torch.tensor([0.0, 10.0, 20.0, 30.0])}
 POOL = (PoolModel("full", FULL, 8, 1.0, 4, dispatched=True, reported=True),)
-SERVER = ServerSite(tiny_site(FedOpt()))
+SERVER = ServerSite(tiny_site(FedAvg()))
 FLEET = tuple(Device(c, "any", 110.0, 0.0) for c in range(3))
 FIRST, SECOND = SubmodelSpec.of({"g": 3}), SubmodelSpec.of({"g": [0, 1, 3]})
 
@@ -62,7 +62,7 @@ ADAGRAD_WITH_MOMENTUM = Adagrad(lr=0.1, b1=0.5, tau=0.1)
 
 
 def state_before() -> PooledState:
-    return FedOpt().init({name: t.clone() for name, t in OLD.items()}, LAYOUT, FLEET, POOL, SERVER)
+    return FedAvg().init({name: t.clone() for name, t in OLD.items()}, LAYOUT, FLEET, POOL, SERVER)
 
 
 def orders_of(round: int, clients: int) -> tuple[WorkOrder, ...]:
@@ -76,7 +76,7 @@ def after_one(server: Server) -> PooledState:
     a = {"w": torch.tensor([2.0, 1.2, 3.2]), "bn.running_mean": torch.tensor([1.0, 12.0, 23.0])}
     b = {"w": torch.tensor([1.2, 2.0, 3.0]), "bn.running_mean": torch.tensor([5.0, 12.0, 19.0])}
     outcomes: list[Outcome] = [update_of(first, FIRST, a, 1), update_of(second, FIRST, b, 3), failure_of(third)]
-    return FedOpt(server=server).merge(state_before(), RoundPlan(0, (first, second, third)), outcomes, SERVER)
+    return FedAvg(server=server).merge(state_before(), RoundPlan(0, (first, second, third)), outcomes, SERVER)
 
 
 def after_two(server: Server) -> tuple[PooledState, PooledState]:
@@ -85,7 +85,7 @@ def after_two(server: Server) -> tuple[PooledState, PooledState]:
     moved = state.params["w"][[0, 1, 3]] + torch.tensor([0.1, 0.3, 0.2])
     payload = {"w": moved, "bn.running_mean": torch.tensor([7.0, 8.0, 9.0])}
     (order,) = orders_of(1, 1)
-    return state, FedOpt(server=server).merge(
+    return state, FedAvg(server=server).merge(
         state, RoundPlan(1, (order,)), [update_of(order, SECOND, payload, 9)], SERVER
     )
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms import (
     AdaptiveFL,
-    DAdaQuant,
     Decoupled,
     DepthFL,
     FedAvg,
@@ -21,8 +20,8 @@ from fl_engine.algorithms import (
     HeteroFL,
     MultiBranch,
     ScaleFL,
-    terms,
 )
+from fl_engine.algorithms.weighting import kernels
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.slicing import initial_params, take
@@ -317,23 +316,5 @@ def test_kernels_are_output_channels() -> None:
         "words.weight": torch.zeros(1000, 32),
         "head.weight": torch.zeros(10, 32),
     }
-    assert terms.kernels(layout, params) == 16 + 3 + 32
-    assert terms.kernels(layout, {"head.weight": params["head.weight"]}) == 1
-
-
-def test_weights_are_known_before_the_round_where_levels_follow_them() -> None:
-    """DAdaQuant: 8 samples in batches of 4, two epochs, are 4 steps; 20 samples are 10."""
-    layout, specs = NET.layout(), (FULL, PART)
-    orders = [WorkOrder(0, client, FULL, take(START, layout, spec), 0, 2) for client, spec in enumerate(specs)]
-    found = {
-        weighting: terms.expected_weights(DAdaQuant(training=TRAINING, weighting=weighting), layout, orders, (8, 20))
-        for weighting in EXPECTED
-    }
-    size = 2 + 16 + 16
-    assert found == {
-        "examples": [8, 20],
-        "uniform": [1, 1],
-        "updates": [4, 10],
-        "model_size": [72, size],
-        "hybrid": [72 * 4, size * 10],
-    }
+    assert kernels(layout, params) == 16 + 3 + 32
+    assert kernels(layout, {"head.weight": params["head.weight"]}) == 1

@@ -11,7 +11,6 @@ from fl_engine.algorithms import (
     Decoupled,
     DepthFL,
     FedAvg,
-    FedXLarge,
     FjORD,
     MultiBranch,
     QuantizedFedAvg,
@@ -32,4 +31,4 @@ class TestTerms(TermsSuite):
         return not isinstance(algorithm, FjORD)
 
     def scales(self, algorithm: Any) -> bool:  # what these send has the full width
-        return not isinstance(algorithm, FedAvg | DepthFL | MultiBranch | FedXLarge | QuantizedFedAvg)
+        return not isinstance(algorithm, FedAvg | DepthFL | MultiBranch | QuantizedFedAvg)

@@ -103,7 +103,7 @@ def test_a_law_that_the_algorithm_breaks_fails_its_test(flexfleet: Any, tmp_path
     assert flexfleet("init", "--algorithm", "fed_wrong").code == 0
     file = tmp_path / "fed_wrong.py"
     before = file.read_text()
-    file.write_text(before.replace("range(order.level + 1), ", "range(len(ctx.pool)), "))  # more than it was sent
+    file.write_text(before.replace("range(order.level + 1)", "range(len(ctx.pool))"))  # more than it was sent
     assert file.read_text() != before
     argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "test_fed_wrong.py"]
     tested = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from fl_engine.algorithms import FlexFL, HeteroFL
-from fl_engine.algorithms.pooled import prefix_pool
+from fl_engine.algorithms.levels import prefix_pool
 from fl_engine.core.contracts import ModelFamily, PreparationContext, ServerContext
 from fl_engine.core.errors import ConfigError, PartitionError, PoolError
 from fl_engine.core.types import Pool, Prepared
@@ -80,7 +80,7 @@ class Counts(FlexFL):
         assert made == {}
         share = max(server.samples.values()) / sum(server.samples.values())
         assert len(server.data.train_y) == 24
-        return prefix_pool(family, (share, 1.0), "ceil")
+        return prefix_pool(self, family, (share, 1.0))
 
 
 def test_the_pool_may_ask_the_server(flexfleet: Any, quick: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ class Odd(HeteroFL):
     how: str = ""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Any:
-        pool = prefix_pool(family, (0.5, 1.0), "ceil")
+        pool = prefix_pool(self, family, (0.5, 1.0))
         unreported = replace(pool[-1], reported=False)
         as_is: dict[str, Any] = {"none": None, "empty": (), "one": pool[0], "specs": (pool[0].spec,)}
         as_is |= {each: (pool[0], replace(pool[1], name=each)) for each in ODD_NAMES}

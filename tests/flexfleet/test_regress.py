@@ -31,7 +31,6 @@ PLANTED = '''
 """FlexFL with what should not be."""
 import time
 from dataclasses import dataclass
-from fl_engine.algorithms import pooled
 from fl_engine.algorithms.flexfl import FlexFL
 
 KEPT = []
@@ -42,8 +41,8 @@ class NoDistillation(FlexFL):
 
 @dataclass(frozen=True)
 class ByCount(FlexFL):
-    def merge(self, state, plan, answers, server):
-        return pooled.merge(self, state, plan, answers, server, lambda update: 1.0)
+    def weight(self, update, state, server):
+        return 1.0
 
 @dataclass(frozen=True)
 class Sleeping(FlexFL):

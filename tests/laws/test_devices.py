@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.algorithms.pooled import prefix_pool
+from fl_engine.algorithms import HeteroFL
 from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Device
@@ -22,6 +22,7 @@ from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.selection.capacity import holds, level_of
+from fl_engine.testing.tiny import tiny_pool
 
 law = settings(max_examples=60)
 
@@ -288,7 +289,7 @@ def test_the_simulated_clock_by_hand() -> None:
 def test_devices_of_the_default_fleet_hold_the_smallest_model() -> None:
     """Of a fleet that a user chooses, `memory` is what its devices hold."""
     family = SmallCNN((1, 8, 8), 10)
-    pool = prefix_pool(family, (0.7, 1.0), "ceil")
+    pool = tiny_pool(HeteroFL(widths=(0.7, 1.0)), family)
     assert 35 < 100 * pool[0].share < 60
     plain = {d.client: d for d in fleet(DEFAULT, 10, 0)}
     for device in fleet(DEFAULT, 10, 0, family, pool[0].params):

@@ -15,15 +15,25 @@ from fl_engine.aggregation.protocol import Aggregate
 from fl_engine.aggregation.robust import Middle
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import ALGORITHMS, CONTRACT, FedAvg, FedOpt, pooled
-from fl_engine.algorithms.pooled import PooledState, local_task
+from fl_engine.algorithms import ALGORITHMS, CONTRACT, FedAvg
+from fl_engine.algorithms.pooled import PooledState
 from fl_engine.algorithms.training import Training
 from fl_engine.core.augmentation import Flip
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.task import Task
-from fl_engine.core.types import LocalTask, Outcome, ParamLayout, Params, Pool, RoundPlan, TaskContext, WorkOrder
+from fl_engine.core.types import (
+    ClientUpdate,
+    LocalTask,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    RoundPlan,
+    TaskContext,
+    WorkOrder,
+)
 from fl_engine.rounds.server import ServerSite
 from fl_engine.selection import Uniform
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, context_of, start_of, tiny_site, update_of
@@ -123,8 +133,8 @@ def test_every_algorithm_takes_ones_own(name: str) -> None:
 
 @dataclass(frozen=True)
 class ByLoss(FedAvg):
-    def merge(self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext) -> Any:
-        return pooled.merge(self, state, plan, answers, server, lambda u: u.num_examples * u.metrics["loss"])
+    def weight(self, update: ClientUpdate, state: PooledState, server: ServerContext) -> float:
+        return update.num_examples * update.metrics["loss"]
 
 
 def test_a_weight_of_0_is_told_with_round_and_client() -> None:
@@ -142,14 +152,14 @@ def test_a_weight_of_0_is_told_with_round_and_client() -> None:
 def test_what_is_plugged_in_is_what_merges() -> None:
     """A trimmed mean that trims nothing is the plain mean of the updates; the server then goes half of the way."""
     algorithm = configured(f"algorithm.aggregation={{name: {HERE}:Trimmed, share: 0.0}}", name="fedopt")
-    algorithm = FedOpt(training=TRAINING, eligible="all", aggregation=algorithm.aggregation, server=Average())
+    algorithm = FedAvg(training=TRAINING, eligible="all", aggregation=algorithm.aggregation, server=Average())
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
     plan = algorithm.plan(state, context_of(site, 0, 7))
     updates = [update_of(o, o.spec, {n: t + o.client for n, t in o.payload.items()}) for o in plan.orders]
     whole = algorithm.merge(state, plan, updates, ServerSite(site))
     for server in (Half(), HalfAverage()):
-        half = FedOpt(training=TRAINING, eligible="all", aggregation=Trimmed(share=0.0), server=server).merge(
+        half = FedAvg(training=TRAINING, eligible="all", aggregation=Trimmed(share=0.0), server=server).merge(
             state, plan, updates, ServerSite(site)
         )
         assert_same_bits(half.params, {n: torch.lerp(t, whole.params[n], 0.5) for n, t in state.params.items()})
@@ -193,10 +203,14 @@ class Own:
     def pool(self, family: ModelFamily, prepared: Any, server: Any, *more: Any) -> Pool:
         return FedAvg().pool(family, prepared, server)
 
-    selector, init, plan = pooled.selector, pooled.init, pooled.plan
+    def init(self, params: Params, layout: Any, fleet: Any, pool: Pool, server: Any) -> PooledState:
+        return FedAvg().init(params, layout, fleet, pool, server)
+
+    def plan(self, state: PooledState, context: Any) -> RoundPlan:
+        return FedAvg().plan(state, context)
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        return local_task(self.training, order, order.spec)
+        return FedAvg().task(order, ctx)
 
     def merge(
         self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext, *more: Any
