@@ -61,7 +61,7 @@ def train_centrally(
             if not found.finite:
                 raise Diverged(
                     f"central training diverged in epoch {session.done} (learning rate {task.optimizer.lr:g}): "
-                    "set a smaller rate (central.lr; noise.lr where noise.labels asks for it), or central.clip_norm"
+                    "set a smaller rate (central.lr, or noise.lr if noise.labels is set)"
                 )
             params = {name: tensor.cpu().clone() for name, tensor in found.params.items()}
             score = evaluate(family, params, task.spec, data, data.test_x, data.test_y, device)

@@ -180,7 +180,7 @@ class Session:
                     raise
                 raise ModelError(
                     f"a batch of one sample cannot be trained: {first_line(error)}; leave out a last batch that is not "
-                    "full (training.drop_last=true, central.drop_last=true), or set another batch_size"
+                    "full (training.drop_last=true), or set another batch_size"
                 ) from error
             for weight in (*self._weights, *self._own.values()):
                 weight.grad = None

@@ -38,8 +38,8 @@ def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def where_tracked(uri: str, ui: str | None) -> str:
-    """Where to see the run in MLflow: the server's address, or the command that starts a server for a database."""
-    if ui is not None or uri.startswith(("http://", "https://")):
-        return f"MLflow: {masked(ui or uri)}"
+def where_tracked(uri: str) -> str:
+    """Return where to see the run in MLflow: the server's address, or the command that starts one for a database."""
+    if uri.startswith(("http://", "https://")):
+        return f"MLflow: {masked(uri)}"
     return f"MLflow: mlflow ui --backend-store-uri {masked(uri)}"

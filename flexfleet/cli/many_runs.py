@@ -75,7 +75,7 @@ def compare(args: argparse.Namespace) -> int:
         show(table(comparison))
         show(f"page: {comparison_runs.folder_of(runs) / 'comparison.html'}")
         if runs[0].config.tracking.mlflow:
-            show(where_tracked(runs[0].config.tracking.mlflow, runs[0].config.tracking.ui))
+            show(where_tracked(runs[0].config.tracking.mlflow))
     return 0
 
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             show(precisions.table(found))
         show(f"report: {result.report}")
         if config.tracking.mlflow:
-            show(where_tracked(config.tracking.mlflow, config.tracking.ui))
+            show(where_tracked(config.tracking.mlflow))
         avg = Measure(resolved.data.task.metric.name).with_unit(result.metrics["avg"])
         show(f"{run_id} {result.status}: avg {avg}, {tally}")
     return 0 if result.status == "finished" else Diverged.exit_code
@@ -88,7 +88,7 @@ def central(args: argparse.Namespace) -> int:
     show(f"{result.run_id}: {measure.name} {measure.with_unit(m['full'])} after {config.central.epochs} epochs, {best}")
     show(f"curve: {result.report}")
     if config.tracking.mlflow:
-        show(where_tracked(config.tracking.mlflow, config.tracking.ui))
+        show(where_tracked(config.tracking.mlflow))
     return 0
 
 

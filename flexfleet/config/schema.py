@@ -28,7 +28,6 @@ from fl_engine.core.fields import (
     is_model,
     user_path,
 )
-from fl_engine.core.samplers import Sampling, Shuffle
 from fl_engine.core.schedules import Constant, Scheduling
 from fl_engine.core.text import folder_hint, is_meant
 from fl_engine.data.partitioning import Rule
@@ -106,8 +105,6 @@ class NoiseConfig(Section):
     """Epochs of the central training, on four fifths of all training data; its mistakes are counted on the rest."""
     lr: Positive = 1e-3
     """Its learning rate, of Adam."""
-    batch_size: Count = 50
-    """Its samples per step."""
 
 
 class FleetConfig(Section):
@@ -168,12 +165,6 @@ class CentralConfig(Section):
     """Of SGD."""
     weight_decay: NotNegative = 0.0
     """Of SGD."""
-    clip_norm: Positive | None = None
-    """Largest norm of a step's gradient; null: no limit."""
-    drop_last: bool = False
-    """Leave out a last batch that is not full."""
-    sampler: Sampling = Shuffle()
-    """As in `training`."""
     augment: tuple[Augmenting, ...] = ()
     """As in `training`."""
     schedule: Scheduling = Constant()
@@ -266,11 +257,6 @@ class TrackingConfig(Section):
     """MLflow tracking URI; null: off."""
     experiment: str | None = None
     """null: <dataset>-<model>-<partition>; where Kubeflow gives tasks an MLflow (MLFLOW_TRACKING_URI), its own."""
-    ui: str | None = None
-    """Where people open MLflow, if that is another address than `mlflow`; for links."""
-    kubeflow: str | None = None
-    """Where people open Kubeflow Pipelines, for links from MLflow to a pipeline's run; null: what FLEXFLEET_KUBEFLOW_UI
-    says, else no links."""
 
 
 class Range(Section):
@@ -330,8 +316,6 @@ class PublishConfig(Section):
     precision: Literal["auto"] | Annotated[tuple[OnnxPrecision, ...], Field(min_length=1)] = ("fp32",)
     """Precisions of each level's ONNX files: fp16, int8 (dynamic) and int8_static; fp32 is always written, and the
     others are compared with it. auto: the smallest precision that has as many bits as the level's codec sends."""
-    calibration: Count = 128
-    """For int8_static: how many of the server's proxy samples show the ranges of activations, where it has as many."""
     dvc: UserPath | None = None
     """Remote (s3://bucket/prefix, or a folder) to which DVC pushes partition, pool, model and report; null: none."""
 

@@ -34,9 +34,12 @@ SIZES = {
 DATA = "/data"
 """The folder of the data sets in tasks, if FLEXFLEET_DATA_CLAIM names a volume claim with them."""
 
+LINKS = ("FLEXFLEET_KUBEFLOW_UI", "FLEXFLEET_MLFLOW_UI")
+"""Addresses for links."""
 VARIABLES = (
     *SECRETS,
-    *(f"FLEXFLEET_{name}" for name in ("IMAGE", "KUBEFLOW_UI", "DATA_CLAIM", "TASK_NODES", "TRAIN_GPU")),
+    *LINKS,
+    *(f"FLEXFLEET_{name}" for name in ("IMAGE", "DATA_CLAIM", "TASK_NODES", "TRAIN_GPU")),
     *(f"FLEXFLEET_{kind}_{what}" for kind, sizes in SIZES.items() for what in sizes),
 )
 ADAPTED = "# Adapted to its cluster by "
@@ -67,7 +70,8 @@ def retarget(text: str, environment: Mapping[str, str]) -> str:
     spec, platform = documents(text)
     named = {default: environment.get(variable) or default for variable, default in SECRETS.items()}
     nodes = _pairs(environment.get("FLEXFLEET_TASK_NODES", ""))
-    claim, ui = environment.get("FLEXFLEET_DATA_CLAIM"), environment.get("FLEXFLEET_KUBEFLOW_UI")
+    claim = environment.get("FLEXFLEET_DATA_CLAIM")
+    links = {name: environment[name] for name in LINKS if environment.get(name)}
     tasks = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     for key, executor in spec["deploymentSpec"]["executors"].items():
         if "container" not in executor:
@@ -75,7 +79,7 @@ def retarget(text: str, environment: Mapping[str, str]) -> str:
         container, settings = executor["container"], tasks[key]
         image = container["image"] = environment.get("FLEXFLEET_IMAGE") or container["image"]
         variables = {each["name"]: each["value"] for each in container["env"]} | {"FLEXFLEET_IMAGE": image}
-        variables |= {"FLEXFLEET_KUBEFLOW_UI": ui} if ui else {}
+        variables |= links
         variables |= {"FLEXFLEET_DATA": DATA} if claim else {}
         container["env"] = [{"name": name, "value": value} for name, value in variables.items()]
         container["resources"] = _resources(container["resources"], environment)

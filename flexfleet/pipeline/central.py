@@ -149,10 +149,8 @@ def task_of(config: Config) -> LocalTask:
         Adam(c.lr) if c.optimizer == "adam" else SGD(c.lr, c.momentum, c.weight_decay),
         epochs=c.epochs,
         batch_size=c.batch_size,
-        drop_last=c.drop_last,
+        drop_last=False,
         seed=seeds.derive(config.seed, "central"),
-        clip_norm=c.clip_norm,
-        sampler=c.sampler,
         augment=c.augment,
         schedule=c.schedule,
     )

@@ -41,6 +41,8 @@ log = logging.getLogger("flexfleet")
 
 MAP, FEATURES = "the content of partition.map", "what partition.features names"
 NETWORK = "the network of noise.labels"
+BATCH_SIZE = 50
+"""Samples per step of the training whose mistakes become wrong labels."""
 CONTENTS = (MAP, FEATURES, NETWORK)
 
 _COMPUTED: dict[str, Ints] = {}
@@ -157,7 +159,7 @@ def noisy(config: Config, data: Data, parts: Partition, held_out: Sequence[Ints]
     def measured() -> Confusion:
         check_device(device)
         prepare_process((device,))
-        return measure_confusion(family, data, seed, n.epochs, n.lr, n.batch_size, device)
+        return measure_confusion(family, data, seed, n.epochs, n.lr, BATCH_SIZE, device)
 
     found = cache.kept(_store(config), "confusion", inputs, Confusion, measured)
     mistakes = likely_mistakes(found.matrix, n.sure, parts.server_classes)

@@ -49,6 +49,8 @@ from flexfleet.tracking.server import Patient, answering, platform_of
 from flexfleet.tracking.trackers import name_in_mlflow
 
 CANDIDATE, CHAMPION = "candidate", "champion"
+CALIBRATION = 128
+"""Proxy samples that show int8_static the ranges of activations."""
 MODEL = "model_sha256"
 """Tag of a version: the global model that it was exported from."""
 SERVING = Path(__file__).with_name("serving.py")
@@ -93,7 +95,7 @@ def export(resolved: Resolved, out: Path, to: Path) -> tuple[Data, list[About]]:
                 exports.to_onnx(made, data, folder / exports.ONNX)
             log.info("exported %s: %s", member.name, said(made.about))
             if config.publish.measured:
-                shown = seeds.rng(config.seed, "calibration").permutation(len(proxy))[: config.publish.calibration]
+                shown = seeds.rng(config.seed, "calibration").permutation(len(proxy))[:CALIBRATION]
                 wanted, sha = precisions_of(config, member), history.model_sha256
                 found = onnx_comparison.measure(folder, member.name, wanted, data, proxy[shown], sha)
                 for line in precisions.refusals([found]):

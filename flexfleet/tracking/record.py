@@ -33,6 +33,8 @@ from flexfleet.files.artifacts import RunFile
 from flexfleet.tracking.server import PARENT, Platform, connect, experiment_of, platform_of
 from flexfleet.tracking.trackers import JOB, TOKEN, MLflow
 
+MLFLOW_UI = "FLEXFLEET_MLFLOW_UI"
+"""Where people open MLflow, if that is another address than `tracking.mlflow`."""
 RUN_KEY = "site/run.json"
 COMMIT = "mlflow.source.git.commit"
 
@@ -163,9 +165,9 @@ def known_file(store: Store) -> RunFile | None:
 
 
 def of_job(config: Config, job_id: str) -> dict[str, str]:
-    """Tags of what a pipeline run makes: the pipeline run's id, and its page if `tracking.kubeflow`, or else the
-    environment's FLEXFLEET_KUBEFLOW_UI, says where people open Kubeflow Pipelines."""
-    ui = masked(config.tracking.kubeflow or os.environ.get("FLEXFLEET_KUBEFLOW_UI", "")).rstrip("/")
+    """Tags of what a pipeline run makes: the pipeline run's id, and its page if the
+    environment's FLEXFLEET_KUBEFLOW_UI says where people open Kubeflow Pipelines."""
+    ui = masked(os.environ.get("FLEXFLEET_KUBEFLOW_UI", "")).rstrip("/")
     return {f"{JOB}job_id": job_id, **({f"{JOB}run": f"{ui}/#/runs/details/{job_id}"} if ui else {})}
 
 
@@ -274,13 +276,13 @@ def link_to_curves(config: Config, experiment_id: str, run_ids: Sequence[str], m
 
 def _ui(config: Config) -> str:
     """Where people open MLflow; empty if it is no server, or if nothing is tracked."""
-    uri = masked(config.tracking.ui or config.tracking.mlflow or "").rstrip("/")
+    uri = masked(os.environ.get(MLFLOW_UI) or config.tracking.mlflow or "").rstrip("/")
     return uri if config.tracking.mlflow is not None and uri.startswith(("http://", "https://")) else ""
 
 
 def card(config: Config, run_id: str, store_uri: str) -> str:
     """Markdown: what has begun, and where to see it."""
-    c, at = config, masked(config.tracking.ui or config.tracking.mlflow or "")
+    c, at = config, masked(os.environ.get(MLFLOW_UI) or config.tracking.mlflow or "")
     data = stored_data.display_name(c.dataset.name, c.dataset.root)
     tracked = f"{at} (the task of the federated rounds begins the run)"
     if c.tracking.mlflow is None:

@@ -313,8 +313,8 @@ def test_the_thesiss_trainings_can_be_said() -> None:
     task = task_of(load_config(None, [*wanted, restarts, "central.weight_decay=0.0005"]))
     assert (task.spec, task.optimizer, task.batch_size, task.epochs) == (FULL, SGD(0.1, 0.0, 0.0005), 12, 200)
     assert task.schedule == Cosine(restart=10, factor=2) and task.seed == seeds.derive(4, "central")
-    adam = task_of(load_config(None, ["central.optimizer=adam", "central.lr=0.001", "central.clip_norm=1.0"]))
-    assert (adam.optimizer, adam.clip_norm, adam.drop_last) == (Adam(0.001), 1.0, False)
+    adam = task_of(load_config(None, ["central.optimizer=adam", "central.lr=0.001"]))
+    assert (adam.optimizer, adam.drop_last) == (Adam(0.001), False)
 
 
 def test_a_federated_run_keeps_to_itself(finished: Any, flexfleet: Any) -> None:

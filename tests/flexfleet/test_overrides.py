@@ -309,7 +309,7 @@ def test_a_password_is_seen_however_it_is_written(address: str) -> None:
         lambda: config_from({}, {"tune.space": {"model.name": {"choices": ["a", address]}}}),
         lambda: comparison_from({}, {"flexfl:algorithm.x": address}, "flexfl", "0", "a"),
         lambda: overrides_of(address, "runs", {}),
-        lambda: overrides_of("", "runs", {"tracking.ui": address}),
+        lambda: overrides_of("", "runs", {"tracking.experiment": address}),
     ):
         with pytest.raises(ConfigError, match="holds a password, and Kubeflow shows parameters") as error:
             refused()

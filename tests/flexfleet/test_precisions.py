@@ -52,7 +52,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, quick: tuple[str, ...], flexfl
     sets = [*quick, f"tracking.mlflow={uri}", f"run.store={folder}/runs", "rounds.stop=2", "publish.models=true"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        more = [f"publish.precision=[{', '.join(ASKED)}]", "publish.calibration=7"]
+        more = [f"publish.precision=[{', '.join(ASKED)}]"]
         done = flexfleet("run", "--json", "--run-id", "mine", sets=[*sets, *more])
     assert done.code == 0, done.err
     return Ran(sets, folder / "runs", done.json, mlflow.MlflowClient(tracking_uri=uri))
@@ -64,7 +64,7 @@ def test_every_level_has_its_files_and_figures(ran: Ran) -> None:
     for level in LEVELS:
         folder = ran.out / "export" / level
         found = onnx_comparison.read(folder)
-        assert found is not None and list(found.precisions) == ["fp32", *ASKED] and found.calibration_samples == 7
+        assert found is not None and list(found.precisions) == ["fp32", *ASKED] and found.calibration_samples
         assert {path.name for path in folder.iterdir()} == PLAIN | {
             "model.fp16.onnx", "model.int8.onnx", "model.int8_static.onnx", "precision.json"
         }  # fmt: skip
@@ -177,7 +177,6 @@ def test_auto_goes_by_a_levels_own_codec_then_the_runs() -> None:
             "publish.precision converts the ONNX files: set publish.o",
         ),
         (["publish.precision=auto", "publish.onnx=false"], "publish.precision converts the ONNX files: set publish.o"),
-        (["publish.calibration=0", "publish.precision=[int8_static]"], "publish.calibration"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(sets: list[str], said: str) -> None:

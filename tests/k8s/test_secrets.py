@@ -98,7 +98,7 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Pat
 
 @pytest.fixture
 def addresses(mlflow_server: tuple[str, Path]) -> tuple[str, ...]:
-    return (f"tracking.mlflow={mlflow_server[0]}", f"tracking.ui={UI}", f"tune.storage={STUDY}")
+    return (f"tracking.mlflow={mlflow_server[0]}", f"tune.storage={STUDY}")
 
 
 def test_a_tracked_run_leaves_no_secret_behind(

@@ -29,7 +29,7 @@ PARAMETERS: dict[str, Any] = {"rounds": 2, "clients": 6, "client_fraction": 0.5,
 ADVANCED = {"pretrain.epochs": 3, "training.batch_size": 20, "partition.minimum": 10, "flexfl:algorithm.kd_weight": 5}
 SETS = ("rounds.stop=2", "partition.clients=6", "training.fraction=0.5", "training.epochs=1", "tracking.mlflow=null",
         *(f"{key}={value}" for key, value in ADVANCED.items()))  # fmt: skip
-LINKED = {"tracking.kubeflow": "http://kubeflow/", "tracking.ui": "http://mlflow/"}
+LINKED = {"FLEXFLEET_KUBEFLOW_UI": "http://kubeflow/", "FLEXFLEET_MLFLOW_UI": "http://mlflow/"}
 WHAT = {"algorithms": "flexfl,all_large", "seeds": "0,3"}
 NAMES = ("flexfl-s0", "all_large-s0", "flexfl-s3", "all_large-s3")
 
@@ -63,8 +63,10 @@ def ran(scratch: Path) -> Ran:
     sets = [word for one in (*SETS, "run.store=direct") for word in ("--set", one)]
     assert cli.dispatch([*argv, *sets]) == 0
     given = {"store_uri": "store", "mlflow_uri": "sqlite:///mlflow.db", "comparison_id": "same",
-             "advanced": ADVANCED | LINKED}  # fmt: skip
-    with graphs.commands() as commands:
+             "advanced": ADVANCED}  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, graphs.commands() as commands:
+        for name, address in LINKED.items():
+            patch.setenv(name, address)
         comparison(**WHAT, **PARAMETERS, **given)
     (tasks,) = (scratch / "tasks").glob("compare-*")
     return Ran(scratch / "direct" / "same", scratch / "store" / "same", tasks, commands)

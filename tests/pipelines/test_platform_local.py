@@ -20,8 +20,7 @@ from tests.pipelines.conftest import PASSWORD
 GIVEN: dict[str, Any] = {
     "algorithm": "all_large", "rounds": 1, "clients": 6, "client_fraction": 0.5, "local_epochs": 1, "run_id": "same",
     "store_uri": "store", "advanced": {
-        "training.batch_size": 20, "partition.minimum": 10, "publish.models": True, "publish.onnx": False,
-        "tracking.kubeflow": "https://kubeflow/pipeline"},
+        "training.batch_size": 20, "partition.minimum": 10, "publish.models": True, "publish.onnx": False},
 }  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping to run a task that uses custom:RuntimeWarning")
@@ -40,6 +39,7 @@ def ran(scratch: Path, mlflow_with_password: str) -> Iterator[Ran]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("USERNAME", "PASSWORD"):
             patch.delenv(f"MLFLOW_TRACKING_{name}")
+        patch.setenv("FLEXFLEET_KUBEFLOW_UI", "https://kubeflow/pipeline")
         at = platform.begin(mlflow_with_password.replace("://", f"://me:{PASSWORD}@"), patch)
         train(**GIVEN)
         (tasks,) = (scratch / "tasks").glob("train-*")

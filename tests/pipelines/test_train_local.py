@@ -180,7 +180,7 @@ def test_mlflows_password_is_in_no_artifact_and_no_file(ran: Ran, telling: Any) 
     ("given", "instead"),
     [
         ({"mlflow_uri": "http://me:pl4nted-secret@127.0.0.1:9"}, "mlflow_uri holds a password.*_MLFLOW_SECRET"),
-        ({"advanced": {"tracking.ui": "https://me:pl4nted-secret@ui"}}, "tracking.ui holds a password"),
+        ({"advanced": {"tracking.experiment": "https://me:pl4nted-secret@ui"}}, "tracking.experiment holds a password"),
     ],
     ids=["form", "advanced"],
 )
