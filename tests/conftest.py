@@ -81,7 +81,8 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # its thread changes 
 PRINT = builtins.print
 SET_FOR_GOOD = re.compile(
     "PYTEST_CURRENT_TEST|TORCHINDUCTOR_CACHE_DIR|KMP_.*|"  # pytest, torch, scikit-learn
-    "MLFLOW_(ENABLE_ARTIFACTS_PROGRESS_BAR|SUPPRESS_PRINTING_URL_TO_STDOUT|DISABLE_TELEMETRY)"  # client_of
+    # client_of
+    "MLFLOW_(ENABLE_ARTIFACTS_PROGRESS_BAR|SUPPRESS_PRINTING_URL_TO_STDOUT|DISABLE_TELEMETRY|HTTP_REQUEST_.*)"
 )
 """What is set once for the process, and does no harm afterwards."""
 

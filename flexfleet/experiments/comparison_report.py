@@ -245,7 +245,6 @@ def track(c: ComparisonFile, mlflow: MLflow, out: Path) -> ComparisonFile:
     """Logs the figures and FILES to the comparison's own small MLflow run, and makes all runs its children."""
     tracked = c.model_copy(update={"mlflow_run_id": mlflow.run_id})
     tracked.write(out / "comparison.json")
-    mlflow.adopt([run.mlflow_run_id for r in c.results.values() for run in r.runs if run.mlflow_run_id])
     log_outcome(mlflow.client, mlflow.run_id, metrics(c), {}, [str(out / name) for name in FILES])
     mlflow.finish("FINISHED")
     return tracked

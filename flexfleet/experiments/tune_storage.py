@@ -59,7 +59,7 @@ def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) 
             return optuna.load_study(**settings)
         return optuna.create_study(**settings, direction="maximize", load_if_exists=True)
     except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError, ValueError, KeyError) as error:
-        if begun and databases.was_lost(error):
+        if begun and databases.is_away(error):
             raise  # the storage was reached before: `answering` reports the error
         if begun and isinstance(error, KeyError):
             raise ConfigError(
@@ -115,7 +115,7 @@ def answering(config: Config) -> Iterator[None]:
         yield
     except (StorageInternalError, DBAPIError) as error:
         where, said = masked(address(config) or "file"), first_line(databases.cause(error))
-        if databases.was_lost(error):
+        if databases.is_away(error):
             raise Unreachable(f"the study's database ({where}) does not answer: {said}") from error
         raise Refused(f"the study's database ({where}) refuses: {said}") from error
 

@@ -138,7 +138,7 @@ def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
     uri = os.environ.get("MLFLOW_TRACKING_URI") or uri if uri else ""
     if not uri:
         return None
-    from flexfleet.tracking.server import client_of, few_tries
+    from flexfleet.tracking.server import client_of
 
     client = client_of(uri)
     from mlflow.exceptions import MlflowException
@@ -146,8 +146,7 @@ def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
     @contextmanager
     def asking() -> Iterator[None]:
         try:
-            with few_tries(2, timeout=10, unless_given=True):
-                yield
+            yield
         except MlflowException as error:
             raise _unread(uri, error) from error
 

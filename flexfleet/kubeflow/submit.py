@@ -269,7 +269,7 @@ def _check_values(name: str, values: Mapping[str, Any]) -> None:
     """
     advanced = values["advanced"]
     if values["mlflow_uri"]:
-        check_address(str(values["mlflow_uri"]), here=False)
+        check_address(str(values["mlflow_uri"]))
     if name == "nightly":
         _check_night(values["suite"], values["night_id"], overrides_of("", values["store_uri"], advanced))
         return

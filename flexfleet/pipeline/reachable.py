@@ -1,7 +1,5 @@
-"""Checks that a run can use the places that its parameters name: the run store, the MLflow server and the DVC remote.
-
-A pipeline's first task makes these checks before any work, and reports their faults together with those of the form.
-"""
+"""Checks that the run store, the MLflow server and the DVC remote of a configuration can be used. A pipeline's first
+task makes these checks, and reports their faults together with those of the form."""
 
 from __future__ import annotations
 
@@ -28,14 +26,16 @@ from fl_engine.storage.s3 import check_place, open_store
 from flexfleet.config.form_fields import no_passwords, place, platform_store, platform_uri
 from flexfleet.config.schema import Config
 from flexfleet.tracking import databases
-from flexfleet.tracking.server import address, check_address, client_of, few_tries
+from flexfleet.tracking.server import address, check_address, client_of
 
 DEADLINE_S = 10.0
 """Seconds within which all places must have answered."""
 ANSWER_S = 4.0
 """Seconds within which MLflow's server must answer one request."""
-OTHER_LOGINS = ("MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4")
-"""Variables with which MLflow logs in by other means than those of `_ask_server`."""
+OTHER_LOGINS = tuple(
+    f"MLFLOW_TRACKING_{name}" for name in ("AUTH", "AWS_SIGV4", "INSECURE_TLS", "SERVER_CERT_PATH", "CLIENT_CERT_PATH")
+)
+"""Variables of logins and certificates that only MLflow's client supports. With one of them no server is asked."""
 
 T = TypeVar("T")
 
@@ -119,49 +119,30 @@ def _ask_mlflow(uri: str) -> None:
     if kind in ("http", "https"):
         _ask_server(uri)
     elif kind in databases.KINDS:
-        with few_tries(0, timeout=int(ANSWER_S)):
-            client_of(uri).search_experiments(max_results=1)
+        client_of(uri).search_experiments(max_results=1)
 
 
 def _ask_server(uri: str) -> None:
-    """List an experiment over HTTP with MLflow's own settings. MLflow's client would take two seconds of CPU time for
-    its import. Raises Unreachable or Refused."""
+    """List an experiment over HTTP. MLflow's client would take two seconds of CPU time for its import. Raises
+    Unreachable or Refused."""
     import requests  # MLflow requires it
-    from requests.adapters import HTTPAdapter
-    from urllib3.util import Retry
 
     given, shown = os.environ.get, masked(uri)
-    user, password, token = (given(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN"))
-    secure = given("MLFLOW_TRACKING_INSECURE_TLS", "").lower() not in ("true", "1")
-    with requests.Session() as session:
-        retries = Retry(1, status_forcelist=(502, 503, 504), backoff_factor=1)
-        for scheme in ("http://", "https://"):
-            session.mount(scheme, HTTPAdapter(max_retries=retries))
-        if user and password:
-            session.auth = (user, password)
-        elif token:
-            session.headers["Authorization"] = f"Bearer {token}"
-        try:
-            answer = session.get(
-                f"{address(uri).rstrip('/')}/api/2.0/mlflow/experiments/search",
-                params={"max_results": "1"},
-                timeout=ANSWER_S,
-                allow_redirects=False,
-                verify=given("MLFLOW_TRACKING_SERVER_CERT_PATH") or secure,
-                cert=given("MLFLOW_TRACKING_CLIENT_CERT_PATH"),
-            )
-        except requests.RequestException as error:
-            reason = getattr(error.args[0] if error.args else error, "reason", error)  # of the last try
-            raise Unreachable(f"{shown} does not answer: {first_line(reason)}. Check the address") from error
-    try:
-        is_mlflow = answer.status_code < 300 and isinstance(answer.json(), dict)
-    except ValueError:
-        is_mlflow = False
-    if is_mlflow or (answer.status_code < 404 and any(map(given, OTHER_LOGINS))):
+    if any(map(given, OTHER_LOGINS)):
         return
-    if answer.status_code >= 400:
+    user, password, token = (given(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN"))
+    login = (user, password) if user and password else None
+    headers = {"Authorization": f"Bearer {token}"} if token and not login else {}
+    url = f"{address(uri).rstrip('/')}/api/2.0/mlflow/experiments/search"
+    try:
+        answer = requests.get(url, {"max_results": "1"}, auth=login, headers=headers, timeout=ANSWER_S)
+        is_mlflow = answer.ok and isinstance(answer.json(), dict)
+    except ValueError:  # not JSON
+        is_mlflow = False
+    except requests.RequestException as error:
+        raise Unreachable(f"{shown} does not answer: {first_line(error)}. Check the address") from error
+    if not is_mlflow:
         raise Refused(
-            f"{shown} answers with HTTP status {answer.status_code}. Check the address and the login (Secret "
-            "flexfleet-mlflow)"
+            f"{shown} is not an MLflow server that answers (HTTP status {answer.status_code}). Check the address and "
+            "the login (Secret flexfleet-mlflow)"
         )
-    raise Refused(f"{shown} is not an MLflow server: its answer is not JSON. Check the address")

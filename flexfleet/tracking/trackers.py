@@ -1,5 +1,5 @@
 """The trackers that get the measurements: MLflow, and several at once (console.py has the one that people watch). The
-loop calls them after the ledger's commit."""
+round loop calls them after the ledger's commit."""
 
 from __future__ import annotations
 
@@ -10,34 +10,15 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from fl_engine.core.contracts import Tracker
-from fl_engine.core.errors import (
-    ConfigError,
-    EnvironmentFailure,
-    Refused,
-    Stopped,
-    Unreachable,
-    masked,
-)
+from fl_engine.core.errors import ConfigError, Refused, Stopped, Unreachable, masked
 from fl_engine.storage.store import sha256
-from flexfleet.tracking.server import (
-    ANSWER_S,
-    DELETED,
-    PARENT,
-    SQLITE,
-    Patient,
-    address,
-    answering,
-    connect,
-    few_tries,
-    is_hasty,
-    usable,
-)
+from flexfleet.tracking.server import DELETED, PARENT, Patient, answering, connect, usable
 
 log = logging.getLogger("flexfleet")
 
@@ -45,29 +26,32 @@ TOKEN = "flexfleet.token"
 RESUMED_IN = "flexfleet.resumed_in"
 """Tag of a run that was resumed below another parent: the newest such parent. The run stays below its first one."""
 BEGUN = "flexfleet.begun"
-"""Tag that a run shares with its twins alone: where the answer to its creation is lost, MLflow's client asks again, and
-the server makes one more."""
+"""Tag that a run shares only with its twins. If the answer to its creation is lost, MLflow's client repeats the
+request, and the server makes a second run."""
 JOB = "kfp."
 """Prefix of the tags that say which pipeline run made a run, or resumed it last."""
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
 MLFLOW_KEY_CHARS = 250
 WAIT_S = 2.0
-"""Seconds that the rounds wait for MLflow to take their metrics, unless it is away."""
+"""Seconds that a round waits for MLflow to store its metrics, unless MLflow is away."""
 AGAIN_S = 10.0
 """Seconds between two tries of a server that is away, while the rounds continue."""
-HASTE_S = 3
-"""Seconds that a run which was stopped, or has failed, waits for each answer of MLflow."""
+HASTE_S = 3.0
+"""Seconds that a run which was stopped, or has failed, waits for its metrics."""
+ENDING_S = 8.0
+"""Seconds that a run which was stopped, or has failed, waits for MLflow in all. Kubernetes waits for half a minute, in
+which a nightly run ends after its comparison, and that after its runs."""
 BAD_CHARS = re.compile(r"[^\w ./:-]")
-"""Characters that MLflow takes in no name of a figure or parameter."""
+"""Characters that MLflow refuses in the names of metrics and parameters."""
 
 
 class MLflow:
-    """One run; step = round. A resumed run continues the same MLflow run and skips steps that are there. Raises
-    EnvironmentFailure for what cannot be logged: the ledger has it, and a resumed run logs it.
+    """One MLflow run; step = round. A resumed run continues the same MLflow run and skips steps that are there.
+    Raises EnvironmentFailure for what cannot be logged; the ledger has it, and a resumed run logs it.
 
     The rounds do not wait for a server that is away. A thread sends their metrics, and `finish` sends what is left.
-    `patience_s` and `check` are those of `Patient`.
+    `patience_s` and `check` are passed to `Patient`.
     """
 
     def __init__(
@@ -107,7 +91,7 @@ class MLflow:
         self._failed: BaseException | None = None
 
     def _known(self, run_id: str) -> Any:
-        """Raises ConfigError for a run that is not there, as where the database is a new one, and for a deleted one."""
+        """Raises ConfigError if the run is missing, for example because the database is a new one, or deleted."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -115,42 +99,33 @@ class MLflow:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            relative = self.uri.startswith(SQLITE) and address(self.uri) != self.uri
-            where = " (its path counts from the folder where the command is given)" if relative else ""
             raise ConfigError(
-                f"tracking.mlflow = {masked(self.uri)!r}{where} does not have the MLflow run {run_id}, in which this "
-                "run was begun: give the tracking.mlflow that has it, or go on without: --set tracking.mlflow=null"
+                f"tracking.mlflow = {masked(self.uri)!r} does not have the MLflow run {run_id}, in which this run was "
+                "begun. Give the address that has it, or --set tracking.mlflow=null"
             ) from error
         if run.info.lifecycle_stage == DELETED:
             raise ConfigError(
-                f"the MLflow run {run_id}, in which this run was begun, is deleted at {masked(self.uri)}: restore it "
-                f"(`mlflow runs restore --run-id {run_id}`), or go on without: --set tracking.mlflow=null"
+                f"the MLflow run {run_id}, in which this run was begun, is deleted at {masked(self.uri)}. Restore it "
+                f"with `mlflow runs restore --run-id {run_id}`, or --set tracking.mlflow=null"
             )
         return run
 
     def _begun(self, token: str | None) -> str | None:
-        """The MLflow run of an earlier attempt that was killed before it could store the MLflow run's id."""
+        """The MLflow run of an earlier attempt that was killed before it stored the MLflow run's ID."""
         if not token:
             return None
         runs = self._client.search_runs([self.experiment_id], f"tags.`{TOKEN}` = '{token}'")
         return str(runs[0].info.run_id) if runs else None
 
     def _delete_twins(self, run: Any) -> None:
-        """Nobody knows them, nothing is in them, and each would be RUNNING for ever. Some servers let only the owner of
-        an experiment delete: then they stay."""
+        """Delete the empty runs that a repeated request has made, which would be RUNNING for ever."""
         from mlflow.exceptions import MlflowException
 
-        begun = run.data.tags.get(BEGUN)
-        if begun is None:  # a version that had no such tag
-            return
+        begun = run.data.tags[BEGUN]
         for twin in self._client.search_runs([run.info.experiment_id], f"tags.`{BEGUN}` = '{begun}'"):
             if twin.info.run_id != run.info.run_id and not twin.data.metrics and not twin.data.params:
-                try:
+                with suppress(MlflowException):  # some servers let only the owner of an experiment delete
                     self._client.delete_run(twin.info.run_id)
-                except MlflowException as error:
-                    if error.error_code != "PERMISSION_DENIED":
-                        raise
-                    log.warning("the MLflow run %s is empty and can be deleted: MLflow made it twice", twin.info.run_id)
 
     def _go_on(self, run: Any, tags: Mapping[str, str]) -> None:
         """Tags a resumed run with its new pipeline run and parent. A run stays below its first parent."""
@@ -164,18 +139,8 @@ class MLflow:
 
     @property
     def root(self) -> str:
-        """The parent for runs that belong to this one: there is only one level of nesting."""
+        """The parent of runs that belong to this one. There is only one level of nesting."""
         return self.parent or self.run_id
-
-    def adopt(self, run_ids: Collection[str]) -> None:
-        """Puts those runs of its experiment that have no parent below `root`: earlier versions gave them none."""
-        if not run_ids:
-            return
-        listed = ", ".join(f"'{run_id}'" for run_id in run_ids)
-        with answering(self.uri):
-            for run in self.client.search_runs([self.experiment_id], f"attributes.run_id IN ({listed})"):
-                if PARENT not in run.data.tags:
-                    self.client.set_tag(run.info.run_id, PARENT, self.root)
 
     def wait(self) -> None:
         """Marks the run as begun, for another process to continue."""
@@ -216,8 +181,7 @@ class MLflow:
             try:
                 if self._is_away:
                     self._check()
-                with few_tries(1, ANSWER_S, unless_given=True):
-                    sent += self._send_batch()
+                sent += self._send_batch(self._client)
             except (Unreachable, Refused) as error:
                 if not self._is_away:
                     log.warning("%s. Rounds continue, and metrics are logged when MLflow takes them", error)
@@ -233,7 +197,7 @@ class MLflow:
             log.info("MLflow at %s answers again: logged the metrics of %d rounds", masked(self.uri), sent)
             self._is_away = False
 
-    def _send_batch(self) -> int:
+    def _send_batch(self, client: Any) -> int:
         """Send rows as one batch, which MLflow writes as a whole or not at all; return their number. `seconds_round`
         marks a step as logged, so a step is never split."""
         batch: list[Any] = []
@@ -244,23 +208,21 @@ class MLflow:
             batch += metrics
             steps += 1
         with answering(self.uri):
-            self.client.log_batch(self.run_id, metrics=batch)
+            client.log_batch(self.run_id, metrics=batch)
         del self._unsent[:steps]
         return steps
 
-    def _send_rest(self) -> None:
-        """Send what is left, and wait for a server that is away unless the caller is in haste."""
+    def _send_rest(self, wait_s: float) -> None:
+        """Send what is left, after waiting for the sender. Raises Unreachable if it does not end in time."""
         self._is_ending.set()
         sender = self._sender
         if sender is not None:
-            sender.join(HASTE_S if is_hasty() else max(self._patience_s, HASTE_S))
-            if sender.is_alive() and is_hasty():
-                return
+            sender.join(wait_s)
             if sender.is_alive():
                 raise Unreachable(f"MLflow at {masked(self.uri)} does not answer")
         self._raise_failure()
         while self._unsent:
-            self._send_batch()
+            self._send_batch(self.client)
 
     def _raise_failure(self) -> None:
         failed, self._failed = self._failed, None
@@ -268,7 +230,7 @@ class MLflow:
             raise failed
 
     def table(self, columns: Sequence[str], lines: Iterable[Mapping[str, Any]], name: str) -> None:
-        """A table that MLflow's UI shows. Replaces the one of the same name (its own `log_table` appends)."""
+        """Log a table that MLflow's UI shows. Replaces the table of the same name; MLflow's `log_table` appends."""
         with tempfile.TemporaryDirectory() as scratch:
             with open(Path(scratch) / name, "w", encoding="utf-8") as file:
                 file.write(f'{{"columns": {json.dumps(list(columns))}, "data": [')
@@ -281,7 +243,7 @@ class MLflow:
                 self.client.set_tag(self.run_id, "mlflow.loggedArtifacts", tables)
 
     def dataset(self, name: str, digest: str, source: str, context: str) -> None:
-        """Logs an input of the run. Logging it again changes nothing. MLflow keeps 36 characters of a digest."""
+        """Log an input of the run. MLflow stores 36 characters of its digest."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         made = Dataset(name=name, digest=digest[:36], source_type="local", source=json.dumps({"uri": source}))
@@ -298,25 +260,33 @@ class MLflow:
                 self.client.set_tag(self.run_id, key, value)
 
     def finish(self, status: str) -> None:
-        with suppress(Refused) if is_hasty() else nullcontext():
-            self._send_rest()
+        """Send what is left, and set the run's status. A run that did not finish gets its status without the rest if
+        MLflow does not take it soon."""
+        is_finished = status == "FINISHED"
+        with nullcontext() if is_finished else suppress(Refused, Unreachable):
+            self._send_rest(max(self._patience_s, HASTE_S) if is_finished else HASTE_S)
         with answering(self.uri):
             self.client.set_terminated(self.run_id, status)
 
 
 @contextmanager
 def ending(tracker: Tracker | None, *silent: type[BaseException]) -> Iterator[None]:
-    """Tells the tracker, if there is one, that the run was killed or has failed when the work inside does not finish;
-    of the errors `silent` it is not told. A server that is gone is not waited for: it may be why the work ended."""
+    """If the work inside fails or is stopped, tell the tracker, unless the error is one of `silent`. Waits for the
+    tracker for at most ENDING_S, because a server that is away may be why the work failed."""
     try:
         yield
     except BaseException as error:
         if tracker is not None and not isinstance(error, silent):
-            # Kubernetes waits for half a minute, and a person for less, while a night ends after its comparison and its
-            # runs before that. The first error is the one to report.
-            with few_tries(1, timeout=HASTE_S), suppress(EnvironmentFailure):
-                tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
+            status = "KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED"
+            thread = threading.Thread(target=_finish, args=(tracker, status), daemon=True)
+            thread.start()
+            thread.join(ENDING_S)
         raise
+
+
+def _finish(tracker: Tracker, status: str) -> None:
+    with suppress(Exception):  # the error that ended the work is the one to report
+        tracker.finish(status)
 
 
 def _chunks(items: list[Any], size: int) -> list[list[Any]]:
@@ -324,27 +294,27 @@ def _chunks(items: list[Any], size: int) -> list[list[Any]]:
 
 
 class Several:
-    """Passes everything on to each of several trackers."""
+    """Passes everything to each of several trackers."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = trackers
 
     def params(self, values: Mapping[str, Any]) -> None:
-        for t in self._trackers:
-            t.params(values)
+        for tracker in self._trackers:
+            tracker.params(values)
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        for t in self._trackers:
-            t.metrics(rows)
+        for tracker in self._trackers:
+            tracker.metrics(rows)
 
     def finish(self, status: str) -> None:
-        for t in self._trackers:
-            t.finish(status)
+        for tracker in self._trackers:
+            tracker.finish(status)
 
 
 def name_in_mlflow(name: str) -> str:
-    """What MLflow calls a figure or parameter. Names of tiers and levels are in it, which may hold what MLflow refuses,
-    or be too long for it: the end then tells apart those that would be called alike."""
+    """The name of a metric or parameter in MLflow. It may contain names of tiers and levels with characters that MLflow
+    refuses, or be too long; a digest at its end then keeps different names apart."""
     parts = BAD_CHARS.sub("_", name).split("/")
     key = "/".join("_" if part in ("", ".", "..") else part for part in parts)
     if key == name and len(name) <= MLFLOW_KEY_CHARS:
@@ -361,14 +331,14 @@ def log_outcome(
     files: Sequence[str],
     folder: Path | None = None,
 ) -> None:
-    """Adds final figures, tags, files and a folder to a run that has ended."""
+    """Add final metrics, tags, files and a folder to a run that has ended."""
     with answering(client.uri):
         known = client.get_run(run_id).data.metrics
         for key, value in ((name_in_mlflow(name), value) for name, value in metrics.items()):
-            if known.get(key) != value:  # logged again after a kill, it must not be a second point
+            if known.get(key) != value:  # after a kill the metric may be logged already
                 before = client.get_metric_history(run_id, key) if key in known else ()
                 newest = max((each.timestamp for each in before), default=0)
-                # MLflow shows the latest point, which is not this one where a clock goes behind another's.
+                # MLflow shows the latest point. Another machine's clock may be ahead of this one.
                 client.log_metric(run_id, key, value, timestamp=max(int(time.time() * 1000), newest + 1))
         for key, text in tags.items():
             client.set_tag(run_id, key, text)

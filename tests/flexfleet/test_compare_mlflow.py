@@ -13,10 +13,7 @@ import pytest
 from fl_engine.core.errors import Stopped, Unreachable
 from flexfleet.experiments import compare as compare_module
 from flexfleet.experiments import comparison_report, executor
-from flexfleet.files.artifacts import RunFile
-from flexfleet.tracking.record import token_of
 from flexfleet.tracking.server import PARENT
-from flexfleet.tracking.trackers import TOKEN
 from tests.harness import platform
 from tests.harness.comparisons import LABELS, SEEDS, TWO, Compared
 
@@ -72,21 +69,10 @@ def test_tabulating_again_is_the_same_mlflow_run(
     assert len(mlflow.MlflowClient(compared_template.uri).search_runs(["1"])) == before == 5
 
 
-@pytest.mark.parametrize("version", ["this", "earlier"])
-def test_what_joins_a_comparison_joins_its_mlflow_run(
-    compared: Compared, flexfleet: Any, sets: list[str], version: str
-) -> None:
-    """Earlier versions made that of a comparison last, by the tokens of its runs, and put none of them below it."""
+def test_what_joins_a_comparison_joins_its_mlflow_run(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
     shutil.copy(compared.uri.removeprefix("sqlite:///"), "mlflow.db")
     uri, summary = f"sqlite:///{compared.cwd}/mlflow.db", compared.json["mlflow_run_id"]
     client = mlflow.MlflowClient(uri)
-    if version == "earlier":
-        names = [f"{label}-s{seed}" for label in LABELS for seed in SEEDS]
-        files = [RunFile.read(compared.folder / name / "run.json") for name in names]
-        client.set_tag(summary, TOKEN, token_of("comparison", [file.token for file in files]))
-        for file in files:
-            client.delete_tag(str(file.mlflow_run_id), PARENT)
-        (compared.folder / "comparison.token").unlink()
     argv = ("--algorithms", "flexfl,all_large,late=all_large", "--seeds", "0,1", "--id", "both", "--resume", "--json")
     for _ in range(2):
         done = flexfleet("compare", *argv, sets=[*sets, f"tracking.mlflow={uri}"])

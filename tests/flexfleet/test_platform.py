@@ -114,7 +114,7 @@ def test_what_the_server_does_not_know_is_said(
     at: Platform, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=rf"does not know what the environment says.*{name} = '{value}'.*Unset them"):
+    with pytest.raises(ConfigError, match=rf"does not know what the environment names.*{name} = '{value}'.*Unset them"):
         begun(at, form())
 
 

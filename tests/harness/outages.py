@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlflow.store.db.utils
 import pytest
 
 from fl_engine.core.errors import Unreachable
@@ -31,15 +30,7 @@ def asked_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.delenv("FLEXFLEET_TUNE_STORAGE", raising=False)
-    databases.check_let_in.cache_clear()
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds for which MLflow would have waited, before it asks a database again."""
-    found: list[float] = []
-    monkeypatch.setattr(mlflow.store.db.utils.time, "sleep", found.append)
-    return found
+    databases.check_connection.cache_clear()
 
 
 def interrupted_and_resumed(
@@ -60,7 +51,7 @@ def interrupted_and_resumed(
 
     with monkeypatch.context() as patch:
         patch.setattr(tune_worker, "_trial", cut_off)
-        with pytest.raises(Unreachable, match=r"^the study's database \(.*\) does not answer: \(") as error:
+        with pytest.raises(Unreachable, match="the study's database") as error:
             tune_worker.work(config, folder, "outage")
     assert "pl4nted" not in str(error.value)
     come_back()

@@ -22,7 +22,6 @@ LONG = {
         "fedx",
         "init",
         "kinds",
-        "postgres",
         "regress",
         "small_twins",
         "stop_simulated",
