@@ -1,4 +1,4 @@
-"""Which worker gets which orders of a round, and when its lease ends without a result."""
+"""Leases: which worker gets which assignments of a round, what it is sent, and when its lease ends without a result."""
 
 from __future__ import annotations
 
@@ -25,46 +25,44 @@ from fl_engine.storage.s3 import S3Store
 from fl_engine.training.memory import Peaks
 
 UNTAKEN_S = 2 * MOST_S
-"""The least seconds that an idle worker has to take a lease: it looks for messages every MOST_S seconds at most."""
+"""The least seconds that an idle worker has to take a lease, because it polls every MOST_S seconds at most."""
 
 
 @dataclass
 class OpenRound:
-    """A round whose orders are leased to workers."""
+    """A round whose assignments are leased to workers."""
 
     algorithm: Algorithm
     plan: RoundPlan
     names: Mapping[int, list[str]]
-    """Map each client to the keys of its order in the store."""
+    """Map each client to the store keys of its assignment."""
     provisioner: Provisioner
     own: Mapping[str, int] | None
-    """Map each device to the client that it is, if devices hold their own data; None: they do not."""
+    """Map each device to its client, if devices hold their own data; None: they do not."""
     moved: float
-    """When the last result came."""
+    """When the last result arrived."""
     hopeful: float
     """When a worker was last at work."""
     open_: set[int] = field(default_factory=set)
     """Clients without a result."""
     waiting: deque[int] = field(default_factory=deque)
-    """Clients whose order no worker holds."""
+    """Clients whose assignment no worker holds."""
     results: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Orders with a result, by worker and pool."""
+    """Number of results by worker and pool."""
     lost: Counter[int] = field(default_factory=Counter)
-    """How often each client's order has failed."""
+    """Number of failed attempts by client."""
     tried: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """The workers that have failed each client's order: they get it again only if no other worker is present."""
+    """Workers that have failed a client's assignment. They get it again only if no other worker is present."""
     killed: Counter[int] = field(default_factory=Counter)
-    """How many workers have ended by themselves that held each client's order alone, mostly for lack of memory."""
+    """Number of workers that died while they held only this client's assignment, mostly for lack of memory."""
     alone: set[int] = field(default_factory=set)
-    """Clients whose order was held by a worker that failed: from then on each is leased by itself."""
+    """Clients whose assignment was held by a worker that failed. From then on each is leased alone."""
     gone: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """How often a worker was taken away while it held a client's order."""
-    idle: set[str] = field(default_factory=set)
-    """Workers that send heartbeats but did not take an assignment, and have taken none since."""
+    """How often a worker was taken away from a client's assignment."""
     reported: float = 0.0
-    """When the log last said what the round waits for."""
+    """When the waiting assignments were last logged."""
     failed: dict[int, ClientFailure] = field(default_factory=dict)
-    """Why clients were given up whose orders have no result."""
+    """Failures of clients that were given up."""
 
     def __post_init__(self) -> None:
         self.waiting = deque(order.client for order in self.plan.orders)
@@ -73,7 +71,7 @@ class OpenRound:
         self.asked = Counter(map(self.provisioner.pool, self.waiting))
 
     def count(self, clients: Iterable[int]) -> Counter[str]:
-        """How many of the clients' orders each pool executes."""
+        """Return the number of these clients by pool."""
         return Counter(map(self.provisioner.pool, clients))
 
     def give_up(self, failure: ClientFailure) -> None:
@@ -81,8 +79,8 @@ class OpenRound:
         self.failed[failure.client] = failure
 
     def suits(self, worker: Worker, client: int, present: Iterable[Worker]) -> bool:
-        """Whether the worker may get the client's order. A worker that has failed it gets it only if all `present`
-        workers have. With data of their own, an order suits the device that is its client, and no other."""
+        """Whether the worker may get the client's assignment. A worker that has failed it gets it only if all `present`
+        workers have. A client with data on a device suits only this device."""
         if self.own is not None:
             return self.own.get(worker.name) == client
         pool, tried = self.provisioner.pool(client), self.tried[client]
@@ -92,8 +90,8 @@ class OpenRound:
         return worker.name not in tried or next(others, None) is None
 
     def assigned(self, present: Sequence[Worker], now: float) -> Iterator[tuple[Worker, list[int]]]:
-        """Waiting clients for free workers, first for those with the latest heartbeat: as many for each as it has room
-        for, and not more than its share of what waits. The caller leases them before it continues."""
+        """Yield free workers with waiting clients. Each worker gets at most its room and its share of the waiting
+        clients; workers with the latest heartbeat are first. The caller leases them before it continues."""
         free = [w for w in present if w.held is None and w.rests <= now]
         room = cache(lambda pool, tried: self._most(pool, tried, [w for w in present if not w.failures]))
         takers = len(free)
@@ -107,7 +105,7 @@ class OpenRound:
             takers -= 1
 
     def _suited(self, worker: Worker, present: Sequence[Worker], room: object) -> Iterator[int]:
-        """The waiting clients whose orders the worker may get."""
+        """Yield the waiting clients whose assignments the worker may get."""
         has = Counter[str]()
         for client in self.waiting:
             pool = self.provisioner.pool(client)
@@ -119,10 +117,9 @@ class OpenRound:
                 yield client
 
     def _most(self, pool: str, tried: frozenset[str], present: Sequence[Worker]) -> int:
-        """How many of a pool's orders one worker may get: twice as many as if each got the same, so that a stranger who
-        answers at once is no majority among many. The faster half of the workers has room for the whole round, so no
-        order waits for the slower half. Workers that have `tried` the order do not count, so at least one that may get
-        it has room."""
+        """Return the most assignments of a pool for one worker: twice an equal share. So a stranger who is very fast
+        does not become the majority, and the faster half of the workers has room for the whole round. Workers that have
+        `tried` the assignment do not count, so that another one has room."""
         takers = sum(w.name not in tried and self.provisioner.suits(w.member.tier, pool) for w in present)
         return math.ceil(2 * self.asked[pool] / max(1, takers))
 
@@ -132,21 +129,21 @@ class Ended(NamedTuple):
 
     why: str
     failed: bool
-    """The assignment has failed; otherwise the worker was only taken away."""
+    """Whether the assignment has failed; otherwise the worker was only taken away."""
     untaken: bool = False
-    """The worker was silent, or idle, and did not take the lease."""
+    """Whether the worker did not take the lease."""
 
 
 def why_ended(
     worker: Worker, r: OpenRound, lease_s: float, deadline_s: float, lost: Lost | None = None
 ) -> Ended | None:
-    """Why the worker's lease is over; None: it is not. Measured up to the last look for a heartbeat, because the
-    coordinator may have done something else since. `lost`: what the provisioner knows of the process."""
+    """Return why the worker's lease is over; None if it is not. Times are measured up to the last poll for a heartbeat,
+    because the coordinator may have been busy since. `lost`: what the provisioner knows of the process."""
     held, heartbeat = worker.held, worker.heartbeat
     if held is None:
         return None
     if worker.revoked and lost is None:
-        return Ended(f"{worker.name} {'is gone with its Job' if worker.member.pod else 'was revoked'}", False)
+        return Ended(f"{worker.name} was {'deleted with its Job' if worker.member.pod else 'revoked'}", False)
     if heartbeat is not None and heartbeat.lease == held.lease and heartbeat.state == "failed":
         return Ended(f"{worker.name} could not execute its assignment: {printable(heartbeat.error)}", True)
     if lost is not None:
@@ -159,9 +156,9 @@ def why_ended(
         failed = _too_often(worker, held.clients, r)
         if held.alone and held.taken:
             r.killed.update(held.clients)
-        return Ended(f"{worker.name} was started again", failed)
+        return Ended(f"{worker.name} was restarted", failed)
     if worker.is_gone and held.taken:
-        return Ended(f"{worker.name} was ended", _too_often(worker, held.clients, r))
+        return Ended(f"{worker.name} has ended", _too_often(worker, held.clients, r))
     if worker.looked - held.since > deadline_s:
         return Ended(f"{worker.name} has no result after {deadline_s:g} s", held.taken, untaken=not held.taken)
     silent = worker.looked - held.heard
@@ -174,7 +171,7 @@ def why_ended(
 
 
 def _too_often(worker: Worker, clients: Sequence[int], r: OpenRound) -> bool:
-    """Count that the worker was taken away with its orders. True: so often that one of them may be the reason."""
+    """Count that the worker was taken away. Return whether this was so often that an assignment may be the reason."""
     r.gone.update((worker.name, client) for client in clients)
     return max(r.gone[worker.name, client] for client in clients) > r.provisioner.drains
 
@@ -196,8 +193,7 @@ class Options(Protocol):
 
 @dataclass(frozen=True)
 class Assigner:
-    """Of one run. `lease_s`: see `Message`. `site_sums`: see `Assignment.site`; `code`: the sha256 of the wheel with
-    the run's own code; `memory`: what training each level takes, for observe=cgroup."""
+    """Writes the leases of one run. For the fields see `Remote`."""
 
     mailbox: Mailbox
     mailboxes: Mailboxes
@@ -213,7 +209,7 @@ class Assigner:
         return self.mailbox.rules is not None and self.mailbox.rules.most is not None
 
     def lease(self, r: OpenRound, clients: Sequence[int], id: str) -> Lease:
-        """A lease of these clients' orders, which the mailbox has written."""
+        """Return a lease of these clients' assignments, which the mailbox has written."""
         given = Assignment(
             round=r.plan.round,
             evaluates=r.plan.evaluates,
@@ -231,8 +227,7 @@ class Assigner:
         return Lease(id=id, seconds=self.options.deadline_s, assignment=given)
 
     def _reach(self, r: OpenRound, orders: Sequence[WorkOrder], id: str) -> dict[str, object]:
-        """How the worker reads the orders and the site, and writes the results: URLs that are valid for the lease, or
-        the store itself."""
+        """Return URLs that are valid for the lease, or the store's address for workers that reach it without URLs."""
         store, verb = self.mailbox.store, self.mailboxes.verb
         if verb is None or not isinstance(store, S3Store):
             return {"store": store.uri()}

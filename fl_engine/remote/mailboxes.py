@@ -27,44 +27,48 @@ from fl_engine.storage.urls import Upload, Verb
 
 @dataclass(frozen=True)
 class Mailboxes:
-    """`home`: the folder of all mailboxes. `verb`: how workers upload; None: they reach `home` themselves. `endpoint`:
-    the S3 server's address as workers reach it. `lock`: the key in `home` of the coordinator's lock."""
-
     home: Store
+    """The folder of all mailboxes."""
     verb: Verb | None = None
+    """How workers upload; None: they reach `home` without URLs."""
     endpoint: str | None = None
+    """Address of the S3 server as workers reach it."""
     lock: str | None = None
+    """The key of the coordinator's lock in `home`."""
+
+    def _read(self, key: str) -> str | None:
+        """Return a URL to read a key; None if workers reach `home` without URLs."""
+        if self.verb is None or not isinstance(self.home, S3Store):
+            return None
+        return self.home.presign(key, URL_S, self.endpoint)
+
+    def _write(self, key: str, most: int) -> Upload | None:
+        """Return an upload of at most so many bytes; None if workers reach `home` without URLs."""
+        if self.verb is None or not isinstance(self.home, S3Store):
+            return None
+        return self.home.upload(key, most, URL_S, self.verb, self.endpoint)
 
     def urls(self, name: str) -> tuple[str | None, Upload | None]:
-        """(URL of the messages, upload of the heartbeats)."""
-        if self.verb is None or not isinstance(self.home, S3Store):
-            return None, None
-        message = self.home.presign(f"{name}/{MESSAGE}", URL_S, self.endpoint)
-        return message, self.home.upload(f"{name}/{HEARTBEAT}", HEARTBEAT_BYTES, URL_S, self.verb, self.endpoint)
-
-    def _sign(self) -> str | None:
-        if self.lock is None:
-            return None
-        if self.verb is None or not isinstance(self.home, S3Store):
-            return self.home.uri(self.lock)
-        return self.home.presign(self.lock, URL_S, self.endpoint)
+        """Return the URL of a worker's messages, and the upload of its heartbeats."""
+        return self._read(f"{name}/{MESSAGE}"), self._write(f"{name}/{HEARTBEAT}", HEARTBEAT_BYTES)
 
     def write(self, member: Member, before: Message | None, **changes: Any) -> Message:
-        """Write the next message; what is not in `changes` is as in the one before."""
+        """Write the next message: the one before with `changes`."""
         made = self._made(member, before, changes)
         self.home.put(f"{member.name}/{MESSAGE}", made.text())
         return made
 
     def _made(self, member: Member, before: Message | None, changes: dict[str, Any]) -> Message:
         message, heartbeat = self.urls(member.name)
-        # By the clock, so that the number also rises if the last message is lost.
+        # The clock makes the number rise even if the last message is lost.
         number = max(int(time.time()), -1 if before is None else before.number + 1)
         fresh = {"number": number, "enrolled": member.enrolled, "message": message, "heartbeat": heartbeat}
-        fresh |= {"sign": self._sign(), **changes}
+        sign = None if self.lock is None else self._read(self.lock) or self.home.uri(self.lock)
+        fresh |= {"sign": sign, **changes}
         return (before or Message(name=member.name, number=0)).model_copy(update=fresh).signed(member.key)
 
     def last(self, member: Member) -> Message | None:
-        """The last message; None: it is missing, or not ours."""
+        """Return the last message; None if it is missing, or not the coordinator's."""
         try:
             message = Message.model_validate_json(self.home.get(f"{member.name}/{MESSAGE}", MESSAGE_BYTES))
         except (IntegrityError, ValueError):
@@ -72,15 +76,15 @@ class Mailboxes:
         return message if message.is_by(member.key) or message.is_by(member.invited) else None
 
     def heartbeat(self, member: Member) -> Heartbeat | None:
-        """The last heartbeat; None: there is none. Raises IntegrityError if a device has not signed it that has the
-        invitation."""
+        """Return the last heartbeat; None if it cannot be read. Raises IntegrityError unless a device with the
+        invitation has signed it."""
         try:
             value = self.home.get(f"{member.name}/{HEARTBEAT}", HEARTBEAT_BYTES)
         except (IntegrityError, Refused):  # missing, too long, or made unreadable
             return None
         found = read_heartbeat(value, member.name)
         if not member.signed(found):
-            raise IntegrityError(f"{member.name} left a heartbeat that is not signed with its key")
+            raise IntegrityError(f"the heartbeat of {member.name} is not signed with its key")
         return found
 
     def invite(self, registry: Registry, stem: str, tier: str | None) -> Invitation:
@@ -89,7 +93,7 @@ class Mailboxes:
             member = registry.invite(stem, tier, taken)
             if self.home.create(f"{member.name}/{MESSAGE}", self._made(member, None, {}).text()):
                 return self.invitation(member)
-            registry.forget(member.name)  # a device of another registry has a mailbox of this name
+            registry.forget(member.name)  # a device of another registry has this mailbox
             taken.add(member.name)
 
     def invitation(self, member: Member) -> Invitation:
@@ -106,13 +110,11 @@ class Mailboxes:
         )
 
     def _probe(self, key: str) -> Probe | None:
-        if self.verb is None or not isinstance(self.home, S3Store):
-            return None
-        write = self.home.upload(key, PROBE_BYTES, URL_S, self.verb, self.endpoint)
-        return Probe(read=self.home.presign(key, URL_S, self.endpoint), write=write)
+        read, write = self._read(key), self._write(key, PROBE_BYTES)
+        return None if read is None or write is None else Probe(read=read, write=write)
 
     def revoke(self, registry: Registry, name: str) -> None:
-        """The device reads it with its next look, and ends."""
+        """Delete a device's key, and write the message that ends it."""
         member = registry.revoke(name)
         self.write(member, self.last(member), lease=None, run="", revoked=True)
         self.home.delete(f"{name}/{HEARTBEAT}", f"{name}/{PROBE}")

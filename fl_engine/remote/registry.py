@@ -1,9 +1,9 @@
-"""Which workers have a mailbox, and their keys.
+"""The registry of enrolled devices and their keys.
 
     <name>.json      an invited device (`Member`)
-    revoked/<name>   a device that was revoked; its name is not given again
+    revoked/<name>   a revoked device, whose name is not used again
 
-A registry holds keys, so it is never stored where workers have URLs.
+A registry holds keys, so it is never stored in a place for which workers have URLs.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from fl_engine.storage.store import Store
 KEY_BYTES = 32
 REVOKED = "revoked/"
 CLIENTS = "site/devices.json"
-"""In the run's store: which client each device is, if devices hold their own data."""
+"""Key of `DeviceClients` in the run's store."""
 
 
 class Member(Note):
+    """A worker with a mailbox."""
+
     name: Name
     tier: str | None
-    """The pool of workers that it belongs to; None: any."""
+    """Its pool; None: any."""
     invited: Hex
     """The key of the invitation."""
     id: Hex | None = None
-    """Of the device that has enrolled; None: none yet."""
+    """The id of the device that has enrolled."""
     pod: bool = False
 
     @staticmethod
@@ -49,7 +51,7 @@ class Member(Note):
         return "" if self.id is None else short(self.id)
 
     def signed(self, heartbeat: Heartbeat) -> bool:
-        """Whether a device with the invitation has signed the heartbeat, enrolled or not."""
+        """Whether a device with the invitation has signed the heartbeat, even if another one has enrolled."""
         return heartbeat.is_by(self.invited if self.pod else enrolled_key(self.invited, heartbeat.id))
 
 
@@ -61,17 +63,17 @@ class Registry:
         return {key.removeprefix(REVOKED) for key in self.store.list(REVOKED)}
 
     def names(self) -> list[str]:
-        """The names of the invited devices."""
+        """Return the names of the invited devices."""
         keys = self.store.list("")
         files = {key.removesuffix(".json") for key in keys if "/" not in key and key.endswith(".json")}
         return sorted(files - {key.removeprefix(REVOKED) for key in keys if key.startswith(REVOKED)})
 
     def member(self, name: str) -> Member:
-        """Raises IntegrityError if there is none."""
+        """Return a device. Raises IntegrityError if it is not invited."""
         return parsed(Member, self.store.get(f"{name}.json"), self.store.uri(f"{name}.json"))
 
     def members(self) -> Iterator[Member]:
-        """All invited devices. A device that is revoked meanwhile is left out."""
+        """Yield all invited devices, without those that are revoked meanwhile."""
         for name in self.names():
             try:
                 yield self.member(name)
@@ -83,7 +85,7 @@ class Registry:
         self.store.put(f"{member.name}.json", member.model_dump_json().encode())
 
     def invite(self, stem: str, tier: str | None, other_than: Collection[str] = ()) -> Member:
-        """Add a member called `<stem>-<number>`, but not by one of the names in `other_than`."""
+        """Add a device with the first free name `<stem>-<number>` that is not in `other_than`."""
         number, taken = 1, self.revoked().union(other_than)
         while True:
             name = f"{stem}-{number}"
@@ -96,11 +98,10 @@ class Registry:
         self.store.delete(f"{name}.json")
 
     def revoke(self, name: str) -> Member:
-        """Delete the device's key, and return the member for one last message. Raises ConfigError if it is not
+        """Delete a device's key, and return the device for its last message. Raises ConfigError if it is not
         invited."""
         if name not in (names := self.names()):
-            known = ", ".join(names) or "none"
-            raise ConfigError(f"no device {name!r} is invited. Invited devices: {known}")
+            raise ConfigError(f"no device {name!r} is invited, only: {', '.join(names) or 'none'}")
         member = self.member(name)
         self.store.put(f"{REVOKED}{name}", b"")
         self.forget(name)
@@ -108,14 +109,18 @@ class Registry:
 
 
 class DeviceClients(Record):
+    """The client that each device is, if devices hold their own data."""
+
     clients: dict[str, int]
-    """Map each device to the client that it is."""
 
 
 def assign_clients(before: Mapping[str, int], members: Iterable[Member], fleet: Sequence[Device]) -> dict[str, int]:
-    """Map each device to the client that it is. Devices keep the client that they have. The others get, in the order of
-    their names (weak-2 before weak-10), the first client of their tier without a device; devices without a tier come
-    last, and get a client of any tier. A device for which no client is left has no work."""
+    """Map each device to a client.
+
+    Devices in `before` keep their client. The others get, in the order of their names (weak-2 before weak-10), the
+    first free client of their tier. Devices without a tier come last, and get any free client. A device without a free
+    client gets none.
+    """
     by_name = {member.name: member for member in members}
     found = {name: client for name, client in before.items() if name in by_name and client < len(fleet)}
     free = [device for device in fleet if device.client not in found.values()]
@@ -129,11 +134,10 @@ def assign_clients(before: Mapping[str, int], members: Iterable[Member], fleet: 
 
 
 def clients_of_devices(store: Store, members: Iterable[Member], fleet: Sequence[Device]) -> dict[str, int]:
-    """`assign_clients` with what the run's store knows, which is updated. A device stays the same client for the whole
-    run, whatever is restarted. Raises IntegrityError."""
-    known = (
-        parsed(DeviceClients, store.get(CLIENTS), store.uri(CLIENTS)).clients if CLIENTS in store.list(CLIENTS) else {}
-    )
+    """Return and store the clients of devices (`assign_clients`). A device is the same client for the whole run."""
+    known = dict[str, int]()
+    if CLIENTS in store.list(CLIENTS):
+        known = parsed(DeviceClients, store.get(CLIENTS), store.uri(CLIENTS)).clients
     found = assign_clients(known, members, fleet)
     if found != known:
         store.put(CLIENTS, DeviceClients(clients=found).model_dump_json().encode())

@@ -1,13 +1,13 @@
-"""The backend that leases a round's orders to workers: `run.backend` kubernetes and agents.
+"""The backend that leases a round's assignments to workers: `run.backend` kubernetes and agents.
 
-Any worker of the right pool may execute an order: the update follows from the order alone, and with `observe=cgroup`
-from the memory that the worker has free. An order whose lease has ended goes to another worker, and the first one's
-later result is not read. The same happens to an order without a good result: only if `attempts` workers had none, its
-client has failed. Orders that a worker held together when it failed have not failed yet, because one of them may be the
-reason for all; each is leased by itself from then on. A result that was read is written to the round's updates in the
-coordinator's name; from there on everything is as with other backends.
+Any worker of the right pool may execute an assignment: the update follows from the assignment alone, and with
+`observe=cgroup` from the worker's free memory. If the lease of an assignment ends, or its result is invalid, another
+worker gets it, and later results of the first one are not read. A client has failed if `attempts` workers had no valid
+result. Assignments that a worker held together when it failed do not count as failed, because one of them may be the
+reason for all; from then on each is leased alone. The coordinator writes a valid result to the round's updates in its
+own name, as with other backends.
 
-A coordinator that is restarted reads in the messages which worker holds which orders of the round, and waits for them.
+A coordinator that is restarted finds the leases of the round in the messages, and waits for their results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
 from types import MappingProxyType
 from typing import Literal
 
@@ -41,20 +40,34 @@ from fl_engine.training.memory import Peaks
 log = logging.getLogger("flexfleet")
 
 LOST: Literal["pod"] = "pod"
-"""The stage of the failure of a client whose order has no result."""
+"""The stage of the failure of a client without a result."""
 NOT_GOOD = ("train", "evaluate", "validate")
-"""Stages of failures that may be the worker's fault, so that another one is asked."""
+"""Stages of failures that may be the worker's fault, so that another worker gets the assignment."""
 LOOK_S, LEAST_LOOK_S = 2.0, 0.05
-"""The most and the least seconds between two looks for results."""
+"""The most and the least seconds between two polls for results."""
 REPORT_S = 30.0
+"""Seconds between two log lines about waiting assignments."""
 REST_S, LONGEST_REST_S = 2.0, 300.0
-"""Seconds without an order after a worker's first failure, doubled with each further one in a row."""
+"""Seconds without an assignment after a worker's first failure, doubled with each further one in a row."""
 
 
 class Remote:
-    """`mailbox` needs the key with which the coordinator signs. `check` raises Replaced if another coordinator has the
-    mailboxes. `code`: the sha256 of the wheel with the run's own code. `memory`: what training each level takes, for
-    observe=cgroup. `site_sums`: see `Assignment.site`; they are not read from the store, which others may write."""
+    """The backend of one run.
+
+    Args:
+        options: The section of the backend.
+        lease_s: Seconds of silence after which a lease ends.
+        run_id: The run.
+        fleet: Its devices.
+        mailbox: The files of its rounds, with the key with which the coordinator signs.
+        mailboxes: The mailboxes of the workers.
+        provisioner: Provides the workers.
+        check: Raises Replaced if another coordinator has the mailboxes.
+        should_stop: Returns True if the run is to stop.
+        code: The sha256 of the wheel with the run's own code.
+        memory: What training takes, for observe=cgroup.
+        site_sums: See `Assignment.site`. They are not read from the store, which others may write.
+    """
 
     durable = True
 
@@ -74,7 +87,7 @@ class Remote:
         site_sums: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         if mailbox.key is None:
-            raise ConfigError("workers sign their results: the mailbox needs a key")
+            raise ConfigError("the mailbox must have a key, because workers sign their results")
         self._options, self._lease_s, self._run, self._fleet = options, lease_s, run_id, fleet
         self._mailbox, self._provisioner = mailbox, provisioner
         self.workers = Workers(mailboxes, provisioner, lease_s, check)
@@ -82,9 +95,12 @@ class Remote:
         self._assigner = Assigner(mailbox, mailboxes, options, lease_s, site_sums, code, memory)
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
-        """Raises Stopped if fewer than the quorum have a result, if no worker takes an order for `wait_s`, and if
-        `should_stop` returns True; Replaced if another coordinator has the workers. The other clients are given up once
-        there are as many updates as the plan wants."""
+        """Yield the outcomes as they arrive, until there are as many updates as the plan wants.
+
+        Raises:
+            Stopped: The quorum was missed, no worker has taken an assignment for `wait_s`, or `should_stop`.
+            Replaced: Another coordinator has the workers.
+        """
         if not plan.orders:
             return
         names, now = self._mailbox.put_orders(plan), time.monotonic()
@@ -112,8 +128,8 @@ class Remote:
             why = "; ".join(sorted({failure.reason for failure in lost})[:5])
             raise Stopped(
                 f"round {plan.round + 1}: {results} of {wanted} clients have a result, {enough} are needed "
-                f"(kubernetes.quorum): {why}. What arrived is kept. "
-                f"{self._provisioner.advice(sorted(self.workers.by_name), [])}, then resume with --resume"
+                f"(kubernetes.quorum): {why}. {self._provisioner.advice(sorted(self.workers.by_name), [])}, then "
+                "resume with --resume"
             )
         for client in sorted(r.open_ | r.failed.keys()):
             late = ClientFailure(plan.round, client, "straggle", "the round had enough updates before this one")
@@ -126,18 +142,19 @@ class Remote:
         return clients_of_devices(self._mailbox.store, self.workers.members(), self._fleet)
 
     def finish(self) -> None:
-        """Tell the workers that the run is over. An error is only logged: they learn it from the next run."""
+        """Write messages that the run is over. An error is only logged, because the next run writes other messages."""
         try:
             self.workers.dismiss()
         except FlexfleetError as error:
-            log.warning("the run is over, but not all workers could be told: %s", error)
+            log.warning("the run is over; not all workers have the message: %s", error)
 
     def _turn(self, r: OpenRound) -> Iterator[Outcome]:
         if self._should_stop():
             raise Stopped(ON_REQUEST)
-        if new := self._refresh():
+        if new := self.workers.refresh():
             r.own = self._clients()
             self._adopt(r, new)
+        self.workers.renew()
         self.workers.listen()
         # Read before the results, because a worker writes its result before it ends.
         held = [w for w in self.workers.by_name.values() if w.held is not None]
@@ -151,21 +168,14 @@ class Remote:
             self._check_waiting(r)
             time.sleep(pause(time.monotonic() - r.moved, min(LOOK_S, self._lease_s / 12), LEAST_LOOK_S))
 
-    def _refresh(self) -> list[Worker]:
-        """Returns the new workers."""
-        new = self.workers.refresh()
-        self.workers.renew()
-        return new
-
     def _need(self, r: OpenRound) -> None:
         present = {worker.process: worker.member.tier for worker in self.workers.present}
         silent = frozenset(w.name for w in self.workers.by_name.values() if w.is_silent)
         self._provisioner.need(Need(r.count(r.open_), r.count(r.waiting), present, silent))
 
-    # ------------------------------------------------------------------------------------------ giving leases
     def _adopt(self, r: OpenRound, workers: Sequence[Worker]) -> None:
-        """Wait for orders of this round that workers hold from an earlier coordinator, or from before a stop. The
-        message gets fresh URLs for a worker that has not begun."""
+        """Wait for assignments of this round that workers hold from an earlier coordinator, or from before a stop. They
+        get another message with fresh URLs."""
         for worker in workers:
             worker.held, message, lease = None, worker.message, worker.message.lease
             if lease is None or (message.run, message.site) != (self._run, self._site) or not message.worker:
@@ -184,9 +194,7 @@ class Remote:
             heartbeat = worker.heartbeat
             held.taken = heartbeat is not None and heartbeat.lease == lease.id
             who = ", ".join(map(str, clients))
-            log.info(
-                "round %d, client %s: waiting for %s, which has the assignment", r.plan.round + 1, who, worker.name
-            )
+            log.info("round %d, client %s: %s has the assignment already", r.plan.round + 1, who, worker.name)
 
     def _assign(self, r: OpenRound) -> None:
         for worker, clients in r.assigned(self.workers.present, time.monotonic()):
@@ -202,12 +210,11 @@ class Remote:
         return worker.held
 
     def _box(self, lease: str, key: KeyOf | None = None) -> Mailbox:
-        """Where the results of a lease are."""
+        """Return the mailbox with the results of a lease."""
         return Mailbox(self._mailbox.store, self._mailbox.rules, key, lease=lease)
 
-    # ------------------------------------------------------------------------------------------ how leases end
     def _results(self, r: OpenRound) -> Iterator[Outcome]:
-        """Results under leases that have not ended. No other results are read."""
+        """Yield the results of leases that have not ended. No other results are read."""
         folder = f"{round_folder(r.plan.round, r.plan.evaluates)}leases/"
         there = set(self._mailbox.store.list(folder))
         for worker in list(self.workers.by_name.values()):
@@ -235,39 +242,32 @@ class Remote:
                 worker.failures, worker.why, r.moved = 0, "", time.monotonic()
                 r.hopeful = r.moved
                 r.results[worker.name, self._provisioner.pool(client)] += 1
-                account = worker.message.account.model_copy(
-                    update={
-                        "results": worker.message.account.results + 1,
-                        "last": f"{self._run}, round {r.plan.round + 1}, client {client}"[:300],
-                        "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                    }
-                )
-                worker.message = worker.message.model_copy(update={"account": account})  # goes with the next message
+                last = f"{self._run}, round {r.plan.round + 1}, client {client}"[:300]
+                account = worker.message.account
+                account = account.model_copy(update={"results": account.results + 1, "last": last})
+                worker.message = worker.message.model_copy(update={"account": account})  # the next message sends it
                 r.open_.discard(client)
                 yield outcome
 
     def _counts(self, failure: ClientFailure, r: OpenRound) -> bool:
-        """Whether every worker would give this failure. What the worker alone knows may be wrong: another one is
-        asked."""
+        """Whether every worker would return this failure, so that no other one has to try."""
         if failure.stage == "prune":
             return fits_nobody(r.plan.order_of[failure.client], self._mailbox.rules, r.algorithm)
         return failure.stage not in NOT_GOOD
 
     def _end_leases(self, r: OpenRound, lost: Mapping[str, Lost | None]) -> None:
-        """Withdraw orders from workers that are gone, hang or have failed. `lost`: what was known before the results
-        were read."""
+        """Withdraw assignments from workers that have ended, hang or have failed. `lost`: what was known before the
+        results were read."""
         for worker in list(self.workers.by_name.values()):
             held = worker.held
             ended = why_ended(worker, r, self._lease_s, self._options.deadline_s, lost.get(worker.name))
             if held is None or ended is None:
                 continue
             why, failed, untaken = ended
-            if failed or untaken:  # a worker with a new heartbeat would be the first to get the next order
+            if failed or untaken:  # otherwise it would be the first to get the next assignment
                 self._rest(worker, LONGEST_REST_S if failed else self._lease_s)
-            if untaken and worker.heard > held.since:
-                r.idle.add(worker.name)
             if failed:
-                r.alone.update(held.clients)  # one of them may have been the reason for all
+                r.alone.update(held.clients)
             failures = [ClientFailure(r.plan.round, client, LOST, why) for client in held.clients]
             self._lost(r, worker, failures, counts=failed and held.alone)
 
@@ -277,8 +277,8 @@ class Remote:
         worker.rests = time.monotonic() + min(longest_s, REST_S * 2 ** min(worker.failures - 1, 20))
 
     def _lost(self, r: OpenRound, worker: Worker, failures: Sequence[ClientFailure], counts: bool) -> None:
-        """The worker has no good results of these orders: others get them. `counts`: after `attempts` of them the
-        client has failed."""
+        """Let other workers execute assignments without a valid result. `counts`: after `attempts` of them the client
+        has failed."""
         held = worker.held
         assert held is not None
         for failure in failures:
@@ -289,7 +289,7 @@ class Remote:
                 r.lost[failure.client] += 1
         account = worker.message.account
         account = account.model_copy(update={"lost": account.lost + len(failures)})
-        if held.clients:  # it continues with them
+        if held.clients:  # it continues with the others
             worker.message = worker.message.model_copy(update={"account": account})
         else:
             worker.held = None
@@ -303,18 +303,17 @@ class Remote:
             if failure not in again:
                 r.give_up(failure)
 
-    # ------------------------------------------------------------------------------------------ no workers
     def _waited(self, r: OpenRound) -> float:
-        """Seconds since a worker was last at work, or about to come."""
+        """Return the seconds since a worker was last at work, or about to come."""
         return time.monotonic() - max(r.hopeful, self._provisioner.moved)
 
     def _may_take_one(self, r: OpenRound) -> bool:
-        """Whether a worker is present that has not failed since its last result, nor refused to take an order."""
+        """Whether a worker is present that has not failed since its last result, and has taken its last assignment."""
         present = self.workers.present
         return any(r.suits(w, client, present) for w in present if not w.failures for client in r.open_)
 
     def _may_end_without(self, r: OpenRound) -> bool:
-        """Whether the round may end without the clients that have no result, because others have one."""
+        """Whether the round may end without the open clients, because others have a result."""
         some = r.plan.adopted > 0 or len(r.open_) < len(r.plan.orders)
         return some and (self._provisioner.quorum > 0 or r.own is not None)
 
@@ -333,37 +332,28 @@ class Remote:
             r.give_up(ClientFailure(r.plan.round, client, LOST, self._why_absent(r, client, pool)))
 
     def _why_absent(self, r: OpenRound, client: int, pool: str) -> str:
-        idle = sorted(n for n in r.idle & self.workers.by_name.keys() if r.suits(self.workers.by_name[n], client, ()))
-        who = "".join(f" ({name}, which sends heartbeats)" for name in idle)
         if r.own is not None:
             own = (w for w in self.workers.by_name.values() if w.why and r.suits(w, client, ()))
             failed = "".join(f"; its last assignment failed: {w.why}" for w in own)
-            return f"the device that holds its data{who} has not taken the assignment{failed}"
+            return f"the device that holds its data has not taken the assignment{failed}"
         why = self._provisioner.why(pool)
-        return f"no worker of {pool}{who} takes assignments{why and f': {why}'}"
+        return f"no worker of {pool} takes assignments{why and f': {why}'}"
 
     def _check_waiting(self, r: OpenRound) -> None:
         """Log what the round waits for. Raises Stopped if it waits in vain."""
         now, workers = time.monotonic(), self.workers.by_name
-        if at_work := {w.name for w in workers.values() if w.held is not None and w.held.taken}:
+        if any(w.held is not None and w.held.taken for w in workers.values()):
             r.hopeful = now
-            r.idle -= at_work
         waited, pools = self._waited(r), sorted(r.count(r.waiting))
         if waited > self._provisioner.wait_s and not self._may_end_without(r) and not self._may_take_one(r):
-            idle = ", ".join(sorted(r.idle & workers.keys()))  # they cannot read their messages, or lie
-            what = f"{idle} send heartbeats but took none: see what they log, or revoke them. " if idle else ""
             raise Stopped(
                 f"round {r.plan.round + 1}: no worker has taken an assignment for {waited:.0f} s; "
-                f"{len(r.open_)} of {len(r.plan.orders)} clients have no result. {what}"
+                f"{len(r.open_)} of {len(r.plan.orders)} clients have no result. "
                 f"{self._provisioner.advice(sorted(workers), pools)}, then resume with --resume"
             )
         if r.waiting and now - r.reported > REPORT_S:
             r.reported = now
-            suits = self._provisioner.suits
-            suited = [w for w in self.workers.present if any(suits(w.member.tier, pool) for pool in pools)]
-            busy = sum(w.held is not None for w in suited)
+            count, of = len(r.waiting), " or ".join(pools)
             log.info(
-                "round %d: %d %s for a worker of %s; %d of its %d present workers %s busy",
-                r.plan.round + 1, len(r.waiting), "assignment waits" if len(r.waiting) == 1 else "assignments wait",
-                " or ".join(pools), busy, len(suited), "is" if busy == 1 else "are",
-            )  # fmt: skip
+                "round %d: %d of %d assignments wait for a worker of %s", r.plan.round + 1, count, len(r.open_), of
+            )

@@ -1,4 +1,4 @@
-"""The workers that the coordinator knows: who is present, and what each holds."""
+"""The coordinator's view of its workers: which are present, and what each holds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from typing import Any
 
 from fl_engine.core.errors import IntegrityError
 from fl_engine.remote.mailboxes import Mailboxes
-from fl_engine.remote.messages import (
-    HEARTBEAT_BYTES,
-    Heartbeat,
-    Lease,
-    Message,
-    pause,
-)
+from fl_engine.remote.messages import HEARTBEAT_BYTES, Heartbeat, Lease, Message, pause
 from fl_engine.remote.provisioner import Provisioner
 from fl_engine.remote.registry import Member
 from fl_engine.storage.lease import BEAT_S
@@ -28,17 +22,17 @@ from fl_engine.storage.overlapping import overlapped
 log = logging.getLogger("flexfleet")
 
 FORMER = 8
-"""How many earlier processes of a mailbox are remembered."""
+"""Number of earlier processes of a mailbox that are remembered."""
 REFRESH_S = 2.0
-"""The least seconds between two looks for newly enrolled devices."""
+"""The least seconds between two polls for newly invited devices."""
 STARTS_S = 0.5
-"""The least seconds between two looks for the first heartbeat of a worker."""
+"""The least seconds between two polls for the first heartbeat of a worker."""
 AWAY_S = 60.0
-"""The most seconds between two looks for a heartbeat of a worker that is away."""
+"""The most seconds between two polls for a heartbeat of a worker that is away."""
 IDLE_S = 1500.0
-"""Seconds of silence after which an idle worker counts as away: it sends a heartbeat every ten minutes at least."""
+"""Seconds of silence after which an idle worker counts as away. It sends a heartbeat at least every ten minutes."""
 SIGN_S = 600.0
-"""Seconds after which a worker gets another message even if nothing is new: a sign of life, with fresh URLs."""
+"""Seconds after which a worker gets another message with fresh URLs, as a sign of life."""
 
 
 @dataclass
@@ -47,17 +41,17 @@ class Held:
 
     lease: str
     worker: str
-    """The process that it was given to."""
+    """The process that may execute it."""
     clients: list[int]
-    """Clients whose orders have no result yet."""
+    """Clients without a result."""
     alone: bool
-    """It was of a single order."""
+    """Whether the lease has a single client."""
     since: float
-    """When it was given, by the clock of `time.monotonic`."""
+    """When it was written, on the clock of `time.monotonic`."""
     heard: float
-    """When a new heartbeat named the lease last; `since` if none has."""
+    """When a new heartbeat last named the lease; `since` if none has."""
     taken: bool = False
-    """A heartbeat has named the lease."""
+    """Whether a heartbeat has named the lease."""
 
 
 @dataclass
@@ -68,28 +62,28 @@ class Worker:
     message: Message
     """The last one that was written."""
     heard: float
-    """When its heartbeat last changed, or when the first look for one was."""
+    """When its heartbeat last changed, or when the first poll was."""
     heartbeat: Heartbeat | None = None
     process: str = ""
     """Id of the process that sends heartbeats; empty: none has yet."""
     former: deque[str] = field(default_factory=lambda: deque(maxlen=FORMER))
-    """Ids of the processes before it."""
+    """Ids of earlier processes."""
     away: bool = False
-    """It has not come yet, has ended, or did not take an assignment. It is present again when its heartbeat changes."""
+    """Not present until its heartbeat changes."""
     revoked: bool = False
     rests: float = 0.0
-    """It has failed, or did not take an assignment, and gets none before this time."""
+    """It gets no assignment before this time, because it has failed or has not taken the last one."""
     failures: int = 0
     """How often in a row."""
     why: str = ""
     """Why its last assignment failed; empty: it has had a result since."""
     held: Held | None = None
     doubled: bool = False
-    """It was reported that two processes use the mailbox."""
+    """Whether a second user of the mailbox was reported."""
     seen: tuple[str, int] | None = None
-    """Process and number of the last heartbeat, obeyed or not."""
+    """Process and number of the last valid heartbeat."""
     looked: float = -math.inf
-    """When the last look for a heartbeat was."""
+    """When the last poll for a heartbeat was."""
     written: float = 0.0
     """When the last message was written."""
 
@@ -99,7 +93,7 @@ class Worker:
 
     @property
     def is_silent(self) -> bool:
-        """Whether it has sent heartbeats, and does not any more, without having ended."""
+        """Whether its heartbeats have stopped, without a message that it has ended."""
         return self.away and self.heartbeat is not None and not self.is_gone and self.held is None
 
     @property
@@ -108,8 +102,8 @@ class Worker:
 
 
 class Workers:
-    """`check` raises Replaced if another coordinator uses the mailboxes now. `lease_s`: seconds of silence after which
-    a worker counts as gone."""
+    """`check` raises Replaced if another coordinator has the mailboxes. `lease_s`: seconds of silence after which a
+    worker counts as gone."""
 
     def __init__(
         self, mailboxes: Mailboxes, provisioner: Provisioner, lease_s: float, check: Callable[[], None]
@@ -119,7 +113,7 @@ class Workers:
         self._refreshed = -math.inf
         self.by_name: dict[str, Worker] = {}
         self.numerics: set[str] = set()
-        """In what workers' arithmetic differs from the coordinator's."""
+        """How workers' arithmetic differs from the coordinator's."""
 
     @property
     def present(self) -> list[Worker]:
@@ -129,8 +123,8 @@ class Workers:
         return [worker.member for worker in self.by_name.values() if not worker.revoked]
 
     def still_mine(self) -> None:
-        """Raises Replaced if another coordinator has taken over. A lock that was valid BEAT_S seconds ago still counts
-        as valid."""
+        """Raise Replaced if another coordinator has the mailboxes. A lock that was valid BEAT_S seconds ago still
+        counts as valid."""
         if time.monotonic() - self._checked >= BEAT_S:
             self._check()
             self._checked = time.monotonic()
@@ -143,9 +137,9 @@ class Workers:
         worker.written = time.monotonic()
 
     def refresh(self, at_once: bool = False) -> list[Worker]:
-        """Meet new workers, and forget those that were revoked. Returns the new ones. `at_once`: else at intervals."""
+        """Add new workers, remove revoked ones, and return the new ones. `at_once`: do not wait for the interval."""
         self.still_mine()
-        # The names of enrolled devices are read from a store.
+        # The names of enrolled devices are read from a store, which costs requests.
         every = min(REFRESH_S, self._lease_s / 12) if self._provisioner.strangers else 0.0
         if not at_once and time.monotonic() - self._refreshed < every:
             return []
@@ -164,20 +158,19 @@ class Workers:
         return new
 
     def _meet(self, member: Member) -> Worker:
-        """A worker at the coordinator's start, or when it was added. It may still execute the lease of the last
-        message, so that stays."""
+        """Return a worker that was found. It may still execute the lease of its last message, so the lease stays."""
         before, now = self._mailboxes.last(member), time.monotonic()
         message = self._mailboxes.write(member, before, lease_s=self._lease_s, revoked=False)
         worker = Worker(member, message, now, away=True, written=now)
         self.by_name[member.name] = worker
         self.hear(worker)
         if worker.heartbeat is not None:
-            worker.heard = now  # how old it is, nobody knows
+            worker.heard = now  # its age is unknown
             worker.away = worker.is_gone
         return worker
 
     def hear(self, worker: Worker) -> None:
-        """Look for a new heartbeat."""
+        """Poll for a new heartbeat."""
         worker.looked = time.monotonic()
         try:
             found = self._mailboxes.heartbeat(worker.member)
@@ -189,7 +182,7 @@ class Workers:
         worker.seen = found.worker, found.number
         if found.worker != worker.process:
             if found.worker in worker.former and not worker.away:
-                self._report(worker, "two processes use this device's key, and each has its folder")
+                self._report(worker, "two processes have this device's folder")
                 return
             if worker.process:
                 worker.former.append(worker.process)
@@ -198,7 +191,7 @@ class Workers:
         if found.numerics and found.numerics not in self.numerics:
             self.numerics.add(found.numerics)
             log.warning(
-                "%s computes other last bits than the coordinator: %s. Results depend on which worker trains a client",
+                "%s computes other last bits than the coordinator (%s), so results depend on the worker of a client",
                 worker.name,
                 found.numerics,
             )
@@ -206,33 +199,27 @@ class Workers:
             worker.held.taken, worker.held.heard = True, worker.looked
 
     def _is_own(self, worker: Worker, found: Heartbeat) -> bool:
-        """Whether the heartbeat is of the device that has enrolled; the first one enrolls."""
+        """Whether the enrolled device has sent the heartbeat. The first device enrolls."""
         member = worker.member
         if member.pod or member.id == found.id:
             return True
         if member.id is not None:
-            self._report(worker, "its invitation is used by a second device, which is not obeyed")
+            self._report(worker, "a second device uses the invitation, and gets no assignments")
             return False
         worker.member = member.model_copy(update={"id": found.id})
         self._provisioner.enroll(worker.member)
         return True
 
     def _report(self, worker: Worker, what: str) -> None:
-        """Warn once that a mailbox has two users. With pods, Kubernetes may start another one before the first ends."""
+        """Warn once that a mailbox has two users, except for pods, which Kubernetes may start before the first ends."""
         if worker.doubled or worker.member.pod:
             return
         worker.doubled = True
-        log.warning(
-            "%s: %s. If you have not started both, somebody else has a copy: run `flexfleet invite --revoke %s`, and "
-            "invite the device again",
-            worker.name,
-            what,
-            worker.name,
-        )
+        cure = f"flexfleet invite --revoke {worker.name}"
+        log.warning("%s: %s. If you did not start both, somebody has a copy: run `%s`", worker.name, what, cure)
 
     def listen(self) -> None:
-        """Read heartbeats: most often those of workers that hold a lease, ever more rarely those of workers that stay
-        away."""
+        """Poll heartbeats: most often of workers with a lease, more and more rarely of workers that are away."""
         self.still_mine()
         now, every = time.monotonic(), self._lease_s / 12
 
@@ -251,13 +238,13 @@ class Workers:
                 w.away = True
 
     def renew(self) -> None:
-        """Write messages that are SIGN_S seconds old anew."""
+        """Write another message for each that is older than SIGN_S seconds."""
         for worker in self.by_name.values():
             if time.monotonic() - worker.written > SIGN_S and not worker.revoked:
                 self.send(worker, worker.message.lease if worker.held else None)
 
     def dismiss(self) -> None:
-        """Tell all workers that the run is over."""
+        """Write messages that the run is over."""
         names = set(self._provisioner.names())
         for worker in self.by_name.values():
             worker.held = None

@@ -1,8 +1,8 @@
-"""Where a run's key is kept: only the run's coordinator reads it.
+"""Stores a run's key, which only the run's coordinator reads.
 
-A run has one key of random bytes if its clients live on other machines, or if it is private. The keys with which the
-coordinator signs (`manifest.key_of`), the noise and the choice of clients (`privacy`) follow from it. It is never in
-the bucket of the run's ledger, because workers get URLs of that bucket.
+A run has one random key if its clients are on other machines, or if it is private. The coordinator's signing keys
+(`manifest.key_of`), the noise and the choice of clients (`privacy`) follow from it. The key is never in the bucket of
+the run's ledger, because workers get URLs of that bucket.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ log = logging.getLogger("flexfleet")
 SIZE = 32
 """Bytes of a key."""
 IN_RUN = "secret/key"
-"""The key's place in the run's folder, where nothing else is set."""
+"""The default file in the run's folder."""
 SETTINGS = "FLEXFLEET_SECRETS_"
 """Prefix of the environment variables with the address and credentials of a bucket for keys."""
 
 
 class Place(Protocol):
-    """`str` of it says where the key is. All methods raise EnvironmentFailure if the place cannot be reached."""
+    """Where a key is stored; `str` returns the address. Methods raise EnvironmentFailure if it cannot be reached."""
 
     def read(self) -> bytes | None:
-        """None: there is no key."""
+        """Return the key; None if there is none."""
 
     def create(self, value: bytes) -> None:
-        """Does not replace a key that is there."""
+        """Store a key if there is none."""
 
     @property
     def advice(self) -> str:
-        """How to resume the run on another machine, or how to delete the key."""
+        """How to delete the key; empty: like any file."""
 
 
 def address(store: Store, key: str = "") -> str:
-    """With the machine's name where it is a folder."""
+    """Return the address of a key; a folder's includes the machine's name."""
     if not isinstance(store, FolderStore):
         return store.uri(key)
     return f"{store.root.resolve() / key} on {socket.gethostname()}"
@@ -62,7 +62,7 @@ class InStore:
 
     store: Store
     key: str
-    advice: str = ""
+    advice = ""
 
     def __str__(self) -> str:
         return address(self.store, self.key)
@@ -82,8 +82,7 @@ class InStore:
 
 @dataclass(frozen=True)
 class InSecret:
-    """A Secret of the clients' namespace, which is deleted when the run has finished. A private run's stays, because it
-    may get more rounds."""
+    """A Secret of the clients' namespace. It is deleted when the run has finished, unless the run is private."""
 
     cluster: Cluster
     run: str
@@ -105,7 +104,7 @@ class InSecret:
         try:
             return None if secret is None else base64.b64decode(secret["data"]["key"], validate=True)
         except (KeyError, TypeError, ValueError) as error:
-            raise IntegrityError(f"{self} holds no key of a run ({type(error).__name__} {error})") from None
+            raise IntegrityError(f"{self} must hold a run's key: {type(error).__name__} {error}") from None
 
     def create(self, value: bytes) -> None:
         body = {
@@ -127,10 +126,8 @@ class InSecret:
 
 
 def place(config: Config, run_id: str, store: Store, out: Path) -> Place:
-    """Where the configuration keeps the key of this run, whose ledger is in `store` and whose folder is `out`.
-
-    Raises ConfigError if clients could have URLs of it.
-    """
+    """Return the place of a run's key. `store`: of its ledger; `out`: its folder. Raises ConfigError if clients could
+    have URLs of the place."""
     where = config.run.secrets
     if where is None and config.run.backend == "kubernetes":
         return InSecret(Cluster(config.kubernetes.namespace), jobs.run_label(run_id, store.uri()))
@@ -140,8 +137,8 @@ def place(config: Config, run_id: str, store: Store, out: Path) -> Place:
 
 
 def shared_place(config: Config, name: str, hasty: bool = False) -> Store:
-    """Where keys are kept under this name. `hasty`: does not wait long for a server that does not answer. Raises
-    ConfigError if clients could have URLs of it."""
+    """Return the store of keys of this name. `hasty`: do not wait for a server that does not answer. Raises ConfigError
+    if clients could have URLs of it."""
     where = config.run.secrets
     if where is None:
         return FolderStore(Path(config.run.store).resolve() / name)
@@ -154,34 +151,29 @@ def shared_place(config: Config, name: str, hasty: bool = False) -> Store:
 
 
 def check_folder(config: Config) -> None:
-    """Raises ConfigError where clients could read the folder that keys are to be kept in. A bucket is looked at by
-    `shared_place` alone: tasks of a pipeline that run no rounds have no credentials of it."""
+    """Raise ConfigError if clients could read the folder of the keys. Only `shared_place` checks a bucket, because
+    tasks of a pipeline that run no rounds have no credentials of it."""
     where, remote = config.run.secrets, config.run.remote
     if where is None or remote is None or "://" in where or "://" in remote:
         return
     if Path(where).resolve().is_relative_to(Path(remote).resolve()):
-        raise ConfigError(
-            f"run.secrets = {where!r} lies in run.remote = {remote!r}, which others read: name another folder"
-        )
+        raise ConfigError(f"run.secrets must not be in run.remote = {remote!r}, which others read; got {where!r}")
 
 
 def _check_bucket(uri: str, remote: str | None) -> None:
     missing = [n for n in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY") if not os.environ.get(f"{SETTINGS}{n}")]
     if missing:
-        raise ConfigError(
-            f"run.secrets = {uri!r} is read with credentials of its own, which the environment does not hold: set "
-            + " and ".join(f"{SETTINGS}{name}" for name in missing)
-        )
+        names = " and ".join(f"{SETTINGS}{name}" for name in missing)
+        raise ConfigError(f"run.secrets = {uri!r} needs credentials of its own: set {names}")
     others = {setting("AWS_ACCESS_KEY_ID", whose) for whose in (OWN, SIGNING)}
     if os.environ[f"{SETTINGS}AWS_ACCESS_KEY_ID"] in others:
         raise ConfigError(
-            f"{SETTINGS}AWS_ACCESS_KEY_ID names the coordinator's credentials, or those that sign clients' URLs: "
-            "run.secrets needs others, which alone may read that bucket"
+            f"{SETTINGS}AWS_ACCESS_KEY_ID must differ from the coordinator's credentials and from those that sign URLs"
         )
     if remote is not None and _bucket(uri) == _bucket(remote) and _address(SETTINGS) == _address(OWN):
         raise ConfigError(
-            f"run.secrets = {uri!r} is in the bucket of run.remote = {remote!r}, of which clients get URLs: name "
-            "another one"
+            f"run.secrets must be in another bucket than run.remote = {remote!r}, because clients get URLs of it; got "
+            f"{uri!r}"
         )
 
 
@@ -194,10 +186,10 @@ def _address(settings: str) -> str:
 
 
 def key_of_run(place: Place, known: RunFile | None, private: bool) -> bytes:
-    """Return the run's key. Create it if there is none. Without the key of an earlier start, the clients of a round
-    that was not committed are asked again.
+    """Return the run's key, and create it if there is none. With a new key, the clients of an uncommitted round are
+    asked again.
 
-    Raises IntegrityError if the run is private, so that its noise follows from the key, and the key is missing or
+    Raises IntegrityError if the run is private, because its noise follows from the key, and the key is missing or
     differs from the one in the run's record `known`.
     """
     expected = None if known is None or not private else known.key_sha256
@@ -208,13 +200,12 @@ def key_of_run(place: Place, known: RunFile | None, private: bool) -> bytes:
         log.info("the run's key is in %s%s", place, f"; {place.advice}" if place.advice else "")
     if key is None:
         raise IntegrityError(
-            f"the run's key is not in {place}; by the run's record it was kept in {known.key_at if known else place}: "
-            "bring it there, or set run.secrets to where it is (with another key the model would be another, and noise "
-            "would be released twice)"
+            f"the run's key is not in {place}; the run's record names {known.key_at if known else place}. Restore it, "
+            "or set run.secrets to its place"
         )
     if len(key) != SIZE or expected not in (None, sha256(key)):
         raise IntegrityError(
-            f"{place} holds {len(key)} bytes that are not the key which the run began with: put it back, or start "
-            "another run (with another key the model would be another, and a known one takes the noise off)"
+            f"{place} must hold the key with which the run has started, got {len(key)} other bytes. Restore the key, "
+            "or start another run"
         )
     return key

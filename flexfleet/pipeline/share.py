@@ -1,8 +1,7 @@
-"""Computes once what all runs of one seed of a comparison start from: the partition, and what the preparations make.
+"""Computes the partition and the pre-training once for all runs of one seed of a comparison.
 
-Both follow from data set, network, partition, noise, pre-training settings and seed. The folder records these, and only
-runs with the same values use it. A run uses a preparation's result if its inputs are the same (`steps.pretrain`),
-and computes its own if they are not.
+Both follow from data set, network, partition, noise, pre-training settings and seed. The folder records these values.
+A run uses the pre-training if its inputs are equal (`pipeline.pretrain`), and otherwise computes its own.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from flexfleet.pipeline.pretrain import is_known, pretrain
 
 SECTIONS = ("dataset.", "partition.", "noise.", "model.", "pretrain.", "seed")
 HELD_OUT = ("evaluate.on", "evaluate.held_out")
-"""They decide which of a client's labels stay right, where some become wrong."""
+"""Settings that decide which labels become wrong with noise.labels."""
 ABOUT = "shared.json"
 
 
 class Shared(Artifact):
-    """shared.json, written last: the settings from which the folder was computed, with digests of what they name."""
+    """shared.json, written last: the settings of the folder, and digests of the files that they name."""
 
     settings: dict[str, Any]
 
 
 def share(resolved: Resolved, out: Path) -> Path:
-    """Writes partition/, pretrain/ and shared.json into `out`. `resolved`: of any run of the seed; if some algorithms
-    ask for preparations, of a run with one of these, since `share` prepares only for them."""
+    """Write partition/, pretrain/ and shared.json into `out`. `resolved`: a run of the seed, whose algorithm needs
+    preparations if any of them does."""
     (out / ABOUT).unlink(missing_ok=True)
     partition(resolved, out / "partition")
     pretrain(resolved, out / "partition", out / "pretrain")
@@ -46,7 +45,7 @@ def share(resolved: Resolved, out: Path) -> Path:
 
 
 def fits(resolved: Resolved, shared: Path) -> bool:
-    """Whether the folder holds all that `share` would compute for this configuration."""
+    """Whether the folder holds everything that `share` would compute for this configuration."""
     try:
         return not _changed(resolved.config, shared) and is_known(resolved, shared / "partition", shared / "pretrain")
     except IntegrityError:
@@ -54,21 +53,18 @@ def fits(resolved: Resolved, shared: Path) -> bool:
 
 
 def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
-    """Copies partition/ into the run folder `out`, and what the run can use of pretrain/. A run whose algorithm
-    pre-trains another network (for example one with early exits) uses the partition and pre-trains its own network.
-
-    Raises ConfigError if the folder was computed with other settings than the run's.
+    """Copy partition/ into the run folder `out`, and pretrain/ if the run can use it. A run that pre-trains another
+    network (for example one with early exits) computes its own. Raises ConfigError for other settings than the run's.
     """
     if changed := _changed(resolved.config, shared):
         lines = ", ".join(f"{name}: {before!r} -> {now!r}" for name, (before, now) in changed[:6])
-        raise ConfigError(f"{shared} was computed with other settings ({lines}): give one of this run's settings")
+        raise ConfigError(f"{shared} must have the settings of this run, which differ: {lines}")
     shutil.copytree(shared / "partition", out / "partition", dirs_exist_ok=True)
     pretrain(resolved, out / "partition", out / "pretrain", known=shared / "pretrain")
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """By dotted name, the parameters that partition and pre-training depend on. The algorithm is not among them, nor
-    how it changes the network."""
+    """Return the parameters by dotted name that partition and pre-training depend on, without the algorithm."""
     spared = config.get("noise.labels") and config.get("evaluate.on") == "clients"
     held_out = HELD_OUT if spared else ()
     return {
@@ -79,9 +75,8 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(config: Config, shared: Path) -> list[tuple[str, tuple[Any, Any]]]:
-    """By name, what the folder was computed from and what the configuration asks for, where these differ. A digest that
-    one of them lacks does not count: files have to lie only where `share` runs, and earlier versions recorded none.
-    Raises IntegrityError."""
+    """Return the settings that differ: name, value of the folder, value of the configuration. Digests of files count
+    only if both have them, because the files may exist only where `share` runs. Raises IntegrityError."""
     known = Shared.read(shared / ABOUT).settings
     wanted = settings(configs.flatten(config)) | contents(config, needed=False)
     lacking = (known.keys() ^ wanted.keys()) & set(CONTENTS)

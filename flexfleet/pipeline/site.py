@@ -1,4 +1,4 @@
-"""What the rounds of a run start from: its site, its trace, its first weights, the numerics of its clients."""
+"""Prepares the rounds of a run: its site, trace, first weights, and the numerics of its clients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = logging.getLogger("flexfleet")
 
 
 def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path, before: Mapping[str, Any] | None = None) -> Site:
-    """All that clients on this machine need to know. Prepares the process for training. `before`: the numerics of the
+    """Return the site of clients on this machine, and prepare the process for training. `before`: the numerics of the
     run that is resumed, whose precision a run with `run.precision=auto` keeps."""
     config, family = resolved.config, resolved.family
     parts = partition_files.load(partition_dir, resolved.data)
@@ -53,16 +53,16 @@ def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path, before: Map
 
 
 def fleet_of(resolved: Resolved, pool: Pool) -> tuple[Device, ...]:
-    """The devices of the run. Raises ConfigError for tiers that no fleet can have."""
+    """Return the devices of the run. Raises ConfigError for invalid tiers."""
     config = resolved.config
-    # `eligible: capable` takes each device's memory as it is configured, to leave out the weak ones.
+    # `eligible: capable` uses the configured memory, to leave out weak devices.
     keeps_to_memory = getattr(resolved.algorithm, "eligible", "all") == "capable"
     smallest = None if keeps_to_memory else pool[dispatched(pool)[0]].params
     return devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, resolved.family, smallest)
 
 
 def _tell_raised(config: Config, fleet: Sequence[Device]) -> None:
-    """Logs the tiers whose devices have more memory than the configuration says."""
+    """Log the tiers whose devices have more memory than configured, so that a model fits."""
     tiers = devices.named(config.fleet.tiers) if isinstance(config.fleet.tiers, str) else config.fleet.tiers
     has = {device.tier: device.memory for device in fleet}
     for tier in tiers:
@@ -74,14 +74,14 @@ def _tell_raised(config: Config, fleet: Sequence[Device]) -> None:
 
 
 def check_fleet(resolved: Resolved, pool: Pool) -> None:
-    """Raise ConfigError if devices of the fleet would never train, because they can hold no model of this pool."""
+    """Raise ConfigError if no model of the pool fits into a device of the fleet."""
     method: Any = resolved.algorithm
     if hasattr(method, "selector"):
         method.selector(pool).init(check_eligible(method, fleet_of(resolved, pool), pool), pool)
 
 
 def trace_of(config: Config, site: Site) -> tuple[Trace | None, str | None]:
-    """What the devices do over time, and the sha256 of the files that say it. Raises ConfigError and DataError."""
+    """Return the fleet's trace and the sha256 of its files. Raises ConfigError and DataError."""
     source = config.fleet.trace
     if source is None:
         return None, None
@@ -91,8 +91,8 @@ def trace_of(config: Config, site: Site) -> tuple[Trace | None, str | None]:
 
 
 def given_weights(pool_dir: Path, family: ModelFamily) -> Params | None:
-    """The weights that go with the pool; None: the run starts from fresh ones. Raises IntegrityError naming the file
-    that is missing, damaged or another network's."""
+    """Return the weights of the pool; None if the run starts from fresh ones. Raises IntegrityError if the file is
+    missing, damaged or of another network."""
     weights = PoolFile.read(pool_dir / "pool.json").weights(pool_dir)
     try:
         return None if weights is None else fitting(family, weights)
@@ -101,7 +101,7 @@ def given_weights(pool_dir: Path, family: ModelFamily) -> Params | None:
 
 
 def initial_state(resolved: Resolved, site: Site, weights: Params | None = None) -> Any:
-    """The algorithm's state before the first round. `weights`: of the whole network; None: fresh ones."""
+    """Return the algorithm's state before the first round. `weights`: of the full network; None: fresh ones."""
     params = weights
     if params is None:
         params = initial_params(site.family, seeds.derive(resolved.config.seed, "init"))
@@ -109,7 +109,7 @@ def initial_state(resolved: Resolved, site: Site, weights: Params | None = None)
 
 
 def training_of(algorithm: Algorithm) -> Training:
-    """The local training as the algorithm does it: what the section says, unless the algorithm has work of its own."""
+    """Return the local training of the algorithm."""
     found: Training = algorithm.training  # type: ignore[attr-defined]
     return found
 
@@ -117,12 +117,11 @@ def training_of(algorithm: Algorithm) -> Training:
 def numerics_of(
     config: Config, training: Training, family: ModelFamily, goal: Task, before: Mapping[str, Any] | None
 ) -> Numerics:
-    """The numerics that the configuration names, else those that suit the network. `training`: the algorithm's;
-    `before`: see `settled`."""
+    """Return the configured numerics, or those that suit the network. `before`: see `settled`."""
     run, per_round = config.run, round_size(training.fraction, config.partition.clients)
     precision = settled(run.precision, run.devices, before)
     if precision == "fp16" and training.weight_decay:
-        log.warning("run.precision=fp16: training.weight_decay = %g is left out", training.weight_decay)
+        log.warning("run.precision=fp16: training.weight_decay = %g is ignored", training.weight_decay)
     if run.strategy == "single" or training.is_own:
         return Numerics(precision=precision)
     if run.strategy == "batched":
@@ -131,7 +130,7 @@ def numerics_of(
 
 
 def tell_unused(config: Config) -> None:
-    """Says where a GPU is there and not used."""
+    """Log that a GPU is not used."""
     here = not config.run.apart and all(name == "cpu" for name in config.run.devices)
     if here and torch.cuda.is_available():
-        log.info("CUDA is there and not used: run.devices=auto, or [cuda], trains on it")
+        log.info("a CUDA device is not used; set run.devices=auto to train on it")

@@ -1,1 +1,1 @@
-"""The program of a worker, which executes assignments: `flexfleet agent` on a device, the container of a pod."""
+"""The program of a worker, which executes assignments: `flexfleet agent` on a device, or the container of a pod."""

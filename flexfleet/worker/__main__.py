@@ -1,6 +1,6 @@
 """Execute assignments on this machine, until the server is silent.
 
-Exit codes: 0: the server was silent for too long, or --once: one lease is over; 42: the device was revoked, or cannot
+Exit codes: 0: the server was silent for too long, or one lease is over (--once); 42: the device was revoked, or cannot
 take part; 143: SIGTERM, or its terminal was closed.
 """
 
@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal.add_loudness(p)
     args = terminal.parsed(p, argv)
     try:
-        # The first process of a container ignores SIGTERM without a handler. Importing torch takes seconds, and ends
-        # the process on some processors, which `run_main` reports first.
+        # The first process of a container ignores SIGTERM without a handler. Importing torch takes seconds, and kills
+        # the process on some processors, which `run_main` reports.
         with stopping_at_once():
             from flexfleet.worker.server import run
 
@@ -47,22 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped:
         return 143
     except FlexfleetError as error:
-        _explain(error)
+        if where := os.environ.get("FLEXFLEET_TERMINATION_LOG"):  # Kubernetes shows it as the reason
+            Path(where).write_text(str(error)[:2000], "utf-8")
         raise
-
-
-def _explain(error: Exception) -> None:
-    """Write the reason for the end where Kubernetes reads it."""
-    where = Path(os.environ.get("FLEXFLEET_TERMINATION_LOG", ""))
-    if where.name:
-        where.write_text(str(error)[:2000], "utf-8")
 
 
 if __name__ == "__main__":
     try:
         terminal.run_main(main)
     except SystemExit as end:
-        # Torch takes seconds to tear down, in which a pod competes with those of the next round.
+        # Tearing down torch takes seconds, in which a pod would delay those of the next round.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code if isinstance(end.code, int) else 1)

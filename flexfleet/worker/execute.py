@@ -1,4 +1,4 @@
-"""How a worker executes an assignment: it reads its orders and the site, trains, and uploads signed results."""
+"""Executes a lease: reads the site and the assignments, trains, and uploads signed results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ log = logging.getLogger("flexfleet")
 
 @dataclass(frozen=True)
 class Prepared:
-    """What all assignments of a run in one configuration need."""
+    """The part of a site that serves all leases of one run and configuration."""
 
     algorithm: Algorithm
     site: Site
@@ -51,11 +51,18 @@ class Prepared:
 
 
 def prepare(given: Assignment, store: Store, pod: bool) -> Prepared:
-    """Read the site. `pod`: the worker is a pod of the coordinator's cluster, so the run's configuration may name any
-    package of its image, and the run may bring code of its own.
+    """Read the site.
 
-    Raises ClientError if another try would fail in the same way; EnvironmentFailure and IntegrityError if the store
-    does not answer.
+    Args:
+        given: The assignment.
+        store: The run's store.
+        pod: The worker is a pod of the coordinator's cluster, so the run's configuration may name any package of its
+            image, and the run may bring code of its own.
+
+    Raises:
+        ClientError: Another try would fail in the same way.
+        EnvironmentFailure: The store does not answer.
+        IntegrityError: The store has other bytes than were assigned.
     """
     try:
         return _prepared(given, store, pod)
@@ -85,7 +92,7 @@ def execute(
     signs = result_key(key, site_sum, lease.id)
     mailbox = Mailbox(store, key=lambda _: signs, lengths=given.lengths, expected=given.orders, lease=lease.id)
     turns = [given.clients]
-    if given.observe == "cgroup":  # orders that wait would hold memory that nobody counts
+    if given.observe == "cgroup":  # waiting assignments would hold memory that is not counted
         at_once = site.numerics.lanes if site.numerics.strategy == "batched" else 1
         turns = [given.clients[first : first + at_once] for first in range(0, len(given.clients), at_once)]
     for clients in turns:
@@ -103,8 +110,8 @@ def carry_out(
     device: str,
     evaluates: bool = False,
 ) -> None:
-    """Reads these clients' orders from the mailbox, trains them (side by side where possible), and writes their
-    outcomes. `evaluates`: the orders are those of the round's evaluation."""
+    """Read these clients' assignments from the mailbox, train side by side if possible, and write the results.
+    `evaluates`: the assignments are those of the round's evaluation."""
     orders = mailbox.orders(round, clients, evaluates)
     groups, failures = accept_all(algorithm, orders.values(), site)
     outcomes = chain(failures, (one for group in groups for one in train(group, site, device)))
@@ -114,7 +121,7 @@ def carry_out(
 
     state = coding.bytes_of(replace(site.rules, algorithm=algorithm).client_state)
     largest = max((tensor_bytes(order.payload) for order in orders.values()), default=0)
-    # Each upload in flight holds an outcome and its encoded copy.
+    # Each running upload holds an outcome and its encoded copy.
     for _ in overlapped(mailbox.store, 2 * (largest + state), put, outcomes):
         pass
 
@@ -136,7 +143,7 @@ def _prepared(given: Assignment, store: Store, pod: bool) -> Prepared:
             data = as_told(resolved.data, parts)
         else:
             if "FLEXFLEET_DATA" not in os.environ:
-                raise ClientError("clients of this run have their own data: set FLEXFLEET_DATA to this device's folder")
+                raise ClientError("FLEXFLEET_DATA must be the folder of this device's data (partition.rule=local)")
             data = local_data.Form.read(folder / local_data.FORM).normalises(
                 resolved.data, "this device's folder", most
             )
@@ -155,39 +162,32 @@ def _prepared(given: Assignment, store: Store, pod: bool) -> Prepared:
 
 
 def _free(given: Assignment, pool: Pool, at_once: int, room: Callable[[int], int]) -> float:
-    """What each of so many clients of this worker has free, in % of the full model's parameters: an equal share of the
-    room, so that they may all train side by side."""
+    """Return the free memory of each of so many clients, in % of the full model's parameters. They share it equally,
+    because they may train side by side."""
     peaks = given.memory
-    if peaks is None:
-        raise ClientError("observe=cgroup, but the assignment does not say how much memory training takes")
-    if len(peaks.levels) != len(pool):
-        raise ClientError(
-            f"the assignment says how much memory {len(peaks.levels)} levels take, but the run's pool has {len(pool)}: "
-            "start the run anew, so that both are of one version"
-        )
+    if peaks is None or len(peaks.levels) != len(pool):
+        raise ClientError("with observe=cgroup the assignment must name the memory that each level of the pool takes")
     system.trim()  # what an earlier assignment has left is free
     left = room(peaks.base) // at_once
     free = memory.free(left, peaks, pool, given.failures)
-    text = "%.1f MiB are free for a client, room for %.1f %% of the full model (failures before: %d)"
-    log.info(text, left / 2**20, free, given.failures)
+    log.info("a client has %.1f MiB of free memory, %.1f %% of the full model", left / 2**20, free)
     return free
 
 
 def _import_code(given: Assignment, run: RunFile, store: Store, pod: bool) -> None:
-    """Verify the run's own code, and import from it. Raises ClientError if this is an enrolled device, whose owner
-    installs what it runs, or if the machine does not allow the wheel (`allowed`); IntegrityError if the store has other
-    bytes."""
+    """Verify the run's own code, and import from it.
+
+    Raises ClientError on an enrolled device, whose owner installs what it runs, and if the machine does not allow the
+    wheel (`allowed`). Raises IntegrityError if the store has other bytes.
+    """
     if given.code != run.code_sha256:
-        raise ClientError(
-            f"the assignment names the code {given.code}, but the run's record names {run.code_sha256}: nothing is "
-            "imported"
-        )
+        raise ClientError(f"the assignment's code {given.code} differs from the code of the run, {run.code_sha256}")
     if given.code is None:
         return
     if not pod:
         raise ClientError(
-            "this run brings code of its own (run.code), which an enrolled device does not import: install the package "
-            "on the device, and name it in the configuration without run.code"
+            "run.code cannot be used with enrolled devices. Install the package on the device, and name it in the "
+            "configuration"
         )
     check_wheel(given.code)
     key = code.store_key(given.code)
@@ -199,17 +199,17 @@ def _numerics(run: RunFile) -> Numerics:
     try:
         return TypeAdapter(Numerics).validate_python(stored)
     except ValidationError as error:
-        raise IntegrityError(f"run.json does not say how the arithmetic is done: {brief(error)}") from error
+        raise IntegrityError(f"run.json must hold the numerics of the run: {brief(error)}") from error
 
 
 def _here(config: configs.Config) -> configs.Config:
-    """Return the configuration with the folder of the data on this machine. Raises ClientError if the coordinator names
-    data to fetch, because a worker calls no address but its store's."""
+    """Return the configuration with the data's folder on this machine. Raises ClientError if the data must be fetched,
+    because a worker calls no address but its store's."""
     if "FLEXFLEET_DATA" in os.environ:
         return reads(config, None)
     if is_fetched(config.dataset.root or ""):
         raise ClientError(
-            f"dataset.root = {masked(config.dataset.root or '')[:200]} must be fetched from elsewhere, which a worker "
-            "does not do. Set FLEXFLEET_DATA on this machine to the folder of its data"
+            f"dataset.root must be a folder, because workers do not fetch data; got "
+            f"{masked(config.dataset.root or '')[:200]}. Set FLEXFLEET_DATA on this machine to the folder of its data"
         )
     return config

@@ -1,4 +1,4 @@
-"""A worker's side of its mailbox: what it stores of it, how it reads messages and writes heartbeats."""
+"""A worker's side of its mailbox: its stored state, messages and heartbeats."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ from fl_engine.storage.urls import Upload, UrlStore, patient_pool, why
 log = logging.getLogger("flexfleet")
 
 HEARTBEATS = 6
-"""How many heartbeats a worker sends within the time of silence after which it counts as gone."""
+"""Number of heartbeats within the silence after which a worker counts as gone."""
 INVITATION_BYTES = 2**16
 FILE = "device.json"
 
 
 class Device(Note):
-    """device.json: all that a device stores."""
+    """device.json, the state of a device."""
 
     name: Name
     id: Hex
     invited: Hex
-    """The key of its invitation; another key makes it another device."""
+    """The key of its invitation, which identifies the device."""
     message: str | None
     heartbeat: Upload | None
     folder: str | None
@@ -63,7 +63,7 @@ class Device(Note):
     """The number of the last message."""
     pod: bool = False
     source: str = ""
-    """sha256 of where the invitation was: at a later start the invitation may be missing."""
+    """sha256 of the invitation's file or address. The invitation may be missing at a later start."""
 
     @staticmethod
     def of(invitation: Invitation, where: str) -> Device:
@@ -85,7 +85,7 @@ class Device(Note):
 
 
 class WorkerMailbox:
-    """Several threads may use it. `process`: this process's id, which it keeps when it is restarted by itself."""
+    """Several threads may use it. `process`: this process's id, which remains if the process replaces itself."""
 
     def __init__(self, place: FolderStore, device: Device, process: str) -> None:
         self.device, self.process = device, process
@@ -98,7 +98,7 @@ class WorkerMailbox:
         self.revoked = False
         self._sign: str | None = None
         self._place, self._lock, self._sending = place, threading.Lock(), threading.Lock()
-        self._number = int(time.time() * 1000)  # also rises if a worker is started twice in a second
+        self._number = int(time.time() * 1000)  # rises even if a worker is restarted within a second
         self._made: tuple[object, Store] | None = None
         self._store_device({})
 
@@ -110,17 +110,17 @@ class WorkerMailbox:
         self._place.delete(FILE)
 
     def _store(self) -> Store:
-        """One store, and so one connection, as long as the URLs stay."""
+        """Return one store, and so one connection, as long as the URLs do not change."""
         device, within_s = self.device, min(10.0, self.lease_s / HEARTBEATS)
         if self._made is None or self._made[0] != (device.message, device.heartbeat, within_s):
             self._made = (device.message, device.heartbeat, within_s), _store_of(device, within_s)
         return self._made[1]
 
     def read(self) -> Message:
-        """Return the current message; its lease is None if another process is to execute it.
+        """Return the current message; its lease is None if it is for another process.
 
-        Raises EnvironmentFailure if the store does not answer, IntegrityError for a message that is not obeyed, and
-        ClientError if this device was revoked, or if another device uses its invitation.
+        Raises EnvironmentFailure if the store does not answer, IntegrityError for an invalid message, and ClientError
+        if this device was revoked, or if another device uses its invitation.
         """
         with self._lock:
             self.requests, store = self.requests + 1, self._store()
@@ -132,33 +132,33 @@ class WorkerMailbox:
                 self._check_enrolled(value)
                 raise
             if message.name != self.device.name or message.number < self.device.number:
-                raise IntegrityError(f"the message is an older one, or of another device ({message.name})")
+                raise IntegrityError(f"the message is an older one, or for another device ({message.name})")
             heartbeat = None if message.heartbeat is None else message.heartbeat.url
             try:
                 for address in filter(None, (message.message, heartbeat, message.sign)):
                     check_own(address, self.device.message, self.device.folder)
             except ConfigError as error:
-                raise IntegrityError(f"the message is not obeyed: {error}") from error
+                raise IntegrityError(f"the message names another server: {error}") from error
             if message.number != self.device.number:
                 urls: dict[str, object] = {"message": message.message, "heartbeat": message.heartbeat}
                 self._store_device({"number": message.number, **(urls if self.device.folder is None else {})})
         self.lease_s, self._sign = message.lease_s, message.sign
         self.revoked = message.revoked
         if message.revoked:
-            raise ClientError(f"{message.name} was revoked: this device takes no assignments any more")
+            raise ClientError(f"{message.name} was revoked, so it gets no more assignments")
         return message if message.worker == self.process else message.model_copy(update={"lease": None})
 
     def _check_enrolled(self, value: bytes) -> None:
-        """Raise ClientError if the message says that another device has enrolled. The message is not signed for this
-        one, but whoever can write it could as well delete it."""
+        """Raise ClientError if the message reports that another device has enrolled. The message is not signed for this
+        device, but somebody who can write it could also delete it."""
         try:
             enrolled = Message.model_validate_json(value).enrolled
         except ValidationError:
             return
         if enrolled not in ("", short(self.device.id)):
             raise ClientError(
-                f"another device has enrolled as {self.device.name} with the same invitation. Each device needs an "
-                "invitation of its own, and keeps its folder (`flexfleet invite` on the server)"
+                f"another device has enrolled as {self.device.name} with the same invitation. Each device needs its "
+                "own (`flexfleet invite` on the server)"
             )
 
     def check_own(self, assignment: Assignment) -> None:
@@ -168,7 +168,7 @@ class WorkerMailbox:
             check_own(address, self.device.message, self.device.folder)
 
     def sign(self) -> bytes | None:
-        """Return the coordinator's lock; None: no message says where it is. Raises ConfigError, EnvironmentFailure or
+        """Return the coordinator's lock; None if no message has named it. Raises ConfigError, EnvironmentFailure or
         IntegrityError if it cannot be read."""
         if self._sign is None:
             return None
@@ -177,8 +177,8 @@ class WorkerMailbox:
         return _read(self._sign, min(10.0, self.lease_s / HEARTBEATS))
 
     def beat(self, state: State, error: str = "", over: threading.Event | None = None) -> bool:
-        """Send a heartbeat; return whether it arrived. If it did not, the next one may. Nothing is sent if `over` is
-        set. Heartbeats are sent one after the other, so that none arrives after a later one."""
+        """Send a heartbeat, and return whether it arrived. Nothing is sent if `over` is set. Heartbeats are sent one
+        after the other, so that none arrives after a later one."""
         with self._sending:
             if over is not None and over.is_set():
                 return False
@@ -202,12 +202,12 @@ class WorkerMailbox:
             try:
                 store.put(HEARTBEAT, heartbeat.text(length))
             except (EnvironmentFailure, IntegrityError) as problem:
-                log.warning("the heartbeat was not sent: %s", problem)
+                log.warning("cannot send the heartbeat: %s", problem)
                 return False
         return True
 
     def failed(self, error: str) -> None:
-        """Report that the lease cannot be executed; again until that arrives or the lease is over."""
+        """Report that the lease cannot be executed, until the report has arrived or the lease is over."""
         until = time.monotonic() + self.lease_s
         while not self.beat("failed", error) and time.monotonic() < until:
             time.sleep(self.lease_s / HEARTBEATS / 2)
@@ -221,7 +221,7 @@ def _store_of(device: Device, within_s: float) -> Store:
 
 
 def _read(where: str, within_s: float) -> bytes:
-    """The value at a URL, or at a store's address."""
+    """Return the value at a URL, or at a store's address."""
     if where.startswith(("http://", "https://")):
         return UrlStore({"sign": where}, {}, within_s).get("sign", HEARTBEAT_BYTES)
     place, _, name = where.rpartition("/")
@@ -248,24 +248,24 @@ def invitation_of(where: str) -> Invitation:
     except urllib3.exceptions.HTTPError as error:
         raise EnvironmentFailure(f"{shown} cannot be reached: {why(error)}") from None
     if answer.status != 200:
-        raise ConfigError(f"{shown} answers with HTTP {answer.status}; an invitation is expected")
+        raise ConfigError(f"{shown} must return an invitation, got HTTP {answer.status}")
     return Invitation.of(value, shown)
 
 
 def stored_device(folder: Path) -> Device | None:
-    """The device whose folder it is; None: there is none. Raises IntegrityError if the file is damaged."""
+    """Return the device of a folder; None if it has none. Raises IntegrityError if the file is damaged."""
     place = FolderStore(folder)
     try:
         return Device.model_validate_json(place.get(FILE))
     except IntegrityError:
         return None
     except ValidationError as error:
-        raise IntegrityError(f"{place.uri(FILE)} is damaged ({brief(error)}): delete it") from error
+        raise IntegrityError(f"{place.uri(FILE)} is damaged: {brief(error)}. Delete it") from error
 
 
 def device_of(where: str, folder: Path | None) -> tuple[Device, Path]:
-    """Return the device and its folder. After the first start the invitation may be missing. Raises ConfigError and
-    EnvironmentFailure if it cannot be read and no folder has a device of it."""
+    """Return the device and its folder. After the first start the invitation may be missing. Raises ConfigError or
+    EnvironmentFailure if it cannot be read and no folder has its device."""
     try:
         invitation = invitation_of(where)
     except (ConfigError, EnvironmentFailure) as error:
@@ -283,16 +283,13 @@ def device_of(where: str, folder: Path | None) -> tuple[Device, Path]:
 
 
 def _folders() -> list[Path]:
-    """Folders of this user's devices."""
+    """Return the folders of this user's devices."""
     here = folder_of("-")
     return [here] if os.environ.get("STATE_DIRECTORY") else sorted(p for p in here.parent.glob("*") if p.is_dir())
 
 
 def folder_of(name: str) -> Path:
-    """The folder of a device: systemd names it, or it is in the user's state folder."""
+    """Return the folder of a device: systemd's STATE_DIRECTORY, or one in the user's state folder."""
     if directory := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]:
         return path_of(directory)
-    try:
-        return platformdirs.user_state_path("flexfleet") / name
-    except RuntimeError as error:
-        raise ConfigError("this user has no home folder: name the device's folder by --folder") from error
+    return platformdirs.user_state_path("flexfleet") / name

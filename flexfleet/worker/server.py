@@ -1,9 +1,9 @@
 """The loop of a worker: it reads messages, executes leases and sends heartbeats.
 
-What a device has to remember is in its folder, so it may be killed at any time and started again by the same command.
-The main thread trains; another one sends heartbeats and reads messages meanwhile. If that one reads that the lease has
-ended, or the assignment has taken too long, it replaces the whole process by a new one (`exec`), which an assignment
-that hangs cannot prevent. After RECYCLE orders the process is replaced as well, so that its memory stays constant.
+A device stores its state in its folder, so it may be killed at any time and restarted by the same command. The main
+thread trains; a second thread sends heartbeats and polls messages. If the lease has ended, or the assignment takes too
+long, the second thread replaces the whole process (`exec`), even if the main thread hangs. The process is also replaced
+after RECYCLE assignments, so that its memory stays constant.
 """
 
 from __future__ import annotations
@@ -35,40 +35,24 @@ from flexfleet.worker.mailbox import HEARTBEATS, WorkerMailbox, device_of
 log = logging.getLogger("flexfleet")
 
 SILENCE_S = 604_800.0
-"""Seven days: after that no URL is valid any more."""
+"""Seven days, after which no URL is valid any more."""
 POD_SILENCE_S = PATIENCE_S = 600.0
-"""How long a pod waits for a silent coordinator, and a worker for a store that is away."""
+"""How long a pod waits for a silent coordinator, and a worker for a store that does not answer."""
 RECYCLE = 200
-"""Orders after which the process is replaced."""
+"""Number of assignments after which the process is replaced."""
 STARTS_S = 10.0
 """Seconds after the start in which a pod's first message may be missing."""
 IDLE_S = 10.0, 600.0
 """The least and the most seconds between two heartbeats of an idle worker."""
 REPORT_S = 600.0
-"""Seconds after which the same problem with a message is logged again."""
-TOO_OLD = ". This device's URLs may be too old: then it needs another invitation (`flexfleet invite` on the server)"
+"""Seconds between two log lines about messages that cannot be read."""
+TOO_OLD = ". The URLs of this device may have expired; then invite it again (`flexfleet invite` on the server)"
 PROCESS, DONE = "FLEXFLEET_WORKER", "FLEXFLEET_WORKER_DONE"
 """Environment: this process's id, which Kubernetes sets to the pod's UID; and the last lease that is over."""
 
 
-class Repeated:
-    """Warns of an error that comes again and again: once, and then every REPORT_S seconds."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._why, self._at = what, "", -math.inf
-
-    def warn(self, error: Exception, more: str = "") -> None:
-        why = str(error).partition(" <")[0]  # a server's page, which has another number each time, follows
-        if why != self._why or time.monotonic() - self._at >= REPORT_S:
-            self._why, self._at = why, time.monotonic()
-            log.warning("%s: %s%s", self._what, error, more)
-
-    def over(self) -> None:
-        self._why = ""
-
-
 class Working:
-    """While the main thread executes a lease: sends heartbeats, reads messages, replaces the process if the lease is
+    """Sends heartbeats and polls messages while the main thread executes a lease. Replaces the process if the lease is
     over."""
 
     def __init__(self, mailbox: WorkerMailbox, message: Message, lease: Lease, restart: Callable[[str], NoReturn]):
@@ -83,7 +67,7 @@ class Working:
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:  # not while it replaces the process
+        with self._lock:  # wait if the process is being replaced
             self._over.set()
 
     def _serve(self) -> None:
@@ -91,8 +75,8 @@ class Working:
         while not self._over.wait(self._every):
             try:
                 self._look()
-            except Exception:  # without this thread nobody would end an assignment that hangs
-                log.exception("the message was not read; the next look follows")
+            except Exception:  # only this thread can end an assignment that hangs
+                log.exception("cannot read the message")
 
     def _look(self) -> None:
         if why := self._ended():
@@ -102,7 +86,7 @@ class Working:
                     self._restart(why)
 
     def _ended(self) -> str | None:
-        if time.monotonic() > self._until:  # first, because the heartbeat may take a while
+        if time.monotonic() > self._until:
             return f"the assignment has taken more than {self._lease.seconds:.0f} s"
         self._mailbox.beat("working", over=self._over)
         try:
@@ -110,7 +94,7 @@ class Working:
         except ClientError as error:
             return str(error)
         except FlexfleetError as error:
-            log.warning("the message was not read: %s", error)
+            log.warning("cannot read the message: %s", error)
             return None
         if message.lease is not None and message.lease.id == self._lease.id:
             return None
@@ -126,17 +110,17 @@ class Server:
         self._began, self._orders = time.monotonic(), 0
         self._prepared: tuple[str, Prepared] | None = None
         self._failed = ""
-        """The lease whose failure the coordinator may not have read yet: until then no other heartbeat is sent."""
+        """The lease whose failure the coordinator may not have read yet. Until then no other heartbeat is sent."""
+        self._warned = -math.inf
 
     def serve(self, silence_s: float, once: bool) -> None:
-        """Until the coordinator has been silent for `silence_s`: there is no new message, and its lock does not change.
-        `once`: until one lease is over. Raises ClientError if the device was revoked."""
+        """Serve until the coordinator has been silent for `silence_s`: it has written no message, and its lock has not
+        changed. `once`: until one lease is over. Raises ClientError if the device was revoked."""
         began = heard = looked = time.monotonic()
         number, about, sent = -1, None, -math.inf
         sign: bytes | None = None
-        unread, unseen = Repeated("the message was not read"), Repeated("the coordinator's lock was not read")
         while True:
-            message = self._read(unread)
+            message = self._read()
             now = time.monotonic()
             if message is not None:
                 if message.number != number:
@@ -148,23 +132,23 @@ class Server:
                     ok = self._execute(message, lease)
                     if once:
                         if not ok:
-                            raise EnvironmentFailure("the assignment could not be executed: the reason is above")
+                            raise EnvironmentFailure("the assignment failed; the reason is above")
                         return
                     if self._orders >= RECYCLE:
                         os.environ[DONE] = self._done
                         self._restart(f"{self._orders} clients have a result")
-                    # The assignment was not silence, however long it took.
+                    # The time of the assignment does not count as silence.
                     began = heard = time.monotonic()
                     sent = -math.inf
                     continue
                 if lease is None or lease.id != self._failed:
                     self._failed = ""
-            if now - looked > silence_s / 10 and (found := self._sign(unseen)) is not None:
-                # The first one shows no change.
+            if now - looked > silence_s / 10 and (found := self._sign()) is not None:
+                # The first value of the lock is not a change.
                 heard, looked = (heard if sign in (None, found) else now), now
                 sign = found
             if now - heard > silence_s:
-                log.info("the server is silent for %.0f s", now - heard)
+                log.info("the server has been silent for %.0f s", now - heard)
                 return
             idle = now - began
             if not self._failed and now - sent >= min(max(IDLE_S[0], idle / 2), IDLE_S[1]):
@@ -172,28 +156,28 @@ class Server:
                 self._mailbox.beat("idle")
             time.sleep(pause(idle, min(MOST_S, self._mailbox.lease_s / 2, silence_s / 10)))
 
-    def _read(self, unread: Repeated) -> Message | None:
+    def _read(self) -> Message | None:
         try:
             message = self._mailbox.read()
         except (EnvironmentFailure, IntegrityError) as error:
-            if time.monotonic() - self._began > STARTS_S:
-                unread.warn(error, TOO_OLD if "HTTP 403" in str(error) else "")
+            now = time.monotonic()
+            if now - self._began > STARTS_S and now - self._warned >= REPORT_S:
+                self._warned = now
+                log.warning("cannot read the message: %s%s", error, TOO_OLD if "HTTP 403" in str(error) else "")
             return None
-        unread.over()
+        self._warned = -math.inf
         return message
 
-    def _sign(self, unseen: Repeated) -> bytes | None:
-        """The coordinator's lock; None: it shows nothing."""
+    def _sign(self) -> bytes | None:
+        """Return the coordinator's lock; None if it cannot be read."""
         try:
-            sign = self._mailbox.sign()
+            return self._mailbox.sign()
         except (ConfigError, EnvironmentFailure, IntegrityError) as error:
-            unseen.warn(error)
+            log.debug("cannot read the coordinator's lock: %s", error)
             return None
-        unseen.over()
-        return sign
 
     def _execute(self, message: Message, lease: Lease) -> bool:
-        """Execute a lease; return whether all its orders have a result."""
+        """Execute a lease, and return whether all its assignments have a result."""
         error = None
         with Working(self._mailbox, message, lease, self._restart):
             try:
@@ -201,7 +185,7 @@ class Server:
             except (FlexfleetError, OSError, MemoryError) as problem:
                 error = f"{type(problem).__name__}: {problem}"
                 log.warning("%s, round %d: %s", message.run, lease.assignment.round + 1, error)
-            except Exception as problem:  # a bug, of ours or in the run's own code: the worker stays
+            except Exception as problem:  # a bug, of ours or in the run's own code, must not end the worker
                 error = f"{type(problem).__name__}: {problem}"
                 log.exception("%s, round %d", message.run, lease.assignment.round + 1)
                 self._prepared = None
@@ -221,11 +205,11 @@ class Server:
         self._mailbox.check_own(given)
         store = given.open()
         if self._prepared is None or self._prepared[0] != message.site:
-            self._prepared = None  # before the next one is loaded
+            self._prepared = None  # free its memory before the next one is loaded
             self._prepared = message.site, prepare(given, store, pod)
         prepared = self._prepared[1]
         self._mailbox.numerics = prepared.numerics
-        # A pod has a limit: if that cannot be read, the free memory of its node says nothing.
+        # A pod has a memory limit, so its node's free memory must not be used instead.
         room = cgroup.room if pod else cgroup.room_of_device
         execute(lease, self._mailbox.device.key, message.site, store, prepared, room)
         clients = ", ".join(map(str, given.clients))
@@ -234,7 +218,7 @@ class Server:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until the end, and return the exit code."""
+    """Serve, and return the exit code."""
     if args.device is not None:
         check_device(args.device, "--device")
     device, folder = device_of(args.invite, args.folder)
@@ -244,7 +228,7 @@ def run(args: argparse.Namespace) -> int:
         log.info("replacing this process: %s", why)
         sys.stdout.flush()
         sys.stderr.flush()
-        code.clear()  # last, because another thread may still be at work
+        code.clear()  # last, because the main thread may still import from it
         os.execv(sys.executable, [sys.executable, "-m", "flexfleet.worker", *_again(args)])
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -255,14 +239,14 @@ def run(args: argparse.Namespace) -> int:
             try:
                 Server(mailbox, restart, args.device).serve(POD_SILENCE_S if device.pod else SILENCE_S, args.once)
             except ClientError:
-                if mailbox.revoked:  # otherwise the reason is unsigned, and another start may succeed
+                if mailbox.revoked:  # only this reason is signed
                     mailbox.forget()
                 raise
-            finally:  # also on signals and Ctrl-C: the assignment goes to another worker at once
+            finally:  # also after signals, so that another worker gets the assignment at once
                 mailbox.beat("gone")
                 log.info("%d requests to the store since the start", mailbox.requests)
     except filelock.Timeout:
-        raise ConfigError(f"another process uses {folder}: wait for it, or name another folder by --folder") from None
+        raise ConfigError(f"another process uses {folder}. Wait for it, or set --folder") from None
     except Stopped:
         return 143
     return 0
