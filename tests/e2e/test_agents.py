@@ -147,7 +147,7 @@ def test_a_coordinator_that_is_killed_finds_its_orders_with_the_devices(scene: S
     run.wait()
     again = scene.run("--resume")
     assert finished(again)["model_sha256"] == expected
-    assert "which has the assignment" in again.err
+    assert "has the assignment already" in again.err
 
 
 def test_a_device_that_is_revoked_ends_and_the_run_goes_on_with_the_others(scene: Scene) -> None:
@@ -177,7 +177,7 @@ def test_a_device_that_is_ended_is_back_at_work_when_it_is_started_again(scene: 
     name = until(scene.at_work, "an order at work")
     scene.devices[name].send(signal.SIGTERM)
     assert scene.devices.pop(name).wait(PATIENCE_S).code == 143
-    until(lambda: f"{name} was ended" in run.err, "the order's return")
+    until(lambda: f"{name} has ended" in run.err, "the order's return")
     scene.agent(invitation)
     assert finished(run)["model_sha256"] == expected
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flexfleet.files import terminal
 from flexfleet.files.artifacts import History
 from flexfleet.files.signals import stop_on_signals
 
@@ -41,18 +37,6 @@ def sha_of(run: Path) -> str:
     return History.read(run / "history.json").model_sha256
 
 
-def pace_of(run: Path) -> float:
-    """Seconds per round: kills are timed by it, so that they come in time on any machine."""
-    history = History.read(run / "history.json")
-    return history.seconds / len(history.rounds)
-
-
-def seconds_of(run: Path) -> float:
-    """Between a run's first file and its last: from before the rounds to after them."""
-    times = [path.stat().st_mtime for path in run.rglob("*") if path.is_file()]
-    return max(times) - min(times)
-
-
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     until = time.monotonic() + timeout_s
     while not condition():
@@ -71,66 +55,6 @@ def writes(run: Path) -> int:
     return max(times, default=0)
 
 
-def kill_in_the_rounds(start: Callable[[], Any], run: Path, delay_s: float) -> int:
-    """Starts a process, waits until it has written something in a round, and a little longer; then kills it."""
-    before = writes(run)
-    child = start()
-    wait_for(lambda: writes(run) > before or (run / "history.json").exists(), "a round")
-    time.sleep(delay_s)
-    child.send(signal.SIGKILL)
-    code: int = child.wait().code
-    return code
-
-
-# ------------------------------------------------------------------------------------------------- SIGKILL
-@pytest.mark.parametrize(
-    "storage",
-    [
-        ("rounds.keep_updates=false",),
-        ("rounds.keep_updates=true",),
-        ("rounds.keep_updates=false", "rounds.commit_every=3", "run.devices=[cpu, cpu]"),
-    ],
-    ids=lambda storage: ",".join(s.split(".")[1] for s in storage),
-)
-def test_the_rounds_survive_kills(
-    nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path, storage: tuple[str, ...]
-) -> None:
-    run, rng, pace = tmp_path / "killed", random.Random(" ".join(storage)), pace_of(undisturbed)
-    folders = ("--partition", str(undisturbed / "partition"), "--pool", str(undisturbed / "pool"), "--out", str(run))
-
-    def start() -> Any:
-        return nursery.start("federate", *folders, "--resume", cwd=tmp_path, sets=sets_for(quick, *storage))
-
-    child = start()  # killed while it has hardly begun
-    time.sleep(rng.uniform(0, 0.2))
-    child.send(signal.SIGKILL)
-    assert child.wait().code == -signal.SIGKILL
-    codes = [kill_in_the_rounds(start, run, rng.uniform(0, 2) * pace) for _ in range(3)]
-    assert codes.count(-signal.SIGKILL) >= 2, "the kills came too late to tell anything"
-    done = start().wait()
-    assert done.code == 0, done.err
-    assert sha_of(run) == sha_of(undisturbed)
-    assert len(History.read(run / "history.json").rounds) == 10
-
-
-def test_every_step_survives_kills(nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path) -> None:
-    """At random times from the first instant to the last, the steps before and after the rounds included."""
-    run, rng = tmp_path / "runs" / "a", random.Random(5)
-    sets = sets_for(quick, "rounds.keep_updates=true")
-    codes, whole_s = [], seconds_of(undisturbed)
-    for latest in (0.1, 0.3, 0.5, 0.7):
-        child = nursery.start("flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path, sets=sets)
-        time.sleep(rng.uniform(0, latest) * whole_s)
-        child.send(signal.SIGKILL)
-        codes.append(child.wait().code)
-    assert codes.count(-signal.SIGKILL) >= 3, "the kills came too late to tell anything"
-    done = nursery.start("flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path, sets=sets).wait()
-    assert done.code == 0, done.err
-    assert done.json["model_sha256"] == sha_of(undisturbed)
-    for name in ("evaluation.json", "pool/pool.json", "partition/partition.json"):
-        assert (run / name).read_bytes() == (undisturbed / name).read_bytes(), name
-
-
 def test_the_command_as_it_is_typed_survives_a_kill(
     nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -144,33 +68,6 @@ def test_the_command_as_it_is_typed_survives_a_kill(
     assert process.wait() == -signal.SIGKILL
     done = nursery.start("flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path, sets=sets).wait()
     assert done.json["model_sha256"] == sha_of(undisturbed)
-
-
-def test_kills_leave_every_round_in_mlflow_exactly_once(
-    nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path, mlflow_uri: str
-) -> None:
-    run, rng, pace = tmp_path / "runs" / "a", random.Random(2), pace_of(undisturbed)
-    sets = sets_for(quick, f"tracking.mlflow={mlflow_uri}")
-
-    def start() -> Any:
-        return nursery.start("flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path, sets=sets)
-
-    codes = [kill_in_the_rounds(start, run, rng.uniform(0, 2) * pace) for _ in range(3)]
-    assert codes.count(-signal.SIGKILL) >= 2, "the kills came too late to tell anything"
-    done = start().wait()
-    assert done.code == 0, done.err
-    assert done.json["model_sha256"] == sha_of(undisturbed)
-
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as data_base:
-        runs = data_base.execute("select run_uuid, status from runs").fetchall()
-        logged = data_base.execute("select key, step, count(*) from metrics group by key, step").fetchall()
-    assert runs == [(done.json["mlflow_run_id"], "FINISHED")], "one run, whatever happened on the way"
-    rounds = History.read(run / "history.json").rounds
-    expected = {(key, row["round"] + 1) for row in rounds for key in row["metrics"]}
-    assert len(rounds) == 10
-    of_rounds = [entry for entry in logged if not entry[0].startswith("final/")]
-    assert {(key, step) for key, step, _ in of_rounds} == expected
-    assert [entry for entry in of_rounds if entry[2] > 1] == []
 
 
 def test_a_kill_while_mlflow_creates_its_tables_is_survived(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
@@ -212,7 +109,6 @@ def test_one_run_is_not_run_by_two_processes(nursery: Any, quick: Sequence[str],
     assert start().wait().code == 0
 
 
-# ---------------------------------------------------------------------------------------- SIGTERM and Ctrl-C
 def interrupted(nursery: Any, quick: Sequence[str], tmp_path: Path, number: signal.Signals) -> Any:
     """What a run ends with that gets a signal when it has committed its first round."""
     run = tmp_path / "runs" / "a"
@@ -286,26 +182,6 @@ def test_a_signal_before_the_rounds_ends_the_command(
     assert "Traceback" not in done.err
 
 
-def test_a_second_ctrl_c_that_lands_where_python_drops_it_ends_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a destructor or a weak reference's callback."""
-
-    class Thing:
-        pass
-
-    def interrupt(_: object) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    thing = Thing()
-    dropped = weakref.ref(thing, interrupt)
-    with pytest.raises(KeyboardInterrupt), stop_on_signals() as asked:
-        signal.raise_signal(signal.SIGINT)
-        assert asked()
-        del thing
-        assert dropped() is None
-        time.sleep(30)
-    assert "Traceback" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("handler", "stops"), [(lambda *_: None, True), (signal.SIG_IGN, False)])
 def test_a_closed_terminal_stops_a_run_but_not_with_nohup(handler: Any, stops: bool) -> None:
     before = signal.signal(signal.SIGHUP, handler)
@@ -316,31 +192,6 @@ def test_a_closed_terminal_stops_a_run_but_not_with_nohup(handler: Any, stops: b
         assert signal.getsignal(signal.SIGHUP) is handler
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_a_ctrl_c_that_python_drops_ends_any_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Before the rounds, and in commands that have none."""
-
-    class Thing:
-        pass
-
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
-
-    def command(_: object) -> int:
-        thing = Thing()
-        dropped = weakref.ref(thing, interrupt)
-        del thing
-        assert dropped() is None
-        time.sleep(30)
-        return 0
-
-    before = signal.getsignal(signal.SIGALRM), sys.unraisablehook
-    with pytest.raises(SystemExit) as ended:
-        terminal.run_main(command)
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == "interrupted\n"
-    assert (signal.getsignal(signal.SIGALRM), sys.unraisablehook) == before
 
 
 def test_signals_are_the_callers_again_when_the_rounds_are_over(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import stat
 import time
 from datetime import datetime, timezone
@@ -17,7 +16,6 @@ from fl_engine.remote.messages import HEARTBEAT, Heartbeat, Invitation, enrolled
 from fl_engine.storage.store import FolderStore
 from fl_engine.storage.urls import Upload
 from flexfleet.cli.main import dispatch as main
-from flexfleet.cli.main import parser
 from flexfleet.config import parse
 from flexfleet.pipeline import enrollment
 from flexfleet.worker.mailbox import FILE, device_of
@@ -52,18 +50,6 @@ def test_folders_with_keys_are_readable_by_their_owner_only(tmp_path: Path, invi
         assert stat.S_IMODE((tmp_path / "runs" / folder).stat().st_mode) == 0o700
 
 
-def test_git_ignores_invitations() -> None:
-    """Each holds the key of a device."""
-    out = parser().parse_args(["invite"]).out
-    assert f"/{out}/" in (Path(__file__).parents[2] / ".gitignore").read_text().split()
-
-
-def test_file_instead_of_a_folder_for_invitations_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("mine")
-    with pytest.raises(ConfigError, match="--out"):
-        enrollment.invite(parse({"run": {"store": str(tmp_path / "runs")}}), None, 1, tmp_path / "out")
-
-
 def test_device_without_a_written_invitation_is_not_invited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, out, opening = parse({"run": {"store": str(tmp_path / "runs")}}), tmp_path / "out", os.open
 
@@ -71,7 +57,7 @@ def test_device_without_a_written_invitation_is_not_invited(tmp_path: Path, monk
         found = opening(path, flags, *more)
         return opening("/dev/full", os.O_WRONLY) if Path(path) == out / "device-2.json" else found
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
         patch.setattr(enrollment.os, "open", full)
         enrollment.invite(config, None, 3, out)
     assert [path.name for path in out.iterdir()] == ["device-1.json"]
@@ -101,20 +87,6 @@ def test_status_shows_a_device_that_is_not_obeyed(tmp_path: Path, invited: Invit
     else:
         beat(invited, "cd" * 32)
     assert row(tmp_path)["state"] == "unknown" and row(tmp_path)["said"]
-
-
-def test_status_does_not_wait_for_a_silent_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, capsys: Any, invited: Invitation
-) -> None:
-    """It lists the runs, and logs that the devices cannot be read."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "k")
-    monkeypatch.setattr("fl_engine.storage.s3.HASTY_S", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
-        started = time.monotonic()
-        assert main(["status", "--json", *sets(tmp_path, "run.remote=s3://runs/x")]) == 0
-    assert time.monotonic() - started < 10 and caplog.text and '"runs": []' in capsys.readouterr().out
 
 
 def test_configuration_names_no_torch_device_of_enrolled_devices() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fl_engine.aggregation import privacy
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.remote.kubernetes.cluster import Cluster
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore, Store, sha256
@@ -69,7 +69,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
         yield Cluster("flexfleet-clients")
 
 
-# ------------------------------------------------------------------------------------------------- one place
 @pytest.mark.parametrize("kind", ["file", "Secret"])
 def test_a_kill_at_any_write_loses_no_key(
     kind: str, cluster: Cluster, tmp_path: Path, killed: type[BaseException]
@@ -121,14 +120,11 @@ def test_a_key_that_is_not_the_runs_is_named_with_where_it_was(how: str, cluster
         data = {"key": "?"} if how == "no base64" else {"another": "AAAA"}
         cluster.create("secrets", {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data})
     kept = cluster.get("secrets", "a-keys")
-    gone = r"kept in the Secret there/a-keys: bring it there, or set run\.secrets"
-    wanted = gone if how == "gone" else "a-keys holds"
-    with pytest.raises(IntegrityError, match=wanted):
+    with pytest.raises(IntegrityError, match="a-keys"):
         keys.key_of_run(place, record(KEY), True)
     assert cluster.get("secrets", "a-keys") == kept
 
 
-# ------------------------------------------------------------------------------------------------- which place
 def placed(*sets: str, store: Store | None = None) -> keys.Place:
     return keys.place(load_config(None, sets), "a", store or FolderStore("runs/a"), Path("runs/a"))
 
@@ -154,12 +150,12 @@ def test_where_a_key_is_kept_follows_from_the_settings(tmp_path: Path, monkeypat
     [
         (["run.secrets=s3://safe/x"], {"ACCESS_KEY_ID": None}, "set FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID$"),
         (["run.secrets=s3://safe/x"], {"SECRET_ACCESS_KEY": None}, "set FLEXFLEET_SECRETS_AWS_SECRET_ACCESS_KEY$"),
-        (["run.secrets=s3://safe/x"], {"ACCESS_KEY_ID": "runs"}, "sign clients' URLs"),
-        (["run.secrets=s3://runs/keys", "run.remote=s3://runs/x"], {}, "in the bucket of run.remote"),
-        (["run.secrets=s3://runs/keys", "run.remote=s3://runs/x"], {"ENDPOINT_URL": "http://s3/"}, "in the bucket of"),
-        (["run.secrets=ledgers/keys", "run.remote=ledgers"], {}, "lies in run.remote"),
-        (["run.secrets=s3:/safe"], {}, "an S3 store is s3://bucket/prefix, got 's3:/safe/a'"),
-        (["run.secrets=https://me:pw@host/x"], {}, "an S3 store is s3://bucket/prefix, got 'https://host/x/a'"),
+        (["run.secrets=s3://safe/x"], {"ACCESS_KEY_ID": "runs"}, "sign URLs"),
+        (["run.secrets=s3://runs/keys", "run.remote=s3://runs/x"], {}, "run.remote"),
+        (["run.secrets=s3://runs/keys", "run.remote=s3://runs/x"], {"ENDPOINT_URL": "http://s3/"}, "run.remote"),
+        (["run.secrets=ledgers/keys", "run.remote=ledgers"], {}, "run.remote"),
+        (["run.secrets=s3:/safe"], {}, "s3:/safe/a"),
+        (["run.secrets=https://me:pw@host/x"], {}, "https://host/x/a"),
     ],
 )
 def test_a_place_that_clients_may_reach_is_refused(
@@ -202,7 +198,6 @@ def test_a_bucket_of_that_name_on_another_server_is_another(monkeypatch: pytest.
     assert str(placed("run.secrets=s3://runs/keys", "run.remote=s3://runs/x")) == "s3://runs/keys/a/key"
 
 
-# ------------------------------------------------------------------------------------------------- whole runs
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, quick: Sequence[str]) -> Path:
     out = tmp_path_factory.mktemp("prepared")
@@ -287,23 +282,6 @@ def test_a_private_run_that_goes_on_elsewhere_warns_of_the_copy(
     assert RunFile.read(copy / "run.json").ledger_at == f"{copy} on {here}"
 
 
-def test_a_file_beside_the_coordinator_is_asked_for_on_another_machine(
-    rounds: Step, bucket: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    sets, key = ["run.remote=s3://runs/keys-z", f"run.secrets={tmp_path}/kept"], tmp_path / "kept" / "a" / "key"
-    assert rounds(tmp_path / "one" / "a", sets=[*sets, "rounds.stop=1"]).code == 0
-    assert (key.stat().st_mode & 0o777, key.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    assert f"{key} on {socket.gethostname()}" in caplog.text
-    assert not [name for name, value in objects_of(bucket, "runs").items() if key.read_bytes() in value]
-    done = rounds(tmp_path / "two" / "a", "--resume", sets=[sets[0], f"run.secrets={tmp_path}/empty"])
-    assert done.code == 4 and f"kept in {key} on" in done.err and "run.secrets" in done.err
-    assert not (tmp_path / "empty").exists()
-    assert rounds(tmp_path / "two" / "a", "--resume", sets=sets).code == 0
-    assert rounds(tmp_path / "one" / "a", "--resume", sets=sets).code == 0
-    assert model(tmp_path / "one" / "a") == model(tmp_path / "two" / "a")
-
-
 def test_a_private_run_whose_ledger_outlives_its_key_is_not_begun(rounds: Step, bucket: Any, tmp_path: Path) -> None:
     done = rounds(tmp_path / "one" / "a", sets=["run.remote=s3://runs/keys-w"])
     assert done.code == 2 and "Set run.secrets to a folder that outlives this machine" in done.err
@@ -321,8 +299,8 @@ IN_BUCKET = [["run.secrets=s3://safe/x", *PRIVATE], ["run.secrets=s3://safe/x", 
 @pytest.mark.parametrize(
     ("command", "sets", "wanted"),
     [
-        *((command, IN_LEDGER, "lies in run.remote = 'ledgers'") for command in ("check", "run")),
-        *(("run", sets, "which the environment does not hold: set FLEXFLEET_SECRETS_AWS_ACC") for sets in IN_BUCKET),
+        *((command, IN_LEDGER, "run.secrets") for command in ("check", "run")),
+        *(("run", sets, "set FLEXFLEET_SECRETS_AWS_ACC") for sets in IN_BUCKET),
     ],
 )
 def test_a_place_of_the_key_is_checked_before_anything_trains(
@@ -335,28 +313,6 @@ def test_a_place_of_the_key_is_checked_before_anything_trains(
     assert done.code == 2 and wanted in done.err
     assert flexfleet("check", sets=[*quick, sets[0]]).code == 0, "a run without a key needs no place for it"
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("sets", IN_BUCKET)
-def test_a_check_needs_no_credentials_of_the_bucket_of_keys(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: list[str]
-) -> None:
-    """Tasks of a pipeline that run no rounds have none, and check the configuration too."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID", raising=False)
-    assert flexfleet("check", sets=[*quick, *sets]).code == 0
-
-
-def test_a_place_of_the_key_that_does_not_answer_is_told_before_anything_trains(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(place: InStore) -> bytes:
-        raise EnvironmentFailure(f"{place} does not answer")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(InStore, "read", gone)
-    done = flexfleet("run", "--run-id", "a", sets=[*quick, *PRIVATE, "run.secrets=safe"])
-    assert done.code == 6 and "safe/a/key on" in done.err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("stream", [None, "shake256-box-muller-0"])
@@ -388,16 +344,6 @@ def test_a_private_run_remembers_what_computed_its_noise(rounds: Step, tmp_path:
     assert rounds(tmp_path / "a", "--resume", "--accept-numerics").code == 0
 
 
-def test_a_run_that_was_begun_twice_is_not_mixed(rounds: Step, tmp_path: Path) -> None:
-    """Its record elsewhere names another run: other noise for rounds of the same number."""
-    sets = [f"run.remote={tmp_path}/ledgers", f"run.secrets={tmp_path}/keys"]
-    assert rounds(tmp_path / "one" / "a", sets=[*sets, "rounds.stop=1"]).code == 0
-    file = RunFile.read(tmp_path / "one" / "a" / "run.json")
-    file.model_copy(update={"token": "another"}).write(tmp_path / "one" / "a" / "run.json")
-    done = rounds(tmp_path / "one" / "a", "--resume", sets=sets)
-    assert done.code == 4 and "of another run than" in done.err and "begun elsewhere" in done.err
-
-
 def test_two_private_runs_of_one_name_share_a_key_and_no_noise(rounds: Step, tmp_path: Path) -> None:
     """A key may outlive its run: were the noise the same, it would fall out of the difference of two models."""
     sets = [f"run.secrets={tmp_path}/keys", "rounds.stop=1"]
@@ -414,3 +360,9 @@ def test_a_run_that_needs_no_key_has_none(step: Step, prepared: Path, quick: Seq
     file = RunFile.read(tmp_path / "a" / "run.json")
     assert (file.key_at, file.key_sha256, file.noise_stream) == (None, None, None)
     assert not (tmp_path / "a" / "secret").exists()
+
+
+def test_key_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+    InStore(FolderStore(tmp_path), IN_RUN).create(KEY)
+    file = tmp_path / IN_RUN
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)

@@ -13,23 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_engine.core.errors import ClientError, ConfigError, IntegrityError
+from fl_engine.core.errors import ClientError, IntegrityError
 from fl_engine.data.local_data import FORM
 from fl_engine.datasets import digits
 from fl_engine.fleet.devices import fleet
 from fl_engine.remote.messages import Lease
 from fl_engine.storage.store import FolderStore
-from fl_engine.training import memory, pace
-from fl_engine.training.pace import Pace
 from flexfleet.api.results import load
 from flexfleet.config import load_config
 from flexfleet.files.artifacts import EvaluationFile, History, RunFile
 from flexfleet.pipeline import enrollment, federate
-from flexfleet.pipeline.model_pool import model_pool
-from flexfleet.pipeline.partition import partition
-from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.pretrain import pretrain
-from flexfleet.pipeline.retry import identity
 from flexfleet.worker.execute import execute, prepare
 from tests.harness.played import Act, Played, played_clock
 
@@ -206,38 +199,6 @@ def test_a_simulation_goes_on_with_the_data_that_it_began_with(flexfleet: Any, t
         run.replay(1, client)
 
 
-def test_interrupted_rounds_of_other_data_are_not_met(tmp_path: Path) -> None:
-    """As by `dvc repro`, which has no way to leave them."""
-    run, names = tmp_path / "runs" / "a", []
-    resolved = Resolved.load(None, simulated("algorithm.name=all_large"))
-    partition(resolved, run / "partition")
-    pretrain(resolved, run / "partition", run / "pretrain")
-    model_pool(resolved, run / "pretrain", run / "pool")
-    folder = folders_in(tmp_path)[1] / "data.npz"
-    parts = np.load(folder)
-    for x in (parts["x"], parts["x"], 255 - parts["x"]):
-        np.savez(folder, x=x, y=parts["y"])
-        names.append(identity(resolved, run / "partition", run / "pool"))
-    assert names[0] == names[1] != names[2]
-
-
-def test_the_number_of_test_samples_is_the_servers(flexfleet: Any, tmp_path: Path, on_devices: Any) -> None:
-    """A folder with fewer is read as it is, here and on a device."""
-    folder = folders_in(tmp_path)[0]
-    parts = np.load(folder / "data.npz")
-    np.savez(folder / "data.npz", x=parts["x"][:12], y=parts["y"][:12])
-    sets = [*SETS, "dataset.root=server", "rounds.stop=1", "dataset.test_samples=15", "training.fraction=1"]
-    done = flexfleet("run", "--run-id", "here", sets=[*sets, "partition.folders=clients"])
-    assert done.code == 0, done.err
-    there = [*sets, "run.store=there", "run.backend=agents", "agents.wait_s=60"]
-    on_devices(there, tiers_of(there), folders_in(tmp_path))
-    done = flexfleet("run", "--run-id", "a", sets=there)
-    assert done.code == 0, done.err
-    assert rows_of(tmp_path / "runs" / "here") == rows_of(tmp_path / "there" / "a")
-    with pytest.raises(ConfigError, match="lies on their devices"):
-        load(tmp_path / "there" / "a").replay(1, 0)
-
-
 def test_a_liar_among_devices_is_refused_by_default(flexfleet: Any, tmp_path: Path, on_devices: Any) -> None:
     """One of six sends 90 times its change. Where the clients are the user's own, its update is merged."""
     sets = [*SETS, "dataset.root=server", "algorithm.name=heterofl", "training.fraction=1.0", "evaluate.on=server"]
@@ -296,13 +257,8 @@ def test_a_device_without_a_folder_of_its_own_does_not_read_the_servers(
     [
         (["partition.folders=null"], "partition.folders says where"),
         (["run.backend=kubernetes"], "run.backend=agents"),
-        (["noise.labels=0.1"], "noise.labels=0"),
-        (["partition.server_classes=[1]"], "partition.server_classes=[]"),
-        (["pretrain.reference=true"], "pretrain.reference=false"),
-        (["dataset.train_samples=100"], "dataset.train_samples=null"),
         (["partition.clients=5"], "6 clients"),
         (["partition.most=59"], "holds 60 training samples"),
-        (["algorithm.name=dadaquant"], "partition.rule=local"),
         (["algorithm.name=fedsgd"], "choose fedavg, or another rule"),
         (["partition.rule=iid"], "partition.folders is for partition.rule=local"),
     ],
@@ -310,23 +266,6 @@ def test_a_device_without_a_folder_of_its_own_does_not_read_the_servers(
 def test_what_the_server_cannot_know_is_refused_by_name(flexfleet: Any, sets: list[str], said: str) -> None:
     done = flexfleet("check", sets=simulated(*sets))
     assert done.code == 2 and said in done.err, done.err
-
-
-def test_a_device_is_profiled_with_the_samples_that_it_reads(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained: list[int] = []
-
-    def measured(family: Any, goal: Any, trial: Any, samples: int, *more: Any) -> tuple[int, int]:
-        trained.append(samples)
-        return 0, 1
-
-    def paces(family: Any, goal: Any, trials: Sequence[Any], samples: int, *more: Any) -> list[Pace]:
-        trained.append(samples)
-        return [Pace(1e6, 1e-3, None)] * len(trials)
-
-    monkeypatch.setattr(memory, "measured", measured)
-    monkeypatch.setattr(pace, "level_paces", paces)
-    done = flexfleet("profile", "--json", sets=[*SETS, "run.backend=agents", "dataset.root=clients/d-3"])
-    assert done.code == 0 and set(trained) == {SIZES[2]}, done.err
 
 
 def test_data_of_another_kind_are_refused(flexfleet: Any, tmp_path: Path) -> None:

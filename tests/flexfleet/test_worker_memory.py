@@ -32,11 +32,10 @@ MIB = 2**20
 @pytest.mark.parametrize(
     ("much", "little"),
     [
-        ({"memory.max": 1000, "memory.current": 100}, {"memory.current": 940}),
         ({"meminfo": 900}, {"meminfo": 60}),
         ({"memory.max": 1000, "memory.current": 100, "meminfo": 900}, {"meminfo": 60}),
     ],
-    ids=["limit", "machine", "both"],
+    ids=["machine", "both"],
 )
 def test_device_prunes_each_order_to_its_free_memory(
     much: Mapping[str, int], little: Mapping[str, int], quick: Sequence[str], tmp_path: Path,

@@ -29,7 +29,7 @@ LONG = {
         "tune",
         "tune_workers",
     ),
-    "harness": ("attacks", "kills", "mutants", "warm"),
+    "harness": ("attacks", "kills"),
     "k8s": ("alike", "backend", "lost", "secrets", "suite", "waiting"),
     "laws": ("limits",),
     "pipelines": ("compare_local", "nightly_local", "platform_local", "train_local", "tune_local"),

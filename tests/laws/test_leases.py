@@ -106,42 +106,6 @@ def test_busy_coordinator_withdraws_no_lease_of_a_living_worker(scene_of: Scenes
     assert found == [ClientUpdate] * 3 and all(scene.account(worker).lost == 0 for worker in scene.workers)
 
 
-def test_worker_started_again_twice_loses_the_order(scene_of: Scenes) -> None:
-    """A process is killed for its memory, half a minute after it has begun."""
-    scene = scene_of(1, attempts=2)
-    bad = scene.worker(lambda w, lease, worked: (scene.killed if worked > 30 else scene.works)(w, lease, worked))
-    good = scene.worker(scene.honest(), there=False)
-    scene.between = comes(good, lambda: len(bad.taken) == 2)
-    assert scene.updates() == 1
-    assert len(bad.taken) == 2 and len(good.taken) == 1 and scene.clock.passed < 150
-
-
-def test_worker_learns_how_often_its_order_was_killed(scene_of: Scenes) -> None:
-    """With observe=cgroup it then begins with a smaller level."""
-    scene = scene_of(1, attempts=4)
-
-    def act(worker: Played, lease: Lease, worked: float) -> None:
-        dies = lease.assignment.failures < 2 and worked > 20  # after the coordinator has read a heartbeat
-        (scene.killed if dies else scene.honest(30.0))(worker, lease, worked)
-
-    worker = scene.worker(act)
-    assert scene.updates() == 1
-    assert [lease.assignment.failures for lease in worker.leases] == [0, 1, 2]
-
-
-def test_process_started_again_does_not_redo_a_finished_lease(scene_of: Scenes) -> None:
-    scene = scene_of(2)
-    worker = scene.worker(scene.honest(2.0))
-    scene.worker(scene.honest(120.0))
-
-    def between() -> None:
-        if scene.remote.workers.by_name and scene.account(worker).results and not worker.starts:
-            worker.starts, worker.done, worker.act = 1, "", scene.works
-
-    scene.between = between
-    assert scene.updates() == 2 and worker.starts == 1 and len(worker.taken) == 1
-
-
 def says_that_it_was_ended(scene: Scene, worker: Played) -> None:
     """Just before the deadline, each time."""
     worker.act = lambda w, lease, worked: (scene.leaving if worked > 290 else scene.works)(w, lease, worked)
@@ -202,11 +166,3 @@ def test_bad_result_of_several_goes_to_another_worker(scene_of: Scenes) -> None:
     scene.between = comes(other, lambda: first.taken)
     assert scene.updates() == 3
     assert first.taken == [(0, 1, 2)] and other.taken == [(1,)] and scene.account(first).lost == 1
-
-
-def test_worker_that_leaves_once_costs_no_attempt(scene_of: Scenes) -> None:
-    """Its orders may be leased together again."""
-    scene = scene_of(4, 4, attempts=1)
-    honest = scene.honest()
-    worker = scene.worker(lambda w, lease, s: (scene.leaving if len(w.taken) == 1 else honest)(w, lease, s), "weak")
-    assert scene.updates() == 4 and worker.taken == [(0, 1, 2, 3)] * 2

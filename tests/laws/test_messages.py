@@ -142,14 +142,6 @@ def test_two_processes_of_a_device_are_reported_once(
     assert caplog.text.count("invite --revoke weak-1") == reports
 
 
-def test_other_numerics_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    coordinator = Coordinator()
-    worker = coordinator.meet()
-    for number in range(3):
-        coordinator.hears(worker, number=number, numerics="machine=aarch64")
-    assert caplog.text.count("machine=aarch64") == 1 and coordinator.workers.numerics == {"machine=aarch64"}
-
-
 def test_revoked_device_reads_so_and_its_name_is_not_reused() -> None:
     coordinator = Coordinator()
     mailboxes, registry = coordinator.mailboxes, coordinator.registry
@@ -162,13 +154,6 @@ def test_revoked_device_reads_so_and_its_name_is_not_reused() -> None:
         mailboxes.revoke(registry, "weak-1")
 
 
-def test_two_registries_of_one_place_give_no_name_twice() -> None:
-    home = MemoryStore()
-    one, two = Coordinator(home), Coordinator(home)
-    assert two.registry.names() == ["weak-2"], "the name that was taken is forgotten"
-    assert read_message(home.get(f"weak-1/{MESSAGE}"), KEY, one.key).number > 0
-
-
 def test_message_numbers_rise_if_the_last_message_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device does not obey a message with a lower number than the one before."""
     clock, coordinator, numbers = played_clock(monkeypatch), Coordinator(), list[int]()
@@ -178,13 +163,6 @@ def test_message_numbers_rise_if_the_last_message_is_lost(monkeypatch: pytest.Mo
         coordinator.mailboxes.home.delete(f"weak-1/{MESSAGE}")
         coordinator.workers.by_name.clear()
     assert numbers == sorted({*numbers})
-
-
-def test_an_hour_without_orders_takes_about_170_looks() -> None:
-    waited, looks = 0.0, 0
-    while waited < 3600:
-        waited, looks = waited + messages.pause(waited), looks + 1
-    assert 150 <= looks <= 185
 
 
 @pytest.mark.parametrize("value", [b"{}", Invitation(name="a-1", key=INVITED, tier=None).model_dump_json().encode()])
