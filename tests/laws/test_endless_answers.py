@@ -153,5 +153,5 @@ def test_lease_does_not_choose_the_length_of_a_manifest(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     Mailbox(store, lengths={key: most}).put_outcome(plan, replace(failure_of(order), client=3))
     assert len(store.get(key)) == most
-    with pytest.raises(ClientError, match=f"a manifest of {10**12} bytes is asked for"):
+    with pytest.raises(ClientError):
         Mailbox(store, lengths={key: 10**12}).put_outcome(plan, replace(failure_of(order), client=3))
