@@ -26,9 +26,9 @@ from typing import Any, Literal, NoReturn
 from botocore.client import BaseClient
 
 from fl_engine.backends import processes
-from fl_engine.remote import execution
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore
+from flexfleet.worker import execute as execution
 
 When = Literal["before", "middle", "after", "forgotten"]
 """`forgotten`: the operation does nothing and reports success. Nothing is killed, but the store lies."""
