@@ -14,14 +14,14 @@ with an LSTM; FedRolex and HeteroFL at high heterogeneity, with three rates on a
 others; and AEP at the scale of FedAIoT's authors. The last two have a comparison for each seed. There are also FedOPT
 on AEP with the printed server rate, for fewer rounds, and central training on AEP with Adam. On two cores all that
 takes some seventeen hours, and AEP at full scale three more for each of three seeds.
-Writes docs/evidence/: tables.md, results.json (each comparison's command and numbers) and a drawing of each comparison.
+Writes docs/evidence/results.json (each comparison's command and numbers), a drawing of each comparison beside it, and
+runs/evidence/tables.md with the tables of all comparisons.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -448,10 +448,11 @@ def run(campaign: Campaign | Suite) -> dict[str, Any]:
     return found
 
 
-def tables(path: Path) -> dict[str, str]:
-    """The sections of tables.md by the comparison's name, which is in their headings."""
-    found = re.split(r"^(?=## )", path.read_text("utf-8"), flags=re.MULTILINE)[1:] if path.exists() else []
-    return {text[3:].partition(":")[0].replace("\\", ""): text.strip() + "\n" for text in found}
+def write_tables() -> None:
+    """Join the tables of all comparisons in STORE into `tables.md` there."""
+    pages = (STORE / campaign.id / "comparison.md" for campaign in CAMPAIGNS)
+    texts = [page.read_text("utf-8").strip() for page in pages if page.exists()]
+    (STORE / "tables.md").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
 
 
 def main(names: Sequence[str]) -> None:
@@ -471,16 +472,13 @@ def main(names: Sequence[str]) -> None:
         folder = STORE / campaign.id
         # Read after the runs, which take hours: another process may have written what it has made meanwhile.
         results: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        texts = tables(OUT / "tables.md")
         results[campaign.id] = {"command": shlex.join(campaign.command), "comparison": found}
-        text = (folder / "comparison.md").read_text("utf-8").strip()
-        texts[campaign.id] = text.replace("(comparison.svg)", f"({campaign.id}.svg)") + "\n"
         shutil.copyfile(folder / "comparison.svg", OUT / f"{campaign.id}.svg")
         path.write_text(
             json.dumps({name: results[name] for name in known if name in results}, indent=1) + "\n", encoding="utf-8"
         )
-        (OUT / "tables.md").write_text("\n".join(texts[name] for name in known if name in texts), encoding="utf-8")
-        print(texts[campaign.id])
+        print((folder / "comparison.md").read_text("utf-8"))
+    write_tables()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """comparison.json, the file with all figures of a comparison.
 
-avg is the mean of the deciding metric (accuracy, R2) over the reported levels, full is its value for the largest model;
-an algorithm of one level has no avg. Every figure is a mean over the seeds with the sample standard deviation (n - 1);
-with one seed there is no deviation.
+avg is the mean of the deciding metric (accuracy, R2) over the reported levels, and full its value for the largest
+model. An algorithm of one level has no avg.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ from flexfleet.reports.report import plain
 
 MB = 1e6
 BY_OWNER = ("avg_device_classes", "full_device_classes", "avg_server_classes", "full_server_classes")
-"""Figures of a run and of a label, where the server owns classes (`partition.server_classes`)."""
+"""Figures of a run and of a label if the server owns classes (`partition.server_classes`)."""
 LOCAL = ("local_avg", "local_full")
-"""Figures of a run and of a label, where the task has classes."""
+"""Figures of a run and of a label if the task has classes."""
 CASE = ("dataset.", "partition.", "noise.", "model.name")
-"""Runs that differ in one of these parameters belong to different cases: which label is first in one case says nothing
-about another."""
+"""Runs that differ in one of these parameters belong to different cases, which are ranked separately."""
 FACTORS = (*CASE, "model.", "fleet.")
-"""Parameters that make different cases if they are a factor. (A single row may have a width or a fleet of its own, as
-papers' baselines have.)"""
+"""Parameters that make different cases if they are a factor. A single row may have its own width or fleet, as papers'
+baselines have."""
 
 
 class _Part(BaseModel):
@@ -38,7 +36,7 @@ class _Part(BaseModel):
 
 
 class Spread(_Part):
-    """The mean over the seeds, and the sample standard deviation if there are two or more."""
+    """The mean over the seeds, and the sample standard deviation if there are two or more seeds."""
 
     mean: float
     std: float | None
@@ -54,17 +52,18 @@ class LabelScore(_Part):
 
 
 class Reached(_Part):
-    """The first evaluated round in which the full model, or avg, has that accuracy, and the MB and seconds spent until
-    its end, as means over the seeds that reach it. Null if no seed reaches it."""
+    """The first evaluated round in which full, or avg, has that accuracy, and the cost up to the end of that round.
+
+    All figures are means over the seeds that reach the accuracy, and null if no seed does. MB were sent to the clients
+    (down) and came back (up).
+    """
 
     accuracy: float
     seeds: tuple[int, ...]
     """The seeds that reach it."""
     rounds: Spread | None
     mb: Spread | None
-    """MB sent down and up."""
     mb_down: Spread | None = None
-    """MB sent to the clients, and below it MB that came back; null in comparisons of older versions."""
     mb_up: Spread | None = None
     seconds: Spread | None
     seconds_simulated: Spread | None
@@ -79,54 +78,50 @@ class Highest(_Part):
 
 
 class OneRun(_Part):
+    """The figures of one run: after the last round, unless their name says otherwise."""
+
     seed: int
     run_id: str
     avg: float | None
-    """This and the next: after the last round."""
     full: float
-    rounds: int | None = None
-    """The number of the last round, from 1; null in comparisons of older versions."""
+    rounds: int = 0
     levels: dict[str, dict[str, float]] = {}
-    """Each level's metrics after the last round, by their names; empty in comparisons of older versions."""
+    """Each level's metrics, by their names."""
     avg_device_classes: float | None = None
-    """This and the next three: the accuracy after the last round on the classes of the devices, and on those that the
-    server alone owns; null where it owns none."""
+    """This and the next three: the accuracy on the classes of the devices, and on the classes that the server alone
+    owns; null if the server owns none."""
     full_device_classes: float | None = None
     avg_server_classes: float | None = None
     full_server_classes: float | None = None
     devices: float | None = None
-    """After the last round, the mean over the devices of what their own sub-model scores; null with one level."""
+    """The mean over the devices of the score of each device's own sub-model; null with one level."""
     local: dict[str, LocalScore] = {}
-    """Each level's local accuracy after the last round: the mean and the standard deviation over the clients; empty
-    where the task has no classes, and in older runs."""
+    """Each level's local accuracy: mean and standard deviation over the clients; empty if the task has no classes."""
     local_avg: float | None = None
     """The mean of the levels' local accuracies; null with one level."""
     local_full: float | None = None
-    """The largest model's."""
     best: dict[str, float | None]
-    """The round with the best avg, of those that were evaluated: its number from 1 as `round`, and `avg` and `full`,
-    both of this round."""
+    """The evaluated round with the best avg: its number from 1 as `round`, and `avg` and `full` of this round."""
     mb_down: float
     mb_up: float
     waste: float
     seconds: float
     seconds_simulated: float | None
     uniformity: float | None = None
-    """This and the next five: means over the rounds (`fl_engine.fleet.uniformity`); null in older runs."""
+    """This and the next five: means over the rounds (`fl_engine.fleet.uniformity`); null if they were not measured."""
     uniformity_answered: float | None = None
     uniformity_compute: float | None = None
     uniformity_communication: float | None = None
     uniformity_real: float | None = None
     time_variance: float | None = None
     phases: dict[str, float] = {}
-    """Means over the rounds (`fl_engine.rounds.phases`); empty in older runs."""
+    """Means over the rounds (`fl_engine.rounds.phases`)."""
     model_sha256: str
     mlflow_run_id: str | None
 
 
 class LocalSpread(_Part):
-    """A level's local accuracy: over the seeds, the `mean` over the clients, the standard deviation `sd` over the
-    clients, and how many `clients` these are."""
+    """A level's local accuracy over the seeds: mean and standard deviation `sd` over the clients, and their number."""
 
     mean: Spread
     sd: Spread
@@ -134,8 +129,8 @@ class LocalSpread(_Part):
 
 
 class Summary(_Part):
-    """All runs of one label. 1 MB is 1e6 bytes; waste is the share of the weights sent to clients that did not
-    come back."""
+    """All runs of one label. 1 MB is 1e6 bytes; waste is the share of the weights sent to clients that did not come
+    back. A figure is null if a run does not have it; figures without a description are those of OneRun."""
 
     algorithm: str
     settings: dict[str, Any]
@@ -147,23 +142,17 @@ class Summary(_Part):
     levels: tuple[float, ...]
     """Sizes of the reported models in % of the full model, mean over the seeds."""
     last: LabelScore
-    """The scores after the last round."""
+    best: LabelScore
+    """The scores of the round with the best avg, as FlexFL prints them. Each run chooses its round on test data."""
     avg_device_classes: Spread | None = None
-    """This and the next three: as `last`, on the classes of the devices, and on those that the server alone owns; null
-    where it owns none."""
     full_device_classes: Spread | None = None
     avg_server_classes: Spread | None = None
     full_server_classes: Spread | None = None
     devices: Spread | None = None
-    """As `last`, the mean over the devices of what their own sub-model scores; null with one level."""
     local: dict[str, LocalSpread] = {}
-    """As `last`, each level's local accuracy (FedRolex, Tables 3.3 and 3.4); empty if a run has none."""
+    """Each level's local accuracy (FedRolex, Tables 3.3 and 3.4)."""
     local_avg: Spread | None = None
-    """This and the next: as `avg` and `full` of `last`, of the local accuracies."""
     local_full: Spread | None = None
-    best: LabelScore
-    """The scores of the round with the best avg: avg and full both of this round, as FlexFL prints them. The round is
-    chosen on test data, by each run for itself."""
     mb_down: Spread
     mb_up: Spread
     waste: Spread
@@ -172,27 +161,22 @@ class Summary(_Part):
     seconds_simulated: Spread | None
     """Seconds on the fleet's devices; null if the simulated clock was not used."""
     uniformity: Spread | None = None
-    """How evenly the clients of a round finish on the simulated clock, in seconds, the mean over the rounds; null if a
-    run does not say it, as those of older versions. This and the next five: `fl_engine.fleet.uniformity`."""
     uniformity_answered: Spread | None = None
     uniformity_compute: Spread | None = None
     uniformity_communication: Spread | None = None
     uniformity_real: Spread | None = None
-    """Null also where clients train side by side."""
     time_variance: Spread | None = None
-    """In seconds squared."""
     phases: dict[str, Spread] = {}
-    """What each phase of a round takes in seconds, on the server and on the simulated clock, and its bits down and up:
-    means over the rounds, by the names of `fl_engine.rounds.phases`. What not every run says is left out."""
+    """The phases that every run measured."""
     reached: tuple[Reached, ...]
     reached_avg: tuple[Reached, ...] = ()
-    """As `reached`, with avg in place of the full model; empty for an algorithm that reports one level."""
+    """As `reached`, with avg in place of full; empty for an algorithm that reports one level."""
     highest: tuple[Highest, ...] = ()
     runs: tuple[OneRun, ...]
 
 
 class Central(_Part, LeavesOut):
-    """The reference: the same network, trained on all samples (`flexfleet central`), over the seeds given."""
+    """The reference: the same network, trained on all samples (`flexfleet central`), over its own seeds."""
 
     left_out = ("further",)
     seeds: tuple[int, ...]
@@ -203,10 +187,10 @@ class Central(_Part, LeavesOut):
     best: Spread
     best_epoch: Spread
     highest: tuple[Highest, ...]
-    """The highest values until given shares of the epochs."""
+    """The highest values within given shares of the epochs."""
     seconds: Spread
     further: dict[str, Spread] = {}
-    """The task's other metrics after the last epoch, by name; left out where it has none."""
+    """The task's other metrics after the last epoch, by name."""
 
 
 class ComparisonFile(Artifact, LeavesOut):
@@ -217,41 +201,39 @@ class ComparisonFile(Artifact, LeavesOut):
     labels: tuple[str, ...]
     seeds: tuple[int, ...]
     rounds: int
-    """The most that a run has: all have as many, unless the simulated clock ended some before."""
+    """The longest run's number of rounds. The simulated clock may end other runs earlier."""
     metric: str = "accuracy"
     """The deciding metric; avg and full are its values."""
     settings: dict[str, Any]
     """What all runs have in common, by dotted names."""
     called: dict[str, str] = Field(default={})
-    """By `dataset.name`, what a person calls data that were given in Python; else left out."""
+    """Map `dataset.name` to the name for people of data that were given in Python."""
     varied: tuple[str, ...] = ()
     """Parameters in which labels differ, without the algorithm's own, by dotted names."""
     differences: dict[str, dict[str, Any]] = Field(default={})
-    """Where the rows differ, beside the algorithm (`comparisons.differences`): by an option's dotted name, its value in
-    each label that has it."""
+    """Options in which the rows differ, besides the algorithm (`row_differences`): by dotted name, the value of each
+    label that has the option."""
     results: dict[str, Summary]
     """The summary of each label."""
     first: dict[str, First] | None = None
-    """Who is first, by the figures `avg`, `full`, `best_avg`, `best_full`, `local_avg` and `local_full`, as far as two
-    labels have them; null with fewer than three seeds (no label is called first), with `cases`, and in older
-    comparisons."""
+    """Which label is first, by the figures of `ranking.TITLES` that two labels have. Null with fewer than three seeds,
+    and with `cases`."""
     cases: tuple[RankedCase, ...] = ()
-    """`first` of the labels with the same data, partition, noise and network, where labels differ in these and some do
-    not; else left out, and with fewer than three seeds."""
+    """`first` among the labels with the same data, partition, noise and network, if labels differ in these."""
     central: Central | None = None
     notes: tuple[str, ...] = ()
     mlflow_run_id: str | None = None
 
 
 def cases_of(results: Mapping[str, Summary]) -> tuple[RankedCase, ...]:
-    """Who is first in each case (`by_case`); empty with too few seeds."""
+    """Return the label that is first in each case (`by_case`); empty with too few seeds."""
     found = [(case, firsts(by_seed({label: results[label] for label in case.labels}))) for case in by_case(results)]
     return tuple(case.model_copy(update={"first": first}) for case, first in found if first is not None)
 
 
 def by_case(results: Mapping[str, Summary]) -> list[RankedCase]:
-    """The labels of each case, `first` left empty; no case where all labels are of one, and where each is one of its
-    own, so that the cases are what is compared."""
+    """Group the labels into cases, without `first`. Empty if all labels belong to one case, or each to its own: then
+    the cases themselves are compared."""
     groups: dict[str, list[str]] = {}
     settings = {
         label: {key: value for key, value in r.varied.items() if key.startswith(CASE)}
@@ -266,32 +248,34 @@ def by_case(results: Mapping[str, Summary]) -> list[RankedCase]:
 
 
 def by_seed(results: Mapping[str, Summary]) -> dict[str, dict[str, list[float | None]]]:
-    """What `first.firsts` takes: of each figure and label, a value for each seed."""
+    """Return the argument of `ranking.firsts`: for each figure and label, a value for each seed."""
     return {
         figure: {label: [figure_of(run, figure) for run in r.runs] for label, r in results.items()} for figure in TITLES
     }
 
 
 def figure_of(run: OneRun, figure: str) -> float | None:
-    """A figure of a run, by its name in MLflow; None where the run does not have it, or where it is not finite."""
+    """Return a run's figure by its name in MLflow; None if the run does not have it, or if it is not finite."""
     found = run.best[figure.removeprefix("best_")] if figure.startswith("best_") else getattr(run, figure)
     return None if found is None or not math.isfinite(found) else float(found)
 
 
 def further(c: ComparisonFile) -> dict[str, dict[str, Spread]]:
-    """By metric of the task beside the one that decides, and by label: the full model's value after the last round.
-    Labels without it are left out."""
-    found: dict[str, dict[str, Spread]] = {}
-    for label, r in c.results.items():
-        of_runs = [list(one.levels.values())[-1] if one.levels else {} for one in r.runs]
-        for name in dict.fromkeys(name for each in of_runs for name in each if name not in (c.metric, *OWNERS)):
-            if (each := spread([of_run.get(name) for of_run in of_runs])) is not None:
-                found.setdefault(name, {})[label] = each
-    return found
+    """Map each of the task's other metrics to the labels that have it: the full model's value after the last round."""
+    levels = [level for r in c.results.values() for one in r.runs for level in one.levels.values()]
+    names = dict.fromkeys(name for level in levels for name in level if name not in (c.metric, *OWNERS))
+    found = {name: {label: further_of(r, name) for label, r in c.results.items()} for name in names}
+    known = {name: {label: one for label, one in each.items() if one is not None} for name, each in found.items()}
+    return {name: each for name, each in known.items() if each}
+
+
+def further_of(r: Summary, metric: str) -> Spread | None:
+    """Return one of the task's other metrics: the full model's value after the last round."""
+    return spread([list(one.levels.values())[-1].get(metric) for one in r.runs])
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """The mean and deviation of the values; None if a run has no value."""
+    """Return mean and sample standard deviation; None if a value is missing or not finite."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known or len(known) < len(values):
         return None

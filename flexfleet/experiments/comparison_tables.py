@@ -1,20 +1,49 @@
-"""Makes the tables of a comparison: of cells as they are shown, with a head and a title each."""
+"""The tables of a comparison: a title, a head, and rows of cells as they are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.rounds.phases import BITS
 from flexfleet.experiments import ranking
-from flexfleet.experiments.comparison_file import BY_OWNER, LOCAL, ComparisonFile, Reached, Spread, further
+from flexfleet.experiments.comparison_file import (
+    BY_OWNER,
+    LOCAL,
+    ComparisonFile,
+    Reached,
+    Spread,
+    Summary,
+    further,
+    further_of,
+)
 from flexfleet.experiments.row_differences import TITLE, as_rows
 from flexfleet.files.measure import Measure, decimals
 from flexfleet.reports.report import NONE, plain
 
 REFERENCE = "central training"
+OWNERS = ("avg devices'", "full devices'", "avg server's", "full server's", "own, all classes")
+UNIFORMITY = ("all asked", "answered", "compute", "communication", "real clock", "variance s²")
+PHASES = {
+    "plan s": "seconds_plan",
+    "encode s": "seconds_encode",
+    "train s": "seconds_train",
+    "of it decode s": "seconds_decode",
+    "clients encode s": "seconds_encode_clients",
+    "merge s": "seconds_merge",
+    "evaluate s": "seconds_evaluate",
+    "simulated compute s": "simulated_compute",
+    "communication s": "simulated_communication",
+    "Mbit down": "bits_down",
+    "Mbit up": "bits_up",
+}
+"""Map columns to their names in `fl_engine.rounds.phases`."""
+
+Columns = Mapping[str, Callable[[Summary], str]]
+"""Map the head of each column to a function that returns the cell of a label."""
 
 
 @dataclass(frozen=True)
@@ -25,78 +54,40 @@ class Table:
 
 
 def tables(c: ComparisonFile) -> list[Table]:
-    """Tables of the deciding metric, of its highest values during the rounds, of the cost, of a round's phases,
-    of how evenly clients finish, and of the rounds, the time and the MB to reach given values."""
-    results, measure, beside = c.results.items(), Measure(c.metric), further(c)
-    judged = any(r.local for _, r in results)
-    metric = Table(
-        f"Test {measure.name}, {measure.unit}".removesuffix(", "),
-        ("algorithm", "levels %", "avg last", "full last", "avg at best", "full at best", "best round", "last round")
-        + (("local avg", "local full") if judged else ())
-        + tuple(f"full {Measure(name).column}" for name in beside),
-        tuple(
-            (
-                label,
-                " / ".join(f"{size:.0f}" for size in r.levels),
-                *(
-                    cell(score, measure.scale, 2 if measure.unit else 4)
-                    for score in (r.last.avg, r.last.full, r.best.avg, r.best.full)
-                ),
-                cell(r.best.round, digits=1),
-                cell(r.last.round, digits=1),
-                *(cell(getattr(r, name), 100) for name in LOCAL if judged),
-                *_further(beside, {name: each.get(label) for name, each in beside.items()}),
-            )
-            for label, r in results
-        )
-        + _reference(c, measure, judged, beside),
-    )
-    digits, shares = 2 if measure.unit else 4, [one.share for one in next(iter(c.results.values())).highest]
-    best = Table(
-        f"Highest until so many % of the rounds, {measure.unit}".removesuffix(", "),
-        ("algorithm", *(f"{of} {share} %" for of in ("avg", "full") for share in shares)),
-        tuple(
-            (
-                label,
-                *(cell(one.avg, measure.scale, digits) for one in r.highest),
-                *(cell(one.full, measure.scale, digits) for one in r.highest),
-            )
-            for label, r in results
-        )
-        + _reference_highest(c, measure),
-    )
-    metrics = [metric, *_behind(c, measure), *((best,) if shares else ())]
-    of_owners = Table(
-        "Test accuracy by whose the class is, %",
-        ("algorithm", "avg devices'", "full devices'", "avg server's", "full server's", "own, all classes"),
-        tuple((label, *(cell(getattr(r, name), 100) for name in (*BY_OWNER, "devices"))) for label, r in results),
-    )
-    metrics += [of_owners] if any(r.full_server_classes is not None for _, r in results) else []
-    metrics += [_local(c)] if judged else []
-    cost = Table(
-        "Cost of all rounds",
-        ("algorithm", "MB down", "MB up", "waste %", "simulated s", "real s"),
-        tuple(
-            (label, fine(r.mb_down), fine(r.mb_up), cell(r.waste, 100), *map(seconds, (r.seconds_simulated, r.seconds)))
-            for label, r in results
-        ),
-    )
-    even = Table(
-        "Uniformity: how evenly the clients of a round finish, s (0: at the same moment)",
-        ("algorithm", "all asked", "answered", "compute", "communication", "real clock", "variance s²"),
-        tuple((label, *(seconds(getattr(r, name)) for name in NAMES)) for label, r in results),
-    )
-    evenness = [even] if any(getattr(r, name) is not None for _, r in results for name in NAMES) else []
-    return [_with_factors(c, table) for table in (*metrics, cost, *_phases(c), *evenness, *_to_reach(c, measure))]
+    """Return the tables of the deciding metric, its highest values, the cost, a round's phases, uniformity, and the
+    cost to reach given values. A table without figures is left out."""
+    labels, measure = list(c.results.values()), Measure(c.metric)
+    found = [_metric(c, measure), *_behind(c, measure), *_highest(c, measure)]
+    if any(r.full_server_classes is not None for r in labels):
+        figures = zip(OWNERS, (*BY_OWNER, "devices"), strict=True)
+        owners = {head: _share(name) for head, name in figures}
+        found.append(_table(c, "Test accuracy by whose the class is, %", owners))
+    if any(r.local for r in labels):
+        found.append(_local(c))
+    cost: Columns = {
+        "MB down": lambda r: fine(r.mb_down),
+        "MB up": lambda r: fine(r.mb_up),
+        "waste %": lambda r: cell(r.waste, 100),
+        "simulated s": lambda r: seconds(r.seconds_simulated),
+        "real s": lambda r: seconds(r.seconds),
+    }
+    found.append(_table(c, "Cost of all rounds", cost))
+    if any(r.phases for r in labels):
+        found.append(_table(c, "Phases of a round", {head: _phase(name) for head, name in PHASES.items()}))
+    if any(getattr(r, name) is not None for r in labels for name in NAMES):
+        title = "Uniformity: how evenly the clients of a round finish, s (0: at the same moment)"
+        found.append(_table(c, title, {head: _seconds(n) for head, n in zip(UNIFORMITY, NAMES, strict=True)}))
+    found += _to_reach(c, measure)
+    return [_with_factors(c, table) for table in found]
 
 
 def differing(c: ComparisonFile) -> list[Table]:
-    """Where the rows differ; empty if they do not."""
+    """Return the table of the options in which the rows differ; empty if they do not differ."""
     return [Table(TITLE, *as_rows(c.differences, c.labels))] if c.differences else []
 
 
 def factors(c: ComparisonFile) -> dict[str, list[Any]]:
-    """The parameters that every label was made with several values of, and these values."""
+    """Map the parameters that every label was run with several values of to these values."""
     found: dict[str, list[Any]] = {}
     for r in c.results.values():
         for path, value in r.at.items():
@@ -105,8 +96,16 @@ def factors(c: ComparisonFile) -> dict[str, list[Any]]:
     return found
 
 
+def _table(c: ComparisonFile, title: str, columns: Columns, central: Mapping[str, str] = MappingProxyType({})) -> Table:
+    """Make a table with a row for each label, and one for the central training if `central` has cells of it."""
+    rows = [(label, *(of(r) for of in columns.values())) for label, r in c.results.items()]
+    if central:
+        rows.append((REFERENCE, *(central.get(head, NONE) for head in columns)))
+    return Table(title, ("algorithm", *columns), tuple(rows))
+
+
 def _with_factors(c: ComparisonFile, table: Table) -> Table:
-    """A column for each factor behind the labels."""
+    """Insert a column for each factor after the labels."""
     names = tuple(factors(c))
 
     def at(label: str) -> tuple[str, ...]:
@@ -114,6 +113,49 @@ def _with_factors(c: ComparisonFile, table: Table) -> Table:
 
     rows = tuple((row[0], *at(row[0]), *row[1:]) for row in table.rows)
     return Table(table.title, (table.head[0], *names, *table.head[1:]), rows)
+
+
+# ------------------------------------------------------------------------------------------------ the tables
+def _metric(c: ComparisonFile, measure: Measure) -> Table:
+    columns: dict[str, Callable[[Summary], str]] = {
+        "levels %": lambda r: " / ".join(f"{size:.0f}" for size in r.levels),
+        "avg last": lambda r: _score(r.last.avg, measure),
+        "full last": lambda r: _score(r.last.full, measure),
+        "avg at best": lambda r: _score(r.best.avg, measure),
+        "full at best": lambda r: _score(r.best.full, measure),
+        "best round": lambda r: cell(r.best.round, digits=1),
+        "last round": lambda r: cell(r.last.round, digits=1),
+    }
+    if any(r.local for r in c.results.values()):
+        columns |= {name.replace("_", " "): _share(name) for name in LOCAL}
+    central = {}
+    if c.central is not None:
+        central = {
+            "levels %": "100",
+            "full last": _score(c.central.full, measure),
+            "full at best": _score(c.central.best, measure),
+            "best round": cell(c.central.best_epoch, digits=1),
+            "last round": f"{c.central.settings['central.epochs']:.1f}",
+        }
+    for name in further(c):
+        own = Measure(name)
+        columns[f"full {own.column}"] = lambda r, own=own: _score(further_of(r, own.name), own)  # type: ignore[misc]
+        if c.central is not None:
+            central[f"full {own.column}"] = _score(c.central.further.get(name), own)
+    return _table(c, f"Test {measure.name}, {measure.unit}".removesuffix(", "), columns, central)
+
+
+def _highest(c: ComparisonFile, measure: Measure) -> list[Table]:
+    columns: dict[str, Callable[[Summary], str]] = {}
+    central = {}
+    shares = [one.share for one in next(iter(c.results.values())).highest]
+    for of in ("avg", "full"):
+        for i, share in enumerate(shares):
+            columns[f"{of} {share} %"] = lambda r, of=of, i=i: _score(getattr(r.highest[i], of), measure)  # type: ignore[misc]
+            if c.central is not None and of == "full":
+                central[f"full {share} %"] = _score(c.central.highest[i].full, measure)
+    title = f"Highest until so many % of the rounds, {measure.unit}".removesuffix(", ")
+    return [_table(c, title, columns, central)] if shares else []
 
 
 def _behind(c: ComparisonFile, measure: Measure) -> list[Table]:
@@ -131,8 +173,7 @@ def _behind(c: ComparisonFile, measure: Measure) -> list[Table]:
 
 
 def _local(c: ComparisonFile) -> Table:
-    """The table of local accuracies as FedRolex prints it: beside each mean the standard deviation over the clients.
-    Both are means over the seeds."""
+    """Make the table of local accuracies as FedRolex prints it; means and deviations are means over the seeds."""
     rows = (
         (label, name, f"{100 * of.mean.mean:.2f} ± {100 * of.sd.mean:.2f}", cell(of.clients, digits=0))
         for label, r in c.results.items()
@@ -142,45 +183,12 @@ def _local(c: ComparisonFile) -> Table:
     return Table(title, ("algorithm", "level", "local", "clients"), tuple(rows))
 
 
-PHASES = {
-    "plan s": "seconds_plan",
-    "encode s": "seconds_encode",
-    "train s": "seconds_train",
-    "of it decode s": "seconds_decode",
-    "clients encode s": "seconds_encode_clients",
-    "merge s": "seconds_merge",
-    "evaluate s": "seconds_evaluate",
-    "simulated compute s": "simulated_compute",
-    "communication s": "simulated_communication",
-    "Mbit down": "bits_down",
-    "Mbit up": "bits_up",
-}
-"""Columns, and what `fl_engine.rounds.phases` calls them."""
-
-
-def _phases(c: ComparisonFile) -> list[Table]:
-    """The table of a round's phases, for the labels whose runs measured them."""
-
-    def cells(found: Mapping[str, Spread]) -> Iterator[str]:
-        for name in PHASES.values():
-            each = found.get(name)
-            yield fine(each, 1e-6, 3) if name in BITS else seconds(each)
-
-    rows = tuple((label, *cells(r.phases)) for label, r in c.results.items())
-    return (
-        [Table("Phases of a round", ("algorithm", *PHASES), rows)] if any(r.phases for r in c.results.values()) else []
-    )
-
-
 def _to_reach(c: ComparisonFile, measure: Measure) -> list[Table]:
-    """With avg, where a label has it, and with the full model: a table for MB down and up, each for itself, one
-    for rounds, one for the time, and one for all MB; none without accuracies to reach."""
+    """Make four tables with avg, if a label has it, and four with full; none without accuracies to reach."""
     targets = [one.accuracy for one in next(iter(c.results.values())).reached]
-    if not targets:
-        return []
     head = ("algorithm", *(f"{measure.scale * target:g} {measure.unit}".rstrip() for target in targets))
-    on_the_clock = simulated(c)
-
+    # A table does not mix simulated and real seconds.
+    on_the_clock = all(r.seconds_simulated is not None for r in c.results.values())
     spent: dict[str, Callable[[Reached], str]] = {
         "MB down / up": lambda one: f"{fine(one.mb_down)} / {fine(one.mb_up)}",
         "Rounds": lambda one: cell(one.rounds, digits=1),
@@ -189,8 +197,10 @@ def _to_reach(c: ComparisonFile, measure: Measure) -> list[Table]:
         ),
         "MB": lambda one: fine(one.mb),
     }
-    targeted = {"avg": {n: r.reached_avg for n, r in c.results.items() if r.reached_avg}}
-    targeted["the full model"] = {n: r.reached for n, r in c.results.items()}
+    targeted = {
+        "avg": {label: r.reached_avg for label, r in c.results.items() if r.reached_avg},
+        "the full model": {label: r.reached for label, r in c.results.items() if r.reached},
+    }
     return [
         Table(
             f"{title} to reach {'an accuracy' if c.metric == 'accuracy' else c.metric} with {of}",
@@ -203,28 +213,27 @@ def _to_reach(c: ComparisonFile, measure: Measure) -> list[Table]:
     ]
 
 
-def _further(names: Iterable[str], values: Mapping[str, Spread | None]) -> Iterator[str]:
-    for measure in map(Measure, names):
-        yield cell(values.get(measure.name), measure.scale, 2 if measure.unit else 4)
+def _reached(c: ComparisonFile, one: Reached, spent: Callable[[Reached], str]) -> str:
+    """`(2/3)`: only 2 of 3 seeds reach the accuracy."""
+    some = f" ({len(one.seeds)}/{len(c.seeds)})" if len(one.seeds) < len(c.seeds) else ""
+    return spent(one) + some if one.seeds else NONE
 
 
-def _reference(c: ComparisonFile, measure: Measure, judged: bool, beside: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """The row of central training for the table of the runs' figures; empty without central training. `judged`: the
-    table has local accuracies, which belong to clients. `beside`: the further metrics that it has."""
-    if c.central is None:
-        return ()
-    full, best = (cell(score, measure.scale, 2 if measure.unit else 4) for score in (c.central.full, c.central.best))
-    last = f"{c.central.settings['central.epochs']:.1f}"
-    none = (NONE, NONE) if judged else ()
-    more = _further(beside, c.central.further)
-    return ((REFERENCE, "100", NONE, full, NONE, best, cell(c.central.best_epoch, digits=1), last, *none, *more),)
+# ------------------------------------------------------------------------------------------------- the cells
+def _share(name: str) -> Callable[[Summary], str]:
+    return lambda r: cell(getattr(r, name), 100)
 
 
-def _reference_highest(c: ComparisonFile, measure: Measure) -> tuple[tuple[str, ...], ...]:
-    if c.central is None:
-        return ()
-    found = [cell(one.full, measure.scale, 2 if measure.unit else 4) for one in c.central.highest]
-    return ((REFERENCE, *(NONE for _ in found), *found),)
+def _seconds(name: str) -> Callable[[Summary], str]:
+    return lambda r: seconds(getattr(r, name))
+
+
+def _phase(name: str) -> Callable[[Summary], str]:
+    return lambda r: fine(r.phases.get(name), 1e-6, 3) if name in BITS else seconds(r.phases.get(name))
+
+
+def _score(s: Spread | None, measure: Measure) -> str:
+    return cell(s, measure.scale, 2 if measure.unit else 4)
 
 
 def cell(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
@@ -236,23 +245,12 @@ def cell(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
 
 
 def fine(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
-    """`cell`, with as many decimals more as show two figures of a small mean."""
+    """`cell`, with enough decimals to show two figures of a small mean."""
     return cell(s, scale, decimals(0.0 if s is None else scale * s.mean, digits))
 
 
 def seconds(s: Spread | None) -> str:
-    """Small values get more decimals: simulated seconds of a small network are small."""
+    """`cell` with more decimals for small values, as simulated seconds of a small network are."""
     if s is None or s.mean >= 1000:
         return cell(s, digits=0)
     return cell(s, digits=1) if s.mean >= 10 else fine(s, digits=3)
-
-
-def simulated(c: ComparisonFile) -> bool:
-    """Whether all runs have a simulated clock: a table does not mix simulated and real seconds."""
-    return all(r.seconds_simulated is not None for r in c.results.values())
-
-
-def _reached(c: ComparisonFile, one: Reached, spent: Callable[[Reached], str]) -> str:
-    """`(2/3)`: only 2 of 3 seeds reach it."""
-    some = f" ({len(one.seeds)}/{len(c.seeds)})" if len(one.seeds) < len(c.seeds) else ""
-    return spent(one) + some if one.seeds else NONE

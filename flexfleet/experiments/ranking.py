@@ -1,16 +1,13 @@
-"""Who is first, by a paired test: the label with the highest mean against each other label, seed by seed.
+"""Rank the labels of a comparison by paired t tests over the seeds.
 
-A label is first only where its difference to every other one is significant at 5 %: by Student's paired t test,
-two-sided, adjusted by Holm's method for the labels that it is compared with. With fewer than three seeds there is no
-such claim. Labels with other data, another partition, other noise or another network are another case, and a label is
-compared with those of its case. Where no two labels are of one case, it is the cases that are compared.
+The label with the highest mean is first only if its difference to every other label is significant at 5 %, by Student's
+two-sided paired t test after Holm's adjustment. With fewer than three seeds no label is first. Labels are ranked within
+a case: the same data, partition, noise and network.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -19,8 +16,12 @@ from pydantic import BaseModel, ConfigDict
 from flexfleet.files.measure import Measure
 from flexfleet.reports.report import NONE, plain
 
+LEVEL = 0.05
+"""A p below this level counts as a difference; intervals cover the rest."""
+ROUNDING = 1e-12
+"""Differences within this share of the figures are equal, except for rounding."""
 FEWEST = 3
-"""Seeds with which a label may be called first."""
+"""The fewest seeds with which a label may be called first."""
 TITLES = {
     "avg": "avg last",
     "full": "full last",
@@ -29,8 +30,35 @@ TITLES = {
     "local_avg": "local avg",
     "local_full": "local full",
 }
-"""The figures that are tested, by their names in MLflow, and the columns of a comparison that they are."""
-Rows = tuple[tuple[str, ...], ...]
+"""Map the figures that are tested, by their names in MLflow, to their columns in a comparison's table."""
+
+
+class TTest(NamedTuple):
+    """Mean of the differences, half of the width of its 95 % interval, and the two-sided p."""
+
+    mean: float
+    half: float
+    p: float
+
+
+def tested(a: Sequence[float], b: Sequence[float]) -> TTest | None:
+    """Test the differences a - b, (n,) each. None with one pair, and if all differences are equal."""
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    if len(differences) < 2 or max(differences) - min(differences) <= ROUNDING * max(map(abs, (*a, *b))):
+        return None
+    from scipy.stats import ttest_1samp
+
+    found, mean = ttest_1samp(differences, 0.0), fmean(differences)
+    return TTest(mean, float(found.confidence_interval(1 - LEVEL).high) - mean, float(found.pvalue))
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Adjust the p values of m tests (Holm, 1979): the smallest times m, the next times m - 1, and so on; each at least
+    as large as the one before, and at most 1."""
+    out, before = [0.0] * len(p), 0.0
+    for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+        before = out[i] = max(before, min(1.0, (len(p) - rank) * p[i]))
+    return out
 
 
 class _Part(BaseModel):
@@ -38,53 +66,52 @@ class _Part(BaseModel):
 
 
 class Behind(_Part):
-    """How far a label is behind the highest one: the differences highest - label, one for each seed."""
+    """How far a label is behind the highest label: the differences highest - label, one for each seed."""
 
     mean: float
-    """In the figure's own unit: of accuracies as shares, 0.01 is one point."""
+    """In the figure's own unit; for accuracies, which are shares, 0.01 is one point."""
     std: float
     """The sample standard deviation (n - 1)."""
     p: float | None
-    """Two-sided, of the paired t test; null where all differences are equal: without a spread there is no test."""
+    """Two-sided p of the paired t test; null if all differences are equal."""
     p_holm: float | None
-    """The same, adjusted for the labels that the highest is compared with; null as `p`."""
+    """`p` after Holm's adjustment."""
 
     @property
     def apart(self) -> bool:
-        """Whether the test tells the label apart from the highest one."""
+        """Whether the label differs significantly from the highest label."""
         return self.p_holm is not None and self.p_holm < LEVEL
 
 
 class First(_Part):
-    """Who is first by one figure."""
+    """The label that is first by one figure."""
 
     highest: str
-    """The label with the highest mean over the seeds; of several, the first by name."""
+    """The label with the highest mean over the seeds; with ties, the first by name."""
     first: bool
-    """Whether it is told apart from every other label that has the figure."""
+    """Whether it differs significantly from every other label that has the figure."""
     not_told_apart: tuple[str, ...]
-    """The labels that it is not told apart from, as the comparison orders them."""
+    """The labels that do not differ significantly from it, in the comparison's order."""
     behind: dict[str, Behind]
     """Every other label that has the figure."""
 
 
 class RankedCase(_Part):
-    """Who is first among the labels with these settings of data, partition, noise and network, where other labels have
-    others."""
+    """The labels that share these settings of data, partition, noise and network, and which of them is first."""
 
     settings: dict[str, Any]
     """By dotted name."""
     labels: tuple[str, ...]
     first: dict[str, First]
-    """By figure; empty for a label that is alone."""
+    """By figure; empty for a single label."""
 
     def __str__(self) -> str:
         return ", ".join(f"{path} {plain(value)}" for path, value in self.settings.items())
 
 
 def firsts(values: Mapping[str, Mapping[str, Sequence[float | None]]]) -> dict[str, First] | None:
-    """By figure. `values`: of each figure and label, a value for each seed, in the same order; a label without the
-    figure has None, and a figure that fewer than two labels have is left out. None with fewer than FEWEST seeds."""
+    """Return the label that is first by each figure that two labels have; None with fewer than FEWEST seeds. `values`:
+    for each figure and label, a value for each seed; None if the label does not have the figure."""
     if any(len(each) < FEWEST for labels in values.values() for each in labels.values()):
         return None
     known = {
@@ -98,7 +125,7 @@ def _first(values: Mapping[str, Sequence[float]]) -> First:
     highest = min(values, key=lambda label: (-fmean(values[label]), label))
     others = {label: each for label, each in values.items() if label != highest}
     tests = [tested(values[highest], each) for each in others.values()]
-    # A label without a test counts as one that shows nothing.
+    # A label without a test counts as not significant.
     adjusted = holm([1.0 if test is None else test.p for test in tests])
     behind = {}
     for (label, each), test, p_holm in zip(others.items(), tests, adjusted, strict=True):
@@ -113,10 +140,9 @@ def _first(values: Mapping[str, Sequence[float]]) -> First:
     return First(highest=highest, first=not close, not_told_apart=close, behind=behind)
 
 
-# ------------------------------------------------------------------------------------------- shown to people
-def rows(found: Mapping[str, First], labels: Sequence[str], measure: Measure) -> Rows:
-    """A row for each label, with a cell for each figure: `first`, `highest` where it is not first, or how far it is
-    behind, as `mean ± std, p`."""
+def rows(found: Mapping[str, First], labels: Sequence[str], measure: Measure) -> tuple[tuple[str, ...], ...]:
+    """Return a row for each label, with a cell for each figure: `first`, `highest` without significance, or how far the
+    label is behind, as `mean ± std, p`."""
 
     def cell(figure: str, of: First, label: str) -> str:
         if label == of.highest:
@@ -131,7 +157,7 @@ def rows(found: Mapping[str, First], labels: Sequence[str], measure: Measure) ->
 
 
 def notes(found: Mapping[str, First] | None, seeds: int, cases: Sequence[RankedCase] = ()) -> list[str]:
-    """Who is first, in words; that nobody is where there are too few seeds."""
+    """Return sentences about the ranking."""
     if seeds < FEWEST:
         return [f"Fewer than {FEWEST} seeds: there is no paired test, so no row is called first."]
     told: list[tuple[str, Mapping[str, First]]] = [(f" with {case}", case.first) for case in cases]
@@ -150,65 +176,3 @@ def notes(found: Mapping[str, First] | None, seeds: int, cases: Sequence[RankedC
             said = "first" if of.first else f"highest, but not told apart from {', '.join(of.not_told_apart)}"
             lines.append(f"{TITLES[figure]}{where}: {of.highest} is {said}.")
     return lines
-
-
-LEVEL = 0.05
-"""Intervals leave out this much; a p below it counts as a difference."""
-ROUNDING = 1e-12
-"""Differences that lie closer together than this share of the figures are equal, but for rounding."""
-
-
-class TTest(NamedTuple):
-    """A t test of n differences: their mean and half of the width of its 95 % interval, in the differences' unit, and
-    the two-sided p."""
-
-    mean: float
-    half: float
-    p: float
-
-
-def tested(a: Sequence[float], b: Sequence[float]) -> TTest | None:
-    """The t test of the differences a - b, (n,) each. None where nothing can be tested: one pair, or differences that
-    are all the same."""
-    differences = [x - y for x, y in zip(a, b, strict=True)]
-    mean, n = fmean(differences), len(differences)
-    if n < 2 or max(differences) - min(differences) <= ROUNDING * max(map(abs, (*a, *b))):
-        return None
-    error = stdev(differences) / math.sqrt(n)
-    return TTest(mean, t_quantile(1 - LEVEL / 2, n - 1) * error, two_sided(mean / error, n - 1))
-
-
-def holm(p: Sequence[float]) -> list[float]:
-    """Adjusts the p values of several tests (Holm, 1979): the smallest of m times m, the next times m - 1, and so on,
-    each at least as large as the one before and at most 1."""
-    out, before = [0.0] * len(p), 0.0
-    for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
-        before = out[i] = max(before, min(1.0, (len(p) - rank) * p[i]))
-    return out
-
-
-# ------------------------------------------------------------------------------------------- Student's t
-def two_sided(t: float, freedom: int) -> float:
-    """The probability that Student's t with so many degrees of freedom, at least 1, is further from 0 than `t`
-    (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    angle = math.atan(abs(t) / math.sqrt(freedom))
-    cosine, sine = math.cos(angle), math.sin(angle)
-    odd = freedom % 2
-    term = cosine if odd else 1.0
-    total = term if freedom > 1 else 0.0
-    for k in range(2 + odd, freedom - 1, 2):
-        term *= cosine * cosine * (k - 1) / k
-        total += term
-    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
-    return max(0.0, 1.0 - inside)
-
-
-@cache
-def t_quantile(share: float, freedom: int) -> float:
-    """The value that Student's t stays below with this probability, 0.5 to 1, found by halving."""
-    low, high = 0.0, 1.0
-    while two_sided(high, freedom) / 2 > 1 - share:
-        low, high = high, 2 * high
-    while (middle := (low + high) / 2) not in (low, high):
-        low, high = (middle, high) if two_sided(middle, freedom) / 2 > 1 - share else (low, middle)
-    return middle

@@ -1,6 +1,6 @@
-"""Makes a comparison's figures from finished run folders; nothing is measured again.
+"""Compute a comparison's figures from finished run folders.
 
-Runs may differ only in their algorithm and in the parameters that the comparison varies; other runs are refused.
+Runs may differ only in their algorithm and in the parameters that the comparison varies.
 """
 
 from __future__ import annotations
@@ -39,16 +39,25 @@ from flexfleet.files.measure import SHARES, highest
 from flexfleet.pipeline import share
 from flexfleet.reports.report import COMPARED, NONE, FinishedRun, load, plain
 
+SPREADS = (*BY_OWNER, "devices", *LOCAL, "mb_down", "mb_up", "waste", "seconds", "seconds_simulated", *NAMES)
+"""Figures of OneRun that Summary has as a Spread of the same name."""
+
 
 def read(labels: Sequence[str], seeds: Sequence[int], folders: Mapping[str, Path], varied: Sequence[str] = ()) -> Runs:
-    """Loads the runs; `folders` by run id, `varied`: parameters in which labels are to differ. Raises as `report.load`
-    does, and ConfigError for runs that cannot be compared."""
+    """Load the finished runs.
+
+    Args:
+        folders: The run folders by run id.
+        varied: Parameters in which labels may differ.
+
+    Raises: as `report.load`; ConfigError for runs that cannot be compared.
+    """
     runs = {label: [load(folders[run_name(label, seed)]) for seed in seeds] for label in labels}
     for i, seed in enumerate(seeds):
         of_seed = {label: of_label[i] for label, of_label in runs.items()}
         wrong = [run.file.run_id for run in of_seed.values() if run.config.get("seed") != seed]
         if wrong:
-            raise ConfigError(f"these runs are not of seed {seed}, though their names say so: {', '.join(wrong)}")
+            raise ConfigError(f"these runs do not have the seed {seed} of their names: {', '.join(wrong)}")
         if lines := unequal(of_seed, varied) or other_partitions(of_seed) + other_data(of_seed):
             known = ", ".join(("the algorithm", *own(varied)))
             raise ConfigError(f"the runs of seed {seed} differ in more than {known}: {'; '.join(lines)}")
@@ -60,7 +69,7 @@ def read(labels: Sequence[str], seeds: Sequence[int], folders: Mapping[str, Path
 
 
 def own(varied: Sequence[str]) -> list[str]:
-    """The parameters that labels vary, without the algorithm's own."""
+    """Return the parameters that labels vary, without the algorithm's own."""
     return [key for key in varied if not key.startswith("algorithm.")]
 
 
@@ -72,8 +81,13 @@ def summarise(
     varied: Sequence[str] = (),
     at: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ComparisonFile:
-    """Computes the figures. `to`: accuracies to reach, default `default_targets`; `varied`: parameters in which labels
-    are to differ; `at`: the labels' values of the factors."""
+    """Compute the figures.
+
+    Args:
+        to: Accuracies to reach; empty: `default_targets`.
+        varied: Parameters in which labels differ.
+        at: The labels' values of the factors.
+    """
     any_run = next(iter(runs.values()))[0]
     targets = tuple(to) or default_targets(runs)
     numerics = [run.file.numerics for of_label in runs.values() for run in of_label]
@@ -106,11 +120,11 @@ def summarise(
 
 
 def local_work(runs: Runs) -> dict[str, str]:
-    """By label, what its algorithm declares of its clients' work (`local_work`), where that is not what the section
-    `training` says."""
+    """Map labels to what their algorithms declare of their clients' work (`local_work`), if that is not the work that
+    the section `training` describes."""
     out = {}
     for label, of_label in runs.items():
-        with suppress(ConfigError):  # an algorithm of one's own that is not here any more
+        with suppress(ConfigError):  # the user's own algorithm may be gone
             kind = CONTRACT.kind(str(of_label[0].config.get("algorithm.name")))
             if told := getattr(kind, "local_work", None):
                 out[label] = str(told)
@@ -125,38 +139,25 @@ def _summary(
     at: Mapping[str, Any],
 ) -> Summary:
     each = [_one(seed, run) for seed, run in zip(seeds, runs, strict=True)]
-    best = [one.best for one in each]
+    rows = [run.rows for run in runs]
+    figures: dict[str, Any] = {name: spread([getattr(one, name) for one in each]) for name in SPREADS}
     prefix = "algorithm."
     settings = {k.removeprefix(prefix): v for k, v in runs[0].config.items() if k.startswith(prefix)}
     return Summary(
         algorithm=runs[0].pool.algorithm,
         settings={k: v for k, v in settings.items() if k != "name"},
-        varied={key: runs[0].settings.get(key) for key in varied},
+        varied={key: runs[0].config.get(key) for key in varied},
         at=dict(at),
         levels=tuple(statistics.fmean(sizes) for sizes in zip(*map(_sizes, runs), strict=True)),
-        last=LabelScore(
-            round=_sure([len(run.rows) for run in runs]),
-            avg=spread([one.avg for one in each]),
-            full=_sure([one.full for one in each]),
-        ),
-        best=LabelScore(
-            round=_sure([run.best.round + 1 for run in runs]),
-            avg=spread([b["avg"] for b in best]),
-            full=_sure([run.best.metrics["full"] for run in runs]),
-        ),
-        **{name: spread([getattr(one, name) for one in each]) for name in (*BY_OWNER, "devices", *LOCAL)},
+        last=_score([(len(run.rows), one.avg, one.full) for run, one in zip(runs, each, strict=True)]),
+        best=_score([(one.best["round"], one.best["avg"], one.best["full"]) for one in each]),
+        **figures,
         local=_local(each),
-        mb_down=_sure([one.mb_down for one in each]),
-        mb_up=_sure([one.mb_up for one in each]),
-        waste=_sure([one.waste for one in each]),
-        seconds=_sure([one.seconds for one in each]),
-        seconds_simulated=spread([one.seconds_simulated for one in each]),
-        **{name: spread([getattr(one, name) for one in each]) for name in NAMES},
         phases=_phases(each),
-        reached=tuple(reached(seeds, [run.rows for run in runs], target) for target in targets),
+        reached=tuple(reached(seeds, rows, target) for target in targets),
         reached_avg=()
         if any(run.single for run in runs)
-        else tuple(reached(seeds, [run.rows for run in runs], target, "avg") for target in targets),
+        else tuple(reached(seeds, rows, target, "avg") for target in targets),
         highest=tuple(_highest(runs)),
         runs=tuple(each),
     )
@@ -202,13 +203,17 @@ def _by_owner(run: FinishedRun) -> dict[str, float | None]:
     return found
 
 
+def _score(values: Sequence[tuple[float | None, float | None, float | None]]) -> LabelScore:
+    """`values`: round, avg and full of each run."""
+    rounds, avg, full = zip(*values, strict=True)
+    return LabelScore(round=_known(rounds), avg=spread(avg), full=_known(full))
+
+
 def _local(runs: Sequence[OneRun]) -> dict[str, LocalSpread]:
     levels = [name for name in runs[0].local if all(name in one.local for one in runs)]
     return {
         name: LocalSpread(
-            mean=_sure([one.local[name].mean for one in runs]),
-            sd=_sure([one.local[name].sd for one in runs]),
-            clients=_sure([one.local[name].clients for one in runs]),
+            **{part: _known([getattr(one.local[name], part) for one in runs]) for part in ("mean", "sd", "clients")}
         )
         for name in levels
     }
@@ -235,41 +240,41 @@ def _sizes(run: FinishedRun) -> list[float]:
     return [100 * level.share for level in run.pool.levels if level.reported]
 
 
-def _sure(values: Sequence[float]) -> Spread:
-    known = spread(values)
-    assert known is not None, "a comparison has at least one seed"
-    return known
+def _known(values: Sequence[float | None]) -> Spread:
+    found = spread(values)
+    assert found is not None, "every run has this figure"
+    return found
 
 
 def is_shared(key: str) -> bool:
-    """Whether all runs of a comparison must have the same value of this parameter."""
+    """Return whether all runs of a comparison must have the same value of this parameter."""
     return key != "seed" and moves(key) in COMPARED
 
 
 def unequal(runs: Mapping[str, FinishedRun], varied: Sequence[str] = (), *, algorithm: bool = True) -> list[str]:
-    """A line for each parameter in which runs differ but must not. They may differ in the `varied` parameters, the
-    algorithm's (unless `algorithm` is false), the seed, and parameters that change only the last bits."""
+    """Return a line for each parameter in which runs differ but must not. They may differ in the `varied` parameters,
+    the algorithm's (if `algorithm` is true), the seed, and parameters that change only the last bits."""
     shared = (key for run in runs.values() for key in run.config if is_shared(key) and key not in varied)
     keys = dict.fromkeys(key for key in shared if not (algorithm and key.startswith("algorithm")))
     lines = []
     for key in keys:
-        values = {name: plain(run.settings.get(key)) for name, run in runs.items()}
+        values = {name: plain(run.config.get(key)) for name, run in runs.items()}
         if len(set(values.values())) > 1:
             lines.append(f"{key}: " + ", ".join(f"{value} ({name})" for name, value in values.items()))
     return lines
 
 
 def other_partitions(runs: Mapping[str, FinishedRun]) -> list[str]:
-    """A line for each group of runs that have the same partition settings and still different partitions."""
-    settings = {name: sorted(share.settings(run.settings).items()) for name, run in runs.items()}
+    """Return a line for each group of runs with equal partition settings and different partitions."""
+    settings = {name: sorted(share.settings(run.config).items()) for name, run in runs.items()}
     return _apart("the partition itself", {name: run.file.partition_sha256 for name, run in runs.items()}, settings)
 
 
 def other_data(runs: Mapping[str, FinishedRun]) -> list[str]:
-    """A line for each group of runs that have the same settings of the data and still different data."""
+    """Return a line for each group of runs with equal settings of the data and different data."""
 
     def settings(run: FinishedRun) -> list[Any]:
-        of_run = run.settings
+        of_run = run.config
         own = {key: of_run[key] for key in sorted(of_run) if key.startswith("dataset.") and is_shared(key)}
         is_cut = own.get("dataset.train_samples") or own.get("dataset.test_samples")
         # A seed draws the samples of a cut, and images are padded to what the network takes.
@@ -281,7 +286,7 @@ def other_data(runs: Mapping[str, FinishedRun]) -> list[str]:
 
 
 def other_code(runs: Mapping[str, FinishedRun]) -> list[str]:
-    """A line for each piece of code of one's own that is another one in some of the runs."""
+    """Return a line for each piece of the user's own code that differs between runs."""
     lines = _apart("the code of run.code", {name: run.file.code_sha256 or NONE for name, run in runs.items()})
     for source in dict.fromkeys(source for run in runs.values() for source in run.file.sources):
         known = {name: run.file.sources for name, run in runs.items()}
@@ -290,7 +295,7 @@ def other_code(runs: Mapping[str, FinishedRun]) -> list[str]:
 
 
 def _apart(what: str, digests: Mapping[str, str], settings: Mapping[str, object] | None = None) -> list[str]:
-    """A line for each group of runs that have the same settings and different digests."""
+    """Return a line for each group of runs with equal settings and different digests."""
     groups: dict[str, dict[str, str]] = {}
     for name, digest in digests.items():
         groups.setdefault(repr((settings or {}).get(name)), {})[name] = digest[:12]

@@ -1,10 +1,10 @@
-"""Searches an algorithm's hyper-parameters: trials, pruned by round; then the best setting against the default on seeds
+"""Search an algorithm's hyper-parameters: trials, pruned by round; then the best setting against the default on seeds
 that no trial has used.
 
 A study is a folder `<run.store>/<id>/`: the trials' runs, `study.log` (unless `tune.storage` names a database), and in
-the end `tune.json`, `params.yaml` (the configuration with the best values, or unchanged if they are not better),
-`patch.yaml` (what differs in it) and `study.html`. After a kill, the same command with --resume continues: an
-interrupted trial is tried again under another number, and goes on with the runs of the first.
+the end `tune.json`, `params.yaml` (the configuration with the best values if they are better), `patch.yaml` (the
+changed values) and `study.html`. After a kill, the same command with --resume continues: an interrupted trial is tried
+again under another number, and continues the runs of the first.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from flexfleet.tracking.record import of_job
 from flexfleet.tracking.trackers import MLflow, ending
 
 CONFIG = "configuration"
-"""Attribute of the study: what may not change when it goes on, by dotted name."""
+"""Attribute of the study: the parameters that a resumed study must not change, by dotted name."""
 
 
 def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
-    """Runs the trials that a study still needs, with `tune.workers` processes, then the comparison on held-out seeds.
+    """Run the trials that a study still needs, with `tune.workers` processes, then the comparison on held-out seeds.
 
-    Raises ConfigError for an impossible search; Stopped after SIGTERM, a terminal that was closed, or if a worker was
-    stopped. It and EnvironmentFailure say how to go on.
+    Raises:
+        ConfigError: The search is impossible.
+        Stopped: The process or a worker got SIGTERM, or the terminal was closed.
     """
     folder = Path(config.run.store) / plain(id, "a study's id")
     check_free(folder, resume, "--id")
@@ -58,7 +59,7 @@ def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
 
 
 def _examine(config: Config) -> None:
-    """Raises ConfigError and others for a search that has no meaning or cannot run."""
+    """Raise ConfigError and others for a search that is meaningless or cannot run."""
     searched = (Moves.RESULT, Moves.LENGTH)
     clash = sorted(path for path in config.tune.space if path == "seed" or moves(path) not in searched)
     if clash:
@@ -69,11 +70,10 @@ def _examine(config: Config) -> None:
         raise ConfigError("tune.seeds is empty: name at least one seed for the trials' runs, e.g. [0]")
     for name, seeds in (("seeds", config.tune.seeds), ("held_out", config.tune.held_out)):
         if twice := [str(seed) for seed, count in Counter(seeds).items() if count > 1]:
-            raise ConfigError(f"tune.{name}: given more than once: {', '.join(twice)}; each seed counts as one run")
+            raise ConfigError(f"tune.{name} must not repeat a seed, got {', '.join(twice)} more than once")
     if known := sorted({*config.tune.seeds} & {*config.tune.held_out}):
         raise ConfigError(
-            f"tune.held_out: these seeds are to be new, but trials run on {', '.join(map(str, known))} too "
-            "(tune.seeds): name others"
+            f"tune.held_out must have seeds that tune.seeds does not have, got {', '.join(map(str, known))}"
         )
     resolved = Resolved.of(config)
     check(resolved, publishes=False)
@@ -81,17 +81,18 @@ def _examine(config: Config) -> None:
 
 
 def _begin(config: Config, folder: Path, study: Any, prepared: Path, tags: Mapping[str, str]) -> MLflow | None:
-    """Begins the study, with the default as its first trial, and its MLflow run with these `tags`; or resumes it. Gives
-    the MLflow run. Raises ConfigError for a study that was begun with another configuration or in another storage."""
+    """Begin or resume the study and its MLflow run with these `tags`; return the MLflow run. The default is the first
+    trial. Raises ConfigError for a study that was begun with another configuration or in another storage."""
     new = not study.get_trials(deepcopy=False)
-    if new and (folder / "trials").exists():  # numbers begin at 0 again: new trials would take the results of old ones
+    if new and (folder / "trials").exists():  # numbers begin at 0, so new trials would take the results of old ones
         where = masked(tune_storage.address(config) or str(folder / "study.log"))
         raise ConfigError(
-            f"{folder / 'trials'} holds trials that the study in {where} does not know: give the tune.storage that "
-            "the study was begun with, or choose another --id"
+            f"{folder / 'trials'} has trials that the study in {where} does not have: set the tune.storage that the "
+            "study was begun with, or choose another --id"
         )
     _check_same(study, config, folder)
-    tune_trials.clear_stale(study, folder)
+    if tune_storage.address(config) is None:  # the study is a file, and this process has its folder
+        tune_trials.give_back_all(study)
     if new:
         first = tune_space.defaults(config, *tune_worker.searched(config, prepared))
         study.enqueue_trial(first, user_attrs={tune_trials.DEFAULT: [*first]})
@@ -103,8 +104,8 @@ def _begin(config: Config, folder: Path, study: Any, prepared: Path, tags: Mappi
 
 
 def _check_same(study: Any, config: Config, folder: Path) -> None:
-    """Raises ConfigError for a study that was started with another configuration: its trials would not be comparable.
-    How many there are, who runs them and what is compared in the end may change."""
+    """Raise ConfigError for a study that was begun with another configuration, whose trials are not comparable. The
+    number of trials, the workers and the held-out seeds may change."""
     fixed = tuple(f"tune.{name}" for name in ("metric", "seeds", "space"))
     values = {
         key: value
@@ -139,15 +140,14 @@ def _work_all(config: Config, folder: Path, study: Any) -> None:
 
 # ------------------------------------------------------------------------------------------- as tasks of a graph
 def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, str]]:
-    """Checks the search, and writes what all workers start from into `out`; begins the study if they share one. Gives a
-    mapping for each worker. All values are texts, since a graph may turn numbers into floats."""
+    """Check the search, write the data that all workers need into `out`, and begin a study in a database. Return a
+    mapping for each worker, of texts, because a graph may turn numbers into floats."""
     many = config.tune.workers
     check_workers(many)
     if many > 1 and tune_storage.address(config) is None:
         raise ConfigError(
-            f"tune.workers is {many}, and pods share a study by a database alone: set tune.storage to its address, or "
-            "put the address into the Secret flexfleet-tune (FLEXFLEET_TUNE_SECRET names another) as "
-            "FLEXFLEET_TUNE_STORAGE; or set tune.workers to 1"
+            f"tune.workers = {many} needs a database that pods can share: set tune.storage to its address, or put the "
+            "address into the Secret flexfleet-tune as FLEXFLEET_TUNE_STORAGE, or set tune.workers to 1"
         )
     _examine(config)
     study = None if tune_storage.address(config) is None else tune_storage.open_study(config, out, id)
@@ -161,8 +161,8 @@ def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, s
 
 
 def work_in_graph(prepared: Path, id: str, worker: int, out: Path, job_id: str) -> list[int]:
-    """A worker as a task: gives the numbers of its trials, and writes them into `out`. Without a database the study
-    belongs to this worker alone, and is written into `out` too."""
+    """Run a worker as a task; return the numbers of its trials, and write them into `out`. Without a database this is
+    the only worker, and the study is written into `out` too."""
     config = load_config(prepared / "config.yaml")
     folder = Path(config.run.store) / id
     out.mkdir(parents=True, exist_ok=True)
@@ -182,8 +182,8 @@ def work_in_graph(prepared: Path, id: str, worker: int, out: Path, job_id: str) 
 
 
 def report(prepared: Path, id: str, workers: Sequence[Path], out: Path, text: Path, html: Path) -> Tuned:
-    """The last task: writes the outcome of the study into `out`, as Markdown into `text` and as HTML into `html`.
-    `workers`: the folder that `work_in_graph` wrote for each worker."""
+    """Run the last task: write the outcome of the study into `out`, as Markdown into `text` and as HTML into `html`.
+    `workers`: the folders that `work_in_graph` wrote."""
     config = load_config(prepared / "config.yaml")
     folder = Path(config.run.store) / id
     with folder_lock(folder), tune_storage.answering(config):

@@ -1,9 +1,8 @@
-"""Where a study is stored: a file in its folder, or a database that workers share; with Optuna."""
+"""The storage of a study (a file in its folder, or a database that workers share), and its MLflow run."""
 
 from __future__ import annotations
 
 import os
-import re
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,19 +28,19 @@ from flexfleet.tracking.trackers import TOKEN, MLflow
 
 LOCKED_S = 60
 """Seconds that a worker waits for the others' transactions on an SQLite file."""
-GO_ON = re.compile("(go on|resume) with --resume")
-"""How the run of a trial says that it goes on, which it does with its study."""
 
 
 def address(config: Config) -> str | None:
-    """The address of the database that workers on several machines share; None: the study is a file in its folder."""
+    """Return the address of the database that workers share; None: the study is a file in its folder."""
     return config.tune.storage or at_home(os.environ.get("FLEXFLEET_TUNE_STORAGE", "")) or None
 
 
 def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) -> Any:
-    """The study in `tune.storage`, else in the environment's FLEXFLEET_TUNE_STORAGE (an address that nobody shall see),
-    else in `<folder>/study.log`. Creates it if it is missing, unless it has `begun`. Raises ConfigError if the storage
-    cannot be used, UnreachableAddress if a database does not answer."""
+    """Open the study in `tune.storage`, else in FLEXFLEET_TUNE_STORAGE (a secret), else in `<folder>/study.log`.
+
+    A missing study is created, unless it has `begun`. Raises ConfigError if the storage cannot be used,
+    UnreachableAddress if a database does not answer.
+    """
     import optuna
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -49,7 +48,7 @@ def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) 
     url = address(config)
     where = f"tune.storage = {url}" if url else f"{folder / 'study.log'}"
     databases.check_spelling("tune.storage", url or "")
-    by_clock = config.rounds.stop_simulated_s is not None  # then rounds.stop says little of how many there are
+    by_clock = config.rounds.stop_simulated_s is not None  # then the number of rounds is unknown
     warm_up = 1 if by_clock else max(1, config.rounds.stop // 4)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=warm_up)
     try:
@@ -60,11 +59,11 @@ def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) 
         return optuna.create_study(**settings, direction="maximize", load_if_exists=True)
     except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError, ValueError, KeyError) as error:
         if begun and databases.is_away(error):
-            raise  # the storage was reached before: `answering` reports the error
+            raise  # `answering` reports an outage during the study
         if begun and isinstance(error, KeyError):
             raise ConfigError(
-                f"{masked(where)} has no study {name!r}, though it was begun: give the address of a database that "
-                "every worker reaches, no file of one machine"
+                f"{masked(where)} does not have the study {name!r}. Set the address of a database that every worker "
+                "reaches, not of a file of one machine"
             ) from error
         kind = UnreachableAddress if databases.is_away(error) else ConfigError
         raise kind(f"{masked(where)} cannot be used: {first_line(databases.cause(error))}") from error
@@ -79,19 +78,20 @@ def _file(folder: Path) -> Any:
 
 
 def _data_base(url: str, begun: bool) -> Any:
-    """The storage at this address; makes the folder of an SQLite file, unless the study has `begun`. Optuna gives a
-    waiting trial to one worker alone by locking its row; SQLite has no locks for rows, so two workers could get the
-    same trial. Here its transactions lock the whole file from their first statement on (SQLAlchemy's recipe for
-    serializable SQLite)."""
+    """Return the storage at this address; create the folder of an SQLite file, unless the study has `begun`.
+
+    Optuna locks a waiting trial's row, so that only one worker gets the trial. SQLite cannot lock rows, so its
+    transactions lock the whole file from their first statement on (SQLAlchemy's recipe for serializable SQLite).
+    """
     from optuna.storages import RDBStorage
     from sqlalchemy import event, make_url
 
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite":
-        # A connection that a restart of the database has broken is made again at the next transaction.
+        # After a restart of the database, the next transaction makes a new connection.
         return RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
     if not begun and parsed.database and not parsed.database.startswith((":", "file:")):
-        with suppress(OSError):  # SQLite says what it cannot open
+        with suppress(OSError):  # SQLite reports what it cannot open
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
     storage = RDBStorage(url, engine_kwargs={"connect_args": {"timeout": LOCKED_S}})
 
@@ -106,8 +106,8 @@ def _data_base(url: str, begun: bool) -> Any:
 
 @contextmanager
 def answering(config: Config) -> Iterator[None]:
-    """Around work on a study that has begun. Raises Unreachable if its database does not answer, Refused if it answers
-    and does not do it."""
+    """Translate errors of the database of a study that has begun: Unreachable if it does not answer, Refused if it
+    refuses."""
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import DBAPIError
 
@@ -122,12 +122,11 @@ def answering(config: Config) -> Iterator[None]:
 
 @contextmanager
 def told_how_to_go_on(id: str) -> Iterator[None]:
-    """A stop or an EnvironmentFailure inside says how the study goes on."""
+    """Add the way to continue the study to a stop or an EnvironmentFailure."""
     try:
         yield
     except (Stopped, EnvironmentFailure) as error:
-        said = GO_ON.sub(go_on(id), str(error))
-        raise type(error)(said if said != str(error) else f"{said}: {go_on(id)}") from error
+        raise type(error)(f"{error}: {go_on(id)}") from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt(go_on(id)) from None
 
@@ -143,8 +142,8 @@ PARENT = "mlflow-run"
 
 
 def parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | None:
-    """The study's MLflow run, begun or continued. `given`: more tags. The study keeps a token before the MLflow run
-    exists, so that a resumed study finds one that began as MLflow went away."""
+    """Begin or continue the study's MLflow run, with the tags `given`. The study stores a token first, so that a
+    resumed study finds an MLflow run that began when MLflow stopped answering."""
     id, known = study.study_name, study.user_attrs.get(PARENT)
     if known is None and TOKEN not in study.user_attrs:
         study.set_user_attr(TOKEN, uuid.uuid4().hex)
@@ -154,8 +153,8 @@ def parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | Non
 
 
 def end_left(of: MLflow, study: Any) -> None:
-    """Ends what is left running of trials, once they are all over: MLflow did not answer as their runs ended. `of`: the
-    study's MLflow run."""
+    """End the MLflow runs of finished trials that are still running, because MLflow did not answer when they ended.
+    `of`: the study's MLflow run."""
     with server.answering(of.uri, "does not end the runs of trials that are over"):
         running = f"attributes.status = 'RUNNING' and tags.`flexfleet.study` = '{study.study_name}'"
         for run in of.client.search_runs([of.experiment_id], running):

@@ -40,12 +40,10 @@ POLL_S = 1.0
 
 
 def work(config: Config, folder: Path, id: str, worker: int = 0, prepared: Path | None = None) -> list[int]:
-    """One worker of a study that has begun: it runs trial after trial until the study has enough. Gives the numbers of
-    the trials that this worker has finished. `prepared`: the folder of partition, pre-training and the default's pool,
-    if it is not the study's folder.
+    """Run trial after trial of a study that has begun, until the study has enough, and return their numbers.
 
-    If no trial is left to begin, the worker waits for the trials that run elsewhere, and takes over those whose workers
-    are gone.
+    If no trial is left to begin, wait for the trials of other workers, and take over those whose workers are gone.
+    `prepared`: the folder of partition, pre-training and the default's pool; None: the study's folder.
     """
     prepared, mine = prepared or folder, list[int]()
     study = tune_storage.open_study(config, folder, id, begun=True)
@@ -55,10 +53,10 @@ def work(config: Config, folder: Path, id: str, worker: int = 0, prepared: Path 
     seen: dict[int, tuple[Any, float]] = {}
     waiting = False
     while len(tune_trials.done(study)) < config.tune.trials:
-        tune_trials.clear_stale(study, folder, seen)
+        tune_trials.give_back_stale(study, seen)
         if len(tune_trials.begun(study)) >= config.tune.trials:
             if not waiting:
-                log.info("the last trials are with other workers: waiting for their ends")
+                log.info("waiting for the last trials of other workers")
             waiting = True
             time.sleep(POLL_S)
             continue
@@ -71,14 +69,13 @@ def work(config: Config, folder: Path, id: str, worker: int = 0, prepared: Path 
 
 
 def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[str, Range], prepared: Path) -> bool:
-    """Runs a trial and tells the study its value; False if another worker got the trial meanwhile."""
+    """Run a trial and store its value; False if another worker got the trial meanwhile."""
     from optuna.exceptions import UpdateFinishedTrialError
     from optuna.trial import TrialState
 
     value, state = None, None
     try:
         with tune_storage.answering(config), tune_trials.beating(trial):
-            trial.set_user_attr(tune_trials.WORKER, tune_trials.me())
             values, ready = suggest(trial, _drawn(trial, space)), None
             try:
                 ready = _pools(config, folder, trial, values, prepared)
@@ -91,11 +88,11 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
                 log.info("trial %d has no value: %s", trial.number, error)
                 state = tune_trials.give_up(trial, tune_trials.DIVERGED, error)
             except BadInput as error:
-                # What is wrong with a run is no property of its values, nor who does not answer.
+                # An error of a run, or of a server, is not caused by the trial's values.
                 if ready is not None or isinstance(error, Unreachable):
                     raise
-                # Impossible: sizes that cross, an adaptive model above the next level.
-                log.info("trial %d cannot be: %s", trial.number, error)
+                # Such as sizes that cross, or an adaptive model above the next level.
+                log.info("trial %d is infeasible: %s", trial.number, error)
                 state = tune_trials.give_up(trial, tune_trials.INFEASIBLE, error)
             taken = study.tell(trial, value, state=state, skip_if_finished=True).state == TrialState.FAIL
     except (tune_trials.TakenOver, UpdateFinishedTrialError):
@@ -107,9 +104,7 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
             with tune_storage.answering(config):
                 tune_trials.give_back(study, study.trials[trial.number], died=not interrupted, goes_on=goes_on)
         except (Unreachable, Refused) as failed:
-            log.warning("%s: trial %d is given back by a resumed study", failed, trial.number)
-            if interrupted:
-                tune_trials.cut_off(folder, trial.number)
+            log.warning("%s: trial %d is given back when the study is resumed", failed, trial.number)
         raise
     if taken:
         log.info("trial %d was silent for too long: another worker tries its values", trial.number)
@@ -120,8 +115,8 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
 
 
 def _drawn(trial: Any, space: Mapping[str, Range]) -> Mapping[str, Range]:
-    """The part of the space that a trial draws. The default's trial is told its values only so that the sampler learns
-    from it, and a configured value outside its range cannot be told."""
+    """Return the part of the space that a trial draws. The default's trial has values only for the sampler, which
+    cannot learn from a configured value outside its range."""
     if not tune_trials.is_default(trial):
         return space
     return {path: space[path] for path in trial.user_attrs[tune_trials.DEFAULT]}
@@ -130,8 +125,8 @@ def _drawn(trial: Any, space: Mapping[str, Range]) -> Mapping[str, Range]:
 def _pools(
     config: Config, folder: Path, trial: Any, values: Mapping[str, Any], prepared: Path
 ) -> list[tuple[Resolved, Path]]:
-    """The trial's runs, one for each seed and ready to begin, with their folders. Raises BadInput if the values give no
-    pool, or one of which devices can hold no model."""
+    """Prepare the trial's runs, one for each seed, and return them with their folders. Raises BadInput if the values
+    give no pool, or a pool of which devices can hold no model."""
     changed, ready = config if tune_trials.is_default(trial) else applied(config, values), []
     for seed in config.tune.seeds:
         out = folder / "trials" / f"{tune_trials.runs_of(trial)}-s{seed}"
@@ -146,13 +141,13 @@ def _pools(
 
 
 def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolved, Path]]) -> float:
-    """The mean over the seeds of the last round's metric; the rounds of the first seed decide about pruning. Raises
-    Diverged if the run of a seed diverges or merges no update."""
+    """Return the mean over the seeds of the last round's metric. The rounds of the first seed decide about pruning.
+    Raises Diverged if the run of a seed diverges or merges no update."""
     scores = []
     for i, (run, out) in enumerate(ready):
         reporter = tune_trials.Reporter(trial, config.tune.metric) if i == 0 else None
         scores.append(rounds(run, out, tune_storage.tags(study, trial=str(tune_trials.runs_of(trial))), reporter))
-        for folder in ("rounds", "states", "flights"):  # nobody needs a trial's models
+        for folder in ("rounds", "states", "flights"):  # a trial's models are not needed any more
             shutil.rmtree(out / folder, ignore_errors=True)
     return mean(scores)
 
@@ -171,8 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def resolved(config: Config, seed: int, out: Path | None = None) -> Resolved:
-    """The run of a seed; if ledgers are in `run.remote`, its ledger is there in the folder `<study>/trials` or
-    `<study>/held-out`, as `out` is in the study's."""
+    """Return the run of a seed. In `run.remote` its ledger is in `<study>/trials` or `<study>/held-out`, like `out`."""
     own: dict[str, Any] = {"seed": seed}
     if out is not None and config.run.remote is not None:
         where = f"{config.run.remote.rstrip('/')}/{out.parent.parent.name}/{out.parent.name}"
@@ -181,8 +175,8 @@ def resolved(config: Config, seed: int, out: Path | None = None) -> Resolved:
 
 
 def prepare(resolved: Resolved, prepared: Path, out: Path) -> None:
-    """Writes partition, pre-training and pool of a run into `out`. If the search does not change what the runs of a
-    seed share, it is computed once, in `prepared`."""
+    """Write partition, pre-training and pool of a run into `out`. Partition and pre-training are computed once, in
+    `prepared`, unless the search changes them."""
     shared = prepared / f"shared-s{resolved.config.seed}"
     if not (shared / "shared.json").exists():
         share(resolved, shared)
@@ -194,26 +188,26 @@ def prepare(resolved: Resolved, prepared: Path, out: Path) -> None:
 
 
 def prepare_default(config: Config, folder: Path) -> None:
-    """Prepares the run of the first seed with the default setting: its pool decides what is searched."""
+    """Prepare the run of the first seed with the default setting, whose pool decides what is searched."""
     prepare(resolved(config, config.tune.seeds[0]), folder, folder / "default")
 
 
 def searched(config: Config, prepared: Path) -> tuple[dict[str, Range], Pool]:
-    """The search space, and the default's pool."""
+    """Return the search space and the default's pool."""
     pool = PoolFile.read(prepared / "default" / "pool" / "pool.json").pool()
     return space_of(config, pool), pool
 
 
 def rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any = None) -> float:
-    """Runs the rounds that are missing, and returns the metric of the last one. The observer gets the measurements of
-    all rounds. Raises ConfigError if `out` holds a run of another setting, Diverged if the metric is not finite in the
-    end or no update was merged."""
-    try:
-        known = known_run(resolved.config, out, resume=True)
-    except BadInput as error:
-        raise type(error)(str(error).replace("--run-id", "--id")) from error
+    """Run the missing rounds, and return the metric of the last round. The observer gets all measurements.
+
+    Raises:
+        ConfigError: `out` holds a run of another setting.
+        Diverged: The metric is not finite in the end, or no update was merged.
+    """
+    known = known_run(resolved.config, out, resume=True)
     if known is None or not (out / "history.json").exists():
-        # Without its folder a study begins again: its runs get the numbers of earlier ones, whose ledgers are kept.
+        # A study whose folder is lost begins again at number 0, but the ledgers of its earlier runs remain.
         name = out.name if resolved.config.run.remote is None else name_in(out, resolved)
         steps = out / "partition", out / "pool", out
         federate(resolved, *steps, run_id=name, resume=True, tags=dict(tags), observer=observer)

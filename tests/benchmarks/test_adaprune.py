@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
-
-from benchmarks.adaprune import BATCH, Times, _order, _pruned, line, measured
+from benchmarks.adaprune import BATCH, _order, _pruned, measured
 from benchmarks.pools import site_of
 from fl_engine.algorithms import FlexFL
 from fl_engine.core.slicing import full_shapes, initial_params, shapes
@@ -34,10 +32,3 @@ def test_rows_are_the_dispatched_models() -> None:
     rows = measured(TINY, 1, 1)
     assert [(row.sent, row.trained) for row in rows] == [("M3", "M3'"), ("M2", "M2'"), ("M1", "M1")]
     assert all(0 < seconds < math.inf for row in rows for seconds in (row.pruning, row.training, row.alone))
-
-
-def test_a_row_stands_beside_the_papers() -> None:
-    row = Times("M3", "M3'", 0.05, 199.95, 120.0)
-    assert row.share == pytest.approx(0.025)
-    assert line("vgg16", row) == "| vgg16 | M3 | M3' | 0.050 | 199.9 | 120.0 | 0.03 % | 1.45 | 108.59 | 64.17 | 1.3 % |"
-    assert line("resnet34", row).endswith("| - | - | - | - |")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
@@ -159,87 +157,6 @@ def test_the_harness_lets_them_take_turns(capsys: pytest.CaptureFixture[str], mo
     assert "GFLOP/s" in captured.err
 
 
-def test_in_half_precision_ours_in_fp32_takes_turns_too(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    argv = ["W3", "--json", "--turns", "1", "--seconds", "0.2", "--samples", "10", "--precision", "bf16"]
-    started: dict[str, list[str]] = {}
-    contestant = harness.Contestant
-    monkeypatch.setattr(
-        harness, "Contestant", lambda name, given: contestant(name, started.setdefault(name, list(given)))
-    )
-    assert harness.main(argv) == 0
-    captured = capsys.readouterr()
-    found = json.loads(captured.out)
-    assert started["ours"][-2:] == ["--precision", "bf16"] and "--precision" not in started[harness.FP32]
-    assert found["ratios"].keys() == {harness.FP32, "naive"}
-    assert found["ratios"][harness.FP32] == pytest.approx(found["peers"][harness.FP32] / found["ours_s"])
-    assert found["options"] == ["--samples", "10", "--precision", "bf16"]
-    assert found["processor"] and found["processor"] in captured.err
-
-
-LOUD = """#!{python}
-import signal, sys
-from benchmarks.gate import Gate
-signal.alarm(30)  # dies rather than hang
-gate = Gate()
-for round in range(101):
-    gate.round_begins()
-    print("x" * 1000)
-print("no more rounds")
-sys.exit(1)
-"""
-
-
-def test_a_contestant_may_write_more_than_a_pipe_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """100 kB, of which the end is told when it fails."""
-    loud = tmp_path / "python"
-    loud.write_text(LOUD.format(python=sys.executable))
-    loud.chmod(0o755)
-    monkeypatch.setenv("PYTHONPATH", str(harness.ROOT))
-    monkeypatch.setattr(harness, "python_of", lambda name: loud)
-    contestant = harness.Contestant("flower", ["W7"])
-    assert len(contestant.run(100)) == 100
-    with pytest.raises(SystemExit, match=r"^flower ended:\nx*\n(x{1000}\n)+no more rounds\n$"):
-        contestant.run(100)
-
-
-def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    monkeypatch.setattr(harness, "ROOT", tmp_path)
-    with pytest.raises(SystemExit, match=r"flower is not installed: `make bench-peers`"):
-        harness.python_of("flower")
-
-
-@pytest.mark.parametrize(
-    ("there", "against", "said"),
-    [(False, "naive", "torch finds no GPU here"), (True, "naive,flower", "only the naive loop runs there too")],
-)
-def test_on_a_gpu_the_naive_loop_alone_is_compared(
-    there: bool, against: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    with pytest.raises(SystemExit) as end:
-        harness.main(["W1", "--device", "cuda", "--against", against])
-    assert end.value.code == 2 and f"--device cuda: {said}" in capsys.readouterr().err
-
-
-def test_contestants_get_the_options_that_they_have() -> None:
-    options = ["--samples", "5", "--devices", "cuda", "--precision", "bf16"]
-    assert harness._for_peers("naive", options) == harness._for_peers(harness.FP32, options) == options[:4]
-    assert harness._for_peers("flower", options) == options[:2]
-
-
-@pytest.mark.parametrize("option", ["--turns", "--samples"])
-@pytest.mark.parametrize("given", ["0", "-1", "two"])
-def test_a_number_of_turns_or_samples_is_at_least_one(
-    option: str, given: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        harness.main(["W8", option, given])
-    assert end.value.code == 2
-    assert f"argument {option}: a whole number from 1 on is expected, got {given!r}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("coding", ["fixed", "elias"])
 @pytest.mark.parametrize("options", [{}, {"bits": 3, "bucket": None}, {"levels": 5, "bucket": 7}], ids=str)
 def test_the_naive_codec_makes_what_ours_does(coding: str, options: dict[str, int | None]) -> None:
@@ -252,16 +169,3 @@ def test_the_naive_codec_makes_what_ours_does(coding: str, options: dict[str, in
     assert int((~torch.isclose(ours, theirs, rtol=1e-5)).sum()) <= 1
     # Ours: a byte for the coding, the number of levels, and the rest of the last byte, but no run at the end.
     assert -8 <= 8 * len(made["x"]) - len(slow[1]) <= 8 + 17 + 7
-
-
-def test_the_codecs_row_tells_speeds_and_ratios(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(codecs, "NUMBERS", 5000)
-    monkeypatch.setattr(codecs, "PART", 500)
-    assert harness.main(["--json", "W8", "--turns", "1"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found["ours"]) == {f"{coding} {way}" for coding in ("fixed", "elias") for way in ("encode", "decode")}
-    for key, ratio in found["ratios"].items():
-        assert ratio == pytest.approx(found["ours"][key] / found["naive"][key])
-    assert found["bits"]["fixed"] == pytest.approx(9 + 32 / 512, abs=0.02)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from benchmarks.lifetimes import Mark, below, contestants, resident_mb, seconds_of, told
+from benchmarks.lifetimes import below, contestants, resident_mb, seconds_of
 from fl_engine.remote.kubernetes import jobs
 from flexfleet.config import load_config
 
@@ -22,19 +22,6 @@ def test_each_contestant_has_so_many_pods_or_workers(clients: int, pods: int, pa
     for name in ("run", "round"):
         assert found[name].kubernetes.clients_per_pod == packed
         assert jobs.shares([clients], -(-clients // packed)) == [pods]
-
-
-def test_the_table_tells_rounds_after_the_first_and_sums_as_differences() -> None:
-    marks = [
-        Mark(1, here_s=5.0, store_s=1.0, clients_s=10.0, requests=100, largest_mb=250.0),
-        Mark(2, here_s=6.0, store_s=1.5, clients_s=14.0, requests=160, largest_mb=300.0),
-        Mark(3, here_s=8.0, store_s=2.0, clients_s=20.0, requests=200, largest_mb=301.0),
-    ]
-    line = told("run", [9.0, 1.0, 3.0], marks, 2)
-    assert line.split() == [
-        "run", "9.00", "2.00", "1.00", "3.00", "1.50", "5.00", "0.50", "50", "2",
-        "250", "MB", "in", "round", "1,", "301", "in", "3",
-    ]  # fmt: skip
 
 
 def test_processes_are_looked_at_as_the_system_tells_them() -> None:

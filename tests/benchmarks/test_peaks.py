@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.peaks import line, measured, trials
+from benchmarks.peaks import measured, trials
 from benchmarks.pools import APOZ, FAMILIES
 from fl_engine.algorithms import FlexFL
 from fl_engine.core.costs import count_params
@@ -33,8 +33,3 @@ def test_a_larger_level_takes_more() -> None:
     idle = {round(whole - own) for own, whole in zip(found["resident"], found["with idle"], strict=True)}
     assert len(idle) == 1 and min(idle) > 50, "of an idle process with torch"
     assert all(own > 0.7 * alive for own, alive in zip(found["resident"], found["tensors"], strict=True))
-
-
-def test_a_row_has_the_shares_of_the_largest() -> None:
-    wanted = "| vgg16 | half | yes | tensors | 100 | 150 | 1,200 | 8 % | 12 % |"
-    assert line("vgg16", "half", True, "tensors", [100, 150, 1200]) == wanted

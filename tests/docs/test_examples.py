@@ -23,10 +23,6 @@ def code(path: Path) -> list[dict[str, Any]]:
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
-def test_there_are_three() -> None:
-    assert len(NOTEBOOKS) == 3
-
-
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_is_stored_without_results(name: str) -> None:
     for cell in code(ROOT / "examples" / f"{name}.ipynb"):

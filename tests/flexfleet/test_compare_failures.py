@@ -19,7 +19,6 @@ from fl_engine.storage.store import sha256
 from flexfleet.experiments import compare as compare_module
 from flexfleet.experiments import comparison_report, executor, summarise
 from flexfleet.files.artifacts import Apoz, RunFile
-from flexfleet.pipeline import share
 from tests.harness.comparisons import LABELS, SEEDS, TWO, Compared
 from tests.harness.processes import refused
 
@@ -36,12 +35,6 @@ def _no_manifests(compared: Compared) -> None:
     """Tests edit files of these runs, which would not be read otherwise."""
     for path in compared.folder.glob("*/manifest.json"):
         path.unlink()
-
-
-# ----------------------------------------------------------------------------------------------------- resuming
-def test_the_same_id_again_needs_resume(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
-    text = refused(flexfleet("compare", *TWO, "--id", "both", sets=sets))
-    assert "runs/both" in text and "--resume" in text and "--id" in text
 
 
 def test_resume_makes_what_is_missing_and_keeps_the_rest(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
@@ -129,15 +122,6 @@ def test_changed_code_is_refused_before_anything_trains(
     assert flexfleet(*argv, "--resume", sets=[*sets, "rounds.stop=1"]).code == 0
 
 
-def test_a_finished_run_whose_code_is_gone_is_refused(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
-    for name in (f"{label}-s{seed}" for label in LABELS for seed in SEEDS):
-        file = RunFile.read(compared.folder / name / "run.json")
-        config = file.config | {"dataset": file.config["dataset"] | {"name": "gone_away:DATA"}}
-        file.model_copy(update={"config": config}).write(compared.folder / name / "run.json")
-    text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=[*sets, "dataset.name=gone_away:DATA"]))
-    assert "flexfl, seed 0: code of one's own 'gone_away:DATA' cannot be imported: ModuleNotFoundError" in text
-
-
 def test_shared_work_of_other_settings_is_not_taken_over(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
     """Nothing has begun but the shared part: it is computed again; a run that is handed it refuses."""
     shutil.rmtree(compared.folder / "flexfl-s0")
@@ -196,19 +180,6 @@ def test_a_run_that_fails_does_not_stop_the_others(
     found = flexfleet("compare", *TWO[:2], *argv, "--resume", sets=[*sets, "rounds.commit_every=1"])
     assert found.code == 0, found.err
     assert found.json["labels"] == list(LABELS)
-
-
-def test_the_part_of_all_that_fails_is_told_as_such(
-    flexfleet: Any, sets: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: Any) -> Path:
-        raise OSError(28, "No space left on device", "apoz.json")
-
-    monkeypatch.setattr(share, "pretrain", broken)
-    text = refused(flexfleet("compare", *TWO, "--id", "a", sets=sets), 6)
-    assert "0 of 4 runs are finished" in text and "runs/a/shared-s0.log" in text and "runs/a/shared-s1.log" in text
-    assert caplog.text.count("apoz.json: No space left on device") == 2
-    assert not Path("runs/a/flexfl-s0").exists()
 
 
 @pytest.mark.usefixtures("_no_manifests")
@@ -272,24 +243,6 @@ def test_another_partition_is_not_tabulated(compared: Compared) -> None:
 
 
 @pytest.mark.usefixtures("_no_manifests")
-def test_other_code_is_not_tabulated(compared: Compared) -> None:
-    folders = {f"{label}-s{seed}": compared.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
-    file = folders["flexfl-s1"] / "run.json"
-    whole = RunFile.read(file)
-    whole.model_copy(update={"code_sha256": "c" * 64}).write(file)
-    with pytest.raises(ConfigError, match=r"flexfl differ .* the code of run.code .* cccccccccccc \(seed 1\)"):
-        summarise.read(LABELS, SEEDS, folders)
-    for seed, digest in enumerate("ab"):
-        known = RunFile.read(folders[f"flexfl-s{seed}"] / "run.json").model_copy(update={"code_sha256": None})
-        names = {"mine:A": digest * 64, f"mine:B{seed}": digest * 64}
-        known.model_copy(update={"sources": names}).write(folders[f"flexfl-s{seed}"] / "run.json")
-    with pytest.raises(ConfigError) as error:
-        summarise.read(LABELS, SEEDS, folders)
-    said = "the source of mine:A (sha256): aaaaaaaaaaaa (seed 0), bbbbbbbbbbbb (seed 1)"
-    assert str(error.value) == f"the runs of flexfl differ in more than the seed: {said}"
-
-
-@pytest.mark.usefixtures("_no_manifests")
 def test_other_data_are_not_tabulated(compared: Compared) -> None:
     """Of one seed, where the partitions differ as they are to, and of one label, where no seed cuts the data."""
     folders = {f"{label}-s{seed}": compared.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
@@ -314,24 +267,6 @@ def test_other_data_are_not_tabulated(compared: Compared) -> None:
         change(name, "dataset", train_samples=None, test_samples=None)
     with pytest.raises(ConfigError, match=r"flexfl differ in more than the seed: the data \(sha256\): "):
         summarise.read(LABELS, SEEDS, folders, ["partition.alpha"])
-
-
-@pytest.mark.usefixtures("_no_manifests")
-def test_runs_of_an_earlier_version_are_compared_by_what_they_ran_with(compared: Compared) -> None:
-    """A parameter that it did not know had its default; data and partitions are compared all the same."""
-    folders = {f"{label}-s0": compared.folder / f"{label}-s0" for label in LABELS}
-    manifest, file = folders["flexfl-s0"] / "partition" / "partition.json", folders["flexfl-s0"] / "run.json"
-    known = RunFile.read(file)
-    old = {key: dict(of) if isinstance(of, dict) else of for key, of in known.config.items() if key != "agents"}
-    del old["dataset"]["pad"], old["partition"]["cap"]
-    known.model_copy(update={"config": old}).write(file)
-    runs = summarise.read(LABELS, (0,), folders, ["partition.cap"])
-    found = summarise.summarise("a", (0,), runs, varied=["partition.cap"])
-    assert found.results["flexfl"].varied == found.results["all_large"].varied == {"partition.cap": False}
-    manifest.write_text(json.dumps(json.loads(manifest.read_bytes()) | {"data_sha256": "f" * 64}))
-    known.model_copy(update={"config": old, "partition_sha256": sha256(manifest.read_bytes())}).write(file)
-    with pytest.raises(ConfigError, match=r"the partition itself .*; the data \(sha256\): ffffffffffff \(flexfl\)"):
-        summarise.read(LABELS, (0,), folders)
 
 
 @pytest.mark.usefixtures("_no_manifests")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import mlflow
 import pytest
 
-from fl_engine.core.errors import Stopped, Unreachable
+from fl_engine.core.errors import Stopped
 from flexfleet.experiments import compare as compare_module
 from flexfleet.experiments import comparison_report, executor
 from flexfleet.tracking.server import PARENT
@@ -69,21 +68,6 @@ def test_tabulating_again_is_the_same_mlflow_run(
     assert len(mlflow.MlflowClient(compared_template.uri).search_runs(["1"])) == before == 5
 
 
-def test_what_joins_a_comparison_joins_its_mlflow_run(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
-    shutil.copy(compared.uri.removeprefix("sqlite:///"), "mlflow.db")
-    uri, summary = f"sqlite:///{compared.cwd}/mlflow.db", compared.json["mlflow_run_id"]
-    client = mlflow.MlflowClient(uri)
-    argv = ("--algorithms", "flexfl,all_large,late=all_large", "--seeds", "0,1", "--id", "both", "--resume", "--json")
-    for _ in range(2):
-        done = flexfleet("compare", *argv, sets=[*sets, f"tracking.mlflow={uri}"])
-        assert done.code == 0, done.err
-        assert done.json["mlflow_run_id"] == summary
-    tags = {run.info.run_name: run.data.tags for run in client.search_runs(["1"])}
-    assert len(tags) == len(client.search_runs(["1"])) == 7 and PARENT not in tags.pop("both")
-    assert {of_run.get(PARENT) for of_run in tags.values()} == {summary}
-    assert "full/late" in client.get_run(summary).data.metrics
-
-
 def test_the_mlflow_run_of_a_comparison_is_there_before_its_runs_and_says_how_it_ended(
     flexfleet: Any, sets: list[str], mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,16 +115,3 @@ def test_one_that_is_stopped_while_its_tables_are_made_says_so_here_and_in_mlflo
     assert client.get_run(compared.json["mlflow_run_id"]).info.status == "KILLED"
     assert flexfleet(*argv, sets=given).code == 0
     assert client.get_run(compared.json["mlflow_run_id"]).info.status == "FINISHED"
-
-
-def test_what_fails_at_its_end_says_how_it_goes_on(
-    compared: Compared, flexfleet: Any, sets: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(*_: Any) -> None:
-        raise Unreachable("MLflow does not take measurements any more")
-
-    monkeypatch.setattr(comparison_report, "log_outcome", gone)
-    given, argv = [*sets, f"tracking.mlflow={compared.uri}"], ("compare", *TWO, "--id", "both", "--resume")
-    failed = flexfleet(*argv, sets=given)
-    assert failed.code == 6
-    assert failed.err.rstrip().endswith("any more: the same command with --id both --resume goes on")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from fl_engine.fleet.uniformity import NAMES
 from fl_engine.storage.checkpoints import Row
 from flexfleet.experiments import comparison_curves, comparison_report
 from flexfleet.experiments.comparison_file import (
@@ -22,7 +21,7 @@ from flexfleet.experiments.comparison_file import (
 )
 from flexfleet.experiments.comparison_tables import cell, fine, seconds
 from flexfleet.files.measure import highest
-from flexfleet.reports import plots, report
+from flexfleet.reports import report
 
 
 def rows(*measured: tuple[float | None, float], simulated: bool = True) -> tuple[Row, ...]:
@@ -105,11 +104,6 @@ def test_the_accuracies_to_reach_where_none_are_given(best: float, targets: tupl
     assert comparison_curves.default_targets(runs) == targets
 
 
-def test_names_are_one_cell_of_a_markdown_table() -> None:
-    assert comparison_report.escaped(r"a\|b_c*d") == r"a\\\|b\_c\*d"
-    assert comparison_report.escaped("`a`\nb<c") == r"\`a\` b&lt;c"
-
-
 def test_means_and_sample_standard_deviations() -> None:
     assert near(spread([1.0, 2.0, 6.0]), 3, 7**0.5)
     assert spread([4.0]) == Spread(mean=4.0, std=None)
@@ -190,53 +184,6 @@ def test_avg_is_a_target_too() -> None:
     assert (found["mb_down_to_0.4/a"], found["mb_up_to_0.4/a"]) == (1.5, 0.5), "with the full model"
 
 
-def test_a_label_without_avg_has_no_row_in_its_tables() -> None:
-    alone = summary((SLOW,), (0.4,)).model_copy(update={"reached_avg": ()})
-    found = [t for t in comparison_report.tables(compared(a=alone)) if "to reach" in t.title]
-    assert len(found) == 4 and all("the full model" in t.title for t in found)
-    both = compared(a=alone, b=summary((FAST,), (0.4,)))
-    assert [row[0] for t in comparison_report.tables(both) if "with avg" in t.title for row in t.rows] == ["b"] * 4
-
-
-def test_without_a_simulated_clock_the_table_has_real_seconds() -> None:
-    untimed = rows((0.5, 1), (0.6, 1), simulated=False)
-    *_, clock, _ = comparison_report.tables(compared(a=summary((SLOW,), (0.5,)), b=summary((untimed,), (0.5,))))
-    assert clock.title == "Real s to reach an accuracy with the full model"
-    assert [row[1] for row in clock.rows] == ["8.000 (1/2)", "2.000 (1/2)"]
-
-
-def test_uniformity_has_a_table_where_a_run_says_it() -> None:
-    old = compared(a=summary((SLOW,), ()))
-    assert not any("Uniformity" in table.title for table in comparison_report.tables(old))
-    assert not any("niformity" in name for name in comparison_report.metrics(old))
-    both = compared(a=summary((SLOW,), ()), b=summary((SLOW,), (), even=2.5))
-    (table,) = [table for table in comparison_report.tables(both) if "Uniformity" in table.title]
-    assert [row[:3] for row in table.rows] == [("a", report.NONE, report.NONE), ("b", "2.500 ± 0.250", report.NONE)]
-    assert (found := comparison_report.metrics(both))["uniformity/b"] == 2.5 and found["uniformity_std/b"] == 0.25
-    kept = both.model_dump(mode="json", exclude={"results": {"a": set(NAMES), "b": set(NAMES)}})
-    assert ComparisonFile.model_validate(kept).results["b"].uniformity is None, "an older version's file"
-
-
-def test_phases_have_a_table_where_a_run_says_them() -> None:
-    """Seconds, and Mbit; what a run does not say is left out, and an older version's file is still read."""
-    old = compared(a=summary((SLOW,), ()))
-    assert not any(table.title == "Phases of a round" for table in comparison_report.tables(old))
-    told = {"seconds_encode": Spread(mean=2.5, std=0.25), "bits_up": Spread(mean=4.5e6, std=None)}
-    both = compared(a=summary((SLOW,), ()), b=summary((SLOW,), ()).model_copy(update={"phases": told}))
-    (table,) = [table for table in comparison_report.tables(both) if table.title == "Phases of a round"]
-    cells = {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
-    assert cells["b"]["encode s"] == "2.500 ± 0.250" and cells["b"]["Mbit up"] == "4.500"
-    assert cells["b"]["train s"] == cells["a"]["encode s"] == cells["a"]["Mbit up"] == report.NONE
-    found = comparison_report.metrics(both)
-    assert found["seconds_encode/b"] == 2.5 and found["seconds_encode_std/b"] == 0.25 and found["bits_up/b"] == 4.5e6
-    assert not any(name.endswith("/a") for name in found if name.startswith(("seconds_encode", "bits_up")))
-    kept = both.model_dump(mode="json", exclude={"results": {"a": {"phases"}}})
-    assert ComparisonFile.model_validate(kept) == both
-    assert "Phases: means over the rounds" in comparison_report.text(both) and "Phases" not in comparison_report.text(
-        old
-    )
-
-
 def test_local_accuracies_have_columns_and_a_table_where_a_run_has_them() -> None:
     """Two seeds: a level's mean is that of the seeds' means, and so is its deviation over the clients."""
     old = compared(a=summary((SLOW,), ()))
@@ -288,25 +235,6 @@ def test_further_metrics_have_a_column_where_a_run_has_them() -> None:
     )
     assert comparison_report.metrics(both)["full_mae/b"] == 3 and "full_mae/a" not in comparison_report.metrics(both)
     assert "further" not in central.model_copy(update={"further": {}}).model_dump()
-
-
-def test_the_best_and_the_last_round_are_named() -> None:
-    score = LabelScore(round=Spread(mean=3, std=None), avg=None, full=Spread(mean=0.5, std=None))
-    last = score.model_copy(update={"round": Spread(mean=5, std=None), "full": Spread(mean=0.3, std=None)})
-    c = compared(a=summary((SLOW,), ()).model_copy(update={"best": score, "last": last}))
-    table = comparison_report.tables(c)[0]
-    row = dict(zip(table.head, table.rows[0], strict=True))
-    assert (row["full last"], row["last round"]) == ("30.00", "5.0")
-    assert (row["full at best"], row["best round"]) == ("50.00", "3.0")
-    assert "avg and full both of the round with the highest avg" in comparison_report.text(c)
-
-
-def test_the_drawing_has_the_simulated_time_where_there_is_one() -> None:
-    points = [(1, 1.0, [0.2, 0.3]), (2, 2.0, [0.4, 0.5])]
-    timed = plots.comparison([("a", [], points), ("b", [], points)], clocks={"a": [10.0, 20.0], "b": []})
-    plain = plots.comparison([("a", [], points)], clocks={"a": []})
-    assert "simulated seconds" in timed and "simulated" not in plain
-    assert plain == plots.comparison([("a", [], points)])
 
 
 def test_the_clock_of_a_curve_is_the_mean_over_the_seeds() -> None:

@@ -19,9 +19,8 @@ from fl_engine.testing.tiny import tiny_pool
 from flexfleet.config import Config, algorithm, load_config
 from flexfleet.experiments import comparison_report
 from flexfleet.experiments.comparison_file import ComparisonFile
-from flexfleet.experiments.row_differences import TITLE, as_rows, differences, options_of
+from flexfleet.experiments.row_differences import TITLE, differences, options_of
 from flexfleet.pipeline import run as run_module
-from flexfleet.reports.report import NONE
 
 FAMILY = SmallCNN((1, 8, 8), 10)
 TERMS = {"algorithm.weighting", "algorithm.static_bn", "algorithm.scaler", "algorithm.mask_labels"}
@@ -48,15 +47,6 @@ def test_defaults_that_differ_are_found_and_equal_ones_are_not() -> None:
         "algorithm.mask_labels": {"heterofl": True, "fedrolex": False, "flexfl": False},
         "algorithm.selection": {"heterofl": "by_capacity", "fedrolex": "by_capacity", "flexfl": "resource_table"},
     }, "widths are equal, and overlap, rounding, rule, kd_weight are options of one row"
-
-
-def test_equal_terms_are_not_told() -> None:
-    """What the reference of algorithms names leaves nothing of the four."""
-    sets = ["algorithm.static_bn=true", "algorithm.scaler=true", "algorithm.mask_labels=true"]
-    sets += ["algorithm.weighting=uniform"]
-    assert not TERMS & found(**{name: [name, *sets] for name in ("heterofl", "fedrolex", "flexfl")}).keys()
-    assert found(a=["heterofl"], b=["heterofl"]) == {}
-    assert found(a=["heterofl"]) == {}
 
 
 def test_training_precision_and_data_of_a_row_are_found() -> None:
@@ -122,13 +112,6 @@ def test_what_is_ones_own_is_told_by_its_name() -> None:
     assert told == ["by_capacity", f"{__name__}:Mine", f"{__name__}:Other", {"name": f"{__name__}:Other", "power": 2.0}]
 
 
-def test_a_table_has_an_option_in_each_row() -> None:
-    apart = {"algorithm.server": {"a": "average", "b": {"name": "yogi", "lr": 0.02}}, "algorithm.x": {"b": [1], "c": 2}}
-    head, rows = as_rows(apart, ("a", "b", "c"))
-    assert head == ("option", "a", "b", "c")
-    assert rows == (("algorithm.server", "average", "yogi, lr 0.02", NONE), ("algorithm.x", NONE, "[1]", "2"))
-
-
 # ---------------------------------------------------------------------------------------------- where it is told
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -156,11 +139,3 @@ def test_json_tables_and_page_tell_it(made: Path) -> None:
         assert all(cell in told for row in table.rows for cell in row)
     assert "| algorithm.static_bn | true | false |" in markdown
     assert '<th scope="row">algorithm.static_bn</th><td>true</td><td>false</td>' in page
-
-
-def test_a_comparison_of_an_older_version_has_none(made: Path) -> None:
-    told = json.loads((made / "comparison.json").read_text())
-    del told["differences"]
-    older = ComparisonFile.of(json.dumps(told).encode(), "comparison.json")
-    assert comparison_report.differing(older) == []
-    assert TITLE not in comparison_report.text(older)

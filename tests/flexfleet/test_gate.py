@@ -64,22 +64,6 @@ def test_gate_takes_the_threshold_when_runs_repeat_exactly() -> None:
     assert not one([0.99, 0.99, 0.99], reference).failed
 
 
-@pytest.mark.parametrize(
-    ("measured", "what", "figure", "smallest"),
-    [
-        ("accuracy", "accuracy of the full model", "81.00 %", "-1.50 % points"),
-        ("r2", "r2 of the full model", "0.8100", "-0.0150"),
-    ],
-)
-def test_row_names_the_unit_and_the_smallest_regression(measured: str, what: str, figure: str, smallest: str) -> None:
-    values = {"full": [0.80, 0.81, 0.82], "mb": [3.0, 3.0, 3.3], "rounds": [0.0, 0, 0]}
-    now = made(values, metric=measured)
-    full, rounds, mb = (nightly.row(check) for check in judge(now, now, [], THRESHOLDS))
-    assert full[1:5] == (what, figure, REFERENCE, figure) and full[-1] == smallest
-    assert mb[1:3] == (f"MB sent to the {measured}", "3.1") and mb[-1] == f"x {1 + THRESHOLDS['mb']:.2f}"
-    assert rounds[-1] == "+0"
-
-
 def test_memory_and_pace_are_compared_on_equal_machines_only() -> None:
     now = made({"full": [0.9] * 3, "pace": [9.0] * 3, "peak_mb_rounds": [9.0] * 3})
     before = {"full": [0.9] * 3, "pace": [1.0] * 3, "peak_mb_rounds": [1.0] * 3}
@@ -256,26 +240,6 @@ def test_gate_fails_each_regression_after_one_passed_run(measured: NightFigures,
 
 # -------------------------------------------------------------------------------------------- a suite's file
 GOOD = DIGITS.read_text()
-
-
-@pytest.mark.parametrize(
-    ("text", "path"),
-    [
-        (GOOD.replace("[0, 1, 2]", "[0, 1]"), "seeds"),
-        (GOOD.replace("avg: 0.015, ", ""), "thresholds"),
-        (GOOD.replace("avg: 0.015", "avg: 0"), "thresholds"),
-        (GOOD.replace("thresholds", "threshold"), "did you mean 'thresholds'"),
-        (GOOD.replace("to: 0.8", "to: 80"), "cases.skewed.to"),
-        ("cases: [", "own.yaml"),
-        ("", "seeds"),
-        ("- seeds", "own.yaml"),
-    ],
-)
-def test_a_file_that_is_no_suite(tmp_path: Path, text: str, path: str) -> None:
-    (tmp_path / "own.yaml").write_text(text)
-    with pytest.raises(ConfigError) as told:
-        nightly_suite.load(tmp_path / "own.yaml")
-    assert path in str(told.value)
 
 
 @pytest.mark.parametrize("sets", [{"publish.models": True}, {}])

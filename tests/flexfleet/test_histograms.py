@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from flexfleet.files.artifacts import LocalScore
 from flexfleet.reports import plots
 from flexfleet.reports.local_accuracy import (
     MOST_OVER,
-    TITLE,
     Panel,
     Shown,
     bars,
@@ -119,26 +117,3 @@ def test_cases_get_panels_and_older_runs_no_bars() -> None:
     )
     assert drawing is not None and drawing.count("opacity: 0.35") == 4
     assert all(f">partition.alpha {i}</text>" in drawing for i in (0, 1)) and "alpha 2" not in drawing
-
-
-def test_a_page_has_so_many_panels_at_most_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison_curves, "MOST", 4)
-    of_five = {str(i): shown(plots.PALETTE[i]) for i in range(5)}
-    monkeypatch.setattr(comparison_curves, "of_full", lambda runs, colour: of_five[runs])
-    drawing = comparison_curves.draw_histograms(
-        dict(zip(of_five, of_five, strict=True)), [], dict.fromkeys(of_five, "black")
-    )
-    assert drawing is not None and drawing.count("opacity: 0.35") == 4
-    assert drawing.endswith("<p>The first 4 of 5 panels; the reports of the runs have the others.</p>")
-    monkeypatch.setattr(comparison_curves, "MOST", 5)
-    whole = comparison_curves.draw_histograms(
-        dict(zip(of_five, of_five, strict=True)), [], dict.fromkeys(of_five, "black")
-    )
-    assert whole is not None and whole.endswith("</svg>")
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_long_title_is_wrapped_and_makes_room() -> None:
-    title = "dataset.name=cifar10, partition.alpha=0.1, noise.share=0.3, noise.kind=confusion, model.name=vgg16, x=1"
-    drawing = local_accuracy([(title, {"a": shown()}), ("short", {"b": shown()})], columns=2)
-    assert all(f">{line}</text>" in drawing for line in textwrap.wrap(title, TITLE))

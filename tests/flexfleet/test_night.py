@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +12,14 @@ import mlflow
 import pytest
 import yaml
 
-import fl_engine
 from components.nightly_tasks import gate
-from fl_engine.core.errors import ConfigError, GateFailed, Stopped
-from flexfleet.config import form
+from fl_engine.core.errors import ConfigError, GateFailed
 from flexfleet.experiments import compare, comparison_tasks, nightly
-from flexfleet.experiments.compare import RunsFailed
 from flexfleet.experiments.comparison_tasks import PairsFile
 from flexfleet.experiments.executor import Command
 from flexfleet.experiments.nightly_run import Night, keep_commit
 from flexfleet.experiments.nightly_suite import NightFigures, OfLabel
 from flexfleet.files.run_folder import folder_lock
-from flexfleet.tracking import record
-from flexfleet.tracking.record import RUN_KEY
 
 Code = Callable[[str], None]
 Nights = Callable[[], Night]
@@ -79,43 +72,6 @@ def test_a_night_is_resumed_by_the_commit_that_began_it_alone(night: Nights, cod
     nightly.take_folder(asked, resume=True)
 
 
-@pytest.mark.parametrize("stop", [Stopped, KeyboardInterrupt, RunsFailed])
-def test_a_night_that_is_interrupted_names_its_own_id(
-    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: Any
-) -> None:
-    """Not that of the comparison of the case that it was at."""
-
-    def interrupted(jobs: Sequence[Command], _: int) -> dict[str, int]:
-        if stop is not RunsFailed:
-            raise stop
-        for job in jobs:
-            job.log.write_text("no memory")
-        return {job.name: 1 for job in jobs}
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(nightly, "REFERENCE_SEEDS", ())
-    monkeypatch.setattr(compare, "side_by_side", interrupted)
-    with pytest.raises(stop) as found:
-        nightly.update(nightly.prepare(str(suite), "n", {"tracking.mlflow": None}, update=True))
-    assert "the same command with --id n --resume goes on" in str(found.value)
-
-
-@pytest.mark.parametrize("work", [nightly.regress, nightly.update])
-def test_a_signal_while_a_night_is_judged_stops_it_and_says_how_to_go_on(
-    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[Night], object]
-) -> None:
-    def killed(*_: Any) -> None:
-        signal.raise_signal(signal.SIGTERM)
-        pytest.fail("it went on")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(nightly, "REFERENCE_SEEDS", ())
-    monkeypatch.setattr(nightly, "make", lambda *_: {})
-    monkeypatch.setattr(nightly, "measure", killed)
-    with pytest.raises(Stopped, match="stopped on request: the same command with --id n --resume goes on"):
-        work(nightly.prepare(str(suite), "n", {"tracking.mlflow": None}, update=True))
-
-
 @pytest.mark.parametrize("work", [nightly.regress, nightly.update])
 def test_a_night_is_one_process_s_also_while_it_is_judged(
     suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[..., object]
@@ -144,20 +100,6 @@ def test_what_is_not_a_night_is_not_resumed_as_one(night: Nights, code: Code, tm
     assert files(tmp_path) == before, "what is refused leaves nothing"
 
 
-def test_code_without_a_commit_is_told_by_its_files(
-    night: Nights, code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As in two images that were built without COMMIT."""
-    code("")
-    monkeypatch.setattr(record, "_git", lambda *_: None)
-    kept = keep_commit(night())
-    assert kept == keep_commit(night()) and "Build the image with COMMIT=" in caplog.text
-    shutil.copytree(Path(fl_engine.__file__).parent, other := tmp_path / "other", ignore=lambda *_: ["algorithms"])
-    monkeypatch.setattr(fl_engine, "__file__", str(other / "__init__.py"))
-    with pytest.raises(ConfigError, match=r"was begun with the code of commit unknown \(files .*, this is unknown \("):
-        keep_commit(night())
-
-
 @pytest.mark.long
 def test_a_night_that_its_checks_refuse_is_not_begun(
     night: Nights, code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,32 +115,6 @@ def test_a_night_that_its_checks_refuse_is_not_begun(
     code("bbbb")
     nightly.hand_over(night(), tmp_path / "shared", tmp_path / "pairs", "job")
     assert PairsFile.read(tmp_path / "pairs").commit == "bbbb"
-
-
-def test_a_night_with_more_runs_than_a_pipeline_can_gather_is_refused_before_it_begins(
-    night: Nights, code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code("aaaa")
-    asked = night()
-    count = sum(map(len, asked.runs.values()))
-    monkeypatch.setattr(form, "MOST_RUNS", count - 1)
-    with pytest.raises(ConfigError, match=rf"those of the suite .* are {count} runs, and a pipeline makes at most"):
-        nightly.hand_over(asked, tmp_path / "shared", tmp_path / "pairs", "job")
-    assert not asked.folder.exists() and not (tmp_path / "shared").exists()
-
-
-@pytest.mark.parametrize("key", ["run.json", RUN_KEY])
-def test_a_night_with_runs_and_no_commit_was_begun_by_an_earlier_version(night: Nights, code: Code, key: str) -> None:
-    """Earlier versions kept no commit, so none of them is this code. Where no run has begun, nothing is of theirs."""
-    code("bbbb")
-    last = night().stores[-1]
-    last.put(key, b"{}")
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=EARLIER):
-            keep_commit(night())
-    last.delete(key)
-    night().store.put("regression.token", b"t")
-    assert keep_commit(night()) == "bbbb"
 
 
 def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_them(

@@ -94,13 +94,6 @@ def test_a_legend_of_any_length_leaves_the_axes_their_room(
     assert legend.x1 < width and legend.y1 < height
 
 
-def test_long_labels_that_begin_alike_are_told_apart(drawn: list[Any]) -> None:
-    labels = [f"{'a-study-of-learning-rates-' * 3}lr-{i}" for i in range(3)]
-    plots.learning_curves([(label, rows(FLEXFL)) for label in labels])
-    shown = [text.get_text() for text in drawn[0].legends[0].get_texts()[:3]]
-    assert len(set(shown)) == 3 and max(map(len, shown)) == 48 and shown[2].endswith("-lr-2"), shown
-
-
 @pytest.mark.parametrize("points", [[9], [5], [1, 0, 9]], ids=str)
 def test_a_run_looks_as_in_the_legend_and_like_no_other(drawn: list[Any], points: list[int]) -> None:
     counts = [points[i % len(points)] for i in range(len(plots.PALETTE) * (len(plots.MARKS) - 1))]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from flexfleet.config import flatten, load_config
+from flexfleet.config import load_config
 from flexfleet.config.comparison_runs import Entry
-from flexfleet.experiments.central_reference import commands, read
+from flexfleet.experiments.central_reference import commands
 from flexfleet.experiments.comparison_file import ComparisonFile
 
 SETS = ("dataset.train_samples=300", "dataset.test_samples=100", "model.width=0.5", "tracking.mlflow=null")
@@ -90,9 +90,3 @@ def test_a_training_with_other_settings_is_not_the_one_that_a_suite_asks_for(tra
         assert left(other) == ["central-s0"], other
     (tmp_path / "central-s0").rename("central-s1")
     assert left("seed=1") == ["central-s1"], "of another seed"
-
-
-def test_one_seed_has_no_spread(trained: Any) -> None:
-    found = read([Path("runs/c0")], flatten(load_config(None, SETS)), ())
-    assert found.full.std is None and found.full.mean == trained[0]["metrics"]["full"]
-    assert [one.share for one in found.highest] == [50, 80, 100]

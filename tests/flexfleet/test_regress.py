@@ -16,7 +16,7 @@ import mlflow
 import pytest
 import yaml
 
-from fl_engine.core.errors import IntegrityError, Unreachable
+from fl_engine.core.errors import IntegrityError
 from fl_engine.rounds.run import Run
 from flexfleet.config import load_config
 from flexfleet.experiments import nightly, nightly_suite
@@ -223,22 +223,6 @@ def test_a_night_is_not_begun_twice_and_goes_on(place: Place, first: Verdict) ->
     assert len(again) == versions, "nothing is registered twice"
 
 
-def test_a_night_that_fails_as_it_is_judged_says_how_it_goes_on(
-    place: Place, first: Verdict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(*_: Any) -> None:
-        raise Unreachable("MLflow does not give the verdict")
-
-    monkeypatch.setattr(nightly, "settle", gone)
-    done = place.night(place.folder / "tiny.yaml", "first", "--resume")
-    assert done.code == 6 and done.err.rstrip().endswith("verdict: the same command with --id first --resume goes on")
-
-
-def test_a_number_of_jobs_that_cannot_be_is_refused_at_once(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    done = place.flexfleet("regress", "--suite", "digits", "--id", "nobody", "--jobs", "0")
-    assert done.code == 2 and "at least 1, got 0" in done.err and "folder" not in caplog.text
-
-
 @pytest.mark.parametrize(
     "setting",
     ["training.lr=0.01", "seed=4", "algorithm.kd_weight=0", "run.precision=bf16", "rounds.over_provision=1.5"],
@@ -246,15 +230,6 @@ def test_a_number_of_jobs_that_cannot_be_is_refused_at_once(place: Place, caplog
 def test_nobody_moves_a_figure_by_a_setting(place: Place, setting: str) -> None:
     done = place.flexfleet("regress", "--id", "moved", sets=[setting])
     assert done.code == 2 and "a suite says what is measured" in done.err
-
-
-def test_code_of_another_commit_does_not_go_on_with_a_night(place: Place, first: Verdict) -> None:
-    begun = place.folder / "runs" / "first" / "commit"
-    before = begun.read_text()
-    begun.write_text("another")
-    done = place.night(place.folder / "tiny.yaml", "first", "--resume")
-    begun.write_text(before)
-    assert done.code == 2 and "was begun with the code of commit another" in done.err
 
 
 def test_regress_ends_with_6_if_mlflow_lists_no_passed_runs(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import gc
 import json
 import re
 from collections.abc import Sequence
@@ -14,10 +12,7 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError
-from fl_engine.core.task import Metric
 from fl_engine.storage.store import sha256
-from fl_engine.tasks import TASKS
-from flexfleet.cli.runs import report as report_command
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import (
     ConfusionFile,
@@ -26,10 +21,7 @@ from flexfleet.files.artifacts import (
     LocalScore,
     PoolFile,
     RunFile,
-    row_of,
-    rows_of,
 )
-from flexfleet.files.measure import LOWER
 from flexfleet.reports import page, plots
 from flexfleet.reports import report as r
 from tests.harness.run_folders import FLEXFL, POOL, rows, write_run
@@ -108,15 +100,6 @@ def with_uniformity(folder: Path) -> Path:
     return folder
 
 
-def test_a_metric_s_name_is_text_and_nothing_else(two: list[Path], tmp_path: Path) -> None:
-    """Of a folder that somebody else wrote."""
-    for file, key in (("evaluation.json", '"accuracy"'), ("history.json", '"accuracy/')):
-        path = two[0] / file
-        path.write_text(path.read_text().replace(key, key.replace("accuracy", r"a\\d<script>")))
-    html = page_of(two[:1], tmp_path)
-    assert "<script" not in html and r"a\d&lt;script&gt;" in html
-
-
 def test_how_evenly_clients_finish_is_told_where_a_run_says_it(two: list[Path], tmp_path: Path) -> None:
     before = page_of(two, tmp_path)
     assert "niformity" not in before and "niformity" not in r.table(two), "runs of an older version"
@@ -141,16 +124,6 @@ def with_local(folder: Path, histogram: dict[int, int] | None = None) -> Path:
     histograms = {} if histogram is None else dict.fromkeys(found.levels, histogram)
     found.model_copy(update={"local": local, "local_histogram": histograms}).write(path)
     return folder
-
-
-def test_small_amounts_have_two_figures() -> None:
-    assert [r.mb(count) for count in (0, 4_240, 12_345, 650_000, 2e8, 3e9)] == [
-        "0.00", "0.0042", "0.012", "0.65", "200.00", "3,000",
-    ]  # fmt: skip
-    assert [r.short_seconds(s) for s in (0.0, 0.000183, 0.0049, 12.3, 1234.5)] == [
-        "0.000", "0.00018", "0.0049", "12.3", "1,234",
-    ]  # fmt: skip
-    assert (r.mb(float("nan")), r.short_seconds(float("nan"))) == ("nan", "nan")
 
 
 def test_local_accuracies_are_told_where_a_run_has_them(two: list[Path], tmp_path: Path) -> None:
@@ -198,11 +171,6 @@ def test_further_metrics_are_told_where_a_run_has_them(two: list[Path], tmp_path
     assert "<script" not in html
 
 
-def test_what_is_better_when_lower_is_what_the_tasks_say() -> None:
-    metrics = [each for kind in TASKS.values() for each in vars(kind).values() if isinstance(each, Metric)]
-    assert {each.name for each in metrics if not each.higher_is_better} == set(LOWER)
-
-
 def test_local_accuracies_of_other_levels_are_refused(two: list[Path]) -> None:
     path = with_local(two[0]) / "evaluation.json"
     found = json.loads(path.read_text())
@@ -227,10 +195,6 @@ def test_a_histogram_of_other_clients_or_levels_is_refused(two: list[Path]) -> N
             r.load(two[0])
 
 
-def test_a_table_without_single_levels_has_no_footnote(two: list[Path]) -> None:
-    assert len(r.table(two[:1]).splitlines()) == 2
-
-
 def test_the_page_has_the_numbers_of_the_run_folders(html: str) -> None:
     flexfl, all_large, _ = summary_of(html)
     assert flexfl == {
@@ -243,26 +207,6 @@ def test_the_page_has_the_numbers_of_the_run_folders(html: str) -> None:
     assert all_large["failed"] == "4"
 
 
-def test_every_section_is_there(html: str) -> None:
-    text = Page(html).text
-    for section in ("Summary", "Learning curves", "Bytes to accuracy", "The pool", "Channels of every layer",
-                    "Accuracy of each level", "After the last round", "Clients per round", "Partition",
-                    "Configuration", "Provenance"):  # fmt: skip
-        assert section in text
-    svgs = {a["id"] for tag, a in Page(html).tags if tag == "svg"}
-    both = {"learning-curves", "bytes-to-metric", "pool-0", "levels-0", "clients-0", "partition-0"}
-    # The second run's pool is the full model alone, and its partition that of the first: no drawing says more.
-    assert svgs == both | {"levels-1", "clients-1", "pool-2", "levels-2", "clients-2"}
-    assert "The same as of a." in text and "The pool is the full model alone." in text
-    for found in ("M2'", "1.9000", "99.25", "dataset.name", "digits", "a" * 64, "numerics: torch", "40,000"):
-        assert found in text
-
-
-def test_one_run_alone(two: list[Path], tmp_path: Path) -> None:
-    html = page_of(two[1:], tmp_path)
-    assert len(summary_of(html)) == 1 and 'id="differences"' not in html
-
-
 def test_the_same_runs_give_the_same_bytes(two: list[Path], tmp_path: Path) -> None:
     assert page_of(two[:1], tmp_path) == page_of(two[:1], tmp_path)
 
@@ -271,15 +215,6 @@ def test_runs_that_differ_in_more_than_the_algorithm_are_called_out(html: str, t
     # Another dataset.root is another place, not other data.
     assert r.differences([r.load(run) for run in two]) == []
     assert "<li>seed: 0 (a, b); 1 (c)</li>" in html and "<li>partition.alpha: 0.6 (a, b); 0.3 (c)</li>" in html
-
-
-def test_a_parameter_that_is_newer_than_a_run_had_its_default(two: list[Path]) -> None:
-    for value, told in (("simulated", []), ("cgroup", ["agents.observe: simulated (flexfl); cgroup (all_large)"])):
-        for folder, agents in zip(two, ({}, {"agents": {"observe": value}}), strict=True):
-            file = json.loads((folder / "run.json").read_text())
-            file["config"] = {key: of for key, of in file["config"].items() if key != "agents"} | agents
-            (folder / "run.json").write_text(json.dumps(file))
-        assert r.differences([r.load(run) for run in two]) == told
 
 
 def test_what_moves_figures_is_called_out_and_nothing_else(tmp_path: Path) -> None:
@@ -294,12 +229,6 @@ def test_what_moves_figures_is_called_out_and_nothing_else(tmp_path: Path) -> No
     ]
 
 
-def test_a_default_that_one_run_had_and_another_switched_off_is_called_out(tmp_path: Path) -> None:
-    on, off = ({"rounds": {"norm_bound": bound}} for bound in (5.0, None))
-    runs = [write_run(tmp_path / "a", "flexfl", **on), write_run(tmp_path / "b", "all_large", **off)]
-    assert r.differences([r.load(run) for run in runs]) == ["rounds.norm_bound: 5.0 (flexfl); null (all_large)"]
-
-
 @pytest.mark.parametrize("share", [1.0, 0.4])
 def test_the_largest_level_is_the_full_model_where_it_has_all_of_it(two: list[Path], share: float) -> None:
     """Of a pool of one level that has every channel, and blocks or not."""
@@ -311,27 +240,6 @@ def test_the_largest_level_is_the_full_model_where_it_has_all_of_it(two: list[Pa
     html = page_of(two[1:], two[1])
     assert ("<summary>full, the full model</summary>" in html) == (share == 1)
     assert ("The pool is the full model alone." in html) == (share == 1)
-
-
-def test_captions_say_what_is_drawn_and_counted(two: list[Path], tmp_path: Path) -> None:
-    counts: Any = {"full": ((3, 1), (0, 4))}
-    ConfusionFile(levels=counts).write(two[1] / "confusion.json")
-    said = " ".join(page_of(two, tmp_path).split())
-    assert "avg as a line in a band from the lowest to the highest level; full dashed." in said
-    assert "share of the weights sent down that did not come back; what a codec saves is no waste." in said
-    assert "100 test images" in said and "Test images: rows are their classes" in said
-    file, pool = (kind.read(two[1] / name) for kind, name in ((RunFile, "run.json"), (PoolFile, "pool/pool.json")))
-    path = pool.model_copy(update={"input_chw": (6,)}).write(two[1] / "pool" / "pool.json")
-    file.model_copy(update={"pool_sha256": sha256(path.read_bytes())}).write(two[1] / "run.json")
-    many = [write_run(tmp_path / f"c{i}", "all_large") for i in range(plots.MOST_BANDS)]
-    said = " ".join(page_of([two[1], *many], tmp_path).split())
-    assert "Test samples: rows are their classes" in said and "Test images" not in said
-    assert "avg as a line; full dashed." in said
-
-
-def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
-    runs = [r.load(write_run(tmp_path / f"at{i}", "flexfl", run_id="same")) for i in range(2)]
-    assert r.labels(runs) == ["same #1", "same #2"]
 
 
 # ------------------------------------------------------------------------------------------- a page on its own
@@ -439,21 +347,6 @@ def test_bad_arguments(two: list[Path], tmp_path: Path) -> None:
         r.table([])
 
 
-def test_the_command_line(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "new" / "report.html"
-    assert r.main([*map(str, two), "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert printed == f"{r.table(two)}\nreport: {out}\n" and out.is_file()
-
-
-def test_rows_that_a_history_has_checked_are_those_that_are_read_one_by_one(two: list[Path]) -> None:
-    history = History.read(two[0] / "history.json")
-    values = [dict(row) for row in history.rounds]
-    values[1]["metrics"] = values[1]["metrics"] | {"loss/M1": None, "clients_trained": 3}
-    history = history.model_copy(update={"rounds": tuple(values)})
-    assert rows_of(history) == tuple(row_of(value) for value in history.rounds)
-
-
 def test_a_loss_that_diverged_is_left_out(two: list[Path]) -> None:
     history = json.loads((two[0] / "history.json").read_text())
     history["rounds"][1]["metrics"]["loss/M1"] = None
@@ -469,28 +362,3 @@ def test_a_page_has_the_shared_head_keeps_drawings_and_escapes_texts(
     monkeypatch.setattr(page.resources, "files", lambda package: tmp_path)
     shown = page.render("flexfleet.experiments", "own.html", given="<b>", drawn=page.Drawing("<svg/>"))
     assert shown == "<head><svg/><p>&lt;b&gt;"
-
-
-@pytest.mark.parametrize("ends", ["well", "with an error"])
-def test_the_command_searches_for_cycles_a_few_times_and_puts_that_back(tmp_path: Path, ends: str) -> None:
-    """A search for every 700 new objects took a seventh of a report's time: some 500 searches a page."""
-    searches, before = 0, gc.get_threshold()
-
-    def count(phase: str, _: object) -> None:
-        nonlocal searches
-        searches += phase == "start"
-
-    run = write_run(tmp_path / "a", "flexfl")
-    runs = [run] if ends == "well" else [run, tmp_path / "none"]
-    args = argparse.Namespace(runs=runs, out=tmp_path / "page.html", json=True)
-    gc.callbacks.append(count)
-    try:
-        if ends == "well":
-            assert report_command(args) == 0
-        else:
-            with pytest.raises(ConfigError, match="is not a folder"):
-                report_command(args)
-    finally:
-        gc.callbacks.remove(count)
-    assert searches < 50
-    assert gc.get_threshold() == before

@@ -17,14 +17,12 @@ from fl_engine.core.schedules import Cosine
 from flexfleet.config import flatten, load_config
 from flexfleet.config.comparison_runs import Entry
 from flexfleet.config.overrides import parse_sets
-from flexfleet.experiments import compare as compare_module
 from flexfleet.experiments import published_suites
 from flexfleet.experiments.comparison_file import ComparisonFile
 from flexfleet.files.artifacts import Result
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.reports.report import NONE
-from tests.harness.comparisons import in_this_process
 
 Write = Callable[[str, str], str]
 
@@ -316,11 +314,6 @@ def test_what_is_set_for_all_replaces_what_rows_and_cases_say(write: Write) -> N
     assert {setting(entry, "partition.rule") for entry in found.values()} == {"natural"}
 
 
-@pytest.mark.parametrize("name", published_suites.names())
-def test_devices_are_those_of_this_machine(name: str) -> None:
-    assert all("auto" not in entry.config.run.devices for entry in all_runs(name).values())
-
-
 def test_rows_and_cases_are_picked_and_changed_by_name(write: Write) -> None:
     name = write("cases", BASE + CASES)
     assert list(runs(name, "flex", "0")) == ["flex-iid-s0", "flex-a0.3-s0"]
@@ -339,26 +332,6 @@ def test_rows_and_cases_are_picked_and_changed_by_name(write: Write) -> None:
         runs(write("odd", BASE + "cases: {iid: {flax:training.lr: 0.1}}"))
     with pytest.raises(ConfigError, match="more than one row or case of the name flex"):
         runs(write("odd", BASE + "cases: {flex: {partition.rule: iid}}"))
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("rows: {a: {algorithm: flexfl}}", "lacks seeds"),
-        ("seeds: [0]", "lacks rows"),
-        ("seeds: [0]\nrows: {a: {training.lr: 1.0}}", "row a names no algorithm"),
-        ("seeds: [0]\nrows: {a: {algorithm: flexfi}}", "a: .*flexfi"),
-        ("seeds: [0]\nrow: {}", r"is no suite: unknown parameter 'row' \(did you mean 'rows'\?\)"),
-        ("", "lacks seeds"),
-        ("seeds: [0]\nrows: {a: [", "is no suite"),
-        ("seeds: [0]\nrows: {a: {algorithm: flexfl}}\nto: [40.0]", "is no suite: .*shares above 0 and at most 1"),
-        ("like: nothing\nseeds: [0]", "cannot read the suite .*nothing.yaml"),
-        ("like: SELF\nseeds: [0]", "is like itself"),
-    ],
-)
-def test_what_is_wrong_in_a_file_is_said(write: Write, tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        runs(write("mine", text.replace("SELF", str(tmp_path / "mine.yaml"))))
 
 
 def test_the_suite_of_the_guide_can_run_as_it_is_printed(write: Write) -> None:
@@ -412,20 +385,6 @@ def test_the_reference_is_picked_like_a_row(write: Write) -> None:
         runs(name, "central")
 
 
-def test_a_row_is_not_named_like_the_reference(write: Write) -> None:
-    with pytest.raises(ConfigError, match="has the name of its reference"):
-        runs(write("mine", "seeds: [0]\ncentral: true\nrows: {central: {algorithm: flexfl}}"))
-
-
-def test_what_does_not_exist_is_said(flexfleet: Any, write: Write) -> None:
-    done = flexfleet("compare", "--suite", "fedaiot/aap", "--json")
-    assert done.code == 2 and "did you mean 'fedaiot/aep'?" in done.err
-    done = flexfleet("compare", "--json")
-    assert done.code == 2 and "--algorithms flexfl,all_large, or --suite" in done.err
-    with pytest.raises(ConfigError, match="the suite has no row 'flax'"):
-        runs(write("base", BASE), "flax")
-
-
 def test_the_list_of_suites(flexfleet: Any) -> None:
     done = flexfleet("compare", "--suites", "--json")
     assert done.code == 0, done.err
@@ -441,17 +400,3 @@ def test_the_list_of_suites(flexfleet: Any) -> None:
     text = flexfleet("compare", "--suites").out
     assert "fedaiot/aep\n  paper  Alam, Federated Learning Benchmarks" in text
     assert all(one["cost"] in text and (one["shows"] in text or name.endswith("-small")) for name, one in found.items())
-
-
-def test_the_accuracies_of_a_suite(
-    flexfleet: Any, write: Write, tmp_path: Path, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare_module, "side_by_side", in_this_process)
-    name = write("mine", f"{BASE}\nto: [0.05, 0.99]")
-    sets = [*(each for each in quick if "algorithm" not in each), "rounds.stop=1"]
-    argv = ("compare", "--suite", name, "--algorithms", "large", "--seeds", "0", "--json")
-    done = flexfleet(*argv, "--id", "a", sets=sets)
-    assert done.code == 0, done.err
-    found = ComparisonFile.model_validate(done.json)
-    assert [one.accuracy for one in found.results["large"].reached] == [0.05, 0.99]

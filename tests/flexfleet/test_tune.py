@@ -20,9 +20,9 @@ from fl_engine.testing.tiny import Memory
 from flexfleet.config import Config, load_config
 from flexfleet.config.form import write_config
 from flexfleet.experiments import tune as steps
-from flexfleet.experiments import tune_report, tune_space, tune_storage, tune_trials, tune_worker
+from flexfleet.experiments import tune_report, tune_storage, tune_trials, tune_worker
 from flexfleet.experiments.tune import tune
-from flexfleet.experiments.tune_conclusion import _held_out, conclude
+from flexfleet.experiments.tune_conclusion import conclude
 from flexfleet.experiments.tune_report import Tuned
 from flexfleet.files.artifacts import History, RunFile
 from flexfleet.pipeline import run as run_module
@@ -47,11 +47,6 @@ def test_a_trial_behind_the_others_is_pruned_at_that_round(tmp_path: Path) -> No
         slow.metrics([(3, {}), (4, {"avg": 0.2})])
     with pytest.raises(Diverged):  # no update was merged: the trial is not only behind the others
         tune_trials.Reporter(study.ask(), "avg").metrics([(4, {"avg": 0.2})])
-
-
-def test_stopped_is_what_pruned_is() -> None:
-    """The rounds then commit and tell the tracker as they do when they are stopped."""
-    assert issubclass(tune_trials.Pruned, Stopped)
 
 
 # ------------------------------------------------------------------------------------------------- a study
@@ -137,44 +132,6 @@ def test_a_study_that_ends_early_does_not_run_for_ever_in_mlflow(
     study = tune_storage.open_study(config, folder, "a")
     run = mlflow.MlflowClient(config.tracking.mlflow).get_run(study.user_attrs[tune_storage.PARENT])
     assert run.info.status == status
-
-
-def test_a_study_whose_mlflow_goes_away_as_its_run_begins_goes_on_in_that_run(
-    done: tuple[Tuned, Path, Config], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(*_: Any) -> None:
-        raise mlflow.exceptions.MlflowException("API request failed: connection refused")
-
-    _, folder, config = done
-    tracking = config.tracking.model_copy(update={"mlflow": mlflow_uri})
-    config = config.model_copy(update={"tracking": tracking})
-    with monkeypatch.context() as patch, pytest.raises(Unreachable):
-        patch.setattr(mlflow.MlflowClient, "get_metric_history", gone)
-        steps._begin(config, tmp_path, tune_storage.open_study(config, tmp_path, "a"), folder, {})
-    steps._begin(config, tmp_path, tune_storage.open_study(config, tmp_path, "a"), folder, {})
-    client = mlflow.MlflowClient(mlflow_uri)
-    assert len(client.search_runs([e.experiment_id for e in client.search_experiments()])) == 1
-
-
-def test_a_held_out_run_whose_mlflow_goes_away_at_its_end_is_ended_there_by_a_resumed_study(
-    done: tuple[Tuned, Path, Config], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(*_: Any) -> None:
-        raise Unreachable("MLflow does not answer")
-
-    _, before, config = done
-    folder = shutil.copytree(before, tmp_path / "a", ignore=shutil.ignore_patterns("held-out"))
-    tracking = config.tracking.model_copy(update={"mlflow": mlflow_uri})
-    config = config.model_copy(update={"tracking": tracking})
-    study = tune_storage.open_study(config, folder, "a")
-    with monkeypatch.context() as patch, pytest.raises(Unreachable):
-        patch.setattr(MLflow, "table", gone)
-        patch.setattr(MLflow, "finish", gone)
-        _held_out(config, config, study, folder, "default", "default")
-    _held_out(config, config, study, folder, "default", "default")
-    client = mlflow.MlflowClient(mlflow_uri)
-    (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
-    assert run.info.status == "FINISHED" and "clients.json" in [f.path for f in client.list_artifacts(run.info.run_id)]
 
 
 def test_runs_of_trials_that_were_given_up_while_mlflow_was_away_are_ended_by_a_resumed_study(
@@ -269,23 +226,6 @@ def test_trial_0_is_the_run_of_the_configuration(done: tuple[Tuned, Path, Config
     }
     run = run_module.run(Resolved.of(config.model_copy(update=own)), "plain")
     assert History.read(folder / "trials" / "0-s0" / "history.json").model_sha256 == run.model_sha256
-
-
-def test_results_of_other_values_are_not_taken(done: tuple[Tuned, Path, Config]) -> None:
-    _, folder, config = done
-    changed = tune_space.applied(config, {"algorithm.kd_weight": 0.5})
-    said = r"held-out/default-s7 was started with another configuration \(algorithm\.kd_weight: .*choose another --id"
-    with pytest.raises(ConfigError, match=said):
-        tune_worker.rounds(tune_worker.resolved(changed, 7), folder / "held-out" / "default-s7", {})
-
-
-def test_a_trial_that_goes_on_is_told_the_rounds_of_a_run_that_was_over(done: tuple[Tuned, Path, Config]) -> None:
-    """Other trials are pruned by them."""
-    tuned, folder, config = done
-    seen = Memory()
-    value = tune_worker.rounds(tune_worker.resolved(config, 7), folder / "held-out" / "default-s7", {}, seen)
-    assert [*seen.rows] == [*range(1, config.rounds.stop + 1)]
-    assert value == seen.rows[config.rounds.stop][tuned.metric] == tuned.held_out["default"][0]
 
 
 def test_a_study_that_knows_nothing_of_its_trials_does_not_go_on(

@@ -65,16 +65,6 @@ def test_a_held_out_run_that_diverged_is_shown_as_such() -> None:
     assert "<td>80.00</td><td>diverged</td>" in page(found, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
 
 
-def test_a_study_of_another_metric_speaks_of_it_as_a_number() -> None:
-    numbers = FOUND.model_copy(update={"measured": "r2"})
-    lines = told(numbers, Path("runs/a")).splitlines()
-    assert lines[0] == "+0.0250 over the default: λ (kd_weight) 31.42, training.nesterov a|b"
-    assert lines[-2] == "held-out seeds 7, 8: 0.8350 against 0.8100, +0.0250 (95 % interval -0.0385 to +0.0885)"
-    html = page(numbers, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
-    assert "<td>0.8100</td><td>0.8350</td><td>+0.0250</td>" in html and "seen: avg</h2>" in html
-    assert "value (%)" not in html and "value (%)" in page(FOUND, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
-
-
 def test_parameters_are_a_table_on_the_page_and_in_markdown() -> None:
     trials = [(i, 0.8 + i / 50, {"algorithm.kd_weight": 10.0 + i, "training.nesterov": "a|b"}) for i in range(3)]
     html = page(FOUND, trials)
@@ -86,18 +76,3 @@ def test_parameters_are_a_table_on_the_page_and_in_markdown() -> None:
     assert "<h1>+2.50 points over the default</h1>" in html
     text = markdown(FOUND, "a: 1\n")
     assert "| λ (kd\\_weight) | 10 | 31.42 | 0.1 to 100, log | 25% |" in text and "| a\\|b |" in text
-
-
-def test_one_held_out_seed_has_no_spread() -> None:
-    one = FOUND.model_copy(update={"held_out": {"seeds": [7], "default": [0.80], "best": [0.83]}, "gain": 0.03})
-    line = "held-out seeds 7: 83.00 % against 80.00 %, +3.00 points (no interval: one seed)"
-    assert told(one, Path("runs/a")).splitlines()[-2] == line
-    assert line in page(one, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
-
-
-def test_the_page_is_one_column_where_it_is_narrow() -> None:
-    """No drawing and no column asks for more than there is, and cells may break their lines."""
-    html = page(FOUND, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
-    assert "repeat(auto-fit, minmax(min(100%, 440px), 1fr))" in html
-    assert html.count('style="width:100%;max-width:540px"') == 4 == html.count("<figure>")
-    assert "white-space: nowrap" not in html and "min-width" not in html

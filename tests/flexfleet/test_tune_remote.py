@@ -11,19 +11,16 @@ from typing import Any
 import pytest
 
 from fl_engine.backends import InProcess
-from fl_engine.core.errors import ConfigError, Unreachable
+from fl_engine.core.errors import Unreachable
 from fl_engine.training.numerics import describe
-from flexfleet import load
 from flexfleet.config import Config, load_config
 from flexfleet.config.form import write_config
 from flexfleet.experiments import tune as steps
-from flexfleet.experiments import tune_space, tune_storage, tune_worker
-from flexfleet.files.artifacts import BareHistory, RunFile
+from flexfleet.experiments import tune_storage, tune_worker
 from flexfleet.kubeflow import task_end
 from flexfleet.pipeline import federate as federation
 from flexfleet.pipeline import retry
 from flexfleet.pipeline.federate import federate
-from flexfleet.pipeline.status import describe as describe_run
 
 SPACE = "tune.space={training.lr: {low: 0.01, high: 0.1}}"
 
@@ -116,36 +113,3 @@ def test_a_study_trains_again_where_another_machine_computes_other_bits(
         monkeypatch.setattr(here, "describe", lambda *given: {**describe(*given), "torch": "another"})
     pod()
     assert len(trained) == 6
-
-
-def test_of_runs_with_the_same_name_each_has_a_ledger_of_its_own(
-    config: Config, pod: Callable[[], Any], tmp_path: Path, trained: list[int]
-) -> None:
-    """On held-out seeds, in the last task, the best trial of two studies may have the same number."""
-    out, scores = tmp_path / "pod" / "s" / "held-out" / "best-t2-s7", []
-    for lr in (0.02, 0.1, 0.02):
-        run = tune_worker.resolved(tune_space.applied(config, {"training.lr": lr}), 7, out)
-        tune_worker.prepare(run, tmp_path / "prepared", out)
-        scores.append(tune_worker.rounds(run, out, {}))
-        assert describe_run(out)["run_id"] == RunFile.read(out / "run.json").run_id, "the ledger has that name"
-        with pytest.raises(ConfigError, match="is a run of the study s, and goes on with it alone"):
-            load(out).resume(2)
-        shutil.rmtree(tmp_path / "pod")
-    assert (scores[0], len(trained), len(ledgers(tmp_path, "held-out"))) == (scores[2], 2, 2)
-
-
-def test_a_run_that_an_earlier_version_began_keeps_its_ledger(config: Config, tmp_path: Path) -> None:
-    """Its name there was that of its folder alone."""
-    out = tmp_path / "pod" / "s" / "held-out" / "default-s7"
-    begun, longer = (
-        tune_worker.resolved(
-            config.model_copy(update={"rounds": config.rounds.model_copy(update={"stop": stop})}), 7, out
-        )
-        for stop in (1, 2)
-    )
-    tune_worker.prepare(begun, tmp_path / "prepared", out)
-    federate(begun, out / "partition", out / "pool", out)
-    (out / "history.json").unlink()  # as a kill within its rounds leaves it
-    tune_worker.rounds(longer, out, {})
-    assert len(BareHistory.read(out / "history.json").rounds) == 2
-    assert ledgers(tmp_path, "held-out") == [RunFile.read(out / "run.json").run_id] == ["default-s7"]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
-import shutil
-import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Thread
@@ -27,15 +24,12 @@ from fl_engine.core.errors import (
     Stopped,
     Unreachable,
 )
-from flexfleet.cli import main as cli
 from flexfleet.config import Config, load_config
 from flexfleet.experiments import tune as steps
 from flexfleet.experiments import tune_report, tune_space, tune_storage, tune_trials, tune_worker
 from flexfleet.experiments.compare import RunsFailed
 from flexfleet.experiments.executor import Command
-from flexfleet.experiments.tune import tune
 from flexfleet.experiments.tune_worker import work
-from flexfleet.files.signals import stop_on_signals, stopping_at_once
 from flexfleet.tracking.server import answering
 
 
@@ -102,16 +96,14 @@ def test_a_worker_that_is_started_again_does_not_draw_the_same(
     assert len(set(found)) == 4
 
 
-def test_trials_of_a_worker_that_is_gone_are_tried_again(tmp_path: Path) -> None:
+def test_give_back_all_enqueues_the_values_with_their_runs(tmp_path: Path) -> None:
     study = tune_storage.open_study(Config(), tmp_path, "a")
-    mine, gone, elsewhere = (study.ask() for _ in range(3))
-    for trial, held_by in ((mine, tune_trials.me()), (gone, f"{os.uname().nodename}:1:0"), (elsewhere, "other:1:0")):
-        trial.set_user_attr(tune_trials.WORKER, held_by)
-        trial.suggest_float("training.lr", 0.1, 1.0)
-    assert tune_trials.clear_stale(study, tmp_path) == [gone.number]
+    gone = study.ask()
+    gone.suggest_float("training.lr", 0.1, 1.0)
+    assert tune_trials.give_back_all(study) == [gone.number]
     again = study.ask()
     assert again.suggest_float("training.lr", 0.1, 1.0) == gone.params["training.lr"]
-    assert tune_trials.runs_of(again) == gone.number, "and with its runs"
+    assert tune_trials.runs_of(again) == gone.number
 
 
 def test_a_worker_takes_up_the_trials_of_one_elsewhere_that_gives_no_sign(
@@ -119,7 +111,6 @@ def test_a_worker_takes_up_the_trials_of_one_elsewhere_that_gives_no_sign(
 ) -> None:
     monkeypatch.setattr(tune_trials, "SILENT_S", 0.2)
     lost = tune_storage.open_study(untrained, tmp_path, "a").ask()
-    lost.set_user_attr(tune_trials.WORKER, "other:1:0")
     weight = lost.suggest_float("algorithm.kd_weight", 0.1, 100.0, log=True)
     mine = work(untrained, tmp_path, "a", 0, prepared[0])
     assert len(mine) == 4 and lost.number not in mine
@@ -135,12 +126,11 @@ def test_who_gives_signs_is_not_gone_and_silence_is_measured_by_ones_own_clock(
     monkeypatch.setattr(tune_trials.time, "monotonic", lambda: clock[0])
     alive, silent = study.ask(), study.ask()
     for trial in (alive, silent):
-        trial.set_user_attr(tune_trials.WORKER, "other:1:0")
         trial.suggest_float("training.lr", 0.1, 1.0)
     gone = []
     for i in range(4):
         alive.set_user_attr(tune_trials.BEAT, i)
-        gone.append(tune_trials.clear_stale(study, tmp_path, seen))
+        gone.append(tune_trials.give_back_stale(study, seen))
         clock[0] += tune_trials.SILENT_S / 2
     assert gone == [[], [], [silent.number], []]
 
@@ -249,77 +239,6 @@ def test_what_may_be_the_fault_of_values_counts_and_what_may_be_that_of_runs_beg
     assert (again.user_attrs[tune_trials.TRIED], tune_trials.runs_of(again)) == (counts, 0 if goes_on else 1)
 
 
-@pytest.fixture
-def begun(untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Continues the study `a` of `untrained`, whose next trial does what the test says while it is prepared."""
-    shutil.copytree(prepared[0] / "default", tmp_path / "a" / "default")
-    monkeypatch.setattr(tune_worker, "prepare_default", lambda *_: None)
-    monkeypatch.setattr(steps, "_examine", lambda *_: None)
-    config = untrained.model_copy(update={"run": untrained.run.model_copy(update={"store": str(tmp_path)})})
-
-    def go_on(prepares: Callable[..., Any]) -> Any:
-        monkeypatch.setattr(tune_worker, "_pools", prepares)
-        try:
-            tune(config, "a", resume=True)
-        finally:
-            begun.append(tune_storage.open_study(config, tmp_path, "a").trials[-1])
-
-    begun = list[Any]()
-    return go_on, begun
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_study_that_is_stopped_while_a_trial_is_prepared_says_how_it_goes_on(begun: Any, number: int) -> None:
-    def asked(*_: Any) -> None:
-        signal.raise_signal(number)
-        time.sleep(10)
-
-    def nobody(*_: Any) -> None:
-        raise AssertionError("nobody else handles the signal")
-
-    go_on, left = begun
-    before = signal.signal(number, nobody)
-    try:
-        with pytest.raises(Stopped, match=r"^stopped on request: the same command with --id a --resume goes on$"):
-            go_on(asked)
-        assert signal.getsignal(number) is nobody
-    finally:
-        signal.signal(number, before)
-    assert (left[0].state.name, left[0].user_attrs[tune_trials.TRIED]) == ("WAITING", 0)
-
-
-@pytest.mark.parametrize("told", ["", ". What was committed stays: mend the cause, then go on with --resume"])
-def test_a_study_whose_server_is_gone_says_how_it_goes_on(begun: Any, told: str) -> None:
-    def gone(*_: Any) -> None:
-        raise Unreachable(f"s3://b/a cannot be reached{told}")
-
-    with pytest.raises(Unreachable) as error:
-        begun[0](gone)
-    assert str(error.value).startswith("s3://b/a cannot be reached") and str(error.value).count("--resume") == 1
-    assert str(error.value).endswith("the same command with --id a --resume goes on")
-
-
-@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, Stopped), (signal.SIGINT, KeyboardInterrupt)])
-def test_a_stop_that_comes_when_the_run_of_a_trial_has_ended_stops_the_study(
-    number: int, raised: type[BaseException]
-) -> None:
-    with pytest.raises(raised), stopping_at_once():
-        with stop_on_signals():
-            signal.raise_signal(number)
-        pytest.fail("the study would go on with the next trial")
-
-
-def test_a_stop_that_a_destructor_swallows_comes_again() -> None:
-    class Ending:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(Stopped), stopping_at_once():
-        Ending()
-        time.sleep(10)
-    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
-
-
 def test_a_trial_whose_training_on_the_server_diverges_is_an_outcome(
     untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,23 +337,6 @@ def test_the_command_line_has_as_many_workers_as_the_parameter_says(
     with pytest.raises(RunsFailed, match="workers ended before the study was done: worker0") as failed:
         steps._work_all(more, tmp_path, tune_storage.open_study(more, tmp_path, "a"))
     assert failed.value.exit_code == 137
-
-
-def test_jobs_is_short_for_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[int] = []
-
-    def stop(config: Config, *_: Any, **__: Any) -> None:
-        asked.append(config.tune.workers)
-        raise Stopped("seen")
-
-    monkeypatch.setattr(steps, "tune", stop)
-    monkeypatch.chdir(tmp_path)
-    for words in (("--jobs", "2"), ("--set", "tune.workers=3"), ()):
-        with pytest.raises(Stopped):
-            cli.dispatch(["tune", *words])
-    assert asked == [2, 3, 1]
-    with pytest.raises(ConfigError, match=r"tune\.workers"):
-        cli.dispatch(["tune", "--jobs", "0"])
 
 
 def test_pods_share_a_study_by_a_data_base_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

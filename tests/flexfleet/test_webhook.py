@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.core.errors import ConfigError, Stopped, UnreachableAddress
+from fl_engine.core.errors import ConfigError, UnreachableAddress
 from flexfleet.experiments import nightly, webhook
 from flexfleet.experiments.compare import RunsFailed
 
@@ -52,12 +51,6 @@ def test_no_password_is_posted(listener: dict[str, Any]) -> None:
     webhook.call("failed: see http://me:pl4nted@mlflow:5000/#/1\nand postgresql://host/db?password=pl4nted")
     ((_, _, posted),) = listener["posted"]
     assert posted == {"text": "failed: see http://mlflow:5000/#/1\nand postgresql://host/db?password=..."}
-
-
-def test_without_an_address_nothing_is_called(listener: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(webhook.VARIABLE)
-    webhook.call("failed")
-    assert listener["posted"] == []
 
 
 @pytest.mark.parametrize("how", ["refused", "gone", "no address"])
@@ -125,22 +118,6 @@ def test_an_answer_without_end_is_not_read(raw: Any, caplog: pytest.LogCaptureFi
     assert sent < 32 << 20, "of which the system's buffers hold a part"
 
 
-def test_an_answer_that_comes_byte_by_byte_is_not_waited_for(
-    raw: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def slow(connection: socket.socket) -> None:
-        for _ in range(1000):
-            connection.sendall(b"H")
-            time.sleep(0.02)
-
-    monkeypatch.setattr(webhook, "WAIT_S", 0.1)
-    monkeypatch.setattr(webhook, "AGAIN_S", ())
-    raw(slow)
-    began = time.monotonic()
-    webhook.call("failed")
-    assert time.monotonic() - began < 5 and "was not told: no answer in time" in caplog.text
-
-
 # ------------------------------------------------------------------------------------------ without a verdict
 ENDS: dict[str, tuple[str, Exception, str]] = {
     "the suite is wrong": ("prepare", ConfigError("no such suite"), "ConfigError: no such suite"),
@@ -165,27 +142,3 @@ def test_a_night_that_ends_without_a_verdict_tells_why(
         assert flexfleet("regress", "--id", "n").code == getattr(error, "exit_code", None)
     ((_, _, posted),) = listener["posted"]
     assert posted["text"].startswith("n has no verdict: ") and posted["text"].endswith(said)
-
-
-@pytest.mark.parametrize("error", [Stopped("asked to"), KeyboardInterrupt()])
-def test_whoever_stops_a_night_is_not_told(
-    error: BaseException, listener: dict[str, Any], flexfleet: Any, monkeypatch: pytest.MonkeyPatch, own_folder: None
-) -> None:
-    def ends(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(nightly, "prepare", ends)
-    with suppress(KeyboardInterrupt):
-        flexfleet("regress", "--id", "n")
-    assert listener["posted"] == []
-
-
-def test_a_reference_is_no_night(
-    listener: dict[str, Any], flexfleet: Any, monkeypatch: pytest.MonkeyPatch, own_folder: None
-) -> None:
-    def ends(*_: Any, **__: Any) -> None:
-        raise ConfigError("no such suite")
-
-    monkeypatch.setattr(nightly, "prepare", ends)
-    assert flexfleet("regress", "--id", "n", "--update").code == 2
-    assert listener["posted"] == []

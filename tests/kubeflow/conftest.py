@@ -26,14 +26,9 @@ Two nights of the suite `digits` take most of the time, some minutes of two core
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -57,25 +52,3 @@ def place() -> Place:
     host, store = os.environ["KF_PIPELINES_ENDPOINT"], os.environ["FLEXFLEET_KF_STORE"]
     mlflow = os.environ.get("FLEXFLEET_KF_MLFLOW", "")
     return Place(host, Cluster(namespace), store, mlflow, f"suite-{uuid.uuid4().hex[:6]}")
-
-
-# ----------------------------------------------------------------------------------- stand-ins, for test_steps.py
-def _fake() -> ModuleType:
-    path = Path(__file__).parents[1] / "k8s" / "fake.py"
-    spec = importlib.util.spec_from_file_location("kubeflow_fake_cluster", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def fake_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A fake cluster that KUBECONFIG points to, with the namespace kubeflow."""
-    fake = _fake()
-    found = fake.Cluster(tmp_path / "cluster", namespaces={"kubeflow"})
-    with fake.serving(found) as kubeconfig:
-        monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
-        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-        yield found

@@ -69,13 +69,6 @@ def test_submit_ends_if_the_server_never_answers(
     assert done.code == 6 and "timed out" in done.err
 
 
-@pytest.mark.parametrize("host", ["https://127.0.0.1", "127.0.0.1"])
-def test_submit_names_the_cure_for_a_server_without_tls(kubeflow: tuple[Any, str], flexfleet: Any, host: str) -> None:
-    """The SDK adds https:// to an address without a scheme."""
-    done = flexfleet("submit", "train", "--host", f"{host}:{kubeflow[1].rpartition(':')[2]}")
-    assert done.code == 6 and "--host http://" in done.err and done.err.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     "address",
     ["http://", "ftp://kubeflow", "http://host:99999", "http://ho st", "http://localhost/#/runs", "http://[::1"],
@@ -88,19 +81,3 @@ def test_submit_refuses_a_malformed_address(
         monkeypatch.setenv(name, address)
     done = flexfleet("submit", "train", *([] if name == "KF_PIPELINES_ENDPOINT" else ["--host", address]))
     assert done.code == 2 and f"{name} must be the address" in done.err
-
-
-def test_submit_hides_the_password_of_an_address(kubeflow: tuple[Any, str], flexfleet: Any) -> None:
-    done = flexfleet("submit", "train", "--host", kubeflow[1].replace("http://", "http://me:pl4nted@"))
-    assert done.code == 0 and "pl4nted" not in done.out + done.err, done.err
-
-
-def test_submit_names_a_file_of_the_sdk_that_it_cannot_read(
-    kubeflow: tuple[Any, str], flexfleet: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    import kfp
-
-    (tmp_path / "context.json").write_text("{")
-    monkeypatch.setattr(kfp.Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "context.json"))
-    done = flexfleet("submit", "train", "--host", kubeflow[1])
-    assert done.code == 6 and done.err.count("\n") == 1 and "context.json" in done.err

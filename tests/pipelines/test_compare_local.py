@@ -4,14 +4,11 @@ that `flexfleet compare` gives, and one table."""
 from __future__ import annotations
 
 import builtins
-import html
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 import mlflow
 import pytest
@@ -88,17 +85,6 @@ def test_the_models_are_bit_identical_to_those_of_the_command_line(ran: Ran) -> 
         assert models[0] == models[1]
 
 
-def test_all_runs_of_a_seed_start_from_the_same(ran: Ran) -> None:
-    shared = ran.tasks / "prepare" / "shared" / "same"
-    for name in NAMES:
-        label, _, seed = name.partition("-")
-        of_seed, run = shared / f"shared-{seed}", ran.store / name
-        for file in ("partition.json", "partition.safetensors"):
-            assert (run / "partition" / file).read_bytes() == (of_seed / "partition" / file).read_bytes()
-        taken = (run / "pretrain" / "apoz.json").read_bytes() == (of_seed / "pretrain" / "apoz.json").read_bytes()
-        assert taken == (label == "flexfl")
-
-
 def test_every_pair_is_a_task_with_a_finished_run_a_page_and_figures(ran: Ran) -> None:
     found = {}
     for folder in ran.tasks.glob("for-loop-*/run"):
@@ -150,40 +136,3 @@ def test_mlflow_groups_the_runs_of_the_graph(ran: Ran, scratch: Path) -> None:
         assert run.data.tags.get("mlflow.parentRunId") == (None if run is whole else whole.info.run_id)
     found = ComparisonFile.read(ran.tasks / "compare" / "comparison" / "comparison.json")
     assert found.mlflow_run_id == whole.info.run_id and "full/flexfl" in whole.data.metrics
-
-
-def test_the_link_to_mlflow_opens_the_curves_of_all_runs(ran: Ran, scratch: Path) -> None:
-    (link,) = re.findall(r"in MLflow\]\((\S+)\)", (ran.tasks / "compare" / "table").read_text())
-    assert f'<a href="{html.escape(link)}">' in (ran.tasks / "compare" / "page").read_text()
-    client = mlflow.MlflowClient(f"sqlite:///{scratch / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("digits-small_cnn-dirichlet")
-    assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id], "tags.`flexfleet.comparison` = 'same'")
-    parts = urlsplit(urlsplit(link).fragment)
-    asked = {name: json.loads(value) for name, value in parse_qsl(parts.query) if name != "x_axis"}
-    assert (link.partition("#")[0], parts.path) == ("http://mlflow/", "/metric")
-    assert set(asked["runs"]) == {run.info.run_id for run in runs if run.info.run_name != "same"}
-    assert (asked["experiments"], asked["metric"]) == ([experiment.experiment_id], "avg")
-    assert asked["plot_metric_keys"] == ["avg", "full"]
-    assert all("full" in run.data.metrics for run in runs if run.info.run_id in asked["runs"])
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"algorithms": "flexfl,fedavgg"}, "fedavgg: no algorithm named 'fedavgg'"),
-        ({"advanced": {"no_kd:algorithm.kd_weight": 0}}, "no algorithm of this comparison is labelled 'no_kd'"),
-        ({"advanced": {"all_large:rounds.stop": 3}}, "rounds.stop: all labels of a comparison have the same"),
-        (
-            {"algorithms": "flexfl,all_large,fedavg", "seeds": ",".join(map(str, range(27)))},
-            "are 81 runs, and a pipeline",
-        ),
-        ({"store_uri": "runs", "advanced": {"run.remote": "s3://bucket/runs"}}, "is the parameter 'store_uri'"),
-    ],
-)
-def test_a_bad_parameter_fails_in_the_first_task_with_the_clear_error(
-    scratch: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(RuntimeError, match="prepare"):
-        comparison(**{"store_uri": "store", **given})
-    assert said in " ".join(capsys.readouterr().out.split())

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -24,10 +21,9 @@ from fl_engine.algorithms import ALGORITHMS
 from fl_engine.core.errors import ConfigError
 from fl_engine.datasets import DATASETS
 from fl_engine.models import MODELS
-from flexfleet.config import Config, flatten
-from flexfleet.config.document import about
+from flexfleet.config import Config
 from flexfleet.config.form import PARAMETERS, comparison_from, config_from
-from flexfleet.config.form_fields import LISTED, STUDY
+from flexfleet.config.form_fields import STUDY
 from flexfleet.config.schema import PartitionConfig
 from flexfleet.kubeflow.retarget import VARIABLES, documents, retarget, shipped
 from pipelines import compile as compiling
@@ -53,13 +49,6 @@ def test_checked_in_files_are_current_and_compiling_imports_nothing_heavy(hash_s
     assert not HEAVY & set(python(code, PYTHONHASHSEED=hash_seed).split())
 
 
-def test_a_setting_that_is_wrong_is_told_in_one_line() -> None:
-    command = [sys.executable, "-m", "pipelines.compile", "--check"]
-    done = subprocess.run(command, env={**os.environ, "FLEXFLEET_TASK_NODES": "odd"}, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "error: FLEXFLEET_TASK_NODES: label=value,... is expected, got 'odd'\n"
-
-
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The environment without a cluster's settings."""
@@ -81,24 +70,10 @@ def test_compiling_for_a_cluster_changes_no_tracked_file(clean: pytest.MonkeyPat
     assert compiling.main(["--check"]) == 0
 
 
-def test_compiling_writes_to_the_folder_of_out(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert compiling.main(["--out", str(tmp_path)]) == 0
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        f"{name}.yaml": shipped(name) for name in PIPELINES
-    }
-
-
 def test_a_clusters_files_do_not_replace_the_defaults(clean: pytest.MonkeyPatch) -> None:
     clean.setenv("FLEXFLEET_IMAGE", "here/flexfleet:1")
     with pytest.raises(ConfigError, match="checked in, but the environment sets FLEXFLEET_IMAGE"):
         compiling.main(["--out", str(COMPILED)])
-
-
-@pytest.mark.parametrize("name", PIPELINES)
-def test_the_image_is_chosen_in_one_place(name: str) -> None:
-    spec, _ = documents(retarget(shipped(name), {"FLEXFLEET_IMAGE": "here/python:1"}))
-    executors = spec["deploymentSpec"]["executors"]
-    assert {e["container"]["image"] for e in executors.values()} == {"here/python:1"}
 
 
 def root_of(name: str) -> dict[str, Any]:
@@ -145,53 +120,6 @@ def test_choices_are_offered_as_such_and_parse(name: str) -> None:
 def test_what_is_made_of_the_schema_is_current() -> None:
     """params.yaml and the forms' file, from which the pipelines are compiled."""
     assert describe.main(["--check"]) == 0
-
-
-def test_a_new_name_or_default_makes_the_files_old_and_one_command_writes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("PARAMS", "FORM"):
-        path = getattr(describe, name)
-        shutil.copyfile(path, tmp_path / path.name)
-        monkeypatch.setattr(describe, name, tmp_path / path.name)
-    assert describe.main([]) == 0
-    assert capsys.readouterr().out == "", "what is current is not written again"
-    monkeypatch.setitem(ALGORITHMS, "another", ALGORITHMS["fedprox"])
-    assert describe.main(["--check"]) == 2
-    assert "run `python -m components.describe`" in capsys.readouterr().err
-    assert describe.main([]) == 0 == describe.main(["--check"])
-    assert all("another" in (tmp_path / name).read_text() for name in ("params.yaml", "form.json"))
-
-
-def test_a_form_says_defaults_and_meanings_of_its_parameters(root: dict[str, Any]) -> None:
-    defaults, form = flatten(Config()), root["inputDefinitions"]["parameters"]
-    for name in PARAMETERS.keys() - {"mlflow_uri", "store_uri"}:
-        assert form[name]["defaultValue"] == defaults[PARAMETERS[name]]
-        told = " ".join(form[name]["description"].split())
-        if name in LISTED:
-            assert f'{{"{PARAMETERS[name]}": "package.module:NAME"}}' in told, "where a class of one's own goes"
-        else:
-            assert told == about(PARAMETERS[name])
-
-
-VAGUE = {"pointer", "pointers", "started", "finished", "told", "which"}
-
-
-@pytest.mark.parametrize("name", PIPELINES)
-def test_names_of_artifacts_explain_themselves(name: str) -> None:
-    """Kubeflow shows each output as a node of the graph."""
-    spec = documents((COMPILED / f"{name}.yaml").read_text())[0]
-    shown = {
-        key: set(each.get("outputDefinitions", {}).get("artifacts", {})) for key, each in spec["components"].items()
-    }
-    assert {key: names & VAGUE for key, names in shown.items() if names & VAGUE} == {}
-
-
-def test_pool_and_evaluation_are_typed_artifacts() -> None:
-    components = documents((COMPILED / "train.yaml").read_text())[0]["components"]
-    for task, name, kind in (("model-pool", "pool", "Model"), ("evaluate", "evaluation", "Metrics")):
-        found = components[f"comp-{task}"]["outputDefinitions"]["artifacts"][name]["artifactType"]
-        assert found["schemaTitle"] == f"system.{kind}"
 
 
 # ------------------------------------------------------------------------------------------------------- train
@@ -266,25 +194,6 @@ def test_what_tasks_take_of_a_node_is_chosen_for_a_cluster() -> None:
     assert asked == {f"exec-{name}": "2" if name in ("pretrain", "federate", "evaluate") else None for name in ORDER}
 
 
-def test_a_task_may_ask_for_nothing_of_a_node() -> None:
-    spec = documents(retarget(shipped("train"), {"FLEXFLEET_TASK_CPU": "0:2"}))[0]
-    found = spec["deploymentSpec"]["executors"]["exec-report"]["container"]["resources"]
-    assert (found["resourceCpuRequest"], found["resourceCpuLimit"]) == ("0", "2")
-
-
-def test_a_description_names_what_there_is() -> None:
-    for name in PIPELINES:
-        text = documents((COMPILED / f"{name}.yaml").read_text())[0]["pipelineInfo"]["description"]
-        assert (", ".join(sorted(ALGORITHMS)) in text) is (name == "compare"), "the others have lists in the form"
-        assert ('"package.module:NAME"}' in text) is (name != "nightly")
-        assert "Change first: " in text
-        example = json.loads(re.search(r"dotted names: (\{.*?\})\. A", text)[1])  # type: ignore[index]
-        if name == "compare":
-            assert comparison_from({"mlflow_uri": ""}, example, "flexfl,all_large", "0", "a")
-        elif name != "nightly":
-            assert config_from({"mlflow_uri": ""}, example) != Config()
-
-
 def test_nodes_data_and_the_secret_are_chosen_for_a_cluster() -> None:
     given = {"FLEXFLEET_TASK_NODES": "kubernetes.io/arch=amd64,disk=fast", "FLEXFLEET_DATA_CLAIM": "sets"}
     given |= {"FLEXFLEET_KUBEFLOW_UI": "https://kubeflow"}
@@ -332,16 +241,6 @@ def test_a_task_that_trains_is_told_by_what_it_was_compiled_with() -> None:
 def test_what_is_none_of_its_kind_is_refused(variable: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"FLEXFLEET_{variable}: .* got '{value.partition(':')[0]}"):
         retarget(shipped("train"), {f"FLEXFLEET_{variable}": value})
-
-
-def test_blanks_around_what_a_cluster_is_described_by_are_no_part_of_it() -> None:
-    given = {"FLEXFLEET_TASK_NODES": "a=b, c=d", "FLEXFLEET_TASK_CPU": "1 : 2", "FLEXFLEET_TRAIN_GPU": " x.com/gpu = 2"}
-    spec, platform = documents(retarget(shipped("train"), given))
-    settings = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]["exec-federate"]
-    assert settings["nodeSelector"]["labels"] == {"a": "b", "c": "d"}
-    found = {key: each["container"]["resources"] for key, each in spec["deploymentSpec"]["executors"].items()}
-    assert (found["exec-report"]["resourceCpuRequest"], found["exec-report"]["resourceCpuLimit"]) == ("1", "2")
-    assert found["exec-federate"]["accelerator"]["resourceType"] == "x.com/gpu"
 
 
 # ----------------------------------------------------------------------------------------------------- compare

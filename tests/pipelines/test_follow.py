@@ -189,15 +189,6 @@ def test_follow_waits_for_a_server_that_is_away_while_it_reads_logs(
     assert follow(host, run_id, retries=3)[0].exit_code == 0
 
 
-def test_follow_does_not_retry_a_run_that_it_saw_terminated(kubeflow: tuple[Any, str]) -> None:
-    """A server may end it without CANCELING in the history."""
-    server, host = kubeflow
-    run_id = submit("train", {}, host=host).run_id
-    server.moves[run_id] = [{"state": "CANCELING"}, {"state": "FAILED", "state_history": [{"state": "FAILED"}]}]
-    found, _ = follow(host, run_id, retries=3)
-    assert (found.state, found.retried) == ("CANCELED", 0)
-
-
 def test_follow_ends_well_if_a_retry_cures_the_run(kubeflow: tuple[Any, str]) -> None:
     server, host = kubeflow
     run_id = submit("train", {}, host=host).run_id
@@ -206,23 +197,6 @@ def test_follow_ends_well_if_a_retry_cures_the_run(kubeflow: tuple[Any, str]) ->
     found, lines = follow(host, run_id, retries=3)
     assert (found.exit_code, found.retried) == (0, 1)
     assert any("retrying the run (1 of 3)" in line for line in lines)
-
-
-def test_follow_reports_the_error_that_kubeflow_2_16_gives(kubeflow: tuple[Any, str]) -> None:
-    server, host = kubeflow
-    run_id = submit("train", {"store_uri": "/volume/runs"}, host=host).run_id
-    ended = details(task("federate", "FAILED", error="exit code 137"), task("report", "SKIPPED"))
-    server.moves[run_id] = [{"state": "FAILED", **ended}]
-    found, lines = follow(host, run_id)
-    assert lines[-2] == "federate: exit code 137" == found.error
-
-
-def test_follow_says_that_a_folder_of_the_pods_is_lost(kubeflow: tuple[Any, str]) -> None:
-    server, host = kubeflow
-    run_id = submit("train", {"store_uri": "runs"}, host=host).run_id
-    server.moves[run_id] = [{"state": "FAILED"}]
-    _, lines = follow(host, run_id)
-    assert "another run cannot continue this one" in lines[-1] and "s3://bucket/prefix" in lines[-1]
 
 
 def test_follow_recognises_a_terminated_run(kubeflow: tuple[Any, str]) -> None:
@@ -289,23 +263,6 @@ def test_submit_terminates_retries_and_prints_logs(kubeflow: tuple[Any, str], fl
     assert refused.code == 2 and "takes no retry" in refused.err
 
 
-def test_without_wait_it_says_how_to_follow(
-    kubeflow: tuple[Any, str], flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, host = kubeflow
-    monkeypatch.chdir(tmp_path)
-    done = flexfleet("submit", "train", "--host", host)
-    assert done.code == 0 and f"flexfleet submit --follow r1 --host {host}" in done.out
-    assert server.asked == 0, "the state of the run was not requested"
-
-
-@pytest.mark.parametrize("argv", [[], ["train", "--follow", "r1"]])
-def test_a_pipeline_to_start_or_a_run_to_follow(kubeflow: tuple[Any, str], flexfleet: Any, argv: list[str]) -> None:
-    server, host = kubeflow
-    done = flexfleet("submit", *argv, "--host", host)
-    assert done.code == 2 and "or one of --follow" in done.err and not server.runs
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_and_sigterm_stop_following_and_not_the_run(
     kubeflow: tuple[Any, str], flexfleet: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
@@ -366,16 +323,6 @@ def test_an_outage_without_end_ends_with_how_to_come_back(
     server.ask = down
     done = flexfleet("submit", "--follow", run_id, "--host", host)
     assert done.code == 6 and f"flexfleet submit --follow {run_id} --host {host}" in done.err
-
-
-@pytest.mark.parametrize(("fault", "said"), [(200, "has no run with the id"), (404, "404"), (401, "401")])
-def test_what_another_question_would_not_mend_is_said_at_once(kubeflow: tuple[Any, str], fault: int, said: str) -> None:
-    server, host = kubeflow
-    run_id = submit("train", {}, host=host).run_id
-    server.faults = [fault]
-    with pytest.raises(EnvironmentFailure, match=said):
-        follow(host, run_id)
-    assert server.asked == 1
 
 
 def test_defaults_that_the_server_does_not_tell_keep_no_run_from_being_followed(kubeflow: tuple[Any, str]) -> None:
@@ -481,18 +428,3 @@ def test_the_rounds_are_mlflows_where_the_ledger_is_out_of_reach(
         f"round {n}/40  avg {avg} %  full 60.0 %  loss 1.500  3 trained  2.0 s" for n, avg in ((1, "50.0"), (2, "75.0"))
     ]
     assert found.rounds[""]["round"] == 2
-
-
-def test_where_neither_can_be_read_the_reasons_are_told(
-    kubeflow: tuple[Any, str], bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, host = kubeflow
-    parameters = {"store_uri": "s3://no-such-bucket/runs", "mlflow_uri": "http://127.0.0.1:9"}
-    run_id = submit("train", parameters, host=host).run_id
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT", raising=False)
-    found, lines = follow(host, run_id)
-    assert found.exit_code == 0
-    assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ, "a run in this process afterwards would give up early"
-    assert "no-such-bucket" in lines[1] and "127.0.0.1:9: the server does not answer" in lines[1]
-    assert "states of the tasks" in lines[1]

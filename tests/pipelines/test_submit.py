@@ -166,18 +166,6 @@ def test_what_would_be_lost_on_the_way_is_refused(
     assert (done.code, said in done.err, server.runs, server.versions) == (2, True, [], []), done.err
 
 
-def test_what_the_configurations_file_says_beside_the_form_is_told(
-    kubeflow: tuple[Any, str], flexfleet: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    server, host = kubeflow
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "params.yaml").write_text("seed: 1\n")
-    done = flexfleet("submit", "compare", "--host", host, "--param", "seeds=1,2")
-    assert done.code == 0 and server.runs[0]["runtime_config"]["parameters"]["seeds"] == "1,2", done.err
-    assert "the pipeline compare has no field for seed = 1, which the configuration file sets" in caplog.text
-
-
 def test_a_number_of_a_form_is_sent_as_one(kubeflow: tuple[Any, str], flexfleet: Any, tmp_path: Any,
                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     server, host = kubeflow
@@ -261,11 +249,6 @@ def test_a_path_of_mlflow_is_the_tasks_and_not_of_this_machine(kubeflow: tuple[A
     assert server.pipelines
 
 
-def test_a_server_that_is_not_there_is_said() -> None:
-    with pytest.raises(EnvironmentFailure, match=r"http://127\.0\.0\.1:9 cannot be reached"):
-        submit("train", {}, host="http://127.0.0.1:9")
-
-
 @pytest.mark.parametrize("argv", [("submit", "train"), ("submit", "--follow", "r1"), ("nightly",)])
 @pytest.mark.parametrize("where", ["nothing answers", "no address", "no home folder"])
 def test_without_a_server_one_line_says_what_to_type(
@@ -285,12 +268,6 @@ def test_without_a_server_one_line_says_what_to_type(
     assert "`kubectl -n kubeflow port-forward svc/ml-pipeline-ui 8080:80`" in done.err
     assert not [each for each in recwarn if "Kubeflow Pipeline" in str(each.message)]
     assert not [each for each in caplog.records if each.name.startswith("urllib3")]
-
-
-def test_the_sdk_is_not_heard(kubeflow: tuple[Any, str], recwarn: pytest.WarningsRecorder) -> None:
-    warnings.simplefilter("always")
-    submit("train", {}, host=kubeflow[1])
-    assert not [each for each in recwarn if "Kubeflow Pipeline" in str(each.message)]
 
 
 # ----------------------------------------------------------------------------------------------- every night

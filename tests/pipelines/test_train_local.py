@@ -66,20 +66,6 @@ def test_the_model_is_bit_identical_to_that_of_one_process(ran: Ran) -> None:
     assert (ran.store / "model.safetensors").read_bytes() == (ran.direct / "model.safetensors").read_bytes()
 
 
-def test_the_interrupted_run_goes_on(ran: Ran) -> None:
-    history = History.read(ran.store / "history.json")
-    # With its seconds: a round that is computed again takes other ones.
-    assert history.rounds[0] == ran.interrupted.rounds[0]
-    assert history.model_sha256 != ran.interrupted.model_sha256
-
-
-def test_every_task_used_the_configuration_of_the_first(ran: Ran) -> None:
-    config = load_config(ran.tasks / "partition" / "config")
-    wanted = config_from(PARAMETERS | {"mlflow_uri": ran.mlflow, "store_uri": "store"}, ADVANCED)
-    assert config == wanted.model_copy(update={"publish": config.publish}) and config.publish.models
-    assert json.loads((ran.store / "run.json").read_text())["config"] == config.settled().model_dump(mode="json")
-
-
 def test_evaluation_and_its_metrics(ran: Ran) -> None:
     found = EvaluationFile.read(ran.tasks / "evaluate" / "evaluation" / "evaluation.json")
     direct = EvaluationFile.read(ran.direct / "evaluation.json")
@@ -194,15 +180,6 @@ def test_a_password_in_a_parameter_is_refused_and_written_nowhere(
     assert telling(scratch) == []
 
 
-def test_a_bad_parameter_fails_in_the_first_task_with_the_clear_error(
-    scratch: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(RuntimeError, match="partition"):
-        train(store_uri="store", advanced={"algorithm.kd_wight": 5})
-    said = " ".join(capsys.readouterr().out.split())
-    assert "unknown parameter 'algorithm.kd_wight' (did you mean 'kd_weight'?)" in said
-
-
 def executed(
     name: str, parameters: dict[str, Any], folder: Path, metadata: dict[str, str] | None = None, **env: str
 ) -> subprocess.CompletedProcess[str]:
@@ -267,14 +244,6 @@ def test_empty_store_uri_is_the_platforms_bucket(tmp_path: Path) -> None:
     done = executed("partition", form(store_uri=""), tmp_path, FLEXFLEET_S3_STORE=f"{tmp_path}/volume")
     assert done.returncode == 0, done.stderr
     assert load_config(tmp_path / "config").run.store == f"{tmp_path}/volume"
-
-
-@pytest.mark.parametrize("advanced", [["rounds.stop"], "rounds.stop", 3])
-def test_advanced_that_is_no_object_is_a_wrong_parameter(tmp_path: Path, advanced: Any) -> None:
-    """Kubeflow's API takes any JSON value for it."""
-    done = executed("partition", form(advanced=advanced), tmp_path)
-    assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
-    assert "(wrong parameter): advanced is one JSON object of dotted names" in done.stderr
 
 
 def test_every_mistake_of_a_form_is_reported_at_the_end(tmp_path: Path) -> None:
