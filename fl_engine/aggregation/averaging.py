@@ -2,11 +2,10 @@
 
 For each element p of the global model, over the updates m that hold it, with weights d_m:
 
-    p = sum_m d_m * p_m / sum_m d_m        and p keeps its old value where no update holds it.
+    p = sum_m d_m * p_m / sum_m d_m        and p keeps its old value if no update holds it.
 
-Sums are kept in double precision. They are added in the order in which updates arrive; the engine feeds them in
-client order, so the result is one fixed number. Any other order moves an element by at most a few ulp of double,
-far below the single precision that is stored, and identical values average to themselves exactly.
+Sums are in double precision. The engine adds updates in client order, so the result is one fixed number. Another order
+moves an element by a few ulp of double, far below the stored single precision. Equal values average to themselves.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from fl_engine.core.slicing import is_statistic, places
 from fl_engine.core.types import Keep, ParamLayout, Params, SubmodelSpec
 
 Region = tuple[slice | Tensor, ...]
-"""Where an update's entries lie in the global tensor: slices, or broadcast indices like `numpy.ix_`."""
+"""The positions of an update's entries in the global tensor: slices, or broadcast indices like `numpy.ix_`."""
 
 Kind = tuple[SubmodelSpec, tuple[str, ...]]
-"""What updates hold: a sub-model, and which of its tensors, by name."""
+"""The sub-model of an update, and the names of its tensors."""
 
 HELD_BACK_BYTES = 2**20
-"""Bytes. Small updates of one kind are held back until together they are this large, then added at once."""
+"""Bytes. Small updates of one kind are buffered up to this size and added at once."""
 
 ROWS_BYTES = 2**19
-"""Bytes in double precision: a tensor's mean is taken of as many rows at a time, at least one. Smaller than
-`heap.LARGE_BLOCK`, so that each time the same memory is used."""
+"""Bytes in double precision: a tensor's mean is computed over as many rows at a time. Smaller than
+`system.LARGE_BLOCK`, so that the same memory is used again."""
 
 
 class Regions:
-    """Where updates lie in the tensors of `old`, and their shapes there; computed once for each kind of update."""
+    """The positions and shapes of updates in the tensors of `old`, cached by kind of update."""
 
     def __init__(self, old: Params, layout: ParamLayout) -> None:
         self._old = old
@@ -47,7 +46,7 @@ class Regions:
         self._sizes: dict[Kind, int] = {}
 
     def fit(self, payload: Params, spec: SubmodelSpec) -> Kind:
-        """The update's kind. Raises ModelError for a name or a shape that its sub-model does not have."""
+        """Return the update's kind. Raises ModelError for a name or a shape that its sub-model does not have."""
         kind = (spec, tuple(payload))
         shapes = self._shapes.get(kind) or self.shapes(kind)
         for name, shape in shapes.items():
@@ -57,26 +56,26 @@ class Regions:
         return kind
 
     def of(self, kind: Kind) -> dict[str, Region]:
-        """By name, where such an update's entries lie in the global tensor. Raises ModelError for a name or channels
-        that the network does not have."""
+        """Return the positions of an update's entries by name. Raises ModelError for a name or channels that the
+        network does not have."""
         if kind not in self._of:
             self._locate(kind)
         return self._of[kind]
 
     def shapes(self, kind: Kind) -> dict[str, tuple[int, ...]]:
-        """By name, the shapes of such an update's tensors. Raises as `of` does."""
+        """Return the shapes of an update's tensors by name. Raises as `of` does."""
         if kind not in self._shapes:
             self._locate(kind)
         return self._shapes[kind]
 
     def size(self, kind: Kind) -> int:
-        """Bytes of such an update's numbers in float32."""
+        """Return the bytes of an update in float32."""
         if kind not in self._sizes:
             self._sizes[kind] = 4 * sum(math.prod(shape) for shape in self.shapes(kind).values())
         return self._sizes[kind]
 
     def total(self, name: str, weights: Mapping[Kind, float]) -> Tensor:
-        """float64, shaped like the tensor: the sum of the weights of those that hold an element."""
+        """Return for each element the sum of the weights of the kinds that hold it, float64."""
         out = torch.zeros(self._old[name].shape, dtype=torch.float64)
         for kind, weight in weights.items():
             if name in self.of(kind):
@@ -92,7 +91,7 @@ class Regions:
         self._shapes[kind] = {name: shape for name, (_, shape) in found.items()}
 
     def _region(self, name: str, spec: SubmodelSpec, kept: Mapping[str, Keep]) -> tuple[Region, tuple[int, ...]]:
-        """The region, and the shape of an update's tensor there."""
+        """Return the region and the shape of an update's tensor."""
         slot = self._layout.slots.get(name)
         if slot is None or not self._layout.has_block(spec, slot.block):
             raise ModelError(f"the update brings {name!r}, which its sub-model does not have")
@@ -111,28 +110,23 @@ class Regions:
 
 
 def change_of(tensor: Tensor, before: Tensor) -> Tensor:
-    """float64: a tensor of an update, less the server's own weights in its place. What a client was sent may differ
-    from these by a codec's rounding."""
+    """Return the change of a tensor from the server's weights, float64. The client may have received slightly other
+    weights because of a codec."""
     return tensor.to(torch.float64, copy=True).sub_(before)
 
 
 def norm_of(
     payload: Params, kind: Kind, old: Params, regions: Regions, counts: Callable[[str], bool] = lambda name: True
 ) -> float:
-    """The L2 norm of an update's change from `old`, over all its tensors that count, by name, together; one is in
-    memory at a time."""
+    """Return the L2 norm of an update's change over all tensors that count by name, computed tensor by tensor."""
     at = regions.of(kind)
     changes = (change_of(payload[name], old[name][at[name]]) for name in payload if counts(name))
     return math.hypot(*(float(torch.linalg.vector_norm(change)) for change in changes))
 
 
 def limited(payload: Params, spec: SubmodelSpec, old: Params, regions: Regions, clip: float | None) -> Params:
-    """The update, the change of its weights from `old` scaled down to an L2 norm of `clip` where it is larger. Batch
-    norm's running statistics, which no gradient moves and which begin far from the data's, neither count nor are
-    scaled.
-
-    Raises ModelError for an update that does not fit.
-    """
+    """Return the update with the change of its weights scaled down to an L2 norm of at most `clip`. Running statistics
+    neither count nor are scaled. Raises ModelError for an update that does not fit."""
     kind = regions.fit(payload, spec)
     if clip is None or (norm := norm_of(payload, kind, old, regions, _is_weight)) <= clip:
         return payload
@@ -151,9 +145,8 @@ def _is_weight(name: str) -> bool:
 
 
 class Mean:
-    """Streams: holds one running sum per element, however many updates arrive, and HELD_BACK_BYTES of updates. Of a
-    large update that waits in a file (`Spooled`) one tensor is in memory at a time. `result` ends it: sums become means
-    one tensor after the other, so that the whole model is never there as both."""
+    """The streaming mean: one running sum per element, plus HELD_BACK_BYTES of updates. `result` turns the sums into
+    means tensor by tensor, so that the model is not in memory twice."""
 
     def __init__(self, old: Params, layout: ParamLayout) -> None:
         self._old = old
@@ -163,15 +156,13 @@ class Mean:
         self._held: list[tuple[Params, float]] = []
         self._held_kind: Kind | None = None
         self._room = 0
-        """How many updates of that kind are held back at most."""
+        """The most updates of that kind to buffer."""
         self._made: Params | None = None
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
-        """Adds one update with `weight` > 0: tensors of the shapes that `spec` gives, on the CPU, which are held and so
-        must not change afterwards. Names absent from `payload` were not trained and do not count.
-
-        Raises ModelError for a name, a shape or a weight that does not fit; nothing has been added then.
-        """
+        """Add one update with `weight` > 0: CPU tensors of the shapes of `spec`, which are buffered and must not change
+        afterwards. Absent names do not count. Raises ModelError for a name, a shape or a weight that does not fit,
+        without adding anything."""
         assert self._made is None, "the mean was taken: what is added now would be lost"
         if not 0 < weight < math.inf:
             raise ModelError(f"an update's weight must be positive and finite, got {weight}")
@@ -190,12 +181,12 @@ class Mean:
         return not any(names for _, names in (*self._weight, *held))
 
     def trained(self) -> Params:
-        """bool, shaped like the model: the elements that at least one update held."""
+        """Return masks (bool, shapes of the model) of the elements that an update held."""
         self._flush()
         return {name: self._weights(name) > 0 for name in self._old}
 
     def result(self) -> Params:
-        """The new model; the tensors of `old` themselves where nothing was added. Nothing can be added afterwards."""
+        """Return the new model, or the tensors of `old` if nothing was added. Ends the mean."""
         if self._made is None:
             self._flush()
             self._made = dict(self._old)
@@ -214,7 +205,7 @@ class Mean:
         return out
 
     def _flush(self) -> None:
-        """Adds what is held back: large updates one by one, small ones all in one pass over the sum."""
+        """Add the buffered updates: large ones one by one, small ones in one pass."""
         if self._held_kind is None:
             return
         kind, self._held_kind = self._held_kind, None
@@ -237,10 +228,10 @@ class Mean:
                 self._sum[name][region] = into
 
     def _weights(self, name: str) -> Tensor:
-        """float64, shaped like the tensor: the weight of each element."""
+        """Return the weight of each element, float64."""
         return self._regions.total(name, self._weight)
 
 
 def _in_rows(tensor: Tensor, step: int) -> tuple[Tensor, ...]:
-    """Views of so many rows each; a number has none."""
+    """Split a tensor into views of `step` rows. A scalar has no rows."""
     return torch.split(tensor, step) if tensor.dim() else (tensor,)

@@ -1,4 +1,4 @@
-"""What every aggregation has: a configured rule, which starts one aggregate for each round."""
+"""The protocol of aggregations, and the clipping that may come before any of them."""
 
 from __future__ import annotations
 
@@ -10,37 +10,39 @@ from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
 
 
 class Aggregate(Protocol):
-    """A round's updates, one after the other, and what they make."""
+    """A round's updates and their aggregate."""
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
-        """Raises ModelError for an update that does not fit; nothing has been added then."""
+        """Add an update. Raises ModelError if it does not fit, without adding anything."""
 
     @property
     def empty(self) -> bool:
-        """Whether the old model stays as it is."""
+        """Whether the old model stays unchanged."""
 
     def trained(self) -> Params:
-        """bool, shaped like the model: the elements that the server's step moves."""
+        """Return masks (bool, shapes of the model) of the elements that the server's step moves."""
 
     def result(self) -> Params:
-        """On the CPU."""
+        """Return the new model, on the CPU."""
 
 
 class AggregationRule(Protocol):
-    """How a round's updates become one model: a frozen dataclass whose fields are the options."""
+    """How a round's updates become one model. A frozen dataclass of options."""
 
     def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
-        """An aggregate for a round that begins with the model `old`. `public` is what is known of the round without
-        looking at any client's data."""
+        """Return an aggregate for a round that begins with the model `old`. `public` holds the round's facts that do
+        not depend on any client's data."""
 
 
 def clipped(aggregate: Aggregate, old: Params, layout: ParamLayout, clip: float | None) -> Aggregate:
-    """The aggregate, fed with clipped updates; with None, with updates as they are."""
+    """Return the aggregate, fed with clipped updates unless `clip` is None."""
     return aggregate if clip is None else Clipped(aggregate, old, layout, clip)
 
 
 class Clipped:
-    """Feeds another aggregate with updates whose weights change by at most `clip`."""
+    """Scales the change of an update's weights, over all tensors together, down to an L2 norm of at most `clip`, and
+    passes it on. Running statistics stay; `rounds.norm_bound` bounds them. (A private aggregation clips all tensors
+    itself.)"""
 
     def __init__(self, inner: Aggregate, old: Params, layout: ParamLayout, clip: float) -> None:
         self._inner = inner

@@ -1,17 +1,16 @@
-"""The median and the trimmed mean of the updates, element by element: they withstand some bad clients.
+"""Byzantine-robust aggregation: the element-wise median and trimmed mean of the updates (Yin et al.,
+Byzantine-Robust Distributed Learning, ICML 2018, Definitions 1 and 2).
 
     median        the middle value of p_m, or the mean of the two middle ones
     trimmed_mean  the mean of p_m without the floor(trim * n) smallest and as many of the largest
 
-for each element p of the global model by itself, over the n updates m that hold it; where no update holds it, p keeps
-its old value. Yin et al., Byzantine-Robust Distributed Learning, ICML 2018, Definitions 1 and 2; all clients have the
-same weight.
+for each element p, over the n updates m that hold it. All clients have the same weight. An element that no update holds
+keeps its old value.
 
-Departs from the paper: it has one model for all. Here an element is safe where the bad clients are few among those that
-hold it, and few clients hold the elements that only the largest models have. Where there are so few holders that no
-value is left out at either end (two for the median, floor(trim * n) < 1), the element moves by the smallest of their
-changes if all have the same sign; else it keeps its old value. It also keeps it where a single client holds it. With
-`trim: 0` it is the plain mean of all holders.
+Departs from the paper: it has one model for all, here clients hold different elements. An element is safe if few of its
+holders are Byzantine. If it has so few holders that no value is dropped (two for the median, floor(trim * n) < 1), it
+moves by the smallest of their changes if all have the same sign, else it keeps its old value. It also keeps its old
+value with a single holder. With `trim: 0` it is the plain mean of all holders.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
 
 CHUNK_BYTES = 32 * 2**20
-"""Bytes of the clients' values that are in memory at a time: as many rows of a tensor as fit, at least one."""
+"""Bytes of the clients' values in memory at a time: as many rows of a tensor as fit, at least one."""
 
 
 @dataclass(frozen=True)
 class Median:
-    """The median: withstands bad clients as long as they are fewer than half of an element's holders."""
+    """The median: withstands Byzantine clients as long as they are fewer than half of an element's holders."""
 
     __pydantic_config__ = STRICT
     name: Literal["median"] = "median"
@@ -49,12 +48,12 @@ class Median:
 
 @dataclass(frozen=True)
 class TrimmedMean:
-    """The trimmed mean: withstands bad clients that are at most the share `trim` of an element's holders."""
+    """The trimmed mean: withstands Byzantine clients up to the share `trim` of an element's holders."""
 
     __pydantic_config__ = STRICT
     name: Literal["trimmed_mean"] = "trimmed_mean"
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
-    """Share of the values left out at either end."""
+    """Share of the values dropped at either end."""
     clip: Positive | None = None
 
     def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
@@ -63,12 +62,11 @@ class TrimmedMean:
 
 # --------------------------------------------------------------------------------------- median, trimmed mean
 class Middle:
-    """The mean of an element's values without a share `trim` of them at either end; with 0.5, one or two values remain.
-    With 0 it is the plain mean. With another share, where no value is left out, it is the smallest change that all
-    holders agree on.
+    """The mean of an element's values without a share `trim` of them at either end: 0.5 is the median, 0 the plain
+    mean.
 
-    All updates are kept until the end (beyond `spool.IN_MEMORY_BYTES` in a file), and are read in chunks of rows.
-    Values are sorted before they are added, so the result does not depend on the order of the updates, to the bit.
+    All updates are stored until the end (beyond `spool.IN_MEMORY_BYTES` in a file) and read in chunks of rows. Values
+    are sorted before they are added, so the order of the updates does not change a bit of the result.
     """
 
     def __init__(self, old: Params, layout: ParamLayout, trim: float) -> None:
@@ -77,7 +75,7 @@ class Middle:
         self._trim = trim
         self._spool = Spool()
         self._kinds: list[Kind] = []
-        """What each entry of the spool holds."""
+        """The kind of each entry of the spool."""
         self._count: dict[Kind, float] = {}
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
@@ -119,7 +117,7 @@ class Middle:
 
 
 def _rows(region: Region, first: int, last: int) -> tuple[int, int, Region]:
-    """Which of an update's rows lie in the global rows `first` to `last`, and where among those rows."""
+    """Return which of an update's rows are within the global rows `first` to `last`, and their places there."""
     head, *rest = region
     if isinstance(head, slice):  # a prefix, of every axis
         high = max(first, min(last, head.stop))
@@ -129,8 +127,8 @@ def _rows(region: Region, first: int, last: int) -> tuple[int, int, Region]:
 
 
 def _middle_of(values: Tensor, holders: Tensor, old: Tensor, trim: float) -> Tensor:
-    """float64: of `values` (n, ...), NaN for those that do not hold an element, the mean without the ends, or `old`
-    moved as far as all agree; `holders` (...) counts the others. Sorts `values` where they are."""
+    """Return the mean of `values` (n, ...) without both ends, or `old` moved as far as all holders agree, float64. NaN
+    marks clients that do not hold an element, and `holders` (...) counts the others. Sorts `values` in place."""
     values.numpy().sort(axis=0)  # NaN goes last
     low = torch.minimum((trim * holders + 1e-9).floor(), ((holders - 1) / 2).floor()).clamp_min(0)
     high = holders - low

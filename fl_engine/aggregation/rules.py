@@ -1,7 +1,7 @@
-"""How the updates of a round become one model: the aggregations, one file each. A new one is a file and a line here.
+"""The aggregations. A new one is a file and a line here.
 
-`algorithm.aggregation.name` chooses one of them, or one's own as `package.module:NAME` (`protocol.AggregationRule`).
-The server's optimiser steps after the aggregation.
+`algorithm.aggregation.name` names one of them, or your own as `package.module:NAME` (`protocol.AggregationRule`). The
+server's optimizer steps after the aggregation.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from fl_engine.core.types import ParamLayout, Params
 
 @dataclass(frozen=True)
 class Mean:
-    """FedAvg: weighted as the algorithm says."""
+    """FedAvg: the weighted mean of each element over the updates that hold it (`averaging.Mean`)."""
 
     __pydantic_config__ = STRICT
     name: Literal["mean"] = "mean"
     clip: Positive | None = None
-    """Largest L2 norm of an update's change from the server's weights; running statistics neither count nor are scaled;
-    null: no limit. With a coarse codec on the way down, most of this change may be the codec's rounding: what a client
-    learned is then scaled down with it."""
+    """Largest L2 norm of the change of an update's weights; null: no limit. Running statistics neither count nor are
+    scaled. With a coarse codec on the way down, most of this change may be the codec's rounding."""
 
     def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
         return clipped(averaging.Mean(old, layout), old, layout, self.clip)
@@ -41,6 +40,6 @@ AGGREGATIONS: dict[str, type[AggregationRule]] = {
 }
 
 Aggregation = Annotated[AggregationRule, Contract("aggregation", AGGREGATIONS, AggregationRule)]
-"""For an algorithm's field: chosen by name in a configuration, or one's own as `package.module:NAME`."""
+"""The annotation of an algorithm's field."""
 
 __all__ = ["AGGREGATIONS", "Aggregate", "Aggregation", "Mean", "Median", "Private", "TrimmedMean"]

@@ -1,4 +1,4 @@
-"""What the server does with the clients' mean: take it, or step towards it with an optimiser of its own.
+"""Server optimizers: how the global model moves towards the clients' mean.
 
 Adaptive Federated Optimization (Reddi et al., ICLR 2021), Algorithm 2. With the pseudo-gradient
 `delta = mean - old`, element by element:
@@ -10,13 +10,12 @@ Adaptive Federated Optimization (Reddi et al., ICLR 2021), Algorithm 2. With the
     new = old + lr * m / (sqrt(v) + tau)          m starts at 0, v at tau^2; no bias correction
 
 With `bias_correction`, Adam is that of torch (Kingma and Ba, ICLR 2015, Algorithm 1) with tau for its eps, as in
-FedAIoT's code; Yogi is corrected alike. Both moments then start at 0, and t counts the element's steps:
+FedAIoT's code. Yogi is corrected alike. Both moments then start at 0, and t counts the element's steps:
 
     new = old + lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + tau)
 
-Departs from the paper: it has one model for all; here an element that no client trained in a round has no
-pseudo-gradient, so neither it nor its moments move. Running statistics of batch norm are averaged: they are no
-parameters.
+Departs from the paper: it has one model for all. Here an element that no client trained in a round has no
+pseudo-gradient, so neither it nor its moments move. Running statistics of batch norm are averaged.
 """
 
 from __future__ import annotations
@@ -48,8 +47,13 @@ class Average:
         return {}, mean
 
 
+class _Adaptive:
+    def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
+        return _step(self, moments, old, mean, trained)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
-class Adagrad:
+class Adagrad(_Adaptive):
     """FedAdagrad."""
 
     __pydantic_config__ = STRICT
@@ -60,15 +64,12 @@ class Adagrad:
     tau: Positive = 1e-3
     """Degree of adaptivity: the smaller, the more adaptive."""
 
-    def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
-        return _step(self, moments, old, mean, trained)
-
     def second(self, v: Tensor, delta: Tensor) -> Tensor:
         return v + delta**2
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(_Adaptive):
     """FedAdam."""
 
     __pydantic_config__ = STRICT
@@ -78,17 +79,14 @@ class Adam:
     b2: Beta = 0.99
     tau: Positive = 1e-3
     bias_correction: bool = False
-    """true: as torch's optimisers do, whose usual b2 is 0.999 and tau 1e-8."""
-
-    def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
-        return _step(self, moments, old, mean, trained)
+    """true: as in torch's optimizers, whose usual b2 is 0.999 and tau 1e-8."""
 
     def second(self, v: Tensor, delta: Tensor) -> Tensor:
         return self.b2 * v + (1 - self.b2) * delta**2
 
 
 @dataclass(frozen=True)
-class Yogi:
+class Yogi(_Adaptive):
     """FedYogi."""
 
     __pydantic_config__ = STRICT
@@ -98,9 +96,6 @@ class Yogi:
     b2: Beta = 0.99
     tau: Positive = 1e-3
     bias_correction: bool = False
-
-    def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
-        return _step(self, moments, old, mean, trained)
 
     def second(self, v: Tensor, delta: Tensor) -> Tensor:
         return v - (1 - self.b2) * delta**2 * torch.sign(v - delta**2)
@@ -130,12 +125,11 @@ def _step(
 
 
 def _share(beta: float, steps: Tensor) -> Tensor:
-    """How much weight a moment has given to anything but its start: 1 - beta^t; 1 where there was no step. In double
-    precision, as 1 - 0.999 would lose three digits in single."""
+    """Return 1 - beta^t, or 1 without a step. In double precision, because 1 - 0.999 loses three digits in single."""
     return torch.where(steps > 0, 1 - beta ** steps.double(), 1.0).to(steps.dtype)
 
 
 SERVERS: dict[str, type[ServerOptimizer]] = {"average": Average, "adagrad": Adagrad, "adam": Adam, "yogi": Yogi}
 
-Server = Annotated[ServerOptimizer, Contract("server optimiser", SERVERS, ServerOptimizer)]
-"""For an algorithm's field: chosen by name in a configuration, or one's own as `package.module:NAME`."""
+Server = Annotated[ServerOptimizer, Contract("server optimizer", SERVERS, ServerOptimizer)]
+"""The annotation of an algorithm's field."""

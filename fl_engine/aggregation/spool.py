@@ -1,8 +1,7 @@
-"""Tensors that wait for others to arrive: in memory while they are few, beyond that in an unnamed temporary file.
+"""Tensors that wait for other updates: in memory while they are few, beyond that in an unnamed temporary file.
 
-Some decisions need all updates of a round: the norm bound takes a median over them, the median aggregation takes one of
-every element's values. Memory must not grow with their number. The operating system removes the file when the process
-ends, however it ends.
+The norm bound and the median need all updates of a round, but memory must not grow with their number. The operating
+system removes the file when the process ends.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from fl_engine.core.types import Params
 from fl_engine.storage.serialization import bytes_of
 
 IN_MEMORY_BYTES = 64 * 2**20
-"""Bytes that stay in memory. It takes up to twice as much: the C library's heap does not put a large aligned block into
-a hole of the same size."""
+"""Bytes that stay in memory. Up to twice as much is used, because the C library does not put a large aligned block into
+a hole of its size."""
 
 Head = tuple[tuple[str, torch.dtype, torch.Size], ...]
 """Names, types and shapes of an entry's tensors."""
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies in an entry's bytes."""
+    """The place of a tensor in an entry's bytes."""
 
     offset: int
     dtype: torch.dtype
@@ -46,8 +45,7 @@ class _Written:
 
 
 class Spooled(Mapping[str, Tensor]):
-    """An entry in a spool's file, by name. It holds no tensor: each is read when it is asked for, and again the next
-    time."""
+    """An entry in a spool's file, by name. Each access reads the tensor again."""
 
     def __init__(self, spool: Spool, entry: int, places: Mapping[str, _Place]) -> None:
         self._spool, self._entry, self._places = spool, entry, places
@@ -64,13 +62,12 @@ class Spooled(Mapping[str, Tensor]):
         return len(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Without reading."""
+        """Return a tensor's shape without reading it."""
         return self._places[name].shape
 
 
 class Spool:
-    """Entries are numbered from 0, in the order in which they came. Raises EnvironmentFailure where the file cannot be
-    written."""
+    """Stores entries, numbered from 0. Raises EnvironmentFailure if the file cannot be written."""
 
     def __init__(self, held_bytes: int = IN_MEMORY_BYTES) -> None:
         self._left = held_bytes
@@ -82,18 +79,18 @@ class Spool:
         return len(self._entries)
 
     def put(self, tensors: Params) -> int:
-        """The number of the new entry."""
+        """Store an entry and return its number."""
         self._left -= sum([tensor.nbytes for tensor in tensors.values()])
         self._entries.append(dict(tensors) if self._left >= 0 else self._write(tensors))
         return len(self._entries) - 1
 
     def get(self, entry: int) -> Params:
-        """The entry's tensors by name: where it is in the file, a `Spooled`."""
+        """Return the entry's tensors by name, a `Spooled` if it is in the file."""
         found = self._entries[entry]
         return cast(Params, Spooled(self, entry, found.places)) if isinstance(found, _Written) else found
 
     def rows(self, entry: int, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """Rows `first` to `last` (along the first axis) of one tensor of an entry; all of it by default."""
+        """Return rows `first` to `last` of one tensor of an entry; all by default."""
         found = self._entries[entry]
         if not isinstance(found, _Written):
             return found[name] if last is None and not first else found[name][first:last]
@@ -115,7 +112,7 @@ class Spool:
             self._file.flush()
         except OSError as error:
             raise EnvironmentFailure(
-                f"a round's updates cannot go to {tempfile.gettempdir()}: {error.strerror}; set TMPDIR elsewhere"
+                f"cannot write a round's updates to {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR elsewhere"
             ) from error
         head = tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
         if head not in self._places:
@@ -139,7 +136,7 @@ class Spool:
 
 
 def _places(head: Head) -> dict[str, _Place]:
-    """The tensors lie one after the other."""
+    """Return the places of consecutive tensors."""
     found, offset = {}, 0
     for name, dtype, shape in head:
         found[name] = _Place(offset, dtype, tuple(shape))

@@ -1,7 +1,7 @@
-"""How weights travel, down to a client and up again: the codecs, one file each. A new one is a file and a line here.
+"""The codecs: how weights are encoded for transfer, down to a client and up again. A new one is a file and a line here.
 
-`codec.down.name` and `codec.up.name` choose them, or one's own as `package.module:NAME` (see `types.Codec`).
-Weights that travel as they are have none, which is named `identity`. What is done with a codec: `exchange.coding`.
+`codec.down.name` and `codec.up.name` name them, or your own as `package.module:NAME` (see `types.Codec`). `identity`
+stands for no codec. `exchange.coding` uses the codecs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ CONTRACT: Contract[Codec] = Contract("codec", CODECS, Codec)
 
 
 def codec_of(section: Any) -> Codec | None:
-    """Of `{name: half}`, its options beside the name; None: `identity`. Raises pydantic's ValidationError."""
+    """Return the codec of `{name: half}`, with options beside the name; None for `identity`. Raises pydantic's
+    ValidationError."""
     found = CONTRACT.parse(section)
     return None if isinstance(found, Identity) else found
 
 
 def section_of(codec: Codec | None) -> dict[str, Any]:
-    """The other way: JSON that `codec_of` makes this codec of."""
+    """Return the JSON from which `codec_of` makes this codec."""
     kind = Identity if codec is None else type(codec)
     names = [name for name, registered in CODECS.items() if registered is kind]
     name = names[0] if names else f"{kind.__module__}:{kind.__qualname__}"
@@ -42,17 +43,19 @@ def section_of(codec: Codec | None) -> dict[str, Any]:
 
 
 def codecs_of(sections: Mapping[str, Any]) -> Codecs:
-    """Of `{down: {name: ...}, up: {name: ...}}`. Raises ConfigError."""
+    """Return the codecs of `{down: {name: ...}, up: {name: ...}}`. Raises ConfigError."""
     if sections.keys() != {"down", "up"} or not all(isinstance(each, Mapping) for each in sections.values()):
-        raise ConfigError(f"codecs are {{down: {{name: ...}}, up: {{name: ...}}}}, got {repr(dict(sections))[:200]}")
+        raise ConfigError(
+            f"codecs must be {{down: {{name: ...}}, up: {{name: ...}}}}, got {repr(dict(sections))[:200]}"
+        )
     try:
         return Codecs(codec_of(sections["down"]), codec_of(sections["up"]))
     except ValidationError as error:
-        raise ConfigError(f"no codecs: {brief(error)}") from error
+        raise ConfigError(f"codecs: {brief(error)}") from error
 
 
 def sections_of(codecs: Codecs) -> dict[str, Any]:
-    """The other way."""
+    """Return the JSON from which `codecs_of` makes these codecs."""
     return {"down": section_of(codecs.down), "up": section_of(codecs.up)}
 
 

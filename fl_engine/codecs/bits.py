@@ -1,8 +1,5 @@
-"""Numbers of a few bits each in a stream of bytes.
-
-Both ways are array operations, so numbers do not lie one after another: bits of the same rank lie together, in planes.
-`pack` writes n numbers of w bits in exactly the bytes that n * w bits take.
-"""
+"""Numbers of a few bits each in a stream of bytes. Bits of the same rank are stored together, in planes, so that both
+directions are array operations. `pack` writes n numbers of w bits in exactly the bytes that n * w bits take."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ Bytes = NDArray[np.uint8]
 
 
 def planes(numbers: NDArray[Any], width: int) -> Bits:
-    """The low `width` bits of n numbers, shape (width, n), the highest bits first."""
+    """Return the low `width` bits of n numbers, (width, n), the highest bits first."""
     found = np.empty((width, len(numbers)), np.uint8)
     for rank in range(width):
         found[rank] = (numbers >> (width - 1 - rank)) & 1
@@ -27,7 +24,7 @@ def planes(numbers: NDArray[Any], width: int) -> Bits:
 
 
 def numbers(of: Bits, dtype: type[np.integer[Any]] = np.int32) -> NDArray[Any]:
-    """The numbers whose planes these are."""
+    """Return the numbers of these planes."""
     found = np.zeros(of.shape[1], dtype)
     for plane in of:
         found <<= 1
@@ -36,20 +33,20 @@ def numbers(of: Bits, dtype: type[np.integer[Any]] = np.int32) -> NDArray[Any]:
 
 
 def packed_size(count: int, width: int) -> int:
-    """Bytes."""
+    """Return the number of bytes."""
     return -(-count * width // 8)
 
 
 def pack(numbers: NDArray[np.int32], width: int) -> Bytes:
-    """The low `width` bits of each number: a plane of bytes for every whole byte of `width`, the highest first, then
-    a plane of bits for every bit that is left."""
+    """Return the low `width` bits of each number: a plane of bytes for every whole byte of `width`, the highest first,
+    then a plane of bits for every other bit."""
     whole, rest = divmod(width, 8)
     high = [(numbers >> (width - 8 * (at + 1))).astype(np.uint8) for at in range(whole)]
     return np.concatenate([*high, np.packbits(planes(numbers.astype(np.uint8), rest))])
 
 
 def unpack(stream: Bytes, count: int, width: int) -> NDArray[np.int32]:
-    """Raises IntegrityError for a stream that is no packing of `count` numbers."""
+    """Unpack. Raises IntegrityError for a stream that is not a packing of `count` numbers."""
     whole, rest = divmod(width, 8)
     if len(stream) != packed_size(count, width):
         wrong = "ends early" if len(stream) < packed_size(count, width) else "has bytes left over"
@@ -71,7 +68,7 @@ def unpack(stream: Bytes, count: int, width: int) -> NDArray[np.int32]:
 
 # ----------------------------------------------------------------------------------------------- a stream of bits
 def packed(parts: list[Bits]) -> Bytes:
-    """Bits in bytes; what is left of the last byte is 0."""
+    """Return bits in bytes, filled up with zeros."""
     return np.packbits(np.concatenate(parts))
 
 
@@ -80,14 +77,14 @@ def unpacked(stream: Bytes) -> Bits:
 
 
 def take(stream: Bits, at: int, count: int) -> tuple[Bits, int]:
-    """`count` bits from `at` on, and where the next ones begin. Raises IntegrityError if there are fewer."""
+    """Return `count` bits from `at` on, and the next position. Raises IntegrityError if there are fewer."""
     if count > len(stream) - at:
         raise IntegrityError(f"the stream ends early: {count} bits are expected, it has {len(stream) - at} more")
     return stream[at : at + count], at + count
 
 
 def ended(stream: Bits, at: int) -> None:
-    """Raises IntegrityError unless all that is left is the rest of a byte, and 0."""
+    """Raise IntegrityError unless only zeros of the last byte are left."""
     if len(stream) - at >= 8:
         raise IntegrityError(f"the stream has {(len(stream) - at) // 8} bytes left over")
     if stream[at:].any():

@@ -1,9 +1,4 @@
-"""Half precision: every number as the nearest float16 (IEEE 754 binary16, ties to even): two bytes each.
-
-An element is off by at most 2^-11 of itself, and by 2^-25 where it is below 2^-14. Rounding is the same in every round:
-on the way down, what a round moves a weight by less than half a step of its float16 (about 2^-12 of the weight) is lost
-when the weight is sent again. On the way up, where changes are coded, only those below 2^-25 are.
-"""
+"""Codecs that keep tensors as they are, or cast them to half precision."""
 
 from __future__ import annotations
 
@@ -19,6 +14,8 @@ from fl_engine.core.types import Header, Params
 
 @dataclass(frozen=True)
 class Identity:
+    """Tensors as they are, bit for bit."""
+
     __pydantic_config__ = STRICT
 
     def encode(self, tensors: Params, seed: int) -> Params:
@@ -33,12 +30,18 @@ class Identity:
 
 @dataclass(frozen=True)
 class Half:
+    """Half precision: every number as the nearest float16 (IEEE 754 binary16, ties to even).
+
+    The error is at most 2^-11 of an element, or 2^-25 below 2^-14. On the way down a change of less than half a step of
+    float16 (about 2^-12 of the weight) is lost in the next round. On the way up only changes below 2^-25 are lost.
+    """
+
     __pydantic_config__ = STRICT
     bits: ClassVar[int] = 16
-    """Of each number."""
+    """Bits of each number."""
 
     def encode(self, tensors: Params, seed: int) -> Params:
-        """Raises ModelError for a finite number beyond float16; one that is not finite stays what it is."""
+        """Encode. Raises ModelError for a finite number beyond float16. A number that is not finite is kept."""
         found = {name: tensor.to(torch.float16) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             if bool((found[name].isinf() & tensor.isfinite()).any()):

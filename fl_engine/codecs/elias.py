@@ -1,14 +1,13 @@
-"""Elias's omega code: whole numbers from 1 on, each in a codeword that says its own length; small ones are short.
+"""Elias's omega code for whole numbers from 1 on; small numbers have short codewords.
 
 P. Elias, "Universal codeword sets and representations of the integers", IEEE Transactions on Information Theory 21(2),
-1975. A codeword is read so: N = 1; a 0 ends it, and N is the number; a 1 begins a group of N + 1 bits, which is the
-next N. 9 is 11 1001 0.
+1975. Decoding starts with N = 1; a 0 ends the codeword, and N is the number; a 1 begins a group of N + 1 bits, which is
+the next N. 9 is 11 1001 0.
 
-Departs from the usual layout: codewords do not lie one after another, since then nobody knows where one begins before
-all others are read. The bits of many numbers lie by rank: the first bit of every codeword, the first groups (without
-the 1 that begins them) of those that go on, sorted by width, in planes; then the second bits and groups. These are the
-same bits in another order, as many as usual, and a single number's are its codeword. Reading them takes one pass for
-each of the at most five ranks instead of one for each number.
+Departs from the usual layout: codewords are not concatenated, because then each must be decoded before the next one is
+found. The bits of all numbers are stored by rank: the first bit of every codeword, then the first groups (without their
+leading 1) of those that continue, sorted by width, in planes; then the second bits and groups. These are the same bits
+in another order. Decoding takes one pass for each of at most five ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from fl_engine.codecs.bits import Bits, numbers, planes, take
 from fl_engine.core.errors import IntegrityError
 
 Whole = NDArray[Any]
-"""Integers, of any type."""
+"""Integers of any type."""
 LEAST = (1, 2, 4, 16, 255)
-"""The least logarithm of a number with 1, 2, 3 and 4 groups; none here has five, which take 2^65536."""
+"""The least logarithm of a number with 1, 2, 3 and 4 groups. No number here has five."""
 
 
 def size(values: Whole) -> int:
-    """Bits of all codewords together; numbers from 1 to 2^53 - 1. A codeword's follow from its number's logarithm."""
+    """Return the bits of all codewords of numbers from 1 to 2^53 - 1."""
     if not len(values):
         return 0
     counts = np.bincount(_log2(values))
@@ -40,7 +39,7 @@ def _size(value: int) -> int:
 
 
 def encode(values: Whole) -> list[Bits]:
-    """The codewords of numbers from 1 to 2^53 - 1, as parts of a stream of bits."""
+    """Return the codewords of numbers from 1 to 2^53 - 1, as parts of a stream of bits."""
     log2 = _log2(values)
     more = log2 >= LEAST[0]
     found = [more.view(np.uint8)]
@@ -60,8 +59,8 @@ def encode(values: Whole) -> list[Bits]:
 
 
 def decode(stream: Bits, at: int, count: int, most: int) -> tuple[Whole, int]:
-    """`count` numbers from 1 to `most`, whose codewords begin at bit `at`, and where these end. Raises IntegrityError
-    for a stream that ends early, and for a larger number."""
+    """Return `count` numbers from 1 to `most` whose codewords begin at bit `at`, and where these end. Raises
+    IntegrityError for a stream that ends early, and for a larger number."""
     dtype = np.int32 if most < 2**31 else np.int64
     ranks: list[tuple[Whole, NDArray[np.intp]]] = []
     values = np.ones(count, dtype)
@@ -86,12 +85,12 @@ def decode(stream: Bits, at: int, count: int, most: int) -> tuple[Whole, int]:
 
 
 def _log2(values: Whole) -> NDArray[np.uint8]:
-    """Rounded down: the exponent of a float64."""
+    """Return the logarithm, rounded down: the exponent of a float64."""
     return ((values.astype(np.float64).view(np.int64) >> 52) - 1023).astype(np.uint8)
 
 
 def _small_log2(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The same, for 1 to 63."""
+    """Return the logarithm of numbers from 1 to 63, rounded down."""
     found = (values >= 2).view(np.uint8)
     for least in (4, 8, 16, 32):
         found = found + (values >= least).view(np.uint8)

@@ -1,22 +1,19 @@
-"""QSGD: the norm, and each number's sign and level, rounded at random so that its mean is right.
+"""QSGD: stochastic quantization to a norm, and a sign and a level for each number. Unbiased.
 
 D. Alistarh, D. Grubic, J. Li, R. Tomioka, M. Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and
-Encoding", NeurIPS 2017, Section 3, as FedX has it (Section II-B): of x, with the L2 norm |v| of the bucket that x is in
-and s levels, s x / |v| is rounded to one of the two whole numbers around it, up with the probability of what is left.
+Encoding", NeurIPS 2017, Section 3, as in FedX (Section II-B): with the L2 norm |v| of the bucket of x, and s levels,
+s x / |v| is rounded up or down at random so that its mean is right.
 
-- **Levels**: `bits` = q gives s = 2^q - 1, so that with level 0 there are 2^q, and a sign and a level take exactly
-  q + 1 bits. A number is sent as s + level, from 0 to 2 s. There is no second zero: a weight that was rounded to it is
-  +0.
-- **Buckets**: a norm for every `bucket` elements of a tensor in a row, the last may have fewer. An error is at most a
-  step |v| / s and grows with the square root of the bucket: of 2.4 M normal numbers at 8 bits it is 3.6 % with buckets
-  of 512, and 196 % with one norm (root of the mean square). FedX has one norm; QSGD has buckets too.
-- **Coding**: in fixed width, or zeros as the lengths of their runs, and these, signs and levels by Elias's omega code
-  (FedX, Section II-B); `shorter` takes of each tensor the shorter. Of what was rounded nothing is lost.
+- **Levels**: `bits` = q gives s = 2^q - 1, so a sign and a level take exactly q + 1 bits. A number is sent as
+  s + level, from 0 to 2 s. There is only one zero, +0.
+- **Buckets**: a norm for every `bucket` consecutive elements of a tensor; the last bucket may be shorter. An error is
+  at most a step |v| / s and grows with the square root of the bucket: for 2.4 M normal numbers at 8 bits it is 3.6 %
+  with buckets of 512, and 196 % with one norm (root mean square). FedX has one norm; QSGD has buckets too.
+- **Coding**: lossless, in fixed width, or run lengths of zeros, signs and levels in Elias's omega code (FedX, Section
+  II-B); `shorter` takes the shorter one for each tensor.
 
-What travels of a tensor: a stream (a byte that says the coding, then the codes) and `<name>/norm`, float32.
-
-A generator of `seed` and the tensor's name draws 24 bits for each number, so means are right to 2^-24 of a step, and to
-float32's own rounding of s x / |v|. Steps below 2^-126, float32's least number with all its digits, count as 0.
+A tensor is sent as a stream (a byte for the coding, then the codes) and `<name>/norm`, float32. A generator of `seed`
+and the tensor's name draws 24 bits for each number. Steps below 2^-126, float32's least normal number, count as 0.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ from fl_engine.core.fields import STRICT, Count
 from fl_engine.core.types import Header, Params
 
 MOST_LEVELS = 2**16 - 1
-"""The most levels of each sign: those of 16 bits."""
+"""The most levels of each sign, those of 16 bits."""
 FIXED, ELIAS = 0, 1
 """The first byte of a stream."""
 Levels = NDArray[np.int32]
@@ -61,7 +58,7 @@ class Qsgd:
     shorter."""
 
     def encode(self, tensors: Params, seed: int) -> Params:
-        """Raises ModelError for a number that is not finite, and for a norm beyond float32."""
+        """Encode. Raises ModelError for a number that is not finite, and for a norm beyond float32."""
         found: Params = {}
         for name, tensor in tensors.items():
             x = tensor.to(torch.float32).reshape(-1).numpy()
@@ -72,7 +69,7 @@ class Qsgd:
         return found
 
     def decode(self, encoded: Params, header: Header) -> Params:
-        """Raises IntegrityError for a norm that is none, and for a stream that `encode` does not make."""
+        """Decode. Raises IntegrityError for an impossible norm, and for a stream that `encode` does not make."""
         return {name: self._tensor(encoded, name, *header[name]) for name in header}
 
     def header(self, header: Header) -> Header:
@@ -90,12 +87,12 @@ class Qsgd:
 
     @property
     def width(self) -> int:
-        """Bits of a number in fixed width: of the numbers from 0 to 2 s."""
+        """Bits of a number from 0 to 2 s in fixed width."""
         return (2 * self.s).bit_length()
 
     # --------------------------------------------------------------------------------------------- numbers and levels
     def _norms(self, name: str, x: NDArray[np.float32]) -> NDArray[np.float32]:
-        """L2, of each bucket."""
+        """Return the L2 norm of each bucket."""
         if not len(x):
             return np.zeros(0, np.float32)
         squares = np.square(x, dtype=np.float64)
@@ -109,11 +106,11 @@ class Qsgd:
         return found
 
     def _steps(self, norm: NDArray[np.float32], count: int) -> NDArray[np.float32]:
-        """What a level is worth, for each of `count` elements."""
+        """Return the value of a level for each of `count` elements."""
         return np.repeat(norm / np.float32(self.s), min(self.bucket or count, max(1, count)))[:count]
 
     def _levels(self, x: NDArray[np.float32], step: NDArray[np.float32], rng: np.random.Generator) -> Levels:
-        """From -s to s."""
+        """Return the levels, from -s to s."""
         exact = np.divide(x, step, out=np.zeros_like(x), where=step > 0)
         np.clip(exact, -self.s, self.s, out=exact)
         below = np.floor(exact)
@@ -132,8 +129,8 @@ class Qsgd:
 
     # --------------------------------------------------------------------------------------------- levels and streams
     def _most(self, count: int) -> int:
-        """Bytes of the longest stream. Elias's is longest without zeros: r of them make a run's codeword at most 3 r
-        bits longer, and what is not zero takes 3 bits at least (a run of none, a sign, a level)."""
+        """Return the bytes of the longest stream. Elias's is longest without zeros: r zeros make a run's codeword at
+        most 3 r bits longer, and any other number takes at least 3 bits (an empty run, a sign, a level)."""
         if self.coding != "elias":
             return packing.packed_size(count, self.width)
         head, longest = (elias.size(np.array([each])) for each in (count + 1, self.s))

@@ -1,8 +1,8 @@
-"""Which code of the user's own may be imported: names `package.module:NAME`, and wheels (`storage.code`).
+"""Which user code may be imported: names `package.module:NAME`, and wheels (`storage.code`).
 
-The user's configuration may name any module (`trust`). A name that only a file has, such as a run.json, a data.json, a
-suite or a message, imports nothing: it is resolved if the configuration has named its package, if its module is
-imported already, or if its package is listed in the environment's FLEXFLEET_ALLOWED_CODE.
+The user's configuration may name any module (`trust`). A name that occurs only in a file, such as a run.json, a suite
+or a message, imports nothing: it is resolved only if the configuration has named its package, if its module is already
+imported, or if the environment's FLEXFLEET_ALLOWED_CODE lists its package.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from typing import Any
 from fl_engine.core.errors import ClientError, ConfigError
 
 ALLOWED = "FLEXFLEET_ALLOWED_CODE"
-"""With commas between them, the sha256 of wheels (`storage.code`) and the names of packages; `none`: neither a wheel
-nor a package. If it is set, the user's configuration may name nothing else either."""
+"""Comma-separated sha256 of wheels and names of packages; `none` allows nothing. If it is set, the user's configuration
+cannot name anything else either."""
 TRUSTED = "FLEXFLEET_TRUSTED_CODE"
-"""What the process that started this one trusts, with commas between (`for_child`)."""
+"""Comma-separated names that the parent process trusts (`for_child`)."""
 OURS = ("fl_engine", "flexfleet")
 INSTALLED = frozenset(("site-packages", "dist-packages"))
 NAME = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 wheels: dict[str, tuple[str, str]] = {}
-"""By a package's name, the wheel from which this process imports it: the sha256, and the file."""
+"""Map a package to the sha256 and the file of the wheel from which this process imports it."""
 trusted: set[str] = set(filter(None, os.environ.get(TRUSTED, "").split(",")))
-"""The names and the sha256 of wheels that the user's configuration has named in this process."""
+"""The names and the sha256 of wheels in this process's configuration."""
 
 
 def trust(values: Any) -> None:
-    """Allow this process to import what the user's own values name: each `package.module:NAME` in nested mappings and
-    lists."""
+    """Allow this process to import each `package.module:NAME` in the user's values, nested mappings and lists
+    included."""
     trusted.update(_names(values))
 
 
 def for_child() -> dict[str, str]:
-    """Environment with which a new process trusts the same names."""
+    """Return the environment with which a new process trusts the same names."""
     return {TRUSTED: ",".join(sorted(trusted))}
 
 
@@ -58,8 +58,8 @@ def _listed() -> set[str] | None:
 
 
 def check_wheel(digest: str, stored: bool = False) -> None:
-    """Raise ClientError unless the wheel of this sha256 may be imported on this machine. `stored`: only a file has
-    named the wheel, neither the user's configuration nor the coordinator."""
+    """Raise ClientError unless the wheel of this sha256 may be imported on this machine. `stored`: only a file names
+    the wheel, neither the user's configuration nor the coordinator."""
     listed = _listed()
     if listed is not None and digest not in listed:
         raise ClientError(
@@ -74,8 +74,8 @@ def check_wheel(digest: str, stored: bool = False) -> None:
 
 
 def check_module(name: str, what: str) -> None:
-    """Raise ConfigError unless the module of `package.module:NAME` may be imported on this machine. `what`: the kind of
-    thing that the name stands for. A wheel that is enabled was checked before."""
+    """Raise ConfigError unless the module of `package.module:NAME` may be imported on this machine. `what` is the kind
+    of object that the name stands for. Enabled wheels were checked before."""
     module = name.partition(":")[0]
     listed, package = _listed(), module.partition(".")[0]
     if package in OURS or package in wheels:
@@ -94,8 +94,8 @@ def check_module(name: str, what: str) -> None:
 
 
 def check_call(found: Any, name: str, what: str) -> None:
-    """Raise ConfigError for a function that only a file names, unless it is the user's own: its module lies outside of
-    the installed packages. A class is not called before its kind is checked, so any class passes."""
+    """Raise ConfigError for a function that only a file names, unless its module lies outside of the installed
+    packages. A class passes, because its kind is checked before it is called."""
     if isinstance(found, type) or not callable(found):
         return
     module = name.partition(":")[0]
@@ -110,7 +110,7 @@ def check_call(found: Any, name: str, what: str) -> None:
 
 
 def _installed(module: str) -> bool:
-    """Whether an imported module belongs to Python or to an installed package."""
+    """Return whether an imported module belongs to Python or to an installed package."""
     file = getattr(sys.modules[module], "__file__", None)
     if file is None:
         return module != "__main__"  # a notebook has no file

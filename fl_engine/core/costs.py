@@ -19,20 +19,18 @@ from fl_engine.core.types import FULL, LocalTask, SubmodelSpec
 
 
 def count_params(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
-    """Parameters of the sub-model: every entry of its state, running statistics (where kept) included."""
+    """Return the number of parameters, including running statistics."""
     return sum(math.prod(s) for s in shapes(layout_of(family), spec, full_shapes(family)).values())
 
 
 def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) -> int:
-    """Multiply-adds per sample as the papers' tables count them (the thop convention): convolutions and linear
-    layers without bias, 4 for each number of a batch or group norm; ReLU, pooling, dropout and embeddings count 0.
-    Recurrent layers count each weight matrix once a step, transposed convolutions their kernel once for each number
-    that they take. Raises ModelError for a layer with weights that is none of these, and for a network that fails on
-    one sample. `linear`: how much a multiply-add of a linear layer counts; FedRolex's Table 3.6 counts 2, its
-    multiplication and its addition.
+    """Return multiply-adds per sample as the papers' tables count them (the thop convention).
 
-    Runs a made-up sample through a network whose weights are not set. (On torch's meta device, which computes nothing,
-    the first convolution would import torch's compiler and sympy: seconds in every client's pod.)
+    Convolutions and linear layers count without bias; a number of a batch or group norm counts 4; ReLU, pooling,
+    dropout and embeddings count 0. Recurrent layers count each weight matrix once a step, transposed convolutions their
+    kernel once for each input. `linear` is the count of a linear layer's multiply-add; FedRolex's Table 3.6 counts 2.
+    Runs a sample through a network with unset weights, because torch's meta device would import torch's compiler.
+    Raises ModelError for another layer with weights, and for a network that fails on one sample.
     """
     total = 0
 
@@ -47,9 +45,8 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) 
     for layer, name in {layer: name for name, layer in _costly(module)}.items():
         if not isinstance(layer, CountsMacs | COUNTED):
             raise ModelError(
-                f"{type(family).__name__}: {name or 'the network'} is a {type(layer).__name__} with weights, whose "
-                "multiply-adds are not known: make it of torch's linear, convolution, norm or recurrent layers, or "
-                "give it a method macs(given, output)"
+                f"{type(family).__name__}: the multiply-adds of {name or 'the network'}, a {type(layer).__name__}, are "
+                "not known. Make it of torch's layers, or give it a method macs(given, output)"
             )
         layer.register_forward_hook(count, with_kwargs=True)
     try:
@@ -59,16 +56,15 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) 
         raise
     except Exception as error:  # of somebody else's code
         raise ModelError(
-            f"{type(family).__name__} cannot take a batch of one sample, with which its multiply-adds are counted "
-            f"({type(error).__name__}: {first_line(error)}): make its forward one for any number of samples; batch "
-            "norm needs running statistics where a channel has one number a sample"
+            f"{type(family).__name__} must take a batch of one sample, with which its multiply-adds are counted "
+            f"({type(error).__name__}: {first_line(error)})"
         ) from error
     return total
 
 
 class Bare(nn.Module):
-    """A module that computes with parameters of its own one by one, which counts 0, and runs other layers. Otherwise a
-    module's own parameters have to be those of a layer that can be counted."""
+    """A module whose own parameters count 0, and that runs other layers. Any other module's own parameters must be
+    those of a layer that can be counted."""
 
 
 COUNTED = (
@@ -86,8 +82,8 @@ COUNTED = (
 
 
 def _costly(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """By name, the layers to count and those that hold weights themselves. One that counts itself stands for all that
-    it is made of."""
+    """Yield the layers to count, and those that hold weights themselves, by name. A layer that counts itself stands for
+    its inner layers."""
     itself = isinstance(module, CountsMacs)
     if itself or isinstance(module, COUNTED) or any(True for _ in module.parameters(recurse=False)):
         yield name, module
@@ -96,7 +92,7 @@ def _costly(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]
 
 
 def _macs(layer: nn.Module, given: Tensor, output: Tensor) -> int:
-    """Multiply-adds of a layer of one of these kinds."""
+    """Return the multiply-adds of one layer."""
     match layer:
         case _ConvTransposeNd():
             return given.numel() * (layer.out_channels // layer.groups * math.prod(layer.kernel_size))
@@ -113,12 +109,12 @@ def _macs(layer: nn.Module, given: Tensor, output: Tensor) -> int:
 
 
 FORWARDS_PER_STEP = 3
-"""A training step costs so many times the forward pass: a backward pass costs about two."""
+"""The cost of a training step over that of a forward pass; a backward pass costs about two."""
 
 
 @runtime_checkable
 class Epochs(Protocol):
-    """Local training, as a task or a configuration describes it."""
+    """The parts of a task, or of a configuration, that decide the number of steps."""
 
     @property
     def epochs(self) -> int: ...
@@ -129,7 +125,7 @@ class Epochs(Protocol):
 
 
 def batches(task: Epochs, samples: int) -> tuple[int, ...]:
-    """Sizes of the batches of one epoch, which is as many draws as there are samples (`core.samplers`)."""
+    """Return the sizes of the batches of one epoch, which has as many draws as there are samples (`core.samplers`)."""
     batch = min(task.batch_size, samples)
     rest = 0 if task.drop_last else samples % batch
     return (batch,) * (samples // batch) + ((rest,) if rest else ())
@@ -140,18 +136,17 @@ def steps(task: Epochs, samples: int) -> int:
 
 
 def draws(task: Epochs, samples: int) -> int:
-    """How many samples all steps together train on, each counted as often as it is seen."""
+    """Return how many samples all steps train on, with repeats."""
     return task.epochs * sum(batches(task, samples)) if samples else 0
 
 
 def macs(family: ModelFamily, task: LocalTask, samples: int) -> float:
-    """Multiply-adds of the whole training. A sample counts once for each time it is seen."""
+    """Return the multiply-adds of the whole training."""
     return draws(task, samples) * macs_per_sample(family, task)
 
 
 def macs_per_sample(family: ModelFamily, task: LocalTask) -> float:
-    """Multiply-adds of one sample's training step: that of forward and backward pass, and a forward pass for each
-    teacher."""
+    """Return the multiply-adds of one sample's training step, plus a forward pass for each teacher."""
     trained = [macs_of(family, spec) for spec in task.widths or (task.spec,)]
     teachers = task.distillation.teachers if task.distillation else ()
     step = sum(trained) / len(trained)
@@ -164,8 +159,8 @@ def macs_per_sample(family: ModelFamily, task: LocalTask) -> float:
 
 @lru_cache(maxsize=1024)
 def macs_of(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
-    """`count_macs`, remembered by widths: which channels are kept does not matter. Raises ModelError for what the
-    network does not have."""
+    """Return `count_macs`, cached by widths, since it does not matter which channels are kept. Raises ModelError for a
+    sub-model that the network does not have."""
     layout = family.layout()
     layout.check(spec)
     return _macs_of_widths(family, tuple((g, layout.width(spec, g)) for g in layout.groups), spec.blocks)

@@ -1,7 +1,7 @@
-"""Things that a configuration chooses by name: registered ones, and one's own as `package.module:NAME`.
+"""Objects that a configuration chooses by name: registered ones, or the user's own as `package.module:NAME`.
 
-A `Contract` says for one such choice (the algorithm, the selection, ...) what is registered, and what a class must have
-to be chosen: the attributes and methods of a protocol. What does not fit is refused with the reason.
+A `Contract` says for one choice (the algorithm, the selection, ...) what is registered, and which attributes and
+methods a class must have to be chosen.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from fl_engine.core.fields import adapter
 T = TypeVar("T")
 
 COMPLETE = "complete"
-"""Type of a pydantic error whose message says by itself what arrived."""
+"""Type of a pydantic error whose message already says what arrived."""
 UNKNOWN = "unknown_option"
-"""Type of a pydantic error of an option that there is not. Its context has the `name` that was chosen, the options
-`known` of it, and the `others` that may be chosen and have this one."""
+"""Type of a pydantic error for an unknown option. Its context has the chosen `name`, its `known` options, and the
+`others` that have this option."""
 
 
 def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
-    """Return a registered thing, or the object that `package.module:NAME` points to. Raises ConfigError if there is
-    none, or if `core.allowed` does not let its module be imported or its function be called."""
+    """Return a registered object, or the one that `package.module:NAME` names. Raises ConfigError if there is none, or
+    if `core.allowed` refuses to import or call it."""
     if name in registry:
         return registry[name]
     module, sign, attribute = name.partition(":")
@@ -62,22 +62,22 @@ def check_names(section: str, options: Mapping[str, Any], known: Sequence[str]) 
 # ------------------------------------------------------------------------------------------------------ contracts
 @dataclass(frozen=True, eq=False)
 class Contract(Generic[T]):
-    """What one choice in a configuration may name. As the annotation of a dataclass's field it makes pydantic build the
-    chosen object: `Annotated[Selector, Contract("selection", SELECTIONS, Selector)]` takes `{name: uniform, model:
+    """One choice in a configuration. As the annotation of a dataclass's field it makes pydantic build the chosen
+    object: `Annotated[Selector, Contract("selection", SELECTIONS, Selector)]` accepts `{name: uniform, model:
     largest}`, and `{name: my.module:Mine, ...}` with the fields of `Mine` as options."""
 
     what: str
-    """What errors call the choice."""
+    """The choice's name in errors."""
     registry: Mapping[str, type[T]] = field(hash=False)
     protocol: type
-    """Every method and attribute of it is required."""
+    """All its methods and attributes are required."""
     needs: tuple[str, ...] = ()
-    """Fields that the dataclass must have besides."""
+    """Additional required fields."""
     optional: tuple[type, ...] = ()
-    """Protocols that it may have; a method of theirs must take their arguments."""
+    """Optional protocols, whose methods must accept their arguments."""
 
     def kind(self, name: str) -> type[T]:
-        """The named class. Raises ConfigError unless there is one that fits."""
+        """Return the named class. Raises ConfigError unless it exists and fits."""
         kind = resolve(self.registry, name, self.what)
         if not (isinstance(kind, type) and is_dataclass(kind)):
             wanted = ", ".join([each for each, _ in _members(self.protocol)] + list(self.needs))
@@ -90,7 +90,7 @@ class Contract(Generic[T]):
         return kind
 
     def misfits(self, kind: type) -> list[str]:
-        """What a dataclass lacks of the contract, a clause for each thing."""
+        """Return a clause for each way in which a dataclass does not fit."""
         own = {field.name for field in fields(kind)}
         wrong = [f"it has no field {name!r}" for name in self.needs if name not in own]
         for protocol in (self.protocol, *self.optional):
@@ -103,7 +103,7 @@ class Contract(Generic[T]):
         return wrong
 
     def of_section(self, section: Mapping[str, Any]) -> type[T]:
-        """The class that `name` in a section of the configuration names. Raises ConfigError."""
+        """Return the class that a section of the configuration names. Raises ConfigError."""
         name = section.get("name")
         if not isinstance(name, str):
             raise ConfigError(f"{self.what}.name is missing: name one, e.g. {self.what}: {{name: ...}}")
@@ -111,8 +111,8 @@ class Contract(Generic[T]):
 
     # ------------------------------------------------------------------------------------ in a dataclass's field
     def parse(self, section: Any) -> T:
-        """The object of a section: the class that `name` names, with the other entries as its fields. Raises pydantic's
-        ValidationError, with the names of the entries as locations."""
+        """Return the object of a section: the class `name` with the other entries as fields. Raises pydantic's
+        ValidationError."""
         if not isinstance(section, Mapping):
             raise PydanticCustomError(
                 "section", "a section with a name is expected, {example}", {"example": "{name: ...}"}
@@ -145,14 +145,14 @@ class Contract(Generic[T]):
         return found
 
     def section(self, value: T) -> dict[str, Any]:
-        """The other way: of which section `parse` makes an equal object."""
+        """Return the section from which `parse` makes an equal object."""
         kind = type(value)
         names = (name for name, each in self.registry.items() if each is kind)
         options = {field.name: getattr(value, field.name) for field in fields(kind) if field.init}  # type: ignore[arg-type]
         return {"name": "", **options} | {"name": next(names, f"{kind.__module__}:{kind.__qualname__}")}
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Its JSON schema lists what is registered, with the options."""
+        """The JSON schema lists what is registered, with the options."""
         registered = {name: handler.generate_schema(kind) for name, kind in self.registry.items()}
         listed = core_schema.tagged_union_schema(registered, discriminator="name")
         written = core_schema.plain_serializer_function_ser_schema(self.section)
@@ -171,13 +171,13 @@ def _at(key: str, value: Any, said: str) -> ValidationError:
 
 
 def _again(error: Any) -> InitErrorDetails:
-    """An error that pydantic has reported, in the form in which a validator of ours can raise it."""
+    """Return an error of pydantic's in the form in which a validator can raise it."""
     said = PydanticCustomError(error["type"], "{said}", {**error.get("ctx", {}), "said": error["msg"]})
     return {"type": said, "loc": error["loc"], "input": error["input"]}
 
 
 def _members(protocol: type) -> Iterator[tuple[str, Any]]:
-    """Names and values of a protocol's methods and attributes, those of the protocols that it extends first."""
+    """Yield names and values of a protocol's methods and attributes, those of its bases first."""
     found: dict[str, Any] = {}
     for base in reversed(protocol.__mro__):
         if base not in (object, Protocol, Generic):
@@ -189,12 +189,12 @@ def _members(protocol: type) -> Iterator[tuple[str, Any]]:
 
 
 def _call(name: str, method: Any) -> str:
-    """`plan(state, round, seed)`"""
+    """Return a call as in `plan(state, round, seed)`."""
     return f"{name}({', '.join(list(inspect.signature(method).parameters)[1:])})"
 
 
 def _refuses(kind: type, name: str, method: Any) -> str | None:
-    """Why a class's method cannot be called with the arguments of the protocol's; None: it can."""
+    """Return why a class's method does not accept the arguments of the protocol's, or None."""
     own = inspect.getattr_static(kind, name)
     if isinstance(own, property) or not callable(getattr(kind, name)):
         return f"its {name!r} is no method, {_call(name, method)} is expected"

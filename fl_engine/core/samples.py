@@ -1,4 +1,4 @@
-"""Data of any kind, and what is learnt from them: samples, targets, and the task that owns loss and metrics."""
+"""Data sets in memory: samples, targets and normalisation."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from fl_engine.core.errors import DataError
 from fl_engine.core.task import Task, label_word, unfit
 
 IMAGE_AXES = 4
-"""(N, C, H, W)"""
+"""Axes of images, (N, C, H, W)."""
 BYTE = 255
 NEAR = 1e-3
-"""The largest distance of 255 times a float image from whole numbers: float32 holds k / 255 much closer."""
+"""The largest distance of 255 times a float image from whole numbers. float32 is much more exact."""
 CHECKED = 4096
-"""Samples whose numbers are checked at a time."""
+"""Number of samples checked at a time."""
 
 
 def said(x: Tensor) -> str:
-    """The type and shape of one of the samples."""
+    """Return the type and shape of one sample."""
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape[1:])}"
 
 
 def tensor_of(value: object, what: str) -> Tensor:
-    """Raises DataError for what is neither a dense tensor nor an array of numbers."""
+    """Return a dense tensor. Raises DataError for a value that is neither a dense tensor nor an array of numbers."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             kind = str(value.layout).removeprefix("torch.")
@@ -49,13 +49,13 @@ def tensor_of(value: object, what: str) -> Tensor:
 
 
 def need_no_mask(value: object, what: str) -> None:
-    """Raises DataError for a masked array that masks something: what lies below the mask is no datum."""
+    """Raise DataError for a masked array with masked values."""
     if isinstance(value, np.ma.MaskedArray) and (masked := int(np.sum(value.mask))):
         raise DataError(f"{what}: {masked} values are masked; fill them in (x.filled(...)), or leave out their samples")
 
 
 def samples_of(x: Tensor, what: str) -> Tensor:
-    """Samples as `Data` holds them. Raises DataError where they are of none of its kinds."""
+    """Return the samples as `Data` stores them. Raises DataError if they are of none of its kinds."""
     if x.dim() < 2:
         raise DataError(f"{what}: samples have at least one axis besides their number, (N, F); got {tuple(x.shape)}")
     if len(x) and not x.numel():
@@ -87,7 +87,8 @@ def samples_of(x: Tensor, what: str) -> Tensor:
 
 
 def _cure_of_integers(x: Tensor) -> str:
-    """What is wrong with integers (N, C, H, W) that are not uint8, and the conversion that keeps their values apart."""
+    """Return the error for integers (N, C, H, W) other than uint8, with the conversion that keeps their values
+    apart."""
     kind, x = str(x.dtype).removeprefix("torch."), x.long()
     low, high = (int(x.min()), int(x.max())) if x.numel() else (0, 0)
     found = f"images and maps must be uint8 or floats, got {kind} {tuple(x.shape)} from {low} to {high}. "
@@ -99,12 +100,12 @@ def _cure_of_integers(x: Tensor) -> str:
 
 
 def _most(value: int) -> int:
-    """The largest number of 16 bits, or of as many as the value takes."""
+    """Return the largest number of 16 bits, or of as many as the value has."""
     return (1 << max(16, value.bit_length())) - 1
 
 
 def numbers_of(value: object, what: str) -> tuple[float, ...]:
-    """A list, an array or a tensor of numbers as a tuple."""
+    """Return a list, an array or a tensor of numbers as a tuple."""
     listed = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
     if not isinstance(listed, Sequence) or not all(_is_number(n) for n in listed):
         raise DataError(f"{what} is a tuple with a number for each channel or feature, e.g. (0.5,), got {value!r}")
@@ -119,7 +120,7 @@ def _is_number(value: object) -> bool:
 
 
 def check_normalisation(name: str, x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-    """Raises DataError where mean and std do not fit the samples."""
+    """Raise DataError if mean and std do not fit the samples."""
     images, tokens = x.dtype == torch.uint8, x.dtype == torch.int64
     if tokens:
         if mean or std:
@@ -145,12 +146,12 @@ def check_normalisation(name: str, x: Tensor, mean: tuple[float, ...], std: tupl
 
 
 def are_bytes(x: Tensor) -> bool:
-    """Whether all numbers, in 0..1, are k / 255 for whole k, so that uint8 keeps their values."""
+    """Return whether all numbers, in 0..1, are k / 255, so that uint8 keeps their values."""
     return bool(((x * BYTE).round() - x * BYTE).abs().max() <= NEAR)
 
 
 def sources_of(name: str, value: object, samples: int) -> Tensor:
-    """`Data.natural_client`. Raises DataError unless it has an integer for each training sample."""
+    """Return `Data.natural_client` checked. Raises DataError unless it has an integer for each training sample."""
     sources = tensor_of(value, f"{name}: natural_client")
     if sources.is_floating_point() or sources.is_complex() or sources.dtype == torch.bool:
         raise DataError(f"{name}: natural_client holds integers, got {str(sources.dtype).removeprefix('torch.')}")
@@ -163,27 +164,24 @@ def sources_of(name: str, value: object, samples: int) -> Tensor:
 
 
 def _features(x: Tensor) -> int:
-    """The length of the axis that mean and std are per."""
+    """Return the length of the axis to which mean and std belong."""
     return x.shape[1] if x.dim() == IMAGE_AXES else x.shape[-1]
 
 
 # ------------------------------------------------------------------------------------------------------ data
 @dataclass(frozen=True)
 class Data:
-    """A data set in memory: samples, targets, the task, and how samples are normalised.
+    """A data set in memory. NumPy arrays become tensors. The task defines the targets.
 
-    Samples (N, ...) are one of three kinds:
+    Samples (N, ...) are of one of three kinds:
 
-        images    uint8 (N, C, H, W); a network is fed `(x / 255 - mean) / std`, per channel (in units of 255)
-        floats    of any shape: vectors (N, F), series (N, T, F), maps (N, C, H, W); a network is fed
-                  `(x - mean) / std`, per feature (the last axis; the channel, of maps), or x itself where neither
-                  is given
-        tokens    integers from 0 on, of any shape; a network is fed them as they are
+        images    uint8 (N, C, H, W); a network gets `(x / 255 - mean) / std`, per channel
+        floats    of any shape: vectors (N, F), series (N, T, F), maps (N, C, H, W); a network gets `(x - mean) / std`,
+                  per feature (the last axis, or the channel of maps), or x without mean and std
+        tokens    integers from 0 on, of any shape; a network gets them unchanged
 
-    NumPy arrays are taken, and become tensors. What targets look like is the task's to say. `natural_client`
-    (N_train,) names the source of each training sample where the data set knows it (a writer, a user), for the
-    natural partition. Raises DataError for samples of no such kind, for numbers that are not finite, and for fields
-    that do not fit each other.
+    `natural_client` (N_train,) is the source of each training sample (a writer, a user), for the natural partition.
+    Raises DataError for other samples, for numbers that are not finite, and for fields that do not fit each other.
     """
 
     name: str
@@ -237,15 +235,15 @@ class Data:
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        """One line, without the samples: name, numbers of samples, type and shape of one, and task."""
+        """Return one line without the samples."""
         return (
             f"<Data {self.name}: {len(self.train_x)} training and {len(self.test_x)} test samples, "
             f"{said(self.train_x)}, {self.task}>"
         )
 
     def part(self, train: Tensor, test: Tensor) -> Data:
-        """The training samples at these positions, and those at `test` as test samples. They are not checked again:
-        what has to hold of the whole (an image with a box, targets that differ) need not hold of a part."""
+        """Return the training samples at these positions, and those at `test` as test samples. They are not checked
+        again: a part need not have what the whole must have, such as an image with a box."""
         found = copy.copy(self)
         of = {"train_x": self.train_x[train], "train_y": self.train_y[train]}
         if test is train:
@@ -270,7 +268,7 @@ class Data:
         return self.train_x.dtype == torch.int64
 
     def normalise(self, x: Tensor) -> Tensor:
-        """Samples (B, ...) as a network takes them, on the device where they lie: float32, or int64 tokens."""
+        """Return samples (B, ...) as a network expects them, on their device: float32, or int64 tokens."""
         if not self.mean:
             return x
         shape = _feature_view(x)
@@ -282,19 +280,18 @@ class Data:
 
 
 def batch_layout(x: Tensor) -> Tensor:
-    """A batch as networks take it in memory: maps channels last, anything else row by row."""
+    """Return a batch in the memory layout of networks: maps channels last, anything else contiguous."""
     return x.contiguous(memory_format=torch.channels_last if x.dim() == IMAGE_AXES else torch.contiguous_format)
 
 
 def outputs_of(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a network puts out at each of its exits, the last one last. `out`: what it gave; without exits a tensor."""
+    """Return the outputs of all exits, the last one last. `out` is a tensor if the network has no early exits."""
     return out if isinstance(out, tuple) else (out,)
 
 
 def split(x: Tensor, batch_size: int, answer: Callable[[Tensor], object]) -> Sequence[Tensor]:
-    """Samples (N, ...) in batches for a network in evaluation, whose function is `answer`. A last batch of one sample
-    joins the batch before it where the network cannot answer it, as batch norm without running statistics cannot for
-    one value per channel."""
+    """Return samples (N, ...) in batches for evaluation by `answer`. A last batch of one sample joins the one before if
+    the network cannot process it, as batch norm without running statistics."""
     parts = torch.split(x, batch_size)
     if len(parts) == 1 or len(parts[-1]) > 1:
         return parts
@@ -307,5 +304,5 @@ def split(x: Tensor, batch_size: int, answer: Callable[[Tensor], object]) -> Seq
 
 
 def _feature_view(x: Tensor) -> tuple[int, ...]:
-    """The shape in which a value per feature is broadcast over samples."""
+    """Return the shape in which a value per feature is broadcast over samples."""
     return (1, -1, 1, 1) if x.dim() == IMAGE_AXES else (*[1] * (x.dim() - 1), -1)

@@ -1,4 +1,4 @@
-"""`take`: cut a sub-model out of a model, or out of a sub-model; and count what a sub-model costs."""
+"""`take` cuts a sub-model out of a model; shapes and modules of sub-models."""
 
 from __future__ import annotations
 
@@ -27,22 +27,17 @@ class _Undrawn(TorchFunctionMode):
 
 
 def blank(family: ModelFamily, spec: SubmodelSpec = FULL) -> nn.Module:
-    """The sub-network on torch's meta device; it allocates nothing.
-
-    No first weights are drawn. An embedding's would import torch's compiler there: two seconds in every process, and in
-    every client's pod.
-    """
+    """Return the sub-network on torch's meta device, without drawing weights. Drawing an embedding's weights there
+    would import torch's compiler, which takes two seconds."""
     with torch.device("meta"), _Undrawn():
         return family.module(spec)
 
 
 def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: SubmodelSpec = FULL) -> Params:
-    """The slice `want` of `params`, which are the sub-model `have` of the network (default: all of it).
+    """Return the slice `want` of `params`, which are the sub-model `have` of the network (default: all of it).
 
-    Tensors have the shapes of `have`; the result has those of `want`. Prefixes come back as views, anything else as
-    copies; so does a prefix of an axis with `copies`, whose entries do not lie together. A name that `have` contains
-    but `params` lacks was not trained and stays absent. Raises ModelError where `want` is not within `have` (naming
-    group and indices, or blocks), and for a name that the layout does not have.
+    Prefixes are views, anything else is a copy, also a prefix of an axis with `copies`. A name of `have` that `params`
+    lacks was not trained and stays absent. Raises ModelError if `want` is not within `have`, or for an unknown name.
     """
     if want is have or want == have:
         unknown = next((name for name in params if name not in layout.slots), None)
@@ -69,7 +64,7 @@ def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: Submodel
 
 
 def _local(layout: ParamLayout, group: str, want: SubmodelSpec, have: SubmodelSpec) -> Keep:
-    """Where the wanted channels lie inside what is at hand."""
+    """Return the positions of the wanted channels among those at hand."""
     wanted, held = layout.indices(want, group), layout.indices(have, group)
     if wanted == held:
         return layout.width(have, group)
@@ -96,7 +91,7 @@ def _cut(tensor: Tensor, dim: int, axis: Axis, local: Mapping[str, Keep], held: 
 
 
 def places(keep: Mapping[str, Keep], axis: Axis, size: int, held: Mapping[str, int]) -> slice | Tensor:
-    """`entries` of an axis that may join several groups, of which the tensor at hand has `held` channels each."""
+    """Return `entries` of an axis that may be a concatenation. The tensor at hand has `held` channels of each group."""
     if axis.then is None:
         return slice(0, size) if axis.key is None else entries(keep[axis.key], axis, size)
     found, start = [], 0
@@ -110,9 +105,9 @@ def places(keep: Mapping[str, Keep], axis: Axis, size: int, held: Mapping[str, i
 
 
 def entries(keep: Keep, axis: Axis, size: int) -> slice | Tensor:
-    """Where kept channels lie on an axis of `size` entries: a slice from 0 where they are its first entries, else
-    ascending indices, int64. [1, 3] with repeat 2 -> [2, 3, 6, 7]; the first 2 of 5 with 3 copies -> [0, 1, 5, 6, 10,
-    11]."""
+    """Return the positions of kept channels on an axis of `size` entries: a slice from 0 if they are the first entries,
+    else ascending int64 indices. [1, 3] with repeat 2 -> [2, 3, 6, 7]; the first 2 of 5 with 3 copies -> [0, 1, 5, 6,
+    10, 11]."""
     run = size // axis.copies
     if isinstance(keep, int) and (axis.copies == 1 or keep * axis.repeat == run):
         return slice(0, keep * axis.repeat * axis.copies)
@@ -125,7 +120,7 @@ def entries(keep: Keep, axis: Axis, size: int) -> slice | Tensor:
 
 
 def contains(layout: ParamLayout, outer: SubmodelSpec, inner: SubmodelSpec) -> bool:
-    """Whether `inner` is a sub-model of `outer`."""
+    """Return whether `inner` is a sub-model of `outer`."""
     try:
         for name in (*layout.groups, *layout.choices):
             _local(layout, name, inner, outer)
@@ -135,7 +130,7 @@ def contains(layout: ParamLayout, outer: SubmodelSpec, inner: SubmodelSpec) -> b
 
 
 def index_of(pool: Pool, layout: ParamLayout, spec: SubmodelSpec) -> int | None:
-    """Which pool model a sub-model is, or has the widths and blocks of; the outputs do not count."""
+    """Return the index of the pool model with the sub-model's widths and blocks, or None. The outputs do not count."""
     form = layout.form(spec)
     for i, model in enumerate(pool):
         if layout.form(model.spec) == form:
@@ -144,19 +139,19 @@ def index_of(pool: Pool, layout: ParamLayout, spec: SubmodelSpec) -> int | None:
 
 
 def is_statistic(name: str) -> bool:
-    """Whether an entry of the state is one of batch norm's running statistics: averaged, never optimised."""
+    """Return whether an entry of the state is a running statistic of batch norm, which is averaged and never
+    optimized."""
     return name.endswith(("running_mean", "running_var"))
 
 
 def largest(name: str) -> float:
-    """The largest absolute value that an entry can have, beyond which training has diverged: float32 has room for the
-    sum of 10^8 squares of such statistics, and of as many weights' as there can be."""
+    """Return the largest absolute value of an entry; beyond it training has diverged. float32 can hold the sum of 10^8
+    squares of such statistics, and of as many weights' as a network can have."""
     return 1e15 if is_statistic(name) else 1e9
 
 
 def shapes(layout: ParamLayout, spec: SubmodelSpec, full: Mapping[str, torch.Size]) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter of the sub-model, given those of the full network, or of one that it is part of.
-    Touches no tensor."""
+    """Return the shape of each parameter of the sub-model, given those of the full network or of a larger sub-model."""
     out = {}
     for name, slot in layout.slots.items():
         if layout.has_block(spec, slot.block):
@@ -167,8 +162,8 @@ def shapes(layout: ParamLayout, spec: SubmodelSpec, full: Mapping[str, torch.Siz
 
 @lru_cache(maxsize=64)
 def full_shapes(family: ModelFamily) -> dict[str, torch.Size]:
-    """Shapes of the full network's parameters, in layout order. Allocates nothing. Raises ModelError where module and
-    layout disagree."""
+    """Return the shapes of the full network's parameters in layout order, without allocating them. Raises ModelError if
+    module and layout disagree."""
     state = blank(family).state_dict()
     if list(state) != list(family.layout().slots):
         odd = sorted(set(state) ^ set(family.layout().slots))
@@ -178,13 +173,12 @@ def full_shapes(family: ModelFamily) -> dict[str, torch.Size]:
 
 @lru_cache(maxsize=64)
 def layout_of(family: ModelFamily) -> ParamLayout:
-    """The network's layout, made once: a pool's search counts hundreds of sub-models of one network, and a layout takes
-    longer than a count."""
+    """Return the network's layout, cached because a pool search counts hundreds of sub-models."""
     return family.layout()
 
 
 def made_up(family: ModelFamily, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """Samples (count, ...) of the form that the network takes: zeros, or drawn from the generator."""
+    """Return samples (count, ...) as the network expects them: zeros, or random ones."""
     shape = (count, *family.input_shape)
     if isinstance(family, TakesTokens):
         if generator is None:
@@ -194,15 +188,15 @@ def made_up(family: ModelFamily, count: int, generator: torch.Generator | None =
 
 
 def initial_params(family: ModelFamily, seed: int) -> Params:
-    """The freshly initialised full network: the same on every machine for the same seed and torch build."""
+    """Return the freshly initialised full network, equal on every machine for the same seed and torch build."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps three stack traces for devices to come
         return {name: t.detach().clone() for name, t in family.module().state_dict().items()}
 
 
 def runnable(family: ModelFamily, spec: SubmodelSpec, params: Params) -> nn.Module:
-    """The sub-network with `params` (already sliced) as its storage: training it writes into them, so whoever trains
-    clones first. Raises ModelError for parameters of another sub-network."""
+    """Return the sub-network with `params` (already sliced) as its storage. Training writes into them, so clone them
+    first. Raises ModelError for parameters of another sub-network."""
     module = blank(family, spec)
     try:
         module.load_state_dict(params, assign=True)

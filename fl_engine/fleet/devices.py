@@ -1,4 +1,4 @@
-"""The fleet: devices in tiers, what a device has free at a given moment, and how long its work would take it."""
+"""The fleet: devices in tiers, their free memory, and the time of their work."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from fl_engine.core.widths import hidden, prefix
 
 @dataclass(frozen=True)
 class Tier:
-    """A class of devices: its share of the fleet, its capacity r_M in % of the full model's parameters, and the
-    spreads of which each device draws one, once.
+    """A class of devices: its share of the fleet, its capacity r_M in % of the full model's parameters, and the spreads
+    (`sigma`) of which each device draws one.
 
-    What a device has free is r_M - |N(0, sigma)| (FlexFL); with `limits`, N(r_M, sigma) clipped to them (AdaptiveFL).
-    `speed` in 10^9 multiply-adds per second and `bandwidth` in 10^6 bits per second drive the simulated clock; the
-    defaults of the named fleets are round numbers for a Raspberry Pi 4, a Jetson Nano and a Jetson Xavier, assumed and
-    not measured.
+    A device has r_M - |N(0, sigma)| free (FlexFL), or with `limits` N(r_M, sigma) clipped to them (AdaptiveFL). `speed`
+    in 10^9 multiply-adds per second and `bandwidth` in 10^6 bits per second drive the simulated clock. Those of the
+    named fleets are assumed for a Raspberry Pi 4, a Jetson Nano and a Jetson Xavier, not measured.
 
-    Departs from the paper: Tables I and V print sigma^2. As variances, a strong device would hardly ever be short
-    of memory; the authors' code uses the values as standard deviations, and so do we.
+    Departs from the paper: Tables I and V print sigma^2. As variances, a strong device would hardly ever be short of
+    memory. The authors' code uses the values as standard deviations, and so does this.
     """
 
     name: str
@@ -37,13 +36,13 @@ class Tier:
     speed: float = 10.0
     bandwidth: float = 30.0
     width: float | None = None
-    """The width ratio of a sub-model that these devices hold, in (0, 1]: r_M is at least what that takes of the network
-    at hand. null: r_M is `memory`."""
+    """The width ratio of a sub-model that these devices hold, in (0, 1]: r_M is at least what that sub-model needs.
+    null: r_M is `memory`."""
 
 
 # ------------------------------------------------------------------------------------------- named fleets
 def _thirds(shares: Sequence[float], sigma: tuple[float, ...]) -> tuple[Tier, ...]:
-    """FlexFL Table I: weak, medium and strong devices."""
+    """Return FlexFL's weak, medium and strong devices (Table I)."""
     total = sum(shares)
     weak, medium, strong = (s / total for s in shares)
     return (
@@ -54,8 +53,8 @@ def _thirds(shares: Sequence[float], sigma: tuple[float, ...]) -> tuple[Tier, ..
 
 
 def _gaussian(full: float, rows: Mapping[str, tuple[int, int, int, int]]) -> tuple[Tier, ...]:
-    """AdaptiveFL's devices: mean, spread, least and most of what each has free, in the unit of `full`, the size of the
-    full model."""
+    """Return AdaptiveFL's devices: mean, spread, minimum and maximum of free memory, in the unit of `full`, the size of
+    the full model."""
     return tuple(
         Tier(name, share, 100 * mean / full, (100 * sigma / full,), (100 * low / full, 100 * high / full), speed)
         for (name, (mean, sigma, low, high)), share, speed in zip(
@@ -65,9 +64,9 @@ def _gaussian(full: float, rows: Mapping[str, tuple[int, int, int, int]]) -> tup
 
 
 def _widths(shares: Mapping[str, float]) -> tuple[Tier, ...]:
-    """FedRolex's devices, by the width of the model that they can hold. A width of beta makes about beta^2 of the
-    parameters; the first and the last layer make it a little more, hence the margin. Where they make it much more (a
-    small network, or very small images), the devices hold what that width really takes."""
+    """Return FedRolex's devices, by the width of the model that they can hold. A width of beta takes about beta^2 of
+    the parameters; the first and the last layer add a little, hence the margin. In small networks the devices hold what
+    the width really takes."""
     capacity = {"1": 1.0, "1/2": 1 / 2, "1/4": 1 / 4, "1/8": 1 / 8, "1/16": 1 / 16}
     return tuple(
         Tier(name, share, 125 * capacity[name] ** 2, speed=200.0 * capacity[name] ** 2, width=capacity[name])
@@ -76,8 +75,8 @@ def _widths(shares: Mapping[str, float]) -> tuple[Tier, ...]:
 
 
 def _aiot(kind: str, training_mb: float, sizes: Sequence[str], speed: float) -> tuple[Tier, ...]:
-    """The devices of a row of FedAIoT's Table 2.7, in equal shares: one with the least memory that it names, one with
-    the most. r_M is that memory in % of what training the row's network takes (Table 2.6, float32). Speeds are
+    """Return the devices of a row of FedAIoT's Table 2.7 in equal shares: one with the least memory that it names, one
+    with the most. r_M is that memory in % of the training memory of the row's network (Table 2.6, float32). Speeds are
     assumed."""
     units = {"mb": 1.0, "gb": 1024.0}
     return tuple(
@@ -125,9 +124,9 @@ FLEETS: dict[str, tuple[Tier, ...]] = {
     "fedaiot_visdrone": _aiot("drone", 8369, ("1gb", "8gb"), 2.0),
     "fedaiot_epic_sounds": _aiot("headset", 2176, ("1gb", "8gb"), 20.0),
 }
-"""What `fleet.tiers` takes by name instead of a list."""
+"""Fleets that `fleet.tiers` can name."""
 DEFAULT = FLEETS["4:3:3"]
-"""The fleet of a configuration that does not say another one."""
+"""The default fleet."""
 
 
 def named(name: str) -> tuple[Tier, ...]:
@@ -147,11 +146,13 @@ def fleet(
     family: ModelFamily | None = None,
     smallest: int | None = None,
 ) -> tuple[Device, ...]:
-    """One device per client. Shares are met to the nearest device (largest remainder); which client is which is
-    drawn from the seed, so every algorithm of a comparison meets the same fleet. `family`: the network that they train,
-    with the changes that the algorithm makes, for tiers with a `width`; None: r_M is `memory`. `smallest`: parameters
-    of the smallest model that the algorithm sends, which every device of the default fleet can hold, whatever its
-    `memory` says; None: r_M is `memory`. Raises ConfigError for tiers that no fleet can have."""
+    """Return one device per client. Shares are met to the nearest device (largest remainder). The seed decides which
+    client is which, so every algorithm of a comparison has the same fleet.
+
+    `family` is the trained network, for tiers with a `width`. `smallest` is the number of parameters of the smallest
+    model that is sent, which every device of the default fleet can hold. Without them, r_M is `memory`. Raises
+    ConfigError for impossible tiers.
+    """
     tiers = named(tiers) if isinstance(tiers, str) else tiers
     if not tiers:
         raise ConfigError("fleet.tiers is empty: give at least one tier")
@@ -159,7 +160,7 @@ def fleet(
         _check(t)
     names = [t.name for t in tiers]
     if again := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise ConfigError(f"fleet.tiers: two tiers are named {again[0]!r}, and each needs a name of its own")
+        raise ConfigError(f"fleet.tiers: two tiers are named {again[0]!r}; names must differ")
     tiers = tiers if family is None else holding(tiers, family, smallest)
     if abs(sum(t.share for t in tiers) - 1) > 1e-6:
         shares = ", ".join(f"{t.name} {t.share}" for t in tiers)
@@ -173,7 +174,7 @@ def fleet(
 
 
 def quotas(shares: Sequence[float], clients: int) -> list[int]:
-    """How many clients are of each share, by the largest remainder."""
+    """Return the number of clients of each share, by the largest remainder."""
     counts = [int(share * clients + 1e-9) for share in shares]
     remainders = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * clients)
     for i in remainders[: max(0, clients - sum(counts))]:
@@ -185,24 +186,25 @@ def quotas(shares: Sequence[float], clients: int) -> list[int]:
 
 def _check(t: Tier) -> None:
     if not t.name.strip():
-        raise ConfigError(f"fleet.tiers: a tier has no name ({t}): give it one of its own")
+        raise ConfigError(f"fleet.tiers: a tier has no name ({t})")
     finite = all(math.isfinite(value) for value in (t.share, t.memory, t.speed, t.bandwidth, *t.sigma))
     if not finite or t.share < 0 or t.memory <= 0 or not t.sigma or min(t.sigma) < 0:
-        raise ConfigError(f"fleet tier {t.name!r}: share >= 0, memory > 0 and sigma >= 0 are expected, got {t}")
+        raise ConfigError(f"fleet tier {t.name!r} must have share >= 0, memory > 0 and sigma >= 0, got {t}")
     if t.speed <= 0 or t.bandwidth <= 0:
-        raise ConfigError(f"fleet tier {t.name!r}: speed and bandwidth are above 0, got {t.speed} and {t.bandwidth}")
+        raise ConfigError(
+            f"fleet tier {t.name!r}: speed and bandwidth must be above 0, got {t.speed} and {t.bandwidth}"
+        )
     if t.width is not None and (not 0 < t.width <= 1 or t.limits is not None):
         raise ConfigError(
-            f"fleet tier {t.name!r}: width is above 0, at most 1, and has no limits beside it, got width {t.width} and "
-            f"limits {t.limits}"
+            f"fleet tier {t.name!r}: width must be in (0, 1] and excludes limits, got {t.width} and {t.limits}"
         )
     if t.limits is not None and not 0 <= t.limits[0] <= t.memory <= t.limits[1]:
-        raise ConfigError(f"fleet tier {t.name!r}: limits (low, high) lie around memory = {t.memory}, got {t.limits}")
+        raise ConfigError(f"fleet tier {t.name!r}: limits (low, high) must enclose memory = {t.memory}, got {t.limits}")
 
 
 def holding(tiers: Sequence[Tier], family: ModelFamily, smallest: int | None = None) -> list[Tier]:
-    """The tiers with the memory that their devices have for this network: enough for a sub-model of a tier's `width`,
-    and in the default fleet for a model of `smallest` parameters."""
+    """Return the tiers with enough memory for a sub-model of their `width`, and in the default fleet for a model of
+    `smallest` parameters."""
     layout, is_default = family.layout(), tuple(tiers) == DEFAULT
     found = []
     for t in tiers:
@@ -215,20 +217,20 @@ def holding(tiers: Sequence[Tier], family: ModelFamily, smallest: int | None = N
 
 
 def at_least(t: Tier, params: int, family: ModelFamily) -> Tier:
-    """The tier, whose devices can hold at least a model of so many parameters. They have half a parameter more than
-    that, because a device must have more free than a model takes."""
+    """Return the tier with memory for at least `params` parameters, plus half a parameter, because a device must have
+    more free than a model takes."""
     return replace(t, memory=max(t.memory, 100 * (params + 0.5) / count_params(family)))
 
 
 def device_of(client: int, tier: Tier, sigma: float = 0.0) -> Device:
-    """A device of the tier. `sigma`: how far what it has free varies."""
+    """Return a device of the tier. `sigma` is the spread of its free memory."""
     device = Device(client, tier.name, tier.memory, sigma, tier.limits)
     return replace(device, speed=tier.speed * 1e9, bandwidth=tier.bandwidth * 1e6 / 8)
 
 
 def observe(device: Device, seed: int, round: int) -> float:
-    """Free resources, redrawn for each dispatch: r = r_M - |u|, u ~ N(0, sigma^2), at least 0 (FlexFL Sec. IV-A1), or
-    N(r_M, sigma^2) within the device's limits (AdaptiveFL)."""
+    """Return the free memory, drawn for each round: r = r_M - |u|, u ~ N(0, sigma^2), at least 0 (FlexFL Sec. IV-A1),
+    or N(r_M, sigma^2) within the device's limits (AdaptiveFL)."""
     u = seeds.rng(seed, "observe", round, device.client).normal(0.0, device.sigma) if device.sigma > 0 else 0.0
     if device.limits is not None:
         low, high = device.limits
@@ -237,7 +239,7 @@ def observe(device: Device, seed: int, round: int) -> float:
 
 
 class Took(NamedTuple):
-    """Seconds of an order on the simulated clock."""
+    """Seconds of an assignment on the simulated clock."""
 
     compute: float
     communication: float
@@ -248,5 +250,5 @@ class Took(NamedTuple):
 
 
 def simulated_seconds(device: Device, macs: float, transferred: int) -> Took:
-    """How long a device needs to train `macs` multiply-adds and to move `transferred` bytes, down and up."""
+    """Return the time to train `macs` multiply-adds and to transfer `transferred` bytes, both ways together."""
     return Took(macs / device.speed, transferred / device.bandwidth)

@@ -1,12 +1,12 @@
-"""Clients that drop out, come late or lie, on purpose: what `rounds.faults` makes of a share of the orders.
+"""Injected faults (`rounds.faults`): dropouts, stragglers and Byzantine clients for a share of the assignments.
 
-    drop=0.2        brings nothing back
-    slow=0.1x5      takes five times as long on the simulated clock; nobody really waits
-    nan=0.02        one weight that is not a number
-    scale=0.02x100  a hundred times the change that it trained
+    drop=0.2        no update
+    slow=0.1x5      takes five times as long on the simulated clock
+    nan=0.02        one weight is NaN
+    scale=0.02x100  a hundred times the trained change
     flip=0.02       the change with the other sign
     corrupt=0.01    a damaged file
-    always          the same clients in every round, as many as the shares say; else drawn anew for each order
+    always          the same clients in every round; otherwise drawn for each assignment
 
 At most one fault strikes an assignment. Seed, round and client alone decide which one, so it is the same in every
 backend and after every kill. The coordinator applies faults (`rounds.faulty`): clients train honestly, and a changed
@@ -34,7 +34,7 @@ Kind = Literal["drop", "slow", "nan", "scale", "flip", "corrupt"]
 TIMES: tuple[Kind, ...] = ("slow", "scale")
 """Faults with a factor."""
 LIES: tuple[Kind, ...] = ("nan", "scale", "flip")
-"""Faults that change the weights of an update."""
+"""Faults that change an update's weights."""
 ALWAYS = "always"
 
 
@@ -47,7 +47,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Faults:
-    """`always`: strikes the same clients in every round."""
+    """`always`: the faults strike the same clients in every round."""
 
     faults: tuple[Fault, ...] = ()
     always: bool = False
@@ -57,7 +57,7 @@ NONE = Faults()
 
 
 def parse(text: str | None) -> Faults:
-    """`drop=0.2,slow=0.1x5,always` as above. Raises ConfigError."""
+    """Parse `drop=0.2,slow=0.1x5,always`. Raises ConfigError."""
     if text is None or not text.strip():
         return NONE
     words = [word.strip() for word in text.split(",")]
@@ -81,14 +81,14 @@ def _fault(word: str) -> Fault:
         need_plain([value])
         fault = Fault(kind, float(share), float(times) if sign else 1.0)
     except ValueError:
-        raise ConfigError(f"{wanted} is expected where {word!r} stands") from None
+        raise ConfigError(f"expected {wanted}, got {word!r}") from None
     if bool(sign) != (kind in TIMES) or not 0 <= fault.share <= 1 or not 0 < fault.times < math.inf:
-        raise ConfigError(f"{wanted}, a share from 0 to 1 and times above 0, is expected where {word!r} stands")
+        raise ConfigError(f"expected {wanted} with a share from 0 to 1 and times above 0, got {word!r}")
     return fault
 
 
 def befalls(faults: Faults, seed: int, round: int, client: int, clients: int) -> Fault | None:
-    """What strikes the order of `client`, one of `clients`; None: nothing."""
+    """Return the fault that strikes the assignment of `client`, one of `clients`, or None."""
     if not faults.faults:
         return None
     if faults.always:
@@ -108,8 +108,8 @@ def _ranks(seed: int, clients: int) -> tuple[int, ...]:
 
 
 def lie(fault: Fault, received: Params, trained: Params) -> Params:
-    """Return the weights that a lying client sends instead of `trained`. `received`: the same parameters before
-    training. The fault is one of LIES."""
+    """Return the weights that a lying client sends instead of `trained`. `received` are those before training. The
+    fault is one of LIES."""
     if fault.kind == "nan":
         first = next((name for name, tensor in trained.items() if tensor.is_floating_point()), None)
         if first is None:  # integers cannot be NaN
@@ -126,10 +126,10 @@ def lie(fault: Fault, received: Params, trained: Params) -> Params:
 
 
 def damaged(value: bytes) -> bytes:
-    """The file with its last bit flipped."""
+    """Return the file with its last bit flipped."""
     return value[:-1] + bytes([value[-1] ^ 1])
 
 
 def slowness(fault: Fault | None) -> float:
-    """How many times longer the order takes than without a fault."""
+    """Return how many times longer the assignment takes than without a fault."""
     return fault.times if fault is not None and fault.kind == "slow" else 1.0

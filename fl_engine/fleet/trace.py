@@ -1,12 +1,11 @@
-"""What devices do over time: when each is online, how fast it computes, and its bandwidth, all constant in pieces.
+"""Device behaviour over time: online or offline, speed and bandwidth, each piecewise constant.
 
-A trace decides on the server alone, by the simulated clock: who can be asked when a round begins, how long an order
-takes, and who drops out. A client computes the same bits with it and without it.
+Only the server uses a trace, with the simulated clock: who can be asked when a round begins, how long an assignment
+takes, and who drops out. It does not change what a client computes.
 
-FedScale (Lai et al., ICML 2022) does the same with its device traces: a client that is offline when it would be done
-has dropped out (`Aggregator.tictak_client_tasks`). Departs from it: here a client that was offline in between has
-dropped out too, since its work is lost; and the speed and the bandwidth may change while a client works, so that each
-part of the work takes the time of what holds then.
+As in FedScale (Lai et al., ICML 2022, `Aggregator.tictak_client_tasks`), a client that is offline at the end of its
+work has dropped out. Departs from it: a client that was offline in between has dropped out too, since its work is lost,
+and speed and bandwidth may change while a client works.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ Flags = NDArray[np.bool_]
 Rows = NDArray[np.int64]
 
 MOST_PIECES = 100_000
-"""The most pieces over which one order's work is followed. What is left of it after so many takes the time of the last
-one, so that a client that hardly moves cannot hold up the server."""
+"""The most pieces over which one assignment is followed; the rest takes the rate of the last one. Bounds the server's
+work for an extremely slow client."""
 REMEMBERED_BYTES = 2**25
-"""The most bytes of factors that are remembered, so that they are not drawn again for each client."""
+"""Bytes of the cache of factors."""
 
 
 class Now(NamedTuple):
-    """All clients at a moment, in client order."""
+    """All clients at one moment, in client order."""
 
     online: Flags
     speed: Floats
-    """Multiply-adds per second; of no meaning where a client is offline, like the next."""
+    """Multiply-adds per second; undefined while offline, as is `bandwidth`."""
     bandwidth: Floats
     """Bytes per second."""
 
 
 class Piece(NamedTuple):
-    """What holds for a client until a moment of the simulated clock."""
+    """A client's rates until a moment of the simulated clock."""
 
     until: float
     speed: float
@@ -55,37 +54,36 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Varying:
-    """A factor on each client's bandwidth, another one every `every_s` seconds, and the first one again after
-    `repeat_s`."""
+    """A factor on each client's bandwidth that changes every `every_s` seconds and repeats after `repeat_s`."""
 
     every_s: float
     draw: Callable[[int], Floats]
-    """(clients,): the factors of interval 0, 1, ..."""
+    """Return the factors (clients,) of interval 0, 1, ..."""
     clients: int
     repeat_s: float = math.inf
 
     def interval(self, time: float) -> tuple[int, float]:
-        """The interval that `time` is in, and when it ends."""
+        """Return the interval of `time`, and its end."""
         turns, local = divmod(_late(time), self.repeat_s)
         base, number = turns * self.repeat_s if turns else 0.0, int(local // self.every_s)
         return number, base + min((number + 1) * self.every_s, self.repeat_s)
 
     @cached_property
     def of(self) -> Callable[[int], Floats]:
-        """`draw`, remembered."""
+        """`draw` with a cache."""
         return lru_cache(maxsize=max(8, REMEMBERED_BYTES // (8 * self.clients)))(self.draw)
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Rows, each of which holds for one client until the next. Before its first row a client is offline.
+    """Rows, each of which holds for one client until the next. A client is offline before its first row.
 
-    A moment is counted as a microsecond (or the last bits of a large number) later than it is said, so that at the time
-    of a row, which a sum may round down, the row holds.
+    Times are shifted by a microsecond (or the last bits of a large number), so that a row holds at its own time even if
+    a sum was rounded down.
     """
 
     first: Rows
-    """(clients + 1,): the rows of client c are first[c] to first[c + 1] - 1."""
+    """(clients + 1,): client c has the rows first[c] to first[c + 1] - 1."""
     time: Floats
     """(rows,): seconds, ascending within a client, from 0, below its period."""
     online: Flags
@@ -95,7 +93,7 @@ class Trace:
     bandwidth: Floats
     """(rows,): bytes per second."""
     period: Floats
-    """(clients,): seconds after which a client's rows begin anew; inf: its last row holds for ever."""
+    """(clients,): seconds after which a client's rows repeat; inf: never."""
     varying: Varying | None = None
 
     @property
@@ -112,7 +110,7 @@ class Trace:
         return Now((row >= 0) & self.online[held], self.speed[held], bandwidth)
 
     def arrives(self, time: float) -> float:
-        """The next moment after `time` at which a row begins that finds a client coming online; inf: none does."""
+        """Return the next moment after `time` at which a row finds a client coming online, or inf."""
         base, local = self._local(time)
         row = self._rows(local)
         after = self._next_arrival[np.where(row >= 0, row + 1, self.first[:-1])]
@@ -124,7 +122,7 @@ class Trace:
 
     # ---------------------------------------------------------------------------------------------- one client
     def leaves(self, client: int, time: float) -> float:
-        """When a client that is online at `time` goes offline; `time` if it is not; inf: never."""
+        """Return when a client that is online at `time` goes offline, `time` if it is offline, or inf."""
         whole_turns = 2 * int(self.first[client + 1] - self.first[client]) + 2
         for row, until in islice(self._held(client, time), whole_turns):
             if row is None or not self.online[row]:
@@ -133,7 +131,7 @@ class Trace:
         return math.inf
 
     def pieces(self, client: int, time: float) -> Iterator[Piece]:
-        """What holds from `time` on, piece by piece, as long as the client is online."""
+        """Yield a client's rates from `time` on, as long as it is online."""
         for row, until in self._held(client, time):
             if row is None or not self.online[row]:
                 return
@@ -148,7 +146,7 @@ class Trace:
             time = until
 
     def _held(self, client: int, time: float) -> Iterator[tuple[int | None, float]]:
-        """(row, until when it holds) from `time` on, without end where the rows begin anew. None: before the first."""
+        """Yield (row, until when it holds) from `time` on, forever if the rows repeat. None: before the first row."""
         start, end, period = int(self.first[client]), int(self.first[client + 1]), float(self.period[client])
         turns, local = divmod(_late(time), period)
         base = turns * period if turns else 0.0
@@ -166,12 +164,12 @@ class Trace:
 
     # ------------------------------------------------------------------------------------------------- look-up
     def _local(self, time: float) -> tuple[Floats, Floats]:
-        """(clients,) each: when the turn began that a client is in, and for how long it has been in it."""
+        """Return, (clients,) each, when each client's current repetition began and the time since."""
         turns, local = np.divmod(_late(time), self.period)
         return np.where(turns > 0, turns * np.where(turns > 0, self.period, 0.0), 0.0), local
 
     def _rows(self, local: Floats) -> Rows:
-        """(clients,): the last row whose time has come; -1: none has. A bisection of all clients side by side."""
+        """Return each client's current row, (clients,), or -1. A vectorised bisection."""
         start = self.first[:-1]
         low, high = start, self.first[1:]
         for _ in range(int(np.max(high - low, initial=0)).bit_length()):
@@ -182,7 +180,7 @@ class Trace:
 
     @cached_property
     def _next_arrival(self) -> Rows:
-        """(rows + 1,): the first row from this one on, of whatever client, with which a client comes online."""
+        """(rows + 1,): the next row at or after this one, of any client, with which a client comes online."""
         rows = len(self.time)
         before = np.zeros(rows, dtype=bool)
         before[1:] = self.online[:-1]
@@ -199,7 +197,7 @@ def _late(time: float) -> float:
 def trace_of(
     rows: Sequence[Sequence[tuple[float, bool, float, float]]], period: Sequence[float] | float = math.inf
 ) -> Trace:
-    """A trace from (time, online, speed, bandwidth) by client. Raises ValueError where there are no rows."""
+    """Return a trace of rows (time, online, speed, bandwidth) by client. Raises ValueError without rows."""
     flat = [row for each in rows for row in each]
     if not flat:
         raise ValueError("a trace without rows")
@@ -216,8 +214,8 @@ def trace_of(
 
 # -------------------------------------------------------------------------------------------- the simulated clock
 def took(trace: Trace, client: int, begin: float, down: float, macs: float, up: float) -> Took | None:
-    """How long an order takes that begins at `begin`: first `down` bytes arrive, then `macs` multiply-adds are made,
-    then `up` bytes leave, each at what holds at the time. None: the client goes offline before it is done."""
+    """Return the time of an assignment that begins at `begin`: first `down` bytes arrive, then `macs` multiply-adds are
+    computed, then `up` bytes are sent, each at the current rate. None if the client goes offline before the end."""
     pieces = trace.pieces(client, begin)
     piece, at, number = next(pieces, None), begin, 1
     spent = []
@@ -238,7 +236,7 @@ def took(trace: Trace, client: int, begin: float, down: float, macs: float, up: 
 
 
 def online(fleet: Sequence[Device], now: Now) -> tuple[Device, ...]:
-    """The devices that are online, with the speed and the bandwidth that they have now, in client order."""
+    """Return the devices that are online with their current speed and bandwidth, in client order."""
     speeds, bandwidths = now.speed.tolist(), now.bandwidth.tolist()
     here = np.flatnonzero(now.online).tolist()
     return tuple(

@@ -1,22 +1,21 @@
-"""Traces from files: rows of one's own (CSV or JSON lines), and FedScale's device and availability data as JSON.
+"""Traces from files: rows of your own (CSV or JSON lines), and FedScale's device and availability data as JSON.
 
-Rows, as CSV with a heading (fields may be quoted), or as JSON lines with the same names:
+Rows are CSV with a heading, or JSON lines with the same names:
 
     client,time,compute,bandwidth,online          {"client": 0, "time": 0, "compute": 2.0, "online": true}
     0,0,2.0,30,1
 
-A row holds for its client from its time on, until the client's next row. Before the first one the client is offline; a
-client without rows never comes online. `compute` (10^9 multiply-adds per second) and `bandwidth` (10^6 bits per second)
-may be left empty: those of the device's tier. The rows of a client ascend in time; clients may be mixed.
+A row holds for its client from its time on until the client's next row. Before the first row the client is offline, and
+a client without rows never comes online. `compute` (10^9 multiply-adds per second) and `bandwidth` (10^6 bits per
+second) may be empty, which means those of the device's tier. The rows of each client ascend in time.
 
 FedScale (Lai et al., ICML 2022, benchmark/dataset/data/device_info) publishes pickles, which can run any code when they
-are loaded, so they are never read here: docs/guides/traces.md says how to convert them elsewhere.
+are loaded, so they are never read here. docs/guides/traces.md says how to convert them.
 """
 
 from __future__ import annotations
 
 import csv
-import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,14 +60,14 @@ class Row(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFile:
-    """Rows of one's own."""
+    """Rows of your own."""
 
     __pydantic_config__ = STRICT
     name: Literal["file"] = "file"
     path: UserPath
     """CSV or JSON lines."""
     repeat_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    """Seconds after which the rows begin anew; null: a client's last row holds for ever."""
+    """Seconds after which the rows repeat; null: a client's last row holds forever."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -79,16 +78,16 @@ class TraceFile:
 
 
 def read_rows(path: Path, fleet: Sequence[Device], period: float = math.inf) -> Trace:
-    """Raises DataError, which names the file and the line. Reads line by line, and holds 34 bytes of each."""
+    """Read a file line by line, keeping 34 bytes of each. Raises DataError, which names the file and the line."""
     owner, time, online = array("q"), array("d"), array("b")
     speed, bandwidth = array("d"), array("d")
     last: dict[int, float] = {}
     for number, row in _rows(path):
         if not 0 <= row.client < len(fleet):
-            raise _at(path, number, f"there are clients 0 to {len(fleet) - 1} (partition.clients), got {row.client}")
+            raise _at(path, number, f"client must be 0 to {len(fleet) - 1} (partition.clients), got {row.client}")
         if row.time <= last.get(row.client, -1.0):
-            said = f"the rows of a client ascend in time, client {row.client} has {row.time:g} after"
-            raise _at(path, number, f"{said} {last[row.client]:g}")
+            said = f"the rows of client {row.client} must ascend in time, got {row.time:g} after {last[row.client]:g}"
+            raise _at(path, number, said)
         if row.time >= period:
             raise _at(path, number, f"time {row.time:g} is not below fleet.trace.repeat_s = {period:g}")
         if len(owner) == MOST_ROWS:
@@ -115,24 +114,17 @@ def read_rows(path: Path, fleet: Sequence[Device], period: float = math.inf) -> 
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """(number of the line from 1, its row)."""
+    """Yield the numbers of lines, from 1, with their rows."""
     columns: list[str] | None = None
+    as_json: bool | None = None
     for number, line in _lines(path):
-        if columns is None and not line.startswith("{"):
-            columns = _columns(path, number, line)
-            continue
+        if as_json is None:
+            as_json = line.startswith("{")
         try:
-            if columns is None or line.startswith("{"):
-                columns = columns or []
-                if columns:
-                    raise _at(path, number, f"{','.join(columns)} is expected, as in the heading, got JSON")
-                row = Row.model_validate_json(line)
-                if line.count(":") != len(row.model_fields_set):  # a name is there twice
-                    names = [name for name, _ in json.loads(line, object_pairs_hook=list)]
-                    raise _at(path, number, f"{max(names, key=names.count)!r} is there twice")
-                yield number, row
-            elif not columns:
-                raise _at(path, number, f"JSON is expected, as in the first line, got {_short(line)}")
+            if as_json:
+                yield number, Row.model_validate_json(line)
+            elif columns is None:
+                columns = _columns(path, number, line)
             else:
                 yield number, Row.model_validate(_values(path, number, columns, line))
         except ValidationError as error:
@@ -140,7 +132,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not empty, without what ends them. A longer one than LONGEST_LINE is never held."""
+    """Yield the lines that are not empty. A line longer than LONGEST_LINE is never held in memory."""
     number = 0
     try:
         with path.open("rb") as file:
@@ -148,41 +140,36 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 number += 1
                 if len(line) > LONGEST_LINE:
                     raise _at(path, number, f"it is longer than {LONGEST_LINE} bytes")
-                try:
-                    text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                except UnicodeDecodeError:
-                    raise _at(path, number, "it is no text in UTF-8") from None
-                if text:
+                if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
                     yield number, text
-    except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else str(error)
-        raise DataError(f"fleet.trace: {_short(str(path))} cannot be read: {said}") from error
+    except UnicodeDecodeError:
+        raise _at(path, number, "it is not text in UTF-8") from None
+    except OSError as error:
+        raise DataError(f"fleet.trace: {path} cannot be read: {error.strerror}") from error
 
 
 def _columns(path: Path, number: int, line: str) -> list[str]:
     found = _words(path, number, line)
     for name in found:
         if name not in COLUMNS:
-            raise _at(path, number, f"no column is called {_short(name)!r}{nearest(name[:100], COLUMNS)}")
+            raise _at(path, number, f"no column is called {printable(name)[:60]!r}{nearest(name[:100], COLUMNS)}")
     wrong = [name for name in NEEDED if name not in found] or [name for name in found if found.count(name) > 1]
     if wrong:
-        raise _at(path, number, f"the columns {','.join(COLUMNS)} are expected, once each; see {wrong[0]!r}")
+        raise _at(path, number, f"expected the columns {','.join(COLUMNS)} once each; see {wrong[0]!r}")
     return found
 
 
 def _words(path: Path, number: int, line: str) -> list[str]:
-    if '"' not in line:
-        return [word.strip() for word in line.split(",")]
     try:
         return [word.strip() for word in next(csv.reader([line], skipinitialspace=True, strict=True))]
     except csv.Error as error:
-        raise _at(path, number, f"its quotes are not those of CSV ({error}): {_short(line)}") from None
+        raise _at(path, number, f"it is not CSV ({error})") from None
 
 
 def _values(path: Path, number: int, columns: Sequence[str], line: str) -> dict[str, Any]:
     words = _words(path, number, line)
     if len(words) != len(columns):
-        raise _at(path, number, f"{len(columns)} columns are expected, got {len(words)}")
+        raise _at(path, number, f"expected {len(columns)} columns, got {len(words)}")
     found: dict[str, Any] = {}
     for name, word in zip(columns, words, strict=True):
         if word == "" and name not in NEEDED:
@@ -192,17 +179,12 @@ def _values(path: Path, number: int, columns: Sequence[str], line: str) -> dict[
             found[name] = FLAGS[word.lower()] if name == "online" else (int if name == "client" else float)(word)
         except (KeyError, ValueError):
             wanted = {"online": "0 or 1", "client": "a whole number"}.get(name, "a number")
-            raise _at(path, number, f"{name}: {wanted} is expected, got {_short(word)!r}") from None
+            raise _at(path, number, f"{name}: expected {wanted}, got {printable(word)[:60]!r}") from None
     return found
 
 
 def _at(path: Path, number: int, said: str) -> DataError:
     return DataError(f"{path}, line {number}: {said}")
-
-
-def _short(text: str) -> str:
-    text = printable(text)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 # ------------------------------------------------------------------------------------------------------ FedScale
@@ -217,8 +199,8 @@ class Capacity(BaseModel):
 
 
 class Behaviour(BaseModel):
-    """An entry of `client_behave_trace`: online from active[i] to inactive[i], again after every finish_time; in
-    seconds. `duration` and `model` are not used."""
+    """An entry of `client_behave_trace`: online from active[i] to inactive[i], repeated after finish_time, in
+    seconds."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
     active: list[Moment]
@@ -232,7 +214,7 @@ BEHAVIOURS = TypeAdapter(dict[str, Behaviour])
 
 @dataclass(frozen=True)
 class FedScale:
-    """FedScale's data. Client c has entry number c of each file, from the beginning again after the last one."""
+    """FedScale's data. Client c has entry number c of each file, modulo the number of entries."""
 
     __pydantic_config__ = STRICT
     name: Literal["fedscale"] = "fedscale"
@@ -241,9 +223,8 @@ class FedScale:
     availability: UserPath | None = None
     """`client_behave_trace` as JSON; null: all are always online."""
     inference: Annotated[float, Field(ge=1e-6, le=1e6)] = 0.3
-    """10^9 multiply-adds of the inference that `computation` measures: 0.3 is MobileNetV2's (Sandler et al., CVPR 2018,
-    Table 4). FedScale says only that it is the inference latency of models, and counts a training step as three, as the
-    simulated clock does."""
+    """10^9 multiply-adds of the inference that `computation` measures: MobileNetV2's (Sandler et al., CVPR 2018, Table
+    4). FedScale does not name the model. It counts a training step as three inferences, as the simulated clock does."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -274,28 +255,28 @@ class FedScale:
 
 
 def _entries(path: Path, form: TypeAdapter[dict[str, T]], fields: str, most: int) -> list[T]:
-    """The first entries of a file, at most so many. Raises DataError, which names the file."""
+    """Return the first entries of a file, at most `most`. Raises DataError, which names the file."""
     try:
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise DataError(f"{path} has {size} bytes, at most {MOST_BYTES} are read: convert fewer entries")
+        if path.stat().st_size > MOST_BYTES:
+            raise DataError(f"{path} must have at most {MOST_BYTES} bytes. Convert fewer entries")
         found: Mapping[str, T] = form.validate_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        if isinstance(error, ValidationError):
-            said = f'expected {{"<client>": {{...}}, ...}} with {fields}: {brief(error)}'
-            raise DataError(f"{path}: {said[:1000]}") from error
-        said = (error.strerror or "no such file") if isinstance(error, OSError) else str(error)
-        raise DataError(f"fleet.trace: {_short(str(path))} cannot be read: {said}") from error
+    except ValidationError as error:
+        said = f'expected {{"<client>": {{...}}, ...}} with {fields}: {brief(error)}'
+        raise DataError(f"{path}: {said[:1000]}") from error
+    except OSError as error:
+        raise DataError(f"fleet.trace: {path} cannot be read: {error.strerror}") from error
     if not found:
         raise DataError(f"{path}: it has no entries")
     return list(found.values())[:most]
 
 
 def _sessions(path: Path, number: int, of: Behaviour) -> list[tuple[float, bool]]:
-    """(time, online) rows. An interval that ends before it begins never holds in FedScale either."""
+    """Return (time, online) rows. An interval that ends before it begins never holds, as in FedScale."""
     if len(of.active) != len(of.inactive):
-        told = f"{len(of.active)} times of active and {len(of.inactive)} of inactive"
-        raise DataError(f"{path}: entry {number} has {told}, as many of each are expected")
+        raise DataError(
+            f"{path}: entry {number} must have as many active as inactive times, got {len(of.active)} and "
+            f"{len(of.inactive)}"
+        )
     rows: list[tuple[float, bool]] = []
     for begin, end in sorted(zip(of.active, of.inactive, strict=True)):
         end = min(end, of.finish_time)

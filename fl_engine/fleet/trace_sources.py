@@ -1,4 +1,4 @@
-"""What `fleet.trace` may name. A new generator is a class and a line in TRACES."""
+"""The generators that `fleet.trace` can name. A new one is a class and a line in TRACES."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class TraceSource(Protocol):
         """The files that it reads."""
 
     def trace(self, fleet: Sequence[Device], samples: Sequence[int], seed: int) -> Trace:
-        """What the devices of this fleet do; `samples`: how many each holds. A function of these, of the options and of
-        the files. Raises ConfigError, or DataError for a file."""
+        """Return the devices' behaviour, a function of the arguments, the options and the files. `samples` is the
+        number of samples of each client. Raises ConfigError, or DataError for a file."""
 
 
 TRACES: dict[str, type[TraceSource]] = {"lognormal": LogNormal, "file": TraceFile, "fedscale": FedScale}
@@ -45,14 +45,13 @@ Tracing = Annotated[TraceSource, OrFile("trace", TRACES, TraceSource)]
 
 
 def digest(source: TraceSource) -> str:
-    """sha256 of the files' contents, in their order. Raises DataError for one that cannot be read."""
+    """Return the sha256 of the files' contents, in order. Raises DataError for an unreadable file."""
     whole = hashlib.sha256()
     for path in source.files:
         try:
             whole.update(hashed(Path(path), hashlib.sha256()).digest())
-        except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
-            said = error.strerror if isinstance(error, OSError) else str(error)
-            raise DataError(f"fleet.trace: {printable(path)} cannot be read: {said}") from error
+        except OSError as error:
+            raise DataError(f"fleet.trace: {printable(path)} cannot be read: {error.strerror}") from error
     return whole.hexdigest()
 
 

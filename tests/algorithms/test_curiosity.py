@@ -17,23 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.algorithms import AdaptiveFL
 from fl_engine.core import seeds
-from fl_engine.core.types import FULL, Device, Outcome, Pick, Pool, PoolModel, SubmodelSpec, Tables, WorkOrder
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.rounds.server import ServerSite
+from fl_engine.core.types import FULL, Device, Pick, Pool, PoolModel, SubmodelSpec, Tables, WorkOrder
 from fl_engine.selection import Curiosity
 from fl_engine.testing.tiny import (
-    SEED,
-    TRAINING,
-    brought,
-    context_of,
     failure_of,
     learned,
     picked,
-    start_of,
-    tiny_site,
-    update_of,
 )
 
 law = settings(max_examples=60)
@@ -73,55 +63,9 @@ def column(tables: Tables, name: str, client: int) -> list[float]:
     return [row[client] for row in tables[name]]
 
 
-# ================================================================================================= the start
-
-
-def test_the_rewards_of_the_first_round() -> None:
-    """All ones: S has (7 + 6 + 5) / (3 * 7), M (4 + 3 + 2) / (3 * 7), L 1 / 7; curiosity 1 everywhere."""
-    tables = Curiosity().init(fleet_of(2), pool_of(7))
-    by_success = Curiosity(score="s").rewards(tables)
-    expected = [18 / 21, 18 / 21, 18 / 21, 9 / 21, 9 / 21, 9 / 21, 1 / 7]
-    for client in range(2):
-        assert by_success[:, client].tolist() == pytest.approx(expected, rel=1e-12)
-        assert Curiosity(score="c").rewards(tables)[:, client].tolist() == [1.0] * 7
-        capped = [0.5, 0.5, 0.5, 9 / 21, 9 / 21, 9 / 21, 1 / 7]
-        assert Curiosity().rewards(tables)[:, client].tolist() == pytest.approx(capped, rel=1e-12)
-
-
 # ========================================================================================= Alg. 1 lines 12 to 26
 START = (1, 1, 1, 1, 1, 1, 1)
 LATER = (5, 0, 2, 4, 1, 0, 3)
-UPDATES = [
-    # before: T_r; sent, back; after: T_c (from ones), T_r.
-    # A match: +1 from the model sent up to L1, and p - 1 = 2 more for L1; its type counts as sent and as brought back.
-    (START, S3, S3, (3, 1, 1), (2, 2, 2, 2, 2, 2, 4)),
-    (START, S1, S1, (3, 1, 1), (1, 1, 2, 2, 2, 2, 4)),
-    (START, M2, M2, (1, 3, 1), (1, 1, 1, 1, 2, 2, 4)),
-    (START, L1, L1, (1, 1, 3), (1, 1, 1, 1, 1, 1, 4)),
-    (LATER, M3, M3, (1, 3, 1), (5, 0, 2, 5, 2, 1, 6)),
-    # Pruned: +3 for what came back, then 0, 1, 2, ... less from it up to L1, not below 0.
-    (START, L1, M1, (1, 2, 2), (1, 1, 1, 1, 1, 4, 0)),
-    (START, L1, M3, (1, 2, 2), (1, 1, 1, 4, 0, 0, 0)),
-    (START, L1, S3, (2, 1, 2), (4, 0, 0, 0, 0, 0, 0)),
-    (START, M1, S2, (2, 2, 1), (1, 4, 0, 0, 0, 0, 0)),
-    (START, M2, M3, (1, 3, 1), (1, 1, 1, 4, 0, 0, 0)),
-    (START, S1, S3, (3, 1, 1), (4, 0, 0, 0, 0, 0, 0)),
-    (LATER, M1, S1, (2, 2, 1), (5, 0, 5, 3, 0, 0, 0)),
-    (LATER, L1, M2, (1, 2, 2), (5, 0, 2, 4, 4, 0, 1)),
-]
-
-
-@pytest.mark.parametrize(("before", "sent", "back", "curiosity", "resource"), UPDATES)
-def test_what_is_learned_from_a_return(
-    before: Sequence[int], sent: int, back: int, curiosity: Sequence[int], resource: Sequence[int]
-) -> None:
-    tables = tables_of([(1, 1, 1)] * 3, [LATER, before, START])
-    found = learned(Curiosity(), tables, sent, back, 1)
-    assert column(found, "curiosity", 1) == list(curiosity)
-    assert column(found, "resource", 1) == list(resource)
-    for other, row in ((0, LATER), (2, START)):
-        assert column(found, "curiosity", other) == [1, 1, 1]
-        assert column(found, "resource", other) == list(row), "another client's column moved"
 
 
 @pytest.mark.parametrize(
@@ -221,17 +165,6 @@ def test_the_rewards_of_three_clients(score: Any, expected: dict[str, tuple[Frac
         assert found[model].tolist() == pytest.approx([float(v) for v in expected[kind]], rel=1e-12), kind
 
 
-def test_success_counts_up_to_one_half() -> None:
-    """Clients whose R_s is 0.6, 0.9 and 1 are told apart by curiosity alone; without the cap they are not."""
-    resource = [(1, 1, 1, 1, 1, 1, 4), (0, 0, 0, 0, 0, 5, 5), (0, 0, 0, 0, 0, 0, 9)]
-    tables = tables_of([(1, 1, 1)] * 3, resource)
-    # R_s(M): (7+6+5)/30 = 0.6; three times 10/10 over 3 = 1; three times 9/9 over 3 = 1. R_s(L): 0.4, 0.5, 1.
-    assert Curiosity(score="s").rewards(tables)[M2].tolist() == pytest.approx([0.6, 1, 1])
-    assert Curiosity(score="cs").rewards(tables)[M2].tolist() == pytest.approx([0.5, 0.5, 0.5])
-    assert Curiosity(score="s").rewards(tables)[L1].tolist() == pytest.approx([0.4, 0.5, 1])
-    assert Curiosity(score="cs").rewards(tables)[L1].tolist() == pytest.approx([0.4, 0.5, 0.5])
-
-
 # ============================================================================================== the selection
 CHI_SQUARE_999 = {6: 22.458, 12: 32.909, 14: 36.123, 20: 45.315}
 """Exceeded once in a thousand, by degrees of freedom."""
@@ -265,16 +198,6 @@ def test_models_come_alike_and_clients_by_their_reward(score: Any, reward: dict[
     assert set(found) == set(cells), "somebody without a reward was asked"
 
 
-def test_a_client_without_a_reward_is_not_asked() -> None:
-    """b has none for M and L; also in full rounds, where who is left shrinks."""
-    rng = seeds.rng(2, "curiosity test")
-    for k in (1, 2, 3):
-        for _ in range(300):
-            picks = picked(Curiosity(), THREE, fleet_of(3), pool_of(7), rng, k)
-            assert len({client for client, _ in picks}) == len(picks) == k
-            assert all(model <= S1 for client, model in picks if client == 1)
-
-
 def test_a_model_that_nobody_can_train_is_not_drawn() -> None:
     """Two clients that can do S only: everything that is sent is S."""
     tables = tables_of([(1, 1, 1)] * 2, [(4, 0, 0, 0, 0, 0, 0), (2, 3, 0, 0, 0, 0, 0)])
@@ -305,39 +228,3 @@ def test_clients_are_distinct_in_order_and_as_many_as_asked(
     assert tables == before, "a selection learns nothing"
     again = picked(selector, tables, fleet_of(clients), pool_of(models), np.random.default_rng(seed), k)
     assert again == picks
-
-
-# ================================================================================================= in a run
-SMALL = SmallCNN((1, 16, 16), 4, width=0.25)
-
-
-def test_a_round_moves_the_columns_of_those_who_were_asked() -> None:
-    """Client 0 of the plan brings back what it was sent, the next S3, the third fails."""
-    algorithm = AdaptiveFL(TRAINING)
-    site = tiny_site(algorithm, SMALL)
-    state = start_of(algorithm, site)
-    names = [m.name for m in site.pool]
-    plan = next(
-        p
-        for r in range(50)
-        if (p := algorithm.plan(state, context_of(site, r, SEED))).orders[1].level == names.index("L1")
-    )
-    first, second, third, *_ = plan.orders
-    outcomes: list[Outcome] = [
-        brought(update_of(first, first.spec, {}), site),
-        brought(update_of(second, site.pool[0].spec, {}), site),
-        failure_of(third),
-    ]
-    found = algorithm.merge(state, plan, outcomes, ServerSite(site)).tables
-    t_c, t_r = [1, 1, 1], [1] * 7
-    sent = first.level
-    algorithm_1(t_c, t_r, sent, sent, 3)
-    assert column(found, "curiosity", first.client) == t_c
-    assert column(found, "resource", first.client) == t_r
-    assert column(found, "curiosity", second.client) == [2, 1, 2]
-    assert column(found, "resource", second.client) == [4, 0, 0, 0, 0, 0, 0]
-    assert column(found, "curiosity", third.client) == [1 + 2 * (kind == third.level // 3) for kind in range(3)]
-    assert column(found, "resource", third.client) == [4, 0, 0, 0, 0, 0, 0]
-    for client in {d.client for d in site.fleet} - {first.client, second.client, third.client}:
-        assert column(found, "curiosity", client) == [1] * 3
-        assert column(found, "resource", client) == [1] * 7

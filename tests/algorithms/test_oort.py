@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,19 +94,6 @@ def test_slow_clients_lose_by_the_square_of_their_time() -> None:
     assert Oort().slow(np.asarray([40.0]), math.inf).tolist() == [1.0]
 
 
-def test_a_new_round_adds_to_what_is_known_and_failures_count_as_asked() -> None:
-    """Round 0: 0 and 2 answer with 6 and 10. Round 1: 2 says 4, 1 comes too late, 0 and 3 fail, and 4 never answers."""
-    oort = Oort()
-    tables = after(oort, [{0: 6.0, 2: 10.0}], 5)
-    for client, stage, seconds in ((0, "drop", 0.0), (1, "straggle", 9.0), (3, "validate", 0.0), (4, "straggle", 0.0)):
-        tables = failure(oort, tables, 1, client, stage, seconds)  # type: ignore[arg-type]
-    tables = answer(oort, tables, 1, 2, 4.0, seconds=7.0)
-    assert column(oort, tables, 2, UTILITY) == {0: 0.0, 1: 4.0, 2: 4.0, 3: 0.0, 4: 0.0}
-    assert column(oort, tables, 2, ASKED) == {0: 2, 1: 1, 2: 2, 3: 1, 4: 1}
-    assert column(oort, tables, 2, LAST) == {0: 2, 1: 2, 2: 2, 3: 2, 4: 2}
-    assert column(oort, tables, 2, SECONDS) == {0: 1.0, 1: 9.0, 2: 7.0, 3: 0.0, 4: 0.0}, "no update, no time"
-
-
 # ----------------------------------------------------------------------------------------------------- the pacer
 def paced(percentile: float, brought: Sequence[float], **more: Any) -> list[float]:
     """The percentile before each round."""
@@ -122,45 +109,10 @@ def test_the_pacer_by_hand() -> None:
     assert found == [30, 30, 30, 30, 35, 35, 30, 30, 30, 30]
 
 
-def test_the_pacer_may_be_asked_in_any_steps() -> None:
-    known = dict(enumerate([3.0, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]))
-    at_once, stepwise = Pacer(0, 30.0).after(12, known, **PACES), Pacer(0, 30.0)
-    for r in range(13):
-        stepwise = Pacer.of(stepwise.after(r, known, **PACES).rows)
-    assert stepwise == at_once and len(at_once.history) == 4
-    assert at_once.after(3, known, **PACES) == at_once
-
-
 def test_t_is_a_percentile_of_the_times() -> None:
     seconds = np.asarray([50.0, 10, 40, 20, 30])
     assert [Pacer(0, p).preferred(seconds) for p in (1, 20, 30, 50, 99.9)] == [10, 20, 20, 30, 50]
     assert Pacer(0, 100.0).preferred(seconds) == math.inf
-
-
-def test_the_pacer_sees_what_clients_brought_that_were_asked_before() -> None:
-    """Rounds 0 to 4: nobody was preferred in the first; then the mean of those that had been asked, of updates only."""
-    oort = Oort(pacer_step=2)
-    tables = after(oort, [{0: 9.0, 1: 9.0}, {0: 4.0, 1: 8.0, 2: 100.0}], 4)
-    tables = failure(oort, tables, 2, 0, "drop")
-    tables = answer(oort, tables, 2, 2, 5.0)
-    assert oort.known(tables, 3)[1] == Pacer(3, 30.0, (0.0, 6.0, 5.0))
-    assert oort.known(tables, 5)[1] == Pacer(5, 30.0, (6.0, 5.0, 0.0, 0.0)), "0 + 6, then 5 + 0: neither"
-
-
-def test_in_the_first_round_r_is_1_and_rounds_are_counted_from_0() -> None:
-    @dataclass(frozen=True)
-    class Listens(Oort):
-        rounds: list[int] = field(default_factory=list)
-
-        def scores(self, utility: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
-            self.rounds.append(now)
-            return super().scores(utility, last, now)
-
-    oort, fleet = Listens(pacer_start=100.0), fleet_of(3)
-    tables = after(oort, [dict.fromkeys(range(3), 1.0)], 3)
-    for round in (1, 2, 9):
-        asked(oort, tables, context(round, fleet, [5] * 3), 1)
-    assert oort.rounds == [2, 3, 10]
 
 
 def test_the_time_of_an_order_by_hand() -> None:
@@ -188,14 +140,6 @@ def test_the_round_is_divided_by_epsilon() -> None:
     for round, new in ((0, 9), (1, 8), (55, 3)):
         found = asked(oort, tables, context(round, fleet, [5] * 20), 10)
         assert len(found) == 10 and sum(c >= 10 for c in found) == new
-
-
-def test_where_one_kind_runs_out_the_other_fills_the_round() -> None:
-    fleet = fleet_of(12)
-    for known, new in ((11, 1), (12, 0), (0, 8), (2, 6)):
-        tables = after(NO_PACE, [dict.fromkeys(range(known), 1.0)] if known else [], 12)
-        found = asked(NO_PACE, tables, context(1, fleet, [5] * 12), 8)
-        assert len(found) == 8 and sum(c >= known for c in found) >= new
 
 
 def test_new_clients_come_from_those_with_the_most_samples_by_how_many_they_have() -> None:
@@ -245,24 +189,6 @@ def test_the_quota_that_is_not_oorts_is_drawn_uniformly_of_all_others() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- several rounds
-def test_four_rounds_by_hand() -> None:
-    """Two of five a round, half of them new, in the order of their samples (window 1), as long as there are new ones.
-    Client 2 has the largest utility, client 0 a fifth of it; the others have none, and are not drawn while one is left
-    that has some."""
-    oort = replace(NO_PACE, exploration=0.5, exploration_decay=1.0, explore_window=1.0, uncertainty=0.0, clip=1.0)
-    fleet, samples = fleet_of(5), [9, 8, 7, 6, 5]
-    tables = oort.init(fleet, FULL_ONLY)
-    seen = []
-    says = {0: 1.0, 1: 0.0, 2: 5.0, 3: 0.0, 4: 0.0}
-    for round in range(5):
-        found = asked(oort, tables, context(round, fleet, samples), 2, round)
-        seen.append(found)
-        for client in found:
-            tables = answer(oort, tables, round, client, says[client])
-    assert seen[:2] == [[0, 1], [0, 2]], "both are new; then one new, and of the known 0 and 1 the one with a utility"
-    assert [seen[2][1], seen[3][1]] == [3, 4], "one new in each"
-    assert {seen[2][0], seen[3][0]} <= {0, 2}
-    assert seen[4] == [0, 2], "all are known"
 
 
 def test_what_it_knows_after_many_rounds_is_what_plain_loops_find() -> None:
@@ -334,35 +260,7 @@ def test_the_blacklist_by_hand() -> None:
     assert asked(off, tables, context(3, fleet, [5] * 10), 10) == list(range(10))
 
 
-def test_a_client_is_barred_in_the_round_after_it_was_asked_too_often() -> None:
-    oort, fleet = replace(NO_PACE, blacklist_after=2, blacklist_most=1.0), fleet_of(4)
-    tables, times, round = oort.init(fleet, FULL_ONLY), Counter[int](), 0
-    while sum(times.values()) < 12:
-        for client in asked(oort, tables, context(round, fleet, [5] * 4), 2, round):
-            times[client] += 1
-            tables = answer(oort, tables, round, client, 1.0)
-        round += 1
-    assert times == Counter(dict.fromkeys(range(4), 3)), "three times each, then no more"
-    everybody = asked(oort, tables, context(round, fleet, [5] * 4), 2)
-    assert len(everybody) == 2, "nobody else is there: they are asked all the same"
-
-
 # ---------------------------------------------------------------------------------------------------- edge cases
-
-
-def test_a_client_that_vanishes_for_good_is_hardly_asked_any_more() -> None:
-    """Three of twelve clients never answer again: where they are not available, nobody asks them; where the server
-    does not know, they cost at most what their age is worth."""
-    oort, fleet = NO_PACE, fleet_of(12)
-    tables, times = oort.init(fleet, FULL_ONLY), Counter[int]()
-    for round in range(120):
-        for client in asked(oort, tables, context(round, fleet, [5] * 12), 3, round):
-            times[client] += 1
-            gone = client < 3 and round > 20
-            tables = failure(oort, tables, round, client, "drop") if gone else answer(oort, tables, round, client, 2.0)
-    assert max(times[c] for c in range(3)) < min(times[c] for c in range(3, 12))
-    here = asked(oort, tables, context(121, fleet, [5] * 12, available=fleet[3:]), 12)
-    assert here == list(range(3, 12))
 
 
 @law

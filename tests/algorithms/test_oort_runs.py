@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fl_engine.algorithms import ALGORITHMS, FedAvg, FlexFL
+from fl_engine.algorithms import FedAvg, FlexFL
 from fl_engine.algorithms.training import Training
 from fl_engine.core import seeds
-from fl_engine.core.clients import LARGEST_LOSS
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import (
     ClientUpdate,
     Device,
@@ -24,17 +21,16 @@ from fl_engine.core.types import (
 )
 from fl_engine.exchange.client import execute
 from fl_engine.rounds.run import Run
-from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Oort
 from fl_engine.selection.capacity import holds
 from fl_engine.selection.oort import Candidates
 from fl_engine.selection.oort_state import CLIENT, SECONDS
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.store import decode, encode
+from fl_engine.storage.store import encode
 from fl_engine.testing import played
 from fl_engine.testing.algorithms import AlgorithmSuite
-from fl_engine.testing.tiny import TRAINING, context_of, on_devices_alone, start_of, tiny_site
+from fl_engine.testing.tiny import TRAINING, start_of, tiny_site
 from tests.harness.oort import POOL, after, answer, asked, context, fleet_of
 
 
@@ -57,20 +53,6 @@ def test_each_is_sent_the_largest_model_that_it_can_hold() -> None:
 def times(oort: Oort, tables: Tables, now: RoundContext) -> list[float]:
     found: list[float] = Candidates.of(now, oort.known(tables, now.round)[0], "capacity").seconds.tolist()
     return found
-
-
-def test_a_time_is_estimated_for_the_model_that_is_sent_until_it_is_measured() -> None:
-    """Three forward passes of each sample at the device's speed, four bytes of each parameter there and back. What
-    another model took says nothing."""
-    fleet = (Device(0, "weak", 30.0, 0.0, None, 50.0, 10.0), Device(1, "strong", 110.0, 0.0, None, 200.0, 40.0))
-    now = context(1, fleet, [10, 20], POOL, draws=(20, 40))
-    tables = Oort().init(fleet, POOL)
-    assert times(Oort(), tables, now) == pytest.approx([3 * 25 * 20 / 50 + 200 / 10, 3 * 100 * 40 / 200 + 800 / 40])
-    assert times(Oort(), answer(Oort(), tables, 0, 1, 1.0, seconds=7.5, level=0), now) == pytest.approx([50.0, 80.0])
-    tables = answer(Oort(), tables, 0, 1, 1.0, seconds=7.5, level=4)
-    assert times(Oort(), tables, now) == pytest.approx([50.0, 7.5])
-    faster = replace(now, available=(replace(fleet[0], speed=100.0), fleet[1]))
-    assert times(Oort(), tables, faster) == pytest.approx([35.0, 7.5]), "what a device can do now"
 
 
 def test_the_estimate_is_what_the_simulated_clock_measures(memory_store: Any) -> None:
@@ -112,21 +94,6 @@ def federated(algorithm: Any, store: Any, rounds: int, **terms: Any) -> bytes:
     return encode(played.federated(Run(algorithm, site, config), store)[0].params)
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_every_algorithm_takes_it(name: str, memory_store: Any) -> None:
-    algorithm = on_devices_alone(ALGORITHMS[name](training=TRAINING, selection=Oort(pacer_step=1)))  # type: ignore[call-arg]
-    federated(algorithm, memory_store, 3)
-    rows = Checkpoints(memory_store).rows()
-    site = tiny_site(algorithm)
-    sizes = {model.name: model.share for model in site.pool}
-    for row in rows:
-        assert row.clients
-        for line in row.clients:
-            assert holds(site.fleet[line["client"]], sizes[line["sent"]])
-            assert "failure" in line or 0 < line["rms_loss"] < LARGEST_LOSS
-    assert len({line["client"] for row in rows for line in row.clients}) > len(rows[0].clients)
-
-
 def test_over_provision_is_its_over_commitment(memory_store: Any) -> None:
     """Six of 20 are asked for five updates; the slowest comes too late, and is known afterwards."""
     algorithm = FedAvg(training=TRAINING, eligible="all", selection=Oort(model="largest"))
@@ -138,22 +105,6 @@ def test_over_provision_is_its_over_commitment(memory_store: Any) -> None:
     known, _ = algorithm.selection.known(tables, 2)
     (took,) = known[SECONDS, known[CLIENT] == late["client"]]
     assert took == late["seconds_simulated"] == max(line["seconds_simulated"] for line in row.clients)
-
-
-def test_what_is_learned_survives_being_stored_and_decides_who_is_asked() -> None:
-    algorithm = FedAvg(training=TRAINING, eligible="all", selection=Oort(model="largest"))
-    site = tiny_site(algorithm)
-    state = fresh = start_of(algorithm, site)
-    for round in range(4):
-        plan = algorithm.plan(state, context_of(site, round))
-        state = algorithm.merge(state, plan, [execute(algorithm, o, site) for o in plan.orders], ServerSite(site))
-        tensors, rest = pack(state)
-        found = unpack(fresh, decode(encode(tensors), "state"), json.loads(json.dumps(rest)))
-        assert found.tables == state.tables
-        again, plan = (algorithm.plan(s, context_of(site, round + 1)) for s in (found, state))
-        assert [o.client for o in again.orders] == [o.client for o in plan.orders]
-    unlearned = algorithm.plan(fresh, context_of(site, 4))
-    assert [o.client for o in unlearned.orders] != [o.client for o in plan.orders]
 
 
 @pytest.mark.long

@@ -8,20 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_engine.algorithms import FlexFL
-from fl_engine.algorithms.training import Training
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Device
 from fl_engine.selection import ByCapacity, Oort, ResourceTable, Uniform
-from fl_engine.selection.capacity import holds, lacks, round_size
+from fl_engine.selection.capacity import round_size
 from fl_engine.testing.tiny import (
-    SEED,
-    context_of,
     paper_pool,
     picked,
-    start_of,
-    tiny_fleet,
-    tiny_site,
 )
 
 
@@ -98,18 +91,6 @@ def test_a_capacity_equal_to_the_size_is_too_little() -> None:
     assert {level for each in picks for _, level in each} == {0}
 
 
-@pytest.mark.parametrize(
-    ("share", "limits", "points"),
-    [(0.45, None, -5.0), (0.6, None, 10.0), (0.5, None, 1e-9), (0.6, (20.0, 65.0), -5.0), (0.65, (20.0, 65.0), 1e-9)],
-)
-def test_what_a_device_lacks_is_above_0_where_it_does_not_hold_a_model(
-    share: float, limits: tuple[float, float] | None, points: float
-) -> None:
-    device = Device(0, "half", 50.0, 8.0, limits)
-    assert lacks(device, share) == pytest.approx(points, abs=1e-12)
-    assert holds(device, share) == (lacks(device, share) <= 0)
-
-
 def fleet_of(*kinds: tuple[str, float]) -> tuple[Device, ...]:
     return tuple(Device(client, tier, most, 0.0) for client, (tier, most) in enumerate(kinds))
 
@@ -152,23 +133,3 @@ def test_uniform_asks_all_and_by_capacity_those_that_hold_one() -> None:
 )
 def test_the_number_asked_is_max_1_f_times_devices(fraction: float, clients: int, k: int) -> None:
     assert round_size(fraction, clients) == k
-
-
-def test_the_plan_asks_for_f_of_the_fleet() -> None:
-    algorithm = FlexFL(training=Training(fraction=0.1))
-    site = tiny_site(algorithm, fleet=tiny_fleet(30))
-    assert len(algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders) == 3
-
-
-# ==================================================================================================== All-Large
-
-
-@pytest.mark.parametrize("model", ["capacity", "random", "largest"])
-def test_uniform_draws_among_those_that_are_online(model: Any) -> None:
-    """The draw is numpy's, of the numbers of the devices that are there; these have gaps."""
-    _, pool = paper_pool()
-    fleet = devices(weak=4, medium=3, strong=3)
-    online = tuple(device for device in fleet if device.client % 3)
-    expected = sorted(np.random.default_rng(5).choice([d.client for d in online], size=4, replace=False).tolist())
-    picks = picked(Uniform(model=model), {}, online, pool, np.random.default_rng(5), 4)
-    assert [client for client, _ in picks] == expected

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from fl_engine.aggregation.rules import Mean, Private
-from fl_engine.algorithms import FedAvg, FlexFL, HeteroFL
+from fl_engine.algorithms import FlexFL
 from fl_engine.backends import InProcess
-from fl_engine.codecs import Half, Identity
-from fl_engine.core.contracts import Algorithm
+from fl_engine.codecs import Half
 from fl_engine.core.errors import ClientError, IntegrityError, ModelError
 from fl_engine.core.fields import STRICT
 from fl_engine.core.slicing import is_statistic, take
@@ -27,7 +25,6 @@ from fl_engine.core.types import (
     Header,
     Outcome,
     Params,
-    PoolModel,
     RoundPlan,
     WorkOrder,
 )
@@ -37,12 +34,7 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import Manifest, key_of, manifest_bytes, signed
 from fl_engine.exchange.updates import payload_bytes, received
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.rounds.run import Run
-from fl_engine.rounds.terms import RoundsConfig
-from fl_engine.selection import Uniform
-from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, encode, sha256, tensor_bytes
-from fl_engine.testing import played
 from fl_engine.testing.codecs import Deflated
 from fl_engine.testing.tiny import (
     SEED,
@@ -92,17 +84,6 @@ def test_an_order_holds_what_its_client_decodes() -> None:
             else:
                 assert torch.equal(order.payload[name], tensor.half().float())
                 assert order.encoded[name].dtype == torch.float16
-
-
-def test_another_round_and_another_level_round_otherwise() -> None:
-    """The way down has a seed for each, the way up one for each client too."""
-    weights = dict.fromkeys(("a",), torch.linspace(-1, 1, 64))
-    asked = [(0, 0), (1, 0), (0, 1)]
-    orders = [WorkOrder(round, 0, BARE.orders[0].spec, weights, 0, level) for round, level in asked]
-    plans = [coding.sent(RoundPlan(order.round, (order,)), SITE.pool, DEFLATED, SEED) for order in orders]
-    assert len({encode(plan.orders[0].travels) for plan in plans}) == 3
-    again = coding.sent(RoundPlan(0, orders[:1]), SITE.pool, DEFLATED, SEED)
-    assert_same_bits(again.orders[0].travels, plans[0].orders[0].travels)
 
 
 def test_an_order_s_codecs_come_before_its_level_s_and_those_before_the_run_s() -> None:
@@ -191,22 +172,6 @@ def test_the_server_adds_the_change_that_it_decodes() -> None:
             assert off <= max(float(change.abs().max()) * 2**-11, 2**-25) + float(tensor.abs().max()) * 2**-23
 
 
-def test_masked_classes_are_coded_as_they_were_trained(tmp_path: Path) -> None:
-    """A client that sends a part of the outputs' rows."""
-    method = HeteroFL(training=TRAINING)
-    site = tiny_site(method, sizes=(3,) * 20)
-    plan = method.plan(start_of(method, site), context_of(site, 0, SEED))
-    plan = coding.sent(plan, site.pool, HALF, SEED)
-    mailbox = Mailbox(FolderStore(tmp_path), replace(site.rules, algorithm=method))
-    fewer = 0
-    for outcome in InProcess(site).run(method, plan):
-        assert isinstance(outcome, ClientUpdate)
-        mailbox.put_outcome(plan, outcome)
-        assert_same_outcomes([mailbox.receive(plan, outcome.client)], [outcome])
-        fewer += len(outcome.payload["classifier.weight"]) < 4
-    assert fewer
-
-
 @dataclass(frozen=True)
 class Mute:
     """There is no number that it can say."""
@@ -231,13 +196,6 @@ def test_what_a_codec_cannot_say_is_the_client_s_failure_and_the_server_s_error(
     far = {name: torch.full_like(t, 7e4) for name, t in BARE.orders[0].payload.items()}
     with pytest.raises(ModelError, match=r"round 1: .* holds 7e\+04, and float16 ends at 65504\. Choose another"):
         coding.sent(RoundPlan(0, (replace(BARE.orders[0], payload=far),)), SITE.pool, HALF, SEED)
-
-
-def test_half_says_what_is_not_finite_and_refuses_what_is_too_large() -> None:
-    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 65504.0])
-    assert torch.allclose(Half().encode({"a": odd}, 0)["a"].float(), odd, rtol=0, atol=0, equal_nan=True)
-    with pytest.raises(ModelError, match=r"b holds 6\.55e\+04, and float16 ends at 65504"):
-        Half().encode({"a": odd, "b": torch.tensor([1.0, -65520.0])}, 0)
 
 
 # --------------------------------------------------------------------------------------------------------- lies
@@ -357,70 +315,3 @@ def test_a_file_may_not_be_larger_than_its_codec_makes_it() -> None:
     bare, half = (payload_bytes(plan.orders[0]) for plan in (BARE, plan_of(HALF)))
     coded = tensor_bytes({n: t for n, t in BARE.orders[0].payload.items() if not is_statistic(n)})
     assert bare - half == coded // 2
-
-
-# ----------------------------------------------------------------------------------------------------- whole runs
-def federate(
-    folder: Path, codecs: Codecs, algorithm: Algorithm = ALGORITHM, **changes: Any
-) -> tuple[Params, list[Row]]:
-    site, key = changes.pop("site", SITE), changes.pop("noise_key", None)
-    store = changes.pop("store", None) or FolderStore(folder)
-    config = RoundsConfig(**({"stop": 3, "evaluate_every": 1000, "commit_every": 1} | changes))
-    final, rows = played.federated(Run(algorithm, site, config, noise_key=key, codecs=codecs), store)
-    return final.params, rows
-
-
-def test_a_round_counts_what_travelled(tmp_path: Path) -> None:
-    """Bytes down and up, waste and the simulated clock, for a pool whose sizes are known beforehand."""
-    pool = coding.sized(SITE.pool, FAMILY, HALF)
-    _, plain = federate(tmp_path / "plain", Codecs())
-    for keep in (False, True):
-        _, rows = federate(tmp_path / str(keep), HALF, keep_updates=keep)
-        for row, before in zip(rows, plain, strict=True):
-            down, up = (sum(model_of(pool, line[way]).bytes for line in row.clients) for way in ("sent", "trained"))
-            assert (row.metrics["bytes_down"], row.metrics["bytes_up"]) == (down, up)
-            assert row.metrics["waste"] == before.metrics["waste"], "a codec wastes nothing"
-            assert (row.metrics["model_bytes_down"], row.metrics["model_bytes_up"]) == (
-                before.metrics["bytes_down"],
-                before.metrics["bytes_up"],
-            )
-            assert 0.5 < down / before.metrics["bytes_down"] < 0.55, "statistics travel uncoded"
-            for line, other in zip(row.clients, before.clients, strict=True):
-                device = SITE.fleet[line["client"]]
-                bytes = model_of(pool, line["sent"]).bytes + model_of(pool, line["trained"]).bytes_up
-                seconds = line["macs"] / device.speed + bytes / device.bandwidth
-                assert line["seconds_simulated"] == pytest.approx(seconds) != other["seconds_simulated"]
-
-
-def model_of(pool: tuple[PoolModel, ...], name: str) -> PoolModel:
-    return next(model for model in pool if model.name == name)
-
-
-def test_a_level_is_a_sub_model_and_its_codecs() -> None:
-    own = (replace(SITE.pool[0], codecs=Codecs(down=Half())), replace(SITE.pool[1], codecs=Codecs()), *SITE.pool[2:])
-    pool = coding.sized(own, FAMILY, Codecs(up=Half()))
-    full = {n: t for n, t in STATE.params.items()}
-    for model, bare in zip(pool, SITE.pool, strict=True):
-        weights = take(full, SITE.layout, model.spec)
-        plain, half = (tensor_bytes(coding.encoded(c, weights, 0)) for c in (Identity(), Half()))
-        assert plain == 4 * model.params == bare.bytes == bare.bytes_up
-        expected = {SITE.pool[0].name: (half, plain), SITE.pool[1].name: (plain, plain)}.get(model.name, (plain, half))
-        assert (model.bytes, model.bytes_up) == expected
-
-
-def test_a_clip_acts_on_what_was_decoded(tmp_path: Path) -> None:
-    """The change from the server's own weights, with whatever the codecs made of it."""
-    clip = 1e-3
-    for aggregation in (Mean(clip=clip), Private(clip=clip, noise_multiplier=1e-9)):
-        algorithm = FedAvg(
-            training=replace(TRAINING, fraction=0.05, lr=0.5), eligible="all", aggregation=aggregation,
-            selection=Uniform(model="largest"),
-        )  # fmt: skip
-        site = tiny_site(algorithm)
-        key = bytes(32) if isinstance(aggregation, Private) else None
-        start = start_of(algorithm, site).params
-        folder = tmp_path / aggregation.name
-        final, rows = federate(folder, DEFLATED, algorithm, site=site, stop=1, norm_bound=None, noise_key=key)
-        moved = sum(float((final[n].double() - start[n].double()).square().sum()) for n in start) ** 0.5
-        assert rows[0].metrics["clients_trained"] >= 1
-        assert 0.3 * clip < moved <= clip * (1 + 1e-4), "one client, or a mean of few, moves it so far at most"

@@ -103,48 +103,6 @@ def test_on_python_3_10_commands_of_the_coordinator_are_refused(monkeypatch: pyt
     assert cli.dispatch(["list", "algorithms", "--json"]) == 0
 
 
-# --------------------------------------------------------------------------------------- how processes start
-STARTS = ("Process", "Pool", "Manager", "Queue", "SimpleQueue", "Pipe", "Lock", "Event", "Value", "Array")
-METHODS = ("spawn", "fork", "forkserver")
-
-
-def unnamed(source: str) -> list[str]:
-    """Calls whose start method is the default one, which 3.14 has changed from fork to forkserver."""
-    if not any(word in source for word in ("multiprocessing", "get_context", "ProcessPoolExecutor")):
-        return []
-    tree = ast.parse(source)
-    modules = {
-        alias.asname or alias.name
-        for node in ast.walk(tree) if isinstance(node, ast.Import)
-        for alias in node.names if alias.name in ("multiprocessing", "torch.multiprocessing")
-    }  # fmt: skip
-    loose = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module in ("multiprocessing", "torch.multiprocessing")
-        for alias in node.names
-    }
-    found = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        called = ast.unparse(node.func)
-        module, _, name = called.rpartition(".")
-        first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
-        if name == "get_context" and first not in METHODS:
-            found.append(ast.unparse(node))
-        if (module in modules and name in STARTS) or (called in loose and name in STARTS):
-            found.append(ast.unparse(node))
-        if name == "ProcessPoolExecutor" and not any(word.arg == "mp_context" for word in node.keywords):
-            found.append(ast.unparse(node))
-    return found
-
-
-def test_whoever_starts_processes_says_how() -> None:
-    found = {str(path.relative_to(ROOT)): unnamed(path.read_text()) for path in SOURCES}
-    assert len(found) > 200 and {path: calls for path, calls in found.items() if calls} == {}
-
-
 # ------------------------------------------------------------------------------------- when annotations are read
 def test_annotations_are_read_through_typing() -> None:
     """`__annotations__` of 3.14 is computed when it is asked for, and is in no class's `__dict__`."""

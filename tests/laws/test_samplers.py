@@ -129,7 +129,7 @@ def test_an_honest_client_is_believed_and_one_that_says_a_step_more_is_not(sampl
         assert isinstance(update_of(packed(found, order)[0], lambda limit: value, order, rules), ClientUpdate)  # noqa: B023
         for name in ("steps", "macs"):
             lie = replace(found, metrics={**found.metrics, name: found.metrics[name] + 1})
-            with pytest.raises(Rejected, match=f"says .* {name}, the order makes"):
+            with pytest.raises(Rejected, match=name):
                 update_of(packed(lie, order)[0], lambda limit: value, order, rules)  # noqa: B023
 
 

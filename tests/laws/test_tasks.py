@@ -11,13 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.core.errors import PartitionError
-from fl_engine.core.samples import Data
 from fl_engine.core.task import Task
-from fl_engine.data import partition_files as files
-from fl_engine.data import partitioning as p
 from fl_engine.tasks import Classification, Regression
-from fl_engine.testing.kinds import tiny_table
 from fl_engine.training.losses import self_distillation
 
 TASKS = (Classification(4), Classification(7, top5=True), Regression(), Regression(outputs=3))
@@ -104,37 +99,3 @@ def test_quantile_bins_are_equally_full_and_keep_equal_targets_together() -> Non
     assert (labels == y[:, 0].numpy() // 20).all()
     same = Regression(bins=5).labels(torch.tensor([[0.0]] * 8 + [[1.0], [2.0]]))
     assert len(set(same[:8].tolist())) == 1 and same.max() == 4
-
-
-# ---------------------------------------------------------------------------------------------- partitions
-def without_bins() -> Data:
-    data = tiny_table()
-    return Data("numbers", Regression(bins=0), data.train_x, data.train_y, data.test_x, data.test_y)
-
-
-@pytest.mark.parametrize("rule", ["iid", "dirichlet", "quantity", "disjoint_labels"])
-def test_rules_deal_numbers_by_their_bins(rule: str, tmp_path: object) -> None:
-    data = tiny_table()
-    cut = p.partition(data, rule, 8, 0.1, 3, alpha=0.3, labels_per_client=4)
-    assert cut.counts.shape == (10, 8) and cut.counts.sum() == 144
-    bins = data.task.labels(data.train_y)
-    assert [np.bincount(bins[part], minlength=10).tolist() for part in cut.clients] == cut.counts.T.tolist()
-    if rule == "disjoint_labels":
-        assert ((cut.counts > 0).sum(axis=0) == 4).all()
-
-
-def test_a_rule_that_needs_labels_says_so_where_there_are_none(tmp_path: object) -> None:
-    for rule in ("dirichlet", "disjoint_labels"):
-        with pytest.raises(
-            PartitionError, match=f"the rule {rule} deals by labels, and the targets of numbers have none"
-        ):
-            p.partition(without_bins(), rule, 8, 0.1, 3, alpha=0.3, labels_per_client=2)
-    assert p.partition(without_bins(), "quantity", 8, 0.1, 3, alpha=0.3).counts.shape == (1, 8)
-
-
-def test_a_partition_of_numbers_is_stored_and_found_again(tmp_path: object) -> None:
-    for data in (tiny_table(), without_bins()):
-        cut = p.partition(data, "iid", 8, 0.1, 3)
-        files.save(cut, tmp_path)  # type: ignore[arg-type]
-        found = files.load(tmp_path, data)  # type: ignore[arg-type]
-        assert found.counts.tolist() == cut.counts.tolist()

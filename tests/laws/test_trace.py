@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Device
-from fl_engine.fleet.devices import Took, simulated_seconds
+from fl_engine.fleet.devices import Took
 from fl_engine.fleet.lognormal import LogNormal, efficiency
 from fl_engine.fleet.trace import Trace, Varying, took, trace_of
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing import played
-from fl_engine.testing.tiny import TRAINING, assert_same_bits, start_of, tiny_fleet, tiny_site
+from fl_engine.testing.tiny import TRAINING, assert_same_bits, start_of, tiny_site
 
 law = settings(max_examples=80)
 
@@ -48,15 +48,6 @@ def test_who_is_online_by_hand() -> None:
     assert [trace.arrives(at) for at in (0, 5, 14, 15, 99)] == [5, 15, 15, math.inf, math.inf]
     assert [trace.leaves(0, at) for at in (0, 9, 10, 15)] == [10, 10, 10, math.inf]
     assert [trace.leaves(c, 7) for c in (1, 2, 3)] == [math.inf, 7, 7]
-
-
-def test_rows_begin_anew_after_their_period() -> None:
-    trace = trace_of([[(2, *ON), (6, *OFF)], [(0, *ON)], [(0, *ON), (4, *OFF), (8, *ON)]], 10.0)
-    assert [at for at in range(25) if trace.now(at).online[0]] == [2, 3, 4, 5, 12, 13, 14, 15, 22, 23, 24]
-    assert [trace.arrives(at) for at in (0, 2, 8, 12)] == [2, 8, 10, 18]
-    assert [trace.leaves(0, at) for at in (3, 13, 17)] == [6, 16, 17]
-    assert trace.leaves(1, 3) == math.inf
-    assert trace.leaves(2, 9) == 14, "the end of one turn and the beginning of the next are one session"
 
 
 @law
@@ -112,15 +103,6 @@ def test_an_order_takes_the_time_of_what_holds_by_hand() -> None:
     assert took(trace_of([[*rows, (17.9, *OFF)]]), 0, 0.0, 100, 12, 30) is None
     away = [*rows[:2], (8.0, *OFF), (9.0, *ON), *rows[2:]]
     assert took(trace_of([away]), 0, 0.0, 100, 12, 30) is None, "though it comes back"
-
-
-@law
-@given(st.floats(0, 1e6), st.integers(0, 10**7), st.floats(0, 1e13), st.integers(0, 10**7))
-def test_a_trace_that_never_changes_is_the_device(begin: float, down: int, macs: float, up: int) -> None:
-    (device,) = devices(1)
-    found = took(always((True, device.speed, device.bandwidth)), 0, begin, down, macs, up)
-    assert found is not None
-    assert found == pytest.approx(simulated_seconds(device, macs, down + up), rel=1e-6, abs=1e-6)
 
 
 @law
@@ -213,18 +195,6 @@ def test_sessions_last_as_long_as_was_asked_for_from_the_beginning(sessions: str
     assert [trace.now(at).online.mean() for at in (0, 300, 3600, 40000)] == pytest.approx([0.25] * 4, abs=0.03)
     spread = np.log(lasted[inner & trace.online[:-1]]).std()
     assert spread == pytest.approx(0.8 if sessions == "lognormal" else math.pi / 6**0.5, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("sessions", "left"),
-    # Of a session X that a moment falls into, E[X^2] / (2 E[X]) is left: the mean, or half of it times e^(s^2).
-    [("exponential", 1000.0), ("lognormal", 500.0 * math.exp(0.25))],
-)
-def test_what_is_left_of_a_session_under_way(sessions: Any, left: float) -> None:
-    source, mean = LogNormal(sessions=sessions, session_sigma=0.5), np.full(100_000, 1000.0)
-    for under_way, expected in ((True, left), (False, 1000.0)):
-        found = source._durations(mean, np.random.default_rng(1), under_way=under_way)
-        assert found.mean() == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("bandwidth_s", [300.0, 7000.0, 100_000.0])
@@ -357,27 +327,6 @@ def test_a_round_from_which_all_left_lasts_until_the_last_has_gone(tmp_path: Pat
     assert_same_bits(final.params, start.params)
     _, (late,) = federate(algorithm, SITE, tmp_path / "deadline", trace, stop=1, deadline_s=3.0)
     assert late.metrics["seconds_simulated"] == 3.0
-
-
-def test_a_round_that_merges_nothing_lasts_until_the_last_has_come_or_gone(tmp_path: Path) -> None:
-    for speed, end in ((1e9, 0.001), (1.0, 500.0)):
-        leaves = [(0.0, *alike(speed=speed)), (end, *OFF)]
-        trace = trace_of([leaves if c > 10 else [(0.0, *alike())] for c in range(CLIENTS)])
-        _, (row,) = federate(ALGORITHM, SITE, tmp_path / str(end), trace, stop=1, norm_bound=1e-9)
-        came = [line["seconds_simulated"] for line in row.clients if line["failure"].startswith("validate")]
-        assert 0 < len(came) < len(row.clients), "some left"
-        assert row.metrics["seconds_simulated"] == max(*came, end) and (max(came) > end) == (end < 1)
-
-
-def test_a_round_that_asks_nobody_ends_with_the_next_arrival(tmp_path: Path) -> None:
-    """Those who are online cannot hold the model."""
-    algorithm = Noting(training=TRAINING, eligible="capable")
-    site = replace(SITE, fleet=tiny_fleet())
-    strong = [d.client for d in site.fleet if d.most > 100]
-    trace = trace_of([[(50.0 if c in strong else 0.0, *alike())] for c in range(CLIENTS)])
-    _, rows = federate(algorithm, site, tmp_path, trace, stop=2)
-    assert [row.metrics["clients_trained"] > 0 for row in rows] == [False, True]
-    assert rows[0].metrics["seconds_simulated"] == 50.0 and algorithm.noted[1][0] == 50.0
 
 
 def test_deadline_and_over_provisioning_go_by_the_trace(tmp_path: Path) -> None:

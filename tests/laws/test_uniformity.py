@@ -21,7 +21,6 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing import played
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, tiny_fleet, tiny_site
-from fl_engine.training.numerics import Numerics
 
 ALGORITHM = FedAvg(training=replace(TRAINING, fraction=0.5), eligible="all")
 FLEET = tuple(
@@ -142,16 +141,6 @@ def test_who_comes_too_late_counts_and_is_not_among_those_that_answered(
     assert any("failure" in line for row in rows for line in row.clients), "some were refused"
 
 
-def test_who_sends_nothing_has_no_time(tmp_path: Path) -> None:
-    _, rows = federate(tmp_path, faults="drop=0.5")
-    dropped = [line for row in rows for line in row.clients if line.get("failure", "").startswith("drop")]
-    assert dropped and not any("seconds_simulated" in line for line in dropped)
-    for row in rows:
-        assert {k: row.metrics[k] for k in of_lines(row)} == pytest.approx(of_lines(row))
-    _, rows = federate(tmp_path / "all", faults="drop=1")
-    assert not any(name in row.metrics for row in rows for name in NAMES)
-
-
 @pytest.mark.parametrize(
     ("terms", "waits"),
     [
@@ -183,13 +172,6 @@ def test_a_round_that_merges_nothing_lasts_until_the_last_answer_has_come(
     assert empty
     for row in empty:
         assert row.metrics["seconds_simulated"] == max(line.get("seconds_simulated", 0.0) for line in row.clients) > 0
-
-
-def test_lanes_share_their_steps_and_say_nothing_of_the_real_clock(tmp_path: Path) -> None:
-    for lanes, there in ((1, True), (4, False)):
-        site = replace(SITE, numerics=Numerics("batched", lanes))
-        _, rows = federate(tmp_path / str(lanes), site)
-        assert all(("uniformity_real" in row.metrics) == there and "uniformity" in row.metrics for row in rows)
 
 
 class Dies(Exception):

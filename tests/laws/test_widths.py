@@ -59,34 +59,6 @@ def channels(layout: ParamLayout, spec: SubmodelSpec, group: str) -> list[int]:
 
 
 # ================================================================================================ how many stay
-@pytest.mark.parametrize(
-    ("size", "width", "floor", "ceil"),
-    [
-        # As floats, 0.29 * 100 is 28.999999999999996, 0.58 * 100 is 57.99999999999999 ...
-        (100, 0.29, 29, 29),
-        (100, 0.58, 58, 58),
-        # ... 0.07 * 100 is 7.000000000000001, 0.14 * 50 too, 1.1 * 10 would be 11.000000000000002.
-        (100, 0.07, 7, 7),
-        (50, 0.14, 7, 7),
-        (1000, 0.001, 1, 1),
-        (6, 1 / 3, 2, 2),
-        (3, 1 / 3, 1, 1),
-        (7, 1 / 3, 2, 3),
-        (3, 2 / 3, 2, 2),
-        (49, 1 / 49, 1, 1),
-        (10, 0.1, 1, 1),
-        (64, 0.71, 45, 46),
-        (512, 0.4, 204, 205),
-        (512, 0.66, 337, 338),
-        (64, 1 / 16, 4, 4),
-        # At least one, at most all.
-        (8, 1 / 16, 1, 1),
-        (1, 0.01, 1, 1),
-        (5, 1.0, 5, 5),
-    ],
-)
-def test_counts_by_hand(size: int, width: float, floor: int, ceil: int) -> None:
-    assert (kept(size, width, "floor"), kept(size, width, "ceil")) == (floor, ceil)
 
 
 @law
@@ -97,15 +69,6 @@ def test_counts_are_those_of_exact_fractions(size: int, below: int, data: st.Dat
     exact = Fraction(above, below) * size
     assert kept(size, above / below, "floor") == max(1, math.floor(exact))
     assert kept(size, above / below, "ceil") == math.ceil(exact)
-
-
-@law
-@given(size=st.integers(1, 2048), small=st.floats(1e-4, 1), large=st.floats(1e-4, 1))
-def test_a_larger_ratio_keeps_no_less(size: int, small: float, large: float) -> None:
-    small, large = sorted((small, large))
-    for rounding in ("ceil", "floor"):
-        assert 1 <= kept(size, small, rounding) <= kept(size, large, rounding) <= size
-    assert kept(size, large, "ceil") - kept(size, large, "floor") in (0, 1)
 
 
 def test_the_two_roundings_are_different_networks() -> None:
@@ -155,17 +118,6 @@ def test_windows_over_whole_cycles_are_those_of_the_equation(sizes: list[int], b
             assert set(found[f"g{i}"]) == equation_3_4(round, beta, size)
             assert found[f"g{i}"] == sorted(found[f"g{i}"])
         assert found["classes"] == list(range(10)), "the output layer is never cut"
-
-
-@law
-@given(size=st.integers(1, 40), beta=RATIOS, first=st.integers(0, 1000))
-def test_every_channel_is_trained_equally_often(size: int, beta: Fraction, first: int) -> None:
-    """In any K rounds one after the other, each channel is in floor(beta * K) of the windows."""
-    layout = layout_of(size)
-    visits: Counter[int] = Counter()
-    for round in range(first, first + size):
-        visits.update(window(layout, float(beta), round)["g0"])
-    assert visits == dict.fromkeys(range(size), max(1, math.floor(beta * size)))
 
 
 TENTHS = st.integers(0, 10).map(lambda tenths: Fraction(tenths, 10))
@@ -345,16 +297,6 @@ def test_exits_are_the_deepest_that_their_targets_allow(
     for level in range(len(ends)):
         for deeper in range(ends[level] + 1, len(points)):
             assert not allowed(family, widths, targets, [*ends[:level], deeper, *ends[level + 1 :]]), "not the deepest"
-
-
-def test_a_network_without_room_for_the_levels_is_an_error() -> None:
-    """TinyNet has two points, too few for three early levels of one width."""
-    said = (
-        r"TinyNet has no early exit at which a level of width 1\.0 stays within 40 % of the whole network: "
-        "give smaller widths or larger targets"
-    )
-    with pytest.raises(PoolError, match=said):
-        choose_exits(TINY, (1.0, 1.0, 1.0, 1.0), (40, 50, 60, 100))
 
 
 def test_up_to_an_exit() -> None:

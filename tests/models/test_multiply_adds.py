@@ -158,7 +158,7 @@ def test_a_layer_that_is_called_by_keyword_is_counted() -> None:
 
 def test_a_network_that_fails_on_one_sample_says_so() -> None:
     norm = nn.BatchNorm1d(4, track_running_stats=False)
-    with pytest.raises(ModelError, match=r"Of cannot take a batch of one sample.*ValueError: .*: make its forward"):
+    with pytest.raises(ModelError, match=r"Of must take a batch of one sample"):
         count_macs(Of((4,), lambda: nn.Sequential(nn.Linear(4, 4), norm)))
 
 
@@ -187,7 +187,7 @@ class CountedScale(Scale):
 
 
 def test_an_unknown_layer_with_weights_is_named_and_may_count_itself() -> None:
-    with pytest.raises(ModelError, match=r"Of: 0\.odd is a Scale with weights"):
+    with pytest.raises(ModelError, match=r"0\.odd, a Scale"):
         count_macs(Of((4,), lambda: nn.Sequential(nn.ModuleDict({"odd": Scale()}))))
     with pytest.raises(ModelError, match="MultiheadAttention"):
         count_macs(Of((4,), lambda: nn.Sequential(nn.MultiheadAttention(4, 2))))
