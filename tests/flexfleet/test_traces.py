@@ -78,7 +78,7 @@ def test_what_is_wrong_with_a_trace_is_found_before_anything_trains(
 ) -> None:
     (tmp_path / "bad.csv").write_text("client,time,online\n0,0,1\n999,0,1\n")
     done = flexfleet("check", sets=[*quick, "fleet.trace=bad.csv"])
-    assert done.code == 2 and "bad.csv, line 3: there are clients 0 to" in done.err
+    assert done.code == 2 and "bad.csv, line 3: client must be" in done.err
     (tmp_path / "late.csv").write_text("client,time,online\n0,5000,1\n")
     done = flexfleet("check", sets=[*quick, "fleet.trace=late.csv", "fleet.wait_s=100"])
     assert done.code == 2 and "the next comes after 5000 s; fleet.wait_s = 100" in done.err
