@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.remote.kubernetes import jobs, status
+from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.kubernetes.cluster import Cluster
 from fl_engine.rounds.run import Run
 from fl_engine.storage.checkpoints import Checkpoints, Row
@@ -74,14 +74,6 @@ def test_a_run_of_three_rounds_has_the_bits_of_one_without_a_cluster_and_leaves_
 
 def _remote(settings: Settings, name: str) -> str:
     return next(s.partition("=")[2] for s in settings if s.startswith("run.remote=")) + f"/{name}"
-
-
-def test_ten_clients_in_one_round(rounds: Rounds, settings: Settings) -> None:
-    sets = ("partition.clients=10", "partition.minimum=2", "training.fraction=1.0", "rounds.stop=1")
-    rounds("ten", *sets)
-    (row,) = rows(settings, "ten")
-    assert row.metrics["clients_trained"] + row.metrics["clients_failed"] == 10
-    assert not any("pod" in line.get("failure", "") for line in row.clients)
 
 
 def test_a_killed_pod_costs_nothing(rounds: Rounds, expected: Callable[..., bytes], namespace: str, api: Api) -> None:
@@ -186,31 +178,3 @@ def test_the_role_grants_what_the_backend_calls_in_its_namespace_and_nothing_els
     assert may("get", "secrets", namespace) and not may("list", "secrets", namespace), "by name: its own runs' keys"
     assert not may("get", "secrets", "default")
     assert not may("create", "pods", namespace) and not may("create", "pods", namespace, sub="exec")
-
-
-def test_what_a_round_costs_beyond_the_bare_job(
-    rounds: Rounds, settings: Settings, namespace: str, template: str | None, capsys: pytest.CaptureFixture[str],
-    api: Api, lifetime: str,
-) -> None:  # fmt: skip
-    """Prints both: seconds of a bare Indexed Job of three pods that do nothing, and of a round of three clients."""
-    options = load_config(None, settings).kubernetes
-    job = jobs.template(template)
-    pod = job["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    for kind, of in (("volumeMounts", container), ("volumes", pod)):
-        of[kind] = [each for each in of[kind] if each["name"] != "invitation"]
-    container |= {"image": options.image, "command": [container["command"][0], "-c", "pass"]}
-    job["metadata"] |= {"name": f"bare-{lifetime}", "namespace": namespace}
-    job["spec"] |= {"completions": 3, "parallelism": 3}
-    started = time.monotonic()
-    where = f"/apis/batch/v1/namespaces/{namespace}/jobs"
-    api("POST", where, job)
-    while status.ended(api("GET", f"{where}/bare-{lifetime}")) is None:
-        assert time.monotonic() - started < 300
-        time.sleep(0.2)
-    bare = time.monotonic() - started
-    rounds("cost", "rounds.stop=2")
-    seconds = [row.metrics["seconds_round"] for row in rows(settings, "cost")]
-    with capsys.disabled():
-        print(f"\nbare Job {bare:.1f} s, rounds {', '.join(f'{s:.1f}' for s in seconds)} s")
-    assert len(seconds) == 2

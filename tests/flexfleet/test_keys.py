@@ -191,13 +191,6 @@ def test_a_bucket_for_keys_is_asked_with_its_own_credentials_at_its_own_address(
         monkeypatch.setenv("FLEXFLEET_SECRETS_AWS_ENDPOINT_URL", "http://other:2")
 
 
-def test_a_bucket_of_that_name_on_another_server_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"ACCESS_KEY_ID": "own", "SECRET_ACCESS_KEY": "s", "ENDPOINT_URL": "http://other"}.items():
-        monkeypatch.setenv(f"FLEXFLEET_SECRETS_AWS_{name}", value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://s3")
-    assert str(placed("run.secrets=s3://runs/keys", "run.remote=s3://runs/x")) == "s3://runs/keys/a/key"
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, quick: Sequence[str]) -> Path:
     out = tmp_path_factory.mktemp("prepared")

@@ -268,12 +268,6 @@ def test_what_the_server_cannot_know_is_refused_by_name(flexfleet: Any, sets: li
     assert done.code == 2 and said in done.err, done.err
 
 
-def test_data_of_another_kind_are_refused(flexfleet: Any, tmp_path: Path) -> None:
-    np.savez(tmp_path / "clients" / "d-2" / "data.npz", x=np.zeros((9, 1, 9, 9), np.uint8), y=np.arange(9))
-    done = flexfleet("check", sets=simulated())
-    assert done.code == 2 and "d-2 holds samples of the shape (1, 9, 9)" in done.err
-
-
 def test_whose_data_cannot_be_used_is_told(flexfleet: Any, tmp_path: Path) -> None:
     """Also where what a reader raises names no folder."""
     np.savez(tmp_path / "clients" / "d-2" / "data.npz", x=np.zeros((3, 1, 8, 8), np.uint8), y=np.arange(9, 12))

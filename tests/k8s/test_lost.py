@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from fl_engine.core.errors import ClientError, EnvironmentFailure, Stopped
-from fl_engine.remote.kubernetes.jobs import TEMPLATE
 from tests.k8s import kueue
 from tests.k8s.fake import leftovers
 from tests.k8s.pods import (
@@ -112,24 +110,6 @@ def test_order_that_ends_every_pod_fails_its_client_only(
     assert orders_of(pods).count((0, bad[0])) == 3, "once together, and twice alone"
 
 
-def test_spent_indexes_are_replaced_by_other_pods(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, tmp_path: Path
-) -> None:
-    template = yaml.safe_load(TEMPLATE.read_text())
-    template["spec"]["backoffLimitPerIndex"] = 0
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(template))
-    killed = list[int]()
-
-    def at_work(pod: Pod, given: Any) -> None:
-        if len(killed) < 3:
-            killed.append(given.clients[0])
-            pod.kill()
-
-    pods.at_work = staticmethod(at_work)
-    out = rounds("spent", *remote, f"kubernetes.template={tmp_path / 'job.yaml'}", "kubernetes.attempts=4")
-    assert model(out) == expected(1) and len(pods.all) == 6
-
-
 def test_eviction_uses_up_no_attempt(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
@@ -197,16 +177,15 @@ def test_order_of_a_silent_pod_goes_to_another(
     assert "silent for" in caplog.text and orders_of(pods).count(hung[0].orders[0]) == 2
 
 
-@pytest.mark.parametrize("how", ["unreachable", "terminating"])
 def test_orders_are_executed_without_the_pod_of_a_lost_node(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, how: str
+    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
     """Which comes back between the rounds, and then takes part or ends."""
     first = list[int]()
 
     def script(job: Any, index: int, before: int) -> str:
         first.append(index)
-        return how if len(first) == 1 else "run"
+        return "terminating" if len(first) == 1 else "run"
 
     cluster.script = script
     out = rounds("node", *remote, WATCHED, "rounds.stop=3", watcher=Every(cluster.back.set))
@@ -238,13 +217,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """The API is asked again soon."""
     monkeypatch.setattr("fl_engine.remote.kubernetes.cluster.FIRST_WAIT_S", 0.01)
     monkeypatch.setattr("fl_engine.remote.kubernetes.cluster.LONGEST_WAIT_S", 0.05)
-
-
-def test_busy_api_is_asked_again(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, hasty: None
-) -> None:
-    cluster.faults[:] = [429, 500, 0, 503] * 2
-    assert model(rounds("busy", *remote)) == expected(1) and not cluster.faults
 
 
 def test_round_continues_without_the_api(

@@ -380,19 +380,6 @@ def test_what_a_round_was_closed_with_counts_whoever_was_asked(before: bool, aft
             ours[after].accepted(plan, ORDER.client, closed)
 
 
-def test_a_client_that_was_called_off_stays_late_though_it_still_answers() -> None:
-    """Its pod is deleted while it writes: what the round was closed with says why it does not count."""
-    files: dict[str, bytes] = {}
-    plan, late = replace(PLAN, orders=(ORDER,)), ClientFailure(0, ORDER.client, "straggle", "enough came before it")
-    ledger = ledger_of(files)
-    ledger.put_outcome(plan, late)
-    ledger.close(plan, [ORDER.client])
-    files |= FILES
-    closed = ledger_of(files).closed(plan)
-    assert closed is not None
-    assert ledger_of(files).accepted(plan, ORDER.client, closed) == late
-
-
 def test_an_update_in_place_of_a_failure_is_what_a_round_is_closed_with() -> None:
     files: dict[str, bytes] = {}
     plan, ledger = replace(PLAN, orders=(ORDER,)), ledger_of(files)
