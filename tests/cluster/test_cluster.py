@@ -60,7 +60,7 @@ def running(api: Api, namespace: str) -> list[str]:
     return [pod["metadata"]["name"] for pod in pods if pod["status"].get("phase") == "Running"]
 
 
-def test_a_run_of_three_rounds_has_the_bits_of_one_without_a_cluster_and_leaves_nothing(
+def test_run_has_the_bits_of_one_process_and_leaves_nothing(
     rounds: Rounds, settings: Settings, expected: Callable[..., bytes], cluster: Cluster
 ) -> None:
     """Where all nodes are of one kind; the log says where they are not."""
@@ -76,7 +76,7 @@ def _remote(settings: Settings, name: str) -> str:
     return next(s.partition("=")[2] for s in settings if s.startswith("run.remote=")) + f"/{name}"
 
 
-def test_a_killed_pod_costs_nothing(rounds: Rounds, expected: Callable[..., bytes], namespace: str, api: Api) -> None:
+def test_killed_pod_changes_no_bit(rounds: Rounds, expected: Callable[..., bytes], namespace: str, api: Api) -> None:
     killed: list[str] = []
 
     def kill(pods: list[str]) -> None:
@@ -90,7 +90,7 @@ def test_a_killed_pod_costs_nothing(rounds: Rounds, expected: Callable[..., byte
     assert model(out) == expected("rounds.stop=1")
 
 
-def test_a_killed_coordinator_goes_on_with_its_jobs(
+def test_killed_coordinator_continues_with_its_jobs(
     rounds: Rounds, settings: Settings, prepared: Callable[[Config], Path], expected: Callable[..., bytes],
     tmp_path: Path, namespace: str, api: Api,
 ) -> None:  # fmt: skip
@@ -107,7 +107,7 @@ def test_a_killed_coordinator_goes_on_with_its_jobs(
     assert model(rounds("killed", resume=True)) == expected()
 
 
-def test_a_pod_that_is_killed_for_memory_steps_down_to_a_smaller_sub_model(
+def test_pod_killed_for_memory_trains_a_smaller_sub_model(
     rounds: Rounds, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator is made to believe that training takes next to nothing, so that every pod tries the full model; a
@@ -127,7 +127,7 @@ def test_a_pod_that_is_killed_for_memory_steps_down_to_a_smaller_sub_model(
     assert row.metrics["clients_trained"] > 0
 
 
-def test_a_pool_that_no_node_belongs_to_is_named(rounds: Rounds, settings: Settings) -> None:
+def test_pool_without_nodes_is_named(rounds: Rounds, settings: Settings) -> None:
     pool = "{weak: {arch: arm64, device_type: rpi4, taint: flexfleet.io/edge, selector: {flexfleet.io/none: x}}}"
     sets = (f"kubernetes.pools={pool}", "run.patience_s=20", "kubernetes.quorum=0.1")
     rounds("nowhere", *sets, "training.fraction=1.0", "rounds.stop=1")
@@ -136,7 +136,7 @@ def test_a_pool_that_no_node_belongs_to_is_named(rounds: Rounds, settings: Setti
     assert said and all("weak" in failure and "Unschedulable" in failure for failure in said)
 
 
-def test_a_tainted_arm64_pool_takes_its_tier(
+def test_tainted_arm64_pool_runs_its_tier(
     rounds: Rounds, settings: Settings, api: Api, request: pytest.FixtureRequest
 ) -> None:
     """On nodes that are labelled and tainted as one: real ones, or (--fake-edge NODE) one that says it is."""
@@ -162,7 +162,7 @@ def test_a_tainted_arm64_pool_takes_its_tier(
             api("PATCH", f"/api/v1/nodes/{node}", changed)
 
 
-def test_the_role_grants_what_the_backend_calls_in_its_namespace_and_nothing_else(namespace: str, api: Api) -> None:
+def test_role_grants_no_more_than_the_backend_calls(namespace: str, api: Api) -> None:
     def may(verb: str, resource: str, where: str, group: str = "", sub: str = "") -> bool:
         asked = {"namespace": where, "verb": verb, "group": group, "resource": resource, "subresource": sub}
         user = f"system:serviceaccount:{namespace}:flexfleet-coordinator"

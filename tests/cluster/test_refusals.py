@@ -66,7 +66,7 @@ def beside(watch: Callable[[], bool], seconds: float = 300) -> Iterator[None]:
     assert done.is_set(), "what the test waited for did not happen"
 
 
-def test_a_lost_node_costs_minutes_not_the_deadline(
+def test_lost_node_costs_minutes_not_the_deadline(
     rounds: Rounds, expected: Model, namespace: str, api: Api, request: pytest.FixtureRequest,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -102,7 +102,7 @@ def test_a_lost_node_costs_minutes_not_the_deadline(
                 time.sleep(2)
 
 
-def test_a_quota_for_one_pod_makes_a_queue_that_is_waited_for(
+def test_quota_of_one_pod_is_waited_for(
     rounds: Rounds, expected: Model, namespace: str, api: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
     where = f"/api/v1/namespaces/{namespace}/resourcequotas"
@@ -117,7 +117,7 @@ def test_a_quota_for_one_pod_makes_a_queue_that_is_waited_for(
     assert model(out) == expected(*sets)
 
 
-def test_what_pod_security_refuses_is_warned_of_and_named_and_its_job_stays(
+def test_refusal_of_pod_security_is_named_and_its_job_stays(
     rounds: Rounds, namespace: str, api: Api, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     level = "pod-security.kubernetes.io"
@@ -139,7 +139,7 @@ def test_what_pod_security_refuses_is_warned_of_and_named_and_its_job_stays(
         cluster.delete("jobs", job["metadata"]["name"])
 
 
-def test_a_stop_is_seen_while_pods_are_awaited_and_secrets_go_with_their_jobs(
+def test_run_stops_while_waiting_and_secrets_go_with_jobs(
     rounds: Rounds, namespace: str, api: Api, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     sent: list[float] = []

@@ -108,7 +108,7 @@ def finished(run: Any) -> dict[str, Any]:
     return dict(done.json)
 
 
-def test_devices_that_are_killed_and_hung_give_the_bits_of_one_process(scene: Scene) -> None:
+def test_killed_and_hung_devices_give_the_bits_of_one_process(scene: Scene) -> None:
     expected = scene.expected()
     for invitation in scene.invite("--count", "3"):
         scene.agent(invitation)
@@ -128,7 +128,7 @@ def test_devices_that_are_killed_and_hung_give_the_bits_of_one_process(scene: Sc
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_devices_with_a_gpu_give_the_bits_of_one_process_with_one(scene: Scene) -> None:
+def test_devices_with_a_gpu_give_the_bits_of_one_process(scene: Scene) -> None:
     """APoZ would be a processor's here, and a GPU's there."""
     scene.sets.append("algorithm.use_apoz=false")
     for invitation in scene.invite("--count", "3"):
@@ -137,7 +137,7 @@ def test_devices_with_a_gpu_give_the_bits_of_one_process_with_one(scene: Scene) 
     assert found == scene.expected("cuda") != scene.expected()
 
 
-def test_a_coordinator_that_is_killed_finds_its_orders_with_the_devices(scene: Scene) -> None:
+def test_restarted_coordinator_finds_the_devices_assignments(scene: Scene) -> None:
     expected = scene.expected()
     for invitation in scene.invite("--count", "2"):
         scene.agent(invitation)
@@ -150,7 +150,7 @@ def test_a_coordinator_that_is_killed_finds_its_orders_with_the_devices(scene: S
     assert "has the assignment already" in again.err
 
 
-def test_a_device_that_is_revoked_ends_and_the_run_goes_on_with_the_others(scene: Scene) -> None:
+def test_revoked_device_ends_and_the_others_continue(scene: Scene) -> None:
     expected = scene.expected()
     for invitation in scene.invite("--count", "2"):
         scene.agent(invitation)
@@ -166,7 +166,7 @@ def test_a_device_that_is_revoked_ends_and_the_run_goes_on_with_the_others(scene
     assert other["name"] in scene.devices and other["answers"] >= 1 and other["last"].startswith("a, round ")
 
 
-def test_a_device_that_is_ended_is_back_at_work_when_it_is_started_again(scene: Scene) -> None:
+def test_restarted_device_continues_with_assignments(scene: Scene) -> None:
     """The only one, so that the run has to wait for it. SIGTERM gives the order back at once."""
     (invitation,) = scene.invite("--tier", "weak")
     sets = ["fleet.tiers=[{name: weak, share: 1.0, memory: 100.0, sigma: [0.0]}]"]
@@ -195,7 +195,7 @@ def bucket() -> Iterator[tuple[Any, tuple[str, int], dict[str, str]]]:
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
-def test_a_device_that_is_cut_off_half_way_through_an_order(
+def test_device_cut_off_during_an_assignment_changes_no_bit(
     nursery: Any, quick: Sequence[str], tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
     """By URLs alone; the device finishes what nobody hears of in time, another one answers, and the bits are the same.

@@ -55,9 +55,7 @@ def writes(run: Path) -> int:
     return max(times, default=0)
 
 
-def test_the_command_as_it_is_typed_survives_a_kill(
-    nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path
-) -> None:
+def test_typed_command_survives_a_kill(nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path) -> None:
     """In a fresh interpreter, as a user starts it; and what goes on need not be the same kind of process."""
     run, sets = tmp_path / "runs" / "a", sets_for(quick)
     command = [sys.executable, "-m", "flexfleet.cli.main", "run", "--json", "--run-id", "a"]
@@ -70,7 +68,7 @@ def test_the_command_as_it_is_typed_survives_a_kill(
     assert done.json["model_sha256"] == sha_of(undisturbed)
 
 
-def test_a_kill_while_mlflow_creates_its_tables_is_survived(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
+def test_kill_while_mlflow_creates_tables_is_survived(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
     """MLflow takes seconds for that, in the first minute of the first run that anybody starts; then two start at once,
     as the runs of a comparison do, and each finds no database or half of one."""
     sets = [*quick, "rounds.stop=1", "tracking.mlflow=sqlite:///mlflow.db"]
@@ -89,7 +87,7 @@ def test_a_kill_while_mlflow_creates_its_tables_is_survived(nursery: Any, quick:
         assert done.code == 0, done.err[-500:]
 
 
-def test_one_run_is_not_run_by_two_processes(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
+def test_second_process_of_a_run_is_refused(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
     """Both would write one ledger. A killed process, on the other hand, must not lock anybody out."""
     run = tmp_path / "runs" / "a"
 
@@ -148,7 +146,7 @@ def test_ctrl_c_stops_resumably_with_exit_code_130(nursery: Any, quick: Sequence
     assert done.code == 130
 
 
-def test_a_second_ctrl_c_ends_at_once(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
+def test_second_ctrl_c_ends_at_once(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
     """The first one waits for the client in flight, which here takes an hour."""
     sets = sets_for(quick, "training.epochs=100000")
     child = nursery.start("flexfleet", "run", "--json", "--run-id", "a", cwd=tmp_path, sets=sets)
@@ -168,7 +166,7 @@ def test_a_second_ctrl_c_ends_at_once(nursery: Any, quick: Sequence[str], tmp_pa
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 3), (signal.SIGINT, 130)])
-def test_a_signal_before_the_rounds_ends_the_command(
+def test_signal_before_the_rounds_ends_the_command(
     nursery: Any, quick: Sequence[str], tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     """Pre-training may take an hour: whoever stops a pod then must not have to wait for the rounds."""
@@ -183,7 +181,7 @@ def test_a_signal_before_the_rounds_ends_the_command(
 
 
 @pytest.mark.parametrize(("handler", "stops"), [(lambda *_: None, True), (signal.SIG_IGN, False)])
-def test_a_closed_terminal_stops_a_run_but_not_with_nohup(handler: Any, stops: bool) -> None:
+def test_closed_terminal_stops_a_run_except_with_nohup(handler: Any, stops: bool) -> None:
     before = signal.signal(signal.SIGHUP, handler)
     try:
         with stop_on_signals() as asked:
@@ -194,7 +192,7 @@ def test_a_closed_terminal_stops_a_run_but_not_with_nohup(handler: Any, stops: b
         signal.signal(signal.SIGHUP, before)
 
 
-def test_signals_are_the_callers_again_when_the_rounds_are_over(
+def test_signal_handlers_are_restored_after_the_rounds(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None
 ) -> None:
     """Else SIGTERM does nothing while the model is evaluated and the report written, and Ctrl-C once nothing."""

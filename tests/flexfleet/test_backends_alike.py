@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("single", marks=pytest.mark.long), "batched"])
-def test_threads_and_worker_processes_end_in_the_same_model(
+def test_threads_and_processes_give_the_same_model(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path, strategy: str
 ) -> None:
     ways = {
@@ -38,9 +38,7 @@ FAULTS = "drop=0.2,slow=0.2x50,nan=0.1,scale=0.1x3,flip=0.1,corrupt=0.1"
 
 
 @pytest.mark.long
-def test_clients_that_misbehave_do_so_everywhere_and_rounds_take_the_same_updates(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path
-) -> None:
+def test_faults_are_equal_in_all_backends(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
     terms = ("rounds.over_provision=1.5", "rounds.deadline_s=0.5", "rounds.quorum=0.5", "rounds.stop=8")
     ways = {
         "memory": (),
@@ -66,12 +64,12 @@ def test_clients_that_misbehave_do_so_everywhere_and_rounds_take_the_same_update
     assert all(metrics[i]["avg"] == metrics[i - 1]["avg"] for i in carried if i), "the model is the one before"
 
 
-def test_a_list_of_faults_that_cannot_be_meant_is_refused(flexfleet: Any, quick: Sequence[str]) -> None:
+def test_misspelt_fault_is_refused(flexfleet: Any, quick: Sequence[str]) -> None:
     done = flexfleet("run", "--faults", "dorp=0.2", sets=quick)
     assert done.code == 2 and "rounds.faults" in done.err and "did you mean 'drop'" in done.err
 
 
-def test_a_run_goes_on_in_another_backend_but_not_with_another_strategy(flexfleet: Any, quick: Sequence[str]) -> None:
+def test_run_resumes_in_another_backend_but_not_strategy(flexfleet: Any, quick: Sequence[str]) -> None:
     whole = flexfleet("run", "--json", "--run-id", "whole", sets=quick)
     assert flexfleet("run", "--run-id", "a", sets=[*quick, "rounds.stop=1"]).code == 0
     argv = ("run", "--json", "--run-id", "a", "--resume")
@@ -83,7 +81,7 @@ def test_a_run_goes_on_in_another_backend_but_not_with_another_strategy(flexflee
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_is_another_model_and_says_so(
+def test_half_precision_gives_another_model(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path, precision: str
 ) -> None:
     sets = [*quick, f"run.precision={precision}"]
@@ -95,7 +93,7 @@ def test_half_precision_is_another_model_and_says_so(
     assert half.json["metrics"]["avg"] == pytest.approx(plain.json["metrics"]["avg"], abs=0.25)
 
 
-def test_what_float16_cannot_hold_is_a_client_that_failed(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
+def test_overflow_of_float16_fails_the_client(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
     """A rate with which every client's weights overflow, and one that is no number of float16 itself: the model stays
     as it is, and the run says why."""
     said = {"6e4": "train: training diverged (learning rate 60000)", "7e4": "train: the learning rate 70000 is more"}

@@ -70,7 +70,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
 
 
 @pytest.mark.parametrize("kind", ["file", "Secret"])
-def test_a_kill_at_any_write_loses_no_key(
+def test_kill_at_any_write_loses_no_key(
     kind: str, cluster: Cluster, tmp_path: Path, killed: type[BaseException]
 ) -> None:
     """Before its record is written, and after."""
@@ -92,9 +92,7 @@ def test_a_kill_at_any_write_loses_no_key(
         assert start(-1, record(again)) == again
 
 
-def test_a_secret_is_created_once_owned_by_nobody_and_says_how_to_be_rid_of_it(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_secret_is_created_once_and_has_no_owner(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     place = InSecret(cluster, "a-123456")
     made = keys.key_of_run(place, None, True)
@@ -110,7 +108,7 @@ def test_a_secret_is_created_once_owned_by_nobody_and_says_how_to_be_rid_of_it(
 
 
 @pytest.mark.parametrize("how", ["gone", "another", "half", "no base64", "no key"])
-def test_a_key_that_is_not_the_runs_is_named_with_where_it_was(how: str, cluster: Cluster) -> None:
+def test_wrong_or_missing_key_is_refused_and_not_replaced(how: str, cluster: Cluster) -> None:
     """And none is made in its place."""
     place = InSecret(cluster, "a")
     if how in ("another", "half"):
@@ -129,7 +127,7 @@ def placed(*sets: str, store: Store | None = None) -> keys.Place:
     return keys.place(load_config(None, sets), "a", store or FolderStore("runs/a"), Path("runs/a"))
 
 
-def test_where_a_key_is_kept_follows_from_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_place_of_the_key_follows_from_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     here = socket.gethostname()
     assert str(placed()) == f"{tmp_path}/runs/a/secret/key on {here}"
@@ -158,7 +156,7 @@ def test_where_a_key_is_kept_follows_from_the_settings(tmp_path: Path, monkeypat
         (["run.secrets=https://me:pw@host/x"], {}, "https://host/x/a"),
     ],
 )
-def test_a_place_that_clients_may_reach_is_refused(
+def test_place_that_clients_may_reach_is_refused(
     sets: list[str], environment: dict[str, str | None], wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"AWS_ACCESS_KEY_ID": "runs", "AWS_ENDPOINT_URL": "http://s3"}.items():
@@ -172,7 +170,7 @@ def test_a_place_that_clients_may_reach_is_refused(
         placed(*sets)
 
 
-def test_a_bucket_for_keys_is_asked_with_its_own_credentials_at_its_own_address(
+def test_bucket_of_keys_has_its_own_credentials_and_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The address may be the run's; credentials never are, not even a session's token."""
@@ -238,9 +236,7 @@ def objects_of(client: Any, bucket: str) -> dict[str, bytes]:
 
 
 @pytest.mark.long
-def test_a_private_run_with_a_bucket_for_its_key_goes_on_on_another_machine(
-    rounds: Step, bucket: Any, tmp_path: Path
-) -> None:
+def test_private_run_resumes_on_another_machine(rounds: Step, bucket: Any, tmp_path: Path) -> None:
     """With the store and the credentials, with nothing of the first machine; the key is in the other bucket alone."""
     sets = ["run.remote=s3://runs/keys-x", "run.secrets=s3://safe/keys"]
     done = rounds(tmp_path / "whole" / "a", sets=sets)
@@ -259,7 +255,7 @@ def test_a_private_run_with_a_bucket_for_its_key_goes_on_on_another_machine(
 
 
 @pytest.mark.long
-def test_a_private_run_that_goes_on_elsewhere_warns_of_the_copy(
+def test_private_run_warns_of_a_copy_on_another_machine(
     rounds: Step, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once for each move, and not where it was: two copies would draw the same noise."""
@@ -275,7 +271,7 @@ def test_a_private_run_that_goes_on_elsewhere_warns_of_the_copy(
     assert RunFile.read(copy / "run.json").ledger_at == f"{copy} on {here}"
 
 
-def test_a_private_run_whose_ledger_outlives_its_key_is_not_begun(rounds: Step, bucket: Any, tmp_path: Path) -> None:
+def test_private_run_without_a_lasting_key_is_refused(rounds: Step, bucket: Any, tmp_path: Path) -> None:
     done = rounds(tmp_path / "one" / "a", sets=["run.remote=s3://runs/keys-w"])
     assert done.code == 2 and "Set run.secrets to a folder that outlives this machine" in done.err
     assert not [name for name in objects_of(bucket, "runs") if name.startswith("keys-w/")]
@@ -296,7 +292,7 @@ IN_BUCKET = [["run.secrets=s3://safe/x", *PRIVATE], ["run.secrets=s3://safe/x", 
         *(("run", sets, "set FLEXFLEET_SECRETS_AWS_ACC") for sets in IN_BUCKET),
     ],
 )
-def test_a_place_of_the_key_is_checked_before_anything_trains(
+def test_place_of_the_key_is_checked_before_the_training(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     command: str, sets: list[str], wanted: str,
 ) -> None:  # fmt: skip
@@ -309,9 +305,7 @@ def test_a_place_of_the_key_is_checked_before_anything_trains(
 
 
 @pytest.mark.parametrize("stream", [None, "shake256-box-muller-0"])
-def test_a_private_run_with_another_stream_of_noise_is_refused_in_a_line(
-    rounds: Step, tmp_path: Path, stream: str | None
-) -> None:
+def test_private_run_with_another_noise_stream_is_refused(rounds: Step, tmp_path: Path, stream: str | None) -> None:
     """So that no round is released twice; nothing of it is touched."""
     assert rounds(tmp_path / "a", sets=["rounds.stop=1"]).code == 0
     old = {"noise_stream": stream, "key_at": None, "key_sha256": None, "noise_sha256": "0" * 64}
@@ -325,7 +319,7 @@ def test_a_private_run_with_another_stream_of_noise_is_refused_in_a_line(
     assert files_of(tmp_path / "a") == before
 
 
-def test_a_private_run_remembers_what_computed_its_noise(rounds: Step, tmp_path: Path) -> None:
+def test_private_run_records_the_numerics_of_its_noise(rounds: Step, tmp_path: Path) -> None:
     """Another numpy, or another processor, may round its logarithms otherwise."""
     assert rounds(tmp_path / "a", sets=["rounds.stop=1"]).code == 0
     file = RunFile.read(tmp_path / "a" / "run.json")
@@ -337,7 +331,7 @@ def test_a_private_run_remembers_what_computed_its_noise(rounds: Step, tmp_path:
     assert rounds(tmp_path / "a", "--resume", "--accept-numerics").code == 0
 
 
-def test_two_private_runs_of_one_name_share_a_key_and_no_noise(rounds: Step, tmp_path: Path) -> None:
+def test_private_runs_of_one_name_share_a_key_and_no_noise(rounds: Step, tmp_path: Path) -> None:
     """A key may outlive its run: were the noise the same, it would fall out of the difference of two models."""
     sets = [f"run.secrets={tmp_path}/keys", "rounds.stop=1"]
     assert rounds(tmp_path / "one" / "a", sets=sets).code == 0
@@ -347,7 +341,7 @@ def test_two_private_runs_of_one_name_share_a_key_and_no_noise(rounds: Step, tmp
     assert model(tmp_path / "one" / "a") != model(tmp_path / "two" / "a")
 
 
-def test_a_run_that_needs_no_key_has_none(step: Step, prepared: Path, quick: Sequence[str], tmp_path: Path) -> None:
+def test_run_that_needs_no_key_has_none(step: Step, prepared: Path, quick: Sequence[str], tmp_path: Path) -> None:
     given = ("--partition", f"{prepared}/partition", "--pool", f"{prepared}/pool", "--out", str(tmp_path / "a"))
     assert step(federate_module.main, *given, sets=[*quick, "rounds.stop=1"]).code == 0
     file = RunFile.read(tmp_path / "a" / "run.json")

@@ -141,9 +141,7 @@ def rows_of(run: Path) -> list[Any]:
     return [metrics, lines]
 
 
-def test_devices_with_their_own_folders_end_in_the_bits_of_a_simulation(
-    flexfleet: Any, tmp_path: Path, on_devices: Any
-) -> None:
+def test_devices_with_own_data_give_the_bits_of_a_simulation(flexfleet: Any, tmp_path: Path, on_devices: Any) -> None:
     one = flexfleet("run", "--json", "--run-id", "one", sets=simulated())
     assert one.code == 0, one.err
     beside = simulated("run.backend=processes", "run.devices=[cpu, cpu]")
@@ -185,7 +183,7 @@ def test_devices_with_their_own_folders_end_in_the_bits_of_a_simulation(
     }
 
 
-def test_a_simulation_goes_on_with_the_data_that_it_began_with(flexfleet: Any, tmp_path: Path) -> None:
+def test_simulation_resumes_with_the_same_data_only(flexfleet: Any, tmp_path: Path) -> None:
     done = flexfleet("run", "--run-id", "a", sets=simulated("rounds.stop=1"))
     assert done.code == 0, done.err
     run, folder = load(tmp_path / "runs" / "a"), folders_in(tmp_path)[1] / "data.npz"
@@ -199,7 +197,7 @@ def test_a_simulation_goes_on_with_the_data_that_it_began_with(flexfleet: Any, t
         run.replay(1, client)
 
 
-def test_a_liar_among_devices_is_refused_by_default(flexfleet: Any, tmp_path: Path, on_devices: Any) -> None:
+def test_liar_among_devices_is_rejected_by_default(flexfleet: Any, tmp_path: Path, on_devices: Any) -> None:
     """One of six sends 90 times its change. Where the clients are the user's own, its update is merged."""
     sets = [*SETS, "dataset.root=server", "algorithm.name=heterofl", "training.fraction=1.0", "evaluate.on=server"]
     sets += ["rounds.faults='scale=0.167x90,always'"]
@@ -218,7 +216,7 @@ def test_a_liar_among_devices_is_refused_by_default(flexfleet: Any, tmp_path: Pa
     assert bounds == [None, 5.0]
 
 
-def test_a_device_that_stays_away_is_a_failure_of_its_client(flexfleet: Any, tmp_path: Path, on_devices: Any) -> None:
+def test_absent_device_is_a_failure_of_its_client(flexfleet: Any, tmp_path: Path, on_devices: Any) -> None:
     sets = [*SETS, "dataset.root=server", "run.backend=agents", "agents.wait_s=30", "training.fraction=1.0"]
     sets += ["rounds.stop=1", "algorithm.name=heterofl"]
     played = on_devices(sets, tiers_of(sets), folders_in(tmp_path))
@@ -231,7 +229,7 @@ def test_a_device_that_stays_away_is_a_failure_of_its_client(flexfleet: Any, tmp
     assert row["metrics"]["on_clients/failed"] == 1
 
 
-def test_a_device_without_a_folder_of_its_own_does_not_read_the_servers(
+def test_device_without_own_data_does_not_read_the_servers(
     flexfleet: Any, tmp_path: Path, on_devices: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = [*SETS, "dataset.root=server", "run.backend=agents", "agents.wait_s=30", "agents.attempts=1"]
@@ -263,12 +261,12 @@ def test_a_device_without_a_folder_of_its_own_does_not_read_the_servers(
         (["partition.rule=iid"], "partition.folders is for partition.rule=local"),
     ],
 )
-def test_what_the_server_cannot_know_is_refused_by_name(flexfleet: Any, sets: list[str], said: str) -> None:
+def test_settings_that_need_the_clients_data_are_refused(flexfleet: Any, sets: list[str], said: str) -> None:
     done = flexfleet("check", sets=simulated(*sets))
     assert done.code == 2 and said in done.err, done.err
 
 
-def test_whose_data_cannot_be_used_is_told(flexfleet: Any, tmp_path: Path) -> None:
+def test_invalid_data_of_a_device_is_named(flexfleet: Any, tmp_path: Path) -> None:
     """Also where what a reader raises names no folder."""
     np.savez(tmp_path / "clients" / "d-2" / "data.npz", x=np.zeros((3, 1, 8, 8), np.uint8), y=np.arange(9, 12))
     done = flexfleet("check", sets=simulated())

@@ -30,7 +30,7 @@ def named(*tables: tuple[Attack, ...]) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize("room", [updates, settings, runs], ids=lambda room: room.__name__.rpartition(".")[2])
-def test_what_is_honest_is_taken(room: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_honest_clients_are_accepted(room: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "RUINS", {key: lie for key, lie in runs.RUINS.items() if f"{key[0]}, {key[2]}" in QUICK})
     room.control()  # type: ignore[attr-defined]
 
@@ -49,7 +49,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield found
 
 
-def test_a_server_refuses_what_was_not_signed(world: World) -> None:
+def test_server_refuses_what_was_not_signed(world: World) -> None:
     tally = Tally()
     try_all(urls.ATTACKS, tally, world, enforces=world.kind != "moto")
     assert tally.open == []
@@ -60,7 +60,7 @@ def test_a_server_refuses_what_was_not_signed(world: World) -> None:
         assert len(tally.refused) == len(urls.ATTACKS)
 
 
-def test_what_a_client_does_to_its_own_files_stops_no_run(world: World) -> None:
+def test_client_cannot_stop_a_run_by_its_own_files(world: World) -> None:
     tally = Tally()
     some = [a for a in stored.attacks(world.kind) if not a.name.startswith("manifest") and "late" not in a.name]
     try_all(some, tally, world)

@@ -56,7 +56,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run(Resolved.of(config_from(given, ADVANCED)), "same")
 
 
-def test_the_image_is_for_nobody_in_particular_and_brings_what_the_steps_need() -> None:
+def test_image_runs_as_nobody_and_has_all_packages() -> None:
     said = docker("--read-only", "--tmpfs=/tmp", IMAGE, "sh", "-c", "id -u; flexfleet doctor --json")
     user, _, told = said.partition("\n")
     assert user == "10001"
@@ -96,7 +96,7 @@ def test_worker_processes_in_the_image_give_it_too(plain: Any) -> None:
 Rounds = Callable[..., Path]
 
 
-def test_a_pod_of_the_image_has_a_read_only_root_and_sees_its_memory_limit(
+def test_pod_of_the_image_sees_its_memory_limit(
     cluster: Any, rounds: Rounds, remote: Sequence[str], expected: Callable[[int], bytes], rows: Any
 ) -> None:
     """The client's command, as user 10001, without capabilities, in a real cgroup."""

@@ -54,7 +54,7 @@ def test_overlays_are_valid(overlay: str, version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_first_run_is_valid_and_its_settings_are(version: str) -> None:
+def test_first_run_is_valid(version: str) -> None:
     job = first_run()
     valid.validate(job, version)
     (container,) = job["spec"]["template"]["spec"]["containers"]
@@ -62,7 +62,7 @@ def test_the_first_run_is_valid_and_its_settings_are(version: str) -> None:
     assert (config.run.backend, config.run.remote) == ("kubernetes", "s3://flexfleet/runs")
 
 
-def test_the_settings_for_the_edge_name_the_labels_that_nodes_are_given() -> None:
+def test_edge_settings_use_the_labels_of_the_script() -> None:
     config = load_config(ROOT / "k8s/overlays/edge/params.yaml", [])
     script = (ROOT / "k8s/overlays/edge/label-nodes").read_text()
     for tier, pool in config.kubernetes.pools.items():
@@ -92,7 +92,7 @@ def test_every_pod_is_restricted(overlay: str) -> None:
             assert "memory" in container.get("resources", {}).get("limits", {}) or name == "Job filled-in", name
 
 
-def test_pods_of_clients_and_coordinators_leave_a_lost_node_after_a_minute() -> None:
+def test_pods_leave_a_lost_node_after_a_minute() -> None:
     for name, template in pods([first_run(), jobs.template(None)]):
         left = {t["key"]: t["tolerationSeconds"] for t in template["spec"]["tolerations"] if t["effect"] == "NoExecute"}
         assert left == {"node.kubernetes.io/unreachable": 60, "node.kubernetes.io/not-ready": 60}, name
@@ -113,7 +113,7 @@ def test_namespaces_are_restricted_and_closed(overlay: str) -> None:
     assert closed == {("flexfleet-clients", "Ingress"), ("flexfleet-clients", "Egress"), ("flexfleet", "Ingress")}
 
 
-def test_servers_of_the_laptop_that_call_nobody_can_reach_nobody() -> None:
+def test_servers_without_calls_have_no_egress() -> None:
     policies = [r for r in rendered("kind") if r["kind"] == "NetworkPolicy"]
     shut = {
         r["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"]
@@ -129,7 +129,7 @@ STORE = ipaddress.ip_network("192.0.2.0/24")
 RESOLVERS = {ipaddress.ip_network("169.254.20.10/32"), ipaddress.ip_network("169.254.169.254/32")}
 
 
-def test_clients_reach_names_and_the_store_and_no_other_address() -> None:
+def test_clients_reach_only_names_and_the_store() -> None:
     """Of the files themselves: what is not rendered is seen too. The store's address is filled in by who applies it."""
     blocks = []
     for path in sorted((ROOT / "k8s").rglob("*.yaml")):
@@ -166,7 +166,7 @@ def named(value: Any) -> Iterator[str]:
             yield from named(inner)
 
 
-def test_the_laptop_has_everything_that_is_referred_to() -> None:
+def test_kind_overlay_has_everything_it_refers_to() -> None:
     resources = rendered("kind")
     secrets = {r["metadata"]["name"] for r in resources if r["kind"] == "Secret"}
     for name, template in [*pods(resources), *pods([first_run()])]:
@@ -180,7 +180,7 @@ def test_the_laptop_has_everything_that_is_referred_to() -> None:
         assert any(service["spec"]["selector"].items() <= labels.items() for labels in templates)
 
 
-def test_the_role_is_bound_to_accounts_that_exist() -> None:
+def test_role_is_bound_to_existing_accounts() -> None:
     accounts = {("flexfleet", "flexfleet-coordinator"), ("kubeflow", "pipeline-runner")}
     for overlay in OVERLAYS:
         bound = [r for r in rendered(overlay) if r["kind"] == "RoleBinding"]
@@ -192,7 +192,7 @@ VERBS = {"create": "create", "delete": "delete", "get": "get", "patch": "patch",
 """Methods of fl_engine.remote.kubernetes.cluster.Cluster."""
 
 
-def test_the_role_grants_what_the_backend_calls_and_no_more() -> None:
+def test_role_grants_exactly_what_the_backend_calls() -> None:
     called = set()
     callers = {
         "fl_engine/remote/kubernetes/objects.py": "self._cluster.",

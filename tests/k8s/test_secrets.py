@@ -101,7 +101,7 @@ def addresses(mlflow_server: tuple[str, Path]) -> tuple[str, ...]:
     return (f"tracking.mlflow={mlflow_server[0]}", f"tune.storage={STUDY}")
 
 
-def test_a_tracked_run_leaves_no_secret_behind(
+def test_tracked_run_leaves_no_secret(
     flexfleet: Callable[..., Any],
     quick: tuple[str, ...],
     addresses: tuple[str, ...],
@@ -124,7 +124,7 @@ def test_a_tracked_run_leaves_no_secret_behind(
     assert not found_in({"card": track.card(config, "a", "runs/a").encode()})
 
 
-def test_a_comparison_passes_passwords_on_and_writes_none_down(
+def test_comparison_writes_no_password(
     flexfleet: Callable[..., Any],
     quick: tuple[str, ...],
     addresses: tuple[str, ...],
@@ -140,7 +140,7 @@ def test_a_comparison_passes_passwords_on_and_writes_none_down(
     assert not found_in(said(done) | files_of(scratch) | files_of(mlflow_server[1]))
 
 
-def test_a_database_s_password_is_nowhere(
+def test_password_of_a_database_is_nowhere(
     flexfleet: Callable[..., Any],
     quick: tuple[str, ...],
     scratch: Path,
@@ -186,7 +186,7 @@ FAILING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", FAILING)
-def test_a_command_that_fails_says_why_and_no_secret(
+def test_failed_command_shows_no_secret(
     case: str,
     flexfleet: Callable[..., Any],
     quick: tuple[str, ...],
@@ -216,14 +216,14 @@ def test_a_command_that_fails_says_why_and_no_secret(
         ("sqlite:///folder@home/mlflow.db", "sqlite:///folder@home/mlflow.db"),
     ],
 )
-def test_an_address_is_shown_without_its_password_however_it_is_written(address: str, shown: str) -> None:
+def test_address_is_shown_without_its_password(address: str, shown: str) -> None:
     assert masked(address) == shown
     config = load_config(None, [f"tracking.mlflow={json.dumps(address)}"])
     assert public(config).tracking.mlflow == shown
     assert public(load_config(None)) == load_config(None), "nothing else changes"
 
 
-def test_a_compiled_pipeline_holds_nothing_of_the_environment() -> None:
+def test_compiled_pipeline_holds_no_secret() -> None:
     from pipelines import compile as compiler  # takes seconds
 
     assert not found_in({name: compiler.compiled(name).encode() for name in compiler.PIPELINES})
@@ -249,7 +249,7 @@ def objects_of(client: Any) -> dict[str, bytes]:
     return {item["Key"]: client.get_object(Bucket=BUCKET, Key=item["Key"])["Body"].read() for item in listed}
 
 
-def test_a_run_in_a_cluster_leaves_no_secret_behind(
+def test_run_in_a_cluster_leaves_no_secret(
     flexfleet: Callable[..., Any],
     quick: tuple[str, ...],
     addresses: tuple[str, ...],

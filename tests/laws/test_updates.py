@@ -96,13 +96,13 @@ def poisoned(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
-def test_an_honest_update_is_taken_as_it_is() -> None:
+def test_honest_update_is_accepted_unchanged() -> None:
     assert_same_outcomes([ledger_of(FILES).receive(PLAN, ORDER.client)], [HONEST])
     assert_same_outcomes(list(ledger_of(FILES).finished(PLAN)), [HONEST])
     assert ledger_of(FILES).answered(0) == {ORDER.client}
 
 
-def test_no_answer_is_larger_than_its_order_implies() -> None:
+def test_no_result_is_larger_than_its_assignment_allows() -> None:
     whole = ClientUpdate(ORDER.round, ORDER.client, ORDER.spec, ORDER.payload, 1, {})
     kept = {group: list(range(10**6 - width, 10**6)) for group, width in SITE.layout.groups.items()}
     longest = Manifest(
@@ -116,7 +116,7 @@ def test_no_answer_is_larger_than_its_order_implies() -> None:
 
 @settings(max_examples=50)
 @given(more=st.integers(0, 4000))
-def test_an_update_can_be_made_longer_and_stays_what_it_is(more: int) -> None:
+def test_padded_update_has_the_same_content(more: int) -> None:
     value = laid_out(HONEST.travels)
     assert bytes(value) == FILES[f"{BASE}.safetensors"]
     longer = padded(value, len(value) + more)
@@ -125,14 +125,14 @@ def test_an_update_can_be_made_longer_and_stays_what_it_is(more: int) -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_an_update_is_not_made_shorter_or_longer_than_its_format_allows() -> None:
+def test_update_is_padded_within_its_format_only() -> None:
     value = laid_out(HONEST.travels)
     for length in (len(value) - 1, len(value) + 100_000_000):
         with pytest.raises(ClientError, match="use a server that takes POST policies"):
             padded(value, length)
 
 
-def test_a_client_that_prunes_can_send_that_length_too() -> None:
+def test_pruned_update_can_be_padded_too() -> None:
     order = max(PLAN.orders, key=payload_bytes)
     outcome = execute(ALGORITHM, order, replace(SITE, free=1.0))
     assert isinstance(outcome, ClientUpdate) and outcome.spec != order.spec
@@ -145,7 +145,7 @@ def test_a_client_that_prunes_can_send_that_length_too() -> None:
     assert_same_outcomes([found], [outcome])
 
 
-def test_where_a_store_takes_one_length_alone_answers_have_it() -> None:
+def test_result_has_the_only_length_of_an_upload() -> None:
     lengths = {f"{BASE}.safetensors": payload_bytes(ORDER), f"{BASE}.json": manifest_bytes(ORDER)}
     for outcome in (HONEST, ClientFailure(0, ORDER.client, "train", "no")):
         files: dict[str, bytes] = {}
@@ -178,9 +178,7 @@ class Refusing(MemoryStore):
 
 @pytest.mark.parametrize("kind", [Refused, EnvironmentFailure])  # the latter: an answer that nobody can read
 @pytest.mark.parametrize("what", [f"{BASE}.safetensors", f"{BASE}.json"])
-def test_what_only_a_clients_own_files_refuse_is_that_clients_failure(
-    what: str, kind: type[EnvironmentFailure]
-) -> None:
+def test_unreadable_files_of_one_client_are_its_failure(what: str, kind: type[EnvironmentFailure]) -> None:
     def refusing(after: int = 0, until: int = 10**9) -> Mailbox:
         return of_worker(FILES, Refusing, what.replace("/updates/", f"/leases/{LEASE}/"), after, until, kind)
 
@@ -193,7 +191,7 @@ def test_what_only_a_clients_own_files_refuse_is_that_clients_failure(
     assert_same_outcomes([refusing(until=1).receive(plan, ORDER.client)], [HONEST])
 
 
-def test_a_store_that_refuses_everything_is_no_clients_doing() -> None:
+def test_store_that_refuses_everything_fails_the_run() -> None:
     ledger = RoundMailbox(Refusing(dict(FILES), ""), rules=ledger_of({}).rules, key=key_of(SECRET))
     with pytest.raises(EnvironmentFailure, match="InvalidObjectState"):
         ledger.receive(PLAN, ORDER.client)
@@ -290,7 +288,7 @@ def test_each_lie_has_its_code(lie: str) -> None:
         ledger_of(files).outcome(PLAN, ORDER.client)
 
 
-def test_a_larger_sub_model_than_was_sent_is_rejected() -> None:
+def test_larger_sub_model_than_was_sent_is_rejected() -> None:
     small = min(PLAN.orders, key=lambda o: sum(t.numel() for t in o.payload.values()))
     held = len(SITE.partition.clients[small.client])
     update = ClientUpdate(0, small.client, SITE.pool[-1].spec, STATE.params, held, {"loss": 1.0})
@@ -302,14 +300,14 @@ def test_a_larger_sub_model_than_was_sent_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("stage", ["pod", "validate", "straggle", "x\n$$"])
-def test_a_client_does_not_say_what_the_coordinator_says(stage: str) -> None:
+def test_client_cannot_report_the_coordinators_stages(stage: str) -> None:
     files = lying(spec=None, sha256=None, stage=stage, reason="norm:\n$$", code="norm")
     found = of_worker(files).receive(PLAN, ORDER.client)
     assert found == ClientFailure(0, ORDER.client, "train", "norm: $$")
 
 
 @pytest.mark.parametrize("stage", ["pod", "validate", "straggle"])
-def test_what_the_coordinator_says_of_a_client_is_kept(stage: Any) -> None:
+def test_coordinators_failure_of_a_client_is_stored(stage: Any) -> None:
     ledger = RoundMailbox(MemoryStore({}), key=key_of(SECRET))
     failure = ClientFailure(0, ORDER.client, stage, "said by the coordinator", "norm")
     ledger.put_outcome(PLAN, failure)
@@ -320,7 +318,7 @@ ODD = "\x1b[2J\u202e\u2066\x00\ud800"
 """A terminal clears itself, and writes backwards; and half a character."""
 
 
-def test_what_a_client_writes_into_a_reason_does_nothing_to_a_terminal() -> None:
+def test_reason_of_a_client_is_printable() -> None:
     said = "".join(c for c in ODD if c != "\ud800")
     reasons = lying(spec=None, sha256=None, stage="train", reason=f"gone{said}")
     names = lying(payload=tensors(more=lambda p: {**p, f"zz{said}": torch.zeros(1)}))
@@ -331,7 +329,7 @@ def test_what_a_client_writes_into_a_reason_does_nothing_to_a_terminal() -> None
         assert found.reason.isprintable()
 
 
-def test_the_key_of_one_order_signs_no_answer_to_another() -> None:
+def test_key_of_one_assignment_signs_no_other_result() -> None:
     """A client keeps the keys of all the orders that it was ever given."""
     for other in (replace(ORDER, round=1), replace(ORDER, seed=ORDER.seed + 1), replace(ORDER, level=1 - ORDER.level)):
         plan, files = RoundPlan(other.round, (other,)), dict[str, bytes]()
@@ -342,7 +340,7 @@ def test_the_key_of_one_order_signs_no_answer_to_another() -> None:
 
 
 @pytest.mark.parametrize("later", ["another", "garbage", "nothing"])
-def test_an_answer_that_is_replaced_after_the_round_was_closed_does_not_count(later: str) -> None:
+def test_result_replaced_after_the_close_does_not_count(later: str) -> None:
     files = dict(FILES)
     ledger = ledger_of(files)
     plan = replace(PLAN, orders=(ORDER,))
@@ -361,7 +359,7 @@ def test_an_answer_that_is_replaced_after_the_round_was_closed_does_not_count(la
 
 @pytest.mark.parametrize("what", ["an update", "a failure"])
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, False)], ids=["then in pods", "then here"])
-def test_what_a_round_was_closed_with_counts_whoever_was_asked(before: bool, after: bool, what: str) -> None:
+def test_closed_outcome_counts_in_any_backend(before: bool, after: bool, what: str) -> None:
     """Clients of this machine sign with no key, those in pods do: a run may go on with the others."""
     files: dict[str, bytes] = {}
     ours = {False: RoundMailbox(MemoryStore(files)), True: ledger_of(files)}
@@ -380,7 +378,7 @@ def test_what_a_round_was_closed_with_counts_whoever_was_asked(before: bool, aft
             ours[after].accepted(plan, ORDER.client, closed)
 
 
-def test_an_update_in_place_of_a_failure_is_what_a_round_is_closed_with() -> None:
+def test_update_in_place_of_a_failure_is_closed_with() -> None:
     files: dict[str, bytes] = {}
     plan, ledger = replace(PLAN, orders=(ORDER,)), ledger_of(files)
     ledger.put_outcome(plan, ClientFailure(0, ORDER.client, "pod", "nobody answered"))
@@ -391,7 +389,7 @@ def test_an_update_in_place_of_a_failure_is_what_a_round_is_closed_with() -> Non
     assert_same_outcomes([ledger_of(files).accepted(plan, ORDER.client, closed)], [HONEST])
 
 
-def test_an_answer_that_is_given_again_with_other_seconds_still_counts() -> None:
+def test_result_with_other_metrics_still_counts() -> None:
     files = dict(FILES)
     ledger, plan = ledger_of(files), replace(PLAN, orders=(ORDER,))
     assert len(list(ledger.finished(plan))) == 1
@@ -405,7 +403,7 @@ def test_an_answer_that_is_given_again_with_other_seconds_still_counts() -> None
         assert isinstance(found, ClientUpdate) and found.metrics == HONEST.metrics, "as the round was closed with"
 
 
-def test_where_devices_look_at_their_memory_any_that_can_be_is_taken() -> None:
+def test_measured_memory_within_bounds_is_accepted() -> None:
     """But the sub-model is the one that fits into it."""
     rules = replace(SITE.rules, algorithm=ALGORITHM, seed=None)
 
@@ -418,7 +416,7 @@ def test_where_devices_look_at_their_memory_any_that_can_be_is_taken() -> None:
     assert (said(0.0), said(1e18), said(-1.0)) == ("spec", "metrics", "metrics")
 
 
-def test_of_an_algorithm_that_is_not_known_only_the_bounds_are() -> None:
+def test_unknown_algorithm_checks_only_bounds() -> None:
     rules = replace(SITE.rules, algorithm=None)
 
     def said(**metrics: float) -> str:
@@ -432,7 +430,7 @@ def test_of_an_algorithm_that_is_not_known_only_the_bounds_are() -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_an_order_makes_is_what_an_honest_client_says(name: str) -> None:
+def test_honest_clients_report_what_the_assignment_makes(name: str) -> None:
     """Steps and multiply-adds, to the bit, for every algorithm, also with a last batch that is not full."""
     for training in (TRAINING, replace(TRAINING, batch_size=3, drop_last=False)):
         algorithm = ALGORITHMS[name](training=training)
