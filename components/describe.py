@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexfleet.config import Config, flatten
-from flexfleet.config.document import NAMES, about, choices, params_yaml
 from flexfleet.config.form_fields import LISTED, SHORT, STUDY
+from flexfleet.config.parameters import NAMES, everything
+from flexfleet.config.params_file import params_yaml
 
 ROOT = Path(__file__).parents[1]
 WORDS = {"dataset": "data set", "model": "network", "algorithm": "algorithm"}
@@ -24,9 +25,9 @@ PARAMS, FORM = ROOT / "params.yaml", ROOT / "pipelines" / "form.json"
 
 def form_json() -> str:
     """Return default, meaning and choices of each parameter in the forms, as JSON."""
-    defaults = flatten(Config())
+    defaults, rows = flatten(Config()), {row.name: row for row in everything()}
     fields = {
-        name: {"default": defaults[path], "meaning": about(path), "choices": choices(path)}
+        name: {"default": defaults[path], "meaning": rows[path].meaning, "choices": rows[path].choices}
         for name, path in (SHORT | STUDY).items()
     }
     for name, path in LISTED.items():

@@ -13,22 +13,21 @@ from fl_engine.core.types import SGD, OwnOptimizer
 
 @dataclass(frozen=True)
 class Training:
-    """Local training, the same for every algorithm of a comparison. Defaults: FlexFL Sec. IV, and its code for weight
-    decay, learning-rate decay and the dropped last batch. A run's `fraction`, `batch_size` and `lr` suit the bundled
-    digits (FlexFL: 0.1, 50, 0.01)."""
+    """Local training, the same for every algorithm of a comparison. Defaults: FlexFL Sec. IV and its code; `fraction`,
+    `batch_size` and `lr` of a run suit the bundled digits (FlexFL: 0.1, 50, 0.01)."""
 
     fraction: Fraction = 0.1
-    """Share of all clients selected per round (f), above 0, at most 1."""
+    """Share of all clients selected per round."""
     epochs: Count = 5
     """Epochs that a client trains per round."""
     batch_size: Count = 50
-    """Samples."""
+    """Samples per step."""
     lr: Positive = 0.01
-    """Learning rate of the clients' SGD in the first round."""
+    """Learning rate of SGD in the first round."""
     momentum: NotNegative = 0.5
-    """Of the clients' SGD."""
+    """Momentum of SGD."""
     weight_decay: NotNegative = 1e-4
-    """Of the clients' SGD."""
+    """Weight decay of SGD."""
     lr_decay: Positive = 0.998
     """The learning rate of round r, counted from 0, is lr * lr_decay^r."""
     lr_steps: tuple[Count, ...] = ()
@@ -38,24 +37,20 @@ class Training:
     drop_last: bool = True
     """Leave out a last batch that is not full."""
     sampler: Sampling = Shuffle()
-    """Which samples a client sees in an epoch. shuffle: each sample once; balanced: as many draws with replacement,
-    each label equally likely, or with `smoothing` a sample's weight is 1 / (smoothing + its label's count)."""
+    """shuffle: each sample once per epoch. balanced: as many draws with replacement, each label equally likely; with
+    `smoothing`, a sample's weight is 1 / (smoothing + its label's count)."""
     augment: tuple[Augmenting, ...] = ()
-    """Random changes of images and maps while clients train, one after the other. flip: left to right, with probability
-    `share`, and top to bottom, with probability `vertical`; crop: a window shifted by up to `padding` pixels;
-    hsv, compress: of colours in 0..1; shear, scale: about the centre; mixup: another image over it, where
-    targets are boxes. Boxes follow all but crop. E.g. [{name: crop}, {name: flip}]."""
+    """Random changes of images and maps in training, one after the other, e.g. [{name: crop}, {name: flip}]. Boxes
+    follow all but crop."""
     schedule: Scheduling = Constant()
-    """The learning rate inside a client's work of one round. cosine: from lr down to `floor` * lr; with `restart` anew
-    after so many epochs, each descent `factor` times as long as the one before."""
+    """Learning rate within a client's training of one round. cosine: from lr to `floor` * lr; with `restart`, again
+    after so many epochs, each time `factor` times as long."""
     objective: str | None = None
-    """A function that returns the loss of a batch, package.module:NAME: objective(model, x, y, start), with the
-    client's network, normalised samples, targets, and the weights that training began from; null: the loss of the
-    data's task plus the algorithm's own terms. With an objective clients train one at a time."""
+    """Your own loss, package.module:NAME: objective(model, x, y, start), where `start` has the weights that training
+    began from; null: the task's loss plus the algorithm's terms. Clients then train one at a time."""
     optimizer: str | None = None
-    """A function that returns the clients' optimizer, package.module:NAME: optimizer(parameters, lr), called in each
-    round with that round's rate; null: SGD. `momentum` and `weight_decay` belong to SGD: with a function they keep
-    their defaults or are 0. Clients then train one at a time."""
+    """Your own optimizer, package.module:NAME: optimizer(parameters, lr), called in each round; null: SGD. `momentum`
+    and `weight_decay` belong to SGD. Clients then train one at a time."""
 
     def __post_init__(self) -> None:
         for name in ("objective", "optimizer"):

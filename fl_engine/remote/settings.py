@@ -19,19 +19,18 @@ class AgentsConfig(Section):
     """For run.backend=agents: enrolled devices (docs/guides/agents.md)."""
 
     lease_s: Positive = 60.0
-    """Seconds of silence after which a device counts as gone and another one gets its assignment. A working device
-    sends six heartbeats in this time."""
+    """Seconds of silence after which another device gets the assignment; a device sends six heartbeats in this time."""
     deadline_s: Count = 3600
     """Seconds after which an assignment without a result goes to another device."""
     attempts: Count = 3
-    """How many devices may fail an assignment before its client counts as failed."""
+    """Number of devices that may fail an assignment before its client counts as failed."""
     wait_s: Positive = 600.0
-    """Seconds to wait while no device takes an assignment. Then the run stops and can be resumed."""
+    """Seconds to wait while no device takes an assignment, before the run stops; it can be resumed."""
     endpoint: str | None = None
     """Address of the S3 server as devices reach it, if it is not AWS_ENDPOINT_URL."""
     observe: Annotated[Literal["simulated", "cgroup"], Moves.RESULT] = "simulated"
-    """cgroup: a client prunes to the memory that its device has free, or to the memory limit if there is one
-    (docs/guides/agents.md); simulated: as the fleet says (equal bits)."""
+    """cgroup: a client prunes to the memory that its device has free (docs/guides/agents.md); simulated: as the fleet
+    says (equal bits)."""
 
     @model_validator(mode="after")
     def _urls_live_as_long(self) -> AgentsConfig:
@@ -83,43 +82,40 @@ class NodePool(Section):
 
 
 class KubernetesConfig(Section):
-    """For `run.backend=kubernetes`: pods of Indexed Jobs execute the clients' assignments. The cluster is the one that
-    this process runs in, else the one of KUBECONFIG."""
+    """For run.backend=kubernetes: pods of Indexed Jobs execute the clients' assignments, in the cluster that this
+    process runs in, else the one of KUBECONFIG."""
 
     namespace: Annotated[str, Field(pattern="^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = "flexfleet-clients"
     """Namespace of the Jobs."""
     image: str | None = None
-    """null: the environment variable FLEXFLEET_IMAGE, which the pipelines set to the image of their tasks."""
+    """Image of the pods; null: FLEXFLEET_IMAGE, which the pipelines set."""
     template: UserPath | None = None
-    """The Job's YAML; null: fl_engine/remote/kubernetes/worker-job.yaml, which says what is filled in."""
+    """YAML file of the Job; null: fl_engine/remote/kubernetes/worker-job.yaml."""
     pools: dict[str, NodePool] = Field(default={})
-    """Map device tiers to their pods. A tier without an entry gets the defaults of a pool. A later file or --set
-    changes only the tiers and keys that it names."""
+    """Pods by device tier; a tier without an entry gets the defaults. A later file or --set changes only what it
+    names."""
     placement: Literal["pool", "device"] = "pool"
-    """device: each client's data is stored on one node, and a Job of its own is bound to that node by `hostname`."""
+    """device: each client's data is stored on one node, and the client's Job runs there."""
     hostname: str = "device-{client}"
-    """The node of a client, for placement=device."""
+    """With placement=device, the node of a client."""
     lifetime: Literal["round", "run"] = "run"
-    """run: pods take assignments as long as there are rounds; round: each round starts pods, which end with their
-    assignment."""
+    """run: pods serve the whole run; round: each round starts its own pods."""
     clients_per_pod: Count = 1
-    """How many clients a pod trains together, side by side if possible; at most 100. 1: each client is a pod."""
+    """Number of clients that a pod trains together, at most 100."""
     data: str | None = None
-    """Where pods find the data files: pvc:<claim> or host:/<folder of the node>, mounted read-only; null: in the
-    image."""
+    """Where pods find the data files: pvc:<claim> or host:/<folder of the node>; null: in the image."""
     endpoint: str | None = None
     """Address of the S3 server as pods reach it, if it is not AWS_ENDPOINT_URL."""
     observe: Annotated[Literal["simulated", "cgroup"], Moves.RESULT] = "simulated"
-    """cgroup: a client prunes to what its pod has left of its memory limit (docs/guides/kubernetes/devices.md);
-    simulated: as the fleet says (equal bits)."""
+    """cgroup: a client prunes to what is left of its pod's memory limit (docs/guides/kubernetes/devices.md); simulated:
+    as the fleet says (equal bits)."""
     quorum: Annotated[Fraction, Moves.ANSWERS] = 1.0
-    """A round ends without the clients whose assignment fails if this share of the wanted clients has a result;
-    otherwise the run stops and can be resumed."""
+    """Share of the wanted clients whose results end a round although other assignments failed."""
     attempts: Count = 2
-    """How many pods may fail an assignment before its client counts as failed. Lost nodes do not count, nor the first
+    """Number of pods that may fail an assignment before its client counts as failed, without lost nodes and the first
     three evictions of a pod."""
     parallelism: Count | None = None
-    """Most pods of the run at a time; null: as many as a round has assignments."""
+    """Largest number of pods at a time; null: as many as a round has assignments."""
     deadline_s: Count = 3600
     """Seconds after which an assignment without a result goes to another pod."""
 

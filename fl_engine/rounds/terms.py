@@ -17,50 +17,38 @@ NORM_BOUND = 5.0
 
 class RoundsConfig(Section):
     stop: Annotated[Count, Moves.LENGTH] = 40
-    """Rounds in all; may be raised to go on with a finished run."""
+    """Number of rounds; may be raised to continue a finished run."""
     stop_simulated_s: Annotated[Positive | None, Moves.LENGTH] = None
-    """End earlier than `stop`, after the first round at whose end so many seconds have passed on the simulated clock;
-    may be raised to go on with a finished run; null: `stop` alone counts."""
+    """End after the first round that ends after so many simulated seconds, if that is before `stop`; null: no limit."""
     mode: Literal["synchronous", "buffered"] = "synchronous"
-    """synchronous: a round waits for all its clients; buffered (FedBuff): training.fraction of all clients are at work,
-    and a round merges the first `buffer` updates by the simulated clock."""
+    """synchronous: a round waits for its clients. buffered (FedBuff): training.fraction of all clients train at any
+    time, and a round merges the first `buffer` updates by the simulated clock."""
     buffer: Count | None = None
-    """With `buffered`, how many updates are merged at a time; null: those of all clients that are at work, which is the
-    synchronous run."""
+    """With buffered, the number of updates that are merged at a time; null: those of all clients that train."""
     staleness: NotNegative = 0.5
-    """With `buffered`, an update whose client was sent the weights of s merges ago counts (1 + s)^-staleness (FedBuff
-    Sec. 4; 0.5 in its experiments)."""
+    """With buffered, an update that started s merges ago has the weight (1 + s)^-staleness (FedBuff Sec. 4: 0.5)."""
     evaluate_every: Count = 1
     """Rounds between two evaluations; the last round is always evaluated."""
     commit_every: Annotated[Literal["auto"] | Count, Moves.EXECUTION] = "auto"
-    """Rounds between two commits; auto: one after two seconds at the earliest, but one after every round where updates
-    are stored (`keep_updates`, or by the backend)."""
+    """Rounds between two commits; auto: every round with stored updates, else at most every two seconds."""
     keep_every: Annotated[Count | None, Moves.EXECUTION] = None
     """Keep the state of every n-th round; null: only the last two commits."""
     keep_updates: Annotated[bool, Moves.EXECUTION] = False
-    """Store each client's update as it arrives: a kill inside a long round then loses only clients in flight."""
+    """Store each client's update on arrival, so that a kill within a round loses no finished client."""
     norm_bound: Literal["auto"] | Positive | None = "auto"
-    """Refuse an update whose weights or running statistics moved more than this many times as far as usual. Usual is
-    what updates with as many steps moved, in this round and the 128 updates before it. Also refuse an update that
-    moved more than half of that limit, if the client's last four, this one included, did so on average. null: refuse
-    none. auto: 5 if the clients are devices of other people (run.backend=agents, or kubernetes with
-    kubernetes.placement=device), else null; run.json records the value. Honest clients whose data differ very much may
-    move further than 5 times the usual (docs/guides/bad-clients.md)."""
+    """Refuse an update that moved more than this many times as far as the updates before it
+    (docs/guides/bad-clients.md); null: refuse none; auto: 5 if other people own the clients' devices, else null."""
     samples_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """An update counts for at most this many times as many samples as the median of those that its round merges. With
-    partition.rule=local a device says itself how many it holds: 10, say, keeps one that lies among 19 from being nearly
-    all of the mean. null: it counts for as many as its client has, or says that it has."""
+    """An update counts for at most this many times the median sample count of its round; null: no limit."""
     over_provision: Annotated[float, Field(ge=1)] = 1.0
-    """Ask this many times as many clients as `training.fraction` says; the round takes the first updates, as many as
-    that says: first on the simulated clock, in pods by the wall clock."""
+    """Ask this many times as many clients as training.fraction says, and merge the first results."""
     deadline_s: Positive | None = None
-    """Updates that take longer on the simulated clock come too late; null: all are waited for. (Pods also have
-    `kubernetes.deadline_s`, by the clock on the wall.)"""
+    """Simulated seconds after which an update comes too late; null: wait for all."""
     quorum: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Least share of the wanted updates that a merge needs; with fewer, the model is carried forward unchanged."""
+    """Least share of the wanted updates that a merge needs; with fewer, the model stays unchanged."""
     faults: str | None = None
-    """Clients that drop out, come late or lie, on purpose: e.g. drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,
-    corrupt=0.01, each with its share of all orders (see `fl_engine.fleet.faults`); null: none."""
+    """Simulated dropouts, stragglers and Byzantine clients, each with its share of all assignments, e.g.
+    drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,corrupt=0.01; null: none."""
 
     @property
     def bound(self) -> float | None:
@@ -93,10 +81,8 @@ class RoundsConfig(Section):
 
 class EvaluateConfig(Section):
     on: Literal["server", "clients"] = "server"
-    """clients: besides the evaluation on the server's test samples, in the same rounds, clients evaluate the global
-    model on samples of their own that they hold out (docs/guides/partitions.md). server: only there, and clients train
-    on all their samples."""
+    """clients: clients also evaluate the global model, on samples that they hold out (docs/guides/partitions.md)."""
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """With `clients`, the share of its samples that each client holds out from training, the same in all rounds."""
+    """With clients, the share of its samples that each client holds out from training."""
     share: Fraction = 1.0
-    """With `clients`, the share of all clients that are asked, drawn anew each time."""
+    """With clients, the share of all clients that evaluate, drawn anew each time."""

@@ -95,12 +95,12 @@ def _told(rows: list[Parameter]) -> Iterator[str]:
 
 def _of(name: str, owners: list[str]) -> str:
     """`  (of fedprox, flexfl)`, and nothing for what is there whatever is named."""
-    from flexfleet.config.parameters import REGISTRIES
+    from flexfleet.config.parameters import SECTIONS
 
     if owners == [""]:
         return ""
     section = name.rpartition(".")[0]
-    everybody = section in ("algorithm", "model") and set(owners) >= set(REGISTRIES[section])
+    everybody = section in ("algorithm", "model") and set(owners) >= set(SECTIONS[section])
     return f"  (of every {section})" if everybody else f"  (of {', '.join(owners)})"
 
 

@@ -44,96 +44,86 @@ class DatasetConfig(Section):
     name: str = "digits"
     """A data set of `fl_engine.datasets`, or package.module:NAME."""
     root: Annotated[UserPath | None, Moves.PLACE] = None
-    """Folder of the data files; `repo@rev:path`, or a .dvc file, of a DVC repository, without a password (git's
-    credential helper knows it); null: FLEXFLEET_DATA, else ~/.cache/flexfleet/data."""
+    """Folder of the data files, or a DVC repository (`repo@rev:path` or a .dvc file; git's credential helper supplies
+    passwords); null: FLEXFLEET_DATA, else ~/.cache/flexfleet/data."""
     train_samples: Count | None = None
-    """Use this many training samples; null: all."""
+    """Number of training samples to use; null: all."""
     test_samples: Count | None = None
-    """Use this many test samples; null: all."""
+    """Number of test samples to use; null: all."""
     pad: Literal["auto", "none"] | Count = "auto"
-    """Pad images with zeros to this side in pixels; auto: to the smallest side that the network takes; none: do not."""
+    """Zero-pad images to this side in pixels; auto: to the smallest side that the network takes; none: do not pad."""
 
 
 class PartitionConfig(Section):
     rule: Rule = "dirichlet"
     clients: Count = 20
-    """Number of devices."""
+    """Number of clients."""
     alpha: float = 0.6
-    """Concentration of dirichlet, dirichlet_per_client and quantity, above 0; smaller is more heterogeneous."""
+    """Concentration of dirichlet, dirichlet_per_client and quantity; smaller is more heterogeneous."""
     cap: bool = False
-    """Deal a class only to clients that hold less than an equal share of all samples yet (dirichlet)."""
+    """With dirichlet, give a class only to clients that hold less than an equal share of all samples."""
     labels_per_client: Count = 2
-    """Labels that each client holds (disjoint_labels)."""
+    """With disjoint_labels, the number of labels that each client holds."""
     minimum: Count = 20
-    """Each client gets at least this many samples: dirichlet, dirichlet_per_client and quantity see to it; where
-    another rule leaves a client fewer, the partition is refused."""
+    """Least number of samples of a client. The dirichlet rules and quantity ensure it; other rules fail if a client has
+    fewer."""
     map: UserPath | None = None
-    """File with each client's training samples (manual): {"clients": [[0, 3, ...], ...]}, positions from 0."""
+    """With manual, a JSON file with each client's training samples: {"clients": [[0, 3, ...], ...]}."""
     folders: Annotated[UserPath | None, Moves.PLACE] = None
-    """With `local`, the folder that holds one folder of data for each client, whom this machine simulates
-    (docs/guides/partitions.md); read in the order of their names. null: none; invited devices have their own."""
+    """With local, the folder with one folder of data for each simulated client; null: enrolled devices have their own
+    data."""
     most: Count = 100_000
-    """With `local`, the most training samples that a client may say it holds: its update counts for as many at most."""
+    """With local, the largest number of training samples that a client may report."""
     features: UserPath | None = None
-    """Deal by clusters of the samples' features instead of by labels (dirichlet, dirichlet_per_client,
-    disjoint_labels): an .npy file with a row for each training sample, or the name of a network, whose input to its
-    last layer counts, with its first weights, untrained. null: deal by labels."""
+    """Deal by clusters of features instead of by labels: an .npy file with one row per training sample, or a network
+    whose last hidden features count; null: deal by labels."""
     clusters: Annotated[int, Field(ge=2)] = 10
-    """Number of clusters, by k-means, where `features` is given."""
+    """Number of k-means clusters of `features`."""
     proxy: float = 0.05
-    """Share of the training data kept by the server: 80 % to pre-train, 20 % to measure APoZ."""
+    """Share of the training data that the server keeps: 80 % to pre-train, 20 % to measure APoZ."""
     proxy_shared: bool = False
-    """The clients get the proxy's samples too, so `proxy` may be as much as 1, as in FlexFL's Table III. For studies
-    only: such a server sees its clients' data. false: no client has a sample of the proxy."""
+    """Clients get the proxy's samples too (FlexFL's Table III). For studies only, because such a server sees its
+    clients' data."""
     server_classes: tuple[Index, ...] = ()
-    """Classes that the server alone owns, as in FedX: it keeps all their training samples and no others (80 % and 20 %
-    as above), whatever `proxy` says, and clients get none of them. E.g. [8, 9]. Empty: the server keeps the share
-    `proxy` of all samples."""
+    """Classes that only the server holds, as in FedX, e.g. [8, 9]; they replace `proxy`."""
     seed: int | None = None
-    """Seed of the partition alone; null: the run's seed, so that runs with other seeds have other partitions."""
+    """Seed of the partition; null: the run's seed."""
 
 
 class NoiseConfig(Section):
     """Wrong labels at the clients, drawn from the mistakes of a centrally trained model (FedAIoT)."""
 
     labels: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of each client's training labels to make wrong; 0: none. Report and MLflow show the share that is reached:
-    see `sure`."""
+    """Share of each client's training labels to make wrong; 0: none."""
     sure: Fraction = 0.95
-    """The labels of a class stay right if the model takes this share of it or more for one class."""
+    """Labels of a class stay right if the model assigns at least this share of the class to one class."""
     epochs: Count = 20
-    """Epochs of the central training, on four fifths of all training data; its mistakes are counted on the rest."""
+    """Epochs of the central training."""
     lr: Positive = 1e-3
-    """Its learning rate, of Adam."""
+    """Learning rate of the central training (Adam)."""
 
 
 class FleetConfig(Section):
     tiers: tuple[Tier, ...] = DEFAULT
-    """Tiers of devices. share: part of the fleet; all add up to 1. memory: capacity r_M in % of the full model's
-    parameters. sigma: a device draws one of these spreads, in the same unit; what it has free is r_M - |N(0, sigma)|.
-    limits: null, or [low, high], and what it has free is N(r_M, sigma) clipped to them. width: null, or the width ratio
-    of a sub-model that they hold, and r_M is at least what that takes of the network. speed (10^9 multiply-adds per
-    second) and bandwidth (10^6 bits per second) drive the simulated clock; the defaults are assumed. Or the name of a
-    fleet of `fl_engine.fleet.devices`, where each is explained. The default is 4:3:3, FlexFL's Table I
-    (weak:medium:strong); with it every device can hold at least the smallest model that the algorithm sends. Another
-    fleet with a tier that can hold no model is refused."""
+    """Tiers of devices, or the name of a fleet (`flexfleet list fleets`). share: part of the fleet. memory: capacity in
+    % of the full model's parameters. sigma: standard deviations, of which a device draws one; it has memory - |N(0,
+    sigma)| free, or with limits [low, high] N(memory, sigma) clipped to them. width: the width ratio of a sub-model
+    that fits in any case. speed (10^9 multiply-adds per second) and bandwidth (10^6 bits per second) drive the
+    simulated clock."""
     trace: Tracing | None = None
-    """When each device is online, how fast it is then, and its bandwidth, over the simulated clock's time
-    (docs/guides/traces.md): a path is a CSV file, or one of JSON lines, with client, time, compute, bandwidth, online;
-    lognormal draws them; fedscale reads FedScale's data. null: all are online, each with its tier's speed and
-    bandwidth."""
+    """When each device is online, how fast it is then, and its bandwidth (docs/guides/traces.md); null: all are online,
+    with their tier's speed and bandwidth."""
     wait_s: Annotated[Positive, Moves.LENGTH] = 86_400.0
-    """Seconds on the simulated clock that a round waits at most for a client to come online; then the run stops with
-    an error."""
+    """Simulated seconds that a round waits for a client to come online before the run fails."""
 
 
 class CodecConfig(Section):
-    """How weights travel; a level of an algorithm may have codecs of its own."""
+    """Compression of the weights; a level of an algorithm may have its own."""
 
     down: dict[str, Any] = Field(default={"name": "identity"})
-    """To clients, who train from what it decodes to; identity: as they are."""
+    """To the clients, which train from the decoded weights."""
     up: dict[str, Any] = Field(default={"name": "identity"})
-    """Back to the server, which adds the change that it decodes to what was sent; identity: the weights as they are."""
+    """To the server, which adds the decoded change to the weights that it sent."""
 
 
 class PretrainConfig(Section):
@@ -142,12 +132,11 @@ class PretrainConfig(Section):
     lr: Positive = 1e-3
     """Learning rate of Adam."""
     reset_adam: bool = False
-    """Begin each epoch with a new Adam, without moments, as FlexFL's code does. false: one Adam for all epochs."""
+    """Begin each epoch with a new Adam, as FlexFL's code does."""
     batch_size: Count = 50
     """Samples per step."""
     reference: bool = False
-    """Also pre-train on all training data, to report how similar that pool is (FlexFL Sec. IV-C1). Costs 1/proxy times
-    as much, and is for studies only: a server does not see its clients' data."""
+    """Also pre-train on all training data, to report how similar that pool is (FlexFL Sec. IV-C1). For studies only."""
 
 
 class CentralConfig(Section):
@@ -156,19 +145,19 @@ class CentralConfig(Section):
     epochs: Count = 100
     """Passes over all training samples."""
     batch_size: Count = 32
-    """Samples."""
+    """Samples per step."""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """Adam is torch's, with its defaults."""
     lr: Positive = 0.01
     """Learning rate at the beginning."""
     momentum: NotNegative = 0.0
-    """Of SGD."""
+    """Momentum of SGD."""
     weight_decay: NotNegative = 0.0
-    """Of SGD."""
+    """Weight decay of SGD."""
     augment: tuple[Augmenting, ...] = ()
     """As in `training`."""
     schedule: Scheduling = Constant()
-    """The learning rate over all epochs, as in `training`: e.g. {name: cosine, restart: 10, factor: 2}."""
+    """Learning rate over all epochs."""
 
     @model_validator(mode="after")
     def _of_the_optimizer(self) -> CentralConfig:
@@ -194,36 +183,27 @@ class RunConfig(Section):
     remote: Annotated[UserPath | None, Moves.PLACE] = None
     """s3://bucket/prefix for the ledgers of all runs, where another coordinator finds them; null: in `store`."""
     secrets: Annotated[UserPath | None, Moves.PLACE] = None
-    """Where the run's key is kept, from which noise and signatures follow: a folder, or s3://bucket/prefix in another
-    bucket than `remote`, with credentials of its own (FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID and so on); null: a Secret of
-    the cluster where clients are pods, else a file in the run's folder (not for private runs with `remote`: that
-    outlives the folder). The keys of invited devices are there too; null: in `store`."""
+    """Where the run's key and the devices' keys are stored: a folder, or s3://bucket/prefix in another bucket than
+    `remote`, with its own credentials (FLEXFLEET_SECRETS_AWS_*); null: a Secret of the cluster with kubernetes, else
+    the run's folder."""
     backend: Literal["in_process", "processes", "kubernetes", "agents"] = "in_process"
-    """What trains the clients: threads of this process, worker processes on this machine, pods (see `kubernetes`), or
-    enrolled devices (see `agents`)."""
+    """What trains the clients: threads, worker processes, pods (`kubernetes`) or enrolled devices (`agents`)."""
     patience_s: Annotated[Positive, Moves.EXECUTION] = 600.0
-    """Seconds to wait for a server that is away (the S3 store, the Kubernetes API, MLflow at the end of the run), and
-    for pods to start. Then the run stops and can be resumed."""
+    """Seconds to wait for a server that does not answer (S3, Kubernetes, MLflow) and for pods to start, before the run
+    stops; it can be resumed."""
     code: Annotated[UserPath | None, Moves.PLACE] = None
-    """Your own package: its folder, with an __init__.py, or one .py file; null: none. Worker processes and pods get it
-    as a wheel, verify its sha256, and import from it the names package.module:NAME. Enrolled devices refuse it, because
-    their owners install what they run. A resumed run needs the same files."""
+    """Your own package (a folder with __init__.py, or a .py file); null: none. Worker processes and pods get it as a
+    wheel and import package.module:NAME from it."""
     devices: Annotated[tuple[str, ...], Moves.NUMERICS] = ("cpu",)
-    """Torch devices that train clients at the same time, all of one kind, e.g. [cpu, cpu] or [cuda:0, cuda:1]; auto:
-    [cuda] where it is there, else [cpu], as it is on the machine that reads the configuration. A GPU needs memory for
-    all that trains on it at once: a client that finds none fails."""
+    """Torch devices that train clients at the same time, all of one kind, e.g. [cuda:0, cuda:1]; auto: [cuda] if
+    available, else [cpu]."""
     strategy: Annotated[Literal["auto"] | Strategy, Moves.NUMERICS] = "auto"
-    """single: a device trains one client at a time; batched: several side by side, for small networks, on CPUs; auto:
-    what suits the size of the network and the devices."""
+    """single: a device trains one client at a time; batched: several together (small networks on CPUs); auto: what
+    suits the network's size and the devices."""
     precision: Annotated[Literal["auto"] | Precision, Moves.NUMERICS] = "fp32"
-    """bf16: forward and backward pass in bfloat16, which is quicker on recent GPUs and on CPUs that multiply it (x86:
-    amx_bf16, avx512_bf16; Arm: bf16; `flexfleet doctor --measure` says how much). amp: mixed precision as it is usual
-    for the device: on CUDA forward and backward pass in float16, with a scaled loss; on a CPU bf16. fp16: weights,
-    samples and gradients in float16, nothing scaled, and no training.weight_decay (FedAIoT's half precision); one
-    client at a time, and slow on most CPUs. auto: bf16 where the processor or the GPU multiplies it, amp on GPUs of
-    compute capability 7.x, else fp32, as it is on the machine that coordinates; run.json says which, and a resumed run
-    keeps it. On a CPU bf16 and amp may round a client that trains side by side with others differently for other ones
-    beside it (rarely): strategy=single keeps the bits equal."""
+    """bf16: forward and backward pass in bfloat16. amp: mixed precision (float16 on CUDA, bfloat16 on CPUs). fp16:
+    everything in float16, without weight decay (FedAIoT). auto: the fastest that the machine supports natively. With
+    bf16 and amp on CPUs, only strategy=single gives equal bits."""
 
     @property
     def apart(self) -> bool:
@@ -256,7 +236,7 @@ class TrackingConfig(Section):
     mlflow: UserPath | None = "sqlite:///mlflow.db"
     """MLflow tracking URI; null: off."""
     experiment: str | None = None
-    """null: <dataset>-<model>-<partition>; where Kubeflow gives tasks an MLflow (MLFLOW_TRACKING_URI), its own."""
+    """Name of the experiment; null: <dataset>-<model>-<partition>, or Kubeflow's if its tasks have an MLflow."""
 
 
 class Range(Section):
@@ -286,38 +266,36 @@ class TuneConfig(Section):
     """For `flexfleet tune`."""
 
     trials: Count = 30
-    """Complete and pruned trials together, of all workers."""
+    """Number of complete and pruned trials of all workers."""
     metric: Literal["avg", "full"] = "avg"
-    """The figure of the last round, as a mean over all `seeds`."""
+    """The metric of the last round, as a mean over `seeds`."""
     seeds: tuple[int, ...] = (0,)
-    """Seeds of each trial's runs, at least one and each once."""
+    """Seeds of each trial's runs."""
     held_out: tuple[int, ...] = (100, 101, 102)
-    """Seeds on which the best setting and the default are compared in the end, each once; none of `seeds`."""
+    """Seeds of the final comparison of the best setting and the default."""
     space: dict[str, Range] = Field(default={})
-    """By dotted name (`algorithm.gammas.0`: the first of a list); empty, for flexfl: gamma of every level around what
-    its target size gives, lambda (kd_weight) and Gamma (adaptive_size)."""
+    """Ranges by dotted name (`algorithm.gammas.0`: the first of a list); empty: what the algorithm declares."""
     workers: Count = 1
-    """How many workers run trials at the same time: as processes side by side, in the pipeline as pods, which then need
-    `storage`. `trials` counts the trials of all workers."""
+    """Number of parallel workers: processes, or pods in the pipeline, which need `storage`."""
     storage: UserPath | None = None
-    """URL of a database for workers on several machines; null: that of the environment's FLEXFLEET_TUNE_STORAGE, else
-    a journal in the study's folder."""
+    """URL of a database, for workers on several machines; null: FLEXFLEET_TUNE_STORAGE, else a journal in the study's
+    folder."""
 
 
 class PublishConfig(Section):
     """What happens to a finished run."""
 
     models: bool = False
-    """Export each reported level (safetensors, ONNX) and register it in MLflow, with one model that answers for any."""
+    """Export each reported level (safetensors, ONNX) and register it in MLflow."""
     name: str | None = None
     """Name of the registered models; null: <experiment>-<algorithm>."""
     onnx: bool = True
-    """Export the levels as ONNX too, where `models` is true."""
+    """Export the levels as ONNX too."""
     precision: Literal["auto"] | Annotated[tuple[OnnxPrecision, ...], Field(min_length=1)] = ("fp32",)
-    """Precisions of each level's ONNX files: fp16, int8 (dynamic) and int8_static; fp32 is always written, and the
-    others are compared with it. auto: the smallest precision that has as many bits as the level's codec sends."""
+    """Further precisions of the ONNX files: fp16, int8 (dynamic), int8_static; auto: the smallest one that has as many
+    bits as the level's codec."""
     dvc: UserPath | None = None
-    """Remote (s3://bucket/prefix, or a folder) to which DVC pushes partition, pool, model and report; null: none."""
+    """Remote (s3://bucket/prefix or a folder) to which DVC pushes partition, pool, model and report; null: none."""
 
     @property
     def measured(self) -> bool:
@@ -334,8 +312,8 @@ class PublishConfig(Section):
 class Config(Section):
     schema_version: Literal[1] = 1
     seed: int = 0
-    """All that is random follows from it, but for the noise and the choice of clients of a private run (the run's key),
-    and the partition where `partition.seed` is set."""
+    """Seed of everything random, except the noise and client choice of private runs, which follow from the run's
+    key."""
     dataset: DatasetConfig = DatasetConfig()
     partition: PartitionConfig = PartitionConfig()
     noise: NoiseConfig = NoiseConfig()

@@ -17,7 +17,7 @@ OWN, CLASS = "own_algorithm", "OwnAlgorithm"
 
 def params_file() -> dict[str, str]:
     """params.yaml: every parameter with its default, its meaning as a comment."""
-    from flexfleet.config.document import params_yaml
+    from flexfleet.config.params_file import params_yaml
 
     return {"params.yaml": params_yaml()}
 

@@ -1,42 +1,38 @@
-"""The schema explains itself: every parameter has a meaning, and names and choices are those that the types know."""
+"""params.yaml is the schema as text."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-import pytest
 import yaml
 
 from fl_engine.core.fields import Section
-from fl_engine.fleet.devices import FLEETS
-from flexfleet.config import Config, document, flatten, parse
-from flexfleet.config.document import WIDTH, about, choices, params_yaml
+from flexfleet.config import Config, flatten, params_file, parse
+from flexfleet.config.parameters import choices, described, everything, hints
+from flexfleet.config.params_file import WIDTH, params_yaml
 
-PATHS = [path for path in flatten(Config()) if path != "schema_version"]
-
-
-@pytest.mark.parametrize("path", [*PATHS, "kubernetes.pools", "tune.space"])
-def test_every_parameter_has_a_meaning(path: str) -> None:
-    assert len(about(path)) > 5, "write it below the field"
+ROWS = {row.name: row for row in everything() if not row.of}
 
 
-def test_values_are_listed_where_they_are_few() -> None:
-    rules = ("iid", "dirichlet", "dirichlet_per_client", "quantity", "disjoint_labels", "natural", "manual", "local")
-    assert choices("partition.rule") == rules
-    assert choices("run.strategy") == ("auto", "single", "batched"), "of a union too"
-    assert choices("rounds.commit_every") == choices("seed") == choices("model.name") == ()
-    assert about("partition.rule") == f"{', '.join(rules[:-1])} or {rules[-1]}."
-    backends = "in_process, processes, kubernetes or agents. What trains the clients: "
-    assert about("run.backend").startswith(backends), "before the field's own text"
-    assert about("run.strategy").startswith("single: "), "not where the text has them all"
-    assert about("fleet.tiers").endswith(f"The names: {', '.join(FLEETS)}.")
-    assert about("tune.space").endswith("Each: {low, high, log, whole, choices}.")
+def test_every_parameter_has_a_meaning() -> None:
+    chosen = {path.removesuffix(".name") for path in ROWS}
+    for path in flatten(Config()):
+        assert path == "schema_version" or path in ROWS or path.removesuffix(".name") in chosen
+    assert [path for path, row in ROWS.items() if len(row.meaning) < 6] == []
 
 
-def test_what_a_configuration_names_is_listed_from_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(document.NAMES, "dataset.name", {"b": None, "a": None})
-    assert about("dataset.name") == "a, b, or package.module:NAME."
-    assert "\n  name: digits # a, b, or package.module:NAME.\n" in params_yaml()
+def test_few_choices_are_listed_before_the_meaning() -> None:
+    class Inner(Section):
+        word: Literal["a", "b"] = "a"
+        """What it means."""
+        union: Literal["auto"] | Literal["x", "y"] | None = None
+        """auto: x or y."""
+        number: int | Literal["none"] = 1
+
+    assert described(Inner, "word") == "a or b. What it means."
+    assert choices(hints(Inner)["union"]) == ("auto", "x", "y") and described(Inner, "union") == "auto: x or y."
+    assert choices(hints(Inner)["number"]) == ()
+    assert ROWS["tune.space"].meaning.endswith("Each: {low, high, log, whole, choices}.")
 
 
 def test_the_text_is_the_defaults_and_fits_a_screen() -> None:
@@ -45,7 +41,7 @@ def test_the_text_is_the_defaults_and_fits_a_screen() -> None:
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
-def test_a_section_is_told_by_its_fields() -> None:
+def test_a_long_meaning_stands_above_its_parameter() -> None:
     class Inner(Section):
         word: Literal["a", "b"] = "a"
         """What
@@ -54,7 +50,7 @@ def test_a_section_is_told_by_its_fields() -> None:
         several_of_them: tuple[int, ...] = (1, 2)
         """A meaning that is so long that it does not fit behind its parameter, and stands in a line above it."""
 
-    assert list(document._section(Inner(), "x.", "  ")) == [
+    assert list(params_file._section(Inner(), "x.", "  ")) == [
         "  word: a # a or b. What it means.",
         "  number: 1.0e-05",
         "  # A meaning that is so long that it does not fit behind its parameter, and stands in a line above it.",

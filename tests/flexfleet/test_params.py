@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.algorithms import ALGORITHMS
+from fl_engine.algorithms import ALGORITHMS, CONTRACT
 from fl_engine.core.errors import ConfigError
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import FLEETS
@@ -118,7 +118,7 @@ def test_types_and_defaults_in_words(path: str, of: str, type: str, default: str
 
 def test_choices() -> None:
     assert BY_NAME["partition.rule", ""].choices[:2] == ("iid", "dirichlet")
-    assert BY_NAME["algorithm.name", ""].choices == tuple(sorted(ALGORITHMS))
+    assert BY_NAME["algorithm.name", ""].choices == tuple(sorted(CONTRACT.registry))
     assert BY_NAME["algorithm.server", "flexfl"].choices[:2] == ("average", "adagrad")
     assert BY_NAME["fleet.trace", ""].choices == ("lognormal", "file", "fedscale")
 
@@ -165,7 +165,7 @@ def test_options_of_an_algorithm_of_ones_own(flexfleet: Any) -> None:
 @pytest.mark.parametrize(
     ("what", "names"),
     [
-        ("algorithms", set(ALGORITHMS)),
+        ("algorithms", set(CONTRACT.registry)),
         ("models", set(MODELS)),
         ("datasets", set(DATASETS)),
         ("fleets", set(FLEETS)),
