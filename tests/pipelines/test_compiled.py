@@ -17,6 +17,7 @@ from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec
 
 from components import describe
 from fl_engine import PARAMETER_TABLE
+from fl_engine.algorithms import CONTRACT
 from fl_engine.core.errors import ConfigError
 from fl_engine.datasets import DATASETS
 from fl_engine.models import MODELS
