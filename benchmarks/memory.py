@@ -3,7 +3,7 @@
     python -m benchmarks.memory                             seven networks, batch 32, on the CPU (a few minutes)
     python -m benchmarks.memory --device cuda --only wisdm  those with this in their name, on a GPU
 
-It is the memory of tensors (`fl_engine.training.step_memory`), in MB of 1e6 bytes. Table 2.6 has the memory on a GPU
+It is the memory of tensors (`benchmarks.step_memory`), in MB of 1e6 bytes. Table 2.6 has the memory on a GPU
 under centralised training, with a batch size that it does not print; all its figures hold what CUDA itself takes.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.step_memory import step_memory
 from benchmarks.workloads import count
 from fl_engine.backends.in_process import check_device
 from fl_engine.core.contracts import ModelFamily, PublishedFor
@@ -23,7 +24,6 @@ from fl_engine.core.task import Task
 from fl_engine.models import MODELS
 from fl_engine.tasks import Classification, Detection, Regression
 from fl_engine.training.numerics import Numerics, Precision
-from fl_engine.training.step_memory import step_memory
 
 PUBLISHED: dict[str, tuple[int, int] | None] = {
     "wisdm_lstm": (1444, 564),

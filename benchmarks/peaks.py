@@ -24,6 +24,7 @@ from functools import partial
 import torch
 
 from benchmarks import pools
+from benchmarks.step_memory import counted
 from benchmarks.workloads import count
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.training import Training
@@ -37,7 +38,6 @@ from fl_engine.training import memory
 from fl_engine.training.local import Job, opened
 from fl_engine.training.memory import Trial
 from fl_engine.training.numerics import SINGLE
-from fl_engine.training.step_memory import counted
 
 BATCH = 50
 STEPS = 2

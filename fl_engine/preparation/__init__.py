@@ -14,23 +14,21 @@ from fl_engine.preparation.supernet import TrainSupernet
 PREPARATIONS: dict[str, type[Preparation]] = {"apoz": MeasureApoz, "supernet": TrainSupernet}
 
 CONTRACT = Contract("preparation", PREPARATIONS, Preparation)
-"""Checks that an object is a preparation."""
 
 
 def preparation(name: str) -> Preparation:
-    """The preparation registered under this name, or the object `package.module:NAME`. Raises ConfigError if there is
-    none."""
+    """The preparation registered under this name, or the object `package.module:NAME`."""
     kind = CONTRACT.kind(name)
     if options := [field.name for field in fields(kind) if field.init]:  # type: ignore[arg-type]
         raise ConfigError(
             f"preparation {name!r} has the fields {', '.join(options)}, which nothing sets: make them parameters of "
-            "the algorithm, and name these in `settings`"
+            "the algorithm, and list these in `settings`"
         )
     return kind()
 
 
 def assumed(algorithm: Algorithm, family: ModelFamily) -> Prepared:
-    """A stand-in for the preparation's result, with which `pool` is checked before anything is computed."""
+    """Stand-ins for the preparations' results, with which `pool` is checked before anything is computed."""
     return {name: preparation(name).assumed(family) for name in algorithm.preparations}
 
 

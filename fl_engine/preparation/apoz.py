@@ -1,6 +1,6 @@
 """Pre-trains the global model on the proxy and measures APoZ (FlexFL Sec. III-A, steps 1 and 2).
 
-The weights are discarded; only the scores are used.
+Only the scores are used; the weights are discarded.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ log = logging.getLogger("flexfleet")
 
 
 class ApozLayer(BaseModel):
-    """The score of a layer that can be pruned."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     group: str
     size: int
@@ -36,7 +34,7 @@ class ApozLayer(BaseModel):
 
 
 class ApozScores(BaseModel):
-    """A score and an adjustment weight for each layer that can be pruned, in network order."""
+    """The layers that can be pruned, in network order."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     layers: tuple[ApozLayer, ...]
@@ -67,8 +65,6 @@ class ApozScores(BaseModel):
 
 @dataclass(frozen=True)
 class MeasureApoz:
-    """The preparation `apoz`."""
-
     settings: ClassVar[tuple[str, ...]] = ()
     needs_data: ClassVar[bool] = True
     artifact: ClassVar[Any] = ApozScores
@@ -89,7 +85,7 @@ class MeasureApoz:
         return found.model_copy(update=figures)
 
     def assumed(self, family: ModelFamily) -> ApozScores:
-        """Assumes an APoZ of one half for every layer."""
+        """An APoZ of one half for every layer."""
         return of_scores(family, (0.5,) * len(family.prunable()))
 
 
@@ -107,7 +103,7 @@ def measured(prepared: Prepared) -> tuple[float, ...]:
 
 
 def _measure(family: ModelFamily, server: PreparationContext) -> tuple[Params, tuple[float, ...]]:
-    """The pre-trained weights, on the server's device, and the scores. Diverged weights are measured too."""
+    """The pre-trained weights and the scores. Diverged weights are measured, too."""
     task = LocalTask(
         spec=FULL,
         optimizer=Adam(server.settings["pretrain.lr"], server.settings["pretrain.reset_adam"]),

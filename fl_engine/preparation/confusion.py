@@ -1,8 +1,8 @@
-"""Trains centrally and counts which classes are taken for which: the matrix Q of `data.label_noise` (FedAIoT, section
-2.2.3.5).
+"""Trains centrally and counts which classes are mistaken for which: the matrix Q of `data.label_noise` (FedAIoT,
+section 2.2.3.5).
 
-The thesis does not say on which samples the mistakes are counted. Here it is a held-out fifth of the training samples:
-a network makes hardly any mistakes on samples that it was trained on, and test samples must not influence training.
+The thesis does not say on which samples the mistakes are counted. Here it is a held-out fifth of the training samples,
+because a network makes hardly any mistakes on its training samples, and test samples must not influence training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HELD_OUT = 0.2
 
 
 class Confusion(BaseModel):
-    """counts[i][j]: how many held-out samples of class i were taken for class j."""
+    """counts[i][j]: how many held-out samples of class i were classified as class j."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     counts: tuple[tuple[Index, ...], ...]
@@ -49,25 +49,23 @@ class Confusion(BaseModel):
 
 
 def check_classes(task: Task, name: str) -> None:
-    """Raises ConfigError unless the task is a classification. `name` is that of the data set."""
     if not isinstance(task, Classification):
         raise ConfigError(
-            f"noise.labels needs classes, and the targets of {name} are not classes ({task.name}): set noise.labels=0"
+            f"noise.labels needs classes, but the targets of {name} are not classes ({task.name}): set noise.labels=0"
         )
 
 
 def measure_confusion(
     family: ModelFamily, data: Data, seed: int, epochs: int, lr: float, batch_size: int, device: str = "cpu"
 ) -> Confusion:
-    """The result depends on the arguments alone. Raises ConfigError if there are no classes, or too few samples to hold
-    some out; ModelError if training diverges."""
+    """Train on four fifths of the training samples and count the mistakes on the last fifth."""
     check_classes(data.task, data.name)
     order = seeds.rng(seed, "confusion").permutation(len(data.train_y))
     cut = round(HELD_OUT * len(order))
     if cut < 1:
         raise ConfigError(
-            f"noise.labels holds out a fifth of the training samples, which of {len(order)} is none: raise "
-            "dataset.train_samples (3 are the fewest), or set noise.labels=0"
+            f"noise.labels holds out a fifth of the training samples, and there are only {len(order)}: raise "
+            "dataset.train_samples to at least 3, or set noise.labels=0"
         )
     test, train = (torch.from_numpy(np.sort(part)) for part in (order[:cut], order[cut:]))
     own = data.part(train, test)

@@ -1,14 +1,14 @@
-"""The server trains the network with all its sub-networks, and chooses one for each kind of device: FedX
-(Lai et al.), Algorithm 1, lines 5 and 6; section III-A. The weights become the run's first ones.
+"""The server trains the network with all its sub-networks, and chooses one for each kind of device: FedX (Lai et
+al.), Algorithm 1, lines 5 and 6; section III-A. The run starts from these weights.
 
-Each step trains the largest sub-network, the smallest and some others together (`types.Sandwich`), on four fifths of
-the server's data. Accuracies, and the search (`submodel_search`), are on the other fifth. Batch norm that keeps running
-statistics gets its own for each sub-network before it is scored, from the data that trained it.
+Each step trains the largest sub-network, the smallest and some others together (`types.Sandwich`) on four fifths of the
+server's data. Accuracies and the search (`submodel_search`) use the other fifth. If batch norm has running statistics,
+each sub-network gets its own from the training data before it is scored.
 
-Departs from the paper, which refers to CompOFA for the training: CompOFA first trains the largest sub-network alone and
-then distils from this teacher, with an ImageNet network to start from. Here the largest is trained with the others and
-teaches them at the same time (in-place distillation), from scratch. A local round's seconds follow from the simulated
-clock (`fleet.devices`), for the mean number of samples of the tier's clients; the paper measures them on a device.
+Departs from the paper: it refers to CompOFA, which first trains the largest sub-network alone, from an ImageNet
+network, and then distils from this teacher. Here the largest is trained from scratch with the others and teaches them
+at the same time (in-place distillation). The paper measures a local round's seconds on a device; here they follow from
+the simulated clock (`fleet.devices`), for the mean number of samples of the tier's clients.
 """
 
 from __future__ import annotations
@@ -54,45 +54,44 @@ MOST_BITS = 16
 
 
 class SubNetwork(BaseModel):
-    """A sub-network as the server has trained it: parameters, multiply-adds per sample, and the task's metric on the
-    part of the server's data that was held out (None: not a number), before any round and not quantised."""
+    """A sub-network as the server has trained it, before any round and not quantised."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str
     params: int
     macs: int
+    """Per sample."""
     accuracy: float | None
+    """The task's metric on the held-out part of the server's data; None if it is not a number."""
 
 
 class Supernet(BaseModel):
-    """What the preparation `supernet` makes."""
+    """The artifact of the preparation `supernet`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     weights: Weights = Field(default={}, repr=False)
-    """Of the whole network, shapes as in its layout; empty before the preparation. They lie beside the JSON."""
+    """Of the whole network; empty before the preparation."""
     levels: tuple[SubNetwork, ...] = ()
-    """Those that were scored, smallest first."""
+    """The scored sub-networks, smallest first."""
     chosen: dict[str, Candidate] = {}
-    """By tier, what the search found; empty where nothing was searched."""
+    """By tier, the result of the search; empty without a search."""
     table: tuple[Candidate, ...] = ()
-    """All that the search measured."""
+    """Everything that the search measured."""
     seconds_per_round: dict[str, dict[str, float]] = {}
-    """By tier and sub-network that its devices can hold: the seconds of a local round on the simulated clock."""
+    """By tier and sub-network that its devices can hold: seconds of a local round on the simulated clock."""
     regret: dict[str, float] = {}
-    """By tier: the unquantised accuracy of the best sub-network that `algorithm.search_levels` left out, less that of
-    the chosen candidate; at least 0. An estimate: those left out are not quantised. Empty where there are none."""
+    """By tier: the unquantised accuracy of the best sub-network that `algorithm.search_levels` left out, minus that of
+    the chosen candidate; at least 0."""
     smaller_gets_more_bits: bool | None = None
-    """Whether tiers with smaller sub-networks got more bits; null: all have the same, or nothing was searched."""
+    """Whether tiers with smaller sub-networks got more bits; null if all have the same, or without a search."""
     samples: int = 0
-    """How many samples the server has, in both parts."""
+    """The server's samples, in both parts."""
     seconds: float = 0.0
-    """How long the whole preparation took."""
+    """Of the whole preparation."""
 
 
 @dataclass(frozen=True)
 class TrainSupernet:
-    """The preparation `supernet`."""
-
     settings: ClassVar[tuple[str, ...]] = (
         *(
             f"algorithm.{name}"
@@ -107,7 +106,7 @@ class TrainSupernet:
     artifact: ClassVar[Any] = Supernet
 
     def prepare(self, family: ModelFamily, server: PreparationContext) -> Supernet:
-        """Raises PoolError where a tier has no sub-network to take, before anything trains."""
+        """Raises PoolError, before anything trains, if a tier has no sub-network to choose."""
         began, settings = time.monotonic(), server.settings
         levels = nested(family, settings["algorithm.widths"], settings["algorithm.names"])
         of = {name: count_params(family, spec) for name, spec in levels.items()}
@@ -130,28 +129,28 @@ class TrainSupernet:
             samples=len(server.data.train_y) + len(server.data.test_y),
         )
         for each in (level for level in found.levels if level.name in named):
-            log.info("supernet: %s, %d parameters: %s", each.name, each.params, _told(each.accuracy))
+            log.info("supernet: %s, %d parameters: %s", each.name, each.params, _shown(each.accuracy))
         if kinds:
             found = found.model_copy(update=_searched(kinds, of, tried, able, accuracy, scores, settings))
         return found.model_copy(update={"seconds": round(time.monotonic() - began, 3)})
 
     def assumed(self, family: ModelFamily) -> Supernet:
-        """Nothing is chosen: devices get the largest sub-network that they can hold."""
+        """Without a choice, devices get the largest sub-network that they can hold."""
         return Supernet()
 
 
 def anchors(family: ModelFamily, levels: Mapping[str, SubmodelSpec]) -> list[str]:
-    """The sub-networks that are always listed: small, medium and large of a network that has its own, else all."""
+    """The sub-networks that are always listed: small, medium and large if the network has its own, else all."""
     return [name for name in levels if name in SIZES or not isinstance(family, Nested)]
 
 
-def _told(accuracy: float | None) -> str:
-    return "no number" if accuracy is None else f"{accuracy:.4f}"
+def _shown(accuracy: float | None) -> str:
+    return "not a number" if accuracy is None else f"{accuracy:.4f}"
 
 
 # ------------------------------------------------------------------------------------------------------- training
 def _trained(family: ModelFamily, server: PreparationContext, levels: Mapping[str, SubmodelSpec]) -> Params:
-    """The whole network's weights, from fresh ones. Raises ModelError where training diverges."""
+    """The whole network's weights, trained from scratch."""
     settings = server.settings
     *smaller, _ = levels.values()
     task = LocalTask(
@@ -173,8 +172,8 @@ def _trained(family: ModelFamily, server: PreparationContext, levels: Mapping[st
 
 # -------------------------------------------------------------------------------------------------------- scoring
 class Scores:
-    """The task's metric of sub-networks on the server's held-out data; None where it is not a finite number. `tried`:
-    those that are scored in several numbers of bits, whose weights it keeps."""
+    """The task's metric of sub-networks on the server's held-out data; None if it is not a finite number. It caches the
+    weights of the sub-networks `tried`, which are scored in several numbers of bits."""
 
     def __init__(
         self,
@@ -189,11 +188,10 @@ class Scores:
         self._kept: dict[str, Params] = {}
 
     def plain(self, name: str) -> float | None:
-        """Not quantised."""
         return self._of(name, self._weights(name))
 
     def quantised(self, name: str, bits: int, bucket: int | None, count: int) -> Candidate:
-        """As a client decodes it, the mean over `count` rounding seeds, the same for all candidates."""
+        """As a client decodes it: the mean over `count` rounding seeds, the same for all candidates."""
         weights, codec = self._weights(name), Qsgd(bits=bits, bucket=bucket)
         found, size = list[float | None](), 0
         for i in range(count):
@@ -205,14 +203,14 @@ class Scores:
         return Candidate(level=name, bits=bits, accuracy=mean, encoded_bits=size / count)
 
     def _weights(self, name: str) -> Params:
-        """With running statistics of its own, where the network keeps such."""
+        """With running statistics of its own, if the network has any."""
         if name in self._kept:
             return self._kept[name]
         server, spec = self._server, self._levels[name]
         weights = {n: t.cpu().contiguous() for n, t in take(self._trained, self._family.layout(), spec).items()}
         if any(is_statistic(each) for each in weights):
             weights = recalibrated(self._family, weights, spec, server.data, server.data.train_x, server.device)
-        if name in self._tried:  # it is asked for again, in each number of bits
+        if name in self._tried:
             self._kept[name] = weights
         return weights
 
@@ -225,11 +223,11 @@ class Scores:
 
 # --------------------------------------------------------------------------------------------------------- search
 def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str, SubmodelSpec]) -> list[Kind]:
-    """One for each tier that has devices, in the order of their first client."""
+    """One for each tier with devices, in the order of their first client."""
     settings, samples = server.settings, server.samples
     wanted = settings["algorithm.level"]
     if wanted is not None and wanted not in levels:
-        raise PoolError(f"algorithm.level = {wanted!r} is no sub-network{nearest(wanted, levels)}")
+        raise PoolError(f"algorithm.level must be a sub-network, got {wanted!r}{nearest(wanted, levels)}")
     params = {name: count_params(family, spec) for name, spec in levels.items() if wanted in (None, name)}
     tiers = adapter(tuple[devices.Tier, ...]).validate_json(json.dumps(settings["fleet.tiers"]))
     members: dict[str, list[Device]] = {}
@@ -267,12 +265,12 @@ def _searched(
     scores: Scores,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The fields of a `Supernet` that a search fills in."""
+    """The fields of a `Supernet` that come from the search."""
     seeds_per_candidate, bucket = settings["algorithm.search_seeds"], settings["algorithm.bucket"]
     rule = Rule(settings["algorithm.seconds"], settings["algorithm.delta"], settings["algorithm.accept"])
     whole = list(accuracy.values())[-1]
     if whole is None:
-        raise PoolError("the whole network has no accuracy on the server's data that is a number: lower pretrain.lr")
+        raise PoolError("the whole network's accuracy on the server's data is not a number: lower pretrain.lr")
     chosen, table = search(
         kinds,
         {name: count for name, count in params.items() if name in tried},
@@ -288,7 +286,7 @@ def _searched(
             regret[tier] = max(0.0, max(left) - (chosen[tier].accuracy or 0.0))
     for tier, each in chosen.items():
         lost = whole - (each.accuracy or 0.0)
-        log.info("supernet: tier %s takes %s in %d bits, which loses %.4f", tier, each.level, each.bits, lost)
+        log.info("supernet: tier %s gets %s in %d bits, which loses %.4f", tier, each.level, each.bits, lost)
     more = smaller_gets_more_bits(chosen, params)
     if more is not None:
         log.info("supernet: smaller sub-networks get more bits: %s", "yes" if more else "no")

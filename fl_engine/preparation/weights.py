@@ -1,11 +1,11 @@
-"""Weights that a preparation gives: those of the whole network, with which the first round starts instead of fresh
-ones.
+"""Weights that a preparation returns: those of the whole network, with which the first round starts.
 
-Its artifact has a field for them, with a default, since JSON does not hold them:
+The preparation's artifact has a field for them. It has a default, because the weights are stored as safetensors beside
+the artifact's JSON:
 
     weights: Weights = field(default_factory=dict, compare=False, repr=False)
 
-They are stored beside the artifact, as safetensors. Empty: the artifact gives none, and the run starts as usual.
+If it is empty, the run starts with fresh weights.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fl_engine.core.types import Params, Prepared
 FIELD = "weights"
 
 Weights = Annotated[Params, GetPydanticSchema(lambda *_: core_schema.any_schema())]
-"""By the network's names, float32, shapes as in its layout; running statistics among them."""
+"""By the network's names, float32, in the shapes of its layout, with running statistics."""
 
 
 def gives_weights(kind: Preparation) -> bool:
-    """Whether its artifact has a field for them."""
+    """Whether its artifact has a field for weights."""
     artifact = kind.artifact
     if is_model(artifact):
         return FIELD in artifact.model_fields
@@ -39,20 +39,19 @@ def gives_weights(kind: Preparation) -> bool:
 
 
 def giver(names: Iterable[str]) -> str | None:
-    """Which of these preparations gives weights, if any. Raises ConfigError where two do."""
+    """The one of these preparations that returns weights, if any. Raises ConfigError if two do."""
     from fl_engine.preparation import preparation  # whose preparations use `Weights`
 
     found = [name for name in names if gives_weights(preparation(name))]
     if len(found) > 1:
         raise ConfigError(
-            f"the preparations {' and '.join(found)} give weights, and a run starts from one network's: let "
-            "one of them do without"
+            f"the preparations {' and '.join(found)} both return weights, but a run starts from one network's"
         )
     return found[0] if found else None
 
 
 def given(made: Prepared) -> Params:
-    """The weights that the run starts from; empty where no preparation gives any. Raises as `giver`."""
+    """The weights that the run starts from; empty if no preparation returns any."""
     name = giver(made)
     return {} if name is None else getattr(made[name], FIELD)
 
@@ -65,33 +64,28 @@ def attached(made: Any, weights: Params) -> Any:
 
 
 def fitting(family: ModelFamily, weights: Params) -> Params:
-    """In the network's order, which a file does not keep. Raises ModelError unless they are those of the whole network,
-    by names, types, shapes and finite values."""
-    wanted = blank(family).state_dict()
-    if odd := sorted(wanted.keys() ^ weights.keys()):
-        raise ModelError(f"{'no' if odd[0] in wanted else 'unknown'} {odd[0]} ({len(odd)} names differ)")
-    for name, like in wanted.items():
-        found = weights[name]
-        if (found.dtype, found.shape) != (like.dtype, like.shape):
-            raise ModelError(f"{name} is {_form(found)}, {_form(like)} is expected")
-        if found.is_floating_point() and not bool((found.abs() <= largest(name)).all()):
+    """The weights in the network's order, which a file does not keep. Raises ModelError if they are not those of the
+    whole network, or not finite."""
+    if wrong := mismatch(family, weights):
+        raise ModelError(wrong)
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not bool((tensor.abs() <= largest(name)).all()):
             raise ModelError(f"{name} has numbers that are not finite, or beyond {largest(name):g}")
-    return {name: weights[name] for name in wanted}
+    return {name: weights[name] for name in names_of(family)}
 
 
 SHOWN = 6
-"""How many names of a kind `mismatch` tells."""
+"""Names of a kind that `mismatch` lists."""
 
 
 def names_of(family: ModelFamily) -> tuple[str, ...]:
     """The names of the whole network's weights and statistics, in its order."""
-    return tuple(_forms(family))
+    return tuple(blank(family).state_dict())
 
 
 def mismatch(family: ModelFamily, weights: Params) -> str:
-    """All in which these differ from the whole network's by name, type and shape, in one line; empty where nothing
-    does."""
-    wanted = _forms(family)
+    """All differences from the whole network by name, type and shape, in one line; empty if there are none."""
+    wanted = {name: _form(tensor) for name, tensor in blank(family).state_dict().items()}
     found = {name: _form(tensor) for name, tensor in weights.items()}
     odd = [f"{n} is {found[n]} instead of {wanted[n]}" for n in wanted if n in found and found[n] != wanted[n]]
     kinds = {
@@ -105,10 +99,6 @@ def mismatch(family: ModelFamily, weights: Params) -> str:
 def _counted(kind: str, names: list[str]) -> str:
     more = len(names) - SHOWN
     return f"{len(names)} {kind}: {', '.join(names[:SHOWN])}{f' and {more} more' if more > 0 else ''}"
-
-
-def _forms(family: ModelFamily) -> dict[str, str]:
-    return {name: _form(tensor) for name, tensor in blank(family).state_dict().items()}
 
 
 def _form(tensor: torch.Tensor) -> str:

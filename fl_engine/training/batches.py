@@ -1,4 +1,4 @@
-"""The batches of each lane: which samples each step takes, and how augmentation changes them."""
+"""The batches of each lane: the samples of each step, and their augmentation."""
 
 from __future__ import annotations
 
@@ -17,28 +17,22 @@ from fl_engine.core.types import LocalTask
 
 
 def check(sampler: Sampler, augment: Sequence[Augmentation], goal: Task, x: Tensor) -> None:
-    """Raises ModelError if the sampler cannot draw, or an augmentation cannot change, normalised samples like x (N,
-    ...) of this task."""
+    """Raise ModelError if the sampler or an augmentation does not support normalised samples like x (N, ...) of this
+    task."""
     sampler.check(goal)
     for each in augment:
         each.check(x)
         name = getattr(each, "name", type(each).__name__)
         if has_boxes(goal) and not isinstance(each, CarriesBoxes):
             able = ", ".join(known for known, kind in AUGMENTATIONS.items() if issubclass(kind, CarriesBoxes))
-            raise ModelError(
-                f"training.augment: {name} does not say where boxes go, which are the targets of this {goal.name}: "
-                f"take some of {able}"
-            )
+            raise ModelError(f"training.augment: {name} does not move a {goal.name}'s boxes. Choose some of {able}")
         if getattr(each, "boxes_only", False) and not has_boxes(goal):
-            raise ModelError(
-                f"training.augment: {name} is for targets that are boxes, and those of this {goal.name} are not: "
-                f"leave {name} out of training.augment"
-            )
+            raise ModelError(f"training.augment: {name} needs boxes as targets, which a {goal.name} does not have")
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The lanes' samples one after the other, as `torch.cat` gives them. What lies so in memory already is not copied:
-    the samples of one lane, or those of several that were gathered and normalised together."""
+    """The lanes' samples one after the other, like `torch.cat`. Samples that are contiguous in memory already are not
+    copied: those of one lane, or of several that were gathered and normalised together."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -62,9 +56,9 @@ def _starts(parts: Sequence[Tensor]) -> list[int]:
 def orders(
     goal: Task, tasks: Sequence[LocalTask], targets: Sequence[Tensor], *, shared: bool = False
 ) -> Iterator[Sequence[Tensor]]:
-    """Epoch by epoch, for each step, int64 (B, n): which of the samples that are held together (`joined`) each lane
-    sees. `shared`: all lanes see the same samples, which are held once. Epochs are drawn when they are asked for, since
-    all of them may take more memory than the samples. Raises ModelError for what a sampler may not draw."""
+    """For each epoch and step, int64 (B, n): the positions of each lane's samples among the `joined` ones. With
+    `shared`, all lanes have the same samples, which are stored once. An epoch is drawn when it is needed, because all
+    epochs may take more memory than the samples."""
     counts = [y.shape[0] for y in targets]
     sizes = list(costs.batches(tasks[0], counts[0]))
     first, used = torch.tensor([0] * len(targets) if shared else _starts(targets)), sum(sizes)
@@ -85,16 +79,15 @@ def orders(
 
 def _strange(sampler: Sampler) -> ModelError:
     return ModelError(
-        f"{type(sampler).__name__}.epoch gave invalid indices: for N samples it must give int64 (N,), each "
-        "from 0 to N - 1"
+        f"{type(sampler).__name__}.epoch must return int64 (N,) for N samples, with values from 0 to N - 1"
     )
 
 
 def gathered(
     goal: Task, x: Tensor, y: Tensor, chosen_bn: Tensor, tasks: Sequence[LocalTask], step: int
 ) -> tuple[Tensor, Tensor]:
-    """The samples (B, n*C, ...) and targets (B, n, ...) of a step, augmented if the tasks ask for it. Each lane's
-    augmentation is seeded by its own task, so it does not depend on the other lanes."""
+    """The samples (B, n*C, ...) and targets (B, n, ...) of a step, augmented. A lane's augmentation is seeded by its
+    own task, so it does not depend on the other lanes."""
     b, n = chosen_bn.shape
     batch, wanted = x[chosen_bn.flatten()], y[chosen_bn]
     for place, augmentation in enumerate(tasks[0].augment):

@@ -1,8 +1,6 @@
-"""Central training: one client holds all training samples, trains in the loop of `local`, and is evaluated after each
-epoch.
+"""Central training: one client has all training samples and is evaluated after each epoch.
 
-The weights equal, bit for bit, those of `local.train` with that job and `single` numerics, also if training is stopped
-and resumed.
+The weights equal, bit for bit, those of `local.train` with the same job and `single` numerics, also after a resume.
 """
 
 from __future__ import annotations
@@ -26,14 +24,17 @@ log = logging.getLogger("flexfleet")
 
 @dataclass(frozen=True)
 class Epoch:
-    """The state after an epoch. `number` counts from 1; `loss` is the mean training loss over the epoch's steps;
-    `score` is on the test samples; `params` are the weights; `train_centrally` can resume from `snapshot`."""
+    """The state after an epoch."""
 
     number: int
+    """From 1."""
     loss: float
+    """The mean training loss over the epoch's steps."""
     score: Score
+    """On the test samples."""
     params: Params
     snapshot: Params
+    """`train_centrally` can resume from it."""
 
 
 def train_centrally(
@@ -45,10 +46,8 @@ def train_centrally(
     device: str = "cpu",
     since: Params | None = None,
 ) -> Iterator[Epoch]:
-    """Trains the sub-model `task.spec` from the weights `start` on all training samples, and logs a line after each
-    epoch. Training stops when the caller takes no more epochs. Given the last epoch's snapshot as `since`, it resumes,
-    with the bits of a training that never stopped. Raises Diverged if training does, ModelError if the task does not
-    fit these data, or if the snapshot is of another training."""
+    """Train the sub-model `task.spec` from the weights `start` on all training samples, or resume after the epoch whose
+    snapshot is `since`. Training stops when the caller takes no more epochs."""
     job = local.Job(task, start, data.normalise(data.train_x.to(device)), data.train_y.to(device))
     with local.opened(family, data.task, [job], replace(numerics, strategy="single")) as session:
         if since is not None:

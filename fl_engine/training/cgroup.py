@@ -1,12 +1,11 @@
-"""How much memory a container or a device can still take, read anew each time: what its cgroup (version 2 or 1) and its
-node say.
+"""The memory that a container or a device can still take, read from its cgroup (version 2 or 1) and its node.
 
     room = min(limit - used, what the node has available) * (1 - share of the time in which everything waits for memory)
 
-A service of systemd sees the cgroups of the whole machine: there the limits count of its own and of those around it.
-
+A systemd service sees the cgroups of the whole machine, so its own limit and those of the cgroups around it count.
 `used` is the working set, as the kubelet counts it: without the page cache that the kernel can drop (`inactive_file`).
-The last factor is a rule of this project: what the node lends to several pods can be gone before a limit is reached.
+The last factor is a rule of this project, because memory that the node lends to several pods can be gone before a limit
+is reached.
 """
 
 from __future__ import annotations
@@ -19,24 +18,22 @@ from typing import NamedTuple
 from fl_engine.core.errors import EnvironmentFailure
 
 NO_LIMIT = 2**60
-"""From this value on there is no limit: version 1 of the cgroup file system writes about 2^63 for none."""
+"""Values from here on mean no limit: version 1 of the cgroup file system writes about 2^63."""
 
 
 class _Version(NamedTuple):
     folder: str
-    """Below the root."""
     limit: str
     usage: str
     stat: str
     cache: str
-    """The line of `stat` with the page cache that can be dropped, in bytes."""
+    """The line of `stat` with the droppable page cache, in bytes."""
 
 
 VERSIONS = (
     _Version("", "memory.max", "memory.current", "memory.stat", "inactive_file"),
     _Version("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file"),
 )
-"""2, then 1."""
 
 
 def _cgroup(root: Path | None) -> Path:
@@ -48,13 +45,13 @@ def _proc(proc: Path | None) -> Path:
 
 
 def limit(root: Path | None = None) -> int:
-    """This container's memory limit in bytes, read from the cgroup file system (version 2 or 1) at `root`, by default
-    FLEXFLEET_CGROUP or /sys/fs/cgroup. Raises EnvironmentFailure if there is no limit."""
+    """This container's memory limit in bytes, read from the cgroup file system at `root`, by default FLEXFLEET_CGROUP
+    or /sys/fs/cgroup."""
     found = _limit(root, "")
     if found is None:
         raise EnvironmentFailure(
-            f"kubernetes.observe=cgroup, but {_cgroup(root)} has no memory limit: set one for the tier's pool "
-            "(kubernetes.pools)"
+            f"kubernetes.observe=cgroup, but {_cgroup(root)} has no memory limit. Set one for the "
+            "tier's pool (kubernetes.pools)"
         )
     return found
 
@@ -68,7 +65,7 @@ def _limit(root: Path | None, below: str) -> int | None:
 
 
 def used(root: Path | None = None, below: str = "") -> int | None:
-    """The working set in bytes of the container, or of the cgroup `below` the root's; None: the cgroup does not say."""
+    """The working set in bytes of the cgroup `below` the root; None if it is not known."""
     for version in VERSIONS:
         folder = _cgroup(root) / version.folder / below
         usage = _number(_text(folder / version.usage))
@@ -79,22 +76,22 @@ def used(root: Path | None = None, below: str = "") -> int | None:
 
 
 def _own(proc: Path | None) -> list[str]:
-    """The root's cgroup, this process's, and those between them, as folders below the root's. (One that a container
-    does not see is no folder there.)"""
+    """The root's cgroup, this process's cgroup and those between them, as folders below the root. A container does not
+    see some of these folders."""
     found = re.findall(r"^\d+:(?:memory)?:/(.*)$", _text(_proc(proc) / "self" / "cgroup"), re.MULTILINE)
     paths = [PurePosixPath(path) for path in found if ".." not in path.split("/")]
     return list(dict.fromkeys([".", *(str(each) for path in paths for each in (path, *path.parents))]))
 
 
 def available(proc: Path | None = None) -> int | None:
-    """Bytes that the node can give without swapping; None: it does not say."""
+    """Bytes that the node can provide without swapping; None if it is not known."""
     kilobytes = _number(_field(_text(_proc(proc) / "meminfo"), "MemAvailable:"))
     return None if kilobytes is None else 1024 * kilobytes
 
 
 def stalled(root: Path | None = None, proc: Path | None = None) -> float:
-    """The share of the last ten seconds in which all that ran had to wait for memory, in the cgroup or on the node,
-    whichever is larger (pressure stall information, `full avg10`). 0 where the kernel does not measure it."""
+    """The share of the last ten seconds in which everything waited for memory, in the cgroup or on the node, whichever
+    is larger (pressure stall information, `full avg10`); 0 if the kernel does not measure it."""
     texts = [_text(_cgroup(root) / below / "memory.pressure") for below in _own(proc)]
     texts.append(_text(_proc(proc) / "pressure" / "memory"))
     found = [re.search(r"^full avg10=([0-9]{1,3}(?:\.[0-9]{1,6})?) ", text, re.MULTILINE) for text in texts]
@@ -102,15 +99,14 @@ def stalled(root: Path | None = None, proc: Path | None = None) -> float:
 
 
 def room(held: int, root: Path | None = None, proc: Path | None = None) -> int:
-    """Bytes that this container can take now on top of what it holds. `held`: counts as used where the cgroup does not
-    say what is. Raises EnvironmentFailure where there is no limit."""
+    """Bytes that this container can take now. `held` counts as used if the cgroup's usage is not known. Raises
+    EnvironmentFailure without a limit."""
     limit(root)
     return room_of_device(held, root, proc)
 
 
 def room_of_device(held: int, root: Path | None = None, proc: Path | None = None) -> int:
-    """The same, of a process that need have no limit: then it is what the machine has available. Raises
-    EnvironmentFailure where neither is said."""
+    """Like `room`, for a process without a limit, too. Raises EnvironmentFailure if nothing is known."""
     left, node = [], available(proc)
     for below in _own(proc):
         if (most := _limit(root, below)) is not None:
@@ -120,8 +116,8 @@ def room_of_device(held: int, root: Path | None = None, proc: Path | None = None
         left.append(node)
     if not left:
         raise EnvironmentFailure(
-            "this system does not say how much memory is free: give the process a memory limit (a service's MemoryMax, "
-            "a container's), set agents.observe=simulated, or for `flexfleet profile` name it (--memory MB)"
+            "this system does not report how much memory is free. Give the process a memory limit, set "
+            "agents.observe=simulated, or for `flexfleet profile` pass --memory MB"
         )
     return int(min(left) * (1.0 - stalled(root, proc)))
 
@@ -138,6 +134,6 @@ def _number(text: str) -> int | None:
 
 
 def _field(text: str, name: str) -> str:
-    """The number behind a name at the begin of a line; empty where there is none."""
+    """The number after a name at the start of a line; "" if there is none."""
     match = re.search(rf"^{re.escape(name)}\s+([0-9]{{1,20}})(?: kB)?\s*$", text, re.MULTILINE)
     return match[1] if match else ""

@@ -28,13 +28,14 @@ BATCH = 128
 
 @dataclass(frozen=True)
 class Score:
-    """`value` is that of the task's deciding metric (accuracy, in [0, 1]; R2), `loss` the mean over the samples,
-    `metrics` all metrics of the task by name, and `confusion` is as in `Measured`."""
-
     value: float
+    """The task's deciding metric: accuracy in [0, 1], R2."""
     loss: float
+    """The mean over the samples."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """All metrics of the task by name."""
     confusion: Tensor = field(default_factory=lambda: torch.empty(0, 0), compare=False, repr=False)
+    """As in `Measured`."""
 
 
 def evaluate(
@@ -51,41 +52,20 @@ def evaluate(
     static_bn: bool = False,
     statistics_x: Tensor | None = None,
 ) -> Score:
-    """Scores one sub-model, whose weights are `params`, on samples `x` and their targets.
+    """Score one sub-model on samples `x` with targets `y`.
 
-    Networks without running statistics normalise by the current batch in evaluation too, as in the authors' code; so
-    that the score is reproducible, batches have a fixed size and a fixed permutation. A last batch of one sample joins
-    the batch before it. With `static_bn`, statistics come from one pass over the training data instead (HeteroFL, ICLR
-    2021, Sec. 3), or over `statistics_x`, where these samples are given. A network with early exits is scored by its
-    last output, or by the mean of all its outputs (`ensemble`).
+    Networks without running statistics normalise by the current batch in evaluation too, as in the authors' code. The
+    batches have a fixed size and a fixed permutation, so the score is reproducible. A last batch of one sample joins
+    the batch before it. A network with early exits is scored by its last output.
+
+    Args:
+        params: The sub-model's weights.
+        ensemble: Score the mean of all exits instead of the last one.
+        static_bn: Take the statistics of batch norm from one pass over the training data (HeteroFL, ICLR 2021, Sec. 3).
+        statistics_x: The samples for `static_bn`, instead of the training data.
     """
     network = _network(family, params, spec, data, device, batch_size, static_bn, statistics_x)
     return _one_pass([(network, ensemble)], data, x, y, device, batch_size)[0]
-
-
-def evaluate_exits(
-    family: ModelFamily,
-    params: Params,
-    spec: SubmodelSpec,
-    data: Data,
-    x: Tensor,
-    y: Tensor,
-    device: str = "cpu",
-    batch_size: int = BATCH,
-    *,
-    static_bn: bool = False,
-) -> tuple[Score, ...]:
-    """Scores every output of one sub-model in a single pass over samples `x` and their targets: in network order, early
-    exits first. The last score is that of `evaluate`; a network without exits has only this one."""
-    network = _network(family, params, spec, data, device, batch_size, static_bn)
-    tallies: list[_Tally] = []
-    with torch.no_grad():
-        for chunk in _batches(len(y), batch_size):
-            exits, wanted = outputs_of(network(_inputs(data, x, chunk, device))), y[chunk].to(device)
-            tallies = tallies or [_Tally(data.task, device) for _ in exits]
-            for tally, outputs in zip(tallies, exits, strict=True):
-                tally.add(outputs, wanted)
-    return tuple(tally.score() for tally in tallies)
 
 
 def _network(
@@ -105,7 +85,7 @@ def _network(
 
 
 def _maps_last(tensor: Tensor) -> Tensor:
-    """Weights of two-dimensional convolutions with the channels last in memory, like the maps that they take."""
+    """Weights of two-dimensional convolutions with the channels last in memory, like their inputs."""
     return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
@@ -118,38 +98,26 @@ def _one_pass(
     batch_size: int,
     watch: Callable[[int, Tensor, Tensor], None] | None = None,
 ) -> list[Score]:
-    """Scores several networks in one pass, so that samples are gathered and normalised once. Each comes with a flag:
-    whether its outputs are averaged. `watch` gets a network's position, its outputs and the samples' positions."""
-    tallies = [_Tally(data.task, device) for _ in networks]
+    """Score several networks, each with a flag whether its exits are averaged. Normalises the samples once.
+    `watch` gets a network's position, its outputs and the samples' positions."""
+    goal = data.task
+    observed: list[list[Tensor]] = [[] for _ in networks]
+    losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in networks]
     with torch.no_grad():
         for chunk in _batches(len(y), batch_size):
             inputs, wanted = _inputs(data, x, chunk, device), y[chunk].to(device)
-            for i, (tally, (network, ensemble)) in enumerate(zip(tallies, networks, strict=True)):
+            for i, (network, ensemble) in enumerate(networks):
                 exits = outputs_of(network(inputs))
                 outputs = torch.stack(exits).mean(0) if ensemble else exits[-1]
-                tally.add(outputs, wanted)
+                observed[i].append(goal.observe(outputs, wanted))
+                losses[i] += goal.loss(outputs, wanted, "sum")
                 if watch is not None:
                     watch(i, outputs, chunk)
-    return [tally.score() for tally in tallies]
-
-
-class _Tally:
-    """Collects the loss and the observations of one output, batch by batch."""
-
-    def __init__(self, goal: Task, device: str) -> None:
-        self._goal = goal
-        self._observed: list[Tensor] = []
-        self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._count = 0
-
-    def add(self, outputs: Tensor, wanted: Tensor) -> None:
-        self._observed.append(self._goal.observe(outputs, wanted))
-        self._loss += self._goal.loss(outputs, wanted, "sum")
-        self._count += len(wanted)
-
-    def score(self) -> Score:
-        values, confusion = measured(self._goal, self._observed)
-        return Score(values[self._goal.metric.name], self._loss.item() / self._count, values, confusion)
+    scores = []
+    for parts, loss in zip(observed, losses, strict=True):
+        values, confusion = measured(goal, parts)
+        scores.append(Score(values[goal.metric.name], loss.item() / len(y), values, confusion))
+    return scores
 
 
 def _inputs(data: Data, x: Tensor, chunk: Tensor, device: str) -> Tensor:
@@ -165,7 +133,7 @@ def _batches(count: int, batch_size: int) -> list[Tensor]:
 
 
 def score(network: nn.Module, data: Data, ensemble: bool) -> Score:
-    """Scores a network, as it is, on the CPU, on the test samples, which are normalised here."""
+    """Score a network on the CPU on the test samples."""
     return _one_pass([(network, ensemble)], data, data.test_x, data.test_y, "cpu", BATCH)[0]
 
 
@@ -178,11 +146,10 @@ def losses_of(
     y: Tensor,
     static_bn: bool = False,
 ) -> Tensor:
-    """float32 (N,): the loss of each of these normalised samples at the network's last output, in the batches of
-    `evaluate`. With `static_bn` the stored statistics say little, since evaluation collects others: batch norm takes
-    the batch's, as a training step does."""
+    """float32 (N,): the loss of each normalised sample at the network's last output, in the batches of `evaluate`.
+    With `static_bn`, batch norm uses the statistics of the batch, because evaluation does not use the stored ones."""
     module = runnable(family, spec, params).eval()
-    for norm in _norms(module) if static_bn else ():
+    for norm in [m for m in module.modules() if isinstance(m, _BatchNorm)] if static_bn else ():
         norm.running_mean = norm.running_var = None
         norm.forward = partial(_BatchNorm.forward, norm)  # type: ignore[method-assign]
     found = torch.empty(len(y), device=x.device)
@@ -193,19 +160,14 @@ def losses_of(
     return found
 
 
-def _norms(module: nn.Module) -> list[_BatchNorm]:
-    return [m for m in module.modules() if isinstance(m, _BatchNorm)]
-
-
 def collect_statistics(module: nn.Module, data: Data, x: Tensor, device: str, batch_size: int) -> None:
-    """Sets the statistics of every batch norm: the means, over all batches of these samples, of the batch's mean and
-    variance.
+    """Set the statistics of every batch norm to the means over all batches of the batch's mean and variance.
 
-    The scores of the rounds (HeteroFL, FedRolex) use all training data, the server's proxy included. If clients hold
-    the data, each of them would have to send sums of activations for every level. That shows the server more than
-    federated averaging does, so it would need secure aggregation. An exported model uses the proxy alone.
+    The scores of the rounds (HeteroFL, FedRolex) use all training data, the server's proxy included. Outside of a
+    simulation, clients would have to send sums of activations for every level, which show the server more than
+    federated averaging does. An exported model uses only the proxy.
     """
-    norms = _norms(module)
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
     for norm in norms:
         norm.running_mean = torch.zeros(norm.num_features, device=device)
         norm.running_var = torch.ones(norm.num_features, device=device)
@@ -228,7 +190,7 @@ def recalibrated(
     x: Tensor,
     device: str = "cpu",
 ) -> Params:
-    """The sub-model's weights with the running statistics that `collect_statistics` finds on samples `x`."""
+    """The sub-model's weights with the running statistics of samples `x` (`collect_statistics`)."""
     module = runnable(family, spec, {k: v.to(device) for k, v in params.items()}).eval()
     collect_statistics(module, data, x, device, BATCH)
     state = module.state_dict()
@@ -236,8 +198,7 @@ def recalibrated(
 
 
 def weights_of(published: Params, layout: ParamLayout, model: PoolModel) -> Params:
-    """The weights of a pool model: its own, stored as `<level>/<name>` (Decoupled), or its slice of the global
-    model."""
+    """Return a pool model's own weights, stored as `<level>/<name>` (Decoupled), or its slice of the global model."""
     prefix = f"{model.name}/"
     own = {name.removeprefix(prefix): t for name, t in published.items() if name.startswith(prefix)}
     if own:
@@ -260,11 +221,13 @@ def evaluate_pool(
     batch_size: int = BATCH,
     watch: Callable[[str, Tensor, Tensor], None] | None = None,
 ) -> dict[str, Score]:
-    """Scores every reported pool model on the test samples: by name, smallest first. The models are spread over the
-    devices. `params` is the result of `published`.
+    """Score every reported pool model on the test samples, by name, smallest first.
 
-    `watch` gets a model's name, its outputs (B, ...) for a batch, on the device, and the positions (B,) of the batch's
-    samples among the test samples. With several devices it is called from several threads, from one for each model.
+    Args:
+        params: The result of `published`.
+        devices: The models are spread over these torch devices.
+        watch: Called with a model's name, its outputs (B, ...) for a batch and the positions (B,) of the samples among
+            the test samples; with several devices from several threads.
     """
     layout = family.layout()
     reported = [m for m in pool if m.reported]
@@ -288,11 +251,9 @@ OWNERS = ("accuracy_device_classes", "accuracy_server_classes")
 
 
 def by_owner(score: Score, server_classes: Sequence[int]) -> Score:
-    """The score with OWNERS among its metrics: the accuracy on test samples of the devices' classes, and on those of
-    the classes that the server alone owns. Predictions are among all classes in both.
-
-    Unchanged where the server owns none, the task has no classes, or there are test samples of one owner's classes
-    only."""
+    """Return the score with the metrics OWNERS: the accuracy on test samples of the devices' classes and of the classes
+    that only the server owns. Predictions are among all classes in both. Unchanged if the server owns no classes, the
+    task has none, or all test samples have the same owner."""
     if not server_classes or not score.confusion.numel():
         return score
     owned = torch.zeros(len(score.confusion), dtype=torch.bool)
@@ -307,8 +268,7 @@ def by_owner(score: Score, server_classes: Sequence[int]) -> Score:
 
 def average(scores: Mapping[str, Score]) -> float:
     """`avg` of the papers' tables: the mean of the deciding metric over the reported models."""
-    values: Sequence[float] = [s.value for s in scores.values()]
-    return sum(values) / len(values)
+    return sum(s.value for s in scores.values()) / len(scores)
 
 
 LAST = (nn.Linear, nn.Conv2d)
@@ -316,7 +276,7 @@ LAST = (nn.Linear, nn.Conv2d)
 
 def last_layer_inputs(family: ModelFamily, params: Params, data: Data, batch_size: int = BATCH) -> NDArray[np.float32]:
     """(N_train, F): the input of the network's last linear or convolution layer for each training sample, averaged over
-    pixels or time steps where the input has any. Raises ModelError for a network without such a layer."""
+    pixels or time steps."""
     module = runnable(family, FULL, {name: tensor.clone() for name, tensor in params.items()}).eval()
     layers = [layer for layer in module.modules() if isinstance(layer, LAST)]
     if not layers:

@@ -1,4 +1,4 @@
-"""A run as a guest in somebody else's process, a notebook's for example: it leaves the process as it was."""
+"""Isolates a run from the process that hosts it, such as a notebook: the run leaves the process as it was."""
 
 from __future__ import annotations
 
@@ -22,39 +22,37 @@ PRECISIONS = {
     **dict.fromkeys([("mkldnn", "conv"), ("mkldnn", "rnn"), ("mkldnn", "matmul"), ("cuda", "matmul")], "none"),
     **dict.fromkeys([("cuda", "conv"), ("cuda", "rnn")], "tf32"),
 }
-"""The precision of float32 in a new process, by backend and operation. An operation with none has its backend's, and a
-backend with none the generic one."""
+"""The precision of float32 in a new process, by backend and operation. "none" inherits: an operation from its backend,
+a backend from the generic one."""
 
 _isolated: ContextVar[bool] = ContextVar("isolated", default=False)
 
 
 def is_isolated() -> bool:
-    """Whether settings that cannot be taken back are to be left alone, as those of the C library's heap."""
+    """Whether settings that cannot be restored, such as those of the C library's heap, must stay as they are."""
     return _isolated.get()
 
 
 def set_repeatable(repeatable: bool, *, warn_only: bool = False, fill: bool = False) -> None:
-    """Whether torch takes algorithms that give the same bits each time, whether it only warns of an operation that has
-    none, and whether it then fills new memory. Not by torch.use_deterministic_algorithms, which loads torch's compiler
-    and changes that too."""
+    """Set whether torch uses deterministic algorithms, whether it only warns if an operation has none, and whether it
+    fills new memory. torch.use_deterministic_algorithms would load torch's compiler and change that, too."""
     torch._C._set_deterministic_algorithms(repeatable, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 def _set_precisions(wanted: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], str]:
-    """Gives what was set before. Not by torch.backends: its mkldnn.fp32_precision sets the generic precision."""
+    """Return what was set before. torch.backends.mkldnn.fp32_precision would set the generic precision."""
     read, write, before = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter, {}
     for place, precision in wanted.items():
         before[place] = read(*place)
-        # What is as it should be is not written: cuDNN's tf32 gives way to a generic precision until somebody sets it.
+        # An equal value is not written, because cuDNN's default tf32 follows the generic precision until it is set.
         if before[place] != precision:
             write(*place, precision)
     return before
 
 
 def _by_older_names() -> tuple[str, bool] | None:
-    """The precision of matrix products, and whether cuDNN may use tf32. None where somebody has used the newer names:
-    torch then refuses to say."""
+    """(matmul precision, whether cuDNN may use tf32); None if the host used torch's newer names for them."""
     with suppress(RuntimeError):
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     return None
@@ -63,7 +61,6 @@ def _by_older_names() -> tuple[str, bool] | None:
 @contextmanager
 def _precisions_as_in_a_new_process() -> Iterator[None]:
     older = _by_older_names()
-    # The general ones are first: once they are unset, each operation shows its own.
     before = _set_precisions(PRECISIONS)
     try:
         yield
@@ -77,12 +74,11 @@ def _precisions_as_in_a_new_process() -> Iterator[None]:
 
 @contextmanager
 def _as_in_a_new_process() -> Iterator[None]:
-    """What decides how torch computes has its defaults."""
     dtype, mkldnn, cudnn = torch.get_default_dtype(), torch.backends.mkldnn, torch.backends.cudnn
     enabled = mkldnn.enabled, cudnn.enabled
     repeatable = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    # Only where it is needed: torch asks such a context at every call.
+    # Only if needed, because torch calls such a context at every operation.
     here = torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext()
     try:
         torch.set_default_dtype(torch.float32)
@@ -106,9 +102,9 @@ def _as_in_a_new_process() -> Iterator[None]:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Inside, torch computes as in a new process, whatever the host has set of precision, default type and device,
-    gradients, denormal numbers, repeatable algorithms and cuDNN. Afterwards its settings, the random states of torch,
-    numpy and Python, signal handlers and `sys.path` are as before; malloc's settings are not touched."""
+    """Inside, torch computes as in a new process, whatever the host has set: precision, default type and device,
+    gradients, denormal numbers, deterministic algorithms, cuDNN. Afterwards its settings, the random states of torch,
+    numpy and Python, signal handlers and `sys.path` are as before."""
     threads, cudnn, flushed = torch.get_num_threads(), torch.backends.cudnn, flushes_now()
     flags = cudnn.benchmark, cudnn.deterministic
     drawn = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -132,5 +128,5 @@ def isolated() -> Iterator[None]:
             torch.cuda.set_rng_state_all(on_devices)
         sys.path[:] = path
         for number, handler in handlers.items():
-            if handler is not None:  # None: it was not set by Python, and cannot be set again
+            if handler is not None:  # None: not set by Python, so it cannot be restored
                 signal.signal(number, handler)

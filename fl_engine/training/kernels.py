@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SMALL_MAP = 16
-"""Most pixels of an output map for which a convolution is quicker as one matrix product."""
+"""Most pixels of an output map for which a convolution is faster as one matrix product."""
 WIDE = 2**14
-"""Least product of input and output channels for which it is quicker."""
+"""Least product of input and output channels for which it is faster."""
 
 
 def batched_linear(x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -26,8 +26,8 @@ def batched_linear(x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def suits_unfolding(x_bchw: Tensor, weight: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]) -> bool:
-    """Whether `unfolded_conv2d` is quicker than torch's convolution. Half precision is left to torch (oneDNN), since
-    gradients would be summed in half precision here."""
+    """Whether `unfolded_conv2d` is faster than torch's convolution. It would sum gradients in half precision, so torch
+    (oneDNN) computes these."""
     o, c, *kernel = weight.shape
     if x_bchw.device.type != "cpu" or _half(x_bchw) is not None or c * o < WIDE or max(kernel) == 1:
         return False
@@ -44,7 +44,7 @@ def unfolded_conv2d(
 
 
 def _half(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast computes in; None if autocast is off."""
+    """The dtype of autocast; None if autocast is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -55,8 +55,8 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 class _BatchedLinear(torch.autograd.Function):
-    """Batched matrix products, forward and backward, on layouts that BLAS takes without a copy. The bias's gradient is
-    a product with ones, since a plain sum over the batch adds in an order that depends on n."""
+    """Batched matrix products on layouts that BLAS takes without a copy. The bias's gradient is a product with ones,
+    because a plain sum over the batch adds in an order that depends on n."""
 
     @staticmethod
     def forward(ctx: Any, x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

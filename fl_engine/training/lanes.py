@@ -1,15 +1,14 @@
 """Lanes: n copies of a network run as one, each with its own weights, so that n clients train side by side.
 
 A batch is (B, n*C, H, W): lane i has the channels i*C to (i+1)*C - 1; vectors are (B, n*F) likewise. So operations that
-treat each channel alone (ReLU, pooling, flattening, adding up branches, the mean over pixels) need no change. Layers
-with weights are replaced by the ones here, whose weights have the lane as their first axis: a convolution becomes one
-with n times as many groups, a linear layer a batched matrix product.
+treat each channel alone (ReLU, pooling, flattening, adding branches, the mean over pixels) need no change. Layers with
+weights are replaced by the ones here, whose weights have the lane as their first axis: a convolution becomes one with n
+times as many groups, a linear layer a batched matrix product.
 
-A lane's bits do not depend on how many other lanes there are, as long as there is at least one; property tests hold
-this. (For a single lane, kernels add in another order.) Comments name the PyTorch operations that would break this and
-are avoided. In half precision on a CPU that is not quite so: there oneDNN's kernels now and then round the other way
-with another number of groups or matrices (docs/performance.md). On CUDA it is not so at all, so clients train one at a
-time there (`local.train`).
+A lane's bits do not depend on how many other lanes there are, if there is at least one. (A single lane adds in another
+order.) Comments name the PyTorch operations that would break this. In half precision on a CPU, oneDNN now and then
+rounds differently with another number of groups or matrices (docs/performance.md). On CUDA the bits do depend on it, so
+clients train one at a time there (`local.train`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fl_engine.core.types import Axis, ParamLayout, Params, Slot
 from fl_engine.training import kernels
 
 VECTOR = 16
-"""Floats that the largest register of a CPU holds (AVX-512)."""
+"""Floats in the largest register of a CPU (AVX-512)."""
 
 
 class Lane(nn.Module):
@@ -135,14 +134,13 @@ class Dropout(nn.Module):
 
 @runtime_checkable
 class RunsInLanes(Protocol):
-    """A layer with weights that makes its own replacement for lanes."""
+    """A layer with weights that returns its own replacement for lanes."""
 
     def in_lanes(self) -> nn.Module: ...
 
 
 def _replacement(layer: nn.Module) -> nn.Module | None:
-    """The layer that replaces this one in lanes. None: it has no replacement, and can stay only if it holds no
-    weights."""
+    """The layer that replaces this one in lanes. A layer without one can stay only if it has no weights."""
     if isinstance(layer, RunsInLanes):
         return layer.in_lanes()
     if type(layer) is nn.Conv2d and layer.padding_mode == "zeros":
@@ -157,8 +155,8 @@ def _replacement(layer: nn.Module) -> nn.Module | None:
 
 
 def can_run(module: nn.Module) -> bool:
-    """Whether every layer that holds weights can run in lanes, and the network does not say `runs_alone`. Layers
-    without weights are not checked here: `strategy.choose` tries them."""
+    """Whether every layer with weights can run in lanes, and the network does not set `runs_alone`. `strategy.choose`
+    tries the layers without weights."""
     return not getattr(module, "runs_alone", False) and all(
         _replacement(layer) is not None for layer in module.modules() if _holds_weights(layer)
     )
@@ -169,14 +167,12 @@ def _holds_weights(layer: nn.Module) -> bool:
 
 
 Forward = Callable[[Tensor], "Tensor | tuple[Tensor, ...]"]
-
-
 Generators = Callable[[], list[torch.Generator]]
 
 
 class Network:
-    """A module (without storage) prepared for lanes. `bind` gives it its weights, (n, ...) each. A module that cannot
-    run in lanes stays as it is and takes n = 1 only."""
+    """A module (without storage) prepared for lanes. `bind` sets its weights, (n, ...) each. A module that cannot run
+    in lanes is unchanged and takes only n = 1."""
 
     def __init__(self, module: nn.Module) -> None:
         self._side_by_side = can_run(module)
@@ -193,12 +189,11 @@ class Network:
         """The convolutions and linear layers, by name."""
 
     def bind(self, params: Params, generators: Generators) -> None:
-        """Makes the network compute with these tensors themselves, not with copies. `generators` makes one generator
-        per lane for dropout; it is called only if the network has dropout. Raises ModelError if the tensors do not
-        fit."""
+        """Let the network compute with these tensors, without copies. `generators` returns one generator per lane for
+        dropout; it is called only if the network has dropout."""
         n = len(next(iter(params.values()), ()))
         if not self._side_by_side and n > 1:
-            raise ModelError(f"{self._odd} cannot train clients side by side: use run.strategy=single")
+            raise ModelError(f"{self._odd} cannot train clients side by side: set run.strategy=single")
         given = {name: tuple(tensor.shape[1:]) for name, tensor in params.items()}
         if given != self.shapes:
             names = given.keys() | self.shapes.keys()
@@ -225,8 +220,7 @@ class Network:
 
 
 def evaluates(network: Network) -> None:
-    """Puts the network into evaluation mode, without dropout, but for its batch norm, which goes on with the statistics
-    of the batch."""
+    """Put the network into evaluation mode, except batch norm, which keeps using the statistics of the batch."""
     for layer in network.module.eval().modules():
         if isinstance(layer, BatchNorm2d | _NormBase):
             layer.train()
@@ -255,8 +249,7 @@ def stacked_layout(layout: ParamLayout) -> ParamLayout:
 
 
 def stack(lanes: Sequence[Params], device: torch.device | None = None) -> Params:
-    """Copies the lanes' weights into one tensor (n, ...) for each name. Convolution weights are laid out channels
-    last."""
+    """Copy the lanes' weights into one tensor (n, ...) for each name. Convolution weights become channels last."""
     out = {}
     for name, first in lanes[0].items():
         if all(params[name] is first for params in lanes):
@@ -268,16 +261,16 @@ def stack(lanes: Sequence[Params], device: torch.device | None = None) -> Params
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """(..., C, H, W) with the channels innermost in memory; the same shape and values."""
+    """The same tensor (..., C, H, W) with the channels innermost in memory."""
     return tensor.movedim(-3, -1).contiguous().movedim(-1, -3)
 
 
 def unstack(params: Params) -> list[Params]:
-    """Splits weights (n, ...) into those of each lane, as contiguous tensors: the inverse of `stack`."""
+    """Split weights (n, ...) into contiguous tensors of each lane: the inverse of `stack`."""
     rows = {name: tensor.detach().contiguous().unbind(0) for name, tensor in params.items()}
     return [{name: row[i] for name, row in rows.items()} for i in range(len(next(iter(rows.values()))))]
 
 
 def beside(value_n: Tensor, tensor: Tensor) -> Tensor:
-    """Reshapes one value per lane to broadcast over a tensor (n, ...)."""
+    """Reshape one value per lane to broadcast over a tensor (n, ...)."""
     return value_n.view(-1, *[1] * (tensor.dim() - 1))

@@ -30,33 +30,32 @@ from fl_engine.training.optimizers import SCALE, LossScale
 
 @dataclass(frozen=True)
 class Job:
-    """One client's work: the task, the weights to start from (those of the sub-model `task.spec`), and the samples.
-
-    `x` (N, ...) is normalised, `y` (N, ...) are its targets, both on the torch device that trains. `linear` holds, by
-    parameter name, what FedDyn subtracts from that parameter's gradient (of the same shape); a parameter that it lacks
-    keeps its gradient. `anchor` holds the weights that the proximal term pulls to, names and shapes as in
-    `start`; None: `start` itself.
-    """
+    """One client's work."""
 
     task: LocalTask
     start: Params
+    """The weights of the sub-model `task.spec` to start from."""
     x: Tensor
+    """(N, ...): normalised samples, on the torch device that trains."""
     y: Tensor
+    """(N, ...): their targets, on the same device."""
     linear: Params = field(default_factory=dict)
+    """What FedDyn subtracts from the gradient, by parameter name. A parameter that it lacks keeps its gradient."""
     anchor: Params | None = None
+    """The weights that the proximal term pulls to; None: `start`."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """`params` are float32. `loss` is the mean of the objective over all steps, without the proximal and linear terms,
-    which act on the gradient alone. `finite`: whether all weights are finite and within `slicing.largest`. `samples`
-    counts a sample once for each time it was seen."""
-
     params: Params
+    """float32."""
     loss: float
+    """The mean of the objective over all steps, without the proximal and linear terms, which only change gradients."""
     finite: bool
+    """Whether all weights are finite and within `slicing.largest`."""
     steps: int
     samples: int
+    """A sample counts once for each time it was seen."""
 
 
 def train(
@@ -66,34 +65,32 @@ def train(
     numerics: Numerics = SINGLE,
     most_steps: int | None = None,
 ) -> list[Trained]:
-    """Trains each job from its own copy of the weights: side by side, which needs jobs of equal `kind`, or one after
-    the other with `single` numerics, and elsewhere than on a CPU.
+    """Train each job from its own copy of the weights: side by side, which needs jobs of equal `kind`, or one after the
+    other with `single` numerics and on devices other than a CPU.
 
-    With `drop_last`, a last batch smaller than `batch_size` is dropped unless it is the only one. Otherwise a client
-    with few samples would train nothing, as in the authors' code, whose loader yields no batch there. The bits depend
-    on the job and the numerics alone: all randomness comes from `task.seed`. `most_steps`: an epoch ends after so many,
-    for measurements. Raises ModelError for what cannot be trained.
+    With `drop_last`, a last batch smaller than `batch_size` is dropped unless it is the only one. (The authors' loader
+    drops it, too, so a client with few samples trains nothing.) The bits depend only on the job and the numerics: all
+    randomness comes from `task.seed`. For measurements, an epoch ends after `most_steps`.
     """
     if any(len(job.y) == 0 for job in jobs):
         raise ModelError("a client without samples cannot train")
     if numerics.strategy == "single" or jobs[0].x.device.type != "cpu" or not can_share(jobs[0].task):
         return [trained for job in jobs for trained in _train(family, goal, [job], numerics, most_steps)]
-    if len(jobs) == 1:  # a single lane has other bits than one of several, so a copy runs beside it
+    if len(jobs) == 1:  # a single lane has other bits than one of several
         return _train(family, goal, [*jobs, *jobs], numerics, most_steps)[:1]
     return _train(family, goal, jobs, numerics, most_steps)
 
 
 def can_share(task: LocalTask) -> bool:
-    """Whether clients with such a task can train side by side. With ordered dropout they cannot, since each client
-    draws its own widths; nor with Adam, whose kernel rounds the last elements of a tensor differently, and these belong
-    to the last lane; nor with an objective or an optimizer of one's own, which take one network."""
+    """Whether clients with this task can train side by side. With ordered dropout each client draws its own widths.
+    Adam's kernel rounds the last elements of a tensor differently, and these belong to the last lane. An objective or
+    an optimizer of one's own takes one network."""
     return not task.widths and isinstance(task.optimizer, SGD) and task.objective is None
 
 
 def kind(layout: ParamLayout, task: LocalTask, samples: int, remembered: frozenset[str] = frozenset()) -> object:
-    """Tasks of equal kind take the same steps on the same shapes. Of a sub-model it matters how many channels it keeps,
-    not which. With distillation the sub-models must be equal, since the teachers are leading channels of the
-    student."""
+    """Tasks of equal kind take the same steps on the same shapes: their sub-models keep equally many channels, and with
+    distillation the same ones, because the teachers are leading channels of the student."""
     spec = task.spec if task.distillation else layout.form(task.spec)
     return spec, _rest(task), costs.batches(task, samples), remembered
 
@@ -112,14 +109,12 @@ def _train(
 
 @contextmanager
 def opened(family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numerics) -> Iterator[Session]:
-    """A session for jobs of equal kind. Its networks are borrowed until the context ends."""
+    """A session for jobs of equal kind, which borrows networks until the context ends."""
     with ExitStack() as borrowed:
         yield Session(family, goal, jobs, numerics, borrowed)
 
 
 class Session:
-    """Trains jobs of equal kind side by side, one epoch at a time."""
-
     def __init__(
         self, family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numerics, borrowed: ExitStack
     ) -> None:
@@ -128,7 +123,6 @@ class Session:
         self._goal, task, self._device = goal, jobs[0].task, jobs[0].x.device
         batches.check(task.sampler, task.augment, goal, jobs[0].x)
         self.done = self.steps = self.samples = 0
-        """Epochs, steps and samples of each job so far; a sample counts once for each time it was seen."""
         self.total = torch.zeros(len(jobs), dtype=torch.float64, device=self._device)
         """(n,): the sum of each lane's losses over all steps."""
         self._tasks, self._state = [job.task for job in jobs], lanes.stack([job.start for job in jobs], self._device)
@@ -139,7 +133,7 @@ class Session:
         self._x, self._y = batches.joined([job.x for job in held]), batches.joined([job.y for job in held])
         self._moments: Params = {}
         self._own = user_code.parameters_of(weights) if user_code.is_own(task) else {}
-        """One's own code is given these instead of the weights (1, ...), whose memory they share."""
+        """The user's code gets these instead of the weights (1, ...), whose memory they share."""
         if isinstance(task.optimizer, OwnOptimizer):
             self._step = user_code.stepper(task, self._own, weights)
         else:
@@ -165,7 +159,7 @@ class Session:
         self._orders = self._draw()
 
     def epoch(self, most_steps: int | None = None) -> None:
-        """One epoch, or the first steps of it. Raises ModelError where a batch of one sample cannot be trained."""
+        """Train one epoch, or its first steps."""
         task, order = self._tasks[0], next(self._orders)
         if isinstance(task.optimizer, Adam) and task.optimizer.reset:
             optimizers.forget(self._moments)
@@ -176,10 +170,10 @@ class Session:
             try:
                 loss_n = self._objective(batch_layout(x), y)
             except ValueError as error:
-                if len(chosen) > 1 or "Expected more than 1" not in str(error):  # torch's words, of a norm of the batch
+                if len(chosen) > 1 or "Expected more than 1" not in str(error):  # torch's message for a batch norm
                     raise
                 raise ModelError(
-                    f"a batch of one sample cannot be trained: {first_line(error)}; leave out a last batch that is not "
+                    f"a batch of one sample cannot be trained: {first_line(error)}. Drop a last batch that is not "
                     "full (training.drop_last=true), or set another batch_size"
                 ) from error
             for weight in (*self._weights, *self._own.values()):
@@ -204,8 +198,8 @@ class Session:
         return [Trained(params, loss, finite, self.steps, self.samples) for params, loss, finite in parts]
 
     def snapshot(self) -> Params:
-        """A copy, on the CPU, of everything besides the jobs that the next epochs depend on: the weights, the
-        optimizer's state, the states of the networks' generators, and the counts."""
+        """A copy on the CPU of everything besides the jobs that the next epochs depend on: weights, the optimizer's
+        state, the states of the networks' generators, and the counts."""
         counted = {"done": self.done, "steps": self.steps, "samples": self.samples}
         parts: dict[str, Params] = {
             "weights": self._state,
@@ -217,7 +211,7 @@ class Session:
 
     @torch.no_grad()
     def restore(self, snapshot: Params) -> None:
-        """Resumes after a snapshot of the same jobs. Raises ModelError if the snapshot is of other jobs."""
+        """Resume after a snapshot of the same jobs."""
         weights, moments, streams, counted = (
             _part(snapshot, of) for of in ("weights", "moments", "streams", "counted")
         )
@@ -231,8 +225,8 @@ class Session:
             or int(counted["done"]) > self._tasks[0].epochs
         ):
             raise ModelError(
-                "the snapshot is of another training: its network, dropout or epochs differ from this task's; resume "
-                "with the task that it was taken from, or start again"
+                "the snapshot is of another training: its network, dropout or epochs differ. Resume with its task, "
+                "or start again"
             )
         for name, tensor in self._state.items():
             tensor.copy_(weights[name])
@@ -240,7 +234,7 @@ class Session:
         for name, tensor in moments.items():
             # The kernels pair a weight with its moments by position in memory, so both need the same layout.
             like = likes[name] if tensor.dim() else tensor
-            # In another precision than before the optimizer's are of the weights' type; a loss scale keeps its own.
+            # If the precision has changed, the optimizer's moments get the weights' type; a loss scale keeps its own.
             kind = tensor.dtype if like is self.total else like.dtype
             self._moments[name] = torch.empty_like(like, dtype=kind, device=self._device).copy_(tensor)
         for name, stream in self._streams.items():
@@ -251,23 +245,15 @@ class Session:
 
 
 def _in_half(job: Job) -> Job:
-    """The job with weights and samples in float16, and without weight decay; tokens and targets stay as they are.
-    Raises ModelError for Adam, whose eps is 0 in float16: where a gradient is 0 it would divide 0 by 0; and for an
-    optimizer of one's own, which may have such numbers too."""
-    if isinstance(job.task.optimizer, OwnOptimizer):
+    """The job with weights and samples in float16 and without weight decay. Tokens and targets stay as they are."""
+    if not isinstance(job.task.optimizer, SGD):
         raise ModelError(
-            f"run.precision=fp16 takes SGD alone: leave out {user_code.OPTIMIZER} ({job.task.optimizer.name}), or set "
-            "run.precision=amp"
-        )
-    if isinstance(job.task.optimizer, Adam):
-        raise ModelError(
-            "run.precision=fp16 takes SGD alone: Adam's eps of 1e-8 is 0 in float16, and it would divide by it; set "
-            "central.optimizer=sgd, or run.precision=amp"
+            "run.precision=fp16 supports only SGD, because Adam's eps, for example, is 0 in float16. Set "
+            f"central.optimizer=sgd, leave out {user_code.OPTIMIZER}, or set run.precision=amp"
         )
     start, linear = ({name: t.half() for name, t in params.items()} for params in (job.start, job.linear))
-    task, x = job.task, job.x.half() if job.x.is_floating_point() else job.x
-    if isinstance(task.optimizer, SGD):
-        task = replace(task, optimizer=replace(task.optimizer, weight_decay=0.0))
+    x = job.x.half() if job.x.is_floating_point() else job.x
+    task = replace(job.task, optimizer=replace(job.task.optimizer, weight_decay=0.0))
     anchor = None if job.anchor is None else {name: t.half() for name, t in job.anchor.items()}
     return replace(job, task=task, start=start, x=x, linear=linear, anchor=anchor)
 

@@ -1,8 +1,8 @@
 """Local accuracy: how well a model serves each client's own distribution (FedRolex, Tables 3.3 and 3.4).
 
 The test samples of a class are dealt to the clients that hold training samples of it, in the same proportions, and a
-model chooses among the client's classes alone. The authors' code sets the outputs of the other classes to 0, so that
-one of them wins where the outputs of all of the client's classes are below 0; here the other classes are left out.
+model chooses only among the client's classes. The authors' code sets the outputs of the other classes to 0, so one of
+them is chosen if the outputs of all of the client's classes are below 0. Here the other classes are left out.
 """
 
 from __future__ import annotations
@@ -25,23 +25,26 @@ NOBODY = -1
 
 @dataclass(frozen=True)
 class Local:
-    """`mean` and `sd` of the clients' accuracies, in [0, 1], each client counted once, and how many `clients` these
-    are: those to which test samples were dealt. `sd` is that of a sample (n - 1), and 0 of one client. `histogram` says
-    by accuracy, in whole % from 0 to 100 and rounded down, how many clients have it; those that nobody has are left
-    out. So its size is bounded, however many clients there are."""
+    """The clients' accuracies in [0, 1], each client counted once."""
 
     mean: float
     sd: float
+    """Of a sample (n - 1); 0 of one client."""
     clients: int
+    """The number of clients with test samples."""
     histogram: dict[int, int]
+    """How many clients have an accuracy of so many whole % (0 to 100, rounded down)."""
 
 
 def deal(labels: Ints, held: Ints, seed: int) -> Ints:
-    """(N,): to which client each test sample is dealt, by its class in `labels` (N,); NOBODY where no client holds the
-    class. `held` (classes, clients) says how many training samples of each class each client holds.
+    """(N,): the client of each test sample; NOBODY if no client holds the class.
 
-    Of a class's test samples a client gets its share of the training samples, rounded up or down. For each class the
-    clients come in another order, so that it is not always the same ones whose share is rounded up.
+    Of a class's test samples a client gets its share of the training samples, rounded up or down. Each class has
+    another order of the clients, so that rounding up does not always favour the same ones.
+
+    Args:
+        labels: (N,): the classes of the test samples.
+        held: (classes, clients): how many training samples of each class each client holds.
     """
     rng, owner = seeds.rng(seed, "local accuracy"), np.full(len(labels), NOBODY, dtype=np.int64)
     for label, row in enumerate(held):
@@ -53,11 +56,8 @@ def deal(labels: Ints, held: Ints, seed: int) -> Ints:
 
 
 class LocalAccuracy:
-    """Judges levels while they are scored: `watch` is for `evaluate_pool`. Of each output it keeps whether it is right,
-    not the output.
-
-    `labels` (N,) are the classes of the test samples; `held` and `seed` are those of `deal`.
-    """
+    """Collects which test samples each level gets right; `watch` is for `evaluate_pool`. The arguments are those of
+    `deal`."""
 
     def __init__(self, labels: Ints, held: Ints, seed: int) -> None:
         self._owner = deal(labels, held, seed)
@@ -72,7 +72,8 @@ class LocalAccuracy:
         right[places] = chosen == self._labels[places]
 
     def of(self, level: str) -> Local | None:
-        """The local accuracy of a level that was watched on all test samples; None if no client has test samples."""
+        """The local accuracy of a level whose outputs for all test samples were collected; None if no client has
+        any."""
         dealt = self._owner != NOBODY
         counts, watched = np.bincount(self._owner[dealt]), self._right[level].numpy()[dealt]
         right = np.bincount(self._owner[dealt], weights=watched)[counts > 0].astype(np.int64)
@@ -80,7 +81,7 @@ class LocalAccuracy:
         found = right / counts
         if not len(found):
             return None
-        # In whole numbers: 100 x 0.29 is less than 29.
+        # Computed in integers, because 100 * 0.29 is less than 29.
         histogram = dict(sorted(Counter((100 * right // counts).tolist()).items()))
         sd = statistics.stdev(found) if len(found) > 1 else 0.0
         return Local(statistics.fmean(found), sd, len(found), histogram)

@@ -1,6 +1,4 @@
-"""Loss terms besides the task's own. Each turns outputs (batch, outputs), or maps or sequences of outputs, into one
-value per row, (batch,). The loss is the mean over the batch.
-"""
+"""Loss terms besides the task's own, each (batch,) from outputs (batch, outputs), or maps or sequences of outputs."""
 
 from __future__ import annotations
 
@@ -16,9 +14,8 @@ def self_distillation(goal: Task, student: Tensor, teachers: Sequence[Tensor], t
     """The task's divergence, for classes KL(softmax(t/tau) || softmax(s/tau)), times tau^2, mean over outputs and
     teachers (FlexFL Eq. 4 and the text above it).
 
-    Departs from the paper, which sums over classes. As in the authors' code, this is the mean over batch *and* classes,
-    which the printed lambda = 10 assumes (with a sum it would be 10 / num_classes). The paper also divides h(y) by tau;
-    here, as in the code, the temperature divides the logits.
+    Departs from the paper: it sums over classes and divides h(y) by tau. Here, as in the authors' code, the term is the
+    mean over classes, too, which the printed lambda = 10 assumes, and the temperature divides the logits.
     """
     softened = goal.softened(student, temperature)
     terms = [goal.divergence(softened, t.detach(), temperature).flatten(1).mean(1) for t in teachers]

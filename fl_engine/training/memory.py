@@ -1,9 +1,9 @@
 """How much memory training takes, level by level.
 
-The memory of training does not grow in proportion to the parameters: activations, the batch and the teachers of a
-distillation take their part of it. So the coordinator measures the peak of every level of the pool, as clients train
-it, and a client trains the levels whose peak has room. Algorithms and the server's checks compare what is free to a
-level's share of the parameters, so room is told in that unit:
+The memory of training is not proportional to the parameters: activations, the batch and the teachers of a distillation
+take memory, too. So the coordinator measures the peak of every level of the pool, as clients train it, and a client
+trains the levels whose peak fits. Algorithms and the server's checks compare what is free to a level's share of the
+parameters, so free memory is converted to that unit:
 
     room = need of level i         ->  just above 100 * share of level i, so that level i fits (if no smaller level
                                        needs more)
@@ -40,33 +40,32 @@ from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import Numerics
 
 BATCHES = 3
-"""How many batches a trial trains: after the second one the optimizer has its state, and the allocator what it
-keeps."""
+"""Batches of a trial. After the second one the optimizer has its state, and the allocator what it caches."""
 Bytes = Annotated[int, Field(ge=0, lt=2**60)]
 HEADROOM = 1.25
-"""How many times the measured peak `needed` asks for: files take memory while they are read, and an allocator keeps
-some."""
+"""`needed` multiplies the measured peak by this: reading files takes memory, and the allocator caches some."""
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes of resident memory: `base` before a client trains, with the data set; `levels` at the peak of training each
-    member of the pool."""
+    """Resident memory."""
 
     __pydantic_config__ = STRICT
 
     base: Bytes
+    """Before a client trains, with the data set."""
     levels: tuple[Bytes, ...]
+    """At the peak of training each member of the pool."""
 
     @property
     def needs(self) -> tuple[int, ...]:
-        """Bytes that training each member takes on top of what is held before."""
+        """Bytes that training each member takes in addition to `base`."""
         return tuple(max(1, peak - self.base) for peak in self.levels)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a client of a level does: it is sent the weights of `sent`, and trains `task`."""
+    """What a client of a level does: it receives the weights of `sent` and trains `task`."""
 
     name: str
     sent: SubmodelSpec
@@ -81,10 +80,8 @@ def level_peaks(
     numerics: Numerics,
     prepare: Callable[[], None],
 ) -> Peaks:
-    """Measures each trial in a process of its own, which normalises `samples` made-up samples like those of `data`, as
-    a client does, and trains three batches of them. `prepare` is called there first, and sets the process up as a
-    client's. Raises EnvironmentFailure where such a process dies: it is killed for lack of memory, or training fails in
-    it."""
+    """Measure each trial in a process of its own, which normalises `samples` made-up samples like those of `data` and
+    trains three batches of them. `prepare` runs there first and sets the process up like a client's."""
     found = [measured(family, data, trial, samples, numerics, prepare) for trial in trials]
     base = max(before for before, _ in found)
     return Peaks(base, tuple(base + peak - before for before, peak in found))
@@ -99,12 +96,12 @@ def measured(
     prepare: Callable[[], None],
     device: str = "cpu",
 ) -> tuple[int, int]:
-    """One trial of `level_peaks`: (resident memory before, and at the peak) in bytes; where it trains on a GPU, what
-    torch's allocator holds there. Raises as it does."""
-    what = f"training {trial.name} once, to see how much memory it takes,"
+    """One trial of `level_peaks`: (resident memory before, at the peak) in bytes; on a GPU, what torch's allocator
+    holds there."""
+    what = f"training {trial.name} once, to measure its memory,"
     short = "give the coordinator as much memory as the largest level takes"
     nothing = torch.arange(0)
-    kind = data.part(nothing, nothing)  # without samples, which would have to travel
+    kind = data.part(nothing, nothing)  # without samples, which would have to be sent to the process
     before, peak = in_child_process(what, short, _measure, family, kind, trial, samples, numerics, prepare, device)
     return int(before), int(peak)
 
@@ -121,7 +118,7 @@ def _measure(
     prepare()
     peak = partial(torch.cuda.max_memory_reserved, device) if device.startswith("cuda") else resident_peak
     before = peak()
-    sent = made_up_weights(family, trial.sent)  # held while it trains, as a client holds its order
+    sent = made_up_weights(family, trial.sent)  # referenced while it trains, as a client references what it received
     job = made_up_job(family, kind.task, trial, sent, kind.normalise(_made_up_like(family, kind, samples)), device)
     task = replace(job.task, epochs=1)
     if task.widths and task.sandwich is None:  # so few steps may not draw the largest
@@ -131,15 +128,13 @@ def _measure(
 
 
 def made_up_job(family: ModelFamily, goal: Task, trial: Trial, sent: Params, x: Tensor, device: str = "cpu") -> Job:
-    """What a client trains on the torch device in a trial that was `sent` these weights and has these samples, with
-    made-up targets."""
+    """The job of a client that received the weights `sent` and has the samples x, with made-up targets."""
     received = take(sent, family.layout(), trial.task.spec, have=trial.sent)
     y = goal.examples(len(x), torch.Generator().manual_seed(0))
     return Job(trial.task, received, x.to(device), y.to(device))
 
 
 def _made_up_like(family: ModelFamily, kind: Data, samples: int) -> Tensor:
-    """Samples that are not normalised yet."""
     generator = torch.Generator().manual_seed(0)
     if not kind.has_images:
         return made_up(family, samples, generator)
@@ -147,7 +142,7 @@ def _made_up_like(family: ModelFamily, kind: Data, samples: int) -> Tensor:
 
 
 def made_up_weights(family: ModelFamily, spec: SubmodelSpec) -> Params:
-    """Weights in the shapes of the sub-model, without making the full network: small random ones, variances of 1."""
+    """Small random weights in the shapes of the sub-model, variances of 1; without making the full network."""
     generator = torch.Generator().manual_seed(0)
     found = {}
     for name, shape in shapes(family.layout(), spec, full_shapes(family)).items():
@@ -157,8 +152,8 @@ def made_up_weights(family: ModelFamily, spec: SubmodelSpec) -> Params:
 
 
 def resident_peak() -> int:
-    """The largest resident memory of this process so far, or since `restart_peak`, in bytes. (`getrusage` starts from
-    the parent's peak, so it is used only where there is no /proc: on macOS, where it counts in bytes too.)"""
+    """The largest resident memory of this process so far, or since `restart_peak`, in bytes."""
+    # `getrusage` starts from the parent's peak, so it is used only without /proc: on macOS, where it counts bytes, too.
     if not Path("/proc/self/status").exists():
         resource = of_posix("resource")
         return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
@@ -166,9 +161,8 @@ def resident_peak() -> int:
 
 
 def restart_peak() -> tuple[int, int]:
-    """(held, peak) in bytes: the resident memory of this process now, and the largest so far. From here on
-    `resident_peak` counts anew. If the system cannot restart the count (macOS, a read-only /proc), both values are the
-    largest so far."""
+    """Restart the count of `resident_peak`. Returns (resident memory now, largest so far) in bytes; if the system does
+    not restart the count (macOS, a read-only /proc), both are the largest so far."""
     peak = resident_peak()
     try:
         with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
@@ -184,16 +178,15 @@ def _status(field: str) -> int:
 
 
 def needed(peaks: Peaks, levels: Sequence[int]) -> int:
-    """Bytes of memory with which a pod can train these levels (indices of the pool), the needs of all of them added. It
-    is a bound from which `free` finds room for each."""
+    """Bytes of memory with which a pod can train these levels (indices of the pool): the needs of all of them added."""
     return math.ceil(HEADROOM * (peaks.base + sum(peaks.needs[level] for level in levels)))
 
 
 def free(room: int, peaks: Peaks, pool: Pool, failures: int = 0) -> float:
-    """What a device has free, in % of the full model's parameters, where training may take `room` bytes: more than 100
-    times a level's share exactly if that level and all that are smaller have room. A level that takes less than a
-    smaller one counts as much as that one. Each of `failures` (usually for lack of memory) takes away the largest level
-    that would still fit."""
+    """What a device has free, in % of the full model's parameters, if training may take `room` bytes: more than 100
+    times a level's share exactly if that level and all smaller ones fit. A level that takes less than a smaller one
+    counts as much as the smaller one. Each of `failures` (usually out of memory) removes the largest level that would
+    still fit."""
     steps = list(_steps(peaks, pool))
     if failures:
         fitting = [size for size, need in steps if need <= room]
@@ -219,13 +212,17 @@ def _steps(peaks: Peaks, pool: Pool) -> Iterator[tuple[float, int]]:
 
 
 def _above(size: float) -> float:
-    """Slightly more than a level's size, since a level fits only if more is free than its size."""
+    """Slightly more than a level's size, because a level fits only if more is free."""
     return math.nextafter(size, math.inf)
 
 
 def in_child_process(what: str, short_of_memory: str, work: Callable[..., Any], *given: Any) -> Any:
-    """What `work(*given)` gives in a new process; all of it can be pickled. Raises EnvironmentFailure where the process
-    dies, naming `what` it did; `short_of_memory` says what to do where it is killed, usually for lack of memory."""
+    """Return `work(*given)`, computed in a new process. Raises EnvironmentFailure if the process dies.
+
+    Args:
+        what: What the process does, for the error.
+        short_of_memory: What to do if the process is killed, usually for lack of memory.
+    """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there, allowed.trusted, work, given))
@@ -239,7 +236,7 @@ def in_child_process(what: str, short_of_memory: str, work: Callable[..., Any], 
         killed = process.exitcode is not None and process.exitcode < 0
         hint = short_of_memory if killed else "its error is above"
         raise EnvironmentFailure(f"{what} ended with {told_exit(process.exitcode)}: {hint}") from None
-    except BaseException:  # Ctrl-C: else this process would wait for its end
+    except BaseException:  # without the kill, Ctrl-C would wait for the process
         process.kill()
         raise
     process.join()
@@ -249,5 +246,5 @@ def in_child_process(what: str, short_of_memory: str, work: Callable[..., Any], 
 def _serve(answer: Connection, trusted: set[str], work: Callable[..., Any], given: tuple[Any, ...]) -> None:
     allowed.trusted.update(trusted)
     found = work(*given)
-    with suppress(BrokenPipeError):  # nobody waits for it any more
+    with suppress(BrokenPipeError):  # the parent was interrupted
         answer.send(found)

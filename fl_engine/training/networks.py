@@ -1,4 +1,4 @@
-"""A cache of networks prepared for lanes, which one training after the other borrows."""
+"""A cache of networks prepared for lanes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from fl_engine.training.lanes import Network
 
 NETWORKS_KEPT = 64
 _free: dict[object, list[Network]] = {}
-"""Networks not in use, by the sub-model and scaler that they were built for. They are kept because building one takes
-as long as a small step."""
+"""Networks not in use, by their sub-model and scaler. Building one takes as long as a small step."""
 
 
 @contextmanager
 def lent(family: ModelFamily, task: LocalTask) -> Iterator[Network]:
-    """Lends the network of the sub-model `task.spec`, in training mode, until the context ends."""
+    """Lend the network of the sub-model `task.spec`, in training mode, until the context ends."""
     what = (family, family.layout().form(task.spec), task.spec.kept.get(HEAD), task.scaler)
     free = _free.setdefault(what, [])
     try:
@@ -46,9 +45,9 @@ def _built(family: ModelFamily, task: LocalTask) -> Network:
 
 
 def divide_outputs(family: ModelFamily, task: LocalTask, weighted: Mapping[str, nn.Module]) -> None:
-    """HeteroFL's scaler: the outputs of every convolution and hidden linear layer are divided by the rate, or by the
-    share of them that the sub-model keeps. Outputs that no sub-model cuts stay as they are, such as those of frozen
-    layers and of a layer that gives a part of the answer; so do an LSTM's, which its gates bound."""
+    """HeteroFL's scaler: divide the outputs of every convolution and hidden linear layer by the rate, or by the share
+    of them that the sub-model keeps. Outputs that no sub-model cuts are not divided, and neither are those of an
+    LSTM."""
     if task.scaler == 1:
         return
     layout = family.layout()
@@ -65,7 +64,7 @@ def divide_outputs(family: ModelFamily, task: LocalTask, weighted: Mapping[str, 
 
 
 def kept_share(layout: ParamLayout, spec: SubmodelSpec, axis: Axis) -> float:
-    """How much of an axis a sub-model keeps, from 0 to 1."""
+    """The share of an axis that a sub-model keeps."""
     full, kept = (
         sum(part.each * (1 if part.group is None else layout.width(of, part.group)) for part in axis.parts)
         for of in (FULL, spec)

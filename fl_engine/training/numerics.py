@@ -1,4 +1,4 @@
-"""Everything besides configuration and seed that a run's bits depend on. With equal numerics, all backends give the
+"""Everything besides configuration and seed that a run's bits depend on. With equal numerics, all backends return the
 same global model."""
 
 from __future__ import annotations
@@ -40,19 +40,18 @@ class Numerics:
     strategy: Strategy = "single"
     """`single`: one client at a time; `batched`: clients with tasks of equal kind side by side (`lanes`)."""
     lanes: int = 1
-    """With `batched`, the most clients to train side by side on a CPU. It does not change the bits."""
+    """With `batched`, the most clients side by side on a CPU. It does not change the bits."""
     precision: Precision = "fp32"
-    """The precision of training. The loss is always computed in float32, and so is evaluation.
+    """The precision of training. The loss and evaluation are always float32.
 
-    `bf16`: forward and backward pass under autocast; weights, optimizer and batch norm's sums stay float32. `amp`: the
-    mixed precision that is usual for the device: on CUDA autocast to float16 with a scaled loss (`scaling`), elsewhere
-    `bf16`. `fp16`: weights, samples, gradients and the optimizer in float16, without loss scaling or weight decay, and
-    with SGD alone: `model.half()`, as in FedAIoT's code. `fp16` needs `single`, since torch's float16 convolutions
-    round a lane differently when others run beside it."""
+    `bf16`: autocast; weights, optimizer and batch norm's sums stay float32. `amp`: on CUDA autocast to float16 with a
+    scaled loss (`optimizers.LossScale`), elsewhere `bf16`. `fp16`: weights, samples, gradients and the optimizer in
+    float16, without loss scaling or weight decay, and only with SGD: `model.half()`, as in FedAIoT's code. `fp16` needs
+    `single`, because torch's float16 convolutions round a lane differently if others run beside it."""
 
     def __post_init__(self) -> None:
         if self.precision == "fp16" and self.strategy == "batched":
-            raise ValueError("fp16 trains one client at a time: the strategy is single")
+            raise ValueError("fp16 trains one client at a time: the strategy must be single")
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         if self.precision in ("fp32", "fp16"):
@@ -76,7 +75,7 @@ STRICT = 0x10000
 
 @cache
 def _mkl() -> Any:
-    """The library that has MKL in it; None: this torch is built without it, or hides it."""
+    """The library that contains MKL; None if this torch has none."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         return library if hasattr(library, "mkl_serv_cbwr_get") else None
@@ -85,8 +84,8 @@ def _mkl() -> Any:
 
 
 def mkl_cbwr() -> str:
-    """What decides MKL's bits, as it is in effect: MKL reads the variable MKL_CBWR at its first call, and a later
-    change of it says nothing. Where MKL cannot be asked, what the variable says."""
+    """The setting of MKL that decides its bits. MKL reads the variable MKL_CBWR at its first call only, so the variable
+    is used only if MKL cannot be asked."""
     library = _mkl()
     if library is None:
         return os.environ.get("MKL_CBWR", "unset")
@@ -96,33 +95,32 @@ def mkl_cbwr() -> str:
 
 
 def settle() -> None:
-    """Sets what `fl_engine` asks of MKL if that can still be done; else the first run that shows warnings says so."""
+    """Set MKL_CBWR in MKL itself; warn if MKL has computed already."""
     library, wanted = _mkl(), os.environ.get("MKL_CBWR")
     if library is None or wanted != "AUTO" or mkl_cbwr() != "OFF":
         return
     number = next(number for number, name in BRANCHES.items() if name == wanted)
     if library.mkl_serv_cbwr_set(number) != 0 and log.isEnabledFor(logging.WARNING):
-        _tell_late()
+        _warn_late()
 
 
 @cache
-def _tell_late() -> None:
+def _warn_late() -> None:
     log.warning(
-        "torch has computed before flexfleet was imported: this process computes other last bits, and a run that "
-        "began here resumes only in a process like it. Import flexfleet before torch computes"
+        "torch computed before flexfleet was imported, so this process computes other last bits, and a run that begins "
+        "here resumes only in a process like it. Import flexfleet before torch computes"
     )
 
 
 def cpu_bf16() -> tuple[str, ...]:
-    """Return the instructions of `BF16` that this processor has; none if the system is not Linux."""
+    """The instructions of `BF16` that this processor has; none if the system is not Linux."""
     return tuple(name for name in BF16 if name in system.features())
 
 
 def settled(asked: Literal["auto"] | Precision, devices: Iterable[str], before: Mapping[str, Any] | None) -> Precision:
-    """The precision that `run.precision` asks for. `auto` is the one that `before`, the numerics of the run that is
-    resumed, has; for a new run it follows from what the devices do: bf16 where the processor multiplies bfloat16
-    (`BF16`) or the GPU does (compute capability 8.0 on), amp on GPUs from 7.0 on, which have float16 alone, fp32
-    elsewhere. Raises ConfigError if the devices differ in it, or one is neither a CPU nor CUDA."""
+    """Return the precision for `run.precision`. `auto` keeps that of a resumed run, whose numerics are `before`. A new
+    run gets bf16 if the processor multiplies bfloat16 (`BF16`) or the GPU does (compute capability 8.0), amp on GPUs
+    from 7.0 on, which only have float16, and else fp32."""
     if asked != "auto":
         return asked
     if before is not None and before.get("precision") in get_args(Precision):
@@ -132,27 +130,27 @@ def settled(asked: Literal["auto"] | Precision, devices: Iterable[str], before: 
     chosen = {precision for precision, _ in found.values()}
     if len(chosen) != 1:
         said = ", ".join(f"{precision} on {device}" for device, (precision, _) in found.items())
-        raise ConfigError(f"run.precision=auto would be {said}: one run has one precision, so name it")
+        raise ConfigError(f"run.precision=auto would be {said}, but a run has one precision: set it")
     precision, why = next(iter(found.values()))
     log.info("run.precision=auto: %s, since %s", precision, why)
     return precision
 
 
 def _suits(device: torch.device) -> tuple[Precision, str]:
-    """The precision that `auto` is on a device, and why."""
+    """The precision for `auto` on a device, and the reason."""
     if device.type == "cpu":
         if found := cpu_bf16():
             return "bf16", f"the processor has {found[0]}"
         return "fp32", f"the processor does not multiply bfloat16 (it has none of {', '.join(BF16)})"
     if device.type != "cuda":
-        raise ConfigError(f"run.precision=auto knows cpu and cuda, not {device.type}: name fp32, bf16, amp or fp16")
+        raise ConfigError(f"run.precision=auto supports cpu and cuda, not {device.type}: set fp32, bf16, amp or fp16")
     capability = torch.cuda.get_device_capability(device)
     said = f"the GPU has compute capability {'.'.join(map(str, capability))}"
     return ("bf16" if capability >= (8, 0) else "amp" if capability >= (7, 0) else "fp32"), said
 
 
 def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
-    """For the run's record: the values that must be equal for equal bits, and `lanes`."""
+    """The values that must be equal for equal bits, and `lanes`, for the run's record."""
     devices = tuple(devices)
     kinds = sorted({d.split(":")[0] for d in devices})
     names = sorted({torch.cuda.get_device_name(d) for d in devices if d.startswith("cuda")})
@@ -172,23 +170,23 @@ def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
 
 
 NOISE = "^(log|cos|sin|sqrt)$"
-"""A pattern of the numpy functions that compute the noise of a private run."""
+"""The numpy functions that compute the noise of a private run."""
 
 
 def describe_noise() -> dict[str, Any]:
-    """For a private run's record: further values that must be equal for equal bits."""
+    """Further values that must be equal for equal bits of a private run."""
     used = opt_func_info(func_name=NOISE, signature="float64")
     return {"numpy": np.__version__, **{name: used[name]["dd"]["current"] for name in sorted(used)}}
 
 
 def flushes_now() -> bool:
-    """Whether this thread counts denormal numbers as zero. torch can set that, but does not tell it."""
+    """Whether this thread treats denormal numbers as zero. torch can set that, but not report it."""
     return not (torch.full((1,), 2.0**-140, dtype=torch.float32, device="cpu") * 1.0).any()
 
 
 def deciding(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `describe` that decide the bits. Instructions for a half precision decide them only if a
-    processor trains in that precision; the types of cores only if a processor trains."""
+    """The entries of `describe` that decide the bits: half-precision instructions only if a processor trains in that
+    precision, types of cores only if a processor trains."""
     precision, on_cpu = described.get("precision"), "cpu" in described.get("devices", ())
     counts = {
         "lanes": False,

@@ -1,4 +1,4 @@
-"""The loss that clients train by: of the data's task, and with the terms that their algorithm asks for."""
+"""The loss of a client's training: that of the data's task, with the terms of the algorithm."""
 
 from __future__ import annotations
 
@@ -38,10 +38,16 @@ def objective_of(
     streams: Streams,
     borrowed: ExitStack,
 ) -> Objective:
-    """The loss of the task of the data (`goal`), plus the terms that the client's task asks for. `tasks`, `targets`: of
-    each lane, its targets on the device that trains. Outputs are reshaped to rows, (B*n, outputs),
-    (B*n, outputs, H, W) or (B*n, outputs, T); a lane's loss is the mean over its rows. The function is valid as long as
-    the networks are `borrowed`; the generators that they draw from are put into `streams`."""
+    """The loss of the data's task (`goal`) plus the terms of the client's task.
+
+    Outputs are reshaped to rows, (B*n, outputs), (B*n, outputs, H, W) or (B*n, outputs, T); a lane's loss is the mean
+    over its rows. The function is valid as long as the networks are `borrowed`.
+
+    Args:
+        tasks: One for each lane.
+        targets: The targets of each lane, on the device that trains.
+        streams: Receives the generators that the networks draw from.
+    """
     task, n, device = tasks[0], len(tasks), targets[0].device
     layout = lanes.stacked_layout(family.layout())
     forward = _student(family, layout, tasks, device, state, streams, borrowed)
@@ -103,7 +109,7 @@ def _student(
 
 
 def generators(tasks: Sequence[LocalTask], device: torch.device, purpose: str, streams: Streams) -> lanes.Generators:
-    """Makes a generator for each lane, which is put into `streams` too."""
+    """A function that makes a generator for each lane and stores it in `streams`."""
 
     def made() -> list[torch.Generator]:
         for lane, task in enumerate(tasks):
@@ -123,10 +129,10 @@ def _one_of_widths(
     streams: Streams,
     borrowed: ExitStack,
 ) -> lanes.Forward:
-    """Ordered dropout (FjORD): each call runs one of the sub-models, drawn uniformly, on slices of the weights; the
-    gradient flows into the slices, and is zero elsewhere."""
+    """Ordered dropout (FjORD): each call runs one of the sub-models, drawn uniformly, on slices of the weights. The
+    gradient is zero outside of the slices."""
     if task.sandwich is None and any(is_statistic(name) for name in state):
-        raise ModelError("ordered dropout keeps no running statistics (they differ by width): set model.norm=batch")
+        raise ModelError("ordered dropout needs model.norm=batch, because running statistics differ by width")
     networks = [borrowed.enter_context(lent(family, replace(task, spec=spec))) for spec in task.widths]
     dropped = [generators([task], device, f"width{i}", streams)() for i in range(len(networks))]
     draw = streams["widths/0"] = torch.Generator().manual_seed(seeds.derive(task.seed, "widths"))
@@ -147,7 +153,7 @@ def _one_of_widths(
 
 
 def _in_sandwich(count: int, random: int, draw: torch.Generator) -> list[int]:
-    """Which of `count` sub-models a step trains: the first, `random` of those between, and the last, ascending."""
+    """The sub-models that a step trains, ascending: the first, `random` ones between, and the last."""
     between = torch.randperm(max(0, count - 2), generator=draw)[:random] + 1
     return sorted({0, *between.tolist(), count - 1})
 
@@ -161,9 +167,9 @@ def _teachers(
     streams: Streams,
     borrowed: ExitStack,
 ) -> tuple[list[Network], Callable[[], None]]:
-    """The teachers, whose weights are views of the student's and so are current at every step; and a function that
-    updates those weights that cannot be views, to be called before each step. On an axis with copies (`Axis.copies`),
-    or of several groups, leading channels do not lie together in memory, so they are copied."""
+    """The teachers, whose weights are views of the student's, and a function to call before each step, which updates
+    the weights that cannot be views: on an axis with copies or of several groups, leading channels are not
+    contiguous."""
     task = tasks[0]
     if task.distillation is None or task.distillation.weight == 0:
         return [], lambda: None

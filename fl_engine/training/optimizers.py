@@ -17,11 +17,11 @@ from fl_engine.training.lanes import beside
 
 
 def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable[[float], None]:
-    """A function of the learning rate that updates all weights which have a gradient, as `torch.optim.SGD` or `Adam`
-    does. Weights are (n, ...) for n lanes. Its state is kept in `moments`, by kind and weight.
+    """A function of the learning rate that updates all weights (n, ...) with a gradient as `torch.optim.SGD` or `Adam`
+    does. Its state is stored in `moments`, by kind and weight.
 
-    It calls the functions behind torch's classes: the classes themselves import torch's compiler, which takes 1.5 s in
-    every pod on a fast core.
+    It calls the functions behind torch's classes, because the classes import torch's compiler, which takes 1.5 s in
+    every pod.
     """
     o = optimizer
     named = list(weights.items())
@@ -35,7 +35,7 @@ def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable
         used = [name for name, w in named if w.grad is not None]
         moved, gradients = [weights[name] for name in used], [g for _, w in named if (g := w.grad) is not None]
         if half and rate > torch.finfo(torch.float16).max:
-            raise ModelError(f"the learning rate {rate:g} is more than float16 can hold: set a smaller one")
+            raise ModelError(f"the learning rate must be a float16 number, got {rate:g}: set a smaller one")
         if isinstance(o, SGD):
             buffers = [moments.get(f"momentum/{name}") for name in used]
             sgd(
@@ -58,14 +58,14 @@ def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable
 
 
 def _is_exact(momentum: float) -> bool:
-    """Whether a product with it is never rounded: it is 0 or a power of two. On a CPU, torch's fused kernel rounds that
-    product in the last elements of a tensor, which fill no register, and not in the others. The last elements of lanes
-    that share a tensor are those of the last lane: the bits of a lane would depend on its place."""
+    """Whether products with it are never rounded: it is 0 or a power of two. On a CPU, torch's fused kernel rounds
+    products differently in the last elements of a tensor, which do not fill a register. These belong to the last lane,
+    so the bits of a lane would depend on its place."""
     return math.frexp(momentum)[0] in (0.0, 0.5)
 
 
 def forget(moments: Params) -> None:
-    """Drops the state of a `stepper`'s Adam, in place; a loss scale stays."""
+    """Drop the state of Adam, in place. A loss scale stays."""
     for name in [name for name in moments if name.startswith(("mean/", "square/", "steps/"))]:
         del moments[name]
 
@@ -73,9 +73,9 @@ def forget(moments: Params) -> None:
 def gradient_terms(
     task: LocalTask, state: Params, anchors: Sequence[Params], linear: Sequence[Params], device: torch.device
 ) -> Callable[[], None]:
-    """A function that corrects the gradients after the backward pass: it adds mu * (theta - anchor) (FedProx), or
-    without `proximal_squared` that divided by its norm, subtracts the linear term (FedDyn), then clips the norm.
-    `anchors` and `linear` have one entry per lane."""
+    """A function that changes the gradients after the backward pass: it adds mu * (theta - anchor) (FedProx), without
+    `proximal_squared` divided by its norm, subtracts the linear term (FedDyn), then clips the norm. `anchors` and
+    `linear` have one entry per lane."""
     mu, limit = task.proximal, task.clip_norm
     trained = {name: t for name, t in state.items() if t.requires_grad}
     towards = lanes.stack(anchors, device) if mu > 0 else {}
@@ -109,7 +109,7 @@ def _clip(gradients: Sequence[Tensor], limit: float) -> None:
 
 
 def _norms(parts: Iterable[Tensor]) -> Tensor:
-    """float32 (n,): of each lane the L2 norm over all parts (n, ...)."""
+    """float32 (n,): the L2 norm of each lane over all parts (n, ...)."""
     total: Tensor = torch.stack([part.flatten(1).float().norm(dim=1) for part in parts]).norm(dim=0)
     return total
 
@@ -140,7 +140,7 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self) -> None:
-        """Divides the gradients by the scale, and notes which lanes have one that is not finite."""
+        """Divide the gradients by the scale, and remember the lanes with one that is not finite."""
         gradients = [w.grad for w in self._weights.values() if w.grad is not None]
         self._bad = torch.stack([~g.isfinite().flatten(1).all(1) for g in gradients]).any(0)
         for g in gradients:
@@ -148,7 +148,7 @@ class LossScale:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """Takes the optimizer's step in all lanes whose gradients are finite, then updates the scale."""
+        """Take the optimizer's step in all lanes with finite gradients, then update the scale."""
         bad = self._bad
         if not bad.any():
             self._step(rate)

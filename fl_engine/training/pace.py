@@ -20,14 +20,14 @@ from fl_engine.training.numerics import Numerics
 
 @dataclass(frozen=True)
 class Pace:
-    """What one sample takes, each time that it is seen, in training a level."""
+    """The cost of one sample, each time that it is seen, in training a level."""
 
     macs: float
     """Multiply-adds, as the simulated clock counts them."""
     seconds: float
     """Real time."""
     joules: float | None
-    """Energy of all that the sensors cover, not of the training alone; None: there are no sensors."""
+    """Energy of everything that the sensors cover, not only of the training; None without sensors."""
 
 
 def level_paces(
@@ -40,9 +40,9 @@ def level_paces(
     seconds: float,
     device: str = "cpu",
 ) -> list[Pace]:
-    """Of each trial, trained over and over on the torch device for `seconds` as a client with `samples` samples does;
-    with fewer samples or epochs where its training takes longer than that. In a process of its own, which `prepare`
-    sets up as a client's. Raises EnvironmentFailure where it dies, or a sensor of power fails."""
+    """The pace of each trial, trained repeatedly for `seconds` as a client with `samples` samples trains it; with fewer
+    samples or epochs if its training takes longer. Runs in a process of its own, which `prepare` sets up like a
+    client's."""
     what, short = "training each level for its pace", "free memory on this machine, or choose a smaller network"
     given = family, goal, trials, samples, numerics, prepare, seconds, device
     found: list[Pace] = memory.in_child_process(what, short, _measure, *given)
@@ -60,30 +60,27 @@ def _measure(
     device: str,
 ) -> list[Pace]:
     prepare()
-    return [_pace(family, goal, trial, samples, numerics, seconds, device) for trial in trials]
-
-
-def _pace(
-    family: ModelFamily, goal: Task, trial: Trial, samples: int, numerics: Numerics, seconds: float, device: str
-) -> Pace:
-    x = made_up(family, samples, torch.Generator().manual_seed(0))
-    whole = memory.made_up_job(family, goal, trial, memory.made_up_weights(family, trial.sent), x, device)
-    step = _cut(whole, 1)
-    train(family, goal, [step], numerics)  # makes ready what the others use again
-    started = time.perf_counter()
-    train(family, goal, [step], numerics)
-    job = _cut(whole, max(1, int(seconds / (time.perf_counter() - started))))
-    sensors, seen, began = power.sensors(), 0, time.perf_counter()
-    with power.metered(sensors) as used:
-        while (took := time.perf_counter() - began) < seconds or not seen:
-            (trained,) = train(family, goal, [job], numerics)
-            seen += trained.samples
-    joules = used.joules / seen if sensors else None
-    return Pace(costs.macs_per_sample(family, trial.task), took / seen, joules)
+    paces = []
+    for trial in trials:
+        x = made_up(family, samples, torch.Generator().manual_seed(0))
+        whole = memory.made_up_job(family, goal, trial, memory.made_up_weights(family, trial.sent), x, device)
+        step = _cut(whole, 1)
+        train(family, goal, [step], numerics)  # prepares what later runs use again
+        started = time.perf_counter()
+        train(family, goal, [step], numerics)
+        job = _cut(whole, max(1, int(seconds / (time.perf_counter() - started))))
+        sensors, seen, began = power.sensors(), 0, time.perf_counter()
+        with power.metered(sensors) as used:
+            while (took := time.perf_counter() - began) < seconds or not seen:
+                (trained,) = train(family, goal, [job], numerics)
+                seen += trained.samples
+        joules = used.joules / seen if sensors else None
+        paces.append(Pace(costs.macs_per_sample(family, trial.task), took / seen, joules))
+    return paces
 
 
 def _cut(job: Job, steps: int) -> Job:
-    """As much of the client's training as so many steps are: whole epochs, or a part of the first."""
+    """A part of the client's training with about so many steps: whole epochs, or a part of the first."""
     task, samples = job.task, len(job.y)
     an_epoch = len(costs.batches(task, samples))
     if steps >= an_epoch:

@@ -1,14 +1,14 @@
-"""What a board's own sensors say of the energy that it takes: read from /sys, which needs no driver of ours.
+"""The energy that a board takes, read from its sensors in /sys.
 
-One source is read, the first of these that is there; what it covers is said by its sensors' names:
+The first of these sources that exists is read. What it covers depends on its sensors:
 
-    INA chips      a channel's voltage times its current: Jetson boards, single-board computers (hwmon, on older
-                   Jetsons iio). The channel of the whole board where there is one (VDD_IN, POM_5V_IN), else all added
+    INA chips      a channel's voltage times its current: Jetson boards, single-board computers (hwmon, on older Jetsons
+                   iio). The channel of the whole board if there is one (VDD_IN, POM_5V_IN), else the sum of all
     RAPL           counters of energy: psys, which is the whole board, else the processors' packages with their memory.
-                   Linux lets root alone read them
+                   On Linux, only root can read them
     other hwmon    the first power of each chip, added
 
-Sensors of power are read some times a second and integrated over time; counters at the begin and at the end.
+Power sensors are read several times a second and integrated over time, counters at the beginning and at the end.
 """
 
 from __future__ import annotations
@@ -24,25 +24,23 @@ from itertools import pairwise
 from pathlib import Path
 
 EVERY_S = 0.1
-"""Seconds between two readings of a sensor of power."""
+"""Seconds between two readings of a power sensor."""
 BOARD = re.compile(r"(^|_)IN$")
-"""Names of the channels through which the whole board is fed."""
+"""Names of the channels that feed the whole board."""
 
 
 @dataclass(frozen=True)
 class Power:
-    """A sensor of power. `read` gives watts."""
-
     name: str
     read: Callable[[], float]
+    """Watts."""
 
 
 @dataclass(frozen=True)
 class Energy:
-    """A counter of energy. `read` gives joules, from 0 again after `wraps`."""
-
     name: str
     read: Callable[[], float]
+    """Joules, which start from 0 again after `wraps`."""
     wraps: float
 
     def between(self, before: float, after: float) -> float:
@@ -54,15 +52,12 @@ Sensor = Power | Energy
 
 @dataclass
 class Used:
-    """`joules` and `seconds` between begin and end; both 0 before the end."""
-
     joules: float = 0.0
     seconds: float = 0.0
 
 
 def sensors(sys: Path | None = None) -> tuple[Sensor, ...]:
-    """The sensors whose figures are to be added up; none where the board has none. `sys`: by default FLEXFLEET_SYS, or
-    /sys."""
+    """The sensors whose values are to be added. `sys`: by default FLEXFLEET_SYS, or /sys."""
     sys = sys or Path(os.environ.get("FLEXFLEET_SYS", "/sys"))
     channels = [*_ina_hwmon(sys), *_ina_iio(sys)]
     if channels:
@@ -73,8 +68,7 @@ def sensors(sys: Path | None = None) -> tuple[Sensor, ...]:
 
 @contextmanager
 def metered(found: Sequence[Sensor], every_s: float = EVERY_S) -> Iterator[Used]:
-    """Measures the energy that is taken inside the context; what it yields is filled in at the end. Raises OSError
-    where a sensor that could be read cannot be any more."""
+    """Measure the energy that is taken inside the context. The yielded object is filled in at its end."""
     used, over, watts = Used(), threading.Event(), [each for each in found if isinstance(each, Power)]
     counters = [each for each in found if isinstance(each, Energy)]
     readings: list[tuple[float, float]] = []
@@ -100,14 +94,14 @@ def metered(found: Sequence[Sensor], every_s: float = EVERY_S) -> Iterator[Used]
         over.set()
         thread.join()
     if failed:
-        raise OSError(f"a sensor of power cannot be read any more: {failed[0]}")
+        raise OSError(f"a power sensor cannot be read any more: {failed[0]}")
     look()
     counted = sum(c.between(b, c.read()) for c, b in zip(counters, before, strict=True))
     used.joules, used.seconds = counted + _integral(readings), readings[-1][0] - readings[0][0]
 
 
 def _integral(readings: Sequence[tuple[float, float]]) -> float:
-    """Joules: the integral of watts over seconds, by the trapezoidal rule."""
+    """The integral of watts over seconds, by the trapezoidal rule."""
     return sum((later - now) * (watts + after) / 2 for (now, watts), (later, after) in pairwise(readings))
 
 

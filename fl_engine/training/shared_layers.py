@@ -1,8 +1,8 @@
-"""Lets the teachers of a self-distillation reuse the outputs of layers whose weights and input are the student's own.
+"""Lets the teachers of a self-distillation reuse outputs of the student's layers with equal weights and input.
 
-In FlexFL's self-KD a teacher consists of leading channels of the student; where it keeps a group in full, its layers
-equal the student's. In FlexFL's pools those are the first layers, which cost most. The reused tensor is the one that
-the layer would have computed, so no bit changes.
+In FlexFL's self-KD a teacher consists of leading channels of the student. In a group that it keeps in full, its layers
+equal the student's; in FlexFL's pools those are the first layers, which cost most. The reused tensor is the one that
+the layer would compute, so no bit changes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Seen = dict[str, tuple[Tensor, Tensor]]
 
 @contextmanager
 def shared(student: Network, teachers: Sequence[Network]) -> Iterator[Seen]:
-    """While the context lasts, the student's forward pass stores the outputs of common layers in the yielded
-    dictionary, and the teachers take them from there. Call the student first, and clear the dictionary after each
-    batch. Weights of equal name and shape must be the same tensors in all the networks. The student is in training
-    mode; teachers that are not reuse only what is the same in both modes."""
+    """In the context, the student's forward pass stores the outputs of common layers in the yielded dictionary, and the
+    teachers use them. Call the student first, and clear the dictionary after each batch. Weights of equal name and
+    shape must be the same tensors. The student is in training mode; teachers in evaluation mode reuse only layers that
+    compute the same in both modes."""
     layers, seen = dict(student.module.named_modules()), Seen()
     changed: list[nn.Module] = []
     names = set()
@@ -48,7 +48,7 @@ def shared(student: Network, teachers: Sequence[Network]) -> Iterator[Seen]:
 
 
 def _alike(name: str, a: Network, b: Network) -> bool:
-    """Whether the layer has the same layers inside, of the same shapes, in both networks."""
+    """Whether the layer contains the same layers, of the same shapes, in both networks."""
     return _inside(name, a) == _inside(name, b)
 
 
@@ -66,8 +66,8 @@ _BY_MODE = (Dropout, _DropoutNd, nn.RReLU, nn.RNNBase, nn.MultiheadAttention, nn
 
 
 def _depends_on_mode(layer: nn.Module) -> bool:
-    """Whether it may compute something else in evaluation than in training. (Batch norm is as in training in both, see
-    `lanes.evaluates`.) What a class from elsewhere does is not known."""
+    """Whether it may compute something else in evaluation than in training (except batch norm, see `lanes.evaluates`).
+    Classes from elsewhere might."""
     known = ("torch.nn.", "fl_engine.")
     return any(isinstance(inner, _BY_MODE) or not type(inner).__module__.startswith(known) for inner in layer.modules())
 

@@ -1,7 +1,7 @@
 """Decides whether clients train one at a time or side by side, and how many at once.
 
-Fixed rules decide, not measurements: the strategy changes the bits, so the same configuration must give the same
-strategy on a busy machine and an idle one. docs/performance.md has the figures behind the rules.
+Fixed rules decide, not measurements: the strategy changes the bits, so the same configuration must have the same
+strategy on a busy machine and an idle one. docs/performance.md has the measurements behind the rules.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ from fl_engine.training.numerics import Numerics, Precision
 log = logging.getLogger("flexfleet")
 
 SMALL_STEP = 3e8
-"""Most multiply-adds of a client's training step with which clients train side by side. In larger steps the arithmetic
-takes so long that the cost of calling kernels does not matter."""
+"""Most multiply-adds of a training step with which clients train side by side. Larger steps take so long that the cost
+of calling kernels does not matter."""
 AT_ONCE = 1.2e9
-"""Most multiply-adds of a step of all lanes together: beyond that, their tensors no longer fit into the caches."""
+"""Most multiply-adds of a step of all lanes together. Beyond that, their tensors do not fit into the caches."""
 MOST_LANES = 512
-"""Most clients side by side. More are no quicker, since calls of kernels cost each of so many hardly anything, and each
-takes memory: 48 kB with an MLP of 1,281 parameters and 40 samples of 18 numbers."""
+"""Most clients side by side. More are not faster, and each takes memory."""
 WEIGHTS_AT_ONCE = 2**26
-"""Most bytes of the weights of all lanes together; gradients and momentum take as many again."""
+"""Most bytes of the weights of all lanes together. Gradients and momentum take as much again."""
 WORTH_A_THREAD = 1e8
-"""Least multiply-adds of a step of all lanes together that are worth a second thread: below that, threads only wait for
-Python's lock."""
+"""Fewest multiply-adds of a step of all lanes together that are worth a second thread."""
 
 
 def choose(
@@ -47,8 +45,8 @@ def choose(
     precision: Precision,
     devices: Sequence[str] = ("cpu",),
 ) -> Numerics:
-    """Numerics for rounds of `clients` clients on `devices`. Elsewhere than on a CPU they train one at a time, since
-    cuDNN chooses its kernels by the number of groups: a lane's bits would depend on how many lanes there are."""
+    """Numerics for rounds of `clients` clients on `devices`. On devices other than a CPU they train one at a time,
+    because cuDNN chooses its kernels by the number of groups, so a lane's bits would depend on the number of lanes."""
     single = Numerics(precision=precision)
     if precision == "fp16" or any(not name.startswith("cpu") for name in devices):
         return single
@@ -64,8 +62,7 @@ def choose(
 def batched(
     family: ModelFamily, batch_size: int, clients: int, precision: Precision, devices: Sequence[str] = ("cpu",)
 ) -> Numerics:
-    """Numerics for training side by side, with the number of lanes that is quickest. That number does not change the
-    bits."""
+    """Numerics for training side by side with the fastest number of lanes, which does not change the bits."""
     step = 3 * macs_of(family) * batch_size
     lanes = min(clients, int(AT_ONCE // step), MOST_LANES, WEIGHTS_AT_ONCE // (4 * count_params(family)))
     if clients * step > WORTH_A_THREAD:
@@ -74,7 +71,7 @@ def batched(
 
 
 def _agrees(family: ModelFamily, goal: Task, batch_size: int, precision: Precision) -> bool:
-    """Whether two clients' step side by side equals the step of each alone, up to rounding, on made-up samples."""
+    """Whether a step of two clients side by side equals the step of each alone, up to rounding."""
     generator = torch.Generator().manual_seed(seeds.derive(0, "strategy"))
     x, y = made_up(family, batch_size, generator), goal.examples(batch_size, generator)
     task = LocalTask(FULL, SGD(0.01), epochs=1, batch_size=batch_size, drop_last=True, seed=0)

@@ -3,9 +3,9 @@
     objective(model, x, y, start) -> Tensor              # the loss of a batch, a scalar
     optimizer(parameters, lr) -> torch.optim.Optimizer   # a new one for each client and round
 
-The objective gets the client's sub-model itself, an ordinary module: its parameters have the names and shapes of its
-`state_dict`, and hooks, gradients and `model.fc` work as ever. Its layers compute with the kernels of `lanes`, so that
-the same loss gives the same bits as the built-in one.
+The objective gets the client's sub-model as an ordinary module: its parameters have the names and shapes of its
+`state_dict`, and hooks, gradients and `model.fc` work as usual. Its layers compute with the kernels of `lanes`, so the
+same loss gives the same bits as the built-in one.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ OBJECTIVE, OPTIMIZER = "training.objective", "training.optimizer"
 
 
 def function(name: str, what: str) -> Callable[..., Any]:
-    """Return the function that a parameter names, or the class of an optimizer. Raises ConfigError if it cannot be
-    imported, or is something else."""
+    """Return the function that the parameter `what` names, or the class of an optimizer."""
     found: Any = resolve({}, name, what)
     wrong_class = isinstance(found, type) and (what != OPTIMIZER or not issubclass(found, torch.optim.Optimizer))
     if wrong_class or not callable(found):
-        raise ConfigError(f"{what} = {name!r} is {found!r}, which cannot be called: a function is expected")
+        raise ConfigError(f"{what} must name a function, got {name!r}, which is {found!r}")
     return found  # type: ignore[no-any-return]
 
 
@@ -51,8 +50,8 @@ def is_own(task: LocalTask) -> bool:
 
 
 def replaced(task: LocalTask) -> list[str]:
-    """The parts of the algorithm's own loss that an objective would leave out. What acts on gradients, samples or
-    outputs stays beside an objective: proximal and linear terms, clipping, HeteroFL's scaler and masks."""
+    """The parts of the algorithm's own loss that an objective would replace. Proximal and linear terms, clipping,
+    HeteroFL's scaler and masks act on gradients, samples or outputs, so they stay."""
     found = []
     if task.distillation is not None and task.distillation.weight > 0:
         found.append("self-distillation (algorithm.kd_weight=0 leaves it out)")
@@ -64,10 +63,10 @@ def replaced(task: LocalTask) -> list[str]:
 
 
 def check(task: LocalTask) -> None:
-    """Raises ModelError where the task's loss has parts that the objective would replace."""
+    """Raise ModelError if an objective would replace parts of the algorithm's loss."""
     if task.objective is not None and (parts := replaced(task)):
         raise ModelError(
-            f"{OBJECTIVE} = {task.objective!r} is the whole loss, and the algorithm has {' and '.join(parts)}: turn "
+            f"{OBJECTIVE} = {task.objective!r} is the whole loss, but the algorithm has {' and '.join(parts)}. Turn "
             "that off, choose another algorithm, or leave the objective out"
         )
 
@@ -79,22 +78,22 @@ def parameters_of(weights: Params) -> dict[str, nn.Parameter]:
 
 
 def hand_gradients(parameters: Mapping[str, nn.Parameter], weights: Params) -> None:
-    """Makes the parameters' gradients those of the weights, in the same memory."""
+    """Let the weights' gradients be the parameters' gradients, in the same memory."""
     for name, parameter in parameters.items():
         weights[name].grad = None if parameter.grad is None else parameter.grad.unsqueeze(0)
 
 
 # ----------------------------------------------------------------------------------------------- the optimizer
 def stepper(task: LocalTask, parameters: Mapping[str, nn.Parameter], weights: Params) -> Callable[[float], None]:
-    """A function of the learning rate that takes a step of the task's own optimizer, with the gradients of `weights`.
-    A group of parameters that has a learning rate of its own keeps its ratio to the task's. Raises ModelError."""
+    """A function of the learning rate that takes a step of the task's optimizer with the gradients of `weights`. A
+    group of parameters that has a learning rate of its own keeps its ratio to the task's rate."""
     o = task.optimizer
     assert isinstance(o, OwnOptimizer)
     device, taken = next(iter(weights.values())).device, 0
     with _named(OPTIMIZER, o.name) as make, drawing(seeds.derive(task.seed, "optimiser"), device):
         optimizer = make(list(parameters.values()), o.lr)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ModelError(f"{OPTIMIZER} = {o.name!r} gave {optimizer!r}: a torch.optim.Optimizer is expected")
+        raise ModelError(f"{OPTIMIZER} = {o.name!r} must return a torch.optim.Optimizer, got {optimizer!r}")
     rates = [group.get("lr") for group in optimizer.param_groups]
 
     def step(rate: float) -> None:
@@ -125,8 +124,13 @@ def objective(
     generators: Generators,
     borrowed: ExitStack,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of a batch (B, ...) and its targets (B, 1, ...) that gives the own objective's loss, float32 (1,).
-    `state`: the weights and statistics in training, (1, ...); `targets`: of all samples of the client."""
+    """A function of a batch (B, ...) and its targets (B, 1, ...) that returns the objective's loss, float32 (1,).
+
+    Args:
+        start: The weights that the client received.
+        targets: The targets of all samples of the client.
+        state: The weights and statistics in training, (1, ...).
+    """
     check(task)
     name = task.objective
     assert name is not None
@@ -145,14 +149,12 @@ def objective(
             value = call(model, x, y.flatten(0, 1), began)
         taken += 1
         if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
-            said = (
-                f"a tensor {tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-            )
-            raise ModelError(f"{OBJECTIVE} = {name!r} gave {said}: a scalar is expected, the mean loss of the batch")
+            said = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ModelError(f"{OBJECTIVE} = {name!r} must return a scalar, the mean loss of the batch, got {said}")
         if not value.requires_grad:
-            raise ModelError(f"{OBJECTIVE} = {name!r} gave a loss that does not depend on the model's weights")
+            raise ModelError(f"{OBJECTIVE} = {name!r} returned a loss that does not depend on the model's weights")
         if not math.isfinite(number := value.item()):
-            raise ModelError(f"{OBJECTIVE} = {name!r} gave {number} in step {taken}: a finite loss is expected")
+            raise ModelError(f"{OBJECTIVE} = {name!r} must return a finite loss, got {number} in step {taken}")
         return value.float().reshape(1)
 
     return loss
@@ -167,9 +169,9 @@ def _client_network(
     numerics: Numerics,
     present: Tensor | None,
 ) -> nn.Module:
-    """The sub-model as its family builds it, in training mode, with these parameters. Where `network` has another layer
-    in a place, that layer computes, with views of the parameters. Outputs are float32, and masked where there are
-    classes that are not `present`."""
+    """The sub-model as its family builds it, in training mode, with these parameters. A layer that `network` replaces
+    computes by the replacement, with views of the parameters. Outputs are float32; classes that are not `present` are
+    masked."""
     model = blank(family, task.spec).train()
     layers = dict(model.named_modules())
     for name, tensor in state.items():
@@ -203,7 +205,7 @@ def _client_network(
 
 
 def _through(ours: nn.Module, layer: nn.Module, held: list[str], *inputs: Tensor) -> Any:
-    """What a layer of `lanes` computes with the weights of the layer in whose place it stands."""
+    """The output of `ours`, a layer of `lanes`, with the weights of the layer that it replaces."""
     if ours.training != layer.training:
         ours.train(layer.training)
     for name in held:
@@ -213,10 +215,9 @@ def _through(ours: nn.Module, layer: nn.Module, held: list[str], *inputs: Tensor
     return ours(*inputs)
 
 
-# ------------------------------------------------------------------------------------------ somebody else's code
 @contextmanager
 def _named(what: str, name: str) -> Iterator[Callable[..., Any]]:
-    """The function; an error of its code becomes a ModelError that says whose code it is, and the line in it."""
+    """The function. An error of its code becomes a ModelError with the parameter and the line."""
     try:
         call = function(name, what)
     except ConfigError as error:

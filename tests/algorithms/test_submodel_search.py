@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 
 import pytest
@@ -15,7 +14,6 @@ from fl_engine.preparation.submodel_search import (
     Kind,
     Rule,
     best,
-    feasible,
     search,
     smaller_gets_more_bits,
     spread,
@@ -76,17 +74,6 @@ def test_an_early_end_measures_less() -> None:
     assert [(each.level, each.bits) for each in some] == [("small", 4), ("small", 8), ("medium", 4)]
 
 
-def test_each_candidate_is_measured_once_for_all_tiers() -> None:
-    asked = list[tuple[str, int]]()
-
-    def measure(level: str, bits: int) -> Candidate:
-        asked.append((level, bits))
-        return of(level, bits)
-
-    search([WEAK, STRONG], PARAMS, BITS, measure, WHOLE, Rule())
-    assert len(asked) == len(set(asked)) == 8, "large in 11 bits is nobody's"
-
-
 def test_equals_take_the_more_accurate_and_then_fewer_bits() -> None:
     cheap = [Candidate(level=n, bits=b, accuracy=a, encoded_bits=7) for n, b, a in (("a", 9, 0.5), ("b", 8, 0.6))]
     assert best(cheap, 0.2, "weak") == cheap[1]
@@ -97,22 +84,20 @@ def test_equals_take_the_more_accurate_and_then_fewer_bits() -> None:
 def test_what_has_no_accuracy_is_not_taken() -> None:
     none = Candidate(level="small", bits=1, accuracy=None, encoded_bits=1)
     assert best([none, of("small", 4)], 1.0, "weak") == of("small", 4)
-    with pytest.raises(PoolError, match=r"tier 'weak': no sub-network has an accuracy .* lower pretrain\.lr"):
+    with pytest.raises(PoolError, match=r"'weak'.*pretrain\.lr"):
         best([none], 1.0, "weak")
 
 
 @pytest.mark.parametrize(
-    ("kind", "limit", "message"),
+    ("kind", "limit", "token"),
     [
-        (WEAK, 1.5, "tier 'weak': no sub-network trains a local round within algorithm.seconds = 1.5: 'small', the "
-                    "fastest, takes 2 s"),
-        (Kind("tiny", 16, {}), None, "tier 'tiny' can hold none of the sub-networks"),
-        (Kind("weak", 3, {"small": 1.0}), None, "tier 'weak' has nothing to choose from: algorithm.bits = [4, 8, 11], "
-                                                "its devices compute with at most 3 bits"),
+        (WEAK, 1.5, "algorithm.seconds"),
+        (Kind("tiny", 16, {}), None, "memory"),
+        (Kind("weak", 3, {"small": 1.0}), None, "algorithm.q_max"),
     ],
-)  # fmt: skip
-def test_a_tier_without_anything_to_take_is_named(kind: Kind, limit: float | None, message: str) -> None:
-    with pytest.raises(PoolError, match=re.escape(message)):
+)
+def test_a_tier_without_any_choice_is_named(kind: Kind, limit: float | None, token: str) -> None:
+    with pytest.raises(PoolError, match=f"{kind.tier}.*{token}"):
         search([kind], PARAMS, BITS, of, WHOLE, Rule(limit=limit))
 
 
@@ -150,11 +135,6 @@ def test_it_is_the_brute_force_search(scores: list[float], delta: float, limit: 
     good = [each for each in able if table[each] >= top - delta - 1e-9]
     assert (found.level, found.bits) in good
     assert found.encoded_bits == min(of(*each).encoded_bits for each in good)
-
-
-def test_feasible_keeps_the_order() -> None:
-    assert feasible(STRONG, None) == ["small", "medium", "large"]
-    assert feasible(STRONG, 0.6) == ["small", "medium"]
 
 
 @given(count=st.integers(1, 300), most=st.integers(1, 40), always=st.sets(st.integers(0, 299), max_size=3))

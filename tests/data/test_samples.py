@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.step_memory import counted
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.core.task import Measured, Metric
 from fl_engine.tasks import Classification, Regression
 from fl_engine.training.evaluation import score
-from fl_engine.training.step_memory import counted
 
 IMAGES = {
     "name": "made", "task": Classification(3), "train_x": torch.zeros(6, 1, 2, 2, dtype=torch.uint8),

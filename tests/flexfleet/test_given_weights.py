@@ -289,7 +289,7 @@ def test_an_index_that_does_not_know_them_is_named(of: Any, tmp_path: Path) -> N
 def test_two_preparations_cannot_both_give_them(of: Any, tmp_path: Path) -> None:
     resolved = Resolved.load(None, of("Both"))
     partition(resolved, tmp_path / "partition")
-    said = rf"the preparations {HERE}:Train and {HERE}:Fresh give weights"
+    said = rf"the preparations {HERE}:Train and {HERE}:Fresh"
     with pytest.raises(ConfigError, match=said):
         check(resolved)
     with pytest.raises(ConfigError, match=said):
@@ -299,15 +299,15 @@ def test_two_preparations_cannot_both_give_them(of: Any, tmp_path: Path) -> None
 NET = TinyNet()
 WHOLE = initial_params(NET, 1)
 WRONG: dict[str, tuple[Params, str]] = {
-    "a name missing": ({n: t for n, t in WHOLE.items() if n != "fc.linear.bias"}, r"no fc\.linear\.bias \(1 names dif"),
-    "a name too many": ({**WHOLE, "zz": torch.zeros(1)}, r"unknown zz \(1 names differ\)"),
+    "a name missing": ({n: t for n, t in WHOLE.items() if n != "fc.linear.bias"}, r"missing: fc\.linear\.bias"),
+    "a name too many": ({**WHOLE, "zz": torch.zeros(1)}, "unexpected: zz"),
     "a slice": (
         {**WHOLE, "conv.conv.bias": torch.zeros(4)},
-        r"conv\.conv\.bias is float32 \(4,\), float32 \(8,\) is expected",
+        r"conv\.conv\.bias is float32 \(4,\) instead of",
     ),
     "half": (
         {**WHOLE, "conv.conv.bias": torch.zeros(8).half()},
-        r"conv\.conv\.bias is float16 \(8,\), float32 \(8,\) is expected",
+        r"conv\.conv\.bias is float16 \(8,\) instead of",
     ),
     "not a number": ({**WHOLE, "conv.conv.bias": torch.full((8,), torch.nan)}, "conv.conv.bias has numbers that are n"),
     "infinite": ({**WHOLE, "conv.conv.bias": torch.full((8,), torch.inf)}, "not finite, or beyond 1e\\+09"),

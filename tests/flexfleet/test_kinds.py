@@ -242,7 +242,7 @@ def test_a_run_that_is_killed_ends_with_the_same_model(nursery: Any, sets: list[
             ("training.augment=[{name: flip}]",),
             "flip takes images and maps (C, H, W), a sample is numbers of the shape (6,): leave flip out of training.a",
         ),
-        ("detection", ("training.augment=[{name: crop}]",), "crop does not say where boxes go, which are the targets"),
+        ("detection", ("training.augment=[{name: crop}]",), "training.augment: crop"),
         (
             "detection",
             ("training.augment=[{name: hsv}]",),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from fl_engine.core.pool import member
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, runnable, take
 from fl_engine.core.types import FULL, Params, SubmodelSpec
-from fl_engine.core.widths import up_to
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.traced import from_module
 from fl_engine.tasks import Classification
@@ -25,7 +23,6 @@ from fl_engine.training.evaluation import (
     average,
     collect_statistics,
     evaluate,
-    evaluate_exits,
     evaluate_pool,
     weights_of,
 )
@@ -91,13 +88,6 @@ def test_batches_are_the_same_every_time_and_not_in_the_file_s_order() -> None:
     assert not torch.equal(batches[0], data.normalise(data.test_x))
 
 
-def test_a_network_on_batch_statistics_has_one_score() -> None:
-    family, data = SmallCNN((1, 8, 8), 4, width=0.25), data_of(40, (1, 8, 8))
-    params = initial_params(family, 0)
-    scores = {evaluate(family, params, FULL, data, data.test_x, data.test_y, batch_size=16) for _ in range(3)}
-    assert len(scores) == 1
-
-
 def test_neither_the_model_nor_the_images_change() -> None:
     family, data = SmallCNN((1, 8, 8), 4, width=0.25, norm="static"), data_of(40, (1, 8, 8))
     params = initial_params(family, 0)
@@ -130,14 +120,6 @@ def test_the_pool_is_scored_by_its_reported_members(devices: tuple[str, ...]) ->
     assert average(scores) == pytest.approx((scores["M1"].value + scores["M2"].value) / 2)
 
 
-def test_it_is_the_test_images_that_are_scored() -> None:
-    data = tiny_data()
-    shuffled = replace(data, train_y=(data.train_y + 1) % 4)
-    pool = (member(FAMILY, "full", FULL, dispatched=True, reported=True),)
-    params = initial_params(FAMILY, 2)
-    assert evaluate_pool(FAMILY, params, pool, data) == evaluate_pool(FAMILY, params, pool, shuffled)
-
-
 # -------------------------------------------------------------------------------- exits, own weights, statistics
 def test_an_ensemble_answers_with_the_mean_of_its_exits() -> None:
     family = TinyNet(exits=("conv", "fc"))
@@ -148,33 +130,6 @@ def test_an_ensemble_answers_with_the_mean_of_its_exits() -> None:
         score = evaluate(family, params, FULL, data, data.test_x, data.test_y, ensemble=ensemble)
         assert score.value == (logits.argmax(1) == data.test_y).float().mean().item()
         assert score.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, data.test_y).item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("end", ["fc", None], ids=["up to an exit", "whole"])
-def test_every_exit_is_scored_in_one_pass(end: str | None) -> None:
-    """Each like a network that ends there; the last like the whole."""
-    family, data = TinyNet(exits=("conv", "fc")), data_of(50)
-    watched, params = Watched(family), initial_params(family, 5)
-    spec = SubmodelSpec.of({"hidden": 12}, up_to(family, end))
-    held = take(params, family.layout(), spec)
-    found = evaluate_exits(watched, held, spec, data, data.test_x, data.test_y, batch_size=20)  # type: ignore[arg-type]
-    assert len(watched.batches) == 3
-    ends = [blocks for exit in ("conv", "fc", None) if set(blocks := up_to(family, exit)) <= set(up_to(family, end))]
-    expected = []
-    for blocks in ends:
-        part = SubmodelSpec.of({"hidden": 12}, blocks)
-        weights = take(params, family.layout(), part)
-        expected.append(evaluate(family, weights, part, data, data.test_x, data.test_y, batch_size=20))
-    assert list(found) == expected and len({score.loss for score in found}) == len(ends) > 1
-    assert all(
-        a.metrics == b.metrics and torch.equal(a.confusion, b.confusion) for a, b in zip(found, expected, strict=True)
-    )
-
-
-def test_a_network_without_exits_has_one_score_of_all() -> None:
-    data, params = data_of(30), initial_params(FAMILY, 1)
-    given = (FAMILY, params, FULL, data, data.test_x, data.test_y)
-    assert evaluate_exits(*given) == (evaluate(*given),)
 
 
 def test_a_level_with_weights_of_its_own_is_used_with_them() -> None:

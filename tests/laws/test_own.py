@@ -307,11 +307,11 @@ def failing(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimi
 
 
 FAILURES = {
-    "vector": r"training\.objective = '.*:vector' gave a tensor \(4,\) of torch\.float32: a scalar",
-    "number": r"':?.*:number' gave float: a scalar is expected",
-    "apart": "does not depend on the model's weights",
-    "infinite": r"gave inf in step 1",
-    "wrong": r"training\.objective = '.*:wrong' failed: KeyError: 'fc\.wieght' \(line \d+ of .*test_own\.py\)",
+    "vector": r"torch\.float32 \(4,\)",
+    "number": "got float",
+    "apart": "does not depend",
+    "infinite": "got inf in step 1",
+    "wrong": r"KeyError: 'fc\.wieght' \(line \d+ of .*test_own\.py\)",
 }
 
 
@@ -329,22 +329,22 @@ def test_a_wrong_objective_is_its_clients_failure(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("nothing", "gave None: a torch.optim.Optimizer is expected"),
-        ("failing", r"training\.optimizer = '.*:failing' failed: RuntimeError: needs a closure"),
-        ("missing", "training.optimizer '.*:missing' cannot be imported: AttributeError"),
+        ("nothing", "got None"),
+        ("failing", "RuntimeError: needs a closure"),
+        ("missing", "AttributeError"),
     ],
 )
 def test_a_wrong_optimiser_names_itself(name: str, said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=rf"training\.optimizer .*{said}"):
         trained(TinyNet(), own_of(PLAIN, None, f"{HERE}:{name}"))
 
 
 def test_a_name_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match=r"package\.module:NAME"):
         Training(objective="focal")
-    with pytest.raises(ConfigError, match="cannot be called"):
+    with pytest.raises(ConfigError, match=r"training\.objective"):
         user_code.function(f"{HERE}:FAILURES", user_code.OBJECTIVE)
-    with pytest.raises(ValueError, match=r"training\.momentum is of the built-in SGD"):
+    with pytest.raises(ValueError, match=r"training\.momentum"):
         Training(optimizer=OPTIMIZER, momentum=0.9)
     assert Training(optimizer=OPTIMIZER, momentum=0.0, weight_decay=0.0).optimizer == OPTIMIZER
 

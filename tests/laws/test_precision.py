@@ -122,11 +122,11 @@ def test_fp16_is_a_network_in_half(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_fp16_is_refused_side_by_side_by_name() -> None:
-    with pytest.raises(ValueError, match="fp16 trains one client at a time"):
+    with pytest.raises(ValueError, match="fp16"):
         Numerics("batched", 2, "fp16")
     assert strategy.choose(FAMILY, GOAL, 8, 4, "fp16") == Numerics(precision="fp16")
     assert strategy.choose(FAMILY, GOAL, 8, 4, "amp").strategy == "batched"
-    with pytest.raises(ConfigError, match=r"fp16 trains one client at a time: set run\.strategy to single"):
+    with pytest.raises(ConfigError, match=r"run\.strategy"):
         load_config(None, ["run.precision=fp16", "run.strategy=batched"])
 
 
@@ -158,7 +158,7 @@ def test_what_half_cannot_hold_is_a_training_that_diverged() -> None:
     (found,) = train(FAMILY, GOAL, [job], half)
     assert not found.finite or not math.isfinite(found.loss)
     (job,) = jobs(replace(TASK, optimizer=SGD(7e4)), 1)
-    with pytest.raises(ModelError, match="the learning rate 70000 is more than float16 can hold"):
+    with pytest.raises(ModelError, match="70000"):
         train(FAMILY, GOAL, [job], half)
 
 
@@ -335,9 +335,9 @@ def test_auto_on_a_gpu(capability: tuple[int, int], chosen: Precision, monkeypat
 def test_auto_is_refused_where_devices_differ_or_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arithmetic, "cpu_bf16", lambda: ())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    with pytest.raises(ConfigError, match="auto would be fp32 on cpu, bf16 on cuda: one run has one precision"):
+    with pytest.raises(ConfigError, match="fp32 on cpu, bf16 on cuda"):
         settled("auto", ("cpu", "cuda"), None)
-    with pytest.raises(ConfigError, match="knows cpu and cuda, not mps"):
+    with pytest.raises(ConfigError, match="mps"):
         settled("auto", ("mps",), None)
 
 

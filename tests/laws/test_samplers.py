@@ -147,6 +147,6 @@ class Wrong(Shuffle):
 def test_a_sampler_of_ones_own_draws_as_many_as_there_are_and_no_others(draws: Sequence[int]) -> None:
     """An index beyond the client's samples would be a sample of whoever trains beside it."""
     tasks, targets = [replace(TASK, sampler=Wrong(draws=tuple(draws)))] * 2, [torch.arange(4)] * 2
-    with pytest.raises(ModelError, match=r"Wrong\.epoch gave invalid indices: for N samples it must give int64"):
+    with pytest.raises(ModelError, match=r"Wrong\.epoch"):
         next(orders(FOUR, tasks, targets))
     assert len(list(orders(FOUR, [replace(TASK, sampler=Wrong(draws=(3, 3, 0, 1)))], targets[:1]))) == 2

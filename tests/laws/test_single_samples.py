@@ -63,7 +63,7 @@ def centrally(batch_size: int, drop_last: bool) -> list[Any]:
 
 
 def test_central_training_says_what_to_do_about_it() -> None:
-    said = r"a batch of one sample cannot be trained: Expected more than 1 value .*central\.drop_last=true.* batch_size"
+    said = r"training\.drop_last"
     with pytest.raises(ModelError, match=said):
         centrally(32, drop_last=False)
     assert len(centrally(32, drop_last=True)) == len(centrally(30, drop_last=False)) == 1
@@ -71,7 +71,7 @@ def test_central_training_says_what_to_do_about_it() -> None:
 
 def test_so_does_the_training_whose_mistakes_become_wrong_labels() -> None:
     data = numbers(126)  # of which 101 are trained on
-    with pytest.raises(ModelError, match=r"a batch of one sample cannot be trained: .* another batch_size"):
+    with pytest.raises(ModelError, match=r"training\.drop_last"):
         measure_confusion(family_of(Vectors), data, seed=0, epochs=1, lr=1e-3, batch_size=100)
     assert measure_confusion(family_of(Vectors), data, seed=0, epochs=1, lr=1e-3, batch_size=99).matrix.sum() == 25
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.step_memory import step_memory
 from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.slicing import initial_params, made_up, runnable, take
 from fl_engine.core.types import FULL, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.layers import FREE
 from fl_engine.models.text_lstm import TextLSTM
 from fl_engine.tasks import NextToken
-from fl_engine.training.step_memory import step_memory
 
 SMALL = TextLSTM((6,), 11, embedding=5, hidden=7)
 SHAKESPEARE = TextLSTM(TextLSTM.published_input, TextLSTM.published_outputs)

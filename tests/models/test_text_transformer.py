@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from benchmarks.step_memory import step_memory
 from fl_engine.core import pool
 from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.slicing import initial_params, made_up, runnable, take
 from fl_engine.core.types import FULL, HEAD, SubmodelSpec
 from fl_engine.models.text_transformer import EPSILON, Attention, TextTransformer
 from fl_engine.tasks import NextToken
-from fl_engine.training.step_memory import step_memory
 
 SMALL = TextTransformer((6,), 11, layers=2, heads=3, head_size=4, embedding=8, hidden=20)
 STACK_OVERFLOW = TextTransformer(TextTransformer.published_input, TextTransformer.published_outputs)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from benchmarks import memory
+from benchmarks.step_memory import LiveBytes, step_memory
 from fl_engine.core.costs import count_params
 from fl_engine.core.types import SGD, Adam
 from fl_engine.models.aep_mlp import AepMLP
 from fl_engine.tasks import Regression
 from fl_engine.testing.kinds import TinyMLP
 from fl_engine.training.numerics import Numerics
-from fl_engine.training.step_memory import LiveBytes, step_memory
 
 
 def test_forward_and_backward_pass_of_a_small_mlp_by_hand() -> None:
