@@ -1,4 +1,4 @@
-"""What all commands share: options, logs, and how a command ends."""
+"""What all commands share: options, logs, and the exit."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import errno
 import io
 import logging
 import os
-import shutil
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import current_thread, main_thread
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -30,15 +27,14 @@ log = logging.getLogger("flexfleet")
 
 
 def show(text: str) -> None:
-    """Prints a long text, of which `head` or a pager may read a part only."""
+    """Print a text, of which `head` or a pager may read only a part."""
     with _read_or_not(sys.stdout):
         print(text, flush=True)
 
 
 @contextmanager
 def _read_or_not(stream: TextIO) -> Iterator[None]:
-    """What prints to `stream` inside is no error where nobody reads any more: a pipe was closed, or a terminal. Where
-    an error cannot be told, the exit code still tells it."""
+    """Ignore that the reader of `stream` is gone, because a pipe or terminal was closed."""
     try:
         yield
     except OSError as error:
@@ -48,14 +44,14 @@ def _read_or_not(stream: TextIO) -> Iterator[None]:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """A parser with the options that all commands have."""
+    """Return a parser with the options that all commands have."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config(p)
     return p
 
 
 def step_parser(description: str, **reads: str) -> argparse.ArgumentParser:
-    """A step's parser: `--out`, and for each `<option>=<step>` a folder that an earlier step wrote."""
+    """Return a step's parser: `--out`, and for each `<option>=<step>` the folder that an earlier step wrote."""
     p = parser(description)
     for option, step in reads.items():
         p.add_argument(f"--{option}", type=path_of, required=True, metavar="DIR", help=f"what the {step} step wrote")
@@ -89,8 +85,8 @@ def add_short(p: argparse.ArgumentParser, names: Iterable[str]) -> None:
 
 def add_loudness(p: argparse.ArgumentParser) -> None:
     group = p.add_mutually_exclusive_group()
-    group.add_argument("-q", "--quiet", action="store_true", help="tell warnings and the result only")
-    group.add_argument("-v", "--verbose", action="store_true", help="tell more, and errors with their traceback")
+    group.add_argument("-q", "--quiet", action="store_true", help="print only warnings and the result")
+    group.add_argument("-v", "--verbose", action="store_true", help="print more, and errors with their traceback")
 
 
 def add_resume(p: argparse.ArgumentParser) -> None:
@@ -112,7 +108,7 @@ class _Set(argparse.Action):
 
 
 class _Given(argparse.Action):
-    """An option that is short for `--set`; `dest` is a short name, or a parameter's dotted name."""
+    """An option that is short for `--set`. `dest` is a short name or a parameter's dotted name."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         path = self.dest if "." in self.dest else place(self.dest, values)
@@ -140,7 +136,7 @@ def add_faults(p: argparse.ArgumentParser) -> None:
 
 
 def parsed(p: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments, settled: what a command's main begins with. Raises ConfigError."""
+    """Parse and settle a command's arguments. Raises ConfigError."""
     args = p.parse_args(argv)
     settle(args)
     return args
@@ -171,15 +167,14 @@ def start_logging() -> None:
 
 
 def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
-    """Runs a command: an expected error is one line on stderr and its exit code, never a traceback. An unexpected one
-    has a traceback, without the passwords of addresses."""
+    """Run a command and exit. An expected error is one line on stderr and its exit code; an unexpected one has a
+    traceback, without the passwords of addresses."""
     _open_streams()
     start_logging()
     sys.excepthook = _tell
     try:
-        with _told_again():
-            system.check_torch()
-            sys.exit(main(None))
+        system.check_torch()
+        sys.exit(main(None))
     except Exception as error:
         known = told_of(error)
         if known is None:
@@ -195,8 +190,8 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
 
 
 def _open_streams() -> None:
-    """What is printed is lost where stdout or stderr was closed, and has question marks for what the encoding of the
-    locale lacks."""
+    """Discard what is printed if stdout or stderr is closed. Print a question mark for a character that the locale's
+    encoding lacks."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - as long as the process
@@ -204,48 +199,15 @@ def _open_streams() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-@contextmanager
-def _told_again() -> Iterator[None]:
-    """A Ctrl-C that lands in a destructor or in a weak reference's callback, where Python drops it, comes once more."""
-    if current_thread() is not main_thread() or not hasattr(signal, "setitimer"):  # Windows has no such timer
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    def dropped(about: sys.UnraisableHookArgs) -> None:
-        if about.exc_type is KeyboardInterrupt:
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-        else:
-            told(about)
-
-    told, sys.unraisablehook = sys.unraisablehook, dropped
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        if before is not None:  # None: it was not set by Python, and cannot be set again
-            signal.signal(signal.SIGALRM, before)
-        sys.unraisablehook = told
-
-
 def told_of(error: Exception) -> tuple[str, int] | None:
-    """The line to print for an expected error, and its exit code; None: the error is a bug."""
+    """The line to print for an expected error, and its exit code; None if the error is a bug."""
     ours = EnvironmentFailure.exit_code
     if isinstance(error, FlexfleetError):
         return printable(str(error)), error.exit_code
     if isinstance(error, ModuleNotFoundError):
         return missing(str(error.name)), ours
-    if isinstance(error, shutil.Error) and isinstance(error.args[0], list):  # of a folder's copy: a list of what failed
-        (_, path, why), *more = error.args[0]
-        return f"{path}: {why}{f' (and {len(more)} more)' if more else ''}", ours
     if isinstance(error, OSError):
-        full = error.errno == errno.ENOSPC and error.filename2  # of a copy, the file that is written
-        return f"{full or error.filename or 'system'}: {error.strerror or error}", ours
-    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of Path.resolve, until Python 3.13
-        return printable(str(error)), ours
+        return f"{error.filename or 'system'}: {error.strerror or error}", ours
     if out_of_memory(error):
         return f"not enough memory: {str(error).splitlines()[0] if str(error) else 'no more to be had'}", ours
     return None
@@ -256,7 +218,7 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def missing(module: str) -> str:
-    """Says what to install for a missing module."""
+    """Say what to install for a missing module."""
     package = module.partition(".")[0]
     extra = next((name for name, (modules, _) in EXTRAS.items() if package in modules), "all")
     return f"{package} is not installed: pip install 'flexfleet[{extra}]'"

@@ -1,4 +1,4 @@
-"""Signals while a run is going on."""
+"""Signals during a run."""
 
 from __future__ import annotations
 
@@ -6,49 +6,27 @@ import signal
 import time
 
 import pytest
-from pydantic import BaseModel, model_serializer
-from pydantic_core import PydanticSerializationError
 
 from fl_engine.core.errors import Stopped
-from flexfleet.files import signals
-from flexfleet.files.signals import stopping_at_once
-
-ENDS = [(signal.SIGTERM, Stopped), (signal.SIGINT, KeyboardInterrupt)]
-"""Each signal, and what ends the run then."""
+from flexfleet.files.signals import stop_on_signals, stopping_at_once
 
 
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "AGAIN_S", 0.05)
-
-
-@pytest.mark.parametrize(("number", "raised"), ENDS)
-def test_an_interruption_that_a_library_makes_an_error_of_comes_again(
-    number: signal.Signals, raised: type[BaseException]
-) -> None:
-    class Section(BaseModel):
-        @model_serializer
-        def interrupted(self) -> str:
-            signal.raise_signal(number)
-            return ""
-
-    with pytest.raises(raised), stopping_at_once():
-        with pytest.raises(PydanticSerializationError, match="KeyboardInterrupt"):
-            Section().model_dump()
-        time.sleep(30)
+def test_second_ctrl_c_ends_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), stop_on_signals() as asked:
+        signal.raise_signal(signal.SIGINT)
+        assert asked()
+        signal.raise_signal(signal.SIGINT)
         pytest.fail("it went on")
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
-@pytest.mark.parametrize(("number", "raised"), ENDS)
-def test_the_end_that_an_interruption_brings_is_not_disturbed(
-    number: signal.Signals, raised: type[BaseException]
-) -> None:
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, Stopped), (signal.SIGINT, KeyboardInterrupt)])
+def test_signal_ends_what_is_inside_with_its_own_error(number: signal.Signals, raised: type[BaseException]) -> None:
     ended = False
-    with pytest.raises(raised), stopping_at_once():
+    with pytest.raises(raised, match="resume it"), stopping_at_once("resume it"):
         try:
             signal.raise_signal(number)
         finally:
-            time.sleep(0.3)  # as long as MLflow takes to be told
+            signal.raise_signal(signal.SIGTERM)  # does not disturb the end
+            time.sleep(0.01)
             ended = True
     assert ended

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import ast
-import errno
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from fl_engine.core.errors import Stopped
 from flexfleet.cli import main as cli
-from flexfleet.files.terminal import told_of
 from tests.harness.imports import dotted, modules
 
 
@@ -61,25 +57,3 @@ run_main(main)
         os.close(ours)
         child.communicate(b"\n", timeout=60)
     assert child.returncode == Stopped.exit_code
-
-
-def test_a_full_disk_is_told_by_the_file_that_is_written() -> None:
-    """Python names the one that is copied first."""
-    full = OSError(errno.ENOSPC, "No space left on device", "/tmp/from", None, "/small/to")
-    assert told_of(full) == ("/small/to: No space left on device", 6)
-    gone = OSError(errno.ENOENT, "No such file or directory", "/tmp/from", None, "/small/to")
-    assert told_of(gone) == ("/tmp/from: No such file or directory", 6)
-
-
-def test_a_folder_that_cannot_be_copied_is_told_by_a_file_and_the_reason(tmp_path: Path) -> None:
-    def full(source: str, target: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    for name in "ab":
-        (tmp_path / "from").mkdir(exist_ok=True)
-        (tmp_path / "from" / name).touch()
-    with pytest.raises(shutil.Error) as error:
-        shutil.copytree(tmp_path / "from", tmp_path / "to", copy_function=full)
-    told = told_of(error.value)
-    assert told is not None and told[1] == 6
-    assert told[0].startswith(f"{tmp_path / 'to'}/") and told[0].endswith("No space left on device (and 1 more)")
