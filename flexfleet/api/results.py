@@ -335,7 +335,7 @@ class Result:
 def _to_go_on_with(folder: Path, rounds: int | None, mlflow_uri: str | None) -> Resolved:
     """The configuration of the run in the folder, which may be a copy or have another name by now."""
     run = RunFile.read(folder / "run.json")
-    values = dict(own_code.recorded(run))
+    values = dict(run.config)
     values["run"] = {**values["run"], "store": str(folder.parent)}
     if rounds is not None:
         values["rounds"] = {**values["rounds"], "stop": plain(rounds, "rounds")}

@@ -42,7 +42,7 @@ WEIGHTS = "weights.safetensors"
 
 
 class Artifact(BaseModel):
-    """Refuses numbers that are not finite: JSON cannot hold them, and no reader could read the file."""
+    """A JSON file of a step. Its numbers are finite, because JSON has no others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     schema_version: Literal[1] = 1
@@ -56,7 +56,7 @@ class Artifact(BaseModel):
 
     @classmethod
     def read(cls: type[A], path: Path) -> A:
-        """Raises IntegrityError, which names the file, if it is missing, unreadable or does not fit the schema."""
+        """Raises IntegrityError, which names the file, if it is missing, unreadable or invalid."""
         try:
             return cls.of(path.read_bytes(), str(path))
         except FileNotFoundError:
@@ -66,22 +66,11 @@ class Artifact(BaseModel):
 
     @classmethod
     def of(cls: type[A], value: bytes, name: str) -> A:
-        """Raises IntegrityError, which names the file, if it does not fit the schema."""
+        """Raises IntegrityError, which names the file, if it is invalid."""
         try:
             return cls.model_validate_json(value)
         except ValidationError as error:
-            raise _invalid(name, cls.__name__, error) from error
-
-
-def _invalid(name: str, kind: str, error: ValidationError) -> IntegrityError:
-    """Says so where nothing else is wrong with a file than what a later version would have added."""
-    later = all(
-        each["type"] == "extra_forbidden"
-        or (each["loc"] == ("schema_version",) and isinstance(each["input"], int) and each["input"] > 1)
-        for each in error.errors()
-    )
-    advice = ". Perhaps a later version of flexfleet wrote it: take that one" if later else ""
-    return IntegrityError(f"{name} is not a valid {kind} file: {brief(error)}{advice}")
+            raise IntegrityError(f"{name} is not a valid {cls.__name__} file: {brief(error)}") from error
 
 
 class Apoz(ApozScores, Artifact):
@@ -197,40 +186,33 @@ class RunFile(Artifact):
 
     run_id: str
     token: str = ""
-    """Unique: with it a resumed run finds the MLflow run that it had begun, and a private run has its own noise."""
+    """Unique. A resumed run finds its MLflow run by it, and a private run derives its noise from it."""
     config: dict[str, Any]
     numerics: dict[str, Any]
     earlier_numerics: tuple[dict[str, Any], ...] = ()
-    """Numerics of the rounds before each resume with --accept-numerics: another run gives the same bits only if it is
-    resumed after the same rounds on the same machines."""
+    """Numerics of the rounds before each resume with --accept-numerics."""
     worker_numerics: tuple[str, ...] = ()
-    """In what the arithmetic of workers on other machines differed from the coordinator's; empty: in nothing known."""
+    """How the arithmetic of workers on other machines differed from the coordinator's."""
     pool_sha256: str
     partition_sha256: str
     trace_sha256: str | None = None
-    """The sha256 of all files that `fleet.trace` names; null: it names none."""
+    """The sha256 of all files that `fleet.trace` names."""
     folders_sha256: str | None = None
-    """The sha256 of the data in `partition.folders`, by client; null: this machine simulates no clients with data of
-    their own."""
+    """The sha256 of the data in `partition.folders`; null unless this machine simulates clients with their own data."""
     sources: dict[str, str] = {}
-    """By name (package.module:Name), the sha256 of the source of what the run takes of one's own."""
+    """Map names (package.module:Name) of the user's own code to the sha256 of its source."""
     code_sha256: str | None = None
-    """The sha256 of the wheel of one's own code (`run.code`), code/<sha256>.whl beside this file; null: there is
-    none."""
+    """The sha256 of the wheel of `run.code`, code/<sha256>.whl beside this file."""
     mlflow_run_id: str | None = None
     key_at: str | None = None
-    """Where the run's key is kept (`keys`), for people to read; null: it has none."""
+    """Where the run's key is stored (`keys`), for people to read."""
     key_sha256: str | None = None
     ledger_at: str | None = None
-    """Where a private run's rounds are kept (`keys.address`): elsewhere it is a copy; null: it has no noise, or began
-    with an earlier version."""
+    """Where a private run's rounds are stored (`keys.address`); a run elsewhere is a copy."""
     noise_stream: str | None = None
-    """How a private run's noise follows from its key (`privacy.STREAM`); null: it has no noise, or began with a stream
-    that had no name."""
+    """How a private run's noise follows from its key (`privacy.STREAM`)."""
     noise_numerics: dict[str, Any] | None = None
     """What a private run's noise is computed with (`numerics.describe_noise`)."""
-    noise_sha256: str | None = None
-    """Digest of the key, for a stream that had no name."""
 
 
 class History(Artifact):
@@ -249,21 +231,21 @@ class History(Artifact):
 
 
 class BareHistory(History):
-    """What history.json says of single clients is checked and left out: a round can have ten thousand, and most readers
-    need none."""
+    """history.json without what it says of single clients, which is checked and left out. A round can have ten thousand
+    clients, and most readers need none of them."""
 
     @classmethod
     def of(cls, value: bytes, name: str) -> BareHistory:
         try:
             return cls.model_validate(json.loads(value.decode(), object_hook=_without_lines))
         except ValidationError as error:
-            raise _invalid(name, "History", error) from error
-        except (ValueError, RecursionError) as error:
-            raise IntegrityError(f"{name} is no JSON: {error}") from error
+            raise IntegrityError(f"{name} is not a valid History file: {brief(error)}") from error
+        except ValueError as error:
+            raise IntegrityError(f"{name} is not JSON: {error}") from error
 
 
 def history_of(rows: Iterable[Row], model_sha256: str) -> Pieces:
-    """The bytes of history.json, as `History.write` writes them. Of the rows, one at a time is in memory."""
+    """The bytes of history.json as `History.write` writes them, with one row at a time in memory."""
     parts, seconds = [b'{\n "schema_version": 1,\n "rounds": ['], 0.0
     for row in rows:
         text = to_json(row.model_dump(mode="json"), indent=1, inf_nan_mode="null")
@@ -274,7 +256,7 @@ def history_of(rows: Iterable[Row], model_sha256: str) -> Pieces:
 
 
 def _without_lines(value: dict[str, Any]) -> dict[str, Any]:
-    """A round of history.json, checked, without those of its clients. Raises ValidationError."""
+    """A round of history.json, checked, without its clients. Raises ValidationError."""
     if not value.keys() >= {"round", "metrics", "clients"}:
         return value
     row_of(value)
@@ -282,14 +264,14 @@ def _without_lines(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def row_of(value: dict[str, Any]) -> Row:
-    """An entry of `History.rounds`. JSON has no NaN: a loss that diverged is null there, and is left out here."""
+    """Parse an entry of `History.rounds`. A loss that diverged is null there, and is left out here."""
     metrics = value.get("metrics")
     measured = {k: v for k, v in metrics.items() if v is not None} if isinstance(metrics, dict) else metrics
     return Row.model_validate({**value, "metrics": measured})
 
 
 def rows_of(history: History) -> tuple[Row, ...]:
-    """`row_of` for every round; a history has checked them, so they are not checked once more."""
+    """`row_of` for every round, without checking it again."""
     return tuple(
         Row.model_construct(
             round=int(value["round"]),

@@ -1,5 +1,5 @@
-"""Keeps results that take long to compute in the run store, as `<run.store>/.kept/<name>-<digest>.json`. The digest is
-that of all inputs, so a result is found again for the same inputs. (No run's name begins with a dot.)
+"""Results that take long to compute, stored in the run store as `<run.store>/.kept/<name>-<digest>.json`. The digest is
+that of all inputs. Names of runs do not begin with a dot.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
-from fl_engine.core.errors import EnvironmentFailure, IntegrityError, brief
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError
 from fl_engine.core.fields import adapter
 from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.files.artifacts import Artifact
@@ -32,41 +30,31 @@ class Kept(Artifact):
 
 
 def find(store: Path, name: str, inputs: Mapping[str, Any], kind: type[T] | Any) -> T | None:
-    """The result kept for these inputs, if any; none where it is another user's, who lets nobody read it. Raises
-    IntegrityError, which names the file, if it is damaged."""
+    """Return the stored result for these inputs, or None. Raises IntegrityError if the file is damaged."""
     path, digest = _place(store, name, inputs)
-    try:
-        content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    if not path.exists():
         return None
-    except PermissionError as error:
-        log.info("%s is not taken over: %s: %s", name, error.filename, error.strerror)
-        return None
-    found = Kept.of(content, str(path))
-    try:
-        if found.inputs != digest or sha256(found.value.encode()) != found.sha256:
-            raise ValueError("not what was written")
-        value: T = adapter(kind).validate_json(found.value)
-    except ValueError as error:  # includes pydantic's errors
-        said = brief(error) if isinstance(error, ValidationError) else error
-        raise IntegrityError(f"{path} is damaged ({said}): delete it, then it is computed again") from error
-    log.info("%s is taken over from %s: its inputs are the same", name, path)
+    found = Kept.read(path)
+    if found.inputs != digest or sha256(found.value.encode()) != found.sha256:
+        raise IntegrityError(f"{path} is damaged. Delete it, and it is computed again")
+    value: T = adapter(kind).validate_json(found.value)
+    log.info("%s is taken from %s, which has the same inputs", name, path)
     return value
 
 
 def keep(store: Path, name: str, inputs: Mapping[str, Any], kind: type[T] | Any, value: T) -> None:
-    """Keeps a result. If the store cannot be written, nothing is kept, and the log says so."""
+    """Store a result. If the store cannot be written, log it and continue."""
     path, digest = _place(store, name, inputs)
     text = adapter(kind).dump_json(value).decode()
     entry = Kept(inputs=digest, sha256=sha256(text.encode()), value=text)
     try:
         FolderStore(path.parent).put(path.name, (entry.model_dump_json() + "\n").encode())
     except (OSError, EnvironmentFailure) as error:
-        log.info("%s is not kept: %s", name, error)
+        log.info("%s is not stored: %s", name, error)
 
 
 def kept(store: Path, name: str, inputs: Mapping[str, Any], kind: type[T] | Any, make: Callable[[], T]) -> T:
-    """The kept result for these inputs, or else the result of `make`, which is then kept."""
+    """Return the stored result for these inputs, or call `make` and store its result."""
     found = find(store, name, inputs, kind)
     if found is None:
         found = make()

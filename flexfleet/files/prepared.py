@@ -1,5 +1,5 @@
-"""What preparations made, in one folder: `<name>.json` for each, `<name>.safetensors` with the weights that one gives,
-and prepared.json, which says what each was computed from."""
+"""Results of preparations in one folder: `<name>.json` for each, `<name>.safetensors` for one that gives weights, and
+prepared.json, which says what each was computed from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
 from fl_engine.core.contracts import Preparation
@@ -27,24 +27,17 @@ SCHEMA = {"schema_version": 1}
 class Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     inputs: str
-    """Digest of all that it was computed from."""
+    """Digest of everything that the result was computed from."""
     sha256: str
-    """The sha256 of its file."""
+    """The sha256 of its JSON file."""
     weights_sha256: str | None = None
-    """The sha256 of the file of its weights; null: it gives none."""
+    """The sha256 of its weights; null if it gives none."""
 
 
 class Index(Artifact):
-    """prepared.json: by the preparation's name."""
+    """prepared.json. `made` maps the names of preparations."""
 
     made: dict[str, Entry]
-
-    @field_validator("made")
-    @classmethod
-    def _beside_it(cls, value: dict[str, Entry]) -> dict[str, Entry]:
-        if wrong := [name for name in value if "/" in name]:
-            raise ValueError(f"{wrong[0]!r} is no name of a preparation")
-        return value
 
 
 def file_of(name: str) -> str:
@@ -58,27 +51,27 @@ def weights_file_of(name: str) -> str:
 
 
 def index(folder: Path) -> dict[str, Entry]:
-    """Empty where there is none. Raises IntegrityError where it is damaged."""
+    """Read prepared.json; empty if it does not exist."""
     path = folder / INDEX
     return dict(Index.read(path).made) if path.exists() else {}
 
 
 def entry_of(inputs: str, name: str, files: Mapping[str, bytes]) -> Entry:
-    """`files`: as `content` gives them."""
+    """The entry of a result whose `files` are those of `content`."""
     weights = files.get(weights_file_of(name))
     sha = None if weights is None else sha256(weights)
     return Entry(inputs=inputs, sha256=sha256(files[file_of(name)]), weights_sha256=sha)
 
 
 def is_there(folder: Path, name: str, entry: Entry) -> bool:
-    """Whether all its files are."""
+    """Whether all files of a result exist."""
     of_weights = [] if entry.weights_sha256 is None else [weights_file_of(name)]
     return all((folder / file).exists() for file in (file_of(name), *of_weights))
 
 
 def content(folder: Path, name: str, entry: Entry | None) -> dict[str, bytes]:
-    """By the file's name: the weights, if there are any, then the JSON. Raises IntegrityError where one is missing, or
-    not what `entry` says."""
+    """Map file names to content: the weights, if there are any, then the JSON. Raises IntegrityError if a file is
+    missing, or is not the one that `entry` describes."""
     found = {}
     if entry is not None and entry.weights_sha256 is not None:
         found[weights_file_of(name)] = _read(folder / weights_file_of(name), entry.weights_sha256)
@@ -94,15 +87,15 @@ def _read(path: Path, expected: str | None) -> bytes:
         raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
     if expected is not None and (found := sha256(value)) != expected:
         raise IntegrityError(
-            f"{path} is damaged: its sha256 is {found[:12]}, {path.parent / INDEX} says {expected[:12]}; delete it, "
-            "and it is computed again"
+            f"{path} is damaged: its sha256 is {found[:12]}, expected {expected[:12]}. Delete it, and it is computed "
+            "again"
         )
     return value
 
 
 def read(folder: Path, names: Iterable[str]) -> Prepared:
-    """What the preparations of these names made. Raises IntegrityError naming the file that is missing, damaged or not
-    of its kind."""
+    """Return the results of these preparations. Raises IntegrityError, which names a file that is missing, damaged or
+    invalid."""
     known = index(folder)
     return {name: _made(folder, name, known.get(name)) for name in names}
 
@@ -121,8 +114,8 @@ def _made(folder: Path, name: str, entry: Entry | None) -> Any:
 
 
 def encoded(kind: Preparation, name: str, made: Any) -> bytes:
-    """Its file, without the weights. Raises ConfigError for what is not the preparation's `artifact`, or what JSON has
-    no word for."""
+    """Return the JSON file of a result, without its weights. Raises ConfigError if the result is not of the
+    preparation's `artifact`, or is not JSON."""
     written, beside = adapter(kind.artifact), {FIELD} if gives_weights(kind) else None
     try:
         fields = written.dump_python(made, mode="json", warnings="error", exclude=beside)
@@ -134,14 +127,13 @@ def encoded(kind: Preparation, name: str, made: Any) -> bytes:
 
 
 def decoded(kind: Preparation, value: bytes, where: str) -> Any:
-    """Raises IntegrityError naming the file where it is not of this kind."""
+    """Parse the JSON file of a result. Raises IntegrityError, which names the file."""
     wanted = getattr(kind.artifact, "__name__", "JSON")
     try:
         fields = json.loads(value)
         if not isinstance(fields, dict) or fields.pop("schema_version", None) != 1:
-            raise IntegrityError(f"{where} is not a valid {wanted} file: an object with schema_version 1 is expected")
+            raise IntegrityError(f"{where} is not a valid {wanted} file: expected an object with schema_version 1")
         return adapter(kind.artifact).validate_json(json.dumps(fields))
-    except ValidationError as error:
-        raise IntegrityError(f"{where} is not a valid {wanted} file: {brief(error)}") from error
-    except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{where} is not a valid {wanted} file: {error}") from error
+    except ValueError as error:
+        said = brief(error) if isinstance(error, ValidationError) else error
+        raise IntegrityError(f"{where} is not a valid {wanted} file: {said}") from error

@@ -1,5 +1,5 @@
-"""What is going on now: a last line of the terminal that is written again and again, or a line a minute in a log. And
-warnings that come again and again, which are counted."""
+"""A line of the terminal that is updated during long work, or a line a minute in a log; and repeated warnings, which
+are counted."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 log = logging.getLogger("flexfleet")
 
 hidden: ContextVar[bool] = ContextVar("hidden", default=False)
-"""Whether no line of the terminal may be written again and again."""
+"""Whether the terminal is treated like any other stream."""
 
 TERMINAL_S = 0.5
 LOG_S = 60.0
@@ -25,9 +25,8 @@ CLEAR = "\r\x1b[2K"
 
 
 class Live:
-    """One line on stderr, at most two times a second; every other line goes above it. Where stderr is no terminal it is
-    a line of the log, at most one a minute, so that long work is not silent. With `-q` it shows nothing. If `hidden` is
-    set, the terminal is treated as any other stream."""
+    """One line on stderr, updated at most two times a second, above which other lines are logged. If stderr is not a
+    terminal, or `hidden` is set, it is a line of the log at most once a minute. With `-q` it shows nothing."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.terminal = sys.stderr.isatty() and not hidden.get()
@@ -41,7 +40,7 @@ class Live:
         return self._clock() - self._last >= (TERMINAL_S if self.terminal else LOG_S)
 
     def show(self, text: str) -> None:
-        """Shows the text in place of the one before, if it is time."""
+        """Show the text in place of the one before, if it is time."""
         if not self.due() or not log.isEnabledFor(logging.INFO):
             return
         self._last = self._clock()
@@ -90,8 +89,7 @@ def span(seconds: float) -> str:
 
 @contextmanager
 def told_while(tell: Callable[[float], None], first_s: float, again_s: float = LOG_S) -> Iterator[None]:
-    """For work that is silent: inside, `tell` is called in a thread, after the seconds `first_s` and then after each
-    `again_s`, with the seconds so far."""
+    """Call `tell` in a thread with the seconds so far, after `first_s` seconds and then every `again_s` seconds."""
     done = threading.Event()
 
     def repeat() -> None:
@@ -119,7 +117,7 @@ class _Kept(logging.Handler):
 
 @contextmanager
 def kept_warnings() -> Iterator[list[str]]:
-    """Yields the warnings that are logged inside, which are told as ever."""
+    """Yield the list of the warnings that are logged inside."""
     kept, root = _Kept(), logging.getLogger()
     root.addHandler(kept)
     try:
@@ -129,26 +127,9 @@ def kept_warnings() -> Iterator[list[str]]:
 
 
 @contextmanager
-def told_before(texts: Iterable[str]) -> Iterator[None]:
-    """Inside, each of these warnings is left out once: it was told before."""
-    left = set(texts)
-
-    def tell(record: logging.LogRecord) -> bool:
-        known = record.levelno == logging.WARNING and record.getMessage() in left
-        left.discard(record.getMessage())
-        return not known
-
-    log.addFilter(tell)
-    try:
-        yield
-    finally:
-        log.removeFilter(tell)
-
-
-@contextmanager
 def counted_warnings() -> Iterator[None]:
-    """Inside, a warning that differs from an earlier one only in its numbers is counted instead of told; the end tells
-    how many there were. With `-v` all are told."""
+    """Count a warning that differs from an earlier one only in its numbers instead of logging it, and log the counts at
+    the end. With `-v` all are logged."""
     first: dict[str, str] = {}
     more: dict[str, int] = {}
 
@@ -169,5 +150,4 @@ def counted_warnings() -> Iterator[None]:
     finally:
         log.removeFilter(tell)
         for kind, count in more.items():
-            how = "-v, or logging at DEBUG, tells each"
-            log.warning("%d more like this, with other numbers (%s): %s", count, how, first[kind])
+            log.warning("%d more like this, with other numbers (-v shows each): %s", count, first[kind])

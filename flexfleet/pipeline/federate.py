@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 from fl_engine.aggregation import privacy
 from fl_engine.backends import BACKENDS, Remote, Surroundings
 from fl_engine.core.contracts import Backend, Tracker, Watcher
-from fl_engine.core.errors import IntegrityError, Replaced
+from fl_engine.core.errors import Replaced
 from fl_engine.data.local_data import FORM, Form
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.manifest import key_of
@@ -50,12 +50,10 @@ from flexfleet.pipeline.resume import (
     fetch_run,
     known_run,
     same,
-    same_noise,
     same_place,
     same_start,
     store_of,
     tell_of_copies,
-    tell_shared,
 )
 from flexfleet.pipeline.site import given_weights, initial_state, site_of, tell_unused, trace_of
 from flexfleet.tracking import record as track
@@ -79,13 +77,21 @@ def federate(
     watcher: Watcher | None = None,
     locked: bool = False,
 ) -> Path:
-    """Writes run.json, rounds/, model.safetensors and history.json into `out`. `tags`: of the MLflow run;
-    `mlflow_run_id`: an MLflow run that was begun for this run. `observer` gets all measurements, `watcher` each round
-    before it is committed. `locked`: the caller holds the lock of `out` (`alone`).
+    """Write run.json, rounds/, model.safetensors and history.json into `out`.
 
-    Raises ConfigError if `out` holds a run and `resume` is not given, if that run has another configuration, or if a
-    process of this machine has it; InUse if a coordinator elsewhere has it; EnvironmentFailure if this machine would
-    compute other bits; Stopped on SIGTERM or Ctrl-C.
+    Args:
+        tags: Tags of the MLflow run.
+        mlflow_run_id: An MLflow run that was begun for this run.
+        observer: Gets all measurements.
+        watcher: Gets each round before it is committed.
+        locked: The caller holds the lock of `out` (`folder_lock`).
+
+    Raises:
+        ConfigError: `out` holds a run and `resume` is False, the run has another configuration, or another process of
+            this machine runs it.
+        InUse: A coordinator elsewhere runs it.
+        EnvironmentFailure: This machine would compute other bits.
+        Stopped: SIGTERM or Ctrl-C.
     """
     config, algorithm = resolved.config, resolved.algorithm
     run_id = plain(out.absolute().name if run_id is None else run_id, "run_id")
@@ -104,7 +110,6 @@ def federate(
         if known:
             same_start(resolved, pool_dir, out)
             if private:
-                same_noise(known, out)
                 tell_of_copies(known, keys.address(store))
         token = known.token if known else uuid.uuid4().hex if config.tracking.mlflow or private else ""
         key, key_at, place = None, known.key_at if known else None, None
@@ -140,7 +145,7 @@ def federate(
         if known:
             record = _going_on(known, record, out, accept_numerics)
         loop.check_end(ledger, config.rounds, discard_damaged)  # before anything is written that says the new end
-        FolderStore(out).delete(MANIFEST)  # from here on the results may be of fewer rounds than the ledger has
+        FolderStore(out).delete(MANIFEST)  # the results may be of fewer rounds than the ledger from now on
         store.delete(MANIFEST)
         if wheel is not None:  # before the record that names it
             FolderStore(out).put(store_key(wheel.sha256), wheel.value)
@@ -150,12 +155,12 @@ def federate(
         console = Console(config.rounds.stop, done, stop_simulated_s=config.rounds.stop_simulated_s)
         with loop.told_how_to_go_on():  # run.json is there
             mlflow = track.start(config, record, out, tags or {}, ledger.checkpoints.check_lease)
-        there = _Folder(out) if config.run.remote is None else None
-        tracker = Several([console, *(t for t in (mlflow, observer, there) if t is not None)])
+        tracker = Several([console, *(each for each in (mlflow, observer) if each is not None)])
         with ending(tracker, Replaced):  # once replaced, MLflow shows the other coordinator's run
             with loop.told_how_to_go_on():
                 if mlflow is not None:
-                    _tell_mlflow(mlflow, config, record, known, site, out)
+                    track.inputs(mlflow, config, site.partition.data, record.partition_sha256, record.trace_sha256)
+                    record.model_copy(update={"mlflow_run_id": mlflow.run_id}).write(out / "run.json")
                 tracker.params(configs.shown(config))
             site_sums = _put_site(ledger, out, partition_dir, pool_dir, wheel, site)
             first = [initial_state(resolved, site, given_weights(pool_dir, site.family))]
@@ -213,23 +218,8 @@ def _record_numerics(backend: Backend, out: Path) -> None:
         run.model_copy(update={"worker_numerics": tuple(others)}).write(out / "run.json")
 
 
-class _Folder(Tracker):
-    """Looks after each commit whether the run's folder is still there: the ledger would make another one, and the run
-    would end without its first rounds."""
-
-    def __init__(self, out: Path) -> None:
-        self._record = out / "run.json"
-
-    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        if not self._record.exists():
-            raise IntegrityError(
-                f"{self._record} is gone: it, or its folder, was removed while the run went on. The run cannot go on: "
-                f"delete {self._record.parent}, and begin it again"
-            )
-
-
 def _known(config: Config, store: Store, out: Path, run_id: str, resume: bool) -> RunFile | None:
-    """The record of the run that goes on here, from wherever it began; None: it begins."""
+    """The record of the run that is resumed here, wherever it began; None for a new run."""
     if config.run.remote is not None:
         fetch_run(store, out)
     known = known_run(config, out, resume)
@@ -241,23 +231,14 @@ def _known(config: Config, store: Store, out: Path, run_id: str, resume: bool) -
 
 
 def _going_on(known: RunFile, record: RunFile, out: Path, accept_numerics: bool) -> RunFile:
-    """The record of a run that goes on, with how its earlier rounds were computed. Raises where it is not the `known`
-    one."""
+    """The record of a resumed run, with the numerics of its earlier rounds. Raises what `same` raises."""
     same(known, record, out, accept_numerics)
     others = (known.numerics,) if differing(known.numerics, record.numerics) else ()
     return record.model_copy(update={"earlier_numerics": known.earlier_numerics + others})
 
 
-def _tell_mlflow(mlflow: MLflow, config: Config, run: RunFile, known: RunFile | None, site: Site, out: Path) -> None:
-    """Tells MLflow what goes into the run, and the run's record who it is in MLflow."""
-    if known:
-        tell_shared(known, run.run_id, out)
-    track.inputs(mlflow, config, site.partition.data, run.partition_sha256, run.trace_sha256)
-    run.model_copy(update={"mlflow_run_id": mlflow.run_id}).write(out / "run.json")
-
-
 def _needs_peaks(config: Config) -> bool:
-    """Whether what training takes is measured before the rounds: devices look at what is free, or pods ask for it."""
+    """Whether the memory of training is measured before the rounds, for devices or for the requests of pods."""
     pools = config.kubernetes.pools.values()
     return devices_decide(config) or (config.run.backend == "kubernetes" and any(p.memory == "auto" for p in pools))
 
@@ -265,8 +246,8 @@ def _needs_peaks(config: Config) -> bool:
 def _put_site(
     ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path, wheel: Wheel | None, site: Site
 ) -> dict[str, str]:
-    """Puts into the store what clients on other machines need to know: who holds which samples, or what samples look
-    like that clients have themselves. Gives the sum of each file, by name."""
+    """Write into the store what clients on other machines need: who holds which samples, or the form of samples that
+    clients have themselves. Map the names of the files to their sums."""
     if ledger.checkpoints.lease is None and ledger.mailbox.key is None:
         return {}
     run = RunFile.read(out / "run.json")
@@ -304,7 +285,7 @@ def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLf
         lines = ({"round": row.round + 1, **line} for row in each_row() for line in row.clients)
         mlflow.table(["round", *names], lines, "clients.json")
     tracker.finish("FINISHED" if tally.status == "finished" else "FAILED")
-    # Last: a study does not go on with rounds that have this file, so MLflow has to have them by then.
+    # Last, because a study takes rounds with this file as tracked.
     folder.put("history.json", history_of(each_row(), sha256(value)))
     return out / "history.json"
 

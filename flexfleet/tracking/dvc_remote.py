@@ -1,7 +1,7 @@
-"""Folders and files kept by DVC: pushed to a remote under their content's md5, and found again by a small pointer.
+"""Files and folders in a DVC remote: pushed under the md5 of their content, and fetched by a small pointer.
 
-A pointer is the text of a `.dvc` file; the remote is `publish.dvc`. DVC works in a scratch repository of its own each
-time: one repository's lock does not take two writers.
+A pointer is the text of a `.dvc` file; the remote is `publish.dvc`. Every call uses a scratch repository of its own,
+because the lock of one repository does not admit two writers.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from fl_engine.data.files import part_of, remove, sweep
 from fl_engine.storage.s3 import check_place, setting
 
 LIST = ".dir"
-"""How the sum of a folder, which is that of the list of its files, ends in DVC."""
+"""End of a folder's sum in DVC, which is the md5 of the list of its files."""
 MD5 = re.compile(rf"[0-9a-f]{{32}}({re.escape(LIST)})?")
 LOGGERS = ("dvc", "dvc_data", "dvc_objects")
-"""They tell each failure, which is raised too, with a traceback."""
+"""These log each failure with a traceback, and raise it too."""
 
 log = logging.getLogger("flexfleet")
 
 
 def push(paths: Mapping[str, Path], remote: str) -> dict[str, str]:
-    """Pushes files and folders under plain names, and gives their pointers. What the remote has is read, and sent again
-    only if it is damaged there.
+    """Push files and folders under plain names, and return their pointers.
 
-    Raises ConfigError for a malformed remote, EnvironmentFailure if it cannot be reached.
+    Raises:
+        ConfigError: The remote is malformed.
+        EnvironmentFailure: The remote cannot be reached.
     """
     with _scratch(remote) as (repo, folder):
         for name, path in paths.items():
@@ -49,100 +50,41 @@ def push(paths: Mapping[str, Path], remote: str) -> dict[str, str]:
                 shutil.copyfile(path, folder / name)
         with _explained(remote, EnvironmentFailure):
             repo.add([str(folder / name) for name in paths])
-            _remove_damaged(repo, remote)
             repo.push(targets=[str(folder / name) for name in paths])
         return {name: (folder / f"{name}.dvc").read_text("utf-8") for name in paths}
 
 
-def _remove_damaged(repo: Any, remote: str) -> None:
-    """Removes from the remote what is damaged there, of all that is to be pushed, and the list of a folder of which a
-    file is damaged or missing: of what is there, and of the files in a list that is there, DVC sends nothing. Reads
-    what is there already."""
-    from dvc_data.hashfile.hash import hash_file
-    from dvc_data.hashfile.hash_info import HashInfo
-    from dvc_data.hashfile.tree import Tree
-
-    there, here = repo.cloud.get_remote_odb(), repo.cache.local
-
-    def drop(sum: str) -> None:
-        with suppress(FileNotFoundError):  # another process does the same
-            there.fs.remove(there.oid_to_path(sum))
-
-    def is_whole(sum: str) -> bool:
-        try:
-            _, found = hash_file(there.oid_to_path(sum), there.fs, "md5")
-        except FileNotFoundError:
-            return False
-        if found.value == sum.removesuffix(LIST):
-            return True
-        log.warning("DVC at %s: %s is damaged there, and is sent again", masked(remote), there.oid_to_path(sum))
-        drop(sum)
-        return False
-
-    sums = list(here.all())
-    # Before their files, since whoever pushes at the same time sends a list after its files.
-    lists = [sum for sum in sums if sum.endswith(LIST) and is_whole(sum)]
-    whole = {sum for sum in sums if not sum.endswith(LIST) and is_whole(sum)}
-    for sum in lists:
-        if not {of.value for _, _, of in Tree.load(here, HashInfo("md5", sum))} <= whole:
-            drop(sum)
-
-
 def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
-    """Fetches into `out` what the pointers name, and replaces what is there. Raises IntegrityError if the remote lacks
-    something or has other content, ConfigError for a text that is no pointer, and for a remote whose folder is not
-    there."""
+    """Fetch what the pointers name into `out`, and replace what is there.
+
+    Raises:
+        ConfigError: A text is not a pointer, or the remote is a folder that does not exist.
+        IntegrityError: The remote lacks something, or has other content.
+    """
     wanted = {name: checksum(text) for name, text in pointers.items()}
     if "://" not in remote and not Path(remote).is_dir():
-        counts = "" if Path(remote).is_absolute() else f" ({remote} counts from the folder where it was pushed)"
-        raise ConfigError(f"the folder of the DVC remote, {place_of(remote)}, is not there{counts}: fetch where it is")
+        raise ConfigError(f"publish.dvc: the folder {place_of(remote)} does not exist")
     with _scratch(remote) as (repo, folder):
         for name, text in pointers.items():
             (folder / f"{name}.dvc").write_text(text, encoding="utf-8")
         with _explained(remote, IntegrityError):
-            if lost := _lost(repo, wanted):
-                raise IntegrityError(f"DVC at {masked(remote)} does not have {', '.join(lost)}: push it again")
             repo.pull(targets=[str(folder / f"{name}.dvc") for name in pointers])
+        fetched = []
         for name, expected in wanted.items():
             if not (folder / name).exists() or (actual := md5(folder / name)) != expected:
-                has = f"md5 {actual}" if (folder / name).exists() else "nothing"
-                raise IntegrityError(f"{name}: {masked(remote)} has {has} where the pointer says {expected}")
-        brought = []
-        for name in pointers:
+                found = f"md5 {actual}" if (folder / name).exists() else "nothing"
+                raise IntegrityError(f"{name}: {masked(remote)} has {found}, expected md5 {expected}")
             target = out / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if target.is_dir():
                 shutil.rmtree(target)
             shutil.move(folder / name, target)
-            brought.append(target)
-    return brought
-
-
-def _lost(repo: Any, wanted: Mapping[str, str]) -> list[str]:
-    """The files that the remote does not have, of those with these sums, by name."""
-    from dvc_data.hashfile.hash_info import HashInfo
-    from dvc_data.hashfile.tree import Tree
-
-    there = repo.cloud.get_remote_odb()
-
-    def lacks(sum: str) -> bool:
-        try:
-            there.fs.info(there.oid_to_path(sum))
-        except FileNotFoundError:
-            return True
-        return False
-
-    lost = []
-    for name, sum in wanted.items():
-        files = {name: sum}
-        if sum.endswith(LIST) and not lacks(sum):
-            files = {"/".join((name, *key)): of.value for key, _, of in Tree.load(there, HashInfo("md5", sum))}
-        lost += [file for file, of in files.items() if lacks(of)]
-    return lost
+            fetched.append(target)
+        return fetched
 
 
 def hand_on(path: Path, name: str, remote: str | None, pointer: Path) -> None:
-    """Pushes a step's output, and writes its pointer for the following tasks; an empty file if there is no remote."""
+    """Push a step's output, and write its pointer for the following tasks; an empty file if there is no remote."""
     pointer.parent.mkdir(parents=True, exist_ok=True)
     pointer.write_text("" if remote is None else push({name: path}, remote)[name], encoding="utf-8")
 
@@ -189,12 +131,12 @@ def _scratch(remote: str) -> Iterator[tuple[Any, Path]]:
 
 
 def place_of(remote: str) -> str:
-    """What names the remote from everywhere: of a folder the whole path."""
+    """The remote's address, or a folder's whole path."""
     return remote if "://" in remote else str(Path(remote).resolve())
 
 
 def _remote(remote: str) -> dict[str, Any]:
-    """The remote's options. `verify`: DVC computes the md5 of what the remote sends."""
+    """The remote's options. With `verify` DVC computes the md5 of what the remote sends."""
     check_place("publish.dvc", remote)
     if "://" not in remote:
         return {"url": place_of(remote), "verify": True}
@@ -210,8 +152,8 @@ def _remote(remote: str) -> dict[str, Any]:
 
 @contextmanager
 def _explained(remote: str, kind: type[FlexfleetError]) -> Iterator[None]:
-    """Turns errors of DVC into `kind`, that of a damaged list of a folder's files into IntegrityError, and those of
-    file systems into EnvironmentFailure. Of files that fail to travel DVC raises how many they are, and logs why."""
+    """Turn errors of DVC into `kind`, and those of file systems into EnvironmentFailure. If transfers fail, DVC raises
+    an error with their number and logs the reasons."""
     from dvc.exceptions import CheckoutError, DvcException
     from dvc_objects.errors import ObjectFormatError
 
@@ -220,17 +162,17 @@ def _explained(remote: str, kind: type[FlexfleetError]) -> Iterator[None]:
             yield
         except DvcException as error:
             if causes:
-                raise EnvironmentFailure(_told(remote, causes[0])) from error
+                is_missing = isinstance(causes[0], FileNotFoundError)
+                raise (kind if is_missing else EnvironmentFailure)(_told(remote, causes[0])) from error
             if isinstance(error, CheckoutError):
                 names = ", ".join(Path(each).name for each in error.target_infos)
-                raise kind(f"DVC at {masked(remote)}: {names} is damaged there: push it again") from error
+                raise kind(f"DVC at {masked(remote)}: {names} is missing or damaged there") from error
             raise kind(f"DVC at {masked(remote)}: {masked(str(error))}") from error
         except FlexfleetError:
             raise
         except ObjectFormatError as error:
-            told = f"DVC at {masked(remote)}: {error}; push it again"
-            raise IntegrityError(told) from error
-        except sqlite3.Error:  # of the temporary folder, and not of the remote: `_scratch` tells of it
+            raise IntegrityError(f"DVC at {masked(remote)}: {error}") from error
+        except sqlite3.Error:  # `_scratch` reports it
             raise
         except Exception as error:  # the file systems' own
             raise EnvironmentFailure(_told(remote, error)) from error
@@ -242,7 +184,7 @@ def _told(remote: str, error: BaseException) -> str:
 
 @contextmanager
 def _heard() -> Iterator[list[BaseException]]:
-    """The errors that DVC logs inside, where nobody else sees them."""
+    """Collect the errors that DVC logs inside, without showing them."""
     heard: list[BaseException] = []
 
     class Ear(logging.Handler):

@@ -304,21 +304,6 @@ def test_place_of_the_key_is_checked_before_the_training(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("stream", [None, "shake256-box-muller-0"])
-def test_private_run_with_another_noise_stream_is_refused(rounds: Step, tmp_path: Path, stream: str | None) -> None:
-    """So that no round is released twice; nothing of it is touched."""
-    assert rounds(tmp_path / "a", sets=["rounds.stop=1"]).code == 0
-    old = {"noise_stream": stream, "key_at": None, "key_sha256": None, "noise_sha256": "0" * 64}
-    file = RunFile.read(tmp_path / "a" / "run.json").model_copy(update=old)
-    file.write(tmp_path / "a" / "run.json")
-    (tmp_path / "a" / "secret" / "key").rename(tmp_path / "a" / "secret" / "noise")
-    before = files_of(tmp_path / "a")
-    done = rounds(tmp_path / "a", "--resume")
-    (line,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
-    assert done.code == 6 and "Finish it with the version that it began with, or start another run" in line
-    assert files_of(tmp_path / "a") == before
-
-
 def test_private_run_records_the_numerics_of_its_noise(rounds: Step, tmp_path: Path) -> None:
     """Another numpy, or another processor, may round its logarithms otherwise."""
     assert rounds(tmp_path / "a", sets=["rounds.stop=1"]).code == 0

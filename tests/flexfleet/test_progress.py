@@ -311,7 +311,7 @@ def test_a_repeated_warning_is_told_once_and_counted(caplog: pytest.LogCaptureFi
         log.error("client 1")
         log.error("client 2")
     said = "round 1, client 0: nothing to merge: prune: 0.5 % is free"
-    more = f"43 more like this, with other numbers (-v, or logging at DEBUG, tells each): {said}"
+    more = f"43 more like this, with other numbers (-v shows each): {said}"
     assert caplog.messages == [said, "another one", "round 1/2", "round 2/2", "client 1", "client 2", more]
     log.warning("client 2: after it")
     assert caplog.messages[-1] == "client 2: after it"
