@@ -15,7 +15,7 @@ from fl_engine.core.errors import FlexfleetError, Replaced
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.remote.kubernetes.provisioner import MAILBOXES, Pods
-from fl_engine.remote.leases import Options
+from fl_engine.remote.leases import Assigner
 from fl_engine.remote.mailboxes import Mailboxes
 from fl_engine.remote.provisioner import Enrolled
 from fl_engine.remote.registry import Registry
@@ -50,23 +50,11 @@ class Surroundings:
     """See `Assignment.site`."""
     patience_s: float = 600.0
 
-    def remote(
-        self, options: Options, lease_s: float, mailboxes: Mailboxes, of: Pods | Enrolled, held: lease.Lease
-    ) -> Remote:
-        return Remote(
-            options,
-            lease_s,
-            self.run_id,
-            self.site.fleet,
-            self.mailbox,
-            mailboxes,
-            of,
-            held.check,
-            self.should_stop,
-            None if self.code is None else self.code[1],
-            self.memory,
-            self.site_sums,
-        )
+    def remote(self, mailboxes: Mailboxes, provisioner: Pods | Enrolled, lease_s: float, held: lease.Lease) -> Remote:
+        options = provisioner.options if isinstance(provisioner, Pods) else self.agents
+        code = None if self.code is None else self.code[1]
+        assigner = Assigner(self.mailbox, mailboxes, options, lease_s, self.site_sums, code, self.memory)
+        return Remote(assigner, self.run_id, self.site.fleet, provisioner, held.check, self.should_stop)
 
 
 @contextmanager
@@ -77,7 +65,7 @@ def _in_pods(of: Surroundings) -> Iterator[Backend]:
     with lease.held(home, 0) as held:
         pods = Pods(of.kubernetes, of.run_id, of.site.fleet, of.mailbox.store, home, held.key, of.patience_s, of.memory)
         with pods.watched():
-            remote = of.remote(pods.options, LEASE_S, pods.mailboxes, pods, held)
+            remote = of.remote(pods.mailboxes, pods, LEASE_S, held)
             try:
                 yield remote
             except Replaced:
@@ -95,7 +83,7 @@ def _on_devices(of: Surroundings) -> Iterator[Backend]:
     assert of.mailboxes is not None and of.registry is not None
     with lease.held(of.mailboxes.home) as held:
         enrolled = Enrolled(of.site.fleet, of.registry, of.agents.wait_s)
-        remote = of.remote(of.agents, of.agents.lease_s, of.mailboxes, enrolled, held)
+        remote = of.remote(of.mailboxes, enrolled, of.agents.lease_s, held)
         yield remote
         remote.finish()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple
 
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import printable
@@ -19,6 +19,7 @@ from fl_engine.exchange.updates import payload_bytes
 from fl_engine.remote.mailboxes import Mailboxes
 from fl_engine.remote.messages import MOST_S, Assignment, Lease, site_files
 from fl_engine.remote.provisioner import Lost, Provisioner
+from fl_engine.remote.settings import AgentsConfig, KubernetesConfig
 from fl_engine.remote.workers import Worker
 from fl_engine.storage.code import store_key
 from fl_engine.storage.s3 import S3Store
@@ -176,32 +177,22 @@ def _too_often(worker: Worker, clients: Sequence[int], r: OpenRound) -> bool:
     return max(r.gone[worker.name, client] for client in clients) > r.provisioner.drains
 
 
-class Options(Protocol):
-    @property
-    def deadline_s(self) -> int: ...
-
-    @property
-    def attempts(self) -> int: ...
-
-    @property
-    def endpoint(self) -> str | None:
-        """Address of the S3 server as workers reach it; None: as the coordinator does."""
-
-    @property
-    def observe(self) -> Literal["simulated", "cgroup"]: ...
-
-
 @dataclass(frozen=True)
 class Assigner:
-    """Writes the leases of one run. For the fields see `Remote`."""
+    """Writes the leases of one run."""
 
     mailbox: Mailbox
+    """The files of the run's rounds, with the key with which the coordinator signs."""
     mailboxes: Mailboxes
-    options: Options
+    options: AgentsConfig | KubernetesConfig
     lease_s: float
-    site_sums: Mapping[str, str]
-    code: str | None
-    memory: Peaks | None
+    """Seconds of silence after which a lease ends."""
+    site_sums: Mapping[str, str] = field(default_factory=dict)
+    """See `Assignment.site`. The sums are not read from the store, which others may write."""
+    code: str | None = None
+    """The sha256 of the wheel with the run's own code."""
+    memory: Peaks | None = None
+    """The memory that training takes, for observe=cgroup."""
 
     @property
     def own_data(self) -> bool:

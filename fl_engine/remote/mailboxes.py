@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from fl_engine.core.errors import IntegrityError, Refused
@@ -88,13 +89,14 @@ class Mailboxes:
         return found
 
     def invite(self, registry: Registry, stem: str, tier: str | None) -> Invitation:
-        taken = set[str]()
-        while True:
-            member = registry.invite(stem, tier, taken)
-            if self.home.create(f"{member.name}/{MESSAGE}", self._made(member, None, {}).text()):
-                return self.invitation(member)
-            registry.forget(member.name)  # a device of another registry has this mailbox
-            taken.add(member.name)
+        """Invite a device with the first free name `<stem>-<number>`. Names of other registries with these mailboxes
+        are not free either."""
+        taken = {*registry.names(), *registry.revoked()}
+        members = (Member.new(f"{stem}-{number}", tier) for number in count(1))
+        free = (member for member in members if member.name not in taken)
+        member = next(m for m in free if self.home.create(f"{m.name}/{MESSAGE}", self._made(m, None, {}).text()))
+        registry.put(member)
+        return self.invitation(member)
 
     def invitation(self, member: Member) -> Invitation:
         message, heartbeat = self.urls(member.name)

@@ -9,7 +9,7 @@ A registry holds keys, so it is never stored in a place for which workers have U
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fl_engine.core.errors import ConfigError, IntegrityError
@@ -84,19 +84,6 @@ class Registry:
     def put(self, member: Member) -> None:
         self.store.put(f"{member.name}.json", member.model_dump_json().encode())
 
-    def invite(self, stem: str, tier: str | None, other_than: Collection[str] = ()) -> Member:
-        """Add a device with the first free name `<stem>-<number>` that is not in `other_than`."""
-        number, taken = 1, self.revoked().union(other_than)
-        while True:
-            name = f"{stem}-{number}"
-            member = Member.new(name, tier)
-            if name not in taken and self.store.create(f"{name}.json", member.model_dump_json().encode()):
-                return member
-            number += 1
-
-    def forget(self, name: str) -> None:
-        self.store.delete(f"{name}.json")
-
     def revoke(self, name: str) -> Member:
         """Delete a device's key, and return the device for its last message. Raises ConfigError if it is not
         invited."""
@@ -104,7 +91,7 @@ class Registry:
             raise ConfigError(f"no device {name!r} is invited, only: {', '.join(names) or 'none'}")
         member = self.member(name)
         self.store.put(f"{REVOKED}{name}", b"")
-        self.forget(name)
+        self.store.delete(f"{name}.json")
         return member
 
 

@@ -17,7 +17,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Literal
 
 from fl_engine.core.contracts import Algorithm
@@ -26,8 +25,7 @@ from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, R
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import KeyOf
 from fl_engine.exchange.updates import fits_nobody
-from fl_engine.remote.leases import Assigner, OpenRound, Options, why_ended
-from fl_engine.remote.mailboxes import Mailboxes
+from fl_engine.remote.leases import Assigner, OpenRound, why_ended
 from fl_engine.remote.messages import pause, result_key
 from fl_engine.remote.provisioner import Lost, Need, Provisioner
 from fl_engine.remote.registry import clients_of_devices
@@ -35,7 +33,6 @@ from fl_engine.remote.workers import Held, Worker, Workers
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.run_files import round_folder
 from fl_engine.storage.store import canonical, sha256
-from fl_engine.training.memory import Peaks
 
 log = logging.getLogger("flexfleet")
 
@@ -55,44 +52,31 @@ class Remote:
     """The backend of one run.
 
     Args:
-        options: The section of the backend.
-        lease_s: Seconds of silence after which a lease ends.
+        assigner: Writes the leases.
         run_id: The run.
         fleet: Its devices.
-        mailbox: The files of its rounds, with the key with which the coordinator signs.
-        mailboxes: The mailboxes of the workers.
         provisioner: Provides the workers.
         check: Raises Replaced if another coordinator has the mailboxes.
         should_stop: Returns True if the run is to stop.
-        code: The sha256 of the wheel with the run's own code.
-        memory: What training takes, for observe=cgroup.
-        site_sums: See `Assignment.site`. They are not read from the store, which others may write.
     """
 
     durable = True
 
     def __init__(
         self,
-        options: Options,
-        lease_s: float,
+        assigner: Assigner,
         run_id: str,
         fleet: Sequence[Device],
-        mailbox: Mailbox,
-        mailboxes: Mailboxes,
         provisioner: Provisioner,
         check: Callable[[], None] = lambda: None,
         should_stop: Callable[[], bool] = lambda: False,
-        code: str | None = None,
-        memory: Peaks | None = None,
-        site_sums: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        if mailbox.key is None:
+        if assigner.mailbox.key is None:
             raise ConfigError("the mailbox must have a key, because workers sign their results")
-        self._options, self._lease_s, self._run, self._fleet = options, lease_s, run_id, fleet
-        self._mailbox, self._provisioner = mailbox, provisioner
-        self.workers = Workers(mailboxes, provisioner, lease_s, check)
-        self._should_stop, self._site = should_stop, sha256(canonical(dict(site_sums)))
-        self._assigner = Assigner(mailbox, mailboxes, options, lease_s, site_sums, code, memory)
+        self._assigner, self._run, self._fleet, self._provisioner = assigner, run_id, fleet, provisioner
+        self._mailbox, self._options, self._lease_s = assigner.mailbox, assigner.options, assigner.lease_s
+        self.workers = Workers(assigner.mailboxes, provisioner, assigner.lease_s, check)
+        self._should_stop, self._site = should_stop, sha256(canonical(dict(assigner.site_sums)))
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         """Yield the outcomes as they arrive, until there are as many updates as the plan wants.

@@ -14,7 +14,6 @@ import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.text import is_meant
@@ -33,20 +32,6 @@ IN_RUN = "secret/key"
 """The default file in the run's folder."""
 SETTINGS = "FLEXFLEET_SECRETS_"
 """Prefix of the environment variables with the address and credentials of a bucket for keys."""
-
-
-class Place(Protocol):
-    """Where a key is stored; `str` returns the address. Methods raise EnvironmentFailure if it cannot be reached."""
-
-    def read(self) -> bytes | None:
-        """Return the key; None if there is none."""
-
-    def create(self, value: bytes) -> None:
-        """Store a key if there is none."""
-
-    @property
-    def advice(self) -> str:
-        """How to delete the key; empty: like any file."""
 
 
 def address(store: Store, key: str = "") -> str:
@@ -68,9 +53,11 @@ class InStore:
         return address(self.store, self.key)
 
     def read(self) -> bytes | None:
+        """Return the key; None if there is none."""
         return self.store.get(self.key) if self.key in self.store.list(self.key) else None
 
     def create(self, value: bytes) -> None:
+        """Store a key if there is none."""
         if isinstance(self.store, FolderStore):
             folder = (self.store.root / self.key).parent
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -123,6 +110,10 @@ class InSecret:
 
     def delete(self) -> None:
         self.cluster.delete("secrets", self.name)
+
+
+Place = InStore | InSecret
+"""Where a key is stored. Methods raise EnvironmentFailure if it cannot be reached."""
 
 
 def place(config: Config, run_id: str, store: Store, out: Path) -> Place:

@@ -11,6 +11,7 @@ from fl_engine.core.types import Outcome, RoundPlan
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import key_of
+from fl_engine.remote.leases import Assigner
 from fl_engine.remote.mailboxes import Mailboxes
 from fl_engine.remote.messages import Lease
 from fl_engine.remote.provisioner import Enrolled
@@ -42,7 +43,8 @@ class OnPlayed:
             execute(lease, worker.key, message.site, store, Prepared(self._algorithm, site, ""), lambda taken: 0)
             worker.done = lease.id
 
-        self._inner = Remote(options, 60.0, "a", site.fleet, mailbox, mailboxes, provisioner, should_stop=turn)
+        assigner = Assigner(mailbox, mailboxes, options, 60.0)
+        self._inner = Remote(assigner, "a", site.fleet, provisioner, should_stop=turn)
         self._workers = [Played(mailboxes, mailboxes.invite(registry, "any", None), clock, act) for _ in range(workers)]
         self.durable = self._inner.durable
 

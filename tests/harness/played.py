@@ -17,6 +17,7 @@ from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, R
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import key_of
 from fl_engine.remote import mailboxes, messages, scheduler, workers
+from fl_engine.remote.leases import Assigner
 from fl_engine.remote.mailboxes import Mailboxes
 from fl_engine.remote.messages import Heartbeat, Invitation, Lease, Message, State
 from fl_engine.remote.provisioner import Enrolled
@@ -169,10 +170,8 @@ class Scene:
                 worker.turn()
             return self.clock.now - started > self.until
 
-        places = (self.mailbox, self.mailboxes, self.provisioner)
-        self.remote = scheduler.Remote(
-            self.options, lease_s, "a", self.fleet, *places, check, turn, site_sums=site or {}
-        )  # fmt: skip
+        assigner = Assigner(self.mailbox, self.mailboxes, self.options, lease_s, site or {})
+        self.remote = scheduler.Remote(assigner, "a", self.fleet, self.provisioner, check, turn)
 
     def worker(self, act: Act, tier: str | None = None, there: bool = True, takes: bool = True) -> Played:
         invitation = self.mailboxes.invite(self.registry, "weak", tier)

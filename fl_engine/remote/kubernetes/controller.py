@@ -294,7 +294,7 @@ class Controller:
         self._reported = now if again else self._reported
         for name, seen in self._seen.items():
             found = self._reasons(name)
-            new = {status.kind(reason) for reason in found} - seen.reported
+            new = {reason.partition(":")[0] for reason in found} - seen.reported  # without details of each pod
             seen.reported |= new
             if new or (again and found and self._demand.waiting.get(name)):
                 log.log(logging.WARNING if new else logging.INFO, "pods of %s: %s", name, _text(found))

@@ -122,10 +122,9 @@ def check(options: KubernetesConfig, tiers: Sequence[str]) -> None:
     of a comparison may have other fleets."""
     template(options.template)
     for name in sorted(options.pools.keys() - set(tiers)):
-        text = f"kubernetes.pools: the fleet has no tier {name!r}"
         if hint := did_you_mean(name, set(tiers) - options.pools.keys()):
-            raise ConfigError(text + hint)
-        log.warning("%s (its tiers: %s)", text, ", ".join(sorted(tiers)))
+            raise ConfigError(f"kubernetes.pools: the fleet has no tier {name!r}{hint}")
+        log.warning("kubernetes.pools: the fleet has no tier %r, only %s", name, ", ".join(sorted(tiers)))
 
 
 def settings_sum(of: Resource, options: KubernetesConfig) -> str:

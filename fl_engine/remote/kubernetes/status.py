@@ -116,8 +116,3 @@ def refusals(events: Iterable[Resource]) -> dict[str, tuple[str, str]]:
         if uid and at >= found.get(uid, ("", ""))[0]:
             found[uid] = at, printable(event.get("message") or "")[:500]
     return found
-
-
-def kind(reason: str) -> str:
-    """Return a reason without the parts that differ from pod to pod."""
-    return reason.partition(":")[0]
