@@ -1,6 +1,9 @@
-"""Random changes of images and maps while a client trains. A new one is a class and a line in AUGMENTATIONS.
+"""Random changes of images and maps while a client trains, after normalisation, never in evaluation. A new one is a
+class and a line in AUGMENTATIONS.
 
-They act on batches as a network is fed them, after normalisation, and never in evaluation.
+Hsv, Compress, Shear, Scale, MixUp and Flip are FedAIoT's augmentations for VisDrone (Alam, Federated Learning
+Benchmarks and Frameworks for Artificial Intelligence of Things, Michigan State University 2023, section 2.2.3). The
+text gives no strengths, so the defaults of colours, sizes and MixUp are those of YOLOv8, FedAIoT's network.
 """
 
 from __future__ import annotations
@@ -24,20 +27,102 @@ from fl_engine.core.samples import IMAGE_AXES
 
 Change = Annotated[float, Field(ge=0, lt=1)]
 BEST_QUALITY = 95
-"""The highest quality of a JPEG: Pillow's documentation advises against more."""
+"""The highest quality that Pillow's documentation recommends."""
+
+
+class Augmentation(Protocol):
+    """A frozen dataclass of options."""
+
+    def check(self, x: Tensor) -> None:
+        """Raise ModelError if samples like x (N, ...) cannot be augmented."""
+
+    def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
+        """Return a changed batch of one client's samples, of the same shape and type. The generator is on the CPU and
+        only for this batch."""
+
+
+@runtime_checkable
+class CarriesBoxes(Protocol):
+    """An augmentation for targets that are boxes (`core.boxes`). With such targets only these are accepted. `boxes_only
+    = True` excludes other targets."""
+
+    def apply_with_boxes(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return samples as `apply` does, and their targets (B, boxes, 5)."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """Mirrors a sample, left to right with probability `share`, and top to bottom with probability `vertical`."""
+
+    __pydantic_config__ = STRICT
+    name: Literal["flip"] = "flip"
+    share: Fraction = 0.5
+    vertical: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    def check(self, x: Tensor) -> None:
+        check_maps(self.name, x)
+
+    def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
+        for axis, mirrored in self._mirrored(x_bchw, generator):
+            x_bchw = torch.where(mirrored[:, None, None, None], x_bchw.flip(axis), x_bchw)
+        return x_bchw
+
+    def apply_with_boxes(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        y = y.clone()
+        for axis, mirrored in self._mirrored(x_bchw, generator):
+            x_bchw = torch.where(mirrored[:, None, None, None], x_bchw.flip(axis), x_bchw)
+            centre = y[..., -axis]
+            y[..., -axis] = torch.where(mirrored[:, None] & boxes.present(y), 1 - centre, centre)
+        return x_bchw, y
+
+    def _mirrored(self, x_bchw: Tensor, generator: torch.Generator) -> list[tuple[int, Tensor]]:
+        """Return an axis, the last or the one before, and which samples are mirrored along it."""
+        shares = [(-1, self.share)] + ([(-2, self.vertical)] if self.vertical else [])
+        return [(axis, (torch.rand(len(x_bchw), generator=generator) < p).to(x_bchw.device)) for axis, p in shares]
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Pads a sample with `padding` pixels and cuts out a random window of its old size.
+
+    The border is 0 after normalisation, the mean of the data. (FedRolex's code pads with black.)
+    """
+
+    __pydantic_config__ = STRICT
+    name: Literal["crop"] = "crop"
+    padding: Count = 4
+
+    def check(self, x: Tensor) -> None:
+        check_maps(self.name, x)
+        side = min(x.shape[2:])
+        if self.padding >= side:
+            raise ModelError(
+                f"training.augment: the padding of crop must be below the samples' side, {side}, got {self.padding}"
+            )
+
+    def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
+        b, c, h, w = x_bchw.shape
+        corner_2b = torch.randint(2 * self.padding + 1, (2, b), generator=generator).to(x_bchw.device)
+        rows = corner_2b[0, :, None] + torch.arange(h, device=x_bchw.device)
+        columns = corner_2b[1, :, None] + torch.arange(w, device=x_bchw.device)
+        samples, channels = torch.arange(b, device=x_bchw.device), torch.arange(c, device=x_bchw.device)
+        padded = F.pad(x_bchw, (self.padding,) * 4)
+        return padded[
+            samples[:, None, None, None], channels[:, None, None], rows[:, None, :, None], columns[:, None, None]
+        ]
 
 
 @dataclass(frozen=True)
 class Hsv:
-    """Shifts the hue of each sample, and scales its saturation and its value (brightness), by one random amount each:
-    colours in the HSV space (Smith, Color Gamut Transform Pairs, SIGGRAPH 1978)."""
+    """Shifts the hue of each sample, and scales its saturation and its value (brightness) by random amounts, in the HSV
+    space (Smith, Color Gamut Transform Pairs, SIGGRAPH 1978)."""
 
     __pydantic_config__ = STRICT
     name: Literal["hsv"] = "hsv"
     hue: Change = 0.015
-    """Most that is added or taken away, in turns of the colour circle."""
+    """The largest shift, in turns of the colour circle."""
     saturation: Change = 0.7
-    """It is multiplied by 1 - this to 1 + this."""
+    """The factor is from 1 - this to 1 + this."""
     value: Change = 0.4
     """As saturation."""
 
@@ -73,7 +158,7 @@ class Hsv:
 
 @dataclass(frozen=True)
 class Compress:
-    """Stores a sample as JPEG and reads it again, with probability `share`, at a quality from `quality` to 95."""
+    """Compresses a sample as JPEG, with probability `share`, at a quality from `quality` to 95."""
 
     __pydantic_config__ = STRICT
     name: Literal["compress"] = "compress"
@@ -97,8 +182,8 @@ class Compress:
 
 @dataclass(frozen=True)
 class Shear:
-    """Shears a sample along both axes about its centre, by angles of up to `degrees`. What comes in from outside is 0,
-    after normalisation."""
+    """Shears a sample along both axes about its centre, by angles of up to `degrees`. The outside is 0, after
+    normalisation."""
 
     __pydantic_config__ = STRICT
     name: Literal["shear"] = "shear"
@@ -125,8 +210,8 @@ class Shear:
 
 @dataclass(frozen=True)
 class Scale:
-    """Enlarges or shrinks a sample about its centre, by a factor from 1 - `change` to 1 + `change`. What comes in from
-    outside is 0, after normalisation."""
+    """Scales a sample about its centre by a factor from 1 - `change` to 1 + `change`. The outside is 0, after
+    normalisation."""
 
     __pydantic_config__ = STRICT
     name: Literal["scale"] = "scale"
@@ -166,7 +251,7 @@ class MixUp:
         check_maps(self.name, x)
 
     def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
-        raise ModelError("training.augment: mixup adds boxes to boxes, and these targets are none: leave mixup out")
+        raise ModelError("training.augment: mixup needs boxes as targets. Leave it out")
 
     def apply_with_boxes(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         b, most = y.shape[:2]
@@ -190,14 +275,14 @@ class MixUp:
 
 
 def about_centre(linear_b22: Tensor) -> Tensor:
-    """(B, 2, 3): the maps p -> A p + t of the image that leave its centre, (1/2, 1/2), where it is."""
+    """Return the maps p -> A p + t, (B, 2, 3), that keep the image's centre, (1/2, 1/2)."""
     centre = torch.full((2, 1), 0.5)
     return torch.cat([linear_b22, centre - linear_b22 @ centre], dim=2)
 
 
 def resampled(x_bchw: Tensor, matrices: Tensor) -> Tensor:
-    """Samples after p -> A p + t, `matrices` (B, 2, 3) = [A | t], points as shares of the sample: between pixels the
-    four around are weighed, outside is 0."""
+    """Return samples after p -> A p + t, `matrices` (B, 2, 3) = [A | t], points as shares of the sample, with bilinear
+    interpolation and 0 outside."""
     matrices = matrices.to(x_bchw)
     (a, b), (c, d) = matrices[:, 0, :2].T, matrices[:, 1, :2].T
     back = torch.stack([d, -b, -c, a], dim=1).view(-1, 2, 2) / (a * d - b * c).view(-1, 1, 1)
@@ -220,108 +305,24 @@ def _stored(x_chw: Tensor, quality: int) -> Tensor:
 
 
 def check_maps(name: str, x: Tensor) -> None:
-    """Raises ModelError where samples like x (N, ...) are neither images nor maps."""
+    """Raise ModelError if samples like x (N, ...) are neither images nor maps."""
     if x.dim() != IMAGE_AXES or x.dtype == torch.int64:
         kind = "tokens" if x.dtype == torch.int64 else "numbers"
         raise ModelError(
-            f"training.augment: {name} takes images and maps (C, H, W), a sample is {kind} of the shape "
-            f"{tuple(x.shape[1:])}: leave {name} out of training.augment"
+            f"training.augment: {name} needs images or maps (C, H, W), got {kind} of the shape {tuple(x.shape[1:])}. "
+            "Leave it out"
         )
 
 
 def check_colours(name: str, x: Tensor, channels: tuple[int, ...]) -> None:
-    """Raises ModelError where samples like x (N, ...), normalised, are no pictures of so many channels in 0..1."""
+    """Raise ModelError if normalised samples like x (N, ...) are not pictures with these channels in 0..1."""
     check_maps(name, x)
     low, high = float(x.min()), float(x.max())
     if x.shape[1] not in channels or low < 0 or high > 1:
         raise ModelError(
-            f"training.augment: {name} takes pictures of {' or '.join(map(str, channels))} channels with values in "
-            f"0..1, a sample has {x.shape[1]}, from {low:.3g} to {high:.3g}: leave {name} out of training.augment, or "
-            "give a data set whose mean is 0 and whose std is 1"
+            f"training.augment: {name} needs pictures of {' or '.join(map(str, channels))} channels with values in "
+            f"0..1 (mean 0 and std 1), got {x.shape[1]} from {low:.3g} to {high:.3g}. Leave it out"
         )
-
-
-class Augmentation(Protocol):
-    """A frozen dataclass of options."""
-
-    def check(self, x: Tensor) -> None:
-        """Raises ModelError where samples like x (N, ...) cannot be augmented so."""
-
-    def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
-        """A batch of one client's samples, changed: same shape and type, x itself unchanged. The generator is on the
-        CPU, and is good for this batch alone."""
-
-
-@runtime_checkable
-class CarriesBoxes(Protocol):
-    """An augmentation that says what becomes of targets which are boxes (`core.boxes`). Where targets are boxes, it
-    alone is taken, by this method; `boxes_only = True` says that it is of no use elsewhere."""
-
-    def apply_with_boxes(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Samples as `apply` gives them, and their targets (B, boxes, 5); y itself is unchanged."""
-
-
-@dataclass(frozen=True)
-class Flip:
-    """Mirrors a sample, left to right with probability `share`, and top to bottom with probability `vertical`."""
-
-    __pydantic_config__ = STRICT
-    name: Literal["flip"] = "flip"
-    share: Fraction = 0.5
-    vertical: Annotated[float, Field(ge=0, le=1)] = 0.0
-
-    def check(self, x: Tensor) -> None:
-        check_maps(self.name, x)
-
-    def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
-        for axis, mirrored in self._mirrored(x_bchw, generator):
-            x_bchw = torch.where(mirrored[:, None, None, None], x_bchw.flip(axis), x_bchw)
-        return x_bchw
-
-    def apply_with_boxes(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        y = y.clone()
-        for axis, mirrored in self._mirrored(x_bchw, generator):
-            x_bchw = torch.where(mirrored[:, None, None, None], x_bchw.flip(axis), x_bchw)
-            centre = y[..., -axis]
-            y[..., -axis] = torch.where(mirrored[:, None] & boxes.present(y), 1 - centre, centre)
-        return x_bchw, y
-
-    def _mirrored(self, x_bchw: Tensor, generator: torch.Generator) -> list[tuple[int, Tensor]]:
-        """An axis, the last or the one before, and which samples are mirrored along it."""
-        shares = [(-1, self.share)] + ([(-2, self.vertical)] if self.vertical else [])
-        return [(axis, (torch.rand(len(x_bchw), generator=generator) < p).to(x_bchw.device)) for axis, p in shares]
-
-
-@dataclass(frozen=True)
-class Crop:
-    """Puts a border of `padding` pixels around a sample and cuts a window of its old size out, at a random place.
-
-    The border is 0 after normalisation, so it has the mean of the data. (FedRolex's code pads before it, with black.)
-    """
-
-    __pydantic_config__ = STRICT
-    name: Literal["crop"] = "crop"
-    padding: Count = 4
-
-    def check(self, x: Tensor) -> None:
-        check_maps(self.name, x)
-        side = min(x.shape[2:])
-        if self.padding >= side:
-            raise ModelError(
-                f"training.augment: crop pads {self.padding} pixels, and a side of the samples has {side}, which might "
-                f"leave nothing of one: set a padding of at most {side - 1}"
-            )
-
-    def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
-        b, c, h, w = x_bchw.shape
-        corner_2b = torch.randint(2 * self.padding + 1, (2, b), generator=generator).to(x_bchw.device)
-        rows = corner_2b[0, :, None] + torch.arange(h, device=x_bchw.device)
-        columns = corner_2b[1, :, None] + torch.arange(w, device=x_bchw.device)
-        samples, channels = torch.arange(b, device=x_bchw.device), torch.arange(c, device=x_bchw.device)
-        padded = F.pad(x_bchw, (self.padding,) * 4)
-        return padded[
-            samples[:, None, None, None], channels[:, None, None], rows[:, None, :, None], columns[:, None, None]
-        ]
 
 
 AUGMENTATIONS: dict[str, type[Augmentation]] = {
@@ -335,4 +336,4 @@ AUGMENTATIONS: dict[str, type[Augmentation]] = {
 }
 
 Augmenting = Annotated[Augmentation, Contract("augmentation", AUGMENTATIONS, Augmentation)]
-"""For a field: chosen by name in a configuration, or one's own as `package.module:NAME`."""
+"""The annotation of a field."""

@@ -6,10 +6,10 @@
 3. `ratios_at`, `spec_of`: layer i keeps int(s_i * out_i) channels, s_i = clamp(gamma * (1 - A_i * AdjW_i), 0.01, 1).
 4. `solve`: the gamma whose model has a given size.
 
-Departs from the paper: Alg. 1 raises gamma by 0.01 until the size is within epsilon; the loop can step over epsilon
-and never end. Size is monotone in gamma, so a bisection finds the closest reachable size, and a target that no gamma
-comes near is an error. `rule="authors"` is the published code's search: gamma runs over 100/g, g = 1 .. 199, and the
-first model whose prunable part is within 5 points of the target is taken, which is larger than the target says.
+Departs from the paper: Alg. 1 raises gamma by 0.01 until the size is within epsilon, which may never happen. Size is
+monotone in gamma, so a bisection finds the closest reachable size, and an unreachable target is an error.
+`rule="authors"` is the published code's search: gamma runs over 100/g, g = 1 .. 199, and the first model whose prunable
+part is within 5 points of the target is taken, which is larger than the target.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ AUTHORS_GAMMAS = tuple(100 / g for g in range(1, 200))
 AUTHORS_TOLERANCE = 0.05
 SIGNS, MOST_CHARS = "_ . + - ( ) % = '", 64
 NAMED = re.compile(rf"\w[\w.+()%=' -]{{0,{MOST_CHARS - 1}}}")
-"""What a pool model may be called."""
+"""Names of pool models, which are used for folders and in MLflow."""
 UNMEASURED = 0.5
-"""A_i of a layer without a ReLU (an LSTM, an embedding), as if it were as often zero as not. Its real share of zeros is
-about 0, which would keep it as wide as gamma allows, however little it contributes."""
+"""A_i of a layer without a ReLU (an LSTM, an embedding). Its real share of zeros is about 0, which would keep it as
+wide as gamma allows."""
 
 
 def measure_apoz(family: ModelFamily, params: Params, x_nchw: Tensor, batch_size: int = 128) -> tuple[float, ...]:
-    """A_i per prunable layer, each in [0, 1]; `UNMEASURED` where it has no ReLU. `x_nchw` are samples as the network
-    takes them (the proxy's test part)."""
+    """Return A_i per prunable layer, each in [0, 1]; `UNMEASURED` without a ReLU. `x_nchw` are normalised samples (the
+    proxy's test part)."""
     module = runnable(family, FULL, {k: v.clone() for k, v in params.items()}).eval()
     names = [name for layer in family.prunable() for name in layer.activations]
     zeros = dict.fromkeys(names, 0)
@@ -72,7 +72,8 @@ def measure_apoz(family: ModelFamily, params: Params, x_nchw: Tensor, batch_size
 
 
 def layer_sizes(family: ModelFamily) -> tuple[int, ...]:
-    """size(l_i): parameters of each prunable layer (conv + BN, block, or fc). Raises PoolError where there is none."""
+    """Return size(l_i), the parameters of each prunable layer (conv + BN, block, or fc). Raises PoolError without
+    any."""
     check_cuttable([layer.group for layer in family.prunable()])
     shapes = full_shapes(family)
     return tuple(
@@ -82,27 +83,27 @@ def layer_sizes(family: ModelFamily) -> tuple[int, ...]:
 
 
 def adjustment_weights(sizes: Sequence[int]) -> tuple[float, ...]:
-    """AdjW_i in (0, 1]; the largest layer has 1 (Eq. 3)."""
+    """Return AdjW_i in (0, 1]; the largest layer has 1 (Eq. 3)."""
     largest = math.log(max(sizes))
     return tuple(math.log(size) / largest for size in sizes)
 
 
 def ratios_at(gamma: float, apoz: Sequence[float], adjust: Sequence[float]) -> tuple[float, ...]:
-    """s_i of Alg. 1 lines 11-12."""
+    """Return s_i of Alg. 1 lines 11-12."""
     return tuple(max(min((1 - a * w) * gamma, 1.0), MIN_RATIO) for a, w in zip(apoz, adjust, strict=True))
 
 
 def spec_of(family: ModelFamily, ratios: Sequence[float]) -> SubmodelSpec:
-    """The first int(s_i * out_i) channels of each prunable layer, at least one."""
+    """Return the first int(s_i * out_i) channels of each prunable layer, at least one."""
     groups = layout_of(family).groups
     layers = family.prunable()
     return SubmodelSpec.of({p.group: max(1, int(s * groups[p.group])) for p, s in zip(layers, ratios, strict=True)})
 
 
 def default_epsilon(family: ModelFamily) -> float:
-    """Parameters: the largest of 0.5 % of the whole, one channel of the widest layer, and half a channel of the layer
-    whose channels have most parameters. Sizes are steps of one channel, and the middle of a step is half of it away
-    from both ends; an LSTM's few units may make large ones."""
+    """Return the default epsilon in parameters: the largest of 0.5 % of the whole, one channel of the widest layer, and
+    half a channel of the layer whose channels have most parameters. Sizes change in steps of one channel, and the
+    middle of a step is half of it away from both ends."""
     whole, groups = count_params(family), family.layout().groups
     layers = [p.group for p in family.prunable()]
     each = {g: whole - count_params(family, SubmodelSpec.of({g: groups[g] - 1})) for g in layers if groups[g] > 1}
@@ -117,10 +118,8 @@ def solve(
     target: float,
     epsilon: float,
 ) -> tuple[float, SubmodelSpec]:
-    """gamma and the sub-model whose size is closest to `target` parameters.
-
-    Raises PoolError where the closest reachable size is further away than `epsilon` parameters.
-    """
+    """Return gamma and the sub-model whose size is closest to `target` parameters. Raises PoolError if it is further
+    away than `epsilon` parameters."""
 
     sizes: dict[SubmodelSpec, int] = {}  # a bisection ends in dozens of steps between the same two
 
@@ -145,24 +144,22 @@ def solve(
         whole = count_params(family)
         raise PoolError(
             f"no gamma gives a model of {100 * target / whole:.2f} % ({target:,.0f} parameters) within epsilon = "
-            f"{epsilon:,.0f}: the closest reachable sizes are {below:,} and {above:,} "
-            f"({100 * below / whole:.2f} % and {100 * above / whole:.2f} %). "
-            "Change the target, raise algorithm.epsilon, or use a wider model."
+            f"{epsilon:,.0f}, the closest have {below:,} and {above:,}. Change the target, or raise algorithm.epsilon"
         )
     return _shortest(gamma, lambda g: at(g)[1] == spec), spec
 
 
 def _shortest(gamma: float, same: Callable[[float], bool]) -> float:
-    """The shortest decimal that gives the same model: the bisection ends on the edge of a step, where the last bit
-    of gamma decides, and a printed gamma should give the model it is printed beside."""
+    """Return the shortest decimal that gives the same model. The bisection ends on the edge of a step, and a printed
+    gamma must reproduce its model."""
     return next((g for g in (round(gamma, digits) for digits in range(2, 15)) if g > 0 and same(g)), gamma)
 
 
 def solve_as_authors(
     family: ModelFamily, apoz: Sequence[float], adjust: Sequence[float], share: float
 ) -> tuple[float, SubmodelSpec]:
-    """The published code's rule: first hit from above within 5 points, by the size of the prunable layers. Raises
-    PoolError where none is."""
+    """Apply the published code's rule: the first hit from above within 5 points, by the size of the prunable layers.
+    Raises PoolError without a hit."""
     prefixes = tuple(prefix for layer in family.prunable() for prefix in layer.params)
     layout, full = family.layout(), full_shapes(family)
 
@@ -182,13 +179,10 @@ def solve_as_authors(
 
 
 def _gamma_max(apoz: Sequence[float], adjust: Sequence[float]) -> float:
-    """The gamma above which no layer gets wider. Raises PoolError where no gamma widens any layer."""
+    """Return the gamma above which no layer gets wider. Raises PoolError if no gamma widens any layer."""
     slopes = [1 - a * w for a, w in zip(apoz, adjust, strict=True) if 1 - a * w > 1e-9]
     if not slopes:
-        raise PoolError(
-            "every layer has APoZ * AdjW = 1: no gamma can widen any of them; give smaller algorithm.apoz, or set "
-            "algorithm.use_apoz=false"
-        )
+        raise PoolError("every layer has APoZ * AdjW = 1, so no gamma can widen any. Set algorithm.use_apoz=false")
     return (1 + 1e-12) / min(slopes)  # times a slope, the quotient alone may round to just below 1
 
 
@@ -201,45 +195,42 @@ def member(
     reported: bool,
     **more: Any,
 ) -> PoolModel:
-    """A pool model with its costs counted; `more` are further fields of `PoolModel`."""
+    """Return a pool model with its costs; `more` are further fields of `PoolModel`."""
     params = count_params(family, spec)
     share = params / count_params(family)
     return PoolModel(name, spec, params, share, macs_of(family, spec), dispatched, reported, **more)
 
 
 def pool_of(algorithm: Algorithm, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-    """The algorithm's pool. Raises PoolError unless it is one: models of different names from the smallest to the
+    """Return the algorithm's pool. Raises PoolError unless it has models of different names from the smallest to the
     largest, which is reported."""
     name = type(algorithm).__name__
     given: Any = algorithm.pool(family, prepared, server)
-    found: Pool = tuple(given) if isinstance(given, tuple | list) else ()
-    wrong = [each for each in found if not isinstance(each, PoolModel)]
-    if wrong or not found:
-        kind = f"a {type(given).__name__}"
-        said = f"{kind} of {type(wrong[0]).__name__}" if wrong else kind if given else repr(given)
-        raise PoolError(f"{name}.pool: a tuple of one PoolModel or more is expected, smallest first, got {said}")
+    if not isinstance(given, tuple | list) or not given or not all(isinstance(each, PoolModel) for each in given):
+        raise PoolError(f"{name}.pool must return one PoolModel or more, smallest first, got {repr(given)[:100]}")
+    found: Pool = tuple(given)
     for small, large in pairwise(found):
         if small.params > large.params:
             raise PoolError(
-                f"{name}.pool: the smallest model comes first, got {small.name} ({small.params:,} parameters) before "
-                f"{large.name} ({large.params:,})"
+                f"{name}.pool must return the smallest model first, got {small.name} ({small.params:,} parameters) "
+                f"before {large.name} ({large.params:,})"
             )
     names = [model.name for model in found]
     if twice := [each for each in names if names.count(each) > 1]:
-        raise PoolError(f"{name}.pool: each model needs a name of its own, {twice[0]} is there twice")
+        raise PoolError(f"{name}.pool: two models are named {twice[0]}; names must differ")
     for each in names:
         if not isinstance(each, str) or not NAMED.fullmatch(each):
             raise PoolError(
-                f"{name}.pool: a model's name is a folder's name, and a part of what MLflow calls it: letters, digits, "
-                f"spaces and any of {SIGNS}, a letter or digit first, {MOST_CHARS} characters at most; got {each!r}"
+                f"{name}.pool: a model's name must begin with a letter or digit and have at most {MOST_CHARS} letters, "
+                f"digits, spaces and any of {SIGNS}, got {each!r}"
             )
     if not found[-1].reported:
-        raise PoolError(f"{name}.pool: the largest model, {names[-1]}, has to be reported: its score is `full`")
+        raise PoolError(f"{name}.pool: the largest model, {names[-1]}, must be reported, because its score is `full`")
     return found
 
 
 def ascending(pool: Pool) -> Pool:
-    """Raises PoolError unless each model has more parameters than the one before."""
+    """Raise PoolError unless each model has more parameters than the one before."""
     for small, large in pairwise(pool):
         if small.params >= large.params:
             raise PoolError(
@@ -250,7 +241,7 @@ def ascending(pool: Pool) -> Pool:
 
 
 def check_nested(family: ModelFamily, pool: Pool) -> Pool:
-    """Raises PoolError unless each model is a smaller sub-model of the next."""
+    """Raise PoolError unless each model is a smaller sub-model of the next."""
     for small, large in pairwise(ascending(pool)):
         if not contains(family.layout(), large.spec, small.spec):
             raise PoolError(f"{small.name} is not a sub-model of {large.name}: the pool would not nest")
@@ -258,5 +249,5 @@ def check_nested(family: ModelFamily, pool: Pool) -> Pool:
 
 
 def similarity(ratios: Sequence[float], reference: Sequence[float]) -> float:
-    """sim = 1 - mean(|s_p%[i] - s_100%[i]| / s_100%[i]) (FlexFL Sec. IV-C1): 1 where a small proxy prunes alike."""
+    """Return sim = 1 - mean(|s_p%[i] - s_100%[i]| / s_100%[i]) (FlexFL Sec. IV-C1): 1 if a small proxy prunes alike."""
     return 1 - sum(abs(a - b) / b for a, b in zip(ratios, reference, strict=True)) / len(reference)

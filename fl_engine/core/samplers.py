@@ -1,7 +1,7 @@
-"""Which samples a client sees in an epoch, and in which order. A new sampler is a class and a line in SAMPLERS.
+"""Samplers: which samples a client sees in an epoch, and in which order. A new one is a class and a line in SAMPLERS.
 
-An epoch is as many draws as the client has samples, whatever the sampler. So a task's steps and multiply-adds follow
-from the sample count alone (`core.costs`), and the server can check what a client claims without knowing its labels.
+An epoch has as many draws as the client has samples, so the steps and multiply-adds of a task follow from the sample
+count (`core.costs`), and the server can check a client's claims without knowing its labels.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Sampler(Protocol):
     """A frozen dataclass of options."""
 
     def check(self, goal: Task) -> None:
-        """Raises ModelError where samples of this task cannot be drawn so."""
+        """Raise ModelError if samples of this task cannot be drawn like this."""
 
     def epoch(self, goal: Task, y: Tensor, generator: torch.Generator) -> Tensor:
-        """int64 (N,): the indices of N draws from N samples, whose targets are y (N, ...). Y and the generator are on
-        the CPU. All randomness comes from the generator."""
+        """Return the indices of N draws from N samples, int64 (N,). `y` (N, ...) are the targets, on the CPU as the
+        generator. All randomness comes from the generator."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Shuffle:
 
 @dataclass(frozen=True)
 class Balanced:
-    """With replacement: first a label, each that the client holds equally likely, then a sample of it.
+    """With replacement: first a label of the client, all equally likely, then a sample of it.
 
-    The labels are those of `Task.labels`; for numbers these are quantile bins of the client's own targets. With
-    `smoothing` a sample's weight is 1 / (smoothing + count), with the count of its label, so that rare labels are less
-    likely; FedAIoT's code has 1 / (1 + count).
+    The labels are those of `Task.labels`, which for numbers are quantile bins of the client's targets. With `smoothing`
+    a sample's weight is 1 / (smoothing + count of its label), so that rare labels are less likely; FedAIoT's code has 1
+    / (1 + count).
     """
 
     __pydantic_config__ = STRICT
@@ -60,7 +60,7 @@ class Balanced:
     def check(self, goal: Task) -> None:
         if not goal.label_count:
             raise ModelError(
-                f"training.sampler=balanced draws by labels, and the targets of this {goal.name} have none: set "
+                f"training.sampler.name=balanced needs labels, and this {goal.name} has none. Set "
                 "training.sampler.name=shuffle"
             )
 
@@ -75,7 +75,7 @@ class Balanced:
         return by_label[first[label] + place]
 
     def _labels(self, counts: list[int], draws: int, generator: torch.Generator) -> Tensor:
-        """int64 (draws,): which of the labels, held `counts` times."""
+        """Return the label of each draw, int64 (draws,), of labels that are held `counts` times."""
         if not self.smoothing:
             return torch.randint(len(counts), (draws,), generator=generator)
         ends = torch.tensor(list(accumulate(count / (self.smoothing + count) for count in counts)), dtype=torch.float64)
@@ -86,4 +86,4 @@ class Balanced:
 SAMPLERS: dict[str, type[Sampler]] = {"shuffle": Shuffle, "balanced": Balanced}
 
 Sampling = Annotated[Sampler, Contract("sampler", SAMPLERS, Sampler)]
-"""For a field: chosen by name in a configuration, or one's own as `package.module:NAME`."""
+"""The annotation of a field."""

@@ -1,7 +1,5 @@
-"""How the learning rate goes from step to step of one client's work. A new schedule is a class and a line in SCHEDULES.
-
-What it begins with, `lr`, is the rate of the round, decay between rounds included.
-"""
+"""Schedules: the learning rate over the steps of one client's training. A new one is a class and a line in SCHEDULES.
+`lr` is the rate of the round, including decay between rounds."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ class Schedule(Protocol):
     """A frozen dataclass of options."""
 
     def rate(self, lr: float, step: int, per_epoch: int, epochs: int) -> float:
-        """The learning rate of a step, counted from 0, of `epochs` epochs with `per_epoch` steps each."""
+        """Return the learning rate of a step, counted from 0, of `epochs` epochs with `per_epoch` steps each."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +36,17 @@ class Cosine:
     """SGDR: Stochastic Gradient Descent with Warm Restarts (Loshchilov and Hutter, ICLR 2017), Eq. 5, step by step.
 
     rate = lr * (floor + (1 - floor) * (1 + cos(pi * t / T)) / 2), with t steps since the last restart and T steps
-    between two. The first step has lr. The last one before a restart is one step short of the floor, so that no step
-    has the rate 0.
+    between two restarts. The first step has lr. The last one is one step short of the floor, so no step has rate 0.
     """
 
     __pydantic_config__ = STRICT
     name: Literal["cosine"] = "cosine"
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of lr that it goes down to."""
+    """Share of lr at the end of a descent."""
     restart: Count | None = None
-    """Epochs after which it begins at lr again; null: all epochs of the work are one descent."""
+    """Epochs after which it restarts at lr; null: all epochs are one descent."""
     factor: Count = 1
-    """Each descent is so many times as long as the one before (the paper's T_mult)."""
+    """Each descent is this factor longer than the one before (the paper's T_mult)."""
 
     def rate(self, lr: float, step: int, per_epoch: int, epochs: int) -> float:
         period = per_epoch * (epochs if self.restart is None else self.restart)
@@ -61,4 +58,4 @@ class Cosine:
 SCHEDULES: dict[str, type[Schedule]] = {"constant": Constant, "cosine": Cosine}
 
 Scheduling = Annotated[Schedule, Contract("schedule", SCHEDULES, Schedule)]
-"""For a field: chosen by name in a configuration, or one's own as `package.module:NAME`."""
+"""The annotation of a field."""

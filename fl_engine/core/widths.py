@@ -1,6 +1,6 @@
-"""Rules that cut a network: each gives a `SubmodelSpec`. The outputs are never cut.
+"""Width rules: each returns a `SubmodelSpec` of a network. The outputs are never cut.
 
-`int` and `ceil` are different sub-models: AdaptiveFL truncates, HeteroFL's and FjORD's code rounds up, FedRolex's
+`int` and `ceil` give different sub-models: AdaptiveFL truncates, HeteroFL's and FjORD's code rounds up, FedRolex's
 paper rounds down.
 """
 
@@ -22,25 +22,25 @@ Rounding = Literal["ceil", "floor"]
 ROUNDINGS = get_args(Rounding)
 
 EXIT_TOLERANCE = 5.0
-"""How far, in points, a level may exceed its target (as FlexFL's and AdaptiveFL's code allow)."""
+"""How far a level may exceed its target, in points (as in FlexFL's and AdaptiveFL's code)."""
 
 
 def hidden(layout: ParamLayout) -> dict[str, int]:
-    """The channel groups that a rule may cut."""
+    """Return the channel groups that a rule may cut."""
     return {group: size for group, size in layout.groups.items() if group != HEAD}
 
 
 def check_cuttable(groups: Collection[str]) -> None:
-    """Raises PoolError where there are none of them."""
+    """Raise PoolError if there are no such groups."""
     if not groups:
         raise PoolError(
-            "the network has no channels that can be cut, and this algorithm trains sub-models: choose one that trains "
-            "the whole network, such as all_large or fedprox, or a network with sub-models (model.whole=false)"
+            "the network has no channels that can be cut, and this algorithm trains sub-models. Choose all_large or "
+            "fedprox, or a network with sub-models (model.whole=false)"
         )
 
 
 def kept(size: int, width: float, rounding: Rounding) -> int:
-    """How many of `size` channels a width ratio keeps, at least one. 0.29 * 100 is 29, whatever the float says. Raises
+    """Return how many of `size` channels a width ratio keeps, at least one. 0.29 * 100 is 29 despite the float. Raises
     PoolError for another rounding."""
     if rounding not in ROUNDINGS:
         raise PoolError(f"rounding is {' or '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
@@ -50,7 +50,7 @@ def kept(size: int, width: float, rounding: Rounding) -> int:
 
 
 def prefix(layout: ParamLayout, width: float, rounding: Rounding = "ceil") -> SubmodelSpec:
-    """The first channels of every group (HeteroFL; FedRolex Eq. 3.6)."""
+    """Return the first channels of every group (HeteroFL; FedRolex Eq. 3.6)."""
     if width >= 1:
         return FULL
     check_cuttable(hidden(layout))
@@ -59,15 +59,14 @@ def prefix(layout: ParamLayout, width: float, rounding: Rounding = "ceil") -> Su
 
 Size = Literal["small", "medium", "large"]
 SIZES: tuple[Size, ...] = ("small", "medium", "large")
-"""The sub-networks that every network with nested ones names so."""
+"""The names of the sub-networks of every network with nested ones."""
 
 
 def nested(
     family: ModelFamily, widths: Sequence[float], names: Sequence[str], only: str | None = None
 ) -> dict[str, SubmodelSpec]:
-    """The network's own nested sub-networks by name (`contracts.Nested`), smallest first; where it has none, a prefix
-    for each of `widths`, ascending to 1, under the name of the same place. With `only`, the one of this name. Raises
-    PoolError."""
+    """Return the network's nested sub-networks by name (`contracts.Nested`), smallest first, or prefixes of `widths`,
+    ascending to 1, under `names`. With `only`, just this one. Raises PoolError."""
     if isinstance(family, Nested):
         return dict(family.nested())
     if len(set(names)) != len(widths) or list(widths) != sorted(set(widths)) or widths[-1] != 1:
@@ -80,8 +79,8 @@ def nested(
 
 
 def window_start(layout: ParamLayout, width: float, round: int, overlap: float = 1.0) -> dict[str, int]:
-    """j-hat of each group in this round (FedRolex Eq. 3.4): the window advances by
-    `1 + floor(width * (1 - overlap) * K_i)` channels per round (Sec. 3.3.7), so with an overlap of 1 by one."""
+    """Return j-hat of each group in this round (FedRolex Eq. 3.4): the window advances by `1 + floor(width * (1 -
+    overlap) * K_i)` channels per round (Sec. 3.3.7), by one with an overlap of 1."""
     return {
         group: round * (1 + math.floor(width * (1 - overlap) * size + 1e-9)) % size
         for group, size in hidden(layout).items()
@@ -89,10 +88,8 @@ def window_start(layout: ParamLayout, width: float, round: int, overlap: float =
 
 
 def rolling(layout: ParamLayout, width: float, first: Mapping[str, int]) -> SubmodelSpec:
-    """FedRolex Eq. 3.4: floor(width * K_i) channels from index `first` on, around the end of the layer.
-
-    Kept channels are stored in ascending order: the same sub-network.
-    """
+    """Return FedRolex Eq. 3.4: floor(width * K_i) channels from index `first` on, around the end of the layer, in
+    ascending order."""
     if width >= 1:
         return FULL
     return SubmodelSpec.of(
@@ -106,8 +103,8 @@ def rolling(layout: ParamLayout, width: float, first: Mapping[str, int]) -> Subm
 def random_drop(
     layout: ParamLayout, width: float, rng: np.random.Generator, inside: SubmodelSpec = FULL
 ) -> SubmodelSpec:
-    """Federated Dropout (FedRolex Eq. 3.5): any floor(width * K_i) channels of each layer, of those in `inside`. Layers
-    draw by themselves; those whose outputs a shortcut adds have the same channels."""
+    """Return Federated Dropout (FedRolex Eq. 3.5): floor(width * K_i) random channels of each layer, of those in
+    `inside`. Layers draw independently; those that a shortcut adds share their channels."""
     if width >= 1:
         return inside
     groups = hidden(layout)
@@ -130,13 +127,13 @@ def from_layer(family: ModelFamily, width: float, start: int) -> SubmodelSpec:
 
 # ------------------------------------------------------------------------------------------------ early exits
 def exit_name(block: str) -> str:
-    """What the early exit behind `block` is called, as a block and as a module."""
+    """Return the name of the early exit behind `block`, as a block and as a module."""
     return "exit_" + block.replace(".", "_")
 
 
 def up_to(family: ModelFamily, exit: str | None) -> tuple[str, ...]:
-    """The blocks from the first up to the head of the exit behind block `exit`, in network order, earlier heads
-    included; None: all blocks. Raises ModelError for an exit that the family has not."""
+    """Return the blocks up to the head of the exit behind block `exit`, in network order, with earlier heads; None: all
+    blocks. Raises ModelError for an unknown exit."""
     blocks = family.layout().blocks
     if exit is None:
         return blocks
@@ -149,15 +146,15 @@ def up_to(family: ModelFamily, exit: str | None) -> tuple[str, ...]:
 def with_exits(
     family: ModelFamily, points: Sequence[str], convs: tuple[tuple[str, int], ...] | None = None
 ) -> ModelFamily:
-    """The network with early exits after these blocks (repetitions count once). `convs`: pairs of a block and the
-    number of convolutions in its head, instead of those that the network has."""
+    """Return the network with early exits after these blocks (repetitions count once). `convs` pairs blocks with the
+    number of convolutions in their heads, instead of the network's own."""
     options: Any = family
     heads = {} if convs is None else {"exit_convs": convs}
     return replace(options, exits=tuple(dict.fromkeys(points)), **heads)  # type: ignore[no-any-return]
 
 
 def exit_points(family: ModelFamily) -> tuple[str, ...]:
-    """The blocks after which an exit may sit. Raises ModelError where the network has none to offer."""
+    """Return the blocks after which an exit may be placed. Raises ModelError if there are none."""
     points: tuple[str, ...] | None = family.exit_points() if hasattr(family, "exit_points") else None
     if not points:
         raise ModelError(f"{type(family).__name__} offers no early exits: this algorithm cannot train it")
@@ -165,25 +162,23 @@ def exit_points(family: ModelFamily) -> tuple[str, ...]:
 
 
 def early_exit(family: ModelFamily, width: float, point: str | None) -> SubmodelSpec:
-    """All blocks up to and including the exit after `point` (None: to the end), at one width."""
+    """Return all blocks up to and including the exit after `point` (None: to the end), at one width."""
     blocks = None if point is None else up_to(family, point)
     return SubmodelSpec.of(dict(prefix(family.layout(), width).kept), blocks)
 
 
 def branch(family: ModelFamily, point: str | None) -> SubmodelSpec:
-    """All blocks up to `point` and the head of its exit, without the earlier heads; None: the whole network without
-    its early exits' heads. At full width."""
+    """Return all blocks up to `point` and the head of its exit, without the earlier heads, at full width; None: the
+    whole network without its exits' heads."""
     heads = {exit_name(p) for p in exit_points(family)}
     trunk = [block for block in up_to(family, point) if block not in heads]
     return SubmodelSpec.of({}, trunk if point is None else [*trunk, exit_name(point)])
 
 
 def choose_exits(family: ModelFamily, widths: Sequence[float], targets: Sequence[float]) -> tuple[str, ...]:
-    """The exit of each level but the last: the deepest one at which the level, at its width, has at most `target` %
-    (plus 5 points) of the whole and ends before the next level's exit.
-
-    Counts one exit head per level. Raises PoolError where the network has no such point.
-    """
+    """Return the exit of each level but the last: the deepest one at which the level has at most `target` % (plus 5
+    points) of the whole and ends before the next level's exit. Counts one exit head per level. Raises PoolError if
+    there is none."""
     if len(widths) != len(targets) or not widths or list(targets) != sorted(targets):
         raise PoolError(
             "a width and a target for each level are expected, targets in ascending order: got widths "

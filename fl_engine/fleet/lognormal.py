@@ -1,11 +1,9 @@
-"""A fleet whose speeds, bandwidths and odds of being online are log-normal, and depend on each other as stated.
+"""A fleet with log-normal speeds, bandwidths and odds of being online, with given correlations.
 
-The paper on multi-branch networks with Oort (section 5.1) takes FedScale's traces; it says no more of them than that
-computation is fixed, and bandwidth and the online status vary. This generator has the same parts, and makes a fleet of
-any size without a file. Correlations are between the logarithms, or for data the normal scores of the ranks; they
-decide what a selection by speed costs, since independent speeds flatter one that prefers fast clients.
-
-Defaults whose source is not named are assumed and not measured.
+The paper on multi-branch networks with Oort (section 5.1) uses FedScale's traces, in which computation is fixed, and
+bandwidth and the online status vary. This generator has the same parts and needs no file. Correlations are between the
+logarithms, or for data the normal scores of the ranks. They matter because independent speeds favour a selection that
+prefers fast clients. Defaults without a source are assumed, not measured.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ from fl_engine.fleet.trace import Flags, Floats, Rows, Trace, Varying
 
 Correlation = Annotated[float, Field(ge=-1, le=1)]
 Spread = Annotated[float, Field(ge=0, le=3)]
-"""Standard deviation of a logarithm; 3 makes some devices 10^4 times as fast as others."""
+"""Standard deviation of a natural logarithm."""
 Amount = Annotated[float, Field(ge=1e-6, le=1e9)]
 Seconds = Annotated[float, Field(ge=1, le=1e9)]
 
 MOST_ROWS = 50_000_000
 SHORTEST_S = 1.0
-"""The shortest session in seconds, so that there are not too many of them."""
+"""The shortest session in seconds, which bounds their number."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +106,17 @@ class LogNormal:
         a, b, c = self.speed_data, self.data_online, self.speed_online
         if 1 + 2 * a * b * c - a * a - b * b - c * c < -1e-12:
             raise ConfigError(
-                f"fleet.trace: speed_data = {a}, data_online = {b} and speed_online = {c} cannot all hold: the third "
-                "follows in part from the other two; move one of them towards 0"
+                f"fleet.trace: speed_data = {a}, data_online = {b} and speed_online = {c} cannot all hold. Move one of "
+                "them towards 0"
             )
         rows = 2 * clients * self.repeat_s / (self.online_s + self.offline_s)
         if self.sessions != "always" and rows > MOST_ROWS:
             raise ConfigError(
-                f"fleet.trace: {clients} clients with sessions of {self.online_s:g} s and {self.offline_s:g} s make "
-                f"about {rows:.3g} sessions in {self.repeat_s:g} s, at most {MOST_ROWS} are kept: lower repeat_s"
+                f"fleet.trace: at most {MOST_ROWS} sessions can be stored, got about {rows:.3g}. Lower repeat_s"
             )
 
     def _scores(self, samples: Sequence[int], seed: int) -> tuple[Floats, Floats, Floats]:
-        """Standard normal: of the logarithms of speed, bandwidth and the odds of being online, by client."""
+        """Return the standard normal scores of speed, bandwidth and the odds of being online, by client."""
         rng, clients = seeds.rng(seed, "trace clients"), len(samples)
         data = np.empty(clients)
         # Clients with as many samples are ranked at random, or the first ones would count as those with the least.
@@ -136,8 +133,8 @@ class LogNormal:
 
     # ------------------------------------------------------------------------------------------------ sessions
     def _sessions(self, online_z: Floats, seed: int) -> tuple[Rows, Floats, Flags]:
-        """(first, time, online) of the rows. A client's odds o multiply the ratio of its mean seconds online and
-        offline: sqrt(o) the one, 1 / sqrt(o) the other. It begins online with the share of time that it is so."""
+        """Return (first, time, online) of the rows. A client's odds o multiply the ratio of its mean seconds online and
+        offline: sqrt(o) the one, 1 / sqrt(o) the other. It begins online with its share of online time."""
         clients = len(online_z)
         if self.sessions == "always":
             return np.arange(clients + 1), np.zeros(clients), np.ones(clients, dtype=np.bool_)
@@ -161,8 +158,8 @@ class LogNormal:
         return first, np.concatenate(times)[order], np.concatenate(states)[order]
 
     def _durations(self, mean: Floats, rng: np.random.Generator, under_way: bool) -> Floats:
-        """Seconds of one session each. `under_way`: what is left of the one that a moment falls into: an exponential
-        one forgets for how long it has lasted; a log-normal one is then longer, in proportion to its length."""
+        """Return the seconds of one session each. `under_way`: the rest of the session at a given moment; an
+        exponential one has no memory, a log-normal one is longer in proportion to its length."""
         if self.sessions == "exponential":
             drawn = mean * rng.standard_exponential(len(mean))
         else:
@@ -188,7 +185,7 @@ class LogNormal:
 
 
 def efficiency(snr_db: Floats) -> Floats:
-    """log2(1 + SNR), in bits per second and Hz (Shannon, A Mathematical Theory of Communication, 1948)."""
+    """Return log2(1 + SNR), in bits per second and Hz (Shannon, A Mathematical Theory of Communication, 1948)."""
     return np.log1p(10 ** (snr_db / 10)) / math.log(2)
 
 
@@ -197,5 +194,5 @@ def _medians(own: Sequence[float], given: float | None, unit: float) -> Floats:
 
 
 def _rounded(values: Floats) -> Floats:
-    """To 24 bits, so that machines whose logarithms differ in the last of 53 agree."""
+    """Round to 24 bits, so that machines whose logarithms differ in the last of 53 agree."""
     return values.astype(np.float32).astype(np.float64)

@@ -1,9 +1,9 @@
-"""Uniformity: how evenly the clients of a round finish. 0: all at the same moment; the larger, the longer the first
-ones wait for the others.
+"""Uniformity of training times: 0 if the clients of a round finish at the same moment, larger the longer the first ones
+wait.
 
 Source: Enhancing Communication Efficiency and Training Time Uniformity in Federated Learning through Multi-Branch
-Networks and the Oort Algorithm, Section 5.3.3, Equation (1). The paper prints about 532 without and 313 with branches;
-it says neither the unit nor who is averaged over. Here times are seconds.
+Networks and the Oort Algorithm, Section 5.3.3, Equation (1). The paper prints about 532 without and 313 with branches,
+without the unit and the average. Here times are seconds.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ NAMES = (
     "uniformity_real",
     "time_variance",
 )
-"""What `measured` calls its figures."""
+"""The names of the metrics of `measured`."""
 MEASURED = "uniformity_real"
-"""The one that is not the same again when a run is repeated; the others are the simulated clock's."""
+"""The metric that differs when a run is repeated; the others use the simulated clock."""
 
 
 class Times(NamedTuple):
-    """Seconds of one client in one round: on the simulated clock in all, of these to compute and to communicate; and
-    what the client itself measured of its training."""
+    """Seconds of one client in one round: in all, to compute and to communicate on the simulated clock, and `real` ones
+    of its training."""
 
     total: float
     compute: float
@@ -37,7 +37,7 @@ class Times(NamedTuple):
 
 
 def uniformity(seconds: Sequence[float]) -> float:
-    """sqrt(mean_i (t_i - min t)^2), in the unit of the `seconds`, which are one number or more (Equation (1))."""
+    """Return sqrt(mean_i (t_i - min t)^2) of one time or more (Equation (1))."""
     late = np.asarray(seconds, dtype=np.float64)
     late = late - late.min()
     longest = late.max()

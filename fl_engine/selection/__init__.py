@@ -1,7 +1,7 @@
-"""Which clients take part in a round, and which pool model each is sent.
+"""Selectors: which clients take part in a round, and which pool model each is sent.
 
-A selector is a frozen dataclass with `init`, `pick` and `learn` (see `contracts.Selector`); every algorithm
-takes every selector. What a selector learns from answers is kept in tables, which are part of the algorithm's state.
+A selector is a frozen dataclass with `init`, `pick` and `learn` (see `contracts.Selector`), and every algorithm accepts
+every selector. What it learns is stored in tables, which are part of the algorithm's state.
 """
 
 from typing import Annotated
@@ -21,6 +21,6 @@ SELECTIONS: dict[str, type[Selector]] = {
 }
 
 Selection = Annotated[Selector, Contract("selection", SELECTIONS, Selector, optional=(MeasuresClients,))]
-"""For an algorithm's field: chosen by name in a configuration, or one's own as `package.module:NAME`."""
+"""The annotation of an algorithm's field."""
 
 __all__ = ["SELECTIONS", "ByCapacity", "Curiosity", "Oort", "ResourceTable", "Selection", "Uniform"]

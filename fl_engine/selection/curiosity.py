@@ -1,4 +1,4 @@
-"""AdaptiveFL's selection: learned from what comes back."""
+"""AdaptiveFL's selection, which learns from what comes back."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Curiosity:
         R   = min(0.5, R_s) * R_c                                            (`score: cs`)
 
     Departs from the paper:
-    - n_type is the number of models of the type (1 for the largest model), as in the authors' code; with the paper's p
+    - n_type is the number of models of the type (1 for the largest model), as in the authors' code. With the paper's p
       the largest model's R_s could not exceed 1/p.
-    - The paper has no failures. Here a failure counts as a visit: T_c changes as if the client had brought back what it
-      was sent, and T_r as if it had pruned that to less than the smallest model. If failures taught nothing, the
-      curiosity about a client that never answers would stay at its maximum, and it would be asked most often.
-    - `c` and `s` use one reward alone, R_s then uncapped. A model for which no client has any reward is not drawn.
+    - The paper has no failures. Here a failure changes T_c as if the client had brought back what it was sent, and T_r
+      as if it had pruned that to less than the smallest model. Otherwise the curiosity about a client that never
+      answers would stay maximal, and it would be asked most often.
+    - `c` and `s` use one reward only, R_s then uncapped. A model for which no client has any reward is not drawn.
     """
 
     __pydantic_config__ = STRICT
     name: Literal["curiosity"] = "curiosity"
     score: Literal["cs", "c", "s"] = "cs"
     per_type: Count = 3
-    """p, how many models of the pool make a type, from the smallest on; the largest model is a type of its own."""
+    """p, the number of models per type, from the smallest on; the largest model is a type of its own."""
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
         tell_of_too_weak(fleet, pool)
@@ -62,7 +62,7 @@ class Curiosity:
         return sorted(picks)
 
     def rewards(self, tables: Tables) -> np.ndarray:
-        """R[model][client], frozen for a whole selection."""
+        """Return R[model][client], constant during a selection."""
         curiosity, resource = np.asarray(tables["curiosity"]), np.asarray(tables["resource"])
         models = len(resource)
         types = np.asarray([self._type(i, models) for i in range(models)])

@@ -1,4 +1,4 @@
-"""Oort's selection: clients whose samples still have a large loss, unless they are too slow."""
+"""Oort's selection: clients with a large loss, unless they are too slow."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fl_engine.selection.oort_state import ASKED, CLIENT, Pacer
 
 
 def rms_loss(client: ClientContext) -> float:
-    """sqrt(mean loss^2) over all samples of a client, with the received weights; at most `measures.LARGEST_LOSS`. Not
-    finite, hence no answer, where a loss is not a number."""
+    """Return sqrt(mean loss^2) over all samples of a client with the received weights, at most LARGEST_LOSS. NaN, which
+    makes the client fail, if a loss is NaN."""
     found = float(client.losses.double().square().mean().sqrt())
     return found if math.isnan(found) else min(found, LARGEST_LOSS)
 
@@ -31,24 +31,23 @@ def rms_loss(client: ClientContext) -> float:
 class Oort:
     """Oort: Efficient Federated Learning via Guided Participant Selection (Lai et al., OSDI 2021), Sec. 4, Alg. 1.
 
-    A client's statistical utility is U = |B| sqrt(mean loss^2) over all its samples. Of clients that were asked before,
+    A client's statistical utility is U = |B| sqrt(mean loss^2) over all its samples B. Among the clients asked before,
     those with the largest score are preferred:
 
         score = ((min(U, clip) - least) / (clip - least) + sqrt(uncertainty * ln R / L)) * min(1, T / t)^penalty
 
     with the round R and the client's last round L, both counted from 1, the client's time t, the pacer's T
-    (`oort_state.Pacer`), and `least` = 0.999 times the smallest U. The draw, in proportion to the
-    score, is among all that score at least `cut_off` times the best score not preferred. The share epsilon =
-    max(`exploration_min`, `exploration` * `exploration_decay`^r) of the round, r = 0, 1, ..., goes to clients that were
-    never asked, drawn in proportion to (samples to train) * (the same penalty for time), among the `explore_window`
-    times as many that have most of it. Where one kind runs out, the other fills the round. Each client is sent the
-    largest model that it can hold. The defaults are those of FedScale, whose code the paper's authors maintain
-    (fedscale/cloud/config_parser.py, thirdparty/oort/oort.py); where Oort's own code (training/argParser.py) or the
-    paper has another value, it stands beside it.
+    (`oort_state.Pacer`), and `least` = 0.999 times the smallest U. The draw, in proportion to the score, is among all
+    that score at least `cut_off` times the best score not preferred. The share epsilon = max(`exploration_min`,
+    `exploration` * `exploration_decay`^r) of round r = 0, 1, ... goes to clients that were never asked, drawn in
+    proportion to (samples to train) * (the same penalty for time) among the `explore_window` times as many with the
+    largest values. If one kind runs out, the other fills the round. Each client is sent the largest model that it can
+    hold. The defaults are those of FedScale, whose code the paper's authors maintain (fedscale/cloud/config_parser.py,
+    thirdparty/oort/oort.py). Other values of Oort's own code (training/argParser.py) or the paper are given below.
 
-    t is what the client's last order took on the simulated clock if it was sent the same model, else an estimate from
-    its speed, bandwidth and samples. Over-commitment is `rounds.over_provision`: 1.3 in the paper and in FedScale,
-    1.1 in Oort's own code.
+    t is the simulated time of the client's last assignment if that had the same model, else an estimate from its
+    speed, bandwidth and samples. Over-commitment is `rounds.over_provision`: 1.3 in the paper and in FedScale, 1.1 in
+    Oort's own code.
 
     Clients report sqrt(mean loss^2) as the metric `rms_loss`; |B| is what the server knows. A lie is worth at most
     `clip`, a value that an ordinary client has.
@@ -57,29 +56,28 @@ class Oort:
     (Alg. 1 line 10 adds it to U itself), and the default clip is FedScale's quantile of 0.9, not 0.95.
 
     Departs from the code:
-    - U counts all samples that a client holds, with the losses of the weights that it received, as the paper writes it;
-      the code counts those that it trains, steps * batch at most, with the losses of its steps.
-    - who failed, with a U of 0, counts in `least` and in `clip`; the code takes only utilities above 0 for these.
-    - U is scaled by the range after clipping, not before it: one client that reports 1e6 would make all others equal.
-      `clip` is the floor((n - 1) * `clip`)-th of n ascending values, from 0, so below 1 the largest of two or more
-      never sets it; the code's index takes the largest of few. Both are over clients that were asked, without the
-      sample counts of the others.
-    - T is a percentile over the clients that can be asked now; the code takes all, with the speed that they had once.
-    - the first round explores by the same rule; the code draws it uniformly.
-    - equal scores are drawn in random order, and a round is filled where nobody is left to explore.
-    - a client whose update came too late gets the mean utility of its round's updates (FedScale); one that failed for
-      another reason, or sent no update, gets 0 until it succeeds. Both have been asked.
-    - clients known to have no samples are never asked.
+    - U counts all samples of a client with the losses of the received weights, as in the paper. The code counts those
+      that it trains, with the losses of its steps.
+    - Failed clients, with a U of 0, count in `least` and in `clip`. The code uses only utilities above 0 for these.
+    - U is scaled by the range after clipping. Before it, one report of 1e6 would make all others equal. `clip` is the
+      floor((n - 1) * `clip`)-th of n ascending values of the clients asked, so the largest never sets it; the code's
+      index takes the largest of few.
+    - T is a percentile over the clients that can be asked now. The code takes all, with their first speeds.
+    - The first round explores by the same rule. The code draws it uniformly.
+    - Equal scores are drawn in random order, and a round is filled if nobody is left to explore.
+    - A straggler gets the mean utility of its round's updates (FedScale). A client that failed otherwise gets 0 until
+      it succeeds. Both count as asked.
+    - Clients known to have no samples are never asked.
     """
 
     __pydantic_config__ = STRICT
     name: Literal["oort"] = "oort"
     model: Literal["capacity", "largest"] = "capacity"
-    """`capacity` sends each the largest model it can hold, and asks only those that can hold one; `largest` sends the
-    largest, whatever they can hold."""
+    """`capacity` sends each the largest model that it can hold, and asks only clients that can hold one; `largest`
+    sends everyone the largest."""
     preferred: Share = 1.0
-    """k, the share of a round that is selected by Oort; the rest is drawn uniformly from the other clients (the paper
-    on multi-branch networks, Sec. 4.3, which does not print k; Oort's and FedScale's code: all)."""
+    """k, the share of a round that Oort selects; the rest is drawn uniformly from the other clients (the paper on
+    multi-branch networks, Sec. 4.3; Oort's and FedScale's code: all)."""
     uncertainty: NotNegative = 0.1
     """Of the score's temporal part (paper, Alg. 1 line 10; a constant of the code)."""
     penalty: NotNegative = 2.0
@@ -89,7 +87,7 @@ class Oort:
     cut_off: Share = 0.05
     """c, the cut-off confidence (`cut_off_util`; own code: 0.7; paper: 0.95)."""
     cut_off_pool: NotNegative = 10.0
-    """The draw is among at least this multiple of those wanted, whatever they score (FedScale; own code: 0)."""
+    """The draw is among at least this multiple of the clients wanted, whatever they score (FedScale; own code: 0)."""
     exploration: Share = 0.9
     """epsilon in the first round (`exploration_factor`; the same in the own code and the paper)."""
     exploration_decay: Share = 0.98
@@ -106,20 +104,20 @@ class Oort:
     pacer_delta: NotNegative = 5.0
     """Points by which the percentile changes (`pacer_delta`; own code: 10)."""
     pacer_flat: NotNegative = 0.1
-    """T rises where utility changed by at most this share of itself (a constant of both)."""
+    """T rises if utility changed by at most this share of itself (a constant of both)."""
     pacer_sharp: NotNegative = 5.0
-    """T falls where utility changed by at least so many times itself (a constant of both)."""
+    """T falls if utility changed by at least so many times itself (a constant of both)."""
     blacklist_after: Count | None = None
     """A client that was asked more often is not asked again; null: off (`blacklist_rounds`: -1 in both)."""
     blacklist_most: Share = 0.3
-    """At most this share of all clients is on the blacklist, those that were asked most (`blacklist_max_len`; the same
-    in both). Where nobody else is there, they are asked all the same."""
+    """At most this share of all clients is on the blacklist, those asked most (`blacklist_max_len`; the same in both).
+    If nobody else is available, they are asked."""
 
     def client_metrics(self) -> tuple[ClientMetric, ...]:
         return (ClientMetric("rms_loss", 0.0, LARGEST_LOSS, rms_loss),)
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
-        """`clients` and `heard`: see `oort_state`. `pacer`: see `Pacer`."""
+        """Return the tables `clients` and `heard` (`oort_state`) and `pacer` (`Pacer`)."""
         if self.model == "capacity":
             check_capacity(fleet, pool)
         else:
@@ -127,7 +125,7 @@ class Oort:
         return {"clients": oort_state.NOBODY, "heard": (), "pacer": Pacer(0, self.pacer_start).rows}
 
     def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
-        """Remembers the answer. The table of all clients is written once a round, at its first answer."""
+        """Add a result to `heard`. The table of all clients is updated once a round, at its first result."""
         if state["heard"] and state["heard"][0][0] != order.round:
             clients, pacer = self.known(state, order.round)
             state = {"clients": oort_state.rows(clients), "heard": (), "pacer": pacer.rows}
@@ -140,7 +138,7 @@ class Oort:
         return {**state, "heard": (*state["heard"], heard)}
 
     def known(self, state: Tables, round: int) -> tuple[np.ndarray, Pacer]:
-        """(columns of clients, pacer) before this round, with what was heard of the rounds before."""
+        """Return (columns of clients, pacer) before this round, with the results of the rounds before."""
         clients, pacer = np.asarray(state["clients"]), Pacer.of(state["pacer"])
         brought: dict[int, float] = {}
         if state["heard"]:
@@ -177,15 +175,15 @@ class Oort:
 
     # --------------------------------------------------------------------------------------------- the formulas
     def epsilon(self, round: int) -> float:
-        """The share of a round, counted from 0, that goes to clients that were never asked."""
+        """Return the share of a round, counted from 0, for clients that were never asked."""
         return max(self.exploration_min, self.exploration * self.exploration_decay**round)
 
     def slow(self, seconds: np.ndarray, preferred: float) -> np.ndarray:
-        """The factor of clients that need so long, where T is `preferred`; 1 for those in time."""
+        """Return the penalty factor of clients with these times, with T = `preferred`; 1 for those in time."""
         return np.asarray(np.minimum(1.0, preferred / np.maximum(seconds, 1e-9)) ** self.penalty)
 
     def scores(self, utility: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
-        """The scores in round `now`, without the factor of slow clients; (N,) each. Rounds count from 1."""
+        """Return the scores in round `now` (from 1) without the penalty factor; (N,) each."""
         if not len(utility):
             return np.zeros(0)
         place = math.floor((len(utility) - 1) * self.clip)
@@ -194,7 +192,7 @@ class Oort:
         return np.asarray(scaled + np.sqrt(self.uncertainty * math.log(now) / last))
 
     def exploited(self, scores: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-        """The places of those that are drawn of the preferred."""
+        """Return the places drawn from the preferred clients."""
         best = np.argsort(-scores, kind="stable")
         if count == len(best):
             return best
@@ -202,12 +200,12 @@ class Oort:
         return _drawn(best[: max(reach, int(self.cut_off_pool * count))], scores, count, rng)
 
     def explored(self, rewards: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-        """The places of those that are drawn of clients that were never asked."""
+        """Return the places drawn from clients that were never asked."""
         best = np.argsort(-rewards, kind="stable")
         return _drawn(best[: int(self.explore_window * count)], rewards, count, rng)
 
     def blacklist(self, clients: np.ndarray, fleet: int) -> np.ndarray:
-        """Numbers of the clients that were asked too often."""
+        """Return the clients that were asked too often."""
         assert self.blacklist_after is not None
         often = clients[:, clients[ASKED] > self.blacklist_after]
         most = np.argsort(-often[ASKED], kind="stable")[: int(self.blacklist_most * fleet + 1e-9)]
@@ -216,12 +214,12 @@ class Oort:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Clients that may be asked, a column each; `levels` is -1 for one that can hold no model."""
+    """Clients that may be asked, a column for each field; `levels` is -1 for a client that can hold no model."""
 
     clients: np.ndarray
     levels: np.ndarray
     reward: np.ndarray
-    """What a client that was never asked is worth: how many samples it trains, each counted once."""
+    """The worth of a client that was never asked: the number of samples that it trains on."""
     utility: np.ndarray
     asked: np.ndarray
     last: np.ndarray
@@ -259,7 +257,7 @@ class Candidates:
 
 
 def _drawn(places: np.ndarray, weights: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """`count` of these places without replacement, one after the other with probability in proportion to the weights
-    of those left: the first arrivals of exponential clocks. Places without weight come last."""
+    """Return `count` of these places, drawn without replacement in proportion to the weights: the first arrivals of
+    exponential clocks. Places without weight come last."""
     arrivals = rng.exponential(size=len(places)) / np.maximum(weights[places], 1e-300)
     return places[np.argsort(arrivals, kind="stable")[:count]]

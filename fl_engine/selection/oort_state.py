@@ -1,4 +1,10 @@
-"""What Oort remembers: the clients' utilities and times, and the pacer."""
+"""What Oort remembers: two tables about the clients, and the pacer.
+
+`clients` has six rows, with one entry for every client that was asked before, in client order: its number, its
+statistical utility, how often it was asked, its last round (from 1), the simulated seconds of the last assignment with
+a result (0: not measured), and the level of that assignment. `heard` has a row for each result of the last round:
+(round from 0, client, utility, seconds, level). They are entered in `clients` at the next round's first result.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +18,15 @@ CLIENT, UTILITY, ASKED, LAST, SECONDS, LEVEL = range(6)
 """Rows of `clients`."""
 NOBODY: tuple[tuple[float, ...], ...] = ((),) * 6
 LATE, FAILED = -1.0, -2.0
-"""What stands in `heard` instead of a utility."""
+"""Values in `heard` instead of a utility."""
 
 
 def entered(clients: np.ndarray, heard: np.ndarray) -> tuple[np.ndarray, int, float]:
-    """`clients` (6, N) with the answers of one round, `heard` (M, 5), M >= 1, distinct clients; the round; and the mean
-    utility of its updates from clients that were asked before, 0 without any: what the pacer looks at.
+    """Return `clients` (6, N) with the results of one round, `heard` (M, 5), M >= 1, entered; the round; and the mean
+    utility of its updates from clients that were asked before, 0 without any, for the pacer.
 
-    A late client gets the mean utility of the round's updates, as in FedScale, or keeps its own where there are none;
-    one that failed gets 0. Where no update came, the time stays.
+    A straggler gets the mean utility of the round's updates, as in FedScale, or keeps its own without updates. A client
+    that failed otherwise gets 0. Without an update the time stays.
     """
     round, who, utility, seconds, level = int(heard[0, 0]), *heard[:, 1:].T
     unknown = who[~places(clients, who)[1]]
@@ -41,7 +47,7 @@ def entered(clients: np.ndarray, heard: np.ndarray) -> tuple[np.ndarray, int, fl
 
 
 def places(clients: np.ndarray, who: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each of `who`, (M,), its place in `clients`, and whether it is there at all."""
+    """Return the place in `clients` of each of `who`, (M,), and whether it is there at all."""
     if not clients.shape[1]:
         return np.zeros(len(who), dtype=int), np.zeros(len(who), dtype=bool)
     place = np.minimum(np.searchsorted(clients[CLIENT], who), clients.shape[1] - 1)
@@ -58,22 +64,23 @@ Rows = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class Pacer:
-    """T, the time that a round should preferably take, is a percentile of the clients' times. Every `step` rounds, what
-    the preferred clients brought in utility is compared with the `step` rounds before. Where it has become flat, T
-    rises, to reach slower clients with other data; where it has changed sharply, T falls."""
+    """Oort's pacer (Lai et al., OSDI 2021, Sec. 4.3, Alg. 1 lines 7-8). T, the preferred time of a round, is a
+    percentile of the clients' times. Every `step` rounds, the utility of the preferred clients' updates is compared
+    with the `step` rounds before. If it has become flat, T rises, to reach slower clients with other data; if it has
+    changed sharply, T falls."""
 
     rounds: int
-    """So many are over."""
+    """Number of rounds that are over."""
     percentile: float
-    """From 100 on there is no T."""
+    """No T from 100 on."""
     history: tuple[float, ...] = ()
     """The mean utility of each of the last 2 * `step` rounds."""
 
     def after(
         self, rounds: int, brought: Mapping[int, float], *, step: int, delta: float, flat: float, sharp: float
     ) -> Pacer:
-        """The pacer when `rounds` rounds are over. `brought`: by round, counted from 0, the mean utility of those that
-        were preferred; 0 for a round that is not there.
+        """Return the pacer after `rounds` rounds. `brought` maps rounds (from 0) to the mean utility of the preferred
+        clients; an absent round counts 0.
 
         As in the code, a change of exactly `flat` is flat, one of exactly `sharp` is sharp, 0 after 0 is flat, and the
         percentile stays between `delta` and 100.
@@ -90,7 +97,7 @@ class Pacer:
         return Pacer(max(rounds, self.rounds), percentile, tuple(history))
 
     def preferred(self, seconds: np.ndarray) -> float:
-        """T for clients that need so long, (N,) with N >= 1."""
+        """Return T for clients with these times, (N,) with N >= 1."""
         if self.percentile >= 100:
             return math.inf
         place = min(int(len(seconds) * self.percentile / 100), len(seconds) - 1)

@@ -15,10 +15,10 @@ from fl_engine.selection.capacity import able, check_capacity, dispatched, holds
 
 @dataclass(frozen=True)
 class Uniform:
-    """k distinct clients, drawn uniformly from all clients, whatever they can hold.
+    """k distinct clients, drawn uniformly from all.
 
-    `model` says what each is sent. `capacity`: the largest model that it can hold, or the smallest model if it can hold
-    none; `random`: a model drawn uniformly; `largest`: the largest model (AdaptiveFL's +Random and +Greed).
+    `model` says what each is sent: `capacity` the largest model that it can hold, or the smallest model; `random` a
+    model drawn uniformly; `largest` the largest model (AdaptiveFL's +Random and +Greed).
     """
 
     __pydantic_config__ = STRICT
@@ -70,7 +70,7 @@ class ByCapacity:
 
 
 def _drawn(devices: Sequence[Device], count: int, rng: np.random.Generator) -> list[Device]:
-    """`count` of these devices, or all if there are fewer, in client order."""
+    """Return `count` of these devices, or all if there are fewer, in client order."""
     places = rng.choice(len(devices), size=min(count, len(devices)), replace=False)
     return sorted((devices[place] for place in places), key=lambda device: device.client)
 
@@ -79,10 +79,10 @@ def _drawn(devices: Sequence[Device], count: int, rng: np.random.Generator) -> l
 class ResourceTable:
     """FlexFL's selection: draw a level uniformly, then a device that can hold it at its maximum capacity.
 
-    Departs from the paper, which only names a resource table, and from the authors' code, which has the class
-    limits written for 17 devices and redraws everything until the devices are distinct: here a device is drawn
-    uniformly among those not yet chosen whose capacity allows the level, and a level for which none is left is
-    not drawn. Fewer than k picks when fewer devices can hold anything.
+    Departs from the paper, which only names a resource table, and from the authors' code, which is written for 17
+    devices and redraws everything until the devices are distinct. Here a device is drawn uniformly among those not yet
+    chosen that can hold the level, and a level without such a device is not drawn. There are fewer than k picks if
+    fewer devices can hold anything.
     """
 
     __pydantic_config__ = STRICT

@@ -458,7 +458,7 @@ def test_similarity_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep", "said"), [({"typo": 3}, "no channel group 'typo'"), ({"stage1.0.inner": 3}, "give it as many")]
+    ("keep", "said"), [({"typo": 3}, "no channel group 'typo'"), ({"stage1.0.inner": 3}, "must keep as many")]
 )
 def test_a_pool_model_that_the_network_does_not_have_is_refused(keep: dict[str, int], said: str) -> None:
     with pytest.raises(ModelError, match=said):

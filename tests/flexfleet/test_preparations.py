@@ -116,22 +116,22 @@ class Odd(HeteroFL):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("none", r"a tuple of one PoolModel or more is expected, smallest first, got None$"),
-        ("empty", r".*smallest first, got \(\)$"),
-        ("one", r".*smallest first, got a PoolModel$"),
-        ("specs", r".*smallest first, got a tuple of SubmodelSpec$"),
-        ("reversed", r"the smallest model comes first, got 1x \([\d,]+ parameters\) before 0.5x \([\d,]+\)$"),
-        ("twice", r"each model needs a name of its own, 1x is there twice$"),
-        ("unreported", r"the largest model, 1x, has to be reported"),
-        *((name, rf"a model's name is a folder's name.*; got {re.escape(repr(name))}$") for name in ODD_NAMES),
+        ("none", r"one PoolModel or more, smallest first, got None$"),
+        ("empty", r"smallest first, got \(\)$"),
+        ("one", r"smallest first, got PoolModel"),
+        ("specs", r"smallest first, got \(SubmodelSpec"),
+        ("reversed", r"smallest model first, got 1x \([\d,]+ parameters\) before 0.5x \([\d,]+\)$"),
+        ("twice", r"two models are named 1x"),
+        ("unreported", r"the largest model, 1x, must be reported"),
+        *((name, rf"a model's name must .*, got {re.escape(repr(name))}$") for name in ODD_NAMES),
     ],
 )
 def test_a_pool_of_ones_own_is_checked_before_anything_runs(quick: Sequence[str], how: str, said: str) -> None:
     resolved = Resolved.load(None, [*quick, f"algorithm.name={HERE}:Odd", f"algorithm.how={json.dumps(how)}"])
     server = server_of(resolved)
-    with pytest.raises(PoolError, match=f"^Odd.pool: {said}"):
+    with pytest.raises(PoolError, match=f"^Odd.pool.*{said}"):
         check(resolved)
-    with pytest.raises(PoolError, match=f"^Odd.pool: {said}"):
+    with pytest.raises(PoolError, match=f"^Odd.pool.*{said}"):
         model_pool.build(resolved.config, resolved.algorithm, resolved.family, {}, server, {})
 
 

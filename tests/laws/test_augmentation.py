@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -143,15 +144,13 @@ def test_what_is_no_image_is_refused_by_name(augmentation: Augmentation, kind: s
     family, data = KINDS[kind]
     task, name = replace(TASK, augment=(augmentation,)), augmentation.name  # type: ignore[attr-defined]
     job = Job(task, initial_params(family, 1), data.normalise(data.train_x[:8]), data.train_y[:8])
-    with pytest.raises(ModelError) as refused:
+    with pytest.raises(ModelError, match=rf"training\.augment: {name} .* {re.escape(said)}"):
         train(family, data.task, [job])
-    assert f"training.augment: {name} takes images and maps (C, H, W), a sample is {said}" in str(refused.value)
-    assert f"leave {name} out of training.augment" in str(refused.value)
 
 
 def test_a_crop_that_might_leave_nothing_is_refused() -> None:
     Crop(padding=3).check(torch.zeros(2, 1, 9, 4))
-    with pytest.raises(ModelError, match=r"pads 4 pixels, and a side of the samples has 4.*a padding of at most 3"):
+    with pytest.raises(ModelError, match="padding of crop"):
         Crop().check(torch.zeros(2, 1, 9, 4))
     algorithm = FedAvg(training=replace(TRAINING, augment=(Crop(),)), eligible="all")
     site = tiny_site(algorithm)

@@ -179,7 +179,7 @@ def test_correlations_that_cannot_all_hold_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"speed_data = 0\.9, data_online = 0\.9 and speed_online = -0\.9 cannot all"):
         drawn(speed_data=0.9, data_online=0.9, speed_online=-0.9)
     drawn(speed_data=0.9, data_online=0.9, speed_online=0.8)
-    with pytest.raises(ConfigError, match="lower repeat_s"):
+    with pytest.raises(ConfigError, match="Lower repeat_s"):
         drawn(online_s=1.0, offline_s=1.0, repeat_s=1e8)
 
 
