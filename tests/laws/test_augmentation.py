@@ -156,4 +156,4 @@ def test_a_crop_that_might_leave_nothing_is_refused() -> None:
     site = tiny_site(algorithm)
     order = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders[0]
     found = execute(algorithm, order, site)
-    assert isinstance(found, ClientFailure) and found.stage == "train" and "padding of at most 3" in found.reason
+    assert isinstance(found, ClientFailure) and found.stage == "train" and "padding of crop" in found.reason
