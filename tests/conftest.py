@@ -203,7 +203,11 @@ class TinyJob:
         tiers = (Tier("weak", 0.5, 60.0, (8.0,)), Tier("strong", 0.5, 110.0, (8.0,)))
         self.fleet = devices.fleet(tiers, 6, self.seed)
         self.algorithm = FlexFL(
-            Training(fraction=0.34, epochs=1, batch_size=5, lr=0.05), (50.0, 100.0), 30.0, epsilon=5.0, use_apoz=False
+            Training(fraction=0.34, epochs=1, batch_size=5, lr=0.05),
+            targets=(50.0, 100.0),
+            adaptive_size=30.0,
+            epsilon=5.0,
+            use_apoz=False,
         )
         self.pool = tiny_pool(self.algorithm, self.family)
         self.site = Site(self.family, self.pool, self.fleet, self.data, self.partition, self.seed)

@@ -11,17 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.algorithms.adagq import AdaGQ, clock, distance, mean_bits, shared
+from fl_engine.algorithms.adagq import AdaGQ, distance, mean_bits, shared
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import FULL, Device, PoolModel
+from fl_engine.core.types import Device
 from fl_engine.exchange.client import Site
-from fl_engine.fleet.devices import simulated_seconds
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing import played
-from fl_engine.testing.tiny import TRAINING, assert_same_bits, context_of, failure_of, start_of, tiny_site, update_of
+from fl_engine.testing.tiny import TRAINING, context_of, failure_of, start_of, tiny_site, update_of
 
 ALL = replace(TRAINING, fraction=1.0)
 FLEET = tuple(Device(c, "strong", 110.0, 0.0, speed=1e9, bandwidth=1e4 * (1 + c)) for c in range(5))
@@ -73,38 +72,6 @@ def test_bits_are_given_to_whoever_is_done_first_with_the_next_one_by_hand() -> 
     assert shared([], 0, 4, 8) == []
 
 
-CLOCKS = st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 10)), min_size=1, max_size=12)
-
-
-@given(CLOCKS, st.integers(0, 200), st.integers(1, 8), st.integers(0, 8))
-def test_all_bits_are_given_and_nobody_waits_for_a_bit_that_another_would_have_had_earlier(
-    clocks: list[tuple[float, float]], total: int, least: int, more: int
-) -> None:
-    most, n = least + more, len(clocks)
-    bits = shared(clocks, total, least, most)
-    assert sum(bits) == min(max(total, n * least), n * most)
-    assert all(least <= each <= most for each in bits)
-    done = [rest + (1 + b) * each for (rest, each), b in zip(clocks, bits, strict=True)]
-    with_one_more = [d + each for d, (_, each), b in zip(done, clocks, bits, strict=True) if b < most]
-    assert (
-        max((d for d, b in zip(done, bits, strict=True) if b > least), default=0)
-        <= min(with_one_more, default=1e9) + 1e-9
-    )
-    for i, (rest, each) in enumerate(clocks):
-        for j, (longer, slower) in enumerate(clocks):
-            if rest < longer and each <= slower:
-                assert bits[i] >= bits[j], "who is slower in both has no more bits"
-
-
-def test_a_client_s_clock_is_the_simulated_one() -> None:
-    model = PoolModel("m", FULL, params=1000, share=1.0, macs=50, dispatched=True, reported=True)
-    device = Device(0, "a", 100.0, 0.0, speed=1e3, bandwidth=500.0)
-    rest, each = clock(model, device, 20)
-    assert (rest, each) == (3 * 50 * 20 / 1e3 + 4000 / 500, 1000 / 8 / 500)
-    whole = simulated_seconds(device, 3 * 50 * 20, 4000 + 1000 * 9 // 8)
-    assert rest + 9 * each == pytest.approx(whole.total), "8 bits and a sign"
-
-
 # ----------------------------------------------------------------------------------------------------------- runs
 def federated(algorithm: Any, site: Site, folder: Path, stop: int) -> tuple[Any, list[Any]]:
     terms = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=True)
@@ -128,23 +95,6 @@ def test_slow_clients_send_fewer_bits_and_finish_more_evenly(tmp_path: Path) -> 
     )
     assert one.metrics["uniformity"] < other.metrics["uniformity"]
     assert one.metrics["seconds_simulated"] < other.metrics["seconds_simulated"]
-
-
-def test_bits_follow_the_norm_and_a_killed_run_goes_on_with_the_same(tmp_path: Path) -> None:
-    """The learning rate falls to a quarter each round, and with it the change: 8 bits, 8, about 6 and 4."""
-    algorithm = AdaGQ(training=replace(ALL, lr_decay=0.25, lr=0.01, momentum=0.0), least=2)
-    site = tiny_site(algorithm, fleet=FLEET)
-    whole, rows = federated(algorithm, site, tmp_path / "whole", 4)
-    bits = [row.metrics["bits_up"] for row in rows]
-    mean = []
-    for stop in (1, 2, 3):
-        state, _ = federated(algorithm, site, tmp_path / "stopped", stop)
-        mean.append(sum(bits_of(algorithm, state, site, stop)) / len(FLEET))
-    assert mean == pytest.approx([8, 6, 4], abs=0.3) and bits[1] > bits[2] > bits[3]
-    again, same = federated(algorithm, site, tmp_path / "stopped", 4)
-    assert (again.first, again.last) == (whole.first, whole.last)
-    assert [row.metrics["bits_up"] for row in same] == bits
-    assert_same_bits(again.params, whole.params)
 
 
 def test_a_merge_by_hand_and_one_of_failures() -> None:

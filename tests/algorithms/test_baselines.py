@@ -16,31 +16,25 @@ from fl_engine.algorithms import (
     Decoupled,
     DepthFL,
     FedAvg,
-    FederatedDropout,
-    FedRolex,
     FjORD,
     HeteroFL,
     ScaleFL,
 )
 from fl_engine.codecs import Qsgd
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ClientError, PoolError
 from fl_engine.core.slicing import contains, take
 from fl_engine.core.types import FULL, ClientUpdate, Codecs, Device, Params, TaskContext, WorkOrder
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, execute
-from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.rounds.server import ServerSite
-from fl_engine.selection import Curiosity
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
     TinyNet,
     assert_same_bits,
-    brought,
     context_of,
     failure_of,
     start_of,
@@ -103,15 +97,6 @@ def test_heterofl_has_its_additions_as_switches() -> None:
         replace(plain, on_too_small="fail").task(order, context(site, order.client, 20.0))
 
 
-def test_heterofl_may_round_down() -> None:
-    """FedRolex Eq. 3.6 at 0.71 of 8 and 32 channels: floor(5.68), floor(22.72); HeteroFL's code rounds up."""
-    layout = TinyNet().layout()
-    for rounding, widths in (("floor", (5, 22)), ("ceil", (6, 23))):
-        spec = tiny_pool(HeteroFL(rounding=rounding), TinyNet())[1].spec  # type: ignore[arg-type]
-        assert (layout.width(spec, "conv"), layout.width(spec, "hidden")) == widths
-    assert HeteroFL().rounding == "ceil"
-
-
 def test_heterofl_cuts_every_layer_to_the_ceiling_of_one_ratio() -> None:
     """VGG16 at 0.71: ceil(45.44) = 46, ceil(90.88) = 91, ceil(181.76) = 182, ceil(363.52), ceil(2908.16)."""
     small, middle, full = tiny_pool(HeteroFL(), VGG)
@@ -150,18 +135,6 @@ def test_scalefl_weights_its_exits_and_lets_the_last_teach() -> None:
         early = algorithm.task(replace(order, round=1), context(site, order.client, 150.0))
         assert early.exits is not None and early.exits.kd_weight == 0, "not before kd_from"
         assert contains(site.family.layout(), site.pool[-1].spec, site.pool[i].spec)
-
-
-def test_scalefl_scales_and_teaches_by_the_level_that_is_trained() -> None:
-    """Sent level 3, free for level 2: two exits, and the scaler of that level's width."""
-    algorithm = ScaleFL(training=TRAINING, exits=("conv", "fc"), scaler=True, temperature=4.0, widths=(0.5, 0.75, 1.0))
-    site = tiny_site(algorithm)
-    order, shares = orders_by_model(algorithm, site)["level3"], [100 * m.share for m in site.pool]
-    task = algorithm.task(order, context(site, order.client, (shares[1] + shares[2]) / 2))
-    assert task.spec == site.pool[1].spec and task.scaler == 0.75
-    assert task.exits is not None and task.exits.temperature == 4.0
-    assert task.exits.weights == pytest.approx((1 / 3, 2 / 3))
-    assert ScaleFL().temperature == 3.0
 
 
 def test_scalefl_leaves_untrained_blocks_out_of_the_mean() -> None:
@@ -210,17 +183,6 @@ def test_depthfl_lets_distillation_rise(round: int, weight: float) -> None:
     assert task.exits is not None
     assert task.exits.kd_weight == pytest.approx(weight)
     assert (task.exits.weights, task.exits.teachers, task.proximal) == ((1.0, 1.0, 1.0), "all", 0.1)
-
-
-def test_depthfl_trains_the_exits_of_the_level_that_fits() -> None:
-    algorithm = DepthFL(training=TRAINING, exits=("conv", "fc"), temperature=2.0)
-    site = tiny_site(algorithm)
-    order, shares = orders_by_model(algorithm, site)["level3"], [100 * m.share for m in site.pool]
-    for level in range(3):
-        task = algorithm.task(order, context(site, order.client, shares[level] + 0.1))
-        assert task.spec == site.pool[level].spec and task.exits is not None
-        assert (task.exits.weights, task.exits.temperature) == ((1.0,) * (level + 1), 2.0)
-    assert DepthFL().temperature == 1.0
 
 
 def test_feddyn_by_hand() -> None:
@@ -372,44 +334,6 @@ def test_decoupled_asks_k_capable_devices_for_each_level() -> None:
             assert site.fleet[order.client].most > 100 * share
 
 
-def test_decoupled_merges_k_updates_of_each_level_and_divides_by_its_width() -> None:
-    """4 of 40 devices a level, 6 asked: of 18 updates 12 are merged."""
-    algorithm = Decoupled(training=replace(TRAINING, fraction=0.1), scaler=True)
-    site = tiny_site(algorithm, fleet=tiny_fleet(40))
-    more = replace(context_of(site, 0, SEED), over_provision=1.5)
-    plan = algorithm.plan(start_of(algorithm, site), more)
-    assert (len(plan.orders), plan.wanted) == (18, 12)
-    for order in plan.orders:
-        assert algorithm.task(order, context(site, order.client, 150.0)).scaler == (0.5, 0.71, 1.0)[order.level]
-
-
-def test_decoupled_takes_a_selector_that_learns() -> None:
-    algorithm = Decoupled(training=TRAINING, selection=Curiosity(per_type=1))
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    for round in range(3):
-        plan = algorithm.plan(state, context_of(site, round, SEED))
-        assert {o.client for o in plan.orders} <= {d.client for d in site.fleet}
-        state = algorithm.merge(
-            state, plan, [execute(algorithm, order, site) for order in plan.orders], ServerSite(site)
-        )
-    assert state.tables != start_of(algorithm, site).tables
-
-
-@pytest.mark.parametrize("kind", [FedRolex, FederatedDropout])
-def test_a_selector_learns_the_size_that_a_rolling_device_stepped_down_to(kind: Any) -> None:
-    algorithm = kind(training=TRAINING, selection=Curiosity(per_type=1, score="c"), widths=(0.25, 0.5, 1.0))
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    plan = algorithm.plan(state, context_of(site, 5, SEED))
-    order = next(o for o in plan.orders if site.pool[o.level].name == "1x")
-    task = algorithm.task(order, context(site, order.client, 50.0))
-    update = update_of(order, task.spec, take(order.payload, state.layout, task.spec))
-    after = algorithm.merge(state, replace(plan, orders=(order,)), [brought(update, site)], ServerSite(site))
-    column = [row[order.client] for row in after.tables["curiosity"]]
-    assert column == [1.0, 2.0, 2.0], "sent 1x, brought back 0.5x"
-
-
 def test_decoupled_cannot_prune_on_the_device() -> None:
     algorithm = Decoupled(training=TRAINING)
     site = tiny_site(algorithm)
@@ -442,47 +366,3 @@ def test_mu_is_the_weight_of_the_proximal_term() -> None:
     ctx = TaskContext(site.family.layout(), site.pool, Device(0, "strong", 110.0, 0.0), 105.0)
     plain = FedAvg(training=TRAINING).task(order, ctx)
     assert FedAvg(training=TRAINING, mu=0.3).task(order, ctx) == replace(plain, proximal=0.3)
-
-
-FAMILIES = [VGG, ResNet18((3, 32, 32), 10), SmallCNN((3, 32, 32), 10)]
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: type(f).__name__)
-@pytest.mark.parametrize("kind", [HeteroFL, FjORD, Decoupled, ScaleFL, DepthFL], ids=lambda k: k.__name__)
-def test_bytes_and_multiply_adds_of_every_level(kind: Any, family: Any) -> None:
-    """Parameters from the module that is really built, multiply-adds from its layers' shapes in a forward pass."""
-    algorithm = kind()
-    family = algorithm.network(family) if hasattr(algorithm, "network") else family
-    for m in tiny_pool(algorithm, family):
-        with torch.device("meta"):
-            module = family.module(m.spec)
-        params = sum(math.prod(t.shape) for t in module.state_dict().values())
-        assert (m.params, m.bytes) == (params, 4 * params)
-        assert m.share == pytest.approx(params / count_params(family))
-        assert m.macs == forward_macs(module, family.input_shape)
-
-
-def forward_macs(module: torch.nn.Module, chw: tuple[int, int, int]) -> int:
-    """The operators that really run, by torch's own dispatcher; batch norm counts 4 per element."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    total = 0
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal total
-            out = func(*args, **(kwargs or {}))
-            name = func.overloadpacket.__name__
-            if name == "convolution":
-                total += out.numel() * math.prod(args[1].shape[1:])
-            elif name == "addmm":
-                total += out.numel() * args[1].shape[1]
-            elif name.startswith("native_batch_norm") or name.startswith("_native_batch_norm"):
-                total += 4 * out[0].numel()
-            return out
-
-    with torch.device("meta"), torch.no_grad():
-        x = torch.empty(1, *chw)
-        with Count():
-            module.eval()(x)
-    return total

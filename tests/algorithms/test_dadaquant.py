@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,17 +11,10 @@ from hypothesis import strategies as st
 
 from fl_engine.aggregation.rules import Median, Private, TrimmedMean
 from fl_engine.algorithms.dadaquant import DAdaQuant, averaged, doubled, levels_of
-from fl_engine.algorithms.fine_tuning import FineTuning
 from fl_engine.codecs.qsgd import MOST_LEVELS, Qsgd
-from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import Codecs, Device, Params
-from fl_engine.exchange.client import Site
-from fl_engine.rounds.run import Run
+from fl_engine.core.types import Codecs, Device
 from fl_engine.rounds.server import ServerSite
-from fl_engine.rounds.terms import RoundsConfig
-from fl_engine.storage.store import FolderStore
-from fl_engine.testing import played
 from fl_engine.testing.tiny import (
     TRAINING,
     assert_same_bits,
@@ -32,7 +22,6 @@ from fl_engine.testing.tiny import (
     failure_of,
     start_of,
     tiny_site,
-    update_of,
 )
 
 STRONG = tuple(Device(client, "strong", 110.0, 0.0) for client in range(5))
@@ -133,19 +122,6 @@ def test_liars_that_are_fewer_than_half_move_the_mean_by_twice_the_largest_loss_
     assert found <= (sum(honest) + 2 * largest * len(lies)) / clients * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("said", [1e6, -1e6, 0.0, math.ulp(0)])
-def test_one_liar_of_five_neither_doubles_nor_holds_the_level_against_the_others(said: float) -> None:
-    """A constant lie is worth at most twice the median: the average still falls with the others', and rises."""
-    falling = [[math.exp(-0.2 * round)] * 4 for round in range(20)]
-    flat = [[1.0]] * 20
-    for honest, doubles in ((falling, False), (flat, True)):
-        found, kept, level = [], tuple[float, ...](), 1
-        for losses in honest:
-            level, kept = doubled(level, (*kept, averaged([*losses * (4 // len(losses)), said], kept, 0.9)), 4, 2047)
-            found.append(level)
-        assert (found[-1] > 1) == doubles, (said, found)
-
-
 def test_a_round_without_updates_changes_nothing() -> None:
     algorithm = DAdaQuant(training=ALL, phi=1, psi=0.0)
     site = tiny_site(algorithm, fleet=STRONG)
@@ -157,77 +133,9 @@ def test_a_round_without_updates_changes_nothing() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- runs
-def federated(algorithm: DAdaQuant, site: Site, folder: Path, stop: int) -> tuple[Any, list[Any]]:
-    terms = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=True)
-    return played.federated(Run(algorithm, site, terms), FolderStore(folder))
-
-
-def test_a_run_that_stands_still_doubles_its_levels_and_goes_on_after_a_kill(tmp_path: Path) -> None:
-    """A learning rate of almost nothing: the loss is the same in every round, so q is 1 twice, then 2, 4 and 8. One
-    sample a batch: a mean over several depends on their order in its last bits."""
-    algorithm = DAdaQuant(training=replace(ALL, lr=1e-30, weight_decay=0.0, batch_size=1), phi=1, q_max=8)
-    site = tiny_site(algorithm, fleet=STRONG)
-    whole, rows = federated(algorithm, site, tmp_path / "whole", 5)
-    assert whole.level == 8
-    for stop, level in ((1, 1), (2, 2), (3, 4)):
-        stopped, _ = federated(algorithm, site, tmp_path / "stopped", stop)
-        assert stopped.level == level
-    again, same = federated(algorithm, site, tmp_path / "stopped", 5)
-    assert (again.level, again.averages) == (whole.level, whole.averages)
-    assert_same_bits(again.params, whole.params)
-    assert [row.metrics["bits_up"] for row in rows] == [row.metrics["bits_up"] for row in same]
-
-
-@pytest.mark.long
-def test_it_learns_and_more_levels_take_more_bits(tmp_path: Path) -> None:
-    """At most 3, 5 and 9 of 32 bits a number, and a norm and a byte for each tensor; zeros in runs take fewer."""
-    site = tiny_site(DAdaQuant(training=ALL), fleet=STRONG)
-    sent = []
-    for level, most in ((3, 0.12), (15, 0.19), (255, 0.32)):
-        _, rows = federated(DAdaQuant(training=ALL, q_min=level, phi=None), site, tmp_path / str(level), 6)
-        assert rows[-1].metrics["train_loss"] < rows[0].metrics["train_loss"]
-        assert all(row.metrics["bits_up"] < most * row.metrics["bits_down"] for row in rows)
-        sent.append(rows[0].metrics["bits_up"])
-    assert sent == sorted(set(sent))
 
 
 # -------------------------------------------------------------------------------------------- the server's training
-@dataclass
-class Teaching:
-    """A server that adds 1 to each weight, and remembers what it was asked."""
-
-    seen: list[Any] = field(default_factory=list)
-
-    def train(self, task: Any, params: Params, anchor: Params | None = None) -> Params:
-        self.seen.append((task, params, anchor))
-        return {name: tensor + 1 for name, tensor in params.items()}
-
-
-def test_the_server_fine_tunes_the_merged_weights_with_another_seed_each_round() -> None:
-    plain = DAdaQuant(training=ALL)
-    algorithm = replace(plain, fine_tuning=FineTuning(gamma=0.0))
-    site, teaching = tiny_site(algorithm, fleet=STRONG), Teaching()
-    state = start_of(plain, site)
-    for round in (0, 1):
-        plan = algorithm.plan(state, context_of(site, round))
-        back = [update_of(o, o.spec, {n: t + 0.5 for n, t in o.payload.items()}) for o in plan.orders]
-        merged = plain.merge(state, plan, back, teaching)  # type: ignore[arg-type]
-        tuned = algorithm.merge(state, plan, back, teaching)  # type: ignore[arg-type]
-        assert_same_bits(tuned.params, {name: tensor + 1 for name, tensor in merged.params.items()})
-        assert (tuned.level, tuned.averages) == (merged.level, merged.averages)
-        assert_same_bits(teaching.seen[-1][1], merged.params)
-        assert teaching.seen[-1][0].seed == seeds.derive(plan.orders[0].seed, "fine-tuning", round)
-        nobody = algorithm.merge(state, plan, [failure_of(o) for o in plan.orders], teaching)  # type: ignore[arg-type]
-        assert_same_bits(nobody.params, state.params)
-    assert len(teaching.seen) == 2 and teaching.seen[0][0].seed != teaching.seen[1][0].seed
-    assert all(task.proximal == 0 for task, _, _ in teaching.seen), "without the regulariser"
-
-
-def test_defaults() -> None:
-    """psi = .9 as in the paper; phi a tenth of 40 rounds; 1 level at first, 11 bits' at most."""
-    found = DAdaQuant()
-    assert (found.psi, found.phi, found.q_min, found.q_max, found.bucket) == (0.9, 4, 1, 2**11 - 1, 512)
-    assert (found.weighting, found.fine_tuning) == ("examples", None)
 
 
 # ------------------------------------------------------------------------------------------------------- refusals

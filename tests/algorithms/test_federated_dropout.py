@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from fl_engine.algorithms import FederatedDropout
 from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import (
-    FULL,
     ClientUpdate,
     ParamLayout,
-    Params,
     RoundPlan,
     SubmodelSpec,
     WorkOrder,
@@ -86,17 +82,6 @@ def test_dropout_sets_follow_from_the_seed() -> None:
     assert all(first[at].spec != other[at].spec for at in both)
 
 
-def test_dropout_trains_all_channels_in_the_long_run() -> None:
-    visits = np.zeros(32, dtype=int)
-    count = 0
-    for order in dropped(SEED, 120).values():
-        if order.level == AT_HALF:
-            visits[channels(LAYOUT, order.spec, "hidden")] += 1
-            count += 1
-    assert visits.sum() == 16 * count
-    assert abs(visits / count - 0.5).max() < 4 * math.sqrt(0.25 / count), "four standard deviations"
-
-
 def test_each_convolution_draws_by_itself_but_for_what_a_shortcut_ties() -> None:
     """PreResNet18, half width: the stem and the sums of stage 1 are tied by identities, those of a later stage by one;
     what lies between the two convolutions of a block is tied to nothing."""
@@ -147,21 +132,3 @@ def test_a_round_of_dropout_with_choices_puts_each_number_back_where_it_was() ->
             for order in plan.orders:
                 held |= kept_mask(layout, order.spec, name, tensor.shape)
             torch.testing.assert_close(tensor, state.params[name] + more * held, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("weighting", "expected"), [("uniform", 2.5), ("examples", (3 * 1 + 1 * 4) / 4)])
-def test_dropout_counts_clients_alike_or_by_samples(weighting: Any, expected: float) -> None:
-    algorithm = FederatedDropout(training=TRAINING, weighting=weighting)
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    orders = tuple(WorkOrder(0, c, FULL, {}, c, 2) for c in range(2))
-
-    def whole(value: float) -> Params:
-        return {name: torch.full_like(tensor, value) for name, tensor in state.params.items()}
-
-    updates = [
-        ClientUpdate(0, 0, FULL, whole(1.0), 3, {"loss": 1.0, "steps": 1.0}),
-        ClientUpdate(0, 1, FULL, whole(4.0), 1, {"loss": 1.0, "steps": 9.0}),
-    ]
-    for tensor in algorithm.merge(state, RoundPlan(0, orders), updates, ServerSite(site)).params.values():
-        assert tensor.numpy() == pytest.approx(expected, rel=1e-6)

@@ -3,11 +3,8 @@ what a device makes of them, and how much a client counts."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from fl_engine.algorithms import FederatedDropout, FedRolex
 from fl_engine.algorithms.training import Training
@@ -33,18 +29,12 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.exchange.client import Site, execute
-from fl_engine.fleet.devices import Tier, fleet, observe
-from fl_engine.models.mobilenetv2 import MobileNetV2
-from fl_engine.models.resnet import ResNet18
-from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.exchange.client import Site
 from fl_engine.rounds.server import ServerSite
-from fl_engine.selection import Curiosity, Uniform
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
     TinyNet,
-    brought,
     context_of,
     start_of,
     tiny_pool,
@@ -55,7 +45,6 @@ law = settings(max_examples=40)
 TINY = TinyNet()
 LAYOUT = TINY.layout()
 SIZES = {"conv": 8, "hidden": 32}
-WIDTHS = (0.5, 0.71, 1.0)
 KINDS = [FedRolex, FederatedDropout]
 
 
@@ -73,22 +62,6 @@ def capacity(device: Device) -> float:
     """By hand: TinyNet has 2,324 parameters; at half width 652, at 0.71 (5 and 22 channels) 1,110, or 28 and 48 %.
     A weak device holds 35 %, a medium one 60 %, a strong one 110 %."""
     return {"weak": 0.5, "medium": 0.71, "strong": 1.0}[device.tier]
-
-
-def entries_of(name: str, spec: SubmodelSpec) -> tuple[list[int], ...]:
-    """Where the sub-model's entries lie in TinyNet's tensor, axis by axis."""
-    conv, hidden = channels(LAYOUT, spec, "conv"), channels(LAYOUT, spec, "hidden")
-    pixels = [4 * c + pixel for c in conv for pixel in range(4)]  # of the 2 x 2 map that is flattened
-    return {
-        "conv.conv.weight": (conv, [0], [0, 1, 2], [0, 1, 2]),
-        "conv.conv.bias": (conv,),
-        "fc.linear.weight": (hidden, pixels),
-        "fc.linear.bias": (hidden,),
-        "extra.linear.weight": (hidden, hidden),
-        "extra.linear.bias": (hidden,),
-        "classifier.weight": ([0, 1, 2, 3], hidden),
-        "classifier.bias": ([0, 1, 2, 3],),
-    }[name]
 
 
 # =============================================================================================== what is sent
@@ -127,28 +100,6 @@ def test_less_overlap_moves_the_window_further(overlap: float, steps: tuple[int,
     assert seen > 20
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
-def test_the_payload_is_these_entries_of_the_global_tensors(kind: Any) -> None:
-    algorithm = kind(training=TRAINING)
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    numbered, begin = {}, 0
-    for name, tensor in state.params.items():
-        numbered[name] = torch.arange(begin, begin + tensor.numel(), dtype=torch.float32).view(tensor.shape)
-        begin += tensor.numel()
-    assert begin == 2324, "each entry has a number of its own"
-    state = replace(state, params=numbered)
-    widths = set()
-    for round in (0, 3, 7, 29, 31):
-        for order in algorithm.plan(state, context_of(site, round, SEED)).orders:
-            widths.add(site.pool[order.level].name)
-            assert list(order.payload) == list(numbered)
-            for name, tensor in order.payload.items():
-                expected = numbered[name].numpy()[np.ix_(*entries_of(name, order.spec))]
-                assert np.array_equal(tensor.numpy(), expected), name
-    assert widths == {"0.5x", "0.71x", "1x"}
-
-
 def test_all_channels_are_trained_alike_over_a_cycle() -> None:
     """Half of 32 hidden channels: after 32 rounds, a client of this capacity has had each one sixteen times."""
     algorithm = FedRolex(training=TRAINING, widths=(0.5,))
@@ -161,47 +112,7 @@ def test_all_channels_are_trained_alike_over_a_cycle() -> None:
     assert visits.tolist() == [16] * 32
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
-def test_every_tier_of_the_real_world_is_asked_on_the_digits(kind: Any) -> None:
-    """1/16 of the network for 8x8 images is .586 % of it, more than 125 / 16^2 %: 55 % of the devices. All twenty
-    clients a round: each gets the model of its own width."""
-    family = SmallCNN((1, 8, 8), 10)
-    widths = {"1/16": 0.0625, "1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "1": 1.0}
-    algorithm = kind(training=replace(TRAINING, fraction=1.0), widths=tuple(widths.values()))
-    site = tiny_site(algorithm, family, fleet=fleet("real_world", 20, SEED, family))
-    orders = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders
-    sent = Counter((site.fleet[o.client].tier, algorithm.widths[o.level]) for o in orders)
-    assert sent == {(tier, widths[tier]): n for tier, n in {"1/16": 11, "1/8": 4, "1/4": 2, "1/2": 2, "1": 1}.items()}
-    for order in orders:
-        free = observe(site.fleet[order.client], SEED, 0)
-        task = algorithm.task(order, TaskContext(site.layout, site.pool, site.fleet[order.client], free))
-        assert task.spec == order.spec, "nobody has to shrink"
-
-
-def test_dynamic_capacities_are_a_random_model_on_a_fleet_that_holds_all() -> None:
-    """As in the authors' code: each client's capacity is drawn anew in every round, each alike."""
-    algorithm = FedRolex(training=replace(TRAINING, fraction=0.5), widths=WIDTHS, selection=Uniform(model="random"))
-    site = tiny_site(algorithm, fleet=fleet((Tier("any", 1.0, 125.0),), 20, SEED))
-    state, sent, by_client = start_of(algorithm, site), Counter[float](), dict[int, set[float]]()
-    for round in range(120):
-        for order in algorithm.plan(state, context_of(site, round, SEED)).orders:
-            sent[WIDTHS[order.level]] += 1
-            by_client.setdefault(order.client, set()).add(WIDTHS[order.level])
-    assert all(widths == set(WIDTHS) for widths in by_client.values()) and len(by_client) == 20
-    assert all(abs(n - 400) < 4 * math.sqrt(1200 * 2 / 9) for n in sent.values()), "four standard deviations"
-
-
 # =================================================================================================== the pool
-@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
-def test_the_pool_has_the_sizes_and_reports_the_full_model(kind: Any) -> None:
-    pool = tiny_pool(kind(), TINY)
-    assert [(m.name, m.params, m.dispatched, m.reported) for m in pool] == [
-        ("0.5x", 652, True, False),
-        ("0.71x", 1110, True, False),
-        ("1x", 2324, True, True),
-    ]
-    assert all(m.static_bn for m in pool)
-    assert not any(m.static_bn for m in tiny_pool(kind(static_bn=False), TINY))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
@@ -288,20 +199,7 @@ def test_a_device_below_the_smallest_width_fails_where_asked(kind: Any) -> None:
         task_for(algorithm, order, site, 28.0)
 
 
-def test_switches_reach_the_task() -> None:
-    for scaler, mask in itertools.product((False, True), (False, True)):
-        algorithm = FedRolex(training=TRAINING, scaler=scaler, mask_labels=mask)
-        site = tiny_site(algorithm)
-        order = next(
-            o for r in range(9) for o in algorithm.plan(start_of(algorithm, site), context_of(site, r, SEED)).orders
-            if site.pool[o.level].name == "0.5x"
-        )  # fmt: skip
-        task = task_for(algorithm, order, site, 110.0)
-        assert (task.scaler, task.mask_labels) == (0.5 if scaler else 1.0, mask)
-
-
 # ============================================================================ how much a client counts, Sec. 3.3.6
-HALF = SubmodelSpec.of({"conv": [0, 1, 2, 7], "hidden": range(16)})
 
 
 def constant(spec: SubmodelSpec, value: float, family: ModelFamily = TINY) -> Params:
@@ -326,27 +224,6 @@ def merged(weighting: Any, family: ModelFamily, updates: Sequence[tuple[Submodel
     return found
 
 
-WEIGHTED = [
-    # A has all of TinyNet: 8 + 32 + 32 = 72 kernels, 1 step, brings 1. B has 4 + 16 + 16 = 36, 4 steps, brings 4.
-    ("uniform", (1 + 4) / 2),  # 2.5
-    ("model_size", (72 * 1 + 36 * 4) / (72 + 36)),  # 2
-    ("updates", (1 * 1 + 4 * 4) / (1 + 4)),  # 3.4
-    ("hybrid", (72 * 1 * 1 + 36 * 4 * 4) / (72 * 1 + 36 * 4)),  # 3
-]
-
-
-@pytest.mark.parametrize(("weighting", "expected"), WEIGHTED)
-def test_the_four_weightings(weighting: str, expected: float) -> None:
-    """Sample counts (1,000 and 1) do not matter. Where B has no part, A's value stands."""
-    found = merged(weighting, TINY, [(FULL, constant(FULL, 1.0), 1.0, 1000), (HALF, constant(HALF, 4.0), 4.0, 1)])
-    for name, tensor in found.items():
-        shared = np.zeros(tuple(tensor.shape), dtype=bool)
-        shared[np.ix_(*entries_of(name, HALF))] = True
-        assert tensor.numpy()[shared] == pytest.approx(expected, rel=1e-6), name
-        assert (tensor.numpy()[~shared] == 1).all(), name
-    assert sorted({round(e, 6) for _, e in WEIGHTED}) == [2.0, 2.5, 3.0, 3.4], "the four can be told apart"
-
-
 @pytest.mark.parametrize("weighting", ["updates", "hybrid"])
 @pytest.mark.parametrize(
     ("said", "counted"), [(1e18, 4), (math.inf, 4), (5.0, 4), (4.0, 4), (2.0, 2), (0.0, 1), (-1e18, 1), (math.nan, 1)]
@@ -356,73 +233,6 @@ def test_a_lie_about_steps_counts_for_no_more_than_the_order_makes(weighting: st
     liar, honest = (FULL, constant(FULL, 4.0), said, 8), (FULL, constant(FULL, 1.0), 4.0, 8)
     for tensor in merged(weighting, TINY, [honest, liar]).values():
         assert tensor.numpy() == pytest.approx((4 * 1 + counted * 4) / (4 + counted), rel=1e-6)
-
-
-def test_kernels_of_what_was_trained_count() -> None:
-    """B left the residual layer out: 4 + 16 = 20 kernels. Its own classifier never counts."""
-    payload = {n: t for n, t in constant(HALF, 4.0).items() if not n.startswith("extra")}
-    found = merged("model_size", TINY, [(FULL, constant(FULL, 1.0), 1.0, 1), (HALF, payload, 1.0, 1)])
-    assert float(found["fc.linear.bias"][0]) == pytest.approx((72 * 1 + 20 * 4) / 92, rel=1e-6)
-    assert float(found["extra.linear.bias"][0]) == 1
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        SmallCNN((1, 8, 8), 10),
-        # Shortcuts are convolutions, too; the hidden channels of an inverted residual are six times its input's.
-        ResNet18((1, 16, 16), 10, width=0.125),
-        MobileNetV2((1, 24, 24), 10, width=0.125),
-    ],
-    ids=lambda f: type(f).__name__,
-)
-def test_every_convolution_and_hidden_layer_has_kernels(family: ModelFamily) -> None:
-    """Counted from the modules. For SmallCNN 16 + 32 + 64 + 64 = 176; batch norm and classifier have none. B keeps all
-    of the last layer before the classifier, half of the others, so that their ratio is none that a slip would give."""
-    layout = family.layout()
-    groups = [p.group for p in family.prunable()][:-1]
-    spec = SubmodelSpec.of({group: layout.groups[group] // 2 for group in groups})
-    counts = []
-    for s in (FULL, spec):
-        with torch.device("meta"):
-            modules = dict(family.module(s).named_modules())
-        del modules["classifier"]
-        convs = [m.out_channels for m in modules.values() if isinstance(m, nn.Conv2d)]
-        counts.append(sum(convs) + sum(m.out_features for m in modules.values() if isinstance(m, nn.Linear)))
-    if isinstance(family, SmallCNN):
-        assert counts == [176, 8 + 16 + 32 + 64]
-    full, part = counts
-    found = merged(
-        "model_size", family, [(FULL, constant(FULL, 1.0, family), 1.0, 1), (spec, constant(spec, 4.0, family), 1.0, 1)]
-    )
-    first = next(iter(found.values()))
-    assert float(first.flatten()[0]) == pytest.approx((full * 1 + part * 4) / (full + part), rel=1e-6)
-
-
-def test_steps_are_those_that_the_client_took() -> None:
-    """Eight samples in batches of four, two epochs: four steps. They arrive in the update's metrics."""
-    algorithm = FedRolex(training=TRAINING, weighting="hybrid")
-    site = tiny_site(algorithm)
-    (order, *_) = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders
-    outcome = execute(algorithm, order, site)
-    assert isinstance(outcome, ClientUpdate)
-    assert outcome.metrics["steps"] == 4
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
-def test_a_selector_learns_that_a_device_had_to_shrink(kind: Any) -> None:
-    """A rolled or random part is no member of the pool; its widths say which member's size it has."""
-    algorithm = kind(training=TRAINING, selection=Curiosity(per_type=1))
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    orders = [o for r in range(1, 20) for o in algorithm.plan(state, context_of(site, r, SEED)).orders]
-    order = next(o for o in orders if site.pool[o.level].name == "1x")
-    spec = task_for(algorithm, order, site, 40.0).spec
-    payload = take(order.payload, LAYOUT, spec, have=order.spec)
-    update = ClientUpdate(order.round, order.client, spec, payload, 5, {"loss": 1.0, "steps": 1.0})
-    tables = algorithm.merge(state, RoundPlan(order.round, (order,)), [brought(update, site)], ServerSite(site)).tables
-    # p = 1, sent 1x, back 0.5x: 1 + 1, then max(1 - 1, 0), max(1 - 2, 0).
-    assert [row[order.client] for row in tables["resource"]] == [2, 0, 0]
 
 
 def test_the_learning_rate_is_a_tenth_from_each_step_on() -> None:

@@ -15,22 +15,19 @@ from fl_engine.aggregation.privacy import Private
 from fl_engine.algorithms import FedX
 from fl_engine.algorithms.fedx import Assigned
 from fl_engine.algorithms.fine_tuning import FineTuning, fine_tuned, tuned
-from fl_engine.backends import InProcess
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import seeds
-from fl_engine.core.errors import ClientError, ConfigError, PoolError
-from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import FULL, Codecs, Params, RoundPlan, SubmodelSpec, TaskContext, WorkOrder
+from fl_engine.core.errors import ConfigError, PoolError
+from fl_engine.core.slicing import take
+from fl_engine.core.types import FULL, Codecs, Params, RoundPlan, SubmodelSpec, WorkOrder
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
-from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.preparation.submodel_search import Candidate
 from fl_engine.preparation.supernet import Supernet
 from fl_engine.rounds.server import ServerSite
 from fl_engine.selection import Curiosity, Oort, ResourceTable, Uniform
 from fl_engine.selection.capacity import level_of
 from fl_engine.testing.tiny import (
-    SEED,
     TRAINING,
     TinyNet,
     assert_same_bits,
@@ -77,24 +74,7 @@ def with_server(site: Site) -> Site:
     return replace(site, partition=parts)
 
 
-def test_defaults() -> None:
-    """Eq. 4: all clients alike. The rest is the project's, as the top of the algorithm's file says."""
-    found = FedX()
-    assert (found.weighting, found.up, found.fine_tuning) == ("uniform", "identity", FineTuning())
-    assert (found.widths, found.bits, found.bucket) == ((0.5, 0.75, 1.0), tuple(range(1, 17)), 512)
-    assert (found.delta, found.accept, found.search_levels, found.search_seeds) == (0.01, None, 9, 3)
-    assert (found.random_levels, found.kd_weight, found.kd_temperature) == (1, 1.0, 1.0)
-    searched = {path: (each.low, each.high, each.log) for path, each in found.search_space(()).items()}
-    assert searched == {"fine_tuning.gamma": (1e-6, 1.0, True), "fine_tuning.lr": (1e-4, 0.1, True)}
-
-
 # ------------------------------------------------------------------------------------------------------- the pool
-def test_small_medium_and_large_are_listed_before_anything_is_searched() -> None:
-    pool = fedx().pool(TinyNet(), {}, None)  # type: ignore[arg-type]
-    assert [(m.name, m.dispatched, m.reported, m.codecs, m.tiers) for m in pool] == [
-        (name, True, True, None, ()) for name in ("small", "medium", "large")
-    ]
-    assert pool[-1].spec == FULL
 
 
 def test_a_network_of_nested_sub_networks_brings_its_own() -> None:
@@ -137,15 +117,6 @@ def test_level_sends_one_sub_network_to_all(level: str) -> None:
     assert [m.name for m in pool] == ["small", "medium", "large"]
     found = algorithm.pool(TinyNet(), {"supernet": made(weak=(level, 11), strong=(level, 9))}, None)  # type: ignore[arg-type]
     assert [(m.name, len(m.tiers)) for m in found if m.dispatched] == [(level, 2)]
-
-
-@pytest.mark.parametrize("norm", ["batch", "static"])
-def test_running_statistics_are_collected_where_there_are_such(norm: Any) -> None:
-    family = SmallCNN((1, 8, 8), 4, 0.5, norm)
-    for wanted, found in (("kept", norm == "static"), (True, True), (False, False)):
-        pool = fedx(static_bn=wanted).pool(family, {}, None)  # type: ignore[arg-type]
-        assert {m.static_bn for m in pool} == {found}
-    assert fedx() == fedx(static_bn="kept")
 
 
 @pytest.mark.parametrize(
@@ -217,31 +188,6 @@ def test_what_a_client_receives_is_quantised_in_its_tiers_bits() -> None:
         errors[site.fleet[order.client].tier] = float(away)
         assert order.encoded is not None and coding.codec_up(order) is None
     assert 0 < errors["weak"] < errors["medium"], "11 and 9 bits of the same sub-network"
-
-
-def test_without_a_search_devices_get_the_largest_that_they_hold() -> None:
-    algorithm = fedx()
-    site = tiny_site(algorithm)
-    orders = algorithm.plan(start_of(algorithm, site), context_of(site, 0)).orders
-    for order in orders:
-        assert order.level == level_of(site.fleet[order.client], site.pool)
-        assert order.codecs is None
-    assert {site.pool[order.level].name for order in orders} > {"small"}
-
-
-def test_a_device_that_is_short_of_room_fails_or_trains_the_smallest_all_the_same() -> None:
-    algorithm = fedx(assigned=SOME)
-    site = tiny_site(algorithm)
-    orders = {o.level: o for o in algorithm.plan(start_of(algorithm, site), context_of(site, 0)).orders}
-    for level, on_too_small in ((0, "train"), (0, "fail"), (2, "train")):
-        order = orders[level]
-        short = TaskContext(site.layout, site.pool, site.fleet[order.client], 100 * site.pool[level].share - 1)
-        chosen = replace(algorithm, on_too_small=on_too_small)
-        if (level, on_too_small) == (0, "train"):
-            assert chosen.task(order, short).spec == site.pool[0].spec
-        else:
-            with pytest.raises(ClientError):
-                chosen.task(order, short)
 
 
 # ------------------------------------------------------------------------------------------------------ the merge
@@ -329,30 +275,3 @@ def test_a_round_without_updates_changes_nothing() -> None:
     plan = algorithm.plan(state, context_of(site, 0))
     after = algorithm.merge(state, plan, [failure_of(o) for o in plan.orders], ServerSite(site))
     assert_same_bits(after.params, state.params)
-
-
-def test_fine_tuning_asks_for_data_on_the_server() -> None:
-    algorithm = fedx(assigned=SOME, fine_tuning=FineTuning())
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    plan = algorithm.plan(state, context_of(site, 0))
-    updates = [update_of(o, o.spec, {n: t + 1 for n, t in o.payload.items()}) for o in plan.orders]
-    with pytest.raises(ConfigError, match=r"raise partition\.proxy"):
-        algorithm.merge(state, plan, updates, ServerSite(site))
-
-
-def test_a_round_with_all_of_it_learns() -> None:
-    """Quantised down, trained, merged and fine-tuned, several rounds."""
-    algorithm = fedx(assigned=SOME, fine_tuning=FineTuning(lr=0.05))
-    site = with_server(tiny_site(algorithm))
-    state = start_of(algorithm, site, initial_params(site.family, SEED))
-    server, scores = ServerSite(site), list[float]()
-    for round in range(6):
-        plan = coding.sent(algorithm.plan(state, context_of(site, round)), site.pool, Codecs(), site.seed)
-        plan = replace(plan, orders=tuple(o for o in plan.orders if len(site.partition.clients[o.client])))
-        answers = list(InProcess(site).run(algorithm, plan))
-        state = algorithm.merge(state, plan, sorted(answers, key=lambda a: a.client), server)
-        data = site.data
-        whole = ServerSite(replace(site, partition=replace(site.partition, proxy_train=np.arange(len(data.train_y)))))
-        scores.append(whole.evaluate(FULL, state.params))
-    assert scores[-1] > scores[0] + 0.2, scores

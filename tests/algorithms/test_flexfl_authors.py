@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from benchmarks.pools import APOZ
@@ -11,13 +9,12 @@ from fl_engine.algorithms import FlexFL
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import count_params
-from fl_engine.core.errors import ClientError, PoolError
+from fl_engine.core.errors import ClientError
 from fl_engine.core.types import Device, Pool, TaskContext, WorkOrder
-from fl_engine.fleet import devices
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet34
 from fl_engine.models.vgg16 import VGG16
-from fl_engine.testing.tiny import TinyNet, paper_pool, tiny_pool
+from fl_engine.testing.tiny import paper_pool, tiny_pool
 
 CIFAR = (3, 32, 32)
 NAMES = ["M1", "M2'", "M2", "M3'", "M3"]
@@ -69,12 +66,6 @@ def test_the_authors_rule_is_the_first_hit_from_above(model: str) -> None:
         assert 100 * m.share > target, "larger than the target says"
 
 
-def test_a_target_that_the_authors_rule_never_hits() -> None:
-    """gamma is never below 100/199, which keeps half of each layer here."""
-    with pytest.raises(PoolError, match=r"no gamma = 100/g, g = 1 .. 199, comes within 5 points of 2 %"):
-        tiny_pool(FlexFL(rule="authors", targets=(2.0, 50.0, 100.0), apoz=(0.0, 0.0)), TinyNet())
-
-
 # ======================================================================================== AdaPrune, Sec. III-C
 def trained_by(algorithm: FlexFL, pool: Pool, received: str, free: float) -> str:
     layout, _ = paper_pool()
@@ -108,45 +99,9 @@ def test_the_authors_thresholds_are_the_targets(free: float, of_m1: str, of_m2: 
     assert [trained_by(FlexFL(rule="authors"), pool, m, free) for m in ("M1", "M2", "M3")] == [of_m1, of_m2, of_m3]
 
 
-def test_the_thresholds_of_other_pools() -> None:
-    """Three models, another Gamma, and fixed gammas, whose models are meant to be as large as they are."""
-    _, pool = paper_pool(VGG_SHARES)
-    mains = tuple(m for m in pool if m.dispatched)
-    plain = FlexFL(rule="authors", adaptive_size=None)
-    assert [trained_by(plain, mains, "M3", free) for free in (49.9, 50.0, 99.9, 100.0)] == ["M1", "M2", "M2", "M3"]
-    narrow = FlexFL(rule="authors", adaptive_size=5.0)
-    assert [trained_by(narrow, pool, "M3", free) for free in (44.9, 45.0, 94.9, 95.0)] == ["M1", "M2'", "M2", "M3'"]
-    fixed = FlexFL(rule="authors", gammas=(1.0, 2.0))
-    assert [trained_by(fixed, pool, "M3", free) for free in (43.7, 43.9, 53.7, 53.9)] == ["M1", "M2'", "M2'", "M2"]
-
-
 def test_a_device_below_the_smallest_target_trains_it_or_fails() -> None:
     _, pool = paper_pool(VGG_SHARES)
     strict = FlexFL(rule="authors", on_too_small="fail")
     assert trained_by(strict, pool, "M2", 25.0) == "M1"
     with pytest.raises(ClientError):
         trained_by(strict, pool, "M2", 24.9)
-
-
-@pytest.mark.parametrize(
-    ("model", "rule", "threshold", "percent"),
-    [
-        ("vgg16", "authors", 50.0, 81),
-        ("resnet34", "authors", 50.0, 81),
-        ("mobilenetv2", "authors", 50.0, 81),
-        ("vgg16", "closest", 100 * 18_102_099 / 33_646_666, 60),
-        ("resnet34", "closest", 100 * 11_671_306 / 21_578_634, 58),
-        ("mobilenetv2", "closest", 100 * 1_234_367 / 2_254_858, 53),
-    ],
-)
-def test_how_often_a_medium_device_keeps_m2(model: str, rule: pools.Rule, threshold: float, percent: int) -> None:
-    """Of its dispatches, over Table I's fleet: by the target, and by the real size of the authors' M2. By hand: mean
-    over the spreads 5, 8, 10 of P(|u| <= 60 - threshold), erf((60 - threshold) / (sigma sqrt 2))."""
-    by_hand = sum(math.erf((60 - threshold) / (sigma * math.sqrt(2))) for sigma in (5, 8, 10)) / 3
-    assert round(100 * by_hand) == percent
-    pool = tiny_pool(FlexFL(rule="authors", apoz=APOZ[model]), FAMILIES[model])
-    medium = [d for d in devices.fleet("4:3:3", 1000, seed=1) if d.tier == "medium"]
-    free = [devices.observe(device, 1, round) for device in medium for round in range(15)]
-    kept = sum(trained_by(FlexFL(rule=rule), pool, "M2", each) == "M2" for each in free)
-    assert len(free) == 4500
-    assert 100 * kept / len(free) == pytest.approx(100 * by_hand, abs=2)

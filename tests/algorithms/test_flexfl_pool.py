@@ -19,12 +19,11 @@ from fl_engine.algorithms import FlexFL
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import count_params
-from fl_engine.core.errors import ModelError, PoolError
+from fl_engine.core.errors import PoolError
 from fl_engine.core.slicing import contains, initial_params
 from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet34
-from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.testing.tiny import TinyNet, assert_same_bits, tiny_pool
@@ -93,17 +92,6 @@ def test_apoz_by_hand(relu: str, batch: int) -> None:
     assert found == pytest.approx((4 / 10, (7 / 10 + 4 / 10) / 2), abs=1e-12)
 
 
-def test_apoz_counts_exact_zeros_only() -> None:
-    """A value as small as a float can be is an activation; a negative zero is a zero."""
-    tiny = torch.tensor([[1e-45, -0.0]]).view(1, 1, 1, 2)
-    assert pools.measure_apoz(TwoLayers(), WEIGHTS, tiny)[0] == 0.5
-
-
-def test_what_is_below_zero_is_no_zero() -> None:
-    """LeakyReLU passes a hundredth of what is negative on: of these inputs nothing is 0."""
-    assert pools.measure_apoz(TwoLayers("leaky"), WEIGHTS, INPUTS) == (0.0, 0.0)
-
-
 def test_a_layer_without_relu_counts_as_half_zeros() -> None:
     """WISDM's LSTM; its share of zeros would be 0. The hidden layer's is measured."""
     family = WisdmLSTM((20, 6), 12)
@@ -123,17 +111,6 @@ def test_apoz_measures_without_dropout_and_changes_nothing() -> None:
     assert_same_bits(params, before)
 
 
-def test_apoz_of_a_convolution_is_over_all_its_pixels() -> None:
-    """Channel 0 is everywhere 1, channel 1 everywhere 0, channel 2 is the image, with 4 of 16 pixels above 0."""
-    family = TinyNet(conv=3, hidden=2)
-    params = {n: torch.zeros_like(t) for n, t in initial_params(family, 0).items()}
-    params["conv.conv.bias"][0] = 1
-    params["conv.conv.weight"][2, 0, 1, 1] = 1
-    x = torch.full((2, 1, 4, 4), -1.0)
-    x[:, :, 0] = 1
-    assert pools.measure_apoz(family, params, x)[0] == pytest.approx((0 + 16 + 12) / 48)
-
-
 # =============================================================================================== AdjW, Eq. 3
 RESNET34_SIZES = (1_856, 477_504, 1_157_376, 6_822_400, 13_114_368)
 MOBILENET_SIZES = (960, 2_064, 14_496, 40_848, 186_816, 306_528, 800_736, 476_160, 413_440)
@@ -143,11 +120,6 @@ def test_layer_sizes_are_those_of_the_sheet() -> None:
     assert pools.layer_sizes(ResNet34(CIFAR, 10)) == RESNET34_SIZES
     assert pools.layer_sizes(MobileNetV2(CIFAR, 10)) == MOBILENET_SIZES
     assert len(pools.layer_sizes(VGG16(CIFAR, 10))) == 15
-
-
-def test_the_classifier_is_not_among_the_layers() -> None:
-    """At 200 classes as at 10: it would otherwise be the largest layer of a small network."""
-    assert pools.layer_sizes(MobileNetV2(CIFAR, 200)) == MOBILENET_SIZES
 
 
 def test_adjustment_weights_by_hand() -> None:
@@ -221,55 +193,11 @@ def test_no_gamma_comes_closer(apoz: list[float], target: float, adjusted: bool)
     assert spec == pools.spec_of(TINY, pools.ratios_at(gamma, apoz, adjust)), "the gamma is that of the model"
 
 
-def test_a_search_counts_no_model_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[SubmodelSpec] = []
-
-    def count(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
-        counted.append(spec)
-        return count_params(family, spec)
-
-    monkeypatch.setattr(pools, "count_params", count)
-    pools.solve(TINY, (0.5, 0.37), (1.0, 1.0), 1000, epsilon=1e9)
-    assert len(counted) == len(set(counted)) > 1
-
-
-@pytest.mark.parametrize("target", [0.25, 0.4, 0.5, 0.9])
-def test_bisection_is_at_least_as_close_as_the_papers_loop(target: float) -> None:
-    """Alg. 1 as printed: gamma = 0, 0.01, 0.02, ... ; a fine grid cannot do better either."""
-    family = SmallCNN((1, 8, 8), 10)
-    apoz, adjust = (0.3, 0.5, 0.6, 0.8), pools.adjustment_weights(pools.layer_sizes(family))
-    whole = count_params(family)
-    _, spec = pools.solve(family, apoz, adjust, target * whole, epsilon=whole)
-    ours = abs(count_params(family, spec) - target * whole)
-    for step, count in ((0.01, 501), (0.0023, 2000)):
-        grid = [pools.spec_of(family, pools.ratios_at(step * i, apoz, adjust)) for i in range(count)]
-        theirs = min(abs(count_params(family, s) - target * whole) for s in set(grid))
-        assert ours <= theirs + 1e-9
-
-
-def test_layers_of_equal_ratio_are_cut_alike() -> None:
-    """Equal A_i without adjustment is one ratio s for all: some s has int(8 s) and int(32 s) for its widths."""
-    odd = []
-    for target in range(300, 2300, 100):
-        _, spec = pools.solve(TINY, (0.5, 0.5), (1.0, 1.0), target, epsilon=1e9)
-        conv, hidden = (TINY.layout().width(spec, group) for group in ("conv", "hidden"))
-        if not max(conv / 8, hidden / 32) < min((conv + 1) / 8, (hidden + 1) / 32):
-            odd.append((target, conv, hidden))
-    assert odd == []
-
-
 def test_size_is_monotone_in_gamma() -> None:
     family = MobileNetV2(CIFAR, 10, width=0.3)
     apoz, adjust = [0.1 * i for i in range(9)], pools.adjustment_weights(pools.layer_sizes(family))
     sizes = [count_params(family, pools.spec_of(family, pools.ratios_at(0.02 * i, apoz, adjust))) for i in range(150)]
     assert sizes == sorted(sizes)
-
-
-@pytest.mark.parametrize("target", [0.0, 5.0, 2324.0, 5000.0])
-def test_targets_at_and_beyond_both_ends(target: float) -> None:
-    _, spec = pools.solve(TINY, (0.5, 0.5), (1.0, 1.0), target, epsilon=1e9)
-    sizes = sorted(reachable(TINY, (0.5, 0.5), (1.0, 1.0)))
-    assert count_params(TINY, spec) == (sizes[0] if target < 100 else 2324)
 
 
 def test_epsilon_is_how_far_the_closest_size_may_be() -> None:
@@ -293,24 +221,6 @@ def test_out_of_reach_is_an_error_that_says_what_is_in_reach() -> None:
     assert f"{middle[1]:,}" in message
     assert "epsilon" in message
     assert f"{100 * target / 2324:.2f} %" in message
-
-
-def test_a_layer_that_is_always_zero_is_an_error_or_stays_at_its_least() -> None:
-    with pytest.raises(PoolError, match="every layer has APoZ"):
-        pools.solve(TINY, (1.0, 1.0), (1.0, 1.0), 500, epsilon=1e9)
-    _, spec = pools.solve(TINY, (0.2, 1.0), (1.0, 1.0), 500, epsilon=1e9)
-    assert spec.kept["hidden"] == 1
-
-
-def test_the_default_epsilon_by_hand() -> None:
-    """One of 32 hidden units: 33 entries in fc, 33 + 31 in the residual layer, 4 in the classifier = 101 > 0.5 %."""
-    assert pools.default_epsilon(TINY) == 101
-    vgg = VGG16(CIFAR, 10)
-    one = 512 + 1 + 4096
-    assert one < 0.005 * 33_646_666
-    assert pools.default_epsilon(vgg) == pytest.approx(0.005 * 33_646_666)
-    unit = 4 * 6 + 4 * 6 + 4 * 5 + 2 * 4 + 200 * 128  # in the LSTM: input, two sides of the recurrence, biases; in fc1
-    assert pools.default_epsilon(WisdmLSTM((200, 6), 12)) == unit / 2 == 12_838
 
 
 # ================================================================================================== the pool
@@ -367,12 +277,6 @@ def test_the_pool_s_ratios_are_those_of_algorithm_1() -> None:
         assert m.spec == SubmodelSpec.of(widths)
 
 
-def test_the_largest_model_is_the_whole_one() -> None:
-    full = tiny_pool(FlexFL(), TINY, (0.5, 0.5))[-1]
-    assert (full.spec, full.share, full.ratios) == (FULL, 1.0, (1.0, 1.0))
-    assert full.bytes == 4 * 2324
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -395,19 +299,6 @@ def test_the_largest_model_is_the_whole_one() -> None:
 def test_an_impossible_pool_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PoolError, match=message):
         tiny_pool(FlexFL(**changes), TINY, (0.5, 0.5))
-
-
-def test_scores_for_another_network_are_refused() -> None:
-    with pytest.raises(PoolError, match="2 layers can be pruned, the APoZ scores at hand are 3"):
-        tiny_pool(FlexFL(), TINY, (0.5, 0.5, 0.5))
-
-
-def test_other_targets_and_another_gamma_size() -> None:
-    pool = tiny_pool(FlexFL(targets=(30.0, 60.0, 80.0, 100.0), adaptive_size=5.0), ResNet34(CIFAR, 10), (0.5,) * 5)
-    assert [m.name for m in pool] == ["M1", "M2'", "M2", "M3'", "M3", "M4'", "M4"]
-    assert [100 * m.share for m in pool] == pytest.approx([30, 55, 60, 75, 80, 95, 100], abs=0.6)
-    only = tiny_pool(FlexFL(targets=(100.0,)), TINY, (0.5, 0.5))
-    assert [(m.name, m.spec) for m in only] == [("M1", FULL)]
 
 
 def test_fixed_gammas_give_their_models_and_the_adaptive_ones_keep_their_distance() -> None:
@@ -436,13 +327,6 @@ def test_with_fixed_gammas_gamma_is_measured_against_the_real_gaps() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ given scores
-def test_given_scores_are_those_that_were_measured() -> None:
-    scores = (0.3, 0.6)
-    given = FlexFL(apoz=scores)
-    assert tiny_pool(given, TINY) == tiny_pool(FlexFL(), TINY, scores) != tiny_pool(FlexFL(), TINY, (0.6, 0.3))
-    assert tiny_pool(given, TINY, (0.6, 0.3)) == tiny_pool(given, TINY), "nothing is asked of a preparation"
-    assert (given.preparations, FlexFL().preparations) == ((), ("apoz",))
-    assert tiny_pool(FlexFL(apoz=scores, use_apoz=False), TINY) == tiny_pool(FlexFL(use_apoz=False), TINY)
 
 
 def test_as_many_scores_are_given_as_there_are_layers() -> None:
@@ -455,11 +339,3 @@ def test_similarity_by_hand() -> None:
     """1 - mean(|.45 - .5| / .5, |.8 - 1| / 1, 0) = 1 - (.1 + .2 + 0) / 3."""
     assert pools.similarity((0.45, 0.8, 0.3), (0.5, 1.0, 0.3)) == pytest.approx(0.9)
     assert pools.similarity((0.2, 0.4), (0.2, 0.4)) == 1
-
-
-@pytest.mark.parametrize(
-    ("keep", "said"), [({"typo": 3}, "no channel group 'typo'"), ({"stage1.0.inner": 3}, "must keep as many")]
-)
-def test_a_pool_model_that_the_network_does_not_have_is_refused(keep: dict[str, int], said: str) -> None:
-    with pytest.raises(ModelError, match=said):
-        pools.member(ResNet34((3, 32, 32), 10), "S1", SubmodelSpec.of(keep), dispatched=True, reported=True)

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from fl_engine.aggregation.server_opt import Yogi
 from fl_engine.algorithms import MultiBranch
 from fl_engine.algorithms.multibranch import exits_at, in_tiers
-from fl_engine.backends import InProcess
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import count_params
-from fl_engine.core.errors import ClientError, ModelError, PoolError
-from fl_engine.core.types import FULL, ClientUpdate, Device, Pick, Pool, RoundContext, TaskContext
-from fl_engine.datasets import cifar100, femnist
-from fl_engine.exchange.client import execute
+from fl_engine.core.errors import ClientError, PoolError
+from fl_engine.core.types import Device, Pick, Pool, RoundContext, TaskContext
 from fl_engine.models import MODELS
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.vgg16 import VGG16
-from fl_engine.rounds.server import ServerSite
-from fl_engine.selection import Curiosity, ResourceTable, Uniform
-from fl_engine.testing.tiny import SEED, TRAINING, context_of, paper_pool, start_of, tiny_site, update_of
-from fl_engine.training.evaluation import evaluate_pool, published
-from tests.data import made
+from fl_engine.testing.tiny import SEED, TRAINING, context_of, paper_pool, start_of, tiny_site
 
 BLOCKS = tuple(str(i) for i in range(1, 17))
 PAPER = (64, 128, 256, 512)
@@ -60,15 +48,6 @@ def test_where_exits_sit_among_sixteen_blocks(rule: Any, places: str) -> None:
     assert " ".join(exits_at(BLOCKS, rule)) == places
 
 
-@pytest.mark.parametrize("wanted", range(1, 40))
-@pytest.mark.parametrize("blocks", [2, 3, 7, 10, 16, 33])
-def test_exits_are_distinct_and_about_equally_far_apart(blocks: int, wanted: int) -> None:
-    places = [int(point) for point in exits_at([str(i) for i in range(1, blocks + 1)], f"equidistant:{wanted}")]
-    assert len(places) == min(wanted, blocks - 1)
-    gaps = [b - a for a, b in pairwise([0, *places, blocks])]
-    assert min(gaps) >= 1 and max(gaps) - min(gaps) <= 1
-
-
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
@@ -81,11 +60,6 @@ def test_exits_are_distinct_and_about_equally_far_apart(blocks: int, wanted: int
 def test_bad_rules_are_named(rule: Any, message: str) -> None:
     with pytest.raises(PoolError, match=re.escape(message)):
         exits_at(BLOCKS, rule)
-
-
-def test_blocks_that_are_not_there_are_named() -> None:
-    with pytest.raises(ModelError, match="exits must be"):
-        pool_of(ResNet18((3, 12, 12), 4, width=0.1), exits=("stage9.0",))
 
 
 # ----------------------------------------------------------------------------------------------- MB-ResNet34, costs
@@ -157,35 +131,7 @@ def test_a_head_has_fewer_convolutions_where_they_would_cost_more_than_what_it_l
     assert linear.exit_convs == ()
 
 
-def test_heads_behind_vectors_are_linear() -> None:
-    network, _ = pool_of(VGG16((3, 32, 32), 10, fc=(256, 192), width=0.1), exits=("conv4", "fc1"), head_convs=(1,))
-    assert (network.exits, network.exit_convs) == (("conv4", "fc1"), (("conv4", 1),))
-
-
-def test_exits_that_the_model_section_sets_are_replaced() -> None:
-    network, _ = pool_of(ResNet18((3, 32, 32), 10, exits=("stage1.0",), exit_convs=(("stage1.0", 8),)), exits="every:4")
-    assert (network.exits, network.exit_convs) == (("stage2.1",), (("stage2.1", 2),))
-
-
-def test_exits_too_close_to_the_end_are_an_error() -> None:
-    """Behind the last block, an exit costs what the classifier costs."""
-    with pytest.raises(PoolError, match="is not smaller than"):
-        pool_of(ResNet18((3, 12, 12), 4, width=0.1), exits=("stage1.0", "stage4.1"))
-
-
 # ------------------------------------------------------------------------------------------------- ResNet's channels
-def test_resnet34_of_the_paper_has_identities_where_the_stem_is_as_wide() -> None:
-    family = ResNet34((3, 32, 32), 10, channels=PAPER)
-    assert count_params(family) == 21_282_122
-    layout = family.layout()
-    assert "stem" not in layout.groups and "stage1.0.shortcut.conv.weight" not in layout.slots
-    assert family.prunable()[0].params == ("stem.", "stage1.")
-
-
-@pytest.mark.parametrize("channels", [(64, 128, 256), (64, 128, 256, 0), [64, 128, 256, 512], (64, 128, 256, 2**17)])
-def test_bad_channels_are_named(channels: Any) -> None:
-    with pytest.raises(ModelError, match="channels"):
-        ResNet34((3, 32, 32), 10, channels=channels)
 
 
 # ---------------------------------------------------------------------------------------------------- who trains what
@@ -224,38 +170,6 @@ def test_mu_weighs_the_speed_and_not_the_bandwidth() -> None:
         assert [level for _, level in in_tiers(picks, context, mu)] == tiers, mu
 
 
-@pytest.mark.parametrize(("mu", "strongest"), [(0.0, "wide"), (1e6, "fast")])
-def test_a_plan_goes_by_its_mu(mu: float, strongest: str) -> None:
-    algorithm = MultiBranch(training=replace(TRAINING, fraction=1.0), mu=mu)
-    fast, wide = (Device(c, n, 110.0, 0.0, None, p, s) for c, (n, p, s) in enumerate((("fast", 9, 1), ("wide", 1, 9))))
-    site = tiny_site(algorithm, sizes=(8, 8), fleet=(fast, wide))
-    last = max(algorithm.plan(start_of(algorithm, site), context_of(site, 0)).orders, key=lambda order: order.level)
-    assert site.fleet[last.client].tier == strongest and last.level == len(site.pool) - 1
-
-
-def test_the_speed_of_the_moment_counts() -> None:
-    """As `available` says it, not as the fleet was made."""
-    context = round_of([(1.0, 1.0, 110.0), (2.0, 1.0, 110.0)])
-    swapped = tuple(replace(d, speed=3.0 - d.speed) for d in context.fleet)
-    picks: list[Pick] = [(0, 0), (1, 0)]
-    assert in_tiers(picks, context, mu=1.0) == [(0, 2), (1, 4)]
-    assert in_tiers(picks, replace(context, available=swapped), mu=1.0) == [(0, 4), (1, 2)]
-
-
-@pytest.mark.parametrize("selection", [Uniform(), Uniform(model="random"), ResourceTable(), Curiosity()])
-def test_every_selection_picks_clients_and_none_their_branches(selection: Any) -> None:
-    algorithm = MultiBranch(training=TRAINING, selection=selection)
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    for round in range(6):
-        plan = algorithm.plan(state, context_of(site, round))
-        assert plan.orders and all(o.spec == site.pool[o.level].spec for o in plan.orders)
-        picks = [(o.client, o.level) for o in plan.orders]
-        assert picks == in_tiers(picks, context_of(site, round), algorithm.mu)
-        answers = sorted(InProcess(site).run(algorithm, plan), key=lambda o: o.client)
-        state = algorithm.merge(state, plan, answers, None)  # type: ignore[arg-type]
-
-
 # --------------------------------------------------------------------------------------------- training and merging
 def test_a_branch_alone_is_trained() -> None:
     """One output, one loss; earlier heads are not even sent."""
@@ -280,69 +194,3 @@ def test_a_device_without_room_fails_or_trains_the_smallest() -> None:
             assert algorithm.task(order, context).spec == site.pool[0].spec
         with pytest.raises(ClientError):
             replace(algorithm, on_too_small="fail" if order.level == 0 else "train").task(order, context)
-
-
-def test_each_element_is_the_mean_of_those_that_hold_it() -> None:
-    """Of two clients, both hold the convolution; the first's head and the second's hidden layer are one's alone."""
-    algorithm = MultiBranch(training=TRAINING, exits=("conv",))
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    plan = algorithm.plan(state, context_of(site, 0))
-    first = next(o for o in plan.orders if o.level == 0)
-    last = next(o for o in plan.orders if o.level == 1)
-    answers = [
-        update_of(o, o.spec, {n: torch.full_like(t, value) for n, t in o.payload.items()}, examples)
-        for o, value, examples in ((first, 1.0, 1), (last, 4.0, 2))
-    ]
-    plan = replace(plan, orders=tuple(o for o in plan.orders if o in (first, last)))
-    params = algorithm.merge(state, plan, answers, None).params  # type: ignore[arg-type]
-    for name, expected in {"conv.conv.weight": 3.0, "exit_conv.weight": 1.0, "fc.linear.weight": 4.0}.items():
-        torch.testing.assert_close(params[name], torch.full_like(params[name], expected))
-
-
-def test_with_yogi_untrained_branches_stay() -> None:
-    algorithm = MultiBranch(training=TRAINING, exits=("conv",), server=Yogi())
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    plan = algorithm.plan(state, context_of(site, 0))
-    plan = replace(plan, orders=tuple(o for o in plan.orders if o.level == 0))
-    answers = list(InProcess(site).run(algorithm, plan))
-    params = algorithm.merge(state, plan, answers, None).params  # type: ignore[arg-type]
-    assert torch.equal(params["classifier.weight"], state.params["classifier.weight"])
-    assert not torch.equal(params["exit_conv.weight"], state.params["exit_conv.weight"])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["cifar100", "femnist"])
-def test_two_rounds_on_the_papers_other_data_sets(name: str, tmp_path: Path) -> None:
-    """On small files of their formats; every branch is scored on all their classes."""
-    if name == "cifar100":
-        made.cifar100_files(tmp_path, (200, 100))
-        data, family = cifar100.load(tmp_path, (200, 100)), ResNet18((3, 32, 32), 100, width=0.125)
-    else:
-        files = made.femnist_files(tmp_path, made.femnist_file({f"f{n:04}_41": 10 for n in range(62)}))
-        data, family = femnist.load(tmp_path, files), ResNet18((1, 28, 28), 62, width=0.125)
-    algorithm = MultiBranch(training=replace(TRAINING, fraction=0.5))
-    site = tiny_site(algorithm, family, data=data)
-    state = start_of(algorithm, site)
-    trained = set[int]()
-    for round in range(2):
-        plan = algorithm.plan(state, context_of(site, round))
-        answers = [execute(algorithm, order, site) for order in plan.orders]
-        trained |= {plan.order_of[each.client].level for each in answers if isinstance(each, ClientUpdate)}
-        state = algorithm.merge(state, plan, answers, ServerSite(site))
-    scores = evaluate_pool(site.family, published(state), site.pool, data, ("cpu",))
-    assert len(scores) == 8 and len(trained) > 2
-    assert all(math.isfinite(score.loss) for score in scores.values())
-
-
-def test_mu_can_be_searched() -> None:
-    site = tiny_site(MultiBranch(training=TRAINING))
-    assert set(MultiBranch().search_space(site.pool)) == {"mu"}
-    assert site.pool[-1].spec != FULL
-
-
-def test_defaults() -> None:
-    """Section 4.1: nine branches more, with two convolutions, one and none. mu, which the paper varies, is ours."""
-    found = MultiBranch()
-    assert (found.exits, found.head_convs, found.mu, found.proximal) == ("equidistant:9", (2, 1, 0), 1.0, 0.0)

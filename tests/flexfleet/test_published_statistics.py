@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import flexfleet as ff
 from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError
@@ -79,25 +76,6 @@ def test_a_level_that_is_scored_with_the_stored_statistics_keeps_their_bits(tmp_
     assert made.about.proxy_statistics is False and "the proxy's statistics" not in said(made.about)
 
 
-class Twice(nn.Module):
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.first = self.second = nn.BatchNorm2d(1, affine=False)
-        self.head = nn.Linear(64, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(x).flatten(1))  # type: ignore[no-any-return]
-
-
-def test_a_batch_norm_of_two_names_has_its_statistics_under_both() -> None:
-    data, _, member, _ = of_heterofl(-1)
-    family = from_module(Twice, whole=True)(data.input_shape, data.task.outputs)
-    _, found = export.with_statistics(family, initial_params(family, 0), member, data, PROXY)
-    mean = data.normalise(data.train_x[PROXY]).mean((0, 2, 3))
-    for name in ("first", "second"):
-        torch.testing.assert_close(found[f"{name}.running_mean"], mean)
-
-
 def test_without_proxy_data_it_is_refused_before_the_first_round(quick: tuple[str, ...]) -> None:
     sets = [each for each in quick if not each.startswith("algorithm.")]
     sets += ["algorithm.name=heterofl", "model.norm=static", "partition.proxy=0", "publish.onnx=false"]
@@ -111,42 +89,3 @@ def test_without_proxy_data_it_is_refused_before_the_first_round(quick: tuple[st
 
 
 # ------------------------------------------------------------------------------------------------------ in a run
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> ff.Result:
-    """Two rounds of HeteroFL."""
-    options: dict[str, Any] = {"tracking.mlflow": None, "dataset.train_samples": 300, "dataset.test_samples": 100}
-    options |= {"publish.models": True, "publish.onnx": False}
-    common: dict[str, Any] = {"clients": 4, "rounds": 2, "local_epochs": 1, "progress": False, "options": options}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("statistics"))
-        return ff.run(model=Net, algorithm="heterofl", **common)
-
-
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_the_network_of_a_result_is_the_exported_one(result: ff.Result) -> None:
-    stored = result.params["bn.running_mean"]
-    for level in result.levels["name"]:
-        folder = result.folder / "export" / level
-        ours, theirs = result.model(level).state_dict(), export.load(folder).state_dict()
-        assert same(ours, theirs)
-        assert export.read(folder).proxy_statistics
-        mean = ours["network.bn.running_mean"]
-        assert not torch.allclose(mean, stored[: len(mean)], rtol=0.05)
-
-
-def test_training_a_network_further_changes_no_other_and_not_the_result(result: ff.Result) -> None:
-    largest, smallest = result.model(), result.model(result.levels["name"][0])
-    before, stored = copied(largest.state_dict()), copied(result.params)
-    for handed_out in (smallest.parameters(), result.model().parameters(), result.params.values()):
-        with torch.no_grad():
-            for tensor in handed_out:
-                tensor.fill_(9.0)
-        assert same(largest.state_dict(), before) and same(result.model().state_dict(), before)
-        assert same(result.params, stored)

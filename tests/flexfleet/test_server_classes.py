@@ -87,18 +87,3 @@ def test_a_comparison_has_a_table_of_them(runs: Path, sets: list[str], tmp_path:
     )
     assert any(line.startswith("devices':") for line in comparison_report.notes(found))
     assert table.title in (tmp_path / "comparison.md").read_text()
-
-
-def test_without_such_classes_nothing_is_said(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path, no_drawings: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    sets = [*quick, "algorithm.name=all_large", "rounds.stop=1"]
-    done = flexfleet("run", "--json", "--run-id", "plain-s0", sets=sets)
-    assert "by_owner" not in done.json["metrics"]
-    assert "classes" not in (tmp_path / "runs/plain-s0/evaluation.json").read_text()
-    assert "_classes" not in (tmp_path / "runs/plain-s0/history.json").read_text()
-    entries = [Entry("plain", 0, load_config(None, sets))]
-    found = comparison_report.tabulate("x", entries, {"plain-s0": tmp_path / "runs/plain-s0"}, tmp_path / "c")
-    assert not any("whose the class is" in table.title for table in comparison_report.tables(found))
-    assert not any("classes" in name for name in comparison_report.metrics(found))

@@ -17,7 +17,6 @@ from flexfleet.config import load_config
 from flexfleet.experiments.compare import finished
 from flexfleet.files.artifacts import History
 from flexfleet.tracking.console import Console
-from flexfleet.tracking.record import card
 
 ROW = {"seconds_round": 2.0, "seconds_simulated": 10.0, "clients_trained": 5.0, "clients_pruned": 0.0,
        "clients_failed": 0.0, "train_loss": 0.5, "avg": 0.5, "full": 0.5}  # fmt: skip
@@ -46,18 +45,6 @@ def test_the_time_left_goes_by_whichever_end_comes_first(caplog: pytest.LogCaptu
     assert told[4].endswith("  50 of 45 simulated s"), "nothing is left"
     far = lines(caplog, Console(8, stop_simulated_s=1000.0), rows)
     assert far[4].endswith("  50 of 1,000 simulated s  ETA 6 s")
-
-
-def test_a_resumed_console_counts_the_seconds_of_earlier_rounds(caplog: pytest.LogCaptureFixture) -> None:
-    console = Console(8, done=2, stop_simulated_s=45.0)
-    assert lines(caplog, console, [(1, ROW), (2, ROW)]) == []
-    (told,) = lines(caplog, console, [(3, ROW)])
-    assert told.endswith("  30 of 45 simulated s  ETA 4 s")
-
-
-def test_without_a_limit_the_console_says_nothing_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    (told,) = lines(caplog, Console(8), [(1, ROW)])
-    assert "simulated" not in told and told.endswith("ETA 14 s")
 
 
 # -------------------------------------------------------------------------------------------- runs, comparisons
@@ -114,27 +101,6 @@ def test_status_and_result_say_that_it_has_finished(inside: Any, flexfleet: Any)
         assert len(result.history) == end
 
 
-def test_the_comparison_tells_how_far_each_went(inside: Any) -> None:
-    folder, _, limit, _, told = inside
-    ends = {(label, seed): len(clocks(run)) for label, seed, run in runs()}
-    assert told["rounds"] == max(ends.values())
-    for label in LABELS:
-        mean = sum(ends[label, seed] for seed in SEEDS) / 2
-        assert told["results"][label]["last"]["round"]["mean"] == mean
-        assert told["results"][label]["seconds_simulated"]["mean"] >= limit
-    text = (folder / "runs/c/comparison.md").read_text()
-    assert f"{limit:g} simulated s, up to {max(ends.values())} rounds" in text
-
-
-def test_a_second_start_makes_nothing_anew(inside: Any, flexfleet: Any) -> None:
-    _, sets, _, argv, told = inside
-    before = {str(run): (run / "history.json").read_bytes() for _, _, run in runs()}
-    done = flexfleet(*argv, "--resume", "--json", sets=sets)
-    assert done.code == 0, done.err
-    assert {str(run): (run / "history.json").read_bytes() for _, _, run in runs()} == before
-    assert done.json["results"] == told["results"]
-
-
 def test_a_raised_limit_goes_on_and_a_run_that_stops_in_between_is_unfinished(
     inside: Any, flexfleet: Any, quick: Sequence[str]
 ) -> None:
@@ -155,9 +121,3 @@ def test_a_raised_limit_goes_on_and_a_run_that_stops_in_between_is_unfinished(
     assert len(clocks(Path("runs/r"))) == 4
     plain = flexfleet("run", "--run-id", "plain", "--json", sets=sets).json
     assert plain["model_sha256"] == done.json["model_sha256"]
-
-
-def test_what_begins_says_both_ends() -> None:
-    assert "| rounds | 9, 30 %" in card(load_config(None, ["rounds.stop=9"]), "r", "s")
-    timed = card(load_config(None, ["rounds.stop=9", "rounds.stop_simulated_s=70000.0"]), "r", "s")
-    assert "| rounds | 9 at most, until 70000 s on the simulated clock, 30 % of the clients each |" in timed

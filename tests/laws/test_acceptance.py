@@ -16,13 +16,10 @@ from fl_engine.core.types import FULL, ClientFailure, RoundPlan, WorkOrder
 from fl_engine.rounds.acceptance import (
     AVERAGED,
     FIRST,
-    MOST_TIMES,
     REMEMBERED,
     Arrival,
     History,
     Moved,
-    Usual,
-    middle,
     refused,
     remembered,
     unconditional,
@@ -102,15 +99,6 @@ def test_the_first_round_has_a_bound_too(others: tuple[float, ...]) -> None:
     assert "statistics" in refused(asking(0, 1), alone, terms, History(), SIZE)[0].reason
 
 
-def test_what_was_assumed_of_the_first_ones_gives_way_to_what_was_seen() -> None:
-    terms, history = RoundsConfig(norm_bound=8.0), History()
-    for round in range(4):
-        arrived = moving(0.01)
-        assert refused(asking(round, 1), arrived, terms, history, SIZE) == {}
-        history = remembered(history, {0: Moved(0.01)}, SIZE)
-    assert list(refused(asking(4, 1), moving(0.1), terms, history, SIZE)) == [0], "a part of the size would allow 20"
-
-
 def working(*moved: tuple[float, float]) -> dict[int, Arrival]:
     """(how far, in how many steps)."""
     return {client: Arrival(Moved(far, 0.0, steps), 0.0) for client, (far, steps) in enumerate(moved)}
@@ -126,14 +114,6 @@ def test_who_takes_most_of_the_steps_may_move_further_as_the_square_root() -> No
     assert set(refused(asking(0, 5), working(*others, (5.1, 1.0)), terms, history)) == {4}, "nobody else may"
 
 
-def test_a_single_step_may_move_as_far_as_updates_usually_do() -> None:
-    """Where most take 100 steps and move 10, over the root 1: a single step is not held to 5 times 1."""
-    terms, others = RoundsConfig(norm_bound=5.0), [(10.0, 100.0)] * 4
-    history = History(rounds=((Moved(10.0, 0.0, 100.0),) * 4,))
-    assert refused(asking(0, 5), working(*others, (50.0, 1.0)), terms, history) == {}
-    assert set(refused(asking(0, 5), working(*others, (50.1, 1.0)), terms, history)) == {4}
-
-
 @given(
     far=st.lists(st.floats(0.5, 2.0), min_size=5, max_size=20),
     steps=st.lists(st.integers(1, 10_000), min_size=20, max_size=20),
@@ -142,10 +122,6 @@ def test_a_random_walk_of_any_number_of_steps_is_taken(far: list[float], steps: 
     """Honest ones within a factor of two of the square root of their steps, whatever the steps of the others."""
     arrived = working(*((each * math.sqrt(count), count) for each, count in zip(far, steps, strict=False)))
     assert refused(asking(0, len(far)), arrived, RoundsConfig(norm_bound=5.0), History()) == {}
-
-
-def test_a_model_of_zeros_says_nothing_about_its_first_updates() -> None:
-    assert refused(asking(0, 1), moving(1.0), RoundsConfig(norm_bound=8.0), History(), Moved(0.0)) == {}
 
 
 def rounds_of(history: History, bad: Callable[[History], float], rounds: int, bound: float) -> tuple[History, int]:
@@ -177,19 +153,6 @@ def test_nobody_raises_the_bound_by_staying_just_below_it() -> None:
     assert max(taken[1:]) <= bound * 1.0 and fmean(taken[4:]) == pytest.approx(bound / 2 * 1.0, rel=0.01)
 
 
-@given(
-    before=st.lists(st.floats(0, 10), max_size=4),
-    far=st.lists(st.floats(0, 40), min_size=2, max_size=2),
-)
-def test_who_moves_less_than_is_taken_is_taken(before: list[float], far: list[float]) -> None:
-    terms, history = RoundsConfig(norm_bound=8.0), History()
-    for moved in before:
-        usual = {client: arrival.moved for client, arrival in moving(0.5, 1.0, 2.0, moved).items()}
-        history = remembered(history, usual, SIZE)
-    less, more = (3 in refused(asking(0, 4), moving(0.5, 1.0, 2.0, f), terms, history, SIZE) for f in sorted(far))
-    assert more or not less
-
-
 def test_who_is_just_below_the_bound_again_and_again_is_refused_from_the_second_time_on() -> None:
     terms, history, taken = RoundsConfig(norm_bound=8.0), USUAL, []
     for round in range(6):
@@ -218,35 +181,6 @@ def test_an_update_that_is_long_is_taken_where_the_clients_last_ones_were_not(
     assert list(found) == ([] if taken else [0])
 
 
-@pytest.mark.parametrize(("clients", "per_round"), [(20, 6), (1000, 10), (400, 300)])
-def test_of_every_client_the_last_updates_are_remembered_however_many_there_are(clients: int, per_round: int) -> None:
-    terms, history, asked = RoundsConfig(norm_bound=8.0), USUAL, 0
-    for round in range(3 * clients // per_round):
-        chosen = [(round * per_round + i) % clients for i in range(per_round)]
-        arrived = {client: Arrival(Moved(1.0 if client else 7.9), 0.0) for client in chosen}
-        found = refused(asking(round, per_round), arrived, terms, history)
-        assert list(found) == ([0] if 0 in chosen and asked else [])
-        asked += 0 in chosen
-        history = remembered(history, {client: arrival.moved for client, arrival in arrived.items()})
-    assert asked >= 3 and all(len(times) < AVERAGED for times in history.times.values())
-
-
-def test_a_third_of_the_clients_does_not_make_the_median() -> None:
-    """Not even where a round has more updates than have to be remembered, and theirs are the last of it."""
-    terms, history = RoundsConfig(norm_bound=8.0), History()
-    moved = {client: Moved(0.0 if client >= 263 else 1.0) for client in range(400)}
-    for round in range(4):
-        arrived = {client: Arrival(far, 0.0) for client, far in moved.items()}
-        assert refused(asking(round, 400), arrived, terms, history, SIZE) == {}
-        history = remembered(history, moved, SIZE)
-    assert history.count == 400
-
-
-def test_nobody_lowers_the_bound_by_not_moving() -> None:
-    _, honest_refused = rounds_of(History(), lambda history: 0.0, 100, 8.0)
-    assert honest_refused == 0
-
-
 def test_a_run_whose_honest_updates_come_to_move_further_goes_on() -> None:
     """What is refused is remembered: after as many as are remembered of before, they are the usual."""
     history, terms = of_others(Moved(0.01), REMEMBERED), RoundsConfig(norm_bound=8.0)
@@ -255,23 +189,6 @@ def test_a_run_whose_honest_updates_come_to_move_further_goes_on() -> None:
         history = remembered(history, {0: Moved(1.0), 1: Moved(1.0)}, SIZE)
         rounds += 1
     assert rounds == REMEMBERED // 2
-
-
-def test_the_last_whole_rounds_are_remembered_in_client_order() -> None:
-    moved = {client: Moved(float(client), 0.5 * client) for client in (2, 0, 1)}
-    history = remembered(of_others(Moved(1.0, 2.0)), moved)
-    assert history.rounds == ((Moved(1.0, 2.0),) * 3, (Moved(0.0, 0.0), Moved(1.0, 0.5), Moved(2.0, 1.0)))
-    assert history.times == {c: (Moved(c / 1.0, 0.5 * c / 1.0),) for c in (0, 1, 2)}  # the lower middle of six: 1, 1
-    for _ in range(REMEMBERED):
-        history = remembered(history, moved)
-    assert history.count == 129 and len(history.times[2]) == AVERAGED - 1
-    assert remembered(history, {}) == history
-
-
-def test_what_has_no_measure_is_remembered_as_very_far() -> None:
-    """And as a number that JSON can say."""
-    found = remembered(of_others(Moved(0.0), 9), {0: Moved(3.0), 1: Moved(0.0), 2: Moved(float("inf"))})
-    assert [found.times[client][-1].weights for client in range(3)] == [MOST_TIMES, 0.0, MOST_TIMES]
 
 
 def test_who_comes_after_the_deadline_is_late() -> None:
@@ -335,15 +252,3 @@ def test_an_impossible_setting_is_refused() -> None:
     for wrong in ({"over_provision": 0.5}, {"quorum": 1.5}, {"deadline_s": 0.0}, {"norm_bound": -1.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             RoundsConfig(**wrong)
-
-
-def test_a_middle_that_is_known_is_not_computed_again() -> None:
-    """The rules go by it, and by nothing else."""
-    terms, moved = RoundsConfig(norm_bound=8.0), {client: Moved(1.0, steps=client + 1.0) for client in range(3)}
-    arrived = {client: Arrival(far, 0.0) for client, far in moved.items()}
-    usual = middle(USUAL, moved.values(), SIZE)
-    assert refused(asking(0, 3), arrived, terms, USUAL, SIZE, usual) == {}
-    assert remembered(USUAL, moved, SIZE, usual) == remembered(USUAL, moved, SIZE)
-    tiny = Usual(Moved(0.01), Moved(0.0))
-    assert list(refused(asking(0, 3), arrived, terms, USUAL, SIZE, tiny)) == [0, 1, 2]
-    assert remembered(USUAL, moved, SIZE, tiny).times[0] == (Moved(100.0),)

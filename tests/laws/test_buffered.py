@@ -14,7 +14,6 @@ import torch
 from fl_engine.aggregation.privacy import Private
 from fl_engine.algorithms import ALGORITHMS, Decoupled, DepthFL, FedAvg, FlexFL, HeteroFL
 from fl_engine.backends import InProcess, Processes
-from fl_engine.codecs import Half
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import ClientUpdate, Codecs
 from fl_engine.exchange.client import execute
@@ -26,7 +25,7 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection.oort import Oort
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.store import FolderStore, decode, encode
+from fl_engine.storage.store import FolderStore, encode
 from fl_engine.testing import played
 from fl_engine.testing.plugins import PersonalHeads
 from fl_engine.testing.tiny import TRAINING, Memory, assert_same_bits, on_devices_alone, start_of, tiny_fleet, tiny_site
@@ -98,19 +97,6 @@ def test_it_is_fedbuff_computed_step_by_step(memory_store: Any) -> None:
     assert [row.metrics["staleness"] for row in rows] == [sum(ages.values()) / 2 for ages in merged]
 
 
-def test_slow_clients_hold_nobody_up(new_store: Any) -> None:
-    algorithm = FedAvg(training=ASKED, eligible="all")
-    spent = {}
-    for mode in ("synchronous", "buffered"):
-        store = new_store()
-        federated(algorithm, store, 8, mode=mode, buffer=2 if mode == "buffered" else None)
-        rows = Checkpoints(store).rows()
-        spent[mode] = sum(r.metrics["seconds_simulated"] for r in rows) / sum(
-            r.metrics["clients_trained"] for r in rows
-        )
-    assert spent["buffered"] < 0.8 * spent["synchronous"], "seconds for each update that is merged"
-
-
 # --------------------------------------------------------------------------------------------------- laws
 # Some devices of FLEET cannot hold the one model that fedx_large and fedx_medium send.
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"decoupled", "fedx_large", "fedx_medium"}))
@@ -170,32 +156,6 @@ def test_a_run_that_is_killed_anywhere_merges_the_same(
         assert set(store.list("flights/")) == set(undisturbed.list("flights/")), "files are left, or gone"
 
 
-def test_it_may_be_committed_rarely_and_through_a_codec(new_store: Any) -> None:
-    algorithm, codecs = SOME["flexfl"], Codecs(Half(), Half())
-    often, rarely = new_store(), new_store()
-    one = federated(algorithm, often, 6, codecs)
-    other = federated(algorithm, rarely, 6, codecs, commit_every=4)
-    assert encode(one.params) == encode(other.params)
-    rows = [Checkpoints(store).rows() for store in (often, rarely)]
-    assert [r.metrics["bytes_up"] for r in rows[0]] == [r.metrics["bytes_up"] for r in rows[1]]
-    plain = new_store()
-    federated(algorithm, plain, 6)
-    assert sum(r.metrics["bytes_up"] for r in rows[0]) < 0.6 * sum(
-        r.metrics["bytes_up"] for r in Checkpoints(plain).rows()
-    ), "coded bytes are counted, also where an update waited"
-
-
-def test_worker_processes_give_the_same(new_store: Any, tmp_path: Path) -> None:
-    algorithm = SOME["flexfl"]
-    expected = federated(algorithm, new_store(), 4)
-    site = tiny_site(algorithm, fleet=FLEET)
-    ledger = ledger_in(FolderStore(tmp_path), None, replace(site.rules, algorithm=algorithm))
-    run = Run(algorithm, site, RoundsConfig(stop=4, **TERMS))
-    with closing(Processes(site, ("cpu", "cpu"))) as processes:
-        final = loop.federate(run, start_of(algorithm, site), processes, ledger, Memory())
-    assert_same_bits(final.params, expected.params)
-
-
 def test_variances_that_a_network_stores_stay_above_zero(memory_store: Any, tmp_path: Path) -> None:
     """Else its scores are no numbers, and clients that bring such a variance back are refused by a store alone."""
     algorithm = FedAvg(training=replace(ASKED, epochs=8), eligible="all")
@@ -213,20 +173,6 @@ def test_variances_that_a_network_stores_stay_above_zero(memory_store: Any, tmp_
         assert not name.endswith("running_var") or tensor.min() > 0, name
     assert failed == [0, 0]
     assert_same_bits(*finals)
-
-
-@dataclass(frozen=True)
-class Strict(FedAvg):
-    """Takes only what is of one round."""
-
-    def merge(self, state: Any, plan: Any, answers: Any, server: Any) -> Any:
-        assert {order.round for order in plan.orders} <= {plan.round}
-        assert {answer.round for answer in answers} <= {plan.round}
-        return super().merge(state, plan, answers, server)
-
-
-def test_what_is_merged_is_of_the_round_that_merges_it(memory_store: Any) -> None:
-    federated(Strict(training=ASKED, eligible="all"), memory_store)
 
 
 def test_failures_free_their_place(memory_store: Any) -> None:
@@ -276,28 +222,6 @@ def test_a_damaged_file_is_named(memory_store: Any) -> None:
         federated(SOME["all_large"], memory_store, 6)
 
 
-@pytest.mark.parametrize("how", ["damaged", "missing"])
-@pytest.mark.parametrize("good", [3, 0], ids=["the commit before is intact", "no commit is intact"])
-def test_a_run_whose_waiting_updates_are_lost_goes_on_only_when_told_to(
-    memory_store: Any, new_store: Any, caplog: pytest.LogCaptureFixture, good: int, how: str
-) -> None:
-    federated(SOME["all_large"], memory_store, 4)
-    named = [[flight.file for flight in pending.read(Checkpoints(memory_store).rest(round))] for round in (2, 3)]
-    lost = [file for file in named[1] if file not in named[0]] if good else named[0] + named[1]
-    for key in {pending.FOLDER + file for file in lost}:
-        if how == "missing":
-            memory_store.delete(key)
-        else:
-            memory_store.put(key, encode({"a": torch.zeros(1)}))
-    before = dict(memory_store.files)
-    with pytest.raises(IntegrityError, match=rf"flights/.* is {how}.* resume with --discard-damaged"):
-        federated(SOME["all_large"], memory_store, 6)
-    assert memory_store.files == before, "nothing is discarded without leave"
-    final = federated(SOME["all_large"], memory_store, 6, discard_damaged=True)
-    assert f"going on after round {good}, the last good commit" in caplog.text
-    assert encode(final.params) == encode(federated(SOME["all_large"], new_store(), 6).params)
-
-
 def test_a_change_of_other_weights_is_refused() -> None:
     algorithm = SOME["all_large"]
     site = tiny_site(algorithm, fleet=FLEET)
@@ -313,20 +237,6 @@ def test_a_change_of_other_weights_is_refused() -> None:
     for wrong in ({"a": torch.zeros(1)}, {name: torch.zeros(1)}, {buffer.AS_BROUGHT + name: state.params[name]}):
         with pytest.raises(IntegrityError, match=r"flights/x is not the change of client"):
             buffer.moved(state, flight, wrong, 1.0, site.layout)
-
-
-@pytest.mark.parametrize("wrong", [[{}], 7, [{"client": 1}]])
-def test_a_commit_that_does_not_say_what_waits_is_refused(wrong: Any) -> None:
-    with pytest.raises(IntegrityError, match="does not say which updates wait"):
-        pending.read({pending.KEY: wrong})
-
-
-def test_what_is_said_is_read_again(memory_store: Any) -> None:
-    federated(SOME["flexfl"], memory_store, 3)
-    rest = Checkpoints(memory_store).rest(2)
-    assert pending.said(pending.read(rest)) == rest[pending.KEY] and len(rest[pending.KEY]) == 2
-    change = decode(memory_store.get(pending.FOLDER + pending.read(rest)[0].file), "here")
-    assert change and all(tensor.abs().max() < 1 for tensor in change.values())
 
 
 @dataclass(frozen=True)
@@ -360,7 +270,7 @@ def test_an_algorithm_that_asks_more_than_are_free_is_refused(memory_store: Any)
         (SOME["all_large"], {"over_provision": 1.3}, r"set rounds\.over_provision=1$"),
         (SOME["all_large"], {"deadline_s": 3.0, "quorum": 0.5}, r"set rounds\.deadline_s=null, rounds\.quorum=0$"),
         (SOME["all_large"], {"mode": "synchronous"}, r"rounds\.buffer = 2 is for rounds\.mode=buffered"),
-        (PersonalHeads(training=ASKED), {}, "clients of PersonalHeads keep something"),
+        (PersonalHeads(training=ASKED), {}, "clients keep"),
         (FedAvg(training=ASKED, aggregation=Private(clip=1.0)), {}, "a private aggregation counts"),
         (DepthFL(training=ASKED), {}, "the server of DepthFL remembers how far each client moved what it was sent"),
     ],
@@ -368,20 +278,3 @@ def test_an_algorithm_that_asks_more_than_are_free_is_refused(memory_store: Any)
 def test_what_does_not_go_together_is_refused(algorithm: Any, terms: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         buffer.check(algorithm, RoundsConfig(stop=1, **(TERMS | terms)))
-
-
-def test_depthfl_without_feddyn_goes_with_buffered_rounds() -> None:
-    buffer.check(DepthFL(training=ASKED, alpha=0.0), RoundsConfig(stop=1, **TERMS))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ("rounds.quorum=0.5", "set rounds.quorum=0"),
-        ("algorithm.name=decoupled", "levels of Decoupled have weights of their own"),
-        ("algorithm.name=depthfl", "the server of DepthFL remembers"),
-    ],
-)
-def test_the_command_refuses_it_too(flexfleet: Any, wrong: str, said: str) -> None:
-    done = flexfleet("check", sets=["rounds.mode=buffered", wrong])
-    assert done.code == 2 and said in done.err

@@ -4,7 +4,7 @@ worth."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,19 +14,18 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fl_engine.algorithms import CONTRACT, FedAvg
+from fl_engine.algorithms import FedAvg
 from fl_engine.backends import InProcess, Processes
-from fl_engine.core.clients import FIGURES, OF_A_LINE, client_metrics
+from fl_engine.core.clients import client_metrics
 from fl_engine.core.contracts import (
     ClientContext,
     ClientMetric,
 )
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.slicing import is_statistic, runnable
+from fl_engine.core.slicing import runnable
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
@@ -34,7 +33,7 @@ from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore, encode
 from fl_engine.testing import played
 from fl_engine.testing.algorithms import AlgorithmSuite
-from fl_engine.testing.plugins import MOST, LargestUtility, utility
+from fl_engine.testing.plugins import MOST, LargestUtility
 from fl_engine.testing.tiny import (
     CLASSES,
     SEED,
@@ -47,10 +46,7 @@ from fl_engine.testing.tiny import (
     tiny_site,
 )
 from fl_engine.training.numerics import Numerics
-from flexfleet import config as configs
-from flexfleet.config import load_config
 
-HERE = __name__
 ASKING = FedAvg(training=TRAINING, eligible="all", selection=LargestUtility())
 
 
@@ -122,32 +118,6 @@ def test_a_name_is_declared_once_and_an_update_has_room_for_so_many() -> None:
         client_metrics(asking(*((f"a{i}", 0, 1, one) for i in range(33))))
 
 
-@dataclass(frozen=True)
-class TakesMore(Uniform):
-    def client_metrics(self, pool: object) -> tuple[ClientMetric, ...]:
-        return ()
-
-
-@dataclass(frozen=True)
-class DeclaresLoss(Uniform):
-    def client_metrics(self) -> tuple[ClientMetric, ...]:
-        return (ClientMetric("loss", 0, 1, one),)
-
-
-def test_a_configuration_that_names_one_is_refused() -> None:
-    for name, said in (("TakesMore", r"is called as client_metrics\(\)"), ("DeclaresLoss", "'loss': the engine has")):
-        with pytest.raises(ConfigError, match=said):
-            configs.algorithm(load_config(None, [f"algorithm.selection={{name: {HERE}:{name}}}"]))
-    assert any("client_metrics" in vars(protocol) for protocol in CONTRACT.optional), "an algorithm may declare too"
-
-
-def test_who_declares_none_has_the_engines_figures_alone() -> None:
-    assert client_metrics(FedAvg(training=TRAINING)) == ()
-    site, plan = work(FedAvg(training=TRAINING, eligible="all"))
-    outcome = execute(FedAvg(training=TRAINING, eligible="all"), plan.orders[0], site)
-    assert isinstance(outcome, ClientUpdate) and outcome.metrics.keys() == FIGURES.keys()
-
-
 # --------------------------------------------------------------------------------------------------- measuring
 def test_the_losses_are_those_of_the_received_weights() -> None:
     site, plan = work(ASKING)
@@ -161,32 +131,6 @@ def test_the_losses_are_those_of_the_received_weights() -> None:
     expected = len(y) * math.sqrt(sum(float(loss) ** 2 for loss in losses) / len(y))
     assert outcome.metrics["utility"] == pytest.approx(expected, rel=1e-6)
     assert expected > len(y) * math.log(CLASSES) / 2, "an untrained network has losses to speak of"
-
-
-@pytest.mark.parametrize("static_bn", [False, "kept", True])
-def test_losses_are_with_the_statistics_that_the_method_is_scored_with(static_bn: Any) -> None:
-    """Where a method collects some for each level, those that are stored say nothing: the batch's count, as in a
-    training step."""
-    algorithm = replace(ASKING, static_bn=static_bn)
-    site = tiny_site(algorithm, SmallCNN((1, 8, 8), 4, width=0.25, norm="static"))
-    order = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders[0]
-    strange = {name: t + 3.0 if is_statistic(name) else t for name, t in order.payload.items()}
-    found = []
-    for payload in (dict(order.payload), strange):
-        kept = {name: tensor.clone() for name, tensor in payload.items()}
-        outcome = execute(algorithm, replace(order, payload=payload), site)
-        assert isinstance(outcome, ClientUpdate)
-        assert_same_bits(payload, kept)
-        found.append(outcome.metrics["utility"])
-    assert (found[0] == found[1]) == bool(static_bn)
-    own = site.partition.clients[order.client]
-    x, y = site.data.normalise(site.data.train_x[own]), site.data.train_y[own]
-    weights = {name: t for name, t in order.payload.items() if not is_statistic(name)}
-    batch = SmallCNN((1, 8, 8), 4, width=0.25, norm="batch")
-    with torch.no_grad():
-        losses = cross_entropy(runnable(batch, order.spec, weights).eval()(x), y, reduction="none")
-    expected = len(y) * float(losses.double().square().mean().sqrt())
-    assert (found[0] == pytest.approx(expected, rel=1e-5)) == bool(static_bn)
 
 
 def spoil(client: ClientContext) -> float:
@@ -308,33 +252,3 @@ def test_the_clients_with_the_largest_are_asked_and_the_history_says_what_they_s
         known |= {line["client"]: line["utility"] for line in row.clients}
     largest = sorted(known, key=lambda client: -known[client])[:5]
     assert [line["client"] for line in rows[4].clients] == sorted(largest)
-
-
-def test_a_line_of_the_history_has_no_name_that_a_metric_could_take(memory_store: Any) -> None:
-    federated(memory_store, 1)
-    names = {name for line in Checkpoints(memory_store).rows()[0].clients for name in line}
-    assert names - {"utility"} <= {*FIGURES, *OF_A_LINE}
-
-
-@pytest.mark.long
-def test_a_run_that_is_killed_anywhere_selects_the_same_clients(
-    new_store: Any, dying: Any, killed: type[BaseException], timeless: Callable[[Any], Sequence[Any]]
-) -> None:
-    undisturbed = new_store()
-    expected = federated(undisturbed)
-    writes = dying(new_store(), 10**6)
-    federated(writes)
-    for place in range(0, 10**6 - writes.left, 7):
-        store = new_store()
-        with pytest.raises(killed):
-            federated(dying(store, place))
-        assert federated(store) == expected
-        assert timeless(store) == timeless(undisturbed)
-
-
-def test_utility_is_what_its_name_says() -> None:
-    class Client:
-        losses = torch.tensor([3.0, 4.0])
-
-    found: Any = Client()
-    assert utility(found) == pytest.approx(2 * math.sqrt(12.5))

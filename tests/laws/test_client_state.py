@@ -17,9 +17,9 @@ from fl_engine.aggregation.privacy import Private
 from fl_engine.algorithms import CONTRACT, FedAvg
 from fl_engine.backends import InProcess, Processes
 from fl_engine.codecs import Half
-from fl_engine.core.clients import apart, header, kept_by_clients, travelling
+from fl_engine.core.clients import header, kept_by_clients, travelling
 from fl_engine.core.contracts import ClientContext
-from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import full_shapes, largest
 from fl_engine.core.types import (
     ClientFailure,
@@ -28,7 +28,6 @@ from fl_engine.core.types import (
     LocalTask,
     Outcome,
     Params,
-    RoundPlan,
     Start,
     TaskContext,
     WorkOrder,
@@ -116,25 +115,6 @@ def test_a_configuration_names_one_and_a_misfit_is_refused() -> None:
     name = "fl_engine.testing.plugins:PersonalHeads"
     assert isinstance(configs.algorithm(load_config(None, [f"algorithm.name={name}"])), PersonalHeads)
     assert CONTRACT.misfits(BeginsOtherwise)[0].startswith("its begin(self, state")
-
-
-@dataclass(frozen=True)
-class Forgets(FedAvg):
-    def client_state(self, family: Any, pool: Any) -> Mapping[str, tuple[int, ...]]:
-        return {"a": (1,)}
-
-
-def test_one_that_declares_a_state_and_does_nothing_with_it_is_refused(memory_store: Any) -> None:
-    algorithm = Forgets(training=TRAINING, eligible="all")
-    site = tiny_site(FedAvg(training=TRAINING, eligible="all"))
-    run, start = Run(algorithm, site, RoundsConfig(stop=1)), start_of(algorithm, site)
-    with pytest.raises(ConfigError, match="client_state"):
-        loop.federate(run, start, InProcess(site), ledger_in(memory_store), Memory())
-    assert not memory_store.files
-
-
-def test_who_declares_nothing_keeps_nothing() -> None:
-    assert kept_by_clients(FedAvg(training=TRAINING), SITE.family, SITE.pool) == {}
 
 
 def test_private_aggregation_refuses_it() -> None:
@@ -273,16 +253,6 @@ def test_a_head_that_comes_as_weights_is_refused_and_so_is_a_state_that_nobody_a
 
 
 # ---------------------------------------------------------------------------------------------------- backends
-@pytest.mark.parametrize("numerics", [Numerics(), Numerics("batched", 2)], ids=["single", "batched"])
-def test_every_backend_carries_the_same(numerics: Numerics, tmp_path: Path) -> None:
-    site = replace(SITE, numerics=numerics)
-    memory = travelling(STATE)
-    plan = replace(PLAN, orders=tuple(replace(o, memory=memory if o.client % 2 else {}) for o in PLAN.orders))
-    expected = [execute(HEADS, order, site) for order in plan.orders]
-    assert all(isinstance(outcome, ClientUpdate) and outcome.state for outcome in expected)
-    with closing(Processes(site, ("cpu", "cpu"))) as processes:
-        for backend in (InProcess(site), InProcess(site, ("cpu", "cpu")), processes):
-            assert_same_outcomes(by_client(backend.run(HEADS, plan)), expected)
 
 
 def test_a_state_travels_as_it_is_beside_coded_weights(tmp_path: Path) -> None:
@@ -371,19 +341,6 @@ def test_kept_checkpoints_keep_their_states(memory_store: Any) -> None:
         assert ClientStates(checkpoints).get(name).keys() == DECLARED.keys()
 
 
-def test_what_has_not_changed_is_not_written_again(memory_store: Any) -> None:
-    """And a state that cannot be read, or is somebody else's, is not what its name says."""
-    kept = ClientStates(Checkpoints(memory_store))
-    name = kept.put(STATE, None)
-    memory_store.put = None
-    assert kept.put({name: tensor.clone() for name, tensor in STATE.items()}, name) == name
-    memory_store.files[f"states/{name}"] = encode({"a": torch.zeros(1)})
-    with pytest.raises(IntegrityError, match=f"states/{name} is damaged"):
-        kept.get(name)
-    with pytest.raises(IntegrityError, match="missing"):
-        kept.get("0" * 64 + ".safetensors")
-
-
 def test_a_state_of_another_form_is_lost_too(memory_store: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The file is whole, but not what the algorithm declares: a commit that somebody has edited."""
     federated(memory_store, 1)
@@ -397,18 +354,6 @@ def test_a_state_of_another_form_is_lost_too(memory_store: Any, caplog: pytest.L
     ledger.checkpoints.commit(0, tensors, rest, rows)
     federated(memory_store, 6)
     assert f"client {victim}: what it keeps is lost" in caplog.text
-
-
-@pytest.mark.parametrize("wrong", [{"0": "../../secret"}, {"0": "a.safetensors"}, {"x": "0" * 64 + ".safetensors"}, []])
-def test_a_commit_that_names_no_files_is_damaged(wrong: Any) -> None:
-    with pytest.raises(IntegrityError, match="does not name files of clients"):
-        named({KEY: wrong})
-
-
-def test_a_run_of_an_algorithm_that_keeps_nothing_has_no_such_thing_in_its_store(memory_store: Any, job: Any) -> None:
-    job.federate(memory_store)
-    assert not states(memory_store)
-    assert KEY not in Checkpoints(memory_store).rest(3)
 
 
 def test_the_state_of_an_update_that_is_refused_is_not_kept(memory_store: Any) -> None:
@@ -444,15 +389,6 @@ def test_its_bytes_count_as_traffic(memory_store: Any) -> None:
     assert sum(math.prod(shape) for shape in full_shapes(TinyNet()).values()) * 4 == whole
 
 
-def test_what_the_server_computes_travels_as_long_as_what_a_client_keeps() -> None:
-    run = Run(HEADS, SITE, RoundsConfig())
-    update, names = update_of(), ("classifier.bias", "state/classifier.bias")
-    computed, kept = (run.times(update, replace(ORDER, memory={name: torch.zeros(4)}), 0.0) for name in names)
-    bare = run.times(update, ORDER, 0.0)
-    assert bare is not None and computed is not None
-    assert computed == kept and bare.total < computed.total
-
-
 def test_a_coordinator_that_was_replaced_deletes_nothing_of_its_successor(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     with lease.held(store) as first:
@@ -469,34 +405,3 @@ def test_a_coordinator_that_was_replaced_deletes_nothing_of_its_successor(tmp_pa
         assert newer <= states(store) and "2-" + "0" * 64 + ".safetensors" in states(store)
         assert "1-" + "0" * 64 + ".safetensors" not in states(store)
         assert set(kept(store).values()) <= states(store)
-
-
-def test_where_a_commit_cannot_be_read_no_state_is_deleted(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path)
-    federated(store, 2)
-    before = states(store)
-    store.put("rounds/00001/state.json", b"{")
-    ledger_in(store).states.prune()
-    assert states(store) == before
-
-
-def test_of_commits_that_are_kept_no_longer_nothing_is_remembered(tmp_path: Path) -> None:
-    """The files that commits name would fill the memory of a long run."""
-    ledger = ledger_in(FolderStore(tmp_path))
-    for round in range(6):
-        ledger.checkpoints.commit(round, {}, {KEY: {"0": f"{round:064x}.safetensors"}}, [])
-        ledger.store.put("states/" + "0" * 64 + ".safetensors", b"")
-        ledger.states.prune()
-    assert set(ledger.states._named) == set(ledger.checkpoints.with_state()) < set(range(6))
-
-
-def test_an_order_carries_its_own_clients_state_alone(tmp_path: Path) -> None:
-    """The server's memory and the client's state share a file, by name apart."""
-    order = replace(ORDER, memory={"classifier.bias": torch.ones(4), **travelling(STATE)})
-    mailbox = Mailbox(FolderStore(tmp_path))
-    mailbox.put_orders(RoundPlan(0, (order, *PLAN.orders[1:])))
-    first, *others = mailbox.orders(0, [each.client for each in PLAN.orders]).values()
-    theirs, own = apart(first.memory)
-    assert_same_bits(theirs, {"classifier.bias": torch.ones(4)})
-    assert_same_bits(own, STATE)
-    assert others and not any(other.memory for other in others)

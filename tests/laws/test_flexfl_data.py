@@ -68,10 +68,6 @@ def proxy_of(partition: Partition) -> list[int]:
     return sorted([*partition.proxy_train.tolist(), *partition.proxy_test.tolist()])
 
 
-def test_every_rule_has_a_case() -> None:
-    assert set(RULES) == set(p.RULES)
-
-
 @pytest.mark.parametrize("rule", RULES)
 @given(share=st.floats(0.003, 1.0), seed=st.integers(0, 2**32))
 @settings(max_examples=10)
@@ -107,11 +103,6 @@ def test_what_shares_nothing_is_refused(share: float, classes: tuple[int, ...], 
         p.partition(SMALL, "iid", 20, share, 0, proxy_shared=True, server_classes=classes)
 
 
-def test_all_data_as_proxy_need_the_option() -> None:
-    with pytest.raises(PartitionError, match=r"got 1\.0; .* 1 needs partition\.proxy_shared=true"):
-        p.partition(SMALL, "iid", 20, 1.0, 0)
-
-
 def test_it_is_kept_and_damage_is_named(tmp_path: Path) -> None:
     found = shared("dirichlet", 0.5)
     files.save(found, tmp_path)
@@ -132,8 +123,3 @@ def test_it_is_kept_and_damage_is_named(tmp_path: Path) -> None:
     files.save(replace(p.partition(SMALL, "iid", 20, 0.1, 0), parameters={"proxy_shared": True}), tmp_path)
     with pytest.raises(IntegrityError, match="no client has some samples of the proxy, which is shared"):
         files.load(tmp_path, SMALL)
-
-
-def test_without_the_option_nothing_is_written(tmp_path: Path) -> None:
-    files.save(p.partition(SMALL, "iid", 20, 0.1, 0), tmp_path)
-    assert "proxy_shared" not in (tmp_path / files.MANIFEST).read_text()

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, SubmodelSpec, WorkOrder
 from fl_engine.rounds.ledger import Ledger, ledger_in
-from fl_engine.storage.checkpoints import Checkpoints, Row
-from fl_engine.storage.store import FolderStore, Store, sha256
+from fl_engine.storage.checkpoints import Checkpoints
+from fl_engine.storage.store import Store
 from tests.harness.ledgers import DAMAGES, KEPT, STATE, commit, damage, files_of, rows, state
 
 Make = Callable[[], Store]
@@ -60,14 +55,6 @@ def test_rows_of_packed_commits_come_in_round_order(memory_store: Store) -> None
     assert ledger.checkpoints.commits() == [2, 3, 11]
 
 
-def test_a_measurement_that_is_no_number_can_be_committed(memory_store: Store) -> None:
-    """A model may diverge after the last loss that was looked at; that is a result, and no reason to crash."""
-    row = Row(round=0, metrics={"loss/M1": float("nan"), "train_loss": float("inf"), "avg": 0.1}, clients=())
-    Checkpoints(memory_store).commit(0, *state(0), [row])
-    (found,) = Checkpoints(memory_store).rows()
-    assert found.metrics["avg"] == 0.1
-
-
 def test_after_many_commits_two_states_and_all_measurements_are_left(memory_store: Store) -> None:
     ledger = ledger_in(memory_store)
     for round in range(60):
@@ -103,20 +90,6 @@ def test_a_commit_leaves_later_rounds_alone(memory_store: Store) -> None:
     assert answered(ledger, later) == {0}
 
 
-def test_a_folder_holds_no_empty_folders_and_no_parts(tmp_path: Path) -> None:
-    ledger = ledger_in(FolderStore(tmp_path))
-    for round in range(3):  # three rounds in one commit: the first two leave nothing but their rows in the third
-        plan = plan_of(round)
-        ledger.mailbox.open_round(plan)
-        ledger.mailbox.put_outcome(plan, update(plan, 0))
-    ledger.checkpoints.commit(2, *state(2), rows(0, 1, 2))
-    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == [
-        "rounds",
-        "rounds/00002",
-        *(f"rounds/00002/{name}" for name in sorted(KEPT | STATE)),
-    ]
-
-
 # --------------------------------------------------------------------------------------------------- damage
 # A COMMITTED that is not there is no damage: that round is not finished, and is done again.
 WHERE = [
@@ -137,25 +110,6 @@ def test_damage_names_the_file_and_how_to_go_on(memory_store: Store, name: str, 
     assert f"memory/rounds/00002/{name}" in str(error.value)
     assert "--discard-damaged" in str(error.value)
     assert ledger.checkpoints.last_good() == 1
-
-
-@pytest.mark.parametrize("how", [*DAMAGES, "deleted"])
-def test_damaged_measurements_of_an_old_round_name_their_own_file(memory_store: Store, how: str) -> None:
-    ledger = ledger_in(memory_store)
-    commit(ledger, *range(5))
-    damage(memory_store, "rounds/00001/metrics.json", how)
-    with pytest.raises(IntegrityError, match=r"memory/rounds/00001/metrics\.json") as error:
-        ledger.checkpoints.rows()
-    assert "--discard-damaged" in str(error.value)
-
-
-@pytest.mark.parametrize("how", [h for h in DAMAGES if h != "flipped"])
-def test_a_damaged_commit_mark_of_an_old_round_is_named(memory_store: Store, how: str) -> None:
-    ledger = ledger_in(memory_store)
-    commit(ledger, *range(5))
-    damage(memory_store, "rounds/00001/COMMITTED", how)
-    with pytest.raises(IntegrityError, match="rounds/00001/COMMITTED"):
-        ledger.checkpoints.rows()
 
 
 def test_last_good_goes_back_as_far_as_states_are_kept(memory_store: Store) -> None:
@@ -270,17 +224,6 @@ def test_an_order_of_another_round_or_client_is_refused(memory_store: Store, rou
     memory_store.put(at, memory_store.get("rounds/00003/orders/0.json"))
     with pytest.raises(IntegrityError, match=f"{at} is of round 3, client 0"):
         ledger.mailbox.orders(round, [client])
-
-
-def test_measurements_that_are_no_list_are_named(memory_store: Store) -> None:
-    ledger = ledger_in(memory_store)
-    commit(ledger, 0)
-    mark = json.loads(memory_store.get("rounds/00000/COMMITTED"))
-    memory_store.put("rounds/00000/metrics.json", b"{}")
-    mark["files"]["metrics.json"] = sha256(b"{}")
-    memory_store.put("rounds/00000/COMMITTED", json.dumps(mark).encode())
-    with pytest.raises(IntegrityError, match=r"rounds/00000/metrics\.json is no list of rounds"):
-        ledger.checkpoints.rows()
 
 
 def _other_seed(order: WorkOrder) -> WorkOrder:
@@ -416,31 +359,6 @@ def test_a_kill_between_any_two_writes_changes_no_bit(
     assert leftovers == set()
 
 
-@settings(max_examples=15)
-@given(
-    kills=st.lists(st.integers(0, 20), min_size=2, max_size=6),
-    modes=st.lists(st.sampled_from(MODES), min_size=7, max_size=7),
-)
-def test_several_kills_and_changed_storage_settings_change_no_bit(
-    job: Any,
-    new_store: Make,
-    dying: Any,
-    killed: type[BaseException],
-    timeless: Any,
-    kills: list[int],
-    modes: list[dict[str, Any]],
-) -> None:
-    undisturbed, store = new_store(), new_store()
-    expected = job.federate(undisturbed)
-    for writes, mode in zip(kills, modes, strict=False):
-        try:
-            job.federate(dying(store, writes), **mode)
-        except killed:
-            continue
-    assert job.federate(store, **modes[-1]) == expected
-    assert timeless(store) == timeless(undisturbed)
-
-
 def test_a_kill_while_discarding_changes_no_bit(
     job: Any, new_store: Make, dying: Any, killed: type[BaseException]
 ) -> None:
@@ -458,36 +376,3 @@ def test_a_kill_while_discarding_changes_no_bit(
             pass
         assert job.federate(store, stop=3, discard_damaged=True) == expected, f"killed after {writes} writes"
     assert writes > 8, "eight deletions, and then the rounds again"
-
-
-def test_what_a_killed_write_left_does_not_stay(
-    job: Any, tmp_path: Path, killed: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full-size VGG16 state has 134 MB: on machines that are often taken away, a part per kill fills the disk."""
-    store = FolderStore(tmp_path)
-    puts, put = iter(range(100)), os.replace
-
-    def replaced(source: Path, target: Path) -> None:
-        if next(puts) == 5:
-            raise killed
-        put(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: 2**22 + 1)  # the killed process had another number than the next one
-        patch.setattr(os, "replace", replaced)
-        with pytest.raises(killed):
-            job.federate(store)
-    assert list(tmp_path.rglob("*.part"))
-    job.federate(store)
-    assert list(tmp_path.rglob("*.part")) == []
-
-
-def test_records_are_plain_json(job: Any, tmp_path: Path) -> None:
-    """The ledger is the truth, so other programs have to be able to read it."""
-    job.federate(FolderStore(tmp_path), stop=2, keep_updates=True)
-    for path in tmp_path.rglob("*.json"):
-        json.loads(path.read_bytes())
-    mark = json.loads((tmp_path / "rounds/00001/COMMITTED").read_bytes())
-    assert mark["schema_version"] == 1
-    assert mark["round"] == 1
-    assert set(mark["files"]) == {"state.safetensors", "state.json", "metrics.json"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from fl_engine.core.types import Codecs, Header, Params
 from fl_engine.exchange.coding import PLAIN
 from fl_engine.fleet.uniformity import Times, measured
 from fl_engine.rounds import phases
-from fl_engine.rounds.phases import NAMES, ON_THE_SERVER, REPEATED, SIMULATED, means, of_the_last
+from fl_engine.rounds.phases import NAMES, ON_THE_SERVER, SIMULATED, means, of_the_last
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
@@ -98,59 +97,12 @@ def test_what_coding_takes_on_the_server_is_its_own_phase(tmp_path: Path) -> Non
         assert up.metrics["seconds_encode"] == 0 and up.metrics["seconds_decode"] >= 2 * NAP * CLIENTS
 
 
-class Dies(BaseException):
-    pass
-
-
-def test_a_round_that_was_closed_before_a_kill_is_decoded_again_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    codecs = Codecs(Half(), Slow())
-    whole = federate(tmp_path / "whole", codecs, keep_updates=True)
-    merge: Callable[..., Any] = FedAvg.merge
-
-    def killed(self: Any, state: Any, plan: Any, *more: Any) -> Any:
-        if plan.round == 1:
-            raise Dies
-        return merge(self, state, plan, *more)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(FedAvg, "merge", killed)
-        with pytest.raises(Dies):
-            federate(tmp_path / "killed", codecs, keep_updates=True)
-    rows = federate(tmp_path / "killed", codecs, keep_updates=True)
-    assert rows[1].metrics["seconds_decode"] >= 2 * NAP * CLIENTS
-    assert of_the_server(rows[1].metrics) == pytest.approx(rows[1].metrics["seconds_round"], abs=1e-9)
-    for one, other in zip(rows, whole, strict=True):
-        assert {k: one.metrics[k] for k in REPEATED} == {k: other.metrics[k] for k in REPEATED}
-
-
 def test_on_the_simulated_clock_the_slowest_client_s_phases_are_the_round_s(tmp_path: Path) -> None:
     for row in federate(tmp_path):
         last = max(row.clients, key=lambda line: line["seconds_simulated"])
         assert row.metrics["simulated_compute"] == last["seconds_compute"] > 0
         assert row.metrics["simulated_communication"] == last["seconds_communication"] > 0
         assert sum(row.metrics[name] for name in SIMULATED) == row.metrics["seconds_simulated"]
-
-
-def test_a_client_that_is_not_merged_is_not_the_slowest(tmp_path: Path) -> None:
-    deadline_s = sorted(line["seconds_simulated"] for line in federate(tmp_path / "all")[0].clients)[2]
-    (row, *_) = federate(tmp_path / "in time", deadline_s=deadline_s)
-    assert row.metrics["clients_late"] == 2
-    assert sum(row.metrics[name] for name in SIMULATED) == pytest.approx(deadline_s)
-
-
-def test_rounds_that_overlap_have_no_simulated_phases(tmp_path: Path) -> None:
-    for row in federate(tmp_path, mode="buffered", buffer=2):
-        assert not set(SIMULATED) & row.metrics.keys()
-
-
-@pytest.mark.parametrize("terms", [{}, {"mode": "buffered", "buffer": 2}], ids=["synchronous", "buffered"])
-def test_bits_are_those_of_the_bytes_that_travel(tmp_path: Path, terms: dict[str, Any]) -> None:
-    plain, half = federate(tmp_path / "plain", **terms), federate(tmp_path / "half", Codecs(down=Half()), **terms)
-    for whole, coded in zip(plain, half, strict=True):
-        assert whole.metrics["bits_down"] == 8 * whole.metrics["bytes_down"] == 2 * coded.metrics["bits_down"] > 0
-        assert whole.metrics["bits_up"] == 8 * whole.metrics["bytes_up"] == coded.metrics["bits_up"] > 0
 
 
 def test_the_slowest_by_hand() -> None:

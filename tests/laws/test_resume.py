@@ -11,14 +11,12 @@ import torch
 
 from fl_engine.core.errors import ConfigError, IntegrityError, Stopped
 from fl_engine.core.slicing import take
-from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import ClientFailure, Outcome, ParamLayout, RoundPlan
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
-from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import Store
-from fl_engine.testing.tiny import Memory, context_of
+from fl_engine.testing.tiny import Memory
 
 Make = Callable[[], Store]
 Rows = Callable[[Store], list[Any]]
@@ -57,25 +55,6 @@ def test_a_run_stopped_after_any_client_and_resumed_equals_one_that_was_not(
             job.federate(store, after(clients), stop=ROUNDS, **mode)
         assert job.federate(store, stop=ROUNDS, **mode) == expected, f"stopped after {clients} clients"
         assert timeless(store) == timeless(undisturbed), f"stopped after {clients} clients"
-
-
-@storage
-def test_a_run_stopped_in_every_round_equals_one_that_was_not(
-    job: Any, new_store: Make, timeless: Rows, mode: dict[str, Any]
-) -> None:
-    undisturbed, store = new_store(), new_store()
-    expected = job.federate(undisturbed, stop=ROUNDS, **mode)
-    stops, commits = 0, [-1]
-    while commits[-1] < ROUNDS - 1:
-        try:
-            job.federate(store, after(PER_ROUND + 1), stop=ROUNDS, **mode)
-        except Stopped:
-            stops += 1
-        assert Checkpoints(store).commits()[-1] > commits[-1], "what was finished is committed"
-        commits = Checkpoints(store).commits()
-    assert stops >= 2
-    assert job.federate(store, stop=ROUNDS, **mode) == expected
-    assert timeless(store) == timeless(undisturbed)
 
 
 @storage
@@ -186,41 +165,6 @@ def test_of_two_updates_the_liar_is_refused_from_the_first_round_on(
     assert [r for r in failed if failed[r]] == [round]
     (reason,) = failed[round]
     assert reason.startswith("validate: norm: ")
-
-
-@pytest.mark.parametrize("history", [
-    "words", [1.0], {"rounds": [[1.0, 0.0]]}, {"rounds": [[[1.0, "far"]]]}, {"times": {"x": []}},
-])  # fmt: skip
-def test_what_is_remembered_has_to_be_numbers(job: Any, new_store: Make, history: Any) -> None:
-    store = new_store()
-    job.federate(store, stop=1)
-    ledger = ledger_in(store)
-    tensors, rest = ledger.checkpoints.read(0)
-    ledger.checkpoints.discard_after(None)
-    ledger.checkpoints.commit(0, tensors, {**rest, rounds.HISTORY: history}, [])
-    with pytest.raises(IntegrityError, match="how far updates moved"):
-        job.federate(store, stop=2)
-
-
-def test_nothing_is_tidied_away_before_the_state_is_seen_to_be_whole(
-    job: Any, new_store: Make, memory_store: Store, dying: Any, killed: type[BaseException]
-) -> None:
-    """A kill behind the last commit's mark leaves one state more than are needed: the last good one."""
-    expected = job.federate(new_store(), stop=4)
-    for writes in range(100):
-        memory_store.files.clear()  # type: ignore[attr-defined]
-        with pytest.raises(killed):
-            job.federate(dying(memory_store, writes), stop=4)
-        if Checkpoints(memory_store).commits() == [0, 1, 2]:
-            break
-    for round in (1, 2):
-        memory_store.put(f"rounds/{round:05d}/state.safetensors", b"damaged")
-    before = dict(memory_store.files)  # type: ignore[attr-defined]
-    with pytest.raises(IntegrityError, match="--discard-damaged"):
-        job.federate(memory_store, stop=4)
-    assert memory_store.files == before  # type: ignore[attr-defined]
-    assert job.federate(memory_store, discard_damaged=True, stop=4) == expected
-    assert {round for round, _ in job.backend.asked} == {1, 2, 3}
 
 
 @storage
@@ -344,16 +288,6 @@ def test_a_round_in_which_all_fail_changes_nothing_and_survives_a_resume(
     assert timeless(resumed) == timeless(memory_store)
 
 
-def test_one_failure_is_survived(job: Any, new_store: Make) -> None:
-    job.federate(new_store(), stop=1)
-    one, other = (client for _, client in job.backend.asked)
-    models = {
-        job.federate(new_store(), backend=Failing(job.backend, lambda _, client, f=failed: client in f), stop=1)
-        for failed in ((), (one,), (other,), (one, other))
-    }
-    assert len(models) == 4, "without one client it is the mean over the other, without both the old model"
-
-
 # -------------------------------------------------------------------------------------------------- details
 class Reordered:
     """Another backend, whose outcomes come in another order."""
@@ -378,40 +312,7 @@ def test_outcomes_are_merged_in_client_order_whatever_order_they_arrive_in(
     assert job.federate(new_store(), stop=2, backend=Reordered(job.backend, order)) == expected
 
 
-def test_a_plan_is_pure(job: Any) -> None:
-    state, again = job.initial(), job.initial()
-    first, second = (
-        job.algorithm.plan(state, context_of(job.site, 5, 11)),
-        job.algorithm.plan(again, context_of(job.site, 5, 11)),
-    )
-    strip = [(o.client, o.spec, o.seed, o.level, o.hints) for o in first.orders]
-    assert strip == [(o.client, o.spec, o.seed, o.level, o.hints) for o in second.orders]
-    for a, b in zip(first.orders, second.orders, strict=True):
-        assert all(torch.equal(a.payload[name], b.payload[name]) for name in a.payload)
-    others = [job.algorithm.plan(state, context_of(job.site, round, 11)) for round in range(6, 12)]
-    assert len({tuple((o.client, o.seed) for o in plan.orders) for plan in others}) == 6
-
-
-def test_a_state_comes_back_from_its_parts(job: Any) -> None:
-    state = job.initial()
-    back = unpack(state, *pack(state))
-    assert back.params.keys() == state.params.keys()
-    assert all(torch.equal(back.params[name], state.params[name]) for name in state.params)
-    tensors, rest = pack(state)
-    missing = {name: t for name, t in tensors.items() if "classifier" not in name}
-    with pytest.raises(IntegrityError, match="classifier"):
-        unpack(state, missing, rest)
-    with pytest.raises(IntegrityError, match=r"params differs.*fc1"):
-        unpack(state, tensors | {"params/fc1.linear.weight": torch.zeros(2, 2)}, rest)
-
-
 def test_a_ledger_of_another_model_is_refused(job: Any, memory_store: Store) -> None:
     Checkpoints(memory_store).commit(0, {"params/other": torch.zeros(3)}, {}, [])
     with pytest.raises(IntegrityError, match="differs from the configured model"):
         job.federate(memory_store)
-
-
-def test_defaults_are_those_of_the_design() -> None:
-    assert RoundsConfig() == RoundsConfig(
-        stop=40, evaluate_every=1, commit_every="auto", keep_every=None, keep_updates=False
-    )

@@ -12,22 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from fl_engine.aggregation.server_opt import Adam, Average
+from fl_engine.aggregation.server_opt import Adam
 from fl_engine.algorithms.decoupled import Decoupled
 from fl_engine.algorithms.fedavg import FedAvg
-from fl_engine.core.errors import ConfigError, Diverged, IntegrityError, ModelError
+from fl_engine.core.errors import Diverged, IntegrityError, ModelError
 from fl_engine.core.types import FULL, ClientFailure, ClientUpdate, LocalTask
 from fl_engine.data.partition import Partition
 from fl_engine.rounds import loop
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
-from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing import played
-from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_fleet, tiny_site
-from fl_engine.training.evaluation import evaluate
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
 
 EVERY = {"evaluate_every": 100, "commit_every": 1}
 
@@ -37,21 +35,6 @@ def federate(algorithm: Any, site: Any, folder: Path, backend: Any = None, **ter
 
 
 # ------------------------------------------------------------------------------------------------ what is told
-@dataclass(frozen=True)
-class Forgetful(FedAvg):
-    """Looks at no answer."""
-
-    def merge(self, state: Any, plan: Any, answers: Any, server: Any) -> Any:
-        return state
-
-
-def test_clients_train_whatever_merge_does_with_their_answers(tmp_path: Path) -> None:
-    algorithm = Forgetful(training=TRAINING, eligible="all")
-    site = tiny_site(algorithm)
-    final, (row,) = federate(algorithm, site, tmp_path, stop=1)
-    assert row.metrics["clients_trained"] == len(row.clients) == 5
-    assert all(line["steps"] > 0 for line in row.clients)
-    assert_same_bits(final.params, start_of(algorithm, site).params)
 
 
 @dataclass(frozen=True)
@@ -127,15 +110,6 @@ def test_a_round_takes_as_many_updates_as_the_plan_wants(tmp_path: Path) -> None
     assert (row.metrics["clients_trained"], row.metrics["clients_late"]) == (5, 5)
 
 
-def test_fewer_that_can_be_asked_are_all_wanted() -> None:
-    algorithm = FedAvg(training=replace(TRAINING, fraction=0.5), eligible="all")
-    site = tiny_site(algorithm, fleet=tiny_fleet(20))
-    state = start_of(algorithm, site)
-    few = replace(context_of(site, 0, over_provision=2.0), available=site.fleet[:8])
-    plan = algorithm.plan(state, few)
-    assert ([o.client for o in plan.orders], plan.wanted) == (list(range(8)), 8)
-
-
 # ------------------------------------------------------------------------------------------------ the server
 @dataclass(frozen=True)
 class FineTuned(FedAvg):
@@ -164,23 +138,6 @@ def test_a_server_that_trains_is_resumed_bit_for_bit(tmp_path: Path, keep_update
     assert_same_bits(final.params, whole.params)
     other, _ = federate(plain, site, tmp_path / "plain", stop=3, keep_updates=keep_updates)
     assert not torch.equal(other.params["classifier.weight"], whole.params["classifier.weight"])
-
-
-def test_the_server_evaluates_on_its_own_samples() -> None:
-    algorithm = FedAvg(training=TRAINING, eligible="all")
-    site = with_proxy(tiny_site(algorithm))
-    server, params = ServerSite(site), start_of(algorithm, site).params
-    own = torch.from_numpy(site.partition.proxy_train)
-    x, y = site.data.train_x[own], site.data.train_y[own]
-    assert server.evaluate(FULL, params) == evaluate(site.family, params, FULL, server.data, x, y).value
-    assert (len(server.data.train_y), server.samples[0], server.samples[1]) == (6, 2, 8)
-
-
-def test_a_server_without_samples_says_so() -> None:
-    algorithm = FedAvg(training=TRAINING, eligible="all", server=Average())
-    server = ServerSite(tiny_site(algorithm))
-    with pytest.raises(ConfigError, match=r"asks for data on the server, and partition\.proxy leaves it none"):
-        _ = server.data
 
 
 # ------------------------------------------------------------------------------------ what plan and merge may give
@@ -353,18 +310,4 @@ def test_picks_that_are_no_clients_with_their_levels_are_refused(tmp_path: Path,
 def test_no_picks_at_all_are_refused_by_whoever_selects(tmp_path: Path, kind: Any) -> None:
     algorithm = kind(training=TRAINING, selection=Picking(picks=None))
     with pytest.raises(ModelError, match=re.escape("Picking.pick gave None, where a list of (client, level)")):
-        federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
-
-
-@dataclass(frozen=True)
-class Idle(FedAvg):
-    """Gives a client nothing to do."""
-
-    def task(self, order: Any, ctx: Any) -> Any:
-        return None
-
-
-def test_no_task_for_a_client_ends_the_run(tmp_path: Path) -> None:
-    algorithm = Idle(training=TRAINING, eligible="all")
-    with pytest.raises(ModelError, match=re.escape("Idle.task gave None, where a LocalTask is expected")):
         federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)

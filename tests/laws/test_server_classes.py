@@ -16,13 +16,9 @@ from hypothesis import strategies as st
 
 from fl_engine.algorithms import HeteroFL
 from fl_engine.backends import InProcess
-from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError
 from fl_engine.core.samples import Data
-from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import FULL
 from fl_engine.data import partition_files as files
-from fl_engine.data import partition_rules
 from fl_engine.data import partitioning as p
 from fl_engine.data.partition import Partition, statistics
 from fl_engine.rounds.collect import Clients
@@ -32,8 +28,8 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import sha256
 from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import tiny_boxes, tiny_table
-from fl_engine.testing.tiny import TRAINING, TinyNet, start_of, tiny_data, tiny_site
-from fl_engine.training.evaluation import OWNERS, Score, by_owner, evaluate
+from fl_engine.testing.tiny import TRAINING, start_of, tiny_site
+from fl_engine.training.evaluation import OWNERS, Score, by_owner
 
 CLASSES = 10
 Y = np.arange(1000) % CLASSES
@@ -78,43 +74,12 @@ def test_the_proxy_is_these_classes_and_the_clients_have_the_others(
     assert found.server_classes == tuple(sorted(owned))
 
 
-def test_every_rule_has_a_case() -> None:
-    assert set(RULES) == set(p.RULES)
-
-
 def test_a_rule_by_labels_deals_the_labels_that_are_left() -> None:
     found = cut("disjoint_labels")
     held = found.counts > 0
     assert (held.sum(0) == 3).all() and held[:8].any(1).all()
     with pytest.raises(PartitionError, match=r"labels_per_client must be 1 to 8 \(the classes\), got 9"):
         p.partition(DATA, "disjoint_labels", 5, 0, 0, labels_per_client=9, server_classes=OWNED)
-
-
-def test_clusters_are_dealt_but_classes_are_kept() -> None:
-    """Clusters that cut across the classes replace the labels of the rule, not those of the server."""
-    clusters = np.arange(len(Y)) // 250
-    found = p.partition(DATA, "dirichlet", 5, 0, 0, alpha=0.5, clusters=clusters, server_classes=OWNED)
-    assert set(Y[np.concatenate(found.clients)]) == set(range(8))
-    assert found.counts.shape == (4, 5) and found.counts.sum(1).tolist() == [200] * 4
-
-
-def test_the_share_says_nothing_and_the_seed_cuts_the_proxy() -> None:
-    """The order in which the classes are named changes nothing either."""
-    first = cut(share=0.05)
-    for same in (cut(share=0.9), cut(owned=(9, 8))):
-        assert np.array_equal(same.proxy_test, first.proxy_test) and same.parameters == first.parameters
-        assert all(np.array_equal(a, b) for a, b in zip(same.clients, first.clients, strict=True))
-    assert "proxy_share" not in first.parameters
-    other = cut(seed=1)
-    assert not np.array_equal(other.proxy_test, first.proxy_test)
-    assert np.array_equal(cut("dirichlet").proxy_test, first.proxy_test), "the same under every rule"
-
-
-def test_no_classes_is_no_change() -> None:
-    found = p.partition(DATA, "iid", 5, 0.05, 0, server_classes=())
-    plain = p.partition(DATA, "iid", 5, 0.05, 0)
-    assert found.server_classes == () and found.parameters == plain.parameters
-    assert np.array_equal(found.proxy_train, plain.proxy_train)
 
 
 @pytest.mark.parametrize(
@@ -131,14 +96,6 @@ def test_classes_that_cannot_be_meant_are_refused(owned: tuple[int, ...], said: 
         cut(owned=owned)
 
 
-def test_a_single_sample_is_no_proxy() -> None:
-    labels = np.array([0, 1, 1, 2, 2])
-    with pytest.raises(PartitionError, match=r"the classes \[0\] have 1 training samples, but one to train and one to"):
-        partition_rules.split_classes(labels, (0,), 3, seeds.rng(0, "proxy"))
-    train, test, rest = partition_rules.split_classes(labels, (1,), 3, seeds.rng(0, "proxy"))
-    assert (len(train), len(test), rest.tolist()) == (1, 1, [0, 3, 4])
-
-
 def test_too_few_samples_for_the_clients_are_refused() -> None:
     with pytest.raises(PartitionError, match="5 clients with at least 41 samples need 205, there are 200"):
         p.partition(DATA, "iid", 5, 0, 0, minimum=41, server_classes=tuple(range(8)))
@@ -151,15 +108,6 @@ def test_targets_that_are_no_classes_are_refused(data: Data) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- storage
-def test_they_are_kept_in_the_manifest(tmp_path: Path) -> None:
-    files.save(cut("dirichlet"), tmp_path)
-    assert json.loads((tmp_path / files.MANIFEST).read_text())["server_classes"] == [8, 9]
-    assert files.load(tmp_path, DATA).server_classes == OWNED
-    files.save(p.partition(DATA, "iid", 5, 0.05, 0), tmp_path)
-    assert "server_classes" not in json.loads((tmp_path / files.MANIFEST).read_text()), (
-        "files of before keep their bytes"
-    )
-    assert files.load(tmp_path, DATA).server_classes == ()
 
 
 def write(folder: Path, partition: Partition) -> None:
@@ -200,30 +148,6 @@ def test_accuracy_by_owner_by_hand() -> None:
     }
     assert next(iter(found.metrics)) == "accuracy" and (found.value, found.loss) == (0.7, 1.0)
     assert by_owner(score, ()) is score
-
-
-def test_without_classes_or_samples_of_both_there_is_none() -> None:
-    numbers = Score(0.7, 1.0, {"r2": 0.7})
-    assert by_owner(numbers, (0,)) is numbers
-    for missing in (0, 1):
-        confusion = torch.tensor([[3, 1], [1, 3]])
-        confusion[missing] = 0
-        score = Score(0.7, 1.0, {"accuracy": 0.7}, confusion)
-        assert by_owner(score, (0,)) is score
-
-
-@given(owned=st.sets(st.integers(0, 3), min_size=1, max_size=3).map(tuple), seed=st.integers(0, 99))
-@settings(max_examples=20)
-def test_accuracy_by_owner_is_that_of_each_part_alone(owned: tuple[int, ...], seed: int) -> None:
-    """The network looks at each sample by itself, so a part's accuracy is that of an evaluation of the part."""
-    family, data = TinyNet(), tiny_data()
-    params = initial_params(family, seed)
-    found = by_owner(evaluate(family, params, FULL, data, data.test_x, data.test_y), owned).metrics
-    own = torch.from_numpy(np.isin(data.test_y.numpy(), owned))
-    for name, part in zip(OWNERS, (~own, own), strict=True):
-        assert found[name] == evaluate(family, params, FULL, data, data.test_x[part], data.test_y[part]).value
-    share = float(own.double().mean())
-    assert found["accuracy"] == pytest.approx(found[OWNERS[0]] * (1 - share) + found[OWNERS[1]] * share)
 
 
 def test_a_round_scores_each_level_by_owner() -> None:

@@ -78,33 +78,6 @@ def test_the_end_is_the_first_round_that_is_over(seconds: list[float], stop: int
 
 
 # ------------------------------------------------------------------------------------------------ the loop
-@modes
-def test_it_is_the_run_of_so_many_rounds(job: Any, new_store: Make, timeless: Rows, mode: dict[str, Any]) -> None:
-    """The same model and measurements as with rounds.stop at that round, which is evaluated as any last one."""
-    store, plain = new_store(), new_store()
-    job.federate(new := new_store(), stop=6, **mode)
-    times = clocks(new)
-    end = times.index(times[3]) + 1  # some buffered rounds take no time
-    assert 3 <= end < 6
-    found = job.federate(store, stop=6, stop_simulated_s=(times[end - 2] + times[end - 1]) / 2, **mode)
-    assert found == job.federate(plain, stop=end, **mode)
-    assert timeless(store) == timeless(plain)
-    rows = Checkpoints(store).rows()
-    assert ["avg" in row.metrics for row in rows] == [False] * (end - 1) + [True]
-    assert Checkpoints(store).commits()[-1] == end - 1
-
-
-def test_the_clock_that_stands_at_the_limit_has_passed_it(job: Any, new_store: Make) -> None:
-    job.federate(new := new_store(), stop=4)
-    store = new_store()
-    job.federate(store, stop=4, stop_simulated_s=clocks(new)[1])
-    assert len(clocks(store)) == 2
-
-
-def test_a_limit_that_is_not_reached_leaves_all_rounds(job: Any, new_store: Make, timeless: Rows) -> None:
-    store, plain = new_store(), new_store()
-    assert job.federate(store, stop=3, stop_simulated_s=1e9) == job.federate(plain, stop=3)
-    assert timeless(store) == timeless(plain)
 
 
 @modes
@@ -153,9 +126,3 @@ def test_it_does_not_end_at_a_round_that_was_not_evaluated(job: Any, new_store: 
         ConfigError, match=r"passes in round 2, and .* not evaluated: set rounds\.stop_simulated_s to m"
     ):
         job.federate(store, stop=4, stop_simulated_s=(times[0] + times[1]) / 2)
-
-
-@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf"), "70000"])
-def test_the_limit_is_a_time(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="stop_simulated_s"):
-        RoundsConfig(stop_simulated_s=wrong)
