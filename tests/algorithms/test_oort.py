@@ -142,7 +142,7 @@ def test_the_round_is_divided_by_epsilon() -> None:
         assert len(found) == 10 and sum(c >= 10 for c in found) == new
 
 
-def test_new_clients_come_from_those_with_the_most_samples_by_how_many_they_have() -> None:
+def test_oort_explores_in_proportion_to_samples() -> None:
     """Two of ten, window 2: of the four largest (40, 30, 20, 10) one is drawn first, then another of the rest."""
     oort, fleet = replace(NO_PACE, explore_window=2.0), fleet_of(10)
     samples = [1, 40, 1, 30, 9, 20, 8, 10, 7, 6]
@@ -174,7 +174,7 @@ def test_the_cut_off_by_hand() -> None:
     assert scored(0.7, 0, 5) == Counter(dict.fromkeys(range(5), 2000))
 
 
-def test_the_quota_that_is_not_oorts_is_drawn_uniformly_of_all_others() -> None:
+def test_rest_of_oorts_round_is_drawn_uniformly() -> None:
     """Half of 4. Oort's two are the two largest, 8 and 9, which are the only ones preferred; the others come alike."""
     oort = replace(NO_PACE, preferred=0.5, exploration=0.0, exploration_min=0.0, uncertainty=0.0)
     tables = after(oort, [{**dict.fromkeys(range(5), 0.0), 8: 9.0, 9: 9.0}], 10)
@@ -191,7 +191,7 @@ def test_the_quota_that_is_not_oorts_is_drawn_uniformly_of_all_others() -> None:
 # ---------------------------------------------------------------------------------------------- several rounds
 
 
-def test_what_it_knows_after_many_rounds_is_what_plain_loops_find() -> None:
+def test_oort_tables_equal_plain_loops_after_many_rounds() -> None:
     """40 rounds of late, failed and merged answers: the same clients, pacer and scores, one client and round at a
     time."""
     oort, fleet, rng = Oort(pacer_step=3, pacer_flat=0.3, pacer_sharp=1.0), fleet_of(12), np.random.default_rng(5)
@@ -268,7 +268,7 @@ def test_the_blacklist_by_hand() -> None:
     clients=st.integers(1, 12), count=st.integers(0, 14), rounds=st.integers(0, 6), seed=st.integers(0, 2**30),
     preferred=st.floats(0, 1), data=st.data(),
 )  # fmt: skip
-def test_clients_are_distinct_available_in_order_and_as_many_as_wanted(
+def test_oort_picks_distinct_available_clients_in_order(
     clients: int, count: int, rounds: int, seed: int, preferred: float, data: st.DataObject
 ) -> None:
     after_ = data.draw(st.none() | st.integers(1, 3))
@@ -307,7 +307,7 @@ def test_the_largest_lie_is_worth_the_clip_and_moves_nobody_else() -> None:
     assert two[0] == two[1], "also where few are known"
 
 
-def test_a_client_that_always_says_the_most_is_asked_no_more_often_than_one_that_has_much() -> None:
+def test_oort_asks_lying_client_no_more_often_than_honest_ones() -> None:
     """40 clients, 4 a round, 300 rounds. Client 0 lies; clients 1 to 5 honestly have the largest utility."""
     oort, fleet = NO_PACE, fleet_of(40)
     tables, times = oort.init(fleet, FULL_ONLY), Counter[int]()

@@ -157,7 +157,7 @@ def test_running_statistics_are_averaged(server: Server) -> None:
 
 
 @pytest.mark.parametrize("server", [ADAM, YOGI, ADAGRAD], ids=lambda s: s.name)
-def test_elements_that_nobody_trained_keep_value_and_moments_bit_for_bit(server: Server) -> None:
+def test_untrained_elements_keep_value_and_moments(server: Server) -> None:
     one, two = after_two(server)
     assert one.params["w"][3] == 4
     assert one.moments["m/w"][3] == 0
@@ -196,7 +196,7 @@ def test_with_bias_correction_adam_is_torchs(rule: Adam) -> None:
     assert not torch.allclose(other["w"], theirs, rtol=1e-3)
 
 
-def test_bias_correction_by_hand_counts_the_steps_of_each_element() -> None:
+def test_bias_correction_counts_steps_of_each_element() -> None:
     """Channel 2 takes part in the first round alone, channel 3 in the second alone: there t is 1, elsewhere 2."""
     for server in (replace(ADAM, bias_correction=True), replace(YOGI, bias_correction=True)):
         one, two = after_two(server)

@@ -26,7 +26,7 @@ def run_of(flexfleet: Any, name: str, sets: Sequence[str], *argv: str) -> Any:
     return done.json
 
 
-def test_every_backend_and_a_resumed_run_give_the_same_model_for_half_the_bytes(
+def test_half_gives_same_model_on_every_backend_for_half_the_bytes(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path
 ) -> None:
     plain = run_of(flexfleet, "plain", quick)
@@ -68,7 +68,7 @@ def test_qsgd_gives_the_same_bits_in_every_backend_and_resumed(
 
 
 @pytest.mark.parametrize("algorithm", ["dadaquant", "adagq"])
-def test_codecs_of_single_orders_give_the_same_bits_in_every_backend_and_resumed(
+def test_assignment_codecs_give_same_bits_on_every_backend(
     flexfleet: Any, quick: Sequence[str], algorithm: str, tmp_path: Path
 ) -> None:
     """Each client's own levels or bits, the next round's after what this one says; then the server fine-tunes."""

@@ -33,7 +33,7 @@ def told(folder: Path) -> list[Any]:
 
 
 @pytest.mark.long
-def test_a_trace_gives_the_same_model_and_the_same_clock_wherever_clients_live(
+def test_trace_gives_same_model_and_clock_on_every_backend(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path
 ) -> None:
     ways = {
@@ -73,9 +73,7 @@ def test_a_file_is_recorded_by_its_content(flexfleet: Any, quick: Sequence[str],
     assert flexfleet("run", "--run-id", "a", "--resume", sets=more).code == 0
 
 
-def test_what_is_wrong_with_a_trace_is_found_before_anything_trains(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path
-) -> None:
+def test_wrong_trace_is_refused_before_training(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
     (tmp_path / "bad.csv").write_text("client,time,online\n0,0,1\n999,0,1\n")
     done = flexfleet("check", sets=[*quick, "fleet.trace=bad.csv"])
     assert done.code == 2 and "bad.csv, line 3: client must be" in done.err

@@ -150,7 +150,7 @@ def test_fedscale_by_hand(tmp_path: Path) -> None:
     assert alone.speed.tolist() == [d.speed for d in FLEET] and alone.online.all()
 
 
-def test_fedscale_s_odd_intervals_are_what_its_own_test_makes_of_them(tmp_path: Path) -> None:
+def test_fedscale_overlapping_intervals_are_joined(tmp_path: Path) -> None:
     odd = BEHAVIOUR | {"active": [5, 50, 40, 30, 90], "inactive": [10, 60, 55, 20, 1e6], "finish_time": 100}
     trace = scaled(tmp_path, None, {"1": odd})
     seen = [at for at in range(0, 100, 5) if trace.now(at).online[0]]

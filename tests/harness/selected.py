@@ -50,7 +50,6 @@ PRODUCTS = {
     "test_encoded_weights_move_half_the_bytes_and_go_on": 2,
     "test_equal_bits_for_other_samples_and_tasks": 3,
     "test_equal_bits_to_one_order_after_the_other": 3,
-    "test_every_algorithm_takes_it": 2,
     "test_every_network_has_each_precision": 2,
     "test_every_row_is_a_configuration": 3,
     "test_failures_are_outcomes_like_any_other": 3,
@@ -69,7 +68,7 @@ PRODUCTS = {
     "test_updates_that_agree_are_taken_as_they_are": 2,
     "test_what_a_round_refuses_is_refused_after_a_kill_as_before": 2,
     "test_whichever_operation_fails_the_run_stops_or_not_and_goes_on_to_the_same_bits": 3,
-    "test_who_takes_part_in_a_private_run_follows_from_its_key_and_not_from_its_seed": 2,
+    "test_private_selection_follows_from_key_not_seed": 2,
     "test_with_a_buffer_of_all_it_is_the_synchronous_run": 2,
 }
 """Tests of each algorithm (backend, network, call) with each kind of samples (devices, aggregation, fault): of so many

@@ -123,7 +123,7 @@ def slow(values: list[float], before: float, tenths: int) -> float:
 # ----------------------------------------------------------------------------------------- what it computes
 @law
 @given(given=st.lists(updates(), min_size=1, max_size=12), tenths=st.integers(0, 4))
-def test_a_trimmed_mean_is_that_of_a_loop_over_elements(given: list[Update], tenths: int) -> None:
+def test_trimmed_mean_equals_loop_over_elements(given: list[Update], tenths: int) -> None:
     old = model(0)
     found = middle_of(old, given, tenths / 10)
     assert list(found) == list(old)
@@ -212,7 +212,7 @@ BADNESS: dict[str, Callable[[Tensor], Tensor]] = {
     bad=st.lists(st.tuples(updates(), st.sampled_from(sorted(BADNESS))), min_size=1, max_size=4),
     aggregation=st.sampled_from([Median(), TrimmedMean(), TrimmedMean(trim=0.4)]),
 )
-def test_a_minority_cannot_leave_the_range_of_the_honest(
+def test_minority_cannot_leave_the_range_of_honest_clients(
     honest: list[Update], bad: list[tuple[Update, str]], aggregation: Median | TrimmedMean
 ) -> None:
     """Whatever mixture of sub-models: wherever the bad are few enough of an element's own holders."""
@@ -238,7 +238,7 @@ def distance(left: Params, right: Params) -> float:
 
 @law
 @given(update=updates(), clip=st.floats(1e-3, 50))
-def test_an_update_moves_no_further_than_the_clip_and_keeps_its_direction(update: Update, clip: float) -> None:
+def test_clipped_update_has_norm_clip_and_same_direction(update: Update, clip: float) -> None:
     assume(update.payload)
     old = model(0)
     regions = averaging.Regions(old, LAYOUT)

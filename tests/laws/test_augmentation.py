@@ -61,7 +61,7 @@ def test_a_crop_is_a_window_beside_the_image() -> None:
     assert min(counts) > 60 and max(counts) < 145, counts
 
 
-def test_all_channels_of_a_sample_move_together_and_samples_apart() -> None:
+def test_crop_moves_all_channels_of_a_sample_together() -> None:
     two = torch.cat([SMALL, 10 * SMALL], dim=1).repeat(50, 1, 1, 1)
     for augmentation in (Crop(padding=1), Flip()):
         before = two.clone()
@@ -140,7 +140,7 @@ def test_every_training_batch_is_augmented_and_nothing_else() -> None:
 # ------------------------------------------------------------------------------------------------------ refused
 @pytest.mark.parametrize("augmentation", [kind() for kind in AUGMENTATIONS.values()], ids=list(AUGMENTATIONS))
 @pytest.mark.parametrize(("kind", "said"), [("regression", "numbers of the shape (6,)"), ("tokens", "tokens of the")])
-def test_what_is_no_image_is_refused_by_name(augmentation: Augmentation, kind: str, said: str) -> None:
+def test_augmentation_refuses_samples_that_are_not_images(augmentation: Augmentation, kind: str, said: str) -> None:
     family, data = KINDS[kind]
     task, name = replace(TASK, augment=(augmentation,)), augmentation.name  # type: ignore[attr-defined]
     job = Job(task, initial_params(family, 1), data.normalise(data.train_x[:8]), data.train_y[:8])
@@ -148,7 +148,7 @@ def test_what_is_no_image_is_refused_by_name(augmentation: Augmentation, kind: s
         train(family, data.task, [job])
 
 
-def test_a_crop_that_might_leave_nothing_is_refused() -> None:
+def test_crop_refuses_padding_of_a_whole_side() -> None:
     Crop(padding=3).check(torch.zeros(2, 1, 9, 4))
     with pytest.raises(ModelError, match="padding of crop"):
         Crop().check(torch.zeros(2, 1, 9, 4))

@@ -129,7 +129,7 @@ reals = st.floats(1e-3, 1e6)
 # ----------------------------------------------------------------------------------------- what it computes
 @law
 @given(given=st.lists(updates(counts | reals), min_size=10, max_size=10))
-def test_the_mean_is_that_of_a_loop_over_elements(given: list[Update]) -> None:
+def test_mean_equals_loop_over_elements(given: list[Update]) -> None:
     old = old_model()
     found, expected = mean_of(old, given), slow_mean(old, given)
     assert list(found) == list(old)

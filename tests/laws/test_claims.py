@@ -72,7 +72,7 @@ def test_statistics_that_can_be_are_taken(kind: str, value: float) -> None:
 
 
 # ------------------------------------------------------------------------------------------ its number of samples
-def test_a_device_that_counts_its_own_samples_weighs_as_much_as_it_may_claim() -> None:
+def test_claimed_samples_of_a_device_are_bounded() -> None:
     """With partition.rule=local: 19 clients of 8 samples that stay where they are, and one that claims partition.most,
     and the steps and multiply-adds of so many, and moves by 1. So the mean moves by the liar's weight."""
     most = 100_000

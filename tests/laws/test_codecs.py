@@ -86,7 +86,7 @@ def test_an_order_holds_what_its_client_decodes() -> None:
                 assert order.encoded[name].dtype == torch.float16
 
 
-def test_an_order_s_codecs_come_before_its_level_s_and_those_before_the_run_s() -> None:
+def test_codecs_of_assignment_override_level_and_run() -> None:
     ((level, _),) = Counter(order.level for order in BARE.orders).most_common(1)
     pool = tuple(replace(m, codecs=Codecs(up=Half())) if i == level else m for i, m in enumerate(SITE.pool))
     first = next(order for order in BARE.orders if order.level == level)
@@ -188,7 +188,7 @@ class Mute:
         return header
 
 
-def test_what_a_codec_cannot_say_is_the_client_s_failure_and_the_server_s_error() -> None:
+def test_unencodable_numbers_fail_the_client_or_the_server() -> None:
     plan = replace(plan_of(Codecs(up=Mute())), orders=plan_of(Codecs(up=Mute())).orders[:1])
     (found,) = InProcess(SITE).run(ALGORITHM, plan)
     assert isinstance(found, ClientFailure) and found.stage == "train"
@@ -268,14 +268,14 @@ CASES = {codecs: Case.of(codecs) for codecs in (HALF, DEFLATED)}
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_each_lie_has_its_code(lie: str, tmp_path: Path) -> None:
+def test_lying_update_fails_with_its_code(lie: str, tmp_path: Path) -> None:
     code, codecs, change = LIES[lie]
     found = CASES[codecs].told(tmp_path, change)
     assert isinstance(found, ClientFailure), "it is taken"
     assert (found.stage, found.code, found.reason.partition(":")[0]) == ("validate", code, code)
 
 
-def test_a_codec_that_fails_on_what_a_stranger_sends_stops_nothing(tmp_path: Path) -> None:
+def test_codec_error_on_an_update_is_the_clients_failure(tmp_path: Path) -> None:
     @dataclass(frozen=True)
     class Careless(Half):
         def decode(self, encoded: Params, header: Header) -> Params:

@@ -54,7 +54,7 @@ def test_a_box_follows_a_map_of_its_image() -> None:
 
 
 @pytest.mark.parametrize(("right", "kept"), [(0.55, [1.0, 0.975, 0.25, 0.05, 0.1]), (0.59, NOTHING), (2.0, NOTHING)])
-def test_a_box_that_leaves_its_image_is_cut_and_taken_out_where_little_is_left(right: float, kept: list[float]) -> None:
+def test_box_outside_its_image_is_cut_or_removed(right: float, kept: list[float]) -> None:
     y = torch.tensor([[[1.0, 0.5, 0.25, 0.2, 0.1]]])
     found = boxes.moved(y, torch.tensor([[[1.0, 0, right], [0, 1, 0]]]))
     torch.testing.assert_close(found[0, 0], torch.tensor(kept))
@@ -90,7 +90,7 @@ def test_a_box_is_learnt_by_its_cell_and_the_neighbours_in_it() -> None:
     assert owners([0.0, 0.125, 0.125, 1.0, 1.0])[0] == [0, 0, 3, 3], "no further than the next cells"
 
 
-def test_of_boxes_in_a_cell_the_one_at_home_there_is_learnt_then_the_smallest() -> None:
+def test_cell_learns_its_own_box_then_the_smallest() -> None:
     large, small = [0.0, 0.375, 0.375, 0.75, 0.75], [1.0, 0.4, 0.4, 0.3, 0.3]
     assert owners(large, small)[1][1] == owners(small, large)[1][1] + 1 == 1, "both at home: the smaller"
     beside = [1.0, 0.625, 0.375, 0.6, 0.2]  # covers the centre of the cell that the large one is at home in
@@ -100,7 +100,7 @@ def test_of_boxes_in_a_cell_the_one_at_home_there_is_learnt_then_the_smallest() 
 
 @given(seed=st.integers(0, 999), rows=st.integers(5, 9), columns=st.integers(5, 9))
 @settings(max_examples=20)
-def test_a_cell_that_answers_its_box_has_no_loss_of_boxes_and_finds_it(seed: int, rows: int, columns: int) -> None:
+def test_perfect_cell_has_no_box_loss_and_is_found(seed: int, rows: int, columns: int) -> None:
     """What the loss asks for is what is found."""
     task = Detection(categories=3, most=4)
     y = task.check(task.examples(2, torch.Generator().manual_seed(seed)), "made up")
@@ -204,7 +204,7 @@ def plain_overlap(a: list[float], b: list[float]) -> float:
     return width * height / (a[2] * a[3] + b[2] * b[3] - width * height)
 
 
-def test_map50_is_the_plain_computations_on_a_hundred_random_cases() -> None:
+def test_map50_equals_plain_computation_on_random_cases() -> None:
     values = []
     for case in range(100):
         rng = np.random.default_rng(case)
@@ -266,7 +266,7 @@ def test_an_images_label_is_its_most_frequent_category() -> None:
     assert TWO.label_count == 3
 
 
-def test_partitions_deal_images_by_that_label_and_refuse_disjoint_ones() -> None:
+def test_partition_rules_use_the_label_of_boxes() -> None:
     data = tiny_boxes()
     cut = partitioning.partition(data, "dirichlet", 6, 0.1, 3, alpha=0.3)
     assert cut.counts.shape == (3, 6) and cut.counts.sum() > 0 and cut.counts[2].sum() == 0

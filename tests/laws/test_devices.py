@@ -148,7 +148,7 @@ def test_named_fleets_have_their_proportions(name: str, expected: dict[str, int]
     ],
     ids=["small_cnn", "mobilenetv2", "preresnet18"],
 )
-def test_capacities_hold_what_their_width_takes_and_nothing_larger(family: Any, grown: set[str]) -> None:
+def test_capacity_devices_hold_exactly_their_width(family: Any, grown: set[str]) -> None:
     assert fleet("real_world", 100, 0) == fleet(FLEETS["real_world"], 100, 0)
     found = {d.tier: d for d in fleet("real_world", 100, 0, family)}
     before = {d.tier: d for d in fleet("real_world", 100, 0)}

@@ -60,7 +60,7 @@ def test_each_fault_strikes_its_share_of_the_orders() -> None:
     assert [befalls(found, 1, 3, c, 50) for c in range(50)] != [befalls(found, 2, 3, c, 50) for c in range(50)]
 
 
-def test_always_strikes_the_same_clients_and_exactly_as_many_as_the_shares_say() -> None:
+def test_always_strikes_same_clients_in_exact_shares() -> None:
     found = parse("flip=0.1,scale=0.2x9,always")
     for round in (0, 7):
         kinds = [fault.kind if (fault := befalls(found, 5, round, c, 20)) else "none" for c in range(20)]

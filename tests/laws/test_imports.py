@@ -163,7 +163,7 @@ federate.federate(resolved, here / "partition", here / "pool", here / "run")
 """
 
 
-def test_a_run_on_the_digits_loads_no_compiler_and_no_scikit_learn(quick: tuple[str, ...], tmp_path: Path) -> None:
+def test_run_on_digits_loads_neither_compiler_nor_scikit_learn(quick: tuple[str, ...], tmp_path: Path) -> None:
     """Each takes seconds, in every pod. Torch loads its compiler where an optimiser's class or its meta device is
     used."""
     statement = ROUNDS.format(sets=[*quick, "rounds.stop=1"], here=str(tmp_path))

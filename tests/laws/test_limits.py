@@ -5,11 +5,11 @@ from __future__ import annotations
 from benchmarks.limits import alone, of_clients, of_updates
 
 
-def test_a_coordinators_memory_does_not_grow_with_the_updates_of_a_round() -> None:
+def test_coordinator_memory_does_not_grow_with_updates() -> None:
     few, many = (alone(of_updates, count, "store", False)["mb"] for count in (4, 28))
     # How many are read ahead at once is a matter of timing: up to eight of 10 MB more or less.
     assert many < few + 120, "24 more updates of 10 MB"
 
 
-def test_ten_thousand_clients_of_whom_a_thousand_train_in_a_round() -> None:
+def test_ten_thousand_clients_fit_into_memory() -> None:
     assert alone(of_clients, 10_000, 1000, 1)["mb"] < 1000

@@ -143,7 +143,7 @@ def test_compressed_is_what_a_jpeg_holds() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- mixup
-def test_mixup_lays_pictures_over_each_other_with_the_boxes_of_both() -> None:
+def test_mixup_blends_pictures_and_joins_boxes() -> None:
     x, y = pictures([(10, 10, 8, 8), (40, 40, 8, 8)])
     found, boxed = MixUp(share=1.0).apply_with_boxes(x, y, seeded(1))
     for i in range(2):

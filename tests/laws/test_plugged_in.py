@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_refused_in_one_line(section: str, said: str) -> No
     assert "\n" not in str(error.value)
 
 
-def test_what_builds_on_private_aggregation_is_not_taken_for_private() -> None:
+def test_subclass_of_private_aggregation_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Quiet.*algorithm\.aggregation\.name=private"):
         configured(f"algorithm.aggregation={{name: {HERE}:Quiet}}", "rounds.norm_bound=null")
 
@@ -307,7 +307,7 @@ OWN_WORK = (
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_every_algorithm_takes_ones_own_sampler_augmentation_and_schedule(name: str) -> None:
+def test_every_algorithm_accepts_own_client_work(name: str) -> None:
     training = configured(*OWN_WORK, name=name).training
     if getattr(ALGORITHMS[name], "local_work", None) is None:  # FedSGD takes all samples at once
         assert training.sampler == Backwards()

@@ -115,7 +115,7 @@ def noise(seed: bytes | None = SECRET, clients: int = 1, z: float = 1.5, clip: f
     return aggregate.result()
 
 
-def test_the_noise_is_gaussian_of_the_stated_deviation_also_where_nobody_holds_anything() -> None:
+def test_noise_is_gaussian_with_stated_deviation_everywhere() -> None:
     """z * C = 3. Of 60,000 numbers, mean and deviation stray by a percent or so; kurtosis is 3, and 4.55 % lie beyond
     two deviations. So on tensors of every rank."""
     for tensor in noise().values():
@@ -145,7 +145,7 @@ def start_plan() -> Any:
     return algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_one_others() -> None:
+def test_noise_follows_from_its_seed_only() -> None:
     torch.manual_seed(1)
     np.random.seed(1)
     first = noise(SECRET)
@@ -204,7 +204,7 @@ def test_without_a_secret_seed_there_is_no_private_aggregation() -> None:
 
 
 # ------------------------------------------------------------------------------------------- what it is divided by
-def test_the_sum_is_divided_by_how_many_hold_an_element_on_average() -> None:
+def test_sum_is_divided_by_expected_holders() -> None:
     """Six clients, each sent one of three models with the first 1, 2 and 4 of five channels: 6, 4, 2 and 2. One client:
     1 and, instead of 2/3 and 1/3, 1. Nobody can be sent the last one: it stays."""
     layout = ParamLayout({"g": 5}, {"w": Slot("b", (Axis("g"),))})
@@ -217,7 +217,7 @@ def test_the_sum_is_divided_by_how_many_hold_an_element_on_average() -> None:
         assert aggregate.trained()["w"].tolist() == [True] * 4 + [False]
 
 
-def test_a_rounds_public_facts_are_who_was_asked_and_what_is_sent() -> None:
+def test_public_facts_are_clients_asked_and_models_sent() -> None:
     """FlexFL asks 5 of 20 clients. M2' and M3' are sent to nobody: they are no models that a client may have been
     sent, which decide by what the sum is divided."""
     algorithm = FlexFL(training=TRAINING)
@@ -227,7 +227,7 @@ def test_a_rounds_public_facts_are_who_was_asked_and_what_is_sent() -> None:
     assert public.clients == 5 and public.models == tuple(site.pool[i].spec for i in (0, 2, 4))
 
 
-def test_where_models_move_every_element_is_as_likely_held_as_any_other() -> None:
+def test_moving_models_have_equal_expected_holders() -> None:
     """Half and all of four channels, on both axes of four entries each: 12 * (2 * 2 + 16) / 2 / 16 = 7.5."""
     layout = ParamLayout({"g": 4}, {"w": Slot("b", (Axis("g"), Axis("g")))})
     public = Public(12, (SubmodelSpec.of({"g": 2}), FULL), SECRET, moving=True)
@@ -301,7 +301,7 @@ def test_sampling_without_replacement_by_hand() -> None:
         assert float(rdp[list(orders).index(2)]) == pytest.approx(min(sampled, 2 / (2 * z**2)), rel=1e-9)
 
 
-def test_secret_uniform_selection_amplifies_and_nothing_else_does() -> None:
+def test_only_secret_uniform_selection_lowers_epsilon() -> None:
     plain = spent(flexfl(2.0), 20)
     assert spent(flexfl(2.0, secret=True), 20) < 0.7 * plain
     for selection in (ResourceTable(), Curiosity()):

@@ -71,7 +71,7 @@ def held_by(site: Site, specs: Sequence[SubmodelSpec]) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_merge_repeats_bit_for_bit_and_moves_every_element_that_can_be_sent(name: str) -> None:
+def test_private_merge_repeats_and_moves_every_sendable_element(name: str) -> None:
     """Also those that nobody trained, and where all have failed. The others, which no model of the pool has, stay."""
     algorithm = private(name)
     site = tiny_site(algorithm)
@@ -119,7 +119,7 @@ def test_levels_of_decoupled_have_noise_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["flexfl", "decoupled"])
-def test_a_resumed_run_has_the_same_noise_and_tells_what_it_has_spent(name: str, tmp_path: Path) -> None:
+def test_resumed_private_run_has_same_noise_and_epsilon(name: str, tmp_path: Path) -> None:
     """Another key gives another run, the same seed or not."""
     pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
     algorithm = private(name)
@@ -176,9 +176,7 @@ def asked(tmp_path: Path) -> Callable[..., Asked]:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_who_takes_part_in_a_private_run_follows_from_its_key_and_not_from_its_seed(
-    name: str, asked: Callable[..., Asked]
-) -> None:
+def test_private_selection_follows_from_key_not_seed(name: str, asked: Callable[..., Asked]) -> None:
     """The seed is in what every client gets to read."""
     public, one, other = asked(name, "public", None), asked(name, "one", SECRET), asked(name, "other", OTHER)
     assert asked(name, "again", SECRET) == one
@@ -208,7 +206,7 @@ def test_nothing_that_a_private_run_stores_shows_its_key(tmp_path: Path, asked: 
 
 # -------------------------------------------------------------------------------- what one client can change for others
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_what_one_client_answers_changes_no_later_plan_of_a_private_run(name: str) -> None:
+def test_one_clients_result_changes_no_later_private_plan(name: str) -> None:
     """Whether it fails, or what it brings back: only the weights may differ, which are noisy."""
     algorithm = private(name)
     site = tiny_site(algorithm)
@@ -251,7 +249,7 @@ ONE_DECIDES = ("adagq", "decoupled", "multibranch")
 
 
 @pytest.mark.parametrize("name", ONE_DECIDES)
-def test_where_one_drawn_client_decides_about_others_no_amplification_is_claimed(name: str) -> None:
+def test_secret_selection_is_refused_if_clients_influence_others(name: str) -> None:
     algorithm = private(name, secret_selection=True)
     with pytest.raises(ConfigError, match=r"\.secret_selection=false"):
         start_of(algorithm, tiny_site(algorithm))

@@ -71,7 +71,7 @@ def test_balanced_draws_every_held_label_equally_often() -> None:
     assert chi_square(torch.bincount(HELD[drawn(Uniform(), HELD, 90)], minlength=4)[[0, 1, 3]]) > 20
 
 
-def test_smoothed_as_fedaiots_code_weighs_by_one_over_one_plus_the_count() -> None:
+def test_smoothing_1_weighs_as_fedaiots_code() -> None:
     """9,000 draws of labels held 90, 9 and 1 times: in the ratio 90/91 : 9/10 : 1/2. As above; equal weights are told
     apart. The samples of a label stay equally likely."""
     indices = drawn(Balanced(smoothing=1.0), HELD, 90)
@@ -118,7 +118,7 @@ def test_steps_and_samples_are_those_that_the_server_counts(sampler: Sampler, dr
 
 
 @pytest.mark.parametrize("sampler", [kind() for kind in SAMPLERS.values()], ids=list(SAMPLERS))
-def test_an_honest_client_is_believed_and_one_that_says_a_step_more_is_not(sampler: Sampler) -> None:
+def test_update_with_wrong_number_of_steps_is_rejected(sampler: Sampler) -> None:
     algorithm = FedAvg(training=replace(TRAINING, fraction=1.0, sampler=sampler), eligible="all")
     site = tiny_site(algorithm, fleet=tiny_fleet(3), sizes=(8, 11, 5))
     rules = replace(site.rules, algorithm=algorithm)
@@ -144,7 +144,7 @@ class Wrong(Shuffle):
 
 
 @pytest.mark.parametrize("draws", [(0, 1), (0, 1, 2, 3, 3), (0, 1, 2, 4), (-1, 0, 1, 2)], ids=str)
-def test_a_sampler_of_ones_own_draws_as_many_as_there_are_and_no_others(draws: Sequence[int]) -> None:
+def test_own_sampler_with_wrong_indices_is_refused(draws: Sequence[int]) -> None:
     """An index beyond the client's samples would be a sample of whoever trains beside it."""
     tasks, targets = [replace(TASK, sampler=Wrong(draws=tuple(draws)))] * 2, [torch.arange(4)] * 2
     with pytest.raises(ModelError, match=r"Wrong\.epoch"):

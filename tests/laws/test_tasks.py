@@ -85,14 +85,14 @@ def test_metrics_do_not_depend_on_how_batches_are_cut(task: Task, cuts: list[int
     assert torch.equal(whole.confusion, cut.confusion)
 
 
-def test_a_number_is_distilled_by_its_squared_error_at_every_temperature() -> None:
+def test_regression_distillation_ignores_temperature() -> None:
     student, teacher = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [2.5]])
     for temperature in (1.0, 3.0, 10.0):
         found = self_distillation(Regression(), student, [teacher], temperature)
         torch.testing.assert_close(found, torch.tensor([4.0, 0.25]))
 
 
-def test_quantile_bins_are_equally_full_and_keep_equal_targets_together() -> None:
+def test_quantile_bins_are_even_and_keep_equal_targets() -> None:
     y = torch.from_numpy(np.random.default_rng(1).permutation(100)).float()[:, None]
     labels = Regression(bins=5).labels(y)
     assert np.bincount(labels).tolist() == [20] * 5

@@ -41,7 +41,7 @@ def devices(clients: int) -> tuple[Device, ...]:
 
 
 # ------------------------------------------------------------------------------------------------ looked up
-def test_who_is_online_by_hand() -> None:
+def test_trace_online_arrivals_and_departures_by_hand() -> None:
     trace = trace_of([[(0, *ON), (10, *OFF), (15, *ON)], [(5, *ON)], [], [(0, *OFF)]])
     seen = {at: np.flatnonzero(trace.now(at).online).tolist() for at in (0, 4.9, 5, 9.9, 10, 14.9, 15, 1e6)}
     assert seen == {0: [0], 4.9: [0], 5: [0, 1], 9.9: [0, 1], 10: [1], 14.9: [1], 15: [0, 1], 1e6: [0, 1]}
@@ -184,7 +184,7 @@ def test_correlations_that_cannot_all_hold_are_refused() -> None:
 
 
 @pytest.mark.parametrize("sessions", ["exponential", "lognormal"])
-def test_sessions_last_as_long_as_was_asked_for_from_the_beginning(sessions: str) -> None:
+def test_sessions_have_the_configured_mean_from_the_start(sessions: str) -> None:
     trace = drawn(sessions=sessions, online_s=600.0, offline_s=1800.0, online_sigma=0.0, session_sigma=0.8)
     lasted = np.diff(trace.time)
     inner = np.ones(len(lasted), dtype=bool)
@@ -199,7 +199,7 @@ def test_sessions_last_as_long_as_was_asked_for_from_the_beginning(sessions: str
 
 @pytest.mark.parametrize("bandwidth_s", [300.0, 7000.0, 100_000.0])
 @pytest.mark.parametrize("sessions", ["always", "exponential"])
-def test_everything_begins_anew_after_the_seconds_that_are_asked_for(sessions: str, bandwidth_s: float) -> None:
+def test_lognormal_trace_repeats_after_repeat_s(sessions: str, bandwidth_s: float) -> None:
     trace = drawn(sessions=sessions, bandwidth_s=bandwidth_s, repeat_s=86400.0)
     for at in (0.0, 50.0, 6000.0, 69000.0, 86399.0):
         now, again = trace.now(at), trace.now(at + 86400.0)
@@ -317,7 +317,7 @@ def test_who_leaves_before_it_is_done_has_dropped_out(tmp_path: Path) -> None:
     assert stayed.metrics["clients_trained"] == len(ends)
 
 
-def test_a_round_from_which_all_left_lasts_until_the_last_has_gone(tmp_path: Path) -> None:
+def test_round_that_all_clients_leave_lasts_until_the_last_leaves(tmp_path: Path) -> None:
     algorithm = noting()
     trace = trace_of([[(0.0, *alike(bandwidth=1.0)), (5.0 + c, *OFF), (90.0, *alike())] for c in range(CLIENTS)])
     start = start_of(algorithm, SITE)

@@ -57,7 +57,7 @@ TIMES = st.lists(st.floats(0, 1e6), min_size=1, max_size=30)
 
 
 @given(TIMES, st.floats(0, 1e6), st.floats(1e-3, 1e3), st.randoms())
-def test_it_is_not_below_zero_shifts_with_nothing_and_scales_with_the_unit(
+def test_uniformity_is_shift_invariant_and_scales(
     seconds: list[float], shift: float, scale: float, random: Any
 ) -> None:
     found = uniformity(seconds)
@@ -128,9 +128,7 @@ def test_a_line_of_a_client_has_the_two_parts_of_its_time(tmp_path: Path) -> Non
         ({"deadline_s": 1e-9, "quorum": 1.0}, "straggle"),
     ],
 )
-def test_who_comes_too_late_counts_and_is_not_among_those_that_answered(
-    tmp_path: Path, terms: dict[str, Any], stage: str
-) -> None:
+def test_stragglers_count_only_in_uniformity_of_asked(tmp_path: Path, terms: dict[str, Any], stage: str) -> None:
     _, rows = federate(tmp_path, **terms)
     for row in rows:
         refused = [line for line in row.clients if "failure" in line]
@@ -150,7 +148,7 @@ def test_who_comes_too_late_counts_and_is_not_among_those_that_answered(
         ({"faults": "nan=0.3"}, True),  # what cannot be read has no time
     ],
 )
-def test_a_round_lasts_until_its_deadline_only_where_an_answer_has_not_come(
+def test_round_lasts_until_deadline_only_if_an_update_is_missing(
     tmp_path: Path, terms: dict[str, Any], waits: bool
 ) -> None:
     _, rows = federate(tmp_path, **terms, deadline_s=20.0)
@@ -164,9 +162,7 @@ def test_a_round_lasts_until_its_deadline_only_where_an_answer_has_not_come(
 @pytest.mark.parametrize(
     "terms", [{"norm_bound": 1e-9}, {"norm_bound": 1e-9, "deadline_s": 20.0}, {"quorum": 1.0, "faults": "drop=0.3"}]
 )
-def test_a_round_that_merges_nothing_lasts_until_the_last_answer_has_come(
-    tmp_path: Path, terms: dict[str, Any]
-) -> None:
+def test_round_without_merge_lasts_until_the_last_update(tmp_path: Path, terms: dict[str, Any]) -> None:
     _, rows = federate(tmp_path, **terms)
     empty = [row for row in rows if not row.metrics["clients_trained"]]
     assert empty
@@ -199,7 +195,7 @@ def killed_when_round_2_was_closed(folder: Path, monkeypatch: pytest.MonkeyPatch
     "terms",
     [{"over_provision": 2.0}, {"deadline_s": 0.2}, {"deadline_s": 20.0, "norm_bound": 0.9}, {"norm_bound": 1e-9}],
 )
-def test_a_kill_between_closing_and_merging_a_round_keeps_the_times_of_late_clients(
+def test_kill_before_the_merge_keeps_times_of_stragglers(
     tmp_path: Path, terms: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, expected = federate(tmp_path / "whole", **terms)
@@ -216,9 +212,7 @@ def test_a_kill_between_closing_and_merging_a_round_keeps_the_times_of_late_clie
             }
 
 
-def test_a_client_that_lies_about_its_seconds_moves_the_real_clock_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lie_about_seconds_changes_only_uniformity_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worst that passes is the bound, a pod's life of seven days; the simulated clock does not listen."""
     whole, expected = federate(tmp_path / "honest", keep_updates=True)
     run: Callable[..., Any] = InProcess.run
