@@ -90,7 +90,7 @@ def _on_devices(of: Surroundings) -> Iterator[Backend]:
 
 BACKENDS: dict[str, Callable[[Surroundings], AbstractContextManager[Backend]]] = {
     "in_process": lambda of: nullcontext(InProcess(of.site, of.devices)),
-    "processes": lambda of: closing(Processes(of.site, of.devices, of.code)),
+    "processes": lambda of: closing(Processes(of.site, of.devices, of.code, of.should_stop)),
     "kubernetes": _in_pods,
     "agents": _on_devices,
 }

@@ -7,12 +7,13 @@ assignments.
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -25,7 +26,7 @@ import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shar
 from fl_engine.backends.in_process import by_cost, check_devices, prepare_process
 from fl_engine.core import allowed
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, first_line
+from fl_engine.core.errors import ON_REQUEST, EnvironmentFailure, FlexfleetError, Stopped, first_line
 from fl_engine.core.system import told_exit, without_main
 from fl_engine.core.types import ClientFailure, Outcome, Params, RoundPlan, WorkOrder
 from fl_engine.exchange.client import Site, Work, accept_all, delivered, train
@@ -36,6 +37,8 @@ log = logging.getLogger("flexfleet")
 
 ATTEMPTS = 2
 """How many workers may die with the same assignments."""
+LOOK_S, STOP_S = 1.0, 60.0
+"""Seconds between two calls of `should_stop`, and how long a run that is to stop waits for its busy workers."""
 SILENT_S = 600.0
 """Seconds without a result after which the log names the workers that are busy."""
 END_S = 2.0
@@ -76,9 +79,16 @@ class Processes:
 
     durable = False
 
-    def __init__(self, site: Site, devices: Sequence[str], code: tuple[Path, str] | None = None) -> None:
+    def __init__(
+        self,
+        site: Site,
+        devices: Sequence[str],
+        code: tuple[Path, str] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         """`code`: the file of the run's own wheel, and its sha256, which workers verify before they import from it.
         Raises EnvironmentFailure if the workers cannot be started."""
+        self._should_stop = should_stop
         self._code = None if code is None else Handed(*code)
         self._site, self._turn = site, 0
         check_devices(devices)
@@ -88,6 +98,7 @@ class Processes:
         self._workers = [self._start(device) for device in devices]
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+        """Raises Stopped if the run is to stop and no busy worker has a result within STOP_S."""
         groups, failures = accept_all(algorithm, plan.orders, self._site)
         yield from failures
         waiting, tried = by_cost(groups, self._site), dict[int, int]()
@@ -171,10 +182,16 @@ class Processes:
 
     def _finished(self) -> list[tuple[int, _Worker]]:
         busy = {worker.link: (place, worker) for place, worker in enumerate(self._workers) if worker.group}
-        began = time.monotonic()
-        while not (ready := wait(list(busy), SILENT_S)):
-            pids = ", ".join(str(worker.process.pid) for _, worker in busy.values())
-            log.warning("no result for %.0f s; processes that train, or hang: %s", time.monotonic() - began, pids)
+        began = reported = time.monotonic()
+        asked = math.inf
+        while not (ready := wait(list(busy), LOOK_S)):
+            now = time.monotonic()
+            asked = min(asked, now) if self._should_stop() else math.inf
+            if now - asked > STOP_S:
+                raise Stopped(f"{ON_REQUEST}; workers that had no result within {STOP_S:.0f} s were not waited for")
+            if now - reported > SILENT_S:
+                reported, pids = now, ", ".join(str(worker.process.pid) for _, worker in busy.values())
+                log.warning("no result for %.0f s; processes that train, or hang: %s", now - began, pids)
         return [busy[link] for link in ready if isinstance(link, Connection)]
 
 

@@ -17,7 +17,7 @@ import torch
 from fl_engine.algorithms import FlexFL
 from fl_engine.backends import BACKENDS, InProcess, Processes, Surroundings, in_process, processes
 from fl_engine.core.contracts import Backend
-from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.core.errors import EnvironmentFailure, Stopped
 from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, TaskContext, WorkOrder
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
@@ -98,13 +98,18 @@ def test_what_kills_every_worker_is_a_failure(workers: tuple[FlexFL, Processes, 
     assert all(isinstance(o, ClientUpdate) for o in found.values()) and len(found) == len(plan.orders) - 1
 
 
-def test_closing_kills_a_worker_that_is_stopped(
+def test_hanging_worker_does_not_keep_a_run_from_stopping(
     workers: tuple[FlexFL, Processes, Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, backend, _ = workers
-    monkeypatch.setattr(processes, "END_S", 0.1)
+    algorithm, backend, site = workers
+    for name, seconds in (("LOOK_S", 0.02), ("STOP_S", 0.2), ("END_S", 0.1)):
+        monkeypatch.setattr(processes, name, seconds)
+    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
     worker = backend._workers[0].process
     os.kill(worker.pid or 0, signal.SIGSTOP)
+    monkeypatch.setattr(backend, "_should_stop", lambda: True)
+    with pytest.raises(Stopped):
+        list(backend.run(algorithm, plan))
     backend.close()
     assert worker.exitcode is not None
 
